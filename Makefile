@@ -1,0 +1,29 @@
+# `make train` and `make test` set everything up in .venv and do the job.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: train test lint clean
+
+train: $(READY)
+	$(BIN)/deepspeed exgrpo/train/main.py
+
+test: $(READY) lint
+	$(BIN)/pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# torch comes first: the other packages then take the build that is there.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 13) else "exgrpo needs Python 3.11 or 3.12; this is " + sys.version.split()[0] + ". Name one: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,test]'
+	touch $(READY)
+
+clean:
+	rm -rf .venv build dist *.egg-info

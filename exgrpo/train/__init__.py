@@ -1,0 +1,1 @@
+"""The trainer: `deepspeed exgrpo/train/main.py`."""
