@@ -1,0 +1,58 @@
+"""What passes between the stages of a training step. K answers per question; P prompt, R response tokens."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One sampled answer.
+
+    Attributes:
+        response: [R] token ids. The EOS token is the last one when, and only when, the answer is finished.
+        finished: False where the answer was cut at the length limit.
+        log_prob: [R] fp32, the engine's own log-probability of each token, or None where it has none.
+    """
+
+    response: TokenIds
+    finished: bool
+    log_prob: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """A graded answer with the log-probabilities of the policy that wrote it.
+
+    Attributes:
+        question: index of its question.
+        response: [R] token ids (never text: re-encoding text would misalign `log_prob`).
+        log_prob: [R] fp32 at temperature 1, by the training engine, before the update.
+        finished: whether it ends with EOS.
+        reward: what the verifier gave, 1 for a success.
+        step: training step in which it was written.
+    """
+
+    question: int
+    response: TokenIds
+    log_prob: npt.NDArray[np.float32]
+    finished: bool
+    reward: float
+    step: int
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The answers to one question that share one mean reward: K fresh ones, or K-1 and a replayed success."""
+
+    question: int
+    fresh: tuple[Trajectory, ...]
+    replayed: Trajectory | None = None
+
+    @property
+    def rows(self) -> tuple[Trajectory, ...]:
+        """All K trajectories; the replayed one is the last."""
+        return self.fresh if self.replayed is None else (*self.fresh, self.replayed)

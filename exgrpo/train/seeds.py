@@ -1,0 +1,27 @@
+"""One seeded generator per purpose: no two uses of randomness can disturb each other."""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
+    """A 63-bit seed for one purpose (and, for example, one step and rank) of the run with the given seed."""
+    key = (zlib.crc32(purpose.encode()), *numbers)
+    return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)[0] >> 1)
+
+
+def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
+    """A numpy generator seeded by `derive_seed`."""
+    return np.random.default_rng(derive_seed(seed, purpose, *numbers))
+
+
+@contextmanager
+def torch_seed(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generators inside the block and leave them untouched outside."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,133 @@
+"""The memory against an independent model of its rules, under any sequence of operations."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exgrpo.train.experience import ExperienceMemory, estimate_successes
+from exgrpo.train.records import Group, Trajectory
+
+K = 4
+QUESTIONS = 5
+
+
+def trajectory(question: int, ids: tuple[int, ...], reward: float, step: int = 0) -> Trajectory:
+    return Trajectory(question, np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), True, reward, step)
+
+
+def group(question: int, rewards: list[float], *, replayed: bool = False, step: int = 0, first: int = 0) -> Group:
+    fresh = tuple(trajectory(question, (first + i, 7), reward, step) for i, reward in enumerate(rewards))
+    return Group(question, fresh, trajectory(question, (99,), 1.0) if replayed else None)
+
+
+steps = st.lists(
+    st.lists(
+        st.tuples(
+            st.integers(0, QUESTIONS - 1),
+            st.lists(st.sampled_from([0.0, 1.0]), min_size=K, max_size=K),
+            st.integers(0, 3),  # responses overlap between steps: duplicates happen
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=4,
+        unique_by=lambda entry: entry[0],
+    ),
+    max_size=12,
+)
+
+
+@given(steps, st.booleans(), st.sampled_from([None, 1, 3]), st.sampled_from([None, 2]), st.integers(0, 5))
+@settings(max_examples=200, deadline=None)
+def test_memory_follows_a_plain_model(history, count_replayed, max_per_question, max_age, start):
+    memory = ExperienceMemory(
+        QUESTIONS, K, count_replayed=count_replayed, max_per_question=max_per_question, max_age=max_age
+    )
+    stored: dict[int, dict[tuple[int, ...], int]] = {}  # question -> response -> step, oldest first
+    bucket: dict[int, int] = {}
+    retired: set[int] = set()
+    for step, entries in enumerate(history):
+        groups = []
+        for question, rewards, first, mixed in entries:
+            mixed = mixed and question in stored
+            groups.append(group(question, rewards[: K - mixed], replayed=mixed, step=step, first=first))
+        memory.update(groups, step, collect=step >= start)
+        for g in groups:
+            right, shown = sum(r.reward for r in g.fresh), len(g.fresh)
+            if count_replayed and g.replayed:
+                right, shown = right + 1, shown + 1
+            k = int(np.floor(K * right / shown + 0.5))
+            if right == shown:
+                retired.add(g.question)
+                stored.pop(g.question, None)
+                bucket.pop(g.question, None)
+                continue
+            if g.question in retired:
+                continue
+            if step >= start:
+                for row in g.fresh:
+                    if row.reward == 1.0:
+                        kept = stored.setdefault(g.question, {})
+                        kept.pop(tuple(row.response), None)
+                        kept[tuple(row.response)] = step
+                        if max_per_question and len(kept) > max_per_question:
+                            del kept[next(iter(kept))]
+            if g.question in stored:
+                bucket[g.question] = max(k, 1)
+        if max_age is not None:
+            for question in list(stored):
+                stored[question] = {k: v for k, v in stored[question].items() if v >= step - max_age}
+                if not stored[question]:
+                    del stored[question], bucket[question]
+
+        assert {q: [tuple(t.response) for t in memory.trajectories(q)] for q in range(QUESTIONS)} == {
+            q: list(stored.get(q, {})) for q in range(QUESTIONS)
+        }
+        assert memory.bucket.tolist() == [bucket.get(q, 0) for q in range(QUESTIONS)]
+        assert set(np.flatnonzero(memory.retired)) == retired
+        assert len(memory) == len(stored)
+        assert memory.trajectory_count == sum(map(len, stored.values()))
+        assert memory.bucket_sizes().tolist() == [0] + [sum(b == k for b in bucket.values()) for k in range(1, K + 1)]
+        assert all(t.reward == 1.0 and t.question == q for q in stored for t in memory.trajectories(q))
+
+
+@pytest.mark.parametrize("right", range(8))
+def test_mixed_group_estimate_rescales_the_fresh_rows(right):
+    mixed = group(0, [1.0] * right + [0.0] * (7 - right), replayed=True)
+    # algorithm: m of 7 becomes round(8 m / 7)
+    assert estimate_successes(mixed, 8) == round(8 * right / 7)
+    assert estimate_successes(mixed, 8, count_replayed=True) == right + 1
+
+
+@given(st.integers(2, 16), st.data())
+def test_estimate_is_extreme_only_where_the_evidence_is(samples, data):
+    shown = data.draw(st.sampled_from([samples, samples - 1]))
+    right = data.draw(st.integers(0, shown))
+    k = estimate_successes(group(0, [1.0] * right + [0.0] * (shown - right), replayed=shown < samples), samples)
+    assert (k == 0) == (right == 0)
+    assert (k == samples) == (right == shown)
+    if shown == samples:
+        assert k == right
+
+
+def test_unsolved_buffered_question_moves_to_the_lowest_bucket_and_keeps_its_trajectories():
+    memory = ExperienceMemory(1, K)
+    memory.update([group(0, [1.0, 1.0, 1.0, 0.0])], 0, collect=True)
+    assert memory.bucket[0] == 3
+    memory.update([group(0, [0.0] * 3, replayed=True)], 1, collect=True)
+    assert memory.bucket[0] == 1
+    assert memory.trajectory_count == 3
+
+
+def test_nothing_is_collected_before_the_start_but_solved_questions_retire():
+    memory = ExperienceMemory(2, K)
+    memory.update([group(0, [1.0] * 4), group(1, [1.0, 0.0, 0.0, 0.0])], 0, collect=False)
+    assert memory.retired.tolist() == [True, False]
+    assert len(memory) == 0
+
+
+def test_of_two_equal_responses_the_newer_log_probs_stay():
+    memory = ExperienceMemory(1, K)
+    for step in (0, 5):
+        memory.update([group(0, [1.0, 0.0, 0.0, 0.0], step=step)], step, collect=True)
+    assert [t.step for t in memory.trajectories(0)] == [5]
