@@ -1,0 +1,293 @@
+"""The configuration of a run: typed, validated, every field explained (`--help` shows this file).
+
+`Config()` is the default run. A YAML recipe overrides it, and `--section.field VALUE` overrides both.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import tyro
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from tyro.conf import arg
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class ConfigError(ValueError):
+    """A recipe or an override that cannot be right; the message names the key and the remedy."""
+
+
+class Section(BaseModel):
+    """A group of fields: immutable, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class PolicyConfig(Section):
+    """The model that is trained."""
+
+    path: str = Field("builtin:arithmetic", description="Folder or hub name of a causal LM, or builtin:NAME.")
+    gguf_file: str | None = Field(None, description="Name of a GGUF file in that folder to load instead.")
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="Compute dtype; masters stay fp32.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        "sdpa", description="Attention implementation of transformers."
+    )
+    kernel_backend: str = Field("auto", description="Backend of exgrpo.kernels for the fused head.")
+
+
+class DataConfig(Section):
+    """Questions, their prompts and where they come from."""
+
+    train: str = Field("builtin:arithmetic", description="JSONL, JSON or parquet, a hub name, or builtin:NAME.")
+    train_split: str = Field("train", description="Split of a hub or builtin data set to train on.")
+    train_limit: int | None = Field(6000, ge=1, description="Use only so many training questions.")
+    test: str | None = Field("builtin:arithmetic", description="Held-out questions; None: no evaluation.")
+    test_split: str = Field("test", description="Split of a hub or builtin data set to evaluate on.")
+    test_limit: int | None = Field(512, ge=1, description="Use only so many held-out questions.")
+    chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
+    system_prompt: str | None = Field(None, description="System message put before every question.")
+    keep_system: bool = Field(False, description="Use the data row's own system message.")
+    prompt_format: str = Field("{question}", description="Format string around every question.")
+    max_prompt_tokens: int = Field(64, ge=1, description="Longer prompts are dropped and counted.")
+
+
+class RewardConfig(Section):
+    """How answers are graded."""
+
+    function: str = Field("math", description="math, math_no_think, package.module:function or file.py:function.")
+    workers: int = Field(2, ge=1, description="Grading processes per rank.")
+    time_limit: float = Field(5.0, gt=0, description="Seconds per answer; then it is killed and scores 0.")
+
+
+class RolloutConfig(Section):
+    """How answers are sampled."""
+
+    engine: Literal["transformers"] = Field("transformers", description="Rollout engine.")
+    samples: int = Field(8, ge=2, description="K: answers per question (group size).")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature in training.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")
+    max_tokens: int = Field(80, ge=1, description="Longest response; longer ones are cut and marked.")
+    batch_tokens: int = Field(32768, ge=1, description="Prompt + response tokens generated at once per rank.")
+
+
+class ExperienceConfig(Section):
+    """What is kept and replayed (algorithm of arXiv 2510.02245, sections 3.2 and 3.3)."""
+
+    ratio: float = Field(0.5, ge=0, le=1, description="rho: fraction of a batch replayed; 0 = on-policy GRPO.")
+    start_pass_rate: float = Field(
+        0.35,
+        ge=0,
+        le=1,
+        description="Replay starts after a step whose batch Pass@1 exceeds this; 0 = at once.",
+    )
+    question_weight: Literal["gaussian", "uniform", "linear", "sqrt", "linear_clip"] = Field(
+        "gaussian", description="Law by which buckets (success counts) are drawn."
+    )
+    mu: float = Field(0.5, ge=0, le=1, description="Centre of the Gaussian law as a fraction of K.")
+    sigma: float = Field(1.0, gt=0, description="Width of the Gaussian law in success counts.")
+    trajectory: Literal["lowest_entropy", "highest_entropy", "lowest_nll", "shortest", "random"] = Field(
+        "lowest_entropy", description="Which stored success of a drawn question is replayed."
+    )
+    count_replayed: bool = Field(
+        False, description="Count the replayed row as a success when a mixed group's accuracy is estimated."
+    )
+    max_per_question: int | None = Field(None, ge=1, description="Keep only the latest so many per question.")
+    max_age: int | None = Field(None, ge=1, description="Forget trajectories older than so many steps.")
+
+
+class ObjectiveConfig(Section):
+    """The loss (arXiv 2510.02245, section 3.3)."""
+
+    clip: tuple[float, float] | None = Field(
+        (0.2, 0.2), description="eps_low eps_high for fresh tokens; None = no clipping."
+    )
+    clip_with_replay: bool = Field(False, description="Keep clipping once replay has begun (the paper does not).")
+    beta: float | None = Field(0.1, gt=0, description="f(w) = w/(w+beta) on replayed tokens; None = plain w.")
+    importance_correction: bool = Field(
+        True, description="Weigh replayed tokens against the policy that wrote them, not this step's."
+    )
+    scale_by_std: bool = Field(False, description="Divide advantages by the group's standard deviation.")
+    normalize: Literal["constant", "token", "sequence"] = Field(
+        "constant",
+        description="constant: sequences * max_tokens (Dr.GRPO); token: all tokens; sequence: mean of means.",
+    )
+    entropy_coef: float = Field(0.001, ge=0, description="Weight of the mean token entropy bonus.")
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(2e-4, gt=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay.")
+    grad_clip: float = Field(1.0, ge=0, description="Gradient norm is clipped here; 0 = off.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warm-up.")
+    minibatches: int = Field(2, ge=1, description="Optimiser steps per training step.")
+    micro_batch_tokens: int = Field(16384, ge=1, description="Padded tokens per forward pass and rank.")
+
+
+class DistributedConfig(Section):
+    """DeepSpeed ZeRO-3."""
+
+    timeout_minutes: float = Field(30.0, gt=0, description="A rank that waits longer gives up with an error.")
+    offload_optimizer: bool = Field(False, description="Keep optimiser states in CPU memory (GPU runs).")
+    persistence_threshold: int = Field(100_000, ge=0, description="Parameters with fewer elements stay unsharded.")
+
+
+class EvaluationConfig(Section):
+    """Held-out Pass@1 before, during and after training."""
+
+    every: int | None = Field(None, ge=1, description="Evaluate every so many steps; None: before and after only.")
+    samples: int = Field(1, ge=1, description="Answers per held-out question.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")
+
+
+class OutputConfig(Section):
+    """What a run leaves behind."""
+
+    folder: Path = Field(Path("runs"), description="Each run gets a folder of its own under this one.")
+    name: str | None = Field(None, description="Name of the run's folder; default: date and time.")
+    tensorboard: bool = Field(True, description="Write TensorBoard events.")
+    sample_groups: int = Field(2, ge=0, description="Groups of rollouts written out per step, to be read.")
+    save_model: bool = Field(True, description="Save the trained model in Hugging Face format.")
+
+
+class Config(Section):
+    """Train a language model by ExGRPO (arXiv 2510.02245). Without arguments: the small default run."""
+
+    seed: int = Field(0, ge=0, description="Seed of everything that is random.")
+    steps: int = Field(60, ge=0, description="Training steps.")
+    questions: int = Field(64, ge=1, description="B: questions (groups) per step.")
+    policy: PolicyConfig = PolicyConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    experience: ExperienceConfig = ExperienceConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    distributed: DistributedConfig = DistributedConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    output: OutputConfig = OutputConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.optimizer.minibatches > self.questions:
+            raise ValueError(
+                f"optimizer.minibatches ({self.optimizer.minibatches}) exceeds questions ({self.questions}): "
+                "every optimiser step needs at least one group"
+            )
+        longest = self.data.max_prompt_tokens + self.rollout.max_tokens
+        for key, budget in (
+            ("optimizer.micro_batch_tokens", self.optimizer.micro_batch_tokens),
+            ("rollout.batch_tokens", self.rollout.batch_tokens),
+        ):
+            if budget < longest:
+                raise ValueError(
+                    f"{key} ({budget}) is below data.max_prompt_tokens + rollout.max_tokens ({longest}): "
+                    "one sequence must fit"
+                )
+        if self.data.keep_system and self.data.system_prompt is not None:
+            raise ValueError("data.keep_system and data.system_prompt exclude each other: unset one")
+        if not self.data.chat and (self.data.keep_system or self.data.system_prompt is not None):
+            raise ValueError("data.chat=False has no place for a system message: put it into data.prompt_format")
+        return self
+
+
+def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the configuration."""
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += known_keys(field.annotation, f"{prefix}{name}.")
+    return keys
+
+
+def _explain(error: ValidationError, origin: str) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5)
+            lines.append(f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{key}: {message} (got {problem['input']!r})" if key else message)
+    return f"{origin}: " + "; ".join(lines)
+
+
+def validate(values: dict[str, Any], origin: str) -> Config:
+    """Check nested plain values; `origin` (a file or "command line") opens every error message."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, origin)) from None
+
+
+def load_recipe(path: Path) -> Config:
+    """Read a YAML recipe. Keys may be nested or dotted ("experience.ratio: 0.25").
+
+    A recipe may name another under the key `base` (a path relative to its own) and then holds only what differs.
+    """
+    return validate(_read_recipe(path, seen=()), str(path))
+
+
+def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path in seen:
+        raise ConfigError(f"{path}: its chain of `base` recipes leads back to itself")
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such recipe")
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of keys to values, not a {type(raw).__name__}")
+    base = raw.pop("base", None)
+    values = _read_recipe((path.parent / base).resolve(), (*seen, path)) if base else {}
+    _merge(values, raw)
+    return values
+
+
+def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    for dotted, value in values.items():
+        *sections, name = str(dotted).split(".")
+        target = into
+        for section in sections:
+            target = target.setdefault(section, {})
+        if isinstance(value, dict):
+            _merge(target.setdefault(name, {}), value)
+        else:
+            target[name] = value
+
+
+class _RecipeArgument(BaseModel):
+    recipe: Annotated[Path | None, arg(help="YAML recipe that replaces the defaults below.")] = None
+
+
+def parse_args(argv: list[str]) -> Config:
+    """Resolve `[--recipe FILE] [--section.field VALUE ...]` into a configuration.
+
+    Exits with status 2 and one message where an option is unknown (naming the near one) or a value impossible.
+    """
+    # The deepspeed launcher appends --local_rank; ranks are read from the environment.
+    argv = [argument for argument in argv if not argument.startswith("--local_rank")]
+    chosen, rest = tyro.cli(_RecipeArgument, args=argv, return_unknown_args=True, add_help=False)
+    default = load_recipe(chosen.recipe) if chosen.recipe else Config()
+    return tyro.cli(
+        Config,
+        args=rest,
+        default=default,
+        prog="deepspeed exgrpo/train/main.py",
+        description=f"{Config.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",
+    )
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as a recipe that repeats the run."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

@@ -1,0 +1,103 @@
+"""Recipes and overrides: what is accepted, and what the errors say."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from exgrpo.train.config import Config, ConfigError, known_keys, load_recipe, parse_args, to_yaml
+
+
+def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_without_arguments_the_defaults_hold():
+    assert parse_args([]) == Config()
+    assert parse_args(["--local_rank=3"]) == Config()
+
+
+def test_overrides_beat_the_recipe_and_the_recipe_beats_the_defaults(tmp_path):
+    recipe = write(tmp_path, "steps: 7\nexperience:\n  ratio: 0.25\noptimizer.lr: 1.0e-6\n")
+    config = parse_args(["--recipe", str(recipe), "--experience.ratio", "0.75", "--objective.clip", "None"])
+    assert (config.steps, config.experience.ratio, config.optimizer.lr) == (7, 0.75, 1e-6)
+    assert config.objective.clip is None
+    assert config.experience.mu == Config().experience.mu
+
+
+def test_a_recipe_builds_on_its_base(tmp_path):
+    write(tmp_path, "steps: 7\nexperience: {ratio: 0.25, mu: 0.3}\n", "base.yaml")
+    config = load_recipe(write(tmp_path, "base: base.yaml\nexperience.ratio: 0.0\n"))
+    assert (config.steps, config.experience.ratio, config.experience.mu) == (7, 0.0, 0.3)
+
+
+def test_the_resolved_configuration_is_a_recipe_that_repeats_the_run(tmp_path):
+    config = parse_args(["--experience.ratio", "0.75", "--objective.clip", "0.1", "0.3", "--data.test", "None"])
+    assert load_recipe(write(tmp_path, to_yaml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("experience.rato: 0.3", "unknown key 'experience.rato'; did you mean 'experience.ratio'?"),
+        ("stepz: 3", "unknown key 'stepz'; did you mean 'steps'?"),
+        ("experience: {ratio: 3}", r"experience.ratio: Input should be less than or equal to 1 \(got 3\)"),
+        ("policy.dtype: fp16", "policy.dtype: Input should be 'fp32' or 'bf16'"),
+        ("optimizer.minibatches: 65", r"optimizer.minibatches \(65\) exceeds questions \(64\)"),
+        ("rollout.max_tokens: 40000", "optimizer.micro_batch_tokens .* one sequence must fit"),
+        ("data: {chat: false, system_prompt: hi}", "data.chat=False has no place for a system message"),
+        ("[1, 2]", "a recipe is a mapping"),
+        ("a: [", "not valid YAML"),
+        ("base: recipe.yaml", "leads back to itself"),
+        ("base: other.yaml", "other.yaml: no such recipe"),
+    ],
+)
+def test_bad_recipes_are_named(tmp_path, text, message):
+    recipe = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_recipe(recipe)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere.yaml: no such recipe"):
+        parse_args(["--recipe", str(tmp_path / "nowhere.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--experience.rati", "0.3"], "--experience.ratio"),
+        (["--optimizer.lr", "fast"], "--optimizer.lr"),
+        (["--optimizer.lr=-1"], "Input should be greater than 0"),
+        (["--optimizer.minibatches", "65"], "exceeds questions"),
+    ],
+)
+def test_bad_overrides_exit_with_the_near_option(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit_:
+        parse_args(arguments)
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert message in captured.err + captured.out
+
+
+def test_help_explains_every_field_with_its_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    shown = capsys.readouterr().out
+    leaves = [key for key in known_keys() if "." in key or key in ("seed", "steps", "questions")]
+    for key in leaves:
+        assert f"--{key.replace('_', '-')}" in shown
+    assert shown.count("(default:") >= len(leaves)
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_is_valid(recipe):
+    config = load_recipe(recipe)
+    assert yaml.safe_load(to_yaml(config))
