@@ -284,6 +284,7 @@ def parse_args(argv: list[str]) -> Config:
         args=rest,
         default=default,
         prog="deepspeed exgrpo/train/main.py",
+        config=(tyro.conf.FlagConversionOff,),  # --policy.gradient_checkpointing True, as in a recipe
         description=f"{Config.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",
     )
 

@@ -1,0 +1,99 @@
+"""What a person sees while a run goes on."""
+
+import math
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+COLUMNS = {
+    "reward": ("reward", ".3f"),
+    "Pass@1": ("pass_rate", ".3f"),
+    "entropy": ("entropy", ".3f"),
+    "replayed": ("replayed", ".0f"),
+    "buffer": ("buffer_trajectories", ".0f"),
+    "retired": ("retired", ".0f"),
+    "ratio": ("fresh_ratio", ".3f"),
+    "grad": ("grad_norm", ".2f"),
+    "length": ("response_tokens", ".0f"),
+    "tokens/s": ("tokens_per_second", ".0f"),
+    "s/step": ("seconds", ".1f"),
+}
+SHOWN_STEPS = 12
+
+
+class Display:
+    """A live table of the latest steps above a progress bar; one line per step where there is no terminal.
+
+    Args:
+        steps: of the run.
+        console: where to print; None prints nothing (ranks other than 0).
+    """
+
+    def __init__(self, steps: int, console: Console | None) -> None:
+        self.console = console
+        self.recent: list[dict[str, float]] = []
+        self.progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self.task = self.progress.add_task("training", total=steps)
+        self.live = Live(self._view(), console=console) if console and console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live:
+            self.live.stop()
+
+    def say(self, message: str) -> None:
+        """Print a line above the display."""
+        if self.console:
+            self.console.print(message, highlight=False)
+
+    def step(self, record: dict[str, float]) -> None:
+        """Show the metrics of a finished step."""
+        self.recent = [*self.recent, record][-SHOWN_STEPS:]
+        self.progress.advance(self.task)
+        if self.live:
+            self.live.update(self._view())
+        elif self.console:
+            cells = [f"{title} {_cell(record, key, form)}" for title, (key, form) in COLUMNS.items()]
+            remaining = self.progress.tasks[0].time_remaining
+            eta = "" if remaining is None else f"  ETA {remaining // 60:.0f}:{remaining % 60:02.0f}"
+            self.console.print(f"step {record['step']:.0f}  " + "  ".join(cells) + eta, highlight=False, soft_wrap=True)
+
+    def _view(self) -> Group:
+        table = Table(expand=True)
+        table.add_column("step", justify="right")
+        for title in COLUMNS:
+            table.add_column(title, justify="right")
+        for record in self.recent:
+            cells = [_cell(record, key, form) for key, form in COLUMNS.values()]
+            table.add_row(f"{record['step']:.0f}", *cells)
+        return Group(table, self.progress)
+
+
+def _cell(record: dict[str, float], key: str, form: str) -> str:
+    value = record[key]
+    return "-" if math.isnan(value) else format(value, form)

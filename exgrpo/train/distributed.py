@@ -1,0 +1,98 @@
+"""The processes of a run: who am I, on which device, and how plain Python objects travel."""
+
+import datetime
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The process group of the run.
+
+    Attributes:
+        rank: this process, 0..size-1.
+        size: number of processes.
+        device: where this process computes.
+        control: gloo group for Python objects, beside NCCL on GPUs.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values  # type: ignore[return-value]
+
+    def split(self, items: Sequence[T]) -> list[tuple[int, T]]:
+        """This rank's share of `items` with their positions: every size-th one."""
+        return [(i, items[i]) for i in range(self.rank, len(items), self.size)]
+
+    def join(self, share: Sequence[tuple[int, T]]) -> list[T]:
+        """The inverse of `split` over all ranks: all items in their order, on every rank."""
+        pairs = [pair for of_rank in self.gather(list(share)) for pair in of_rank]
+        return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
+
+
+def start(timeout_minutes: float) -> World:
+    """Join the process group that the launcher describes; without a launcher, a world of one.
+
+    The backend follows the hardware: NCCL on GPUs, gloo on CPUs.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    _without_launcher()
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_SIZE", 1))
+    accelerator = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    if on_cpu:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        _skip_unused_cpu_build()
+    else:
+        accelerator.set_device(local_rank)
+    import deepspeed
+
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    deepspeed.init_distributed(timeout=timeout, verbose=False)
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=torch.device("cpu") if on_cpu else torch.device(accelerator.device_name(local_rank)),
+        control=dist.new_group(backend="gloo", timeout=timeout),
+    )
+
+
+def _without_launcher() -> None:
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for key, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": port}.items():
+        os.environ[key] = str(value)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+
+
+def _skip_unused_cpu_build() -> None:
+    """Keep DeepSpeed from compiling an extension for 100 s that only its inference all-reduce would use."""
+    from deepspeed.ops import __compatible_ops__
+
+    __compatible_ops__["deepspeed_shm_comm"] = False

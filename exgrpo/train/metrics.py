@@ -1,0 +1,117 @@
+"""The numbers of a training step, and the files they go to."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exgrpo.train.answers import Answers
+from exgrpo.train.experience import ExperienceMemory
+from exgrpo.train.policy import Score, UpdateStats
+from exgrpo.train.records import Group
+
+
+def step_metrics(
+    *,
+    step: int,
+    groups: Sequence[Group],
+    answers: Answers,
+    scores: Sequence[Score],
+    updates: Sequence[UpdateStats],
+    memory: ExperienceMemory,
+    replayed_entropy: float,
+    learning_rate: float,
+    replay_open: bool,
+    skipped_updates: int,
+    generated_tokens: int,
+    seconds: dict[str, float],
+) -> dict[str, float]:
+    """One flat record per training step; entropies in nats per token, lengths in tokens, times in seconds."""
+    rewards = answers.rewards
+    lengths = np.array([len(rollout.response) for rollout in answers.rollouts])
+    replayed = [group.replayed for group in groups if group.replayed is not None]
+    seconds = {**seconds, "generate": answers.generate_seconds, "grade": answers.grade_seconds}
+    total = sum(seconds[phase] for phase in ("select", "rollout", "score", "update", "push"))
+    record: dict[str, float] = {
+        "step": step,
+        "reward": float(rewards.mean()),
+        "pass_rate": float(np.mean(rewards >= 1.0)),
+        "entropy": float(np.concatenate([score.entropy for score in scores]).mean()),
+        "response_tokens": float(lengths.mean()),
+        "truncated": float(np.mean([not rollout.finished for rollout in answers.rollouts])),
+        "timed_out": answers.timed_out,
+        "reward_failed": answers.failed,
+        "groups": len(groups),
+        "replayed": len(replayed),
+        "replayed_entropy": replayed_entropy,
+        "replayed_age": float(np.mean([step - row.step for row in replayed])) if replayed else math.nan,
+        "replay_open": float(replay_open),
+        "buffer_questions": len(memory),
+        "buffer_trajectories": memory.trajectory_count,
+        "retired": int(memory.retired.sum()),
+        **{f"bucket/{k}": int(size) for k, size in enumerate(memory.bucket_sizes()) if 0 < k < memory.samples},
+        "learning_rate": learning_rate,
+        "skipped_updates": skipped_updates,
+        "generated_tokens": generated_tokens,
+        **_of_updates(updates),
+        "tokens_per_second": float(lengths.sum()) / total,
+        "seconds": total,
+        **{f"seconds/{phase}": value for phase, value in seconds.items()},
+    }
+    return record
+
+
+def _of_updates(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Means over the step's optimiser steps, of those where the number exists."""
+    means = {}
+    for name in ("loss", "grad_norm", "clip_fraction", "fresh_ratio", "fresh_ratio_max", "replayed_ratio"):
+        values = [value for update in updates if math.isfinite(value := getattr(update, name))]
+        means[name] = float(np.mean(values)) if values else math.nan
+    return means
+
+
+class RunLog:
+    """Writes metrics.jsonl, TensorBoard events and readable samples into a run's folder.
+
+    Args:
+        folder: of the run; it exists.
+        tensorboard: whether to write events as well.
+    """
+
+    def __init__(self, folder: Path, *, tensorboard: bool) -> None:
+        self.folder = folder
+        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._samples = (folder / "samples.md").open("a", encoding="utf-8")
+        self._events: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(folder / "tensorboard"))
+
+    def metrics(self, record: dict[str, float]) -> None:
+        """Append one record; numbers that do not exist (NaN) become null."""
+        step = int(record["step"])
+        plain = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in record.items()}
+        self._metrics.write(json.dumps(plain) + "\n")
+        self._metrics.flush()
+        if self._events is not None:
+            for name, value in plain.items():
+                if name != "step" and value is not None:
+                    self._events.add_scalar(name if "/" in name else f"train/{name}", value, step)
+
+    def sample(self, step: int, question: str, gold: str, answers: Sequence[tuple[str, str]]) -> None:
+        """Append one question with its (label, text) answers for people to read."""
+        self._samples.write(f"## Step {step}: {question}\n\nExpected: `{gold}`\n\n")
+        for label, text in answers:
+            self._samples.write(f"**{label}**\n\n~~~text\n{text}\n~~~\n\n")
+        self._samples.flush()
+
+    def close(self) -> None:
+        """Flush and close all files."""
+        self._metrics.close()
+        self._samples.close()
+        if self._events is not None:
+            self._events.close()

@@ -1,0 +1,285 @@
+"""The policy under ZeRO-3: a causal LM whose head computes log-probs and the loss without any logits."""
+
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, get_scheduler
+from transformers.integrations import HfDeepSpeedConfig
+
+from exgrpo.kernels import LogProb, PolicyLoss, linear_log_prob, linear_policy_loss
+from exgrpo.train.batch import MicroBatch, MiniBatch, Row, collate, schedule
+from exgrpo.train.config import Config, ObjectiveConfig
+from exgrpo.train.distributed import World
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """A response under the current policy: [R] fp32 log-prob and [R] fp32 entropy of each token."""
+
+    log_prob: npt.NDArray[np.float32]
+    entropy: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """How the loss of a micro-batch is formed; the same for all micro-batches of a mini-batch."""
+
+    clip: tuple[float, float] | None
+    beta: float | None
+    entropy_coef: float
+    normalizer: float
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """What one optimiser step did, over all ranks.
+
+    `applied` is False where the gradient norm was not finite and the step was skipped. Ratios are means over
+    tokens (and the largest fresh one); a mean over no tokens is NaN.
+    """
+
+    loss: float
+    grad_norm: float
+    applied: bool
+    clip_fraction: float
+    fresh_ratio: float
+    fresh_ratio_max: float
+    replayed_ratio: float
+
+
+class PolicyModel(nn.Module):
+    """A Hugging Face causal LM that returns per-token results instead of logits.
+
+    Args:
+        model: any causal LM with `get_decoder()` and an output embedding.
+        backend: backend of exgrpo.kernels.
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: str = "auto") -> None:
+        super().__init__()
+        self.model = model
+        self.softcap = getattr(model.config, "final_logit_softcapping", None)
+        head = model.get_output_embeddings()
+        # ZeRO-3 gathers a module's parameters around its own forward, so the fused call must happen inside it.
+        head.forward = types.MethodType(partial(_fused_head, softcap=self.softcap, backend=backend), head)
+
+    def forward(self, batch: MicroBatch, loss: LossTerms | None = None) -> LogProb | PolicyLoss:
+        """Log-probs and entropies [B, L] of the targets; with `loss`, the loss and its per-token terms."""
+        decoder = self.model.get_decoder()
+        hidden = decoder(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        return self.model.get_output_embeddings()(hidden, batch, loss)
+
+
+def _fused_head(
+    head: nn.Linear,
+    hidden: torch.Tensor,
+    batch: MicroBatch,
+    loss: LossTerms | None,
+    *,
+    softcap: float | None,
+    backend: str,
+) -> LogProb | PolicyLoss:
+    if loss is None:
+        return linear_log_prob(hidden, head.weight, batch.target, bias=head.bias, softcap=softcap, backend=backend)
+    return linear_policy_loss(
+        hidden,
+        head.weight,
+        batch.target,
+        batch.old_log_prob,
+        batch.advantage,
+        replayed=batch.replayed,
+        clip=loss.clip,
+        beta=loss.beta,
+        entropy_coef=loss.entropy_coef,
+        normalizer=loss.normalizer,
+        bias=head.bias,
+        softcap=softcap,
+        backend=backend,
+    )
+
+
+class Policy:
+    """The trained model, its optimiser and its schedule, sharded by DeepSpeed ZeRO-3.
+
+    Args:
+        config: the run.
+        path: folder or hub name of the model.
+        world: the processes that share it.
+    """
+
+    def __init__(self, config: Config, path: str, world: World) -> None:
+        self.world = world
+        self.budget = config.optimizer.micro_batch_tokens
+        settings = deepspeed_settings(config)
+        self._zero3 = HfDeepSpeedConfig(settings)  # alive: from_pretrained then loads each rank its shard
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=DTYPES[config.policy.dtype], attn_implementation=config.policy.attention
+        )
+        if config.policy.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        wrapped = PolicyModel(model, config.policy.kernel_backend)
+        optimizer = torch.optim.AdamW(
+            wrapped.parameters(),
+            lr=config.optimizer.lr,
+            betas=config.optimizer.betas,
+            weight_decay=config.optimizer.weight_decay,
+        )
+        scheduler = get_scheduler(
+            "constant_with_warmup" if config.optimizer.schedule == "constant" else config.optimizer.schedule,
+            optimizer,
+            num_warmup_steps=config.optimizer.warmup_steps,
+            num_training_steps=max(1, config.steps * config.optimizer.minibatches),
+        )
+        self.engine, *_ = deepspeed.initialize(
+            model=wrapped,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            config=settings,
+            dist_init_required=False,
+        )
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The wrapped causal LM."""
+        return self.engine.module.model
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next optimiser step."""
+        return float(self.engine.get_lr()[0])
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[Row]) -> list[Score]:
+        """Log-probs and entropies of every row's response under the current policy, work spread over all ranks."""
+        plan = schedule([row.length for row in rows], self.budget, self.world.size)
+        self.engine.eval()
+        mine: list[tuple[int, Score]] = []
+        for indices in plan[self.world.rank]:
+            batch = collate([rows[i] for i in indices], self.world.device)
+            result = self.engine(batch)
+            log_prob, entropy = result.log_prob.cpu().numpy(), result.entropy.cpu().numpy()
+            for line, i in enumerate(indices):
+                span = slice(len(rows[i].prompt) - 1, rows[i].length)
+                mine.append((i, Score(log_prob[line, span].copy(), entropy[line, span].copy())))
+        return self.world.join(mine)
+
+    def update(self, minibatch: MiniBatch, objective: ObjectiveConfig, *, clip: bool) -> UpdateStats:
+        """One optimiser step on the mini-batch.
+
+        The loss is a sum over the mini-batch divided by constants of the whole of it, so neither the packing nor the
+        number of ranks changes it. (DeepSpeed averages gradients over ranks: hence normalizer / ranks.)
+        """
+        terms = LossTerms(
+            clip=objective.clip if clip else None,
+            beta=objective.beta,
+            entropy_coef=objective.entropy_coef * minibatch.normalizer / minibatch.tokens,
+            normalizer=minibatch.normalizer / self.world.size,
+        )
+        plan = schedule([row.length for row in minibatch.rows], self.budget, self.world.size)
+        self.engine.train()
+        tally = _Tally()
+        for indices in plan[self.world.rank] or [[]]:
+            batch = collate([minibatch.rows[i] for i in indices], self.world.device)
+            result = self.engine(batch, terms)
+            self.engine.backward(result.loss, scale_wrt_gas=False)
+            tally.add(batch, result)
+        skipped = self.engine.skipped_steps
+        self.engine.step()
+        return tally.stats(
+            self.world,
+            grad_norm=self.engine.get_global_grad_norm(),
+            applied=self.engine.skipped_steps == skipped,
+        )
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter of the causal LM whole, one at a time; all ranks must run through it together.
+
+        Tied parameters appear once. A tensor is valid until the next one is asked for.
+        """
+        for name, parameter in self.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.data
+
+    def save(self, folder: Path) -> None:
+        """Write the model in Hugging Face format (all ranks must call it; rank 0 writes)."""
+        state: dict[str, torch.Tensor] = {}
+        for name, weight in self.weights():
+            if self.world.is_main:
+                state[name] = weight.detach().cpu().clone()
+        if self.world.is_main:
+            self.model.save_pretrained(folder, state_dict=state)
+
+
+def deepspeed_settings(config: Config) -> dict[str, Any]:
+    """The DeepSpeed configuration of a run."""
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": config.distributed.persistence_threshold,
+        "overlap_comm": False,
+    }
+    if config.distributed.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": config.optimizer.grad_clip,
+        "bf16": {"enabled": config.policy.dtype == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
+
+
+class _Tally:
+    """Sums over the micro-batches of one rank: loss, clipped, ratios and counts of tokens."""
+
+    def __init__(self) -> None:
+        self.sums: list[torch.Tensor] = []
+
+    def add(self, batch: MicroBatch, result: PolicyLoss) -> None:
+        active = batch.target >= 0
+        replayed = active & batch.replayed[:, None]
+        fresh = active & ~batch.replayed[:, None]
+        ratio = result.ratio.double()
+        zero = ratio.new_zeros(())
+        self.sums.append(
+            torch.stack(
+                [
+                    result.loss.detach().double(),
+                    fresh.sum().double(),
+                    replayed.sum().double(),
+                    result.clipped.sum().double(),
+                    torch.where(fresh, ratio, zero).sum(),
+                    torch.where(replayed, ratio, zero).sum(),
+                    torch.where(fresh, ratio, zero).amax(),
+                ]
+            )
+        )
+
+    def stats(self, world: World, *, grad_norm: float | torch.Tensor, applied: bool) -> UpdateStats:
+        stacked = torch.stack(self.sums).cpu()
+        of_ranks = torch.stack(world.gather(torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)])))
+        loss, fresh, replayed, clipped, fresh_ratio, replayed_ratio = of_ranks[:, :-1].sum(0).tolist()
+        return UpdateStats(
+            loss=loss / world.size,
+            grad_norm=float(grad_norm),
+            applied=applied,
+            clip_fraction=clipped / fresh if fresh else float("nan"),
+            fresh_ratio=fresh_ratio / fresh if fresh else float("nan"),
+            fresh_ratio_max=float(of_ranks[:, -1].max()) if fresh else float("nan"),
+            replayed_ratio=replayed_ratio / replayed if replayed else float("nan"),
+        )

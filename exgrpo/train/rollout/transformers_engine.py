@@ -1,0 +1,135 @@
+"""Rollouts by `generate` of transformers on an unsharded copy of the model, one per rank."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from exgrpo.train.records import Rollout, TokenIds
+from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.seeds import torch_seed
+
+
+class TransformersEngine:
+    """Batched, length-sorted generation.
+
+    Args:
+        path: folder or hub name of the model. Load it before any HfDeepSpeedConfig exists, which would shard it.
+        dtype: compute dtype.
+        device: where to generate.
+        eos: token ids that end a response; at least one.
+        pad: token id that fills prompts up.
+        batch_tokens: prompt + response tokens generated at once.
+        attention: attention implementation of transformers.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        eos: Sequence[int],
+        pad: int,
+        batch_tokens: int,
+        attention: str = "sdpa",
+    ) -> None:
+        if not eos:
+            raise ValueError("eos: a rollout engine needs at least one token id that ends a response")
+        self.device = device
+        self.eos = np.array(sorted(set(eos)), dtype=np.int32)
+        self.pad = pad
+        self.batch_tokens = batch_tokens
+        self.model: PreTrainedModel = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+            .to(device)
+            .eval()
+            .requires_grad_(False)
+        )
+
+    def generate(
+        self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seed: int
+    ) -> list[list[Rollout]]:
+        """See `RolloutEngine.generate`."""
+        jobs = [i for i, count in enumerate(counts) for _ in range(count)]
+        jobs.sort(key=lambda i: len(prompts[i]))
+        answers: list[list[Rollout]] = [[] for _ in prompts]
+        with torch_seed(seed, self.device):
+            while jobs:
+                # The last job has the longest prompt: it sets the width of the batch.
+                rows = max(1, self.batch_tokens // (len(prompts[jobs[-1]]) + sampling.max_tokens))
+                jobs, batch = jobs[:-rows], jobs[-rows:]
+                for i, rollout in zip(batch, self._generate_batch([prompts[i] for i in batch], sampling), strict=True):
+                    answers[i].append(rollout)
+        return answers
+
+    @torch.inference_mode()
+    def _generate_batch(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Rollout]:
+        width = max(len(prompt) for prompt in prompts)
+        tokens = np.full((len(prompts), width), self.pad, np.int64)
+        mask = np.zeros_like(tokens)
+        for i, prompt in enumerate(prompts):
+            tokens[i, width - len(prompt) :] = prompt
+            mask[i, width - len(prompt) :] = 1
+        output: Any = self.model.generate(
+            input_ids=torch.from_numpy(tokens).to(self.device),
+            attention_mask=torch.from_numpy(mask).to(self.device),
+            max_new_tokens=sampling.max_tokens,
+            do_sample=True,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=0,
+            eos_token_id=self.eos.tolist(),
+            pad_token_id=self.pad,
+            # Ranks generate different amounts: they must not wait for each other token by token.
+            synced_gpus=False,
+            return_dict_in_generate=True,
+            output_logits=sampling.log_prob,
+        )
+        responses = output.sequences[:, width:].cpu().numpy().astype(np.int32)
+        log_probs = _token_log_probs(output.logits, output.sequences[:, width:]) if sampling.log_prob else None
+        return [
+            self._cut(response, None if log_probs is None else log_probs[i]) for i, response in enumerate(responses)
+        ]
+
+    def _cut(self, response: TokenIds, log_prob: np.ndarray | None) -> Rollout:
+        ends = np.flatnonzero(np.isin(response, self.eos))
+        length = int(ends[0]) + 1 if len(ends) else len(response)
+        return Rollout(
+            response=response[:length].copy(),
+            finished=len(ends) > 0,
+            log_prob=None if log_prob is None else log_prob[:length].copy(),
+        )
+
+    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `RolloutEngine.push_weights`."""
+        own = dict(self.model.named_parameters())
+        for name, weight in weights:
+            if name not in own:
+                raise ValueError(f"weights: the rollout model has no parameter {name!r} left to take")
+            own.pop(name).data.copy_(weight)
+        if own:
+            raise ValueError(f"weights: nothing came for {', '.join(sorted(own)[:5])} ({len(own)} parameters)")
+
+    def sleep(self) -> None:
+        """Move the copy to CPU memory."""
+        self.model.to("cpu")
+
+    def wake(self) -> None:
+        """Move the copy back to its device."""
+        self.model.to(self.device)
+
+    def close(self) -> None:
+        """Drop the copy."""
+        del self.model
+
+
+def _token_log_probs(logits: Sequence[torch.Tensor], tokens: torch.Tensor) -> np.ndarray:
+    """[n, R] fp32 log-probs at temperature 1 of the sampled tokens from one [n, V] tensor per step."""
+    per_step = [
+        torch.log_softmax(step.float(), dim=-1).gather(-1, token[:, None])
+        for step, token in zip(logits, tokens.T, strict=True)
+    ]
+    return torch.cat(per_step, dim=-1).cpu().numpy()

@@ -1,0 +1,344 @@
+import os
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exgrpo.train import grading
+from exgrpo.train.reward import Grader, Grades, resolve_reward
+
+SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
+
+USER_REWARDS = r"""
+import ctypes, os, re, sys, time
+
+def same(response, gold):
+    return response == gold
+
+def nasty(response, gold):
+    if response == "loop":
+        while True:
+            try:
+                while True:
+                    pass
+            except BaseException:
+                pass
+    if response == "hang in C":
+        re.match(r"(a+)+$", "a" * 50 + "b")
+    if response == "exit":
+        os._exit(3)
+    if response == "segfault":
+        ctypes.string_at(0)
+    if response == "sys.exit":
+        sys.exit(4)
+    if response == "raise":
+        raise KeyError("no such thing")
+    return float(response == gold)
+
+def odd(response, gold):
+    return {"none": None, "nan": float("nan"), "text": "1"}[response]
+
+def imports_torch(response, gold):
+    return "torch" in sys.modules or "deepspeed" in sys.modules
+
+def slow_twice(response, gold):
+    with open(gold, "a") as file:
+        file.write("x")
+    return 0.5
+
+def one_argument(response):
+    return 1.0
+
+LIMIT = 3
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(USER_REWARDS)
+    return path
+
+
+RIGHT = [
+    # gold, content of the answer's box
+    ("72", "72"),
+    ("72", "72.0"),
+    ("72", "72."),
+    ("72", "$72$"),
+    ("72", "\\$72"),
+    ("72", "72\\text{ apples}"),
+    ("-3", "-3"),
+    ("025", "25"),  # AIME writes three digits
+    ("142.0", "142"),
+    ("1,000", "1000"),
+    ("1000", "1,000"),
+    ("1000", "1{,}000"),
+    ("1000", "1\\,000"),
+    ("1000", "1 000"),
+    ("\\frac{3}{4}", "3/4"),
+    ("3/4", "\\dfrac68"),
+    ("3/4", "0.75"),
+    ("11\\sqrt2", "11\\sqrt{2}"),
+    ("\\frac{1}{\\sqrt3}", "\\frac{\\sqrt{3}}{3}"),
+    ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3, \\pi/2)"),
+    ("[0,1)", "x \\in [0,1)"),
+    ("1,-2", "\\{-2, 1\\}"),
+    ("$69$,$84$", "84, 69"),
+    ("50\\%", "0.5"),
+    ("50\\%", "50"),
+    ("90^\\circ", "90"),
+    ("x=5", "5"),
+    ("5", "x=5"),
+    ("6 - 5i", "-5i+6"),
+    ("$2n-2$", "2(n-1)"),
+    ("$f(x)=2 x$", "2x"),
+    ("\\text{Evelyn}", "Evelyn"),
+    ("4.5e33", "4.5 \\times 10^{33}"),
+    ("1e-5", "0.00001"),
+    ("-1./3", "-\\frac13"),
+    ("\\boxed{5}", "5"),
+    ("np.arcsin(10/13)", "np.arcsin(10/13)"),  # cannot be parsed
+    ("C", "C"),
+    ("C", "(C)"),
+    ("C", "\\text{C}"),
+    ("C", "\\textbf{(C) 5 m}"),
+    ("\\text{(C)}", "C"),
+    ("C", "C. It becomes shorter."),
+]
+
+WRONG = [
+    ("72", "73"),
+    ("72", ""),
+    ("72", "72, 73"),
+    ("0", "1\\,000"),
+    ("0", "1 000"),
+    ("(2,4)", "(4,2)"),
+    ("(2,4)", "[2,4]"),
+    ("[0,1)", "[0,1]"),
+    ("1,-2", "1"),
+    ("\\frac{1}{3}", "0.333"),
+    ("4.5e33", "4.5"),
+    ("C", "D"),
+    ("C", "A, C"),
+    ("C", "\\text{A}, \\text{C}"),
+    ("C", "A) or C)"),
+    ("", "5"),
+]
+
+
+@pytest.mark.parametrize(("gold", "content"), RIGHT)
+def test_right_answers(gold: str, content: str) -> None:
+    assert grading.math(f"<think>hm</think>\nSo it is $\\boxed{{{content}}}$.", gold) == 1.0
+
+
+@pytest.mark.parametrize(("gold", "content"), WRONG)
+def test_wrong_answers(gold: str, content: str) -> None:
+    assert grading.math(f"<think>hm</think>\nSo it is $\\boxed{{{content}}}$.", gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "gold", "reward"),
+    [
+        ("\\boxed{5}", "5", 0.0),  # thinking never ends
+        ("<think>\\boxed{5}", "5", 0.0),
+        ("<think>\\boxed{5}</think>", "5", 0.0),  # no answer after thinking
+        ("<think>\\boxed{4}</think>\\boxed{5}", "5", 1.0),
+        ("<think>\\boxed{5}</think>\\boxed{4}", "5", 0.0),
+        ("no opening tag </think> \\boxed{5}", "5", 1.0),
+        ("</think>\\boxed{4}</think>\\boxed{5}", "5", 1.0),  # the last tag counts
+        ("</think>\\boxed{5}</think> done", "5", 0.0),
+        ("</think>The answer is 5.", "5", 1.0),  # no box: Math-Verify's own search
+        ("", "5", 0.0),
+    ],
+)
+def test_the_answer_follows_the_end_of_thinking(response: str, gold: str, reward: float) -> None:
+    assert grading.math(response, gold) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "gold", "reward"),
+    [
+        ("\\boxed{4}, or rather \\boxed{5}", "5", 1.0),  # the last box counts
+        ("\\boxed{4}, or rather \\boxed{5}", "4", 0.0),
+        ("\\boxed{1} and $\\boxed{2}$", "1, 2", 1.0),
+        ("\\boxed{5}, \\boxed{5}", "5", 1.0),
+        ("\\boxed{\\boxed{5}}", "5", 1.0),
+        ("\\fbox {5}", "5", 1.0),
+        ("\\boxed{\\{1, 2\\}}", "1,2", 1.0),
+        ("\\boxed{5} so \\boxed{5", "5", 0.0),  # cut off
+        ("48 + 24 = 72 clips", "72", 1.0),
+        ("The final answer is $\\frac{3}{4}$", "3/4", 1.0),
+        ("The answer is (C).", "C", 1.0),
+        ("Answer: **C**", "C", 1.0),
+        ("A ball is thrown", "A", 0.0),
+        ("The answer is A ball", "A", 0.0),
+        ("I do not know", "5", 0.0),
+    ],
+)
+def test_where_the_answer_is_found_without_thinking(response: str, gold: str, reward: float) -> None:
+    assert grading.math_no_think(response, gold) == reward
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="ab\\{} $,\n5") | st.lists(st.sampled_from(["\\boxed{", "}", " and ", "5", "x"])).map("".join))
+def test_final_answer_is_idempotent_and_decides(text: str) -> None:
+    answer = grading.final_answer(text)
+    assert grading.final_answer(answer) == answer
+    assert grading.math_no_think(text, "5") == grading.math_no_think(answer, "5")
+
+
+@settings(deadline=None)
+@given(st.integers(-(10**12), 10**12), st.integers(-3, 3))
+def test_integers_are_graded_as_math_verify_grades_them(gold: int, difference: int) -> None:
+    from math_verify import parse, verify
+
+    answer = gold + difference
+    expected = verify(parse(f"${gold}$"), parse(f"$\\boxed{{{answer}}}$"))
+    assert grading.math_no_think(f"\\boxed{{{answer}}}", str(gold)) == float(expected)
+
+
+@pytest.mark.parametrize("name", ["math_benchmarks", "arc_challenge"])
+def test_real_gold_answers_equal_themselves_also_when_parsed(name: str) -> None:
+    path = SHARED_DATA / f"{name}.parquet"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    import pyarrow.parquet
+
+    column = pyarrow.parquet.read_table(path, columns=["reward_model"])["reward_model"].to_pylist()
+    golds = sorted({row["ground_truth"] for row in column})
+    assert all(grading.math(f"</think>\\boxed{{{gold}}}", gold) == 1.0 for gold in golds)
+    # Without its dollar signs and with a full stop it is another text, so this goes through the parser.
+    sample = golds[::4]
+    parsed = [grading.math(f"</think>\\boxed{{{_restyled(gold)}}}", gold) for gold in sample]
+    assert sum(parsed) >= 0.98 * len(sample)
+
+
+def _restyled(gold: str) -> str:
+    return gold.replace("\\$", "").replace("$", "").replace("\\frac", "\\dfrac").rstrip(".") + "."
+
+
+def test_names_and_paths_resolve(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_reward("math") is grading.math
+    assert resolve_reward("exgrpo.train.grading:math_no_think") is grading.math_no_think
+    assert resolve_reward(f"{user_file}:same")("a", "a")
+    monkeypatch.chdir(user_file.parent)
+    with Grader("mine.py:same", workers=1, time_limit=5) as grader:
+        assert grader.grade([("a", "a"), ("a", "b")]).reward == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("maths", "did you mean 'math'"),
+        ("nothing alike", "math, math_no_think, 'package.module:function'"),
+        ("exgrpo.train.grading:math_nothink", "did you mean 'math_no_think'"),
+        ("no_such_package.rewards:f", "cannot import no_such_package.rewards: ModuleNotFoundError"),
+        ("{file}:samee", "did you mean 'same'"),
+        ("{file}:LIMIT", "is not callable: it is a int"),
+        ("{file}:one_argument", r"must take \(response, gold\)"),
+        ("{folder}/broken.py:f", "cannot run .*broken.py: ZeroDivisionError"),
+        ("{folder}/missing.py:f", "there is no file .*missing.py"),
+    ],
+)
+def test_bad_names_are_clear_errors_here_and_at_construction(name: str, message: str, user_file: Path) -> None:
+    (user_file.parent / "broken.py").write_text("1 / 0")
+    name = name.format(file=user_file, folder=user_file.parent)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        resolve_reward(name)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        Grader(name, workers=1, time_limit=5)
+
+
+def test_a_reward_that_ends_its_process_while_loading_is_an_error_at_construction(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os; os._exit(1)")
+    with pytest.raises(RuntimeError, match=r"died while it loaded reward .*dies.py:f"):
+        Grader(f"{tmp_path}/dies.py:f", workers=1, time_limit=5)
+
+
+@pytest.mark.parametrize(("workers", "limit"), [(0, 1.0), (1, 0.0), (1, float("nan"))])
+def test_impossible_limits(workers: int, limit: float) -> None:
+    with pytest.raises(ValueError, match="workers|time_limit"):
+        Grader("math", workers=workers, time_limit=limit)
+
+
+def test_grades_come_in_order_and_agree_with_the_function() -> None:
+    answers = [(f"<think>{i}</think>\\boxed{{{i % 3}}}", "1") for i in range(20)]
+    answers += [("\\boxed{1}", "1"), ("</think>", "1"), ("<think>a</think>\\boxed{\\frac{1}{2}}", "0.5")]
+    with Grader("math", workers=2, time_limit=30) as grader:
+        assert grader.grade([]) == Grades((), 0, 0)
+        expected = tuple(grading.math(response, gold) for response, gold in answers)
+        assert grader.grade(answers) == Grades(expected, 0, 0)
+        assert 1.0 in expected
+
+
+def test_equal_answers_are_graded_once(user_file: Path, tmp_path: Path) -> None:
+    with Grader(f"{user_file}:slow_twice", workers=2, time_limit=30) as grader:
+        answers = [("a", str(tmp_path / "count")), ("b", str(tmp_path / "count"))] * 10
+        assert grader.grade(answers).reward == (0.5,) * 20
+    assert (tmp_path / "count").read_text() == "xx"
+
+
+def test_hangs_and_crashes_cost_only_their_own_answer(user_file: Path) -> None:
+    nasty = ["loop", "hang in C", "exit", "segfault", "sys.exit", "raise"]
+    answers = [(text, "gold") for text in nasty]
+    for position in range(0, 30, 3):
+        answers.insert(position, (str(position), str(position)))
+    with Grader(f"{user_file}:nasty", workers=2, time_limit=1.0) as grader:
+        with pytest.warns(UserWarning, match="worth 0") as caught:
+            grades = grader.grade([*answers, ("loop", "gold")])
+        assert len(caught) == 1
+        assert grades.reward == (*(float(response == gold) for response, gold in answers), 0.0)
+        assert (grades.timed_out, grades.failed) == (3, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # shown once only
+            assert grader.grade([("raise", "x"), ("1", "1")]) == Grades((0.0, 1.0), 0, 1)
+
+
+def test_expressions_that_hang_math_verify_are_killed() -> None:
+    answers = [(f"\\boxed{{{text}}}", "5") for text in ("9^{9^{9^9}}", "5", "10^{10^{10}}")]
+    with Grader("math_no_think", workers=2, time_limit=1.0) as grader:
+        assert grader.grade(answers).reward == (0.0, 1.0, 0.0)
+        assert grader.grade([("\\boxed{5}", "5")]) == Grades((1.0,), 0, 0)
+
+
+def test_grading_goes_on_when_idle_processes_are_killed(user_file: Path) -> None:
+    with Grader(f"{user_file}:same", workers=2, time_limit=5) as grader:
+        for pause in (0.0, 0.5, 0.0):  # the pool notices before the next call, or during it
+            for pid in list(grader._pool._pool_manager.worker_manager.workers):
+                os.kill(pid, 9)
+            time.sleep(pause)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                grades = grader.grade([(str(i), str(i)) for i in range(50)])
+            assert sum(grades.reward) >= 48  # an answer may have been in the hands of a killed process
+
+
+@pytest.mark.parametrize("response", ["none", "nan", "text"])
+def test_a_reward_must_return_a_finite_number(response: str, user_file: Path) -> None:
+    with (
+        Grader(f"{user_file}:odd", workers=1, time_limit=5) as grader,
+        pytest.raises(TypeError, match=r"odd' returned .* must return a finite number"),
+    ):
+        grader.grade([(response, "1")])
+
+
+def test_grading_processes_import_no_trainer(user_file: Path) -> None:
+    with Grader(f"{user_file}:imports_torch", workers=1, time_limit=5) as grader:
+        assert grader.grade([("a", "b")]).reward == (0.0,)
+
+
+def test_close_twice() -> None:
+    grader = Grader("math", workers=1, time_limit=5)
+    grader.close()
+    grader.close()
+    with pytest.raises(ValueError, match="closed"):
+        grader.grade([("a", "b")])
+
+
+def test_a_user_reward_sees_the_whole_response(user_file: Path) -> None:
+    with Grader(f"{user_file}:same", workers=1, time_limit=5) as grader:
+        assert grader.grade([("", ""), ("a</think>b", "b"), (" a", "a")]).reward == (1.0, 0.0, 0.0)

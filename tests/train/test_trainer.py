@@ -1,0 +1,187 @@
+"""The loop, watched from outside with a scripted engine and a recording policy."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from exgrpo.train.config import Config
+from exgrpo.train.trainer import Trainer
+from tests.train.fakes import RecordingPolicy, ScriptedEngine, answerer, fake_score, question_set
+
+K = 4
+
+
+def make(skill: dict[int, float], **sections) -> Trainer:
+    values = {
+        "questions": 6,
+        "rollout": {"samples": K, "max_tokens": 8},
+        "data": {"max_prompt_tokens": 8},
+        "experience": {"start_pass_rate": 0.0, "ratio": 0.5},
+        "optimizer": {"minibatches": 2},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+    return Trainer(
+        Config.model_validate(values), question_set(len(skill)), RecordingPolicy(), answerer(ScriptedEngine(skill))
+    )
+
+
+def half(count: int) -> dict[int, float]:
+    return dict.fromkeys(range(count), 0.5)
+
+
+def test_replayed_groups_get_one_fresh_answer_less_and_no_question_comes_twice():
+    trainer = make(half(20))
+    first, second = trainer.step(1), trainer.step(2)
+    calls = trainer.answerer.engine.calls
+    assert sorted(calls[0].values()) == [K] * 6
+    assert sorted(calls[1].values()) == [K - 1] * 3 + [K] * 3
+    assert first.metrics["replayed"] == 0
+    assert second.metrics["replayed"] == 3
+    assert len(set(second.questions)) == 6
+    replayed = [question for question, row in zip(second.questions, second.replayed, strict=True) if row]
+    assert set(replayed) <= set(first.questions)
+
+
+def test_every_group_enters_the_update_whole_and_once():
+    trainer = make(half(20))
+    trainer.step(1)
+    trainer.policy.updates.clear()
+    result = trainer.step(2)
+    rows = [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows]
+    assert len(trainer.policy.updates) == 2
+    assert len(rows) == 6 * K
+    assert sum(row.replayed for row in rows) == 3
+    by_question = {q: [row for row in rows if row.prompt[0] == q] for q in result.questions}
+    for of_question in by_question.values():
+        assert len(of_question) == K
+        assert sum(row.advantage for row in of_question) == pytest.approx(0, abs=1e-6)
+
+
+def test_ratios_refer_to_the_policy_that_wrote_the_tokens():
+    trainer = make(half(20))
+    trainer.step(1)
+    version = trainer.policy.version
+    trainer.policy.updates.clear()
+    trainer.step(2)
+    for minibatch, _ in trainer.policy.updates:
+        for row in minibatch.rows:
+            # Written before any update if replayed, before this step's updates if fresh.
+            expected = fake_score(row.response, 0 if row.replayed else version)
+            np.testing.assert_array_equal(row.old_log_prob, expected.log_prob)
+
+
+def test_without_importance_correction_they_refer_to_this_steps_policy():
+    trainer = make(half(20), objective={"importance_correction": False})
+    trainer.step(1)
+    version = trainer.policy.version
+    trainer.policy.updates.clear()
+    trainer.step(2)
+    replayed = [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows if row.replayed]
+    assert replayed
+    for row in replayed:
+        np.testing.assert_array_equal(row.old_log_prob, fake_score(row.response, version).log_prob)
+
+
+@pytest.mark.parametrize(
+    ("rule", "key"),
+    [
+        ("lowest_entropy", lambda t, v: fake_score(t.response, v).entropy.mean()),
+        ("highest_entropy", lambda t, v: -fake_score(t.response, v).entropy.mean()),
+        ("lowest_nll", lambda t, v: -fake_score(t.response, v).log_prob.mean()),
+        ("shortest", lambda t, v: len(t.response)),
+    ],
+)
+def test_the_replayed_trajectory_is_the_best_under_the_current_policy(rule, key):
+    trainer = make(half(12), experience={"trajectory": rule, "ratio": 0.75})
+    for step in range(1, 5):
+        stored = {q: trainer.memory.trajectories(q) for q in range(12)}
+        version = trainer.policy.version
+        result = trainer.step(step)
+        for question, row in zip(result.questions, result.replayed, strict=True):
+            if row is not None:
+                assert row is min(stored[question], key=lambda t: key(t, version))
+    assert result.metrics["replayed"] == 4
+    assert any(len(candidates) > 1 for candidates in stored.values())
+
+
+def test_replay_and_collection_begin_one_step_after_the_threshold_is_passed():
+    skill = half(40)
+    trainer = make(skill, experience={"start_pass_rate": 0.5})
+    trainer.step(1)  # Pass@1 is 0.5, which does not exceed 0.5
+    assert not trainer.latch.open
+    skill.update(dict.fromkeys(skill, 0.75))
+    trainer.step(2)
+    assert trainer.latch.open
+    assert len(trainer.memory) == 0
+    third, fourth = trainer.step(3), trainer.step(4)
+    assert third.metrics["replayed"] == 0
+    assert len(trainer.memory) > 0
+    assert fourth.metrics["replayed"] == 3
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(False, [True, True, False, False]), (True, [True] * 4)])
+def test_clipping_ends_when_replay_begins_unless_it_is_kept(keep, expected):
+    skill = half(40)
+    trainer = make(skill, experience={"start_pass_rate": 0.3}, objective={"clip_with_replay": keep})
+    trainer.step(1)
+    trainer.step(2)
+    assert [clip for _, clip in trainer.policy.updates] == expected
+
+
+def test_ratio_zero_is_plain_grpo():
+    trainer = make(half(20), experience={"ratio": 0.0})
+    for step in range(1, 4):
+        result = trainer.step(step)
+        assert result.metrics["replayed"] == 0
+    assert len(trainer.memory) == 0
+    assert all(clip for _, clip in trainer.policy.updates)
+
+
+def test_solved_questions_are_never_seen_again_and_the_run_ends_when_all_are():
+    trainer = make(dict.fromkeys(range(10), 1.0))
+    first, second = trainer.step(1), trainer.step(2)
+    assert len(first.questions) == 6
+    assert len(second.questions) == 4
+    assert not set(first.questions) & set(second.questions)
+    assert second.metrics["retired"] == 10
+    assert trainer.step(3) is None
+
+
+def test_the_engine_wakes_generates_sleeps_and_then_takes_the_new_weights():
+    trainer = make(half(20))
+    trainer.step(1)
+    assert list(trainer.answerer.engine.log) == ["wake", "generate", "sleep", "push"]
+
+
+def test_skipped_updates_are_counted():
+    trainer = make(half(30))
+    counts = [trainer.step(step).metrics["skipped_updates"] for step in (1, 2, 3)]
+    assert counts == [0, 1, 2]  # the recording policy skips every third
+
+
+def test_the_same_seed_takes_the_same_decisions():
+    def story(seed: int) -> list:
+        trainer = make(half(20), seed=seed)
+        results = [trainer.step(step) for step in range(1, 5)]
+        untimed = [{k: v for k, v in r.metrics.items() if "second" not in k} for r in results]
+        return [[r.questions for r in results], str(untimed)]
+
+    assert story(0) == story(0)
+    assert story(0) != story(1)
+
+
+def test_metrics_describe_the_step():
+    trainer = make(half(20))
+    trainer.step(1)
+    result = trainer.step(2)
+    metrics = result.metrics
+    lengths = [len(a.rollout.response) for of_question in result.answers.of_question for a in of_question]
+    assert metrics["reward"] == pytest.approx((3 * 2 + 3 * round(0.5 * (K - 1))) / (3 * K + 3 * (K - 1)))
+    assert metrics["response_tokens"] == pytest.approx(np.mean(lengths))
+    assert metrics["replayed_age"] == 1
+    assert metrics["buffer_questions"] == len(trainer.memory)
+    assert metrics["buffer_trajectories"] == trainer.memory.trajectory_count
+    assert metrics["generated_tokens"] > sum(lengths)
+    assert dataclasses.is_dataclass(result)

@@ -1,0 +1,50 @@
+"""The check at the start of a run: it passes for equal weights and stops the run for others."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from exgrpo.train.policy import Score
+from exgrpo.train.rollout import TransformersEngine
+from exgrpo.train.weight_check import WeightMismatchError, check_engine
+from tests.train import tiny
+from tests.train.fakes import LoneWorld
+
+
+class FullLogitPolicy:
+    """Scores by full logits of a plain model."""
+
+    def __init__(self, folder, dtype=torch.float32):
+        self.world = LoneWorld()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+    @torch.no_grad()
+    def score(self, rows):
+        scores = []
+        for row in rows:
+            tokens = torch.tensor([*row.prompt, *row.response])
+            full = self.model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :].float().log_softmax(-1)
+            picked = full.gather(1, torch.from_numpy(row.response).long()[:, None])[:, 0].numpy()
+            scores.append(Score(picked, np.zeros_like(picked)))
+        return scores
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_check_tells_equal_from_unequal_weights(tmp_path, dtype):
+    tiny.save_model(tmp_path, tied=True)
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    engine = TransformersEngine(
+        str(tmp_path), dtype=torch_dtype, device=torch.device("cpu"), eos=(2,), pad=0, batch_tokens=100
+    )
+    policy = FullLogitPolicy(tmp_path, torch_dtype)
+
+    def check():
+        prompts = [tiny.prompt(question) for question in range(4)]
+        return check_engine(policy, engine, prompts, dtype=dtype, max_tokens=16, seed=0)
+
+    assert check() < {"fp32": 1e-5, "bf16": 3e-2}[dtype]
+    # One matrix of the last layer did not arrive.
+    policy.model.model.layers[-1].mlp.down_proj.weight.data.zero_()
+    with pytest.raises(WeightMismatchError, match="rollout engine's log-probs differ from the trainer's"):
+        check()

@@ -1,0 +1,90 @@
+"""A tiny random model and a batch of mixed groups, made the same in every process."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from exgrpo.train.batch import MiniBatch, build_minibatches, build_rows
+from exgrpo.train.config import Config, ObjectiveConfig
+from exgrpo.train.records import Group, TokenIds, Trajectory
+
+VOCABULARY = 97
+STEPS = 3
+LEARNING_RATE = 1e-3
+
+
+def save_model(folder: Path, *, tied: bool) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def prompt(question: int) -> TokenIds:
+    return np.random.default_rng(question).integers(3, VOCABULARY, 3 + question % 5).astype(np.int32)
+
+
+def trajectory(rng: np.random.Generator, question: int, reward: float) -> Trajectory:
+    length = int(rng.integers(1, 24))
+    return Trajectory(
+        question=question,
+        response=rng.integers(2, VOCABULARY, length).astype(np.int32),
+        # Near enough to the random policy for ratios on both sides of the clip range, far enough to be clipped.
+        log_prob=(-4.5 + rng.normal(0, 1.0, length)).astype(np.float32),
+        finished=True,
+        reward=reward,
+        step=0,
+    )
+
+
+def groups() -> list[Group]:
+    """Seven groups of four: on-policy and mixed ones, one all right, one all wrong."""
+    rng = np.random.default_rng(1)
+    rewards = [(1, 0, 0, 1), (0, 1, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 1), (0, 0, 0), (0, 1, 1)]
+    return [
+        Group(
+            question,
+            tuple(trajectory(rng, question, float(reward)) for reward in of_group),
+            trajectory(rng, question, 1.0) if len(of_group) == 3 else None,
+        )
+        for question, of_group in enumerate(rewards)
+    ]
+
+
+def minibatches(objective: ObjectiveConfig) -> list[MiniBatch]:
+    rows = build_rows(groups(), prompt, scale_by_std=objective.scale_by_std)
+    return build_minibatches(rows, STEPS, np.random.default_rng(2), objective, max_tokens=24)
+
+
+def poisoned(minibatch: MiniBatch) -> MiniBatch:
+    """The same mini-batch with one advantage that is not a number."""
+    first, *rest = minibatch.rows
+    return dataclasses.replace(minibatch, rows=(dataclasses.replace(first, advantage=float("nan")), *rest))
+
+
+def config(folder: Path, objective: ObjectiveConfig, *, dtype: str = "fp32", checkpointing: bool = False) -> Config:
+    return Config.model_validate(
+        {
+            "policy": {"path": str(folder), "dtype": dtype, "gradient_checkpointing": checkpointing},
+            "data": {"max_prompt_tokens": 8},
+            "rollout": {"max_tokens": 24},
+            "objective": objective,
+            "optimizer": {"lr": LEARNING_RATE, "micro_batch_tokens": 70, "weight_decay": 0.01},
+            # Nothing is small enough to stay whole: every parameter is partitioned.
+            "distributed": {"persistence_threshold": 0, "timeout_minutes": 2},
+        }
+    )
