@@ -1,0 +1,75 @@
+"""From the arguments of the public functions to the checked inputs of the backends."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exgrpo.kernels import checks
+from exgrpo.kernels.inputs import LEFT_OUT, Head, HeadOptions, PolicyTerms
+from exgrpo.kernels.vocab_parallel import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def head(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int,
+    vocab_group: "ProcessGroup | None",
+) -> Head:
+    """The checked arguments, tokens flattened."""
+    operand = checks.head(hidden, weight, target, bias)
+    checks.group(vocab_group)
+    shard = VocabShard.exchange(weight.shape[0], vocab_group, weight.device)
+    checks.target_range(target, shard.vocabulary, ignore_index)
+    options = HeadOptions(
+        temperature=checks.temperature(temperature, target),
+        softcap=None if softcap is None else checks.number("softcap", softcap, positive=True),
+        operand=operand,
+        shard=shard,
+    )
+    kept = target.masked_fill(target == ignore_index, LEFT_OUT).reshape(-1)
+    flat = hidden.reshape(target.numel(), hidden.shape[-1])
+    return Head(flat, weight, bias, kept, options)
+
+
+def terms(
+    tokens: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    replayed: Tensor | None,
+    clip: tuple[float, float] | None,
+    beta: float | None,
+    entropy_coef: float,
+    normalizer: float | Tensor | None,
+    tokens_name: str = "target",
+) -> PolicyTerms:
+    """The checked terms of the objective, tokens flattened."""
+    checks.tensor("advantage", advantage)
+    spread = checks.per_token("advantage", advantage, tokens, tokens_name)
+    if replayed is not None:
+        checks.tensor("replayed", replayed, (torch.bool,))
+        replayed = checks.per_token("replayed", replayed, tokens, tokens_name).reshape(-1)
+    return PolicyTerms(
+        old_log_prob=old_log_prob.detach().reshape(-1),
+        advantage=spread.detach().reshape(-1),
+        replayed=replayed,
+        clip=checks.clip(clip),
+        beta=None if beta is None else checks.number("beta", beta, positive=True),
+        entropy_coef=checks.number("entropy_coef", entropy_coef),
+        normalizer=checks.normalizer(normalizer, tokens),
+    )
+
+
+def same_tokens(log_prob: Tensor, old_log_prob: Tensor) -> None:
+    """Two per-token tensors that belong together."""
+    checks.tensor("log_prob", log_prob)
+    checks.tensor("old_log_prob", old_log_prob)
+    checks.shape("old_log_prob", old_log_prob, log_prob.shape)
+    checks.device("old_log_prob", old_log_prob, log_prob, "log_prob")

@@ -1,0 +1,175 @@
+"""The oracle: the public functions written plainly on full logits in the input's dtype, differentiated by autograd.
+
+Run it in float64. Memory is [tokens, vocabulary], several times over. Arguments and results are those of
+:mod:`exgrpo.kernels` without ``vocab_group`` and ``backend``; results have the input's dtype.
+"""
+
+import torch
+from torch import Tensor
+
+from exgrpo.kernels.results import LogProb, PolicyLoss
+
+MAX_LOG_RATIO = 20.0
+IGNORED = -100
+
+
+def linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> LogProb:
+    """See :func:`exgrpo.kernels.linear_log_prob`."""
+    active = target != ignore_index
+    logits = torch.nn.functional.linear(hidden[active], weight, bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if isinstance(temperature, Tensor):
+        logits = logits / temperature.expand(target.shape)[active].unsqueeze(-1)
+    else:
+        logits = logits / temperature
+    log_probs = torch.log_softmax(logits, -1)
+    probs = log_probs.exp()
+    # p log p is 0 at p = 0, where log p may be -inf.
+    entropy = -(probs * log_probs.masked_fill(probs == 0, 0)).sum(-1)
+    log_prob = log_probs.gather(-1, target[active].unsqueeze(-1)).squeeze(-1)
+    zeros = hidden.new_zeros(target.shape)
+    return LogProb(zeros.masked_scatter(active, log_prob), zeros.masked_scatter(active, entropy))
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    *,
+    replayed: Tensor | None = None,
+    clip: tuple[float, float] | None = (0.2, 0.2),
+    beta: float | None = 0.1,
+    entropy_coef: float = 0.0,
+    normalizer: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+) -> PolicyLoss:
+    """See :func:`exgrpo.kernels.linear_policy_loss`."""
+    active = target != IGNORED if mask is None else (target != IGNORED) & mask
+    log_prob, entropy = linear_log_prob(
+        hidden,
+        weight,
+        target.masked_fill(~active, IGNORED),
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+    )
+    return policy_loss(
+        log_prob,
+        old_log_prob,
+        advantage,
+        replayed=replayed,
+        clip=clip,
+        beta=beta,
+        entropy=entropy,
+        entropy_coef=entropy_coef,
+        normalizer=normalizer,
+        mask=active,
+    )
+
+
+def policy_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    *,
+    replayed: Tensor | None = None,
+    clip: tuple[float, float] | None = (0.2, 0.2),
+    beta: float | None = 0.1,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+    normalizer: float | Tensor | None = None,
+    mask: Tensor | None = None,
+) -> PolicyLoss:
+    """See :func:`exgrpo.kernels.policy_loss`."""
+    everywhere = torch.ones_like(log_prob, dtype=torch.bool)
+    mask = everywhere if mask is None else mask
+    entropy = torch.zeros_like(log_prob) if entropy is None else entropy
+    replayed = ~everywhere if replayed is None else _per_token(replayed, log_prob)
+    log_prob, entropy = log_prob.masked_fill(~mask, 0), entropy.masked_fill(~mask, 0)
+    old_log_prob = old_log_prob.detach().to(log_prob.dtype).masked_fill(~mask, 0)
+    advantage = _per_token(advantage.detach().to(log_prob.dtype), log_prob).masked_fill(~mask, 0)
+
+    ratio = importance_ratio(log_prob, old_log_prob)
+    fresh = ratio * advantage
+    clipped = torch.zeros_like(mask)
+    if clip is not None:
+        limited = ratio.clamp(1 - clip[0], 1 + clip[1]) * advantage
+        clipped = (limited < fresh) & ~replayed
+        fresh = torch.minimum(fresh, limited)
+    past = ratio if beta is None else shape_ratio(ratio, beta)
+    objective = torch.where(replayed, past * advantage, fresh)
+    count = mask.sum().clamp(min=1) if normalizer is None else normalizer
+    loss = -(objective.sum() + entropy_coef * entropy.sum()) / count
+    metrics = (log_prob, entropy, ratio.masked_fill(~mask, 0), clipped.to(log_prob.dtype))
+    return PolicyLoss(loss, *(values.detach() for values in metrics))
+
+
+def importance_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    """See :func:`exgrpo.kernels.importance_ratio`."""
+    return (log_prob - old_log_prob).clamp(max=MAX_LOG_RATIO).exp()
+
+
+def shape_ratio(ratio: Tensor, beta: float) -> Tensor:
+    """See :func:`exgrpo.kernels.shape_ratio`."""
+    return ratio / (ratio + beta)
+
+
+def group_advantage(reward: Tensor, group: Tensor, *, scale_by_std: bool = False) -> Tensor:
+    """See :func:`exgrpo.kernels.group_advantage`."""
+    advantage = torch.zeros_like(reward)
+    for identity in group.unique():
+        member = group == identity
+        centred = reward[member] - reward[member].mean()
+        if scale_by_std:
+            deviation = reward[member].std() if member.sum() > 1 else reward.new_zeros(())
+            centred = centred / (deviation + 1e-6)
+        advantage[member] = centred
+    return advantage
+
+
+def sequence_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """See :func:`exgrpo.kernels.sequence_entropy`."""
+    with torch.no_grad():
+        entropy = linear_log_prob(
+            hidden,
+            weight,
+            target,
+            bias=bias,
+            temperature=temperature,
+            softcap=softcap,
+            ignore_index=ignore_index,
+        ).entropy
+    means = []
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        active = target[start:end] != ignore_index
+        means.append(entropy[start:end][active].sum() / active.sum().clamp(min=1))
+    return torch.stack(means) if means else entropy.new_zeros(0)
+
+
+def _per_token(values: Tensor, like: Tensor) -> Tensor:
+    return values.unsqueeze(1).expand(like.shape) if values.dim() < like.dim() else values

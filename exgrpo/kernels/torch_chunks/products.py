@@ -1,0 +1,86 @@
+"""The three matrix products of a linear head, with results in float32 (float64 for float64 inputs).
+
+A 16-bit product that rounds its result loses what the log-probability needs, so 16-bit operands are multiplied
+into float32 where the device can, and are otherwise converted tile by tile: their products are exact in float32.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from exgrpo.kernels.inputs import compute_dtype
+from exgrpo.kernels.torch_chunks import chunking
+
+
+@functools.cache
+def multiplies_into_float32(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether the device has a product of two ``dtype`` matrices with a float32 result."""
+    probe = torch.ones(16, 16, dtype=dtype, device=device_type)
+    try:
+        return torch.mm(probe, probe, out_dtype=torch.float32).dtype == torch.float32
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+
+
+class Products:
+    """The products of hidden states with one weight matrix [V, D].
+
+    ``operand`` is the dtype to which hidden states and weight are rounded: their own, or that of autocast.
+    """
+
+    def __init__(self, weight: Tensor, operand: torch.dtype) -> None:
+        self.weight = weight
+        self.operand = operand
+        self.compute = compute_dtype(operand)
+        self.mixed = operand != self.compute and multiplies_into_float32(weight.device.type, operand)
+        # The gradients of a token mean are around 1e-7: float16 has no range for them.
+        self.mixed_gradients = self.mixed and operand == torch.bfloat16
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """hidden [rows, D] @ weight.T into ``out`` [rows, V]."""
+        hidden = hidden.to(self.operand)
+        if self.mixed:
+            for start, end in self._tiles():
+                tile = self.weight[start:end].to(self.operand)
+                out[:, start:end] = torch.mm(hidden, tile.t(), out_dtype=torch.float32)
+            return out
+        hidden = hidden.to(self.compute)
+        for start, end, tile in self._converted(self.compute):
+            torch.mm(hidden, tile.t(), out=out[:, start:end])
+        return out
+
+    def hidden_gradient(self, grad_logits: Tensor) -> Tensor:
+        """grad_logits [rows, V] @ weight, [rows, D]."""
+        out = grad_logits.new_zeros(grad_logits.shape[0], self.weight.shape[1])
+        if self.mixed_gradients:
+            for start, end, tile in self._converted(self.operand):
+                columns = grad_logits[:, start:end].to(self.operand)
+                out += torch.mm(columns, tile, out_dtype=torch.float32)
+            return out
+        for start, end, tile in self._converted(self.compute):
+            out.addmm_(grad_logits[:, start:end], tile)
+        return out
+
+    def add_weight_gradient(self, grad_logits: Tensor, hidden: Tensor, total: Tensor) -> None:
+        """Adds grad_logits.T [V, rows] @ hidden [rows, D] to ``total`` [V, D]; hidden in the compute dtype."""
+        if not self.mixed_gradients:
+            total.addmm_(grad_logits.t(), hidden)
+            return
+        hidden = hidden.to(self.operand)
+        for start, end in self._tiles():
+            columns = grad_logits[:, start:end].to(self.operand)
+            total[start:end] += torch.mm(columns.t(), hidden, out_dtype=torch.float32)
+
+    def _converted(self, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
+        """The weight rounded to the operand dtype, in ``dtype``: whole where it is so already, else in tiles."""
+        if self.weight.dtype == self.operand == dtype:
+            yield 0, self.weight.shape[0], self.weight
+            return
+        for start, end in self._tiles():
+            yield start, end, self.weight[start:end].to(self.operand).to(dtype)
+
+    def _tiles(self) -> Iterator[tuple[int, int]]:
+        vocabulary, width = self.weight.shape
+        return chunking.spans(vocabulary, max(1, chunking.TILE_BYTES // (max(1, width) * self.compute.itemsize)))

@@ -1,0 +1,109 @@
+"""Cases, the oracle's answers, and the yardstick: the error that plain torch makes in the same dtype."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from exgrpo import kernels
+from exgrpo.kernels import reference
+
+
+@dataclass
+class Case:
+    """Inputs of a linear head; tensors of ``options`` are converted along."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None = None
+    options: dict = field(default_factory=dict)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [x for x in (self.hidden, self.weight, self.bias) if x is not None]
+
+    def to(self, dtype: torch.dtype) -> "Case":
+        """The same numbers in another dtype, as new leaves."""
+
+        def leaf(x):
+            return None if x is None else x.detach().to(dtype).requires_grad_()
+
+        options = {
+            k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in self.options.items()
+        }
+        return replace(self, hidden=leaf(self.hidden), weight=leaf(self.weight), bias=leaf(self.bias), options=options)
+
+    def log_prob(self, function=kernels.linear_log_prob, **more):
+        return function(self.hidden, self.weight, self.target, bias=self.bias, **self.options, **more)
+
+    def policy_loss(self, *tokens, function=kernels.linear_policy_loss, **more):
+        return function(self.hidden, self.weight, self.target, *tokens, bias=self.bias, **self.options, **more)
+
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, self.leaves))
+
+
+def make_case(tokens, width, vocabulary, dtype, device, *, bias=False, ignored=True, spread=3.0, **options) -> Case:
+    """Logits like a language model's: a few nats wide, with the target mostly among the likely words.
+
+    Every seventh target is ignored. ``tokens`` may be a shape.
+    """
+    shape = (tokens,) if isinstance(tokens, int) else tokens
+    weight = torch.randn(vocabulary, width, dtype=torch.float64) / width**0.5
+    target = torch.randint(0, vocabulary, shape)
+    likely = 2 * torch.rand(*shape, 1, dtype=torch.float64)
+    hidden = spread * (torch.randn(*shape, width, dtype=torch.float64) + likely * weight[target])
+    if ignored:
+        target.view(-1)[::7] = -100
+    bias = torch.randn(vocabulary, dtype=torch.float64) if bias else None
+    case = Case(hidden, weight, target, bias).to(dtype)
+    for name in ("hidden", "weight", "bias"):
+        value = getattr(case, name)
+        if value is not None:
+            setattr(case, name, value.detach().to(device).requires_grad_())
+    case.target = target.to(device)
+    case.options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
+    return case
+
+
+def make_tokens(case: Case, *, ratio_spread=0.3, replayed_share=0.3) -> tuple[Tensor, Tensor, Tensor]:
+    """Old log-probs around the policy's own, advantages (a tenth of them 0) and replayed flags, per token."""
+    with torch.no_grad():
+        log_prob = case.to(torch.float64).log_prob(reference.linear_log_prob).log_prob
+    noise = ratio_spread * torch.randn(log_prob.shape, dtype=torch.float64).to(log_prob.device)
+    old_log_prob = (log_prob + noise).float()
+    advantage = torch.randn(log_prob.shape)
+    advantage[torch.rand(log_prob.shape) < 0.1] = 0
+    replayed = torch.rand(log_prob.shape) < replayed_share
+    return old_log_prob, advantage.to(log_prob.device), replayed.to(log_prob.device)
+
+
+def error(value: Tensor, exact: Tensor) -> float:
+    """Largest absolute error."""
+    if not exact.numel():
+        return 0.0
+    return (value.double() - exact.double()).abs().max().item()
+
+
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    """Norm of the error over the norm of the exact value."""
+    scale = exact.double().norm().item()
+    difference = (value.double() - exact.double()).norm().item()
+    return difference / scale if scale else difference
+
+
+def assert_as_good(ours, plain, exact, *, factor=2.0, measure=error):
+    """Each of ours is as near to the exact value as plain torch in the same dtype, up to a factor.
+
+    Plain torch may be exact by chance, on one token say, so a few roundings of the largest value are allowed; more in
+    float64, where the exact value has an error of its own.
+    """
+    for mine, theirs, true in zip(ours, plain, exact, strict=True):
+        assert mine.shape == true.shape
+        assert mine.isfinite().all()
+        roundings = (256 if mine.dtype == torch.float64 else 8) * torch.finfo(mine.dtype).eps
+        if measure is error and true.numel():
+            roundings *= max(1.0, true.abs().max().item())
+        bound = factor * measure(theirs, true) + roundings
+        assert measure(mine, true) <= bound, (measure(mine, true), bound)

@@ -1,0 +1,201 @@
+"""The operations inside PyTorch: gradcheck, frozen inputs, checkpointing, compilation, autocast, repeatability."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from exgrpo.kernels import linear_log_prob, linear_policy_loss, policy_loss, reference, sequence_entropy
+from exgrpo.kernels.torch_chunks import products
+
+from .support import make_case, make_tokens, relative_error
+
+HEADS = [{}, {"temperature": 0.7}, {"softcap": 2.0, "temperature": torch.tensor([0.5, 1.0, 2.0, 0.8, 1.2])}]
+
+
+@pytest.mark.parametrize("options", HEADS, ids=["plain", "temperature", "softcap"])
+def test_gradcheck_log_prob(options, backend, device):
+    case = make_case(5, 4, 7, torch.float64, device, bias=True, **options)
+
+    def run(hidden, weight, bias):
+        return tuple(linear_log_prob(hidden, weight, case.target, bias=bias, backend=backend, **case.options))
+
+    assert torch.autograd.gradcheck(run, case.leaves)
+
+
+@pytest.mark.parametrize("options", HEADS, ids=["plain", "temperature", "softcap"])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.5])
+def test_gradcheck_policy_loss(options, entropy_coef, backend, device):
+    case = make_case(5, 4, 7, torch.float64, device, bias=True, **options)
+    old, advantage, replayed = make_tokens(case)
+
+    def run(hidden, weight, bias):
+        return linear_policy_loss(
+            hidden,
+            weight,
+            case.target,
+            old,
+            advantage,
+            replayed=replayed,
+            entropy_coef=entropy_coef,
+            bias=bias,
+            backend=backend,
+            **case.options,
+        ).loss
+
+    assert torch.autograd.gradcheck(run, case.leaves)
+
+
+def both_losses(case, tokens, backend):
+    """A scalar of each differentiable operation."""
+    old, advantage, replayed = tokens
+    log_prob, entropy = case.log_prob(backend=backend)
+    yield (log_prob + 0.1 * entropy).sum()
+    yield case.policy_loss(old, advantage, replayed=replayed, entropy_coef=0.1, backend=backend).loss
+
+
+@pytest.mark.parametrize("frozen", [("hidden",), ("weight",), ("bias",), ("hidden", "weight"), ("weight", "bias")])
+def test_frozen_inputs(frozen, backend, device, monkeypatch):
+    """What is frozen gets no gradient, its product is never formed, and the other gradients are the same bits."""
+    case = make_case(40, 16, 50, torch.float32, device, bias=True)
+    tokens = make_tokens(case)
+    names = [name for name in ("hidden", "weight", "bias") if name not in frozen]
+    expected = [
+        dict(zip(("hidden", "weight", "bias"), case.gradients(loss), strict=True))
+        for loss in both_losses(case, tokens, backend)
+    ]
+    for name in frozen:
+        getattr(case, name).requires_grad_(False)
+    forbidden = {"hidden": "hidden_gradient", "weight": "add_weight_gradient"}
+    for name in frozen:
+        if name in forbidden:
+            monkeypatch.delattr(products.Products, forbidden[name])
+    for loss, gradients in zip(both_losses(case, tokens, backend), expected, strict=True):
+        found = torch.autograd.grad(loss, [getattr(case, name) for name in names])
+        assert all(torch.equal(gradients[name], gradient) for name, gradient in zip(names, found, strict=True))
+
+
+def test_everything_frozen(backend, device):
+    case = make_case(10, 8, 20, torch.float32, device)
+    for leaf in case.leaves:
+        leaf.requires_grad_(False)
+    assert not any(loss.requires_grad for loss in both_losses(case, make_tokens(case), backend))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant, backend, device):
+    case = make_case(40, 16, 50, torch.float64, device)
+    tokens = make_tokens(case)
+    for which in (0, 1):
+
+        def run(hidden, weight, which=which):
+            case.hidden, case.weight = hidden.tanh(), weight
+            return list(both_losses(case, tokens, backend))[which]
+
+        leaves = case.hidden.detach().requires_grad_(), case.weight.detach().requires_grad_()
+        expected = torch.autograd.grad(run(*leaves), leaves)
+        fresh = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+        checkpoint(run, *fresh, use_reentrant=use_reentrant).backward()
+        assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in zip(fresh, expected, strict=True))
+        case.hidden, case.weight = leaves
+
+
+def test_weight_freed_between_forward_and_backward(backend, device):
+    """An engine that shards parameters frees the storage after the forward and brings another for the backward."""
+    case = make_case(40, 16, 50, torch.float64, device)
+    tokens = make_tokens(case)
+    expected = [case.gradients(loss) for loss in both_losses(case, tokens, backend)]
+    case.weight = torch.nn.Parameter(case.weight.detach())
+    kept = case.weight.detach().clone()
+    for which, gradients in enumerate(expected):
+        case.weight.data = kept.clone()
+        loss = list(both_losses(case, tokens, backend))[which]
+        case.weight.data.fill_(torch.nan)
+        case.weight.data = torch.empty(0, dtype=torch.float64, device=device)
+        case.weight.data = kept.clone()
+        assert all(torch.equal(a, b) for a, b in zip(case.gradients(loss), gradients, strict=True))
+
+
+def test_tied_embedding(backend, device):
+    """The head's weight is the embedding too: both gradients arrive."""
+    embedding = torch.randn(30, 8, dtype=torch.float64, device=device, requires_grad=True)
+    words = torch.randint(0, 30, (20,), device=device)
+
+    def gradient(function, **more):
+        result = function(embedding[words].tanh(), embedding, words.roll(-1), **more)
+        return torch.autograd.grad(result.log_prob.sum(), embedding)[0]
+
+    torch.testing.assert_close(gradient(linear_log_prob, backend=backend), gradient(reference.linear_log_prob))
+
+
+@pytest.mark.parametrize("operation", ["log_prob", "policy_loss", "sequence_entropy", "policy_loss_on_log_probs"])
+def test_compile(operation, backend, device):
+    """Inside a compiled function, with computation before and after."""
+    case = make_case(24, 8, 40, torch.float32, device)
+    old, advantage, replayed = make_tokens(case)
+    bounds = torch.tensor([0, 10, 24], device=device)
+
+    def run(hidden, weight):
+        states = torch.nn.functional.silu(hidden) * 2
+        if operation == "log_prob":
+            log_prob, entropy = linear_log_prob(states, weight, case.target, backend=backend)
+            return (log_prob * advantage + entropy).sum()
+        if operation == "policy_loss":
+            return 3 * linear_policy_loss(states, weight, case.target, old, advantage, backend=backend).loss
+        if operation == "sequence_entropy":
+            return sequence_entropy(states, weight, case.target, bounds, backend=backend).sum() + states.sum()
+        log_prob = torch.log_softmax(states @ weight.T, -1)[:, 0]
+        return policy_loss(log_prob, old, advantage, replayed=replayed).loss
+
+    expected = run(case.hidden, case.weight)
+    found = torch.compile(run, backend="aot_eager")(case.hidden, case.weight)
+    torch.testing.assert_close(found, expected)
+    expected = torch.autograd.grad(expected, case.leaves, allow_unused=True)
+    found = torch.autograd.grad(found, case.leaves, allow_unused=True)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
+def test_autocast(dtypes, backend, device):
+    """Operands are rounded to bfloat16, nothing else is; gradients have the dtype of their leaves."""
+    case = make_case(60, 32, 80, torch.float32, device, bias=True)
+    tokens = make_tokens(case)
+    rounded = case.to(torch.float64)
+    with torch.no_grad():
+        rounded.hidden.copy_(case.hidden.bfloat16())
+        rounded.weight.copy_(case.weight.bfloat16())
+    case.hidden = case.hidden.detach().to(dtypes[0]).requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16):
+        losses = list(both_losses(case, tokens, backend))
+    for loss, exact in zip(losses, both_losses(rounded, tokens, "reference"), strict=True):
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
+        for leaf, ours, true in zip(case.leaves, case.gradients(loss), rounded.gradients(exact), strict=True):
+            assert ours.dtype == leaf.dtype
+            # Gradient products may round their operands to bfloat16 as well; a result in bfloat16 is rounded anyway.
+            assert relative_error(ours, true) < (5e-3 if device.type == "cuda" or leaf.dtype != torch.float32 else 1e-5)
+
+
+def test_autocast_leaves_float64_alone(backend, device):
+    case = make_case(20, 16, 40, torch.float64, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        cast = case.log_prob(backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(cast, case.log_prob(backend=backend), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_bits_on_every_run(dtype, backend, device, set_chunk):
+    set_chunk(40 * 301 * 4, block=7 * 301 * 4)
+    case = make_case(170, 64, 301, dtype, device, bias=True)
+    tokens = make_tokens(case)
+
+    def run():
+        found = [*case.log_prob(backend=backend)]
+        for loss in both_losses(case, tokens, backend):
+            found += [loss, *case.gradients(loss)]
+        return found
+
+    first = run()
+    for _ in range(3):
+        noise = torch.randn(1000, device=device)  # moves the allocations of the next run
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+        del noise

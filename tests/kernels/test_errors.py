@@ -1,0 +1,197 @@
+"""Every refusal names the argument, what came and what was expected."""
+
+import re
+
+import pytest
+import torch
+
+from exgrpo.kernels import (
+    group_advantage,
+    importance_ratio,
+    linear_log_prob,
+    linear_policy_loss,
+    policy_loss,
+    sequence_entropy,
+    shape_ratio,
+)
+
+
+def head():
+    return {
+        "hidden": torch.zeros(2, 3, 8),
+        "weight": torch.zeros(20, 8),
+        "target": torch.zeros(2, 3, dtype=torch.int64),
+    }
+
+
+def tokens():
+    return {"old_log_prob": torch.zeros(2, 3), "advantage": torch.zeros(2, 3)}
+
+
+HEAD_ERRORS = [
+    ({"hidden": [1.0]}, TypeError, "hidden: expected a tensor, got list"),
+    ({"hidden": torch.zeros(2, 3, 8, dtype=torch.int64)}, TypeError, "hidden: expected dtype torch.float16 or"),
+    ({"hidden": torch.tensor(1.0)}, ValueError, "hidden: expected shape [..., D], got a tensor without dimensions"),
+    ({"weight": torch.zeros(20, 7)}, ValueError, "weight: expected shape [V, 8]"),
+    ({"weight": torch.zeros(8)}, ValueError, "weight: expected shape [V, 8], [V, D] with the D of hidden, got [8]"),
+    ({"weight": torch.zeros(0, 8)}, ValueError, "weight: expected at least one row, got an empty vocabulary"),
+    ({"weight": torch.zeros(20, 8, dtype=torch.bfloat16)}, TypeError, "weight: expected dtype torch.float32"),
+    (
+        {"weight": torch.zeros(20, 8, device="meta")},
+        ValueError,
+        "weight: expected device cpu, that of hidden, got meta",
+    ),
+    ({"target": torch.zeros(2, 3)}, TypeError, "target: expected dtype torch.int64, got torch.float32"),
+    (
+        {"target": torch.zeros(2, 3, dtype=torch.int32)},
+        TypeError,
+        "target: expected dtype torch.int64, got torch.int32",
+    ),
+    ({"target": torch.zeros(6, dtype=torch.int64)}, ValueError, "target: expected shape [2, 3], got [6]"),
+    (
+        {"target": torch.tensor([[0, 20, 1], [-1, 3, -100]])},
+        ValueError,
+        "target: expected values in [0, 20) or -100 (ignored); 2 of 6 are not, the first is 20 at position 1",
+    ),
+    ({"bias": torch.zeros(19)}, ValueError, "bias: expected shape [20], got [19]"),
+    ({"bias": torch.zeros(20, dtype=torch.int64)}, TypeError, "bias: expected dtype"),
+    ({"bias": torch.zeros(20, device="meta")}, ValueError, "bias: expected device cpu, that of hidden, got meta"),
+    ({"temperature": 0.0}, ValueError, "temperature: expected a number above 0, got 0.0"),
+    ({"temperature": float("nan")}, ValueError, "temperature: expected a finite number, got nan"),
+    ({"temperature": "warm"}, TypeError, "temperature: expected a number, got str"),
+    ({"temperature": torch.ones(3)}, ValueError, "temperature: expected shape [2, 3] or [], got [3]"),
+    (
+        {"temperature": torch.tensor([[1.0, 1.0, 1.0], [1.0, -2.0, 1.0]])},
+        ValueError,
+        "temperature: expected finite numbers above 0; 1 of 6 are not, the first is -2.0 at position 4",
+    ),
+    ({"softcap": -1.0}, ValueError, "softcap: expected a number above 0, got -1.0"),
+    ({"vocab_group": "world"}, TypeError, "vocab_group: expected a torch.distributed process group, got str"),
+    ({"backend": "fast"}, ValueError, "backend='fast': expected auto, torch or reference"),
+]
+
+TERM_ERRORS = [
+    ({"old_log_prob": torch.zeros(6)}, ValueError, "old_log_prob: expected shape [2, 3], got [6]"),
+    ({"old_log_prob": None}, TypeError, "old_log_prob: expected a tensor, got NoneType"),
+    ({"old_log_prob": torch.zeros(2, 3, device="meta")}, ValueError, "old_log_prob: expected device cpu"),
+    ({"advantage": torch.zeros(3)}, ValueError, "advantage: expected shape [2, 3] or [2], got [3]"),
+    ({"advantage": torch.zeros(2, dtype=torch.int64)}, TypeError, "advantage: expected dtype"),
+    ({"replayed": torch.zeros(2, 3)}, TypeError, "replayed: expected dtype torch.bool, got torch.float32"),
+    (
+        {"replayed": torch.zeros(2, 1, dtype=torch.bool)},
+        ValueError,
+        "replayed: expected shape [2, 3] or [2], got [2, 1]",
+    ),
+    ({"clip": 0.2}, TypeError, "clip: expected a pair (low, high) or None, got 0.2"),
+    ({"clip": (0.2, -0.1)}, ValueError, "clip[1]: expected a number of at least 0, got -0.1"),
+    ({"beta": 0.0}, ValueError, "beta: expected a number above 0, got 0.0"),
+    ({"entropy_coef": float("inf")}, ValueError, "entropy_coef: expected a finite number, got inf"),
+    ({"normalizer": 0}, ValueError, "normalizer: expected a number above 0, got 0"),
+    ({"normalizer": torch.ones(1)}, ValueError, "normalizer: expected shape [], got [1]"),
+    (
+        {"normalizer": torch.tensor(-2)},
+        ValueError,
+        "normalizer: expected a number above 0; 1 of 1 are not, the first is -2",
+    ),
+    ({"mask": torch.ones(2, 3)}, TypeError, "mask: expected dtype torch.bool, got torch.float32"),
+    ({"mask": torch.ones(2, dtype=torch.bool)}, ValueError, "mask: expected shape [2, 3], got [2]"),
+]
+
+
+def name_of(change):
+    return next(iter(change)) if isinstance(change, dict) else ""
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), HEAD_ERRORS, ids=name_of)
+def test_head_arguments(change, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        linear_log_prob(**head() | change)
+    with pytest.raises(kind, match=re.escape(message)):
+        linear_policy_loss(**head() | tokens() | change)
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), TERM_ERRORS, ids=name_of)
+def test_policy_arguments(change, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        linear_policy_loss(**head() | tokens() | change)
+    with pytest.raises(kind, match=re.escape(message)):
+        policy_loss(torch.zeros(2, 3), **tokens() | change)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (
+            lambda: policy_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3), entropy_coef=0.1),
+            ValueError,
+            "entropy: ",
+        ),
+        (
+            lambda: policy_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3), entropy=torch.zeros(2)),
+            ValueError,
+            "entropy: expected shape [3], got [2]",
+        ),
+        (lambda: policy_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3, device="meta")), ValueError, "advantage: "),
+        (
+            lambda: importance_ratio(torch.zeros(3), torch.zeros(2)),
+            ValueError,
+            "old_log_prob: expected shape [3], got [2]",
+        ),
+        (lambda: importance_ratio(3.0, torch.zeros(2)), TypeError, "log_prob: expected a tensor, got float"),
+        (lambda: shape_ratio(torch.ones(3), -1.0), ValueError, "beta: expected a number above 0, got -1.0"),
+        (lambda: shape_ratio(torch.ones(3), None), TypeError, "beta: expected a number, got NoneType"),
+        (lambda: shape_ratio(1.0, 0.1), TypeError, "ratio: expected a tensor, got float"),
+        (
+            lambda: group_advantage(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64)),
+            ValueError,
+            "reward: expected shape [N], got [2, 3]",
+        ),
+        (lambda: group_advantage(torch.zeros(3), torch.zeros(3)), TypeError, "group: expected dtype torch.int32 or"),
+        (
+            lambda: group_advantage(torch.zeros(3), torch.zeros(2, dtype=torch.int64)),
+            ValueError,
+            "group: expected shape [3], got [2]",
+        ),
+    ],
+)
+def test_other_functions(call, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kind", "message"),
+    [
+        ([0.0, 6.0], TypeError, "cu_seqlens: expected dtype torch.int32 or torch.int64, got torch.float32"),
+        ([[0, 6]], ValueError, "cu_seqlens: expected shape [N + 1], got [1, 2]"),
+        ([], TypeError, "cu_seqlens: expected dtype"),
+        ([0, 5], ValueError, "bounds ascending from 0 to 6; 1 of 2 are not, the first is 5 at position 1"),
+        ([1, 6], ValueError, "bounds ascending from 0 to 6; 1 of 2 are not, the first is 1 at position 0"),
+        ([0, 4, 3, 6], ValueError, "bounds ascending from 0 to 6; 1 of 4 are not, the first is 4 at position 1"),
+        ([0, 7, 6], ValueError, "bounds ascending from 0 to 6; 1 of 3 are not, the first is 7 at position 1"),
+    ],
+)
+def test_sequence_bounds(bounds, kind, message):
+    hidden, target = torch.zeros(6, 8), torch.zeros(6, dtype=torch.int64)
+    with pytest.raises(kind, match=re.escape(message)):
+        sequence_entropy(hidden, torch.zeros(20, 8), target, torch.tensor(bounds))
+
+
+def test_sequences_are_packed():
+    arguments = head()
+    with pytest.raises(ValueError, match=re.escape("target: expected shape [T], packed sequences, got [2, 3]")):
+        sequence_entropy(**arguments, cu_seqlens=torch.tensor([0, 6]))
+    with pytest.raises(ValueError, match=re.escape("cu_seqlens: expected shape [N + 1], got [0]")):
+        sequence_entropy(
+            torch.zeros(0, 8), torch.zeros(20, 8), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_values_on_the_gpu_under_the_debug_switch(monkeypatch):
+    monkeypatch.setenv("EXGRPO_CHECK", "1")
+    arguments = {name: value.cuda() for name, value in head().items()}
+    arguments["target"][1, 2] = 20
+    with pytest.raises(ValueError, match="the first is 20 at position 5"):
+        linear_log_prob(**arguments)

@@ -1,0 +1,207 @@
+import pytest
+import torch
+
+from exgrpo.kernels import linear_policy_loss, policy_loss, reference
+from exgrpo.kernels.torch_chunks import products
+
+from .support import Case, assert_as_good, make_case, make_tokens, relative_error
+
+SHAPES = [(252, 507, 123), (64, 64, 512), (1, 33, 77), (40, 16, 1), (19, 31, 4099), ((3, 17), 24, 101)]
+TERMS = [
+    {},
+    {"clip": None},
+    {"clip": (0.1, 0.3)},
+    {"clip": (0.0, 0.0)},
+    {"beta": None},
+    {"beta": 2.0},
+    {"entropy_coef": 0.01},
+    {"entropy_coef": -0.5, "clip": None, "beta": None},
+    {"normalizer": 1000.0},
+    {"normalizer": torch.tensor(37)},
+    {"temperature": 0.6, "softcap": 5.0, "entropy_coef": 0.1},
+]
+
+
+def run(case: Case, tokens, function=linear_policy_loss, upstream=1.0, **more):
+    result = case.policy_loss(*tokens, function=function, **more)
+    return list(result), case.gradients(result.loss * upstream)
+
+
+def check(case: Case, backend: str, factor=2.0, per_row=False, **more):
+    old, advantage, replayed = make_tokens(case)
+    if per_row:
+        advantage, replayed = advantage[:, 0], replayed[:, 0]
+    arguments = {"tokens": (old, advantage), "replayed": replayed, **more}
+    ours, our_gradients = run(case, backend=backend, **arguments)
+    plain, plain_gradients = run(case, function=reference.linear_policy_loss, **arguments)
+    exact, exact_gradients = run(case.to(torch.float64), function=reference.linear_policy_loss, **arguments)
+    assert all(
+        value.dtype == (torch.float64 if case.hidden.dtype == torch.float64 else torch.float32) for value in ours
+    )
+    assert not any(value.requires_grad for value in ours[1:])
+    # A token at the edge of the clipping range may fall on either side; none of these cases has one.
+    assert torch.equal(ours[4].double(), exact[4])
+    assert_as_good(ours, plain, exact, factor=factor)
+    assert_as_good(our_gradients, plain_gradients, exact_gradients, factor=factor, measure=relative_error)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_shapes(shape, dtype, backend, device):
+    check(make_case(*shape, dtype, device), backend)
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_terms(terms, dtype, backend, device):
+    check(make_case(150, 40, 211, dtype, device, bias=True), backend, **terms)
+
+
+def test_sixteen_bits(backend, device):
+    """Without clipping: plain torch's rounded logits would put tokens on the wrong side of its range."""
+    check(
+        make_case(252, 507, 123, torch.bfloat16, device, bias=True), backend, factor=1.0, clip=None, entropy_coef=0.01
+    )
+    check(make_case(252, 507, 123, torch.float16, device), backend, factor=1.0, clip=None)
+
+
+def test_one_value_per_row(backend, device):
+    case = make_case((6, 15), 24, 101, torch.float64, device)
+    check(case, backend, per_row=True, temperature=0.5 + torch.rand(6, 15, dtype=torch.float64, device=device))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 60, 61, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_chunk_boundaries(rows, dtype, entropy_coef, set_chunk, device):
+    case = make_case(61, 30, 47, dtype, device, ignored=False, bias=True)
+    old, advantage, replayed = make_tokens(case)
+    arguments = {"tokens": (old, advantage), "replayed": replayed, "entropy_coef": entropy_coef, "backend": "torch"}
+    whole, whole_gradients = run(case, **arguments)
+    set_chunk(rows * 47 * 4, block=3 * 47 * 4, tile=11 * 30 * 4)
+    ours, gradients = run(case, **arguments)
+    for a, b in zip(ours + gradients, whole + whole_gradients, strict=True):
+        tolerance = 16 * torch.finfo(b.dtype).eps * b.abs().max().item()
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+@pytest.fixture
+def rows_in_products(monkeypatch):
+    """Counts the rows that enter the product for the logits and those for the two gradients."""
+    seen = {"logits": 0, "hidden_gradient": 0, "add_weight_gradient": 0}
+
+    def count(name):
+        method = getattr(products.Products, name)
+
+        def counted(self, matrix, *rest):
+            seen[name] += matrix.shape[0]
+            return method(self, matrix, *rest)
+
+        monkeypatch.setattr(products.Products, name, counted)
+
+    for name in seen:
+        count(name)
+    return seen
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 9 * 47 * 4])
+def test_only_tokens_that_matter_enter_the_products(chunk, set_chunk, rows_in_products, device):
+    """Masked tokens enter none, clipped ones and those without advantage only the first."""
+    set_chunk(chunk, block=2 * 47 * 4)
+    case = make_case(90, 30, 47, torch.float64, device)
+    old, advantage, _ = make_tokens(case, ratio_spread=0.0)
+    mask = torch.arange(90, device=device) >= 10
+    advantage[10:40] = 0
+    advantage[40:70] = advantage[40:70].abs() + 0.1
+    old[40:70] -= 1.0
+    exact, exact_gradients = run(case, (old, advantage), reference.linear_policy_loss, mask=mask)
+    ours, gradients = run(case, (old, advantage), mask=mask, backend="torch")
+    torch.testing.assert_close(ours + gradients, exact + exact_gradients)
+    taking_part = (case.target != -100) & mask
+    with_gradient = taking_part & (ours[4] == 0) & (advantage != 0)
+    assert ours[4][40:70][taking_part[40:70]].all()
+    assert rows_in_products["logits"] == taking_part.sum()
+    assert rows_in_products["hidden_gradient"] == rows_in_products["add_weight_gradient"] == with_gradient.sum() > 0
+
+
+def test_all_clipped(backend, rows_in_products, device):
+    """No gradient at all: zeros of the right shape, and no gradient product."""
+    case = make_case(40, 16, 50, torch.float32, device)
+    old, advantage, _ = make_tokens(case, ratio_spread=0.0)
+    _, gradients = run(case, (old - 1, advantage.abs() + 0.1), backend=backend)
+    for leaf, gradient in zip(case.leaves, gradients, strict=True):
+        assert gradient.shape == leaf.shape
+        assert not gradient.any()
+    assert rows_in_products["hidden_gradient"] == 0
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0), (4,), (2, 3)])
+@pytest.mark.parametrize("normalizer", [None, 7.0])
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_nothing_to_do(shape, normalizer, by_mask, backend, device):
+    """An empty batch, or all left out: loss 0, attached to the graph, gradients 0; a batch that only keeps step."""
+    case = make_case(shape, 8, 20, torch.float32, device, bias=True, ignored=False)
+    mask = torch.zeros(shape, dtype=torch.bool, device=device)
+    if not by_mask:
+        case.target.fill_(-100)
+        mask = None
+    zeros = torch.zeros(shape, device=device)
+    result = case.policy_loss(zeros, zeros, mask=mask, normalizer=normalizer, entropy_coef=0.1, backend=backend)
+    assert result.loss.item() == 0
+    assert result.loss.requires_grad
+    assert not any(values.any() for values in result[1:])
+    for leaf, gradient in zip(case.leaves, case.gradients(result.loss), strict=True):
+        assert gradient.shape == leaf.shape
+        assert not gradient.any()
+
+
+def test_upstream_gradient_scales(backend, device):
+    """Nothing depends on the loss being the last operation; a float16 loss scale works too."""
+    for dtype in (torch.float64, torch.float16):
+        case = make_case(60, 30, 47, dtype, device)
+        old, advantage, replayed = make_tokens(case)
+        arguments = {"tokens": (old, advantage), "replayed": replayed, "clip": None, "normalizer": 1e5}
+        _, ours = run(case, upstream=4096.0, backend=backend, **arguments)
+        _, exact = run(case.to(torch.float64), function=reference.linear_policy_loss, upstream=4096.0, **arguments)
+        for mine, true in zip(ours, exact, strict=True):
+            assert relative_error(mine, true) < 4 * torch.finfo(dtype).eps
+
+
+def test_gradients_survive_two_backwards(backend, device):
+    case = make_case(30, 16, 50, torch.float32, device)
+    old, advantage, _ = make_tokens(case)
+    loss = case.policy_loss(old, advantage, backend=backend).loss
+    first = torch.autograd.grad(loss, case.leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, case.leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_equals_policy_loss_on_log_probs(backend, device):
+    case = make_case((4, 20), 24, 101, torch.float64, device)
+    old, advantage, replayed = make_tokens(case)
+    more = {"replayed": replayed, "entropy_coef": 0.05}
+    ours, gradients = run(case, (old, advantage), backend=backend, **more)
+    log_prob, entropy = case.log_prob(backend=backend)
+    other = policy_loss(log_prob, old, advantage, entropy=entropy, mask=case.target != -100, **more)
+    torch.testing.assert_close(ours, list(other))
+    torch.testing.assert_close(gradients, case.gradients(other.loss))
+
+
+def test_loss_does_not_depend_on_packing(backend, device):
+    """With a common normaliser, micro-batches in any order and of any size add up to the whole."""
+    case = make_case(97, 24, 101, torch.float64, device)
+    old, advantage, replayed = make_tokens(case)
+    more = {"normalizer": 64.0, "entropy_coef": 0.01, "backend": backend}
+    whole, gradients = run(case, (old, advantage), replayed=replayed, **more)
+    order = torch.randperm(97, device=device)
+    total = 0
+    for part in order.split([1, 40, 0, 30, 26]):
+        pick = (x[part] for x in (case.hidden, case.target, old, advantage, replayed))
+        hidden, target, part_old, part_advantage, part_replayed = pick
+        result = linear_policy_loss(
+            hidden, case.weight, target, part_old, part_advantage, replayed=part_replayed, **more
+        )
+        torch.testing.assert_close(result.log_prob, whole[1][part])
+        total = total + result.loss
+    torch.testing.assert_close(total, whole[0])
+    torch.testing.assert_close(case.gradients(total), gradients)

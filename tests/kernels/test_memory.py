@@ -1,0 +1,123 @@
+"""The logits never exist whole: peak of the memory that tensors hold, counted operation by operation."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from exgrpo.kernels import linear_log_prob, reference
+
+from .support import Case
+
+TOKENS, WIDTH, VOCABULARY = 2000, 16, 3000
+LOGITS = TOKENS * VOCABULARY * 4
+CHUNK, BLOCK = 100 * VOCABULARY * 4, 10 * VOCABULARY * 4
+
+
+class PeakMemory(TorchDispatchMode):
+    """Bytes of the storages made while it is active that were alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.note((args, kwargs), counted=False)  # what existed before; a view of it is no new memory
+        out = function(*args, **(kwargs or {}))
+        self.note(out, counted=True)
+        return out
+
+    def note(self, values, counted):
+        for value in torch.utils._pytree.tree_leaves(values):
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in self.known:
+                storage = value.untyped_storage()
+                size = storage.nbytes() if counted else 0
+                self.known.add(storage._cdata)
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self.forget, storage._cdata, size)
+
+    def forget(self, key, size):
+        self.known.discard(key)
+        self.live -= size
+
+
+@pytest.fixture
+def case():
+    hidden, weight = torch.randn(TOKENS, WIDTH), torch.randn(VOCABULARY, WIDTH)
+    return Case(hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, VOCABULARY, (TOKENS,)))
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(set_chunk):
+    set_chunk(CHUNK, BLOCK, BLOCK)
+
+
+def peak_of(case, operation):
+    with PeakMemory() as memory:
+        operation(case)
+    return memory.peak
+
+
+def forward(case):
+    with torch.no_grad():
+        case.log_prob(backend="torch")
+
+
+def log_prob(case):
+    result = case.log_prob(backend="torch")
+    (result.log_prob.sum() + result.entropy.sum()).backward()
+
+
+def policy_loss(case, function=None, entropy_coef=0.01):
+    old, advantage = torch.full((TOKENS,), -8.0), torch.ones(TOKENS)
+    advantage[::3] = 0
+    more = {"function": function} if function else {"backend": "torch"}
+    case.policy_loss(old, advantage, clip=None, entropy_coef=entropy_coef, **more).loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("operation", "gradients"),
+    [
+        (forward, 0),
+        (log_prob, 1),
+        (policy_loss, 1),
+        (lambda case: policy_loss(case, entropy_coef=0.0), 1),
+    ],
+    ids=["forward", "log_prob", "policy_loss", "policy_loss_without_entropy"],
+)
+def test_one_chunk_and_its_scratch(operation, gradients, dtype, case):
+    """Below two chunks, beside the gradients (sum and result: two copies of each) and a few numbers per token."""
+    expected = CHUNK + 3 * BLOCK + 20 * TOKENS * 8
+    expected += gradients * 2 * (TOKENS + VOCABULARY) * WIDTH * 4
+    peak = peak_of(case.to(dtype), operation)
+    assert CHUNK <= peak <= expected
+    assert peak < 2 * CHUNK
+    assert peak < LOGITS / 10
+
+
+def test_softcap_takes_one_more_block(case):
+    case.options = {"softcap": 10.0}
+    assert peak_of(case, policy_loss) < 2 * CHUNK
+
+
+def test_plain_torch_holds_the_logits(case):
+    """The measure sees [T, V] where it exists."""
+
+    def full(case):
+        logits = case.hidden @ case.weight.T
+        torch.nn.functional.cross_entropy(logits, case.target).backward()
+
+    assert peak_of(case, full) >= 2 * LOGITS
+    assert peak_of(case, lambda case: policy_loss(case, reference.linear_policy_loss)) >= 3 * LOGITS
+
+
+def test_nothing_is_kept_for_the_backward_but_statistics(case):
+    with PeakMemory() as memory:
+        result = linear_log_prob(case.hidden, case.weight, case.target, backend="torch")
+        held = memory.live
+    assert result.log_prob.requires_grad
+    assert held <= 8 * TOKENS * 8

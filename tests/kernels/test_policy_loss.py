@@ -1,0 +1,135 @@
+"""The objective on log-probabilities, and its two ratios."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exgrpo.kernels import importance_ratio, policy_loss, reference, shape_ratio
+from exgrpo.kernels.objective import policy_objective
+
+TERMS = [
+    {},
+    {"clip": None},
+    {"clip": (0.1, 0.3), "beta": None},
+    {"beta": 1.0, "normalizer": 11},
+    {"normalizer": torch.tensor(3.5), "entropy_coef": 0.2},
+]
+
+
+def make(shape=(5, 9), dtype=torch.float64):
+    log_prob = (-3 * torch.rand(shape, dtype=torch.float64)).to(dtype).requires_grad_()
+    old = log_prob.detach() + 0.3 * torch.randn(shape, dtype=torch.float64).to(dtype)
+    entropy = torch.rand(shape, dtype=torch.float64).to(dtype).requires_grad_()
+    mask = torch.rand(shape) < 0.8
+    return log_prob, old, torch.randn(shape[0], dtype=torch.float64).to(dtype), entropy, mask
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_agrees_with_the_oracle(terms, dtype, tolerance):
+    log_prob, old, advantage, entropy, mask = make(dtype=dtype)
+    replayed = torch.tensor([True, False, False, True, False])
+    more = {"replayed": replayed, "entropy": entropy, "mask": mask, **terms}
+    ours = policy_loss(log_prob, old, advantage, **more)
+    exact = reference.policy_loss(log_prob, old, advantage, **more)
+    torch.testing.assert_close(tuple(ours), tuple(exact), rtol=tolerance, atol=tolerance)
+    leaves = (log_prob, entropy)
+    mine = torch.autograd.grad(ours.loss, leaves)
+    true = torch.autograd.grad(exact.loss, leaves)
+    torch.testing.assert_close(mine, true, rtol=tolerance, atol=tolerance)
+
+
+def test_gradcheck():
+    log_prob, old, advantage, entropy, mask = make((3, 4))
+    replayed = torch.tensor([True, False, True])
+
+    def loss(log_prob, entropy):
+        return policy_loss(
+            log_prob, old, advantage, replayed=replayed, entropy=entropy, entropy_coef=0.3, mask=mask
+        ).loss
+
+    assert torch.autograd.gradcheck(loss, (log_prob, entropy))
+
+
+def test_without_entropy_it_is_zero():
+    log_prob, old, advantage, _, _ = make()
+    assert not policy_loss(log_prob, old, advantage).entropy.any()
+
+
+def test_low_precision_log_probs_give_float32():
+    log_prob, old, advantage, entropy, mask = make(dtype=torch.bfloat16)
+    result = policy_loss(log_prob, old, advantage, entropy=entropy, mask=mask)
+    assert all(values.dtype == torch.float32 for values in result)
+    assert torch.autograd.grad(result.loss, log_prob)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (6,)])
+def test_nothing_to_do(shape):
+    log_prob = torch.full(shape, torch.nan, requires_grad=True)
+    result = policy_loss(log_prob, log_prob.detach(), log_prob.detach(), mask=torch.zeros(shape, dtype=torch.bool))
+    assert result.loss.item() == 0
+    assert not any(values.any() for values in result)
+    assert not torch.autograd.grad(result.loss, log_prob)[0].any()
+
+
+def test_garbage_at_masked_positions():
+    log_prob, old, _, entropy, mask = make()
+    advantage = torch.randn(5, 9, dtype=torch.float64)
+    clean = policy_loss(log_prob, old, advantage, entropy=entropy, entropy_coef=0.1, mask=mask)
+    expected = torch.autograd.grad(clean.loss, (log_prob, entropy))
+    dirty = [
+        x.detach().masked_fill(~mask, y) for x, y in ((log_prob, math.nan), (old, math.inf), (advantage, -math.inf))
+    ]
+    leaves = dirty[0].requires_grad_(), entropy.detach().masked_fill(~mask, math.nan).requires_grad_()
+    result = policy_loss(*dirty, entropy=leaves[1], entropy_coef=0.1, mask=mask)
+    assert all(torch.equal(a, b) for a, b in zip(clean, result, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, torch.autograd.grad(result.loss, leaves), strict=True))
+
+
+@settings(deadline=None)
+@given(
+    log_ratio=st.floats(-40, 40),
+    advantage=st.floats(-3, 3),
+    replayed=st.booleans(),
+    clip=st.one_of(st.none(), st.tuples(st.floats(0, 0.9), st.floats(0, 0.9))),
+    beta=st.one_of(st.none(), st.floats(0.01, 10)),
+)
+def test_coefficient_is_the_derivative(log_ratio, advantage, replayed, clip, beta):
+    """Against autograd on the oracle, away from the corners, where either one-sided derivative is right."""
+    ratio = math.exp(min(log_ratio, 20.0))
+    corners = [1 - clip[0], 1 + clip[1]] if clip else []
+    corners.append(math.exp(20.0))
+    if any(abs(ratio - corner) < 1e-9 * corner for corner in corners):
+        return
+    log_prob = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
+    zero, flags = torch.zeros(1, dtype=torch.float64), torch.tensor([replayed])
+    a = torch.tensor([advantage], dtype=torch.float64)
+    ours = policy_objective(log_prob.detach(), zero, a, flags, clip, beta)
+    loss = reference.policy_loss(log_prob, zero, a, replayed=flags, clip=clip, beta=beta).loss
+    loss.backward()
+    assert ours.value.item() == pytest.approx(-loss.item(), rel=1e-9, abs=1e-12)
+    assert ours.coefficient.item() == pytest.approx(-log_prob.grad.item(), rel=1e-6, abs=1e-8)
+
+
+def test_importance_ratio():
+    log_prob = torch.tensor([-1.0, -1.0, 0.0, 0.0], requires_grad=True)
+    old = torch.tensor([-1.0, -2.0, -30.0, 30.0])
+    ratio = importance_ratio(log_prob, old)
+    assert ratio.tolist() == pytest.approx([1.0, math.e, math.exp(20), math.exp(-30)], rel=1e-6)
+    (slope,) = torch.autograd.grad(ratio.sum(), log_prob)
+    assert slope.tolist() == pytest.approx([1.0, math.e, 0.0, math.exp(-30)], rel=1e-6)
+
+
+@given(ratio=st.floats(0, math.exp(20)), beta=st.floats(1e-3, 10))
+def test_shape_ratio_bounds(ratio, beta):
+    """In [0, 1], growing, a half at beta, with at most a quarter of slope in log w."""
+    w = torch.tensor(ratio, dtype=torch.float64, requires_grad=True)
+    shaped = shape_ratio(w, beta)
+    assert 0 <= shaped.item() <= 1
+    assert shaped.item() == pytest.approx(1 / (1 + beta / ratio) if ratio else 0, rel=1e-12)
+    (slope,) = torch.autograd.grad(shaped, w)
+    assert 0 <= slope.item() * ratio <= 0.25 + 1e-12
+    assert shape_ratio(torch.tensor(beta, dtype=torch.float64), beta).item() == pytest.approx(0.5)

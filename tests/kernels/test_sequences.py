@@ -1,0 +1,91 @@
+"""Group advantages and mean entropies of sequences."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exgrpo.kernels import group_advantage, reference, sequence_entropy
+
+from .support import assert_as_good, make_case
+
+groups = st.lists(st.tuples(st.floats(-100, 100), st.integers(-3, 3)), max_size=40)
+
+
+def test_mixed_groups_of_the_paper():
+    """Eight responses with one success: 7/8 and -1/8; and a ragged second group in between."""
+    reward = torch.tensor([1, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0])
+    group = torch.tensor([5, 5, 5, 2, 5, 5, 5, 2, 5, 5, 2])
+    expected = [7 / 8, -1 / 8, -1 / 8, 1 / 3, -1 / 8, -1 / 8, -1 / 8, 1 / 3, -1 / 8, -1 / 8, -2 / 3]
+    advantage = group_advantage(reward, group)
+    assert advantage.dtype == torch.float32
+    assert advantage.tolist() == pytest.approx(expected)
+
+
+@settings(deadline=None)
+@given(rows=groups, scale_by_std=st.booleans())
+def test_group_advantage(rows, scale_by_std):
+    reward = torch.tensor([r for r, _ in rows], dtype=torch.float64)
+    group = torch.tensor([g for _, g in rows], dtype=torch.int64)
+    advantage = group_advantage(reward, group, scale_by_std=scale_by_std)
+    # The scale is at most 1e6 (the epsilon's inverse), and so is the growth of a rounding error of the reward.
+    tolerance = 1e-6 if scale_by_std else 1e-11
+    torch.testing.assert_close(
+        advantage, reference.group_advantage(reward, group, scale_by_std=scale_by_std), rtol=1e-6, atol=tolerance
+    )
+    for identity in group.unique():
+        member = group == identity
+        assert abs(advantage[member].sum().item()) <= tolerance
+        if member.sum() == 1 or reward[member].unique().numel() == 1:
+            assert advantage[member].abs().max().item() <= tolerance
+
+
+@settings(deadline=None)
+@given(rows=groups, seed=st.integers(0, 1000))
+def test_group_advantage_does_not_depend_on_order(rows, seed):
+    reward = torch.tensor([r for r, _ in rows], dtype=torch.float64)
+    group = torch.tensor([g for _, g in rows], dtype=torch.int64)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    moved = group_advantage(reward[order], group[order])
+    torch.testing.assert_close(moved, group_advantage(reward, group)[order], rtol=1e-12, atol=1e-12)
+
+
+def test_group_advantage_scaled():
+    advantage = group_advantage(
+        torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0]), torch.tensor([0, 0, 0, 0, 1]), scale_by_std=True
+    )
+    assert advantage.tolist() == pytest.approx([0.8660254, -0.8660254, -0.8660254, 0.8660254, 0.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("bounds", [[0, 10, 25, 60], [0, 60], [0, 0, 7, 7, 59, 60, 60], [0, *range(1, 61)]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sequence_entropy(bounds, dtype, backend, device):
+    case = make_case(60, 24, 101, dtype, device, bias=True, softcap=5.0, temperature=0.7)
+    case.target[10:13] = -100
+    bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
+
+    def run(case, function, **more):
+        return [function(case.hidden, case.weight, case.target, bounds, bias=case.bias, **case.options, **more)]
+
+    ours = run(case, sequence_entropy, backend=backend)
+    assert not ours[0].requires_grad
+    assert ours[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    exact = run(case.to(torch.float64), reference.sequence_entropy)
+    assert_as_good(ours, run(case, reference.sequence_entropy), exact)
+    assert not ours[0][bounds.diff() == 0].any()
+
+
+def test_sequence_without_counted_tokens(backend, device):
+    case = make_case(6, 8, 20, torch.float32, device, ignored=False)
+    case.target[2:4] = -100
+    means = sequence_entropy(
+        case.hidden, case.weight, case.target, torch.tensor([0, 2, 4, 6], device=device), backend=backend
+    )
+    assert means[1] == 0
+    assert (means[[0, 2]] > 0).all()
+
+
+def test_no_sequences(backend, device):
+    hidden, weight = torch.zeros(0, 8, device=device), torch.zeros(20, 8, device=device)
+    target = torch.zeros(0, dtype=torch.int64, device=device)
+    assert sequence_entropy(hidden, weight, target, torch.tensor([0], device=device), backend=backend).shape == (0,)

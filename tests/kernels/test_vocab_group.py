@@ -1,0 +1,94 @@
+"""The vocabulary split over 2 and 4 processes: each rank gets the whole results and its share of the gradients."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference, sequence_entropy
+from exgrpo.kernels.torch_chunks import chunking
+
+from .conftest import BACKENDS
+from .support import make_case, make_tokens
+
+SPLITS = [[60, 41], [1, 100], [0, 101], [30, 0, 51, 20], [25, 25, 25, 26]]
+OPTIONS = [{}, {"temperature": 0.7, "softcap": 5.0}]
+
+
+def check_split(rank, sizes, group, backend, options, dtype):
+    """Every rank makes the same case, keeps its rows of the head, and compares with the oracle on the whole."""
+    torch.manual_seed(0)
+    case = make_case((3, 16), 24, sum(sizes), dtype, "cpu", bias=True, **options)
+    case.target[1] = -100
+    old, advantage, replayed = make_tokens(case)
+    start = sum(sizes[:rank])
+    mine = slice(start, start + sizes[rank])
+    hidden, weight, bias = (
+        x.detach().clone().requires_grad_() for x in (case.hidden, case.weight[mine], case.bias[mine])
+    )
+    leaves, whole = (hidden, weight, bias), case.to(torch.float64)
+    where = {"bias": bias, "vocab_group": group, "backend": backend, **case.options}
+    exact_where = {"bias": whole.bias, **whole.options}
+    tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+
+    def compare(found, exact):
+        torch.testing.assert_close([x.double() for x in found], list(exact), **tolerance)
+
+    def compare_gradients(loss, exact_loss):
+        found = torch.autograd.grad(loss, leaves)
+        exact = list(whole.gradients(exact_loss))
+        compare(found, [exact[0], exact[1][mine], exact[2][mine]])
+        same_on_all_ranks(found[0], group)
+
+    result = linear_log_prob(hidden, weight, case.target, **where)
+    exact = reference.linear_log_prob(whole.hidden, whole.weight, case.target, **exact_where)
+    compare(result, exact)
+    same_on_all_ranks(torch.stack(tuple(result)), group)
+    upstream = torch.randn(2, 3, 16, dtype=torch.float64)
+    upstream[:, 2, 5:] = 0
+    compare_gradients(
+        *((torch.stack(tuple(x)) * upstream.to(x[0].dtype)).sum() for x in (result, exact)),
+    )
+    more = {"replayed": replayed, "entropy_coef": 0.0 if options else 0.05}
+    result = linear_policy_loss(hidden, weight, case.target, old, advantage, **more, **where)
+    exact = reference.linear_policy_loss(whole.hidden, whole.weight, case.target, old, advantage, **more, **exact_where)
+    compare(result, exact)
+    compare_gradients(result.loss, exact.loss)
+
+    packed, bounds = slice(0, 1), torch.tensor([0, 4, 16])
+    found = sequence_entropy(hidden[packed].squeeze(0), weight, case.target[0], bounds, **where)
+    exact = reference.sequence_entropy(whole.hidden[0], whole.weight, case.target[0], bounds, **exact_where)
+    compare([found], [exact])
+
+    case.target[0, 3] = sum(sizes)
+    with pytest.raises(ValueError, match=rf"\[0, {sum(sizes)}\).*the first is {sum(sizes)} at position 3"):
+        linear_log_prob(hidden, weight, case.target, **where)
+
+
+def same_on_all_ranks(values, group):
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, values.detach().contiguous(), group=group)
+    assert all(torch.equal(values, other) for other in gathered)
+
+
+def run_rank(rank, world, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    chunking.CHUNK_BYTES["cpu"] = 7 * 101 * 4
+    for backend in BACKENDS:
+        for sizes in SPLITS:
+            if len(sizes) != world:
+                continue
+            for options in OPTIONS:
+                for dtype in (torch.float64, torch.float32):
+                    check_split(rank, sizes, dist.group.WORLD, backend, options, dtype)
+    if world == 4:
+        # Two groups beside each other, each with a head of its own.
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        check_split(rank % 2, [70, 31], pairs[rank // 2], BACKENDS[0], {}, torch.float64)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_split_vocabulary(world, tmp_path):
+    torch.multiprocessing.spawn(run_rank, args=(world, str(tmp_path)), nprocs=world)
