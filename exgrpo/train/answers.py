@@ -56,7 +56,7 @@ class Answerer:
     """Generates and grades.
 
     Args:
-        engine: this rank's rollout engine.
+        engine: this rank's rollout engine; it sleeps except while it generates.
         grader: this rank's grader.
         decode: turns token ids into text; the inverse of the tokenizer, special tokens kept.
         world: the ranks.
@@ -72,12 +72,14 @@ class Answerer:
         """Sample counts[i] answers to questions[i] and grade them; the result is the same on every rank."""
         share = self.world.split(list(zip(questions, counts, strict=True)))
         start = time.perf_counter()
+        self.engine.wake()
         rollouts = self.engine.generate(
             [np.array(question.prompt, dtype=np.int32) for _, (question, _) in share],
             [count for _, (_, count) in share],
             sampling,
             derive_seed(seed, "rank", self.world.rank),
         )
+        self.engine.sleep()
         generated = time.perf_counter()
         texts = [[self._text(rollout) for rollout in of_question] for of_question in rollouts]
         golds = [question.gold for _, (question, _) in share]

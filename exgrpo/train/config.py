@@ -120,7 +120,7 @@ class ObjectiveConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(2e-4, gt=0, description="Peak learning rate.")
+    lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
     weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay.")
     grad_clip: float = Field(1.0, ge=0, description="Gradient norm is clipped here; 0 = off.")

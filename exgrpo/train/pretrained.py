@@ -48,7 +48,7 @@ def load_pretrained(path: str) -> Pretrained:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         config = AutoConfig.from_pretrained(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"policy.path: {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
     eos = _eos_ids(path, config.eos_token_id, tokenizer.eos_token_id)
     if not eos:

@@ -4,7 +4,9 @@ import datetime
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -32,18 +34,15 @@ PROBE_TOKENS = 32
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit status."""
     _quiet()
-    try:
-        config = parse_args(argv)
-        world = start(config.distributed.timeout_minutes)
-        run = Run(config, world)
-    except (ConfigError, ValueError, OSError, WeightMismatchError) as error:
-        rank = os.environ.get("RANK", "0")
-        print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
-        return 2
-    try:
+    with ExitStack() as resources:
+        try:
+            config = parse_args(argv)
+            run = Run(config, start(config.distributed.timeout_minutes), resources)
+        except (ConfigError, ValueError, OSError, WeightMismatchError) as error:
+            rank = os.environ.get("RANK", "0")
+            print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
+            return 2
         run.train()
-    finally:
-        run.close()
     return 0
 
 
@@ -51,6 +50,7 @@ def _quiet() -> None:
     """Leave the console to the display: libraries speak from warnings upwards."""
     import transformers
 
+    warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -59,12 +59,17 @@ def _quiet() -> None:
 class Run:
     """A run that is set up and checked.
 
+    Args:
+        config: what to do.
+        world: the processes that do it.
+        resources: closes what the run opens.
+
     Raises:
         ValueError, OSError: where something about the input is wrong; the message names it.
         WeightMismatchError: where the rollout engine computes another policy than the trainer.
     """
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: World, resources: ExitStack) -> None:
         self.config = config
         self.world = world
         self.console = Console() if world.is_main else None
@@ -72,6 +77,7 @@ class Run:
         self.train_set, self.test_set = _load_data(config, self.pretrained)
         self.folder = self._make_folder()
         self.grader = Grader(config.reward.function, workers=config.reward.workers, time_limit=config.reward.time_limit)
+        resources.callback(self.grader.close)
         # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
         self.engine = TransformersEngine(
             self.pretrained.path,
@@ -82,10 +88,13 @@ class Run:
             batch_tokens=config.rollout.batch_tokens,
             attention=config.policy.attention,
         )
+        resources.callback(self.engine.close)
         self.policy = Policy(config, self.pretrained.path, world)
         self.answerer = Answerer(self.engine, self.grader, self.pretrained.tokenizer.decode, world)
         self.trainer = Trainer(config, self.train_set, self.policy, self.answerer)
         self.log = RunLog(self.folder, tensorboard=config.output.tensorboard) if world.is_main else None
+        if self.log:
+            resources.callback(self.log.close)
         self.weight_gap = self._check_weights()
 
     def _make_folder(self) -> Path:
@@ -201,13 +210,6 @@ class Run:
         names += ["tensorboard"] if self.config.output.tensorboard else []
         names += ["model"] if self.config.output.save_model else []
         self.console.print(f"results in {self.folder}: {', '.join(names)}", highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Stop helpers and close files."""
-        self.grader.close()
-        self.engine.close()
-        if self.log:
-            self.log.close()
 
 
 def _label(reward: float, finished: bool) -> str:

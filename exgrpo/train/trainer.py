@@ -169,16 +169,12 @@ class Trainer:
 
     def _rollout(self, questions: Sequence[int], replayed: Sequence[Trajectory | None], step: int) -> Answers:
         """K fresh answers to each question, one fewer where a replayed one takes a place in the group."""
-        engine = self.answerer.engine
-        engine.wake()
-        answers = self.answerer.answer(
+        return self.answerer.answer(
             [self.questions[question] for question in questions],
             [self.config.rollout.samples - (row is not None) for row in replayed],
             self.sampling,
             derive_seed(self.config.seed, "rollouts", step),
         )
-        engine.sleep()
-        return answers
 
     def _grade_and_score(
         self, questions: Sequence[int], answers: Answers, replayed: Sequence[Trajectory | None], step: int

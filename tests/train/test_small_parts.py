@@ -1,0 +1,104 @@
+"""Seeds, the sharing of work, special tokens, files and the screen."""
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from transformers import AutoTokenizer, GenerationConfig
+
+from exgrpo.train.display import COLUMNS, Display
+from exgrpo.train.distributed import World
+from exgrpo.train.metrics import RunLog
+from exgrpo.train.pretrained import ASSETS, load_pretrained
+from exgrpo.train.seeds import derive_seed, generator, torch_seed
+from tests.train import tiny
+
+
+def test_seeds_differ_by_purpose_and_number_and_repeat():
+    seeds = [
+        derive_seed(seed, purpose, *numbers)
+        for seed in (0, 1)
+        for purpose in ("rollouts", "replay")
+        for numbers in ((), (0,), (1,), (0, 1))
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert derive_seed(0, "rollouts", 3) == derive_seed(0, "rollouts", 3)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert generator(3, "replay").integers(1 << 40) == generator(3, "replay").integers(1 << 40)
+
+
+def test_torch_seed_leaves_the_outer_state():
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    with torch_seed(7, torch.device("cpu")):
+        first = torch.rand(3)
+    assert torch.equal(torch.rand(3), expected)
+    with torch_seed(7, torch.device("cpu")):
+        assert torch.equal(torch.rand(3), first)
+
+
+@given(st.integers(1, 5), st.lists(st.integers(), max_size=20))
+def test_shares_join_to_the_whole_in_order(size, items):
+    shares = [World(rank, size, torch.device("cpu"), None).split(items) for rank in range(size)]
+
+    class Gathering(World):
+        def gather(self, value):
+            return shares
+
+    assert Gathering(0, size, torch.device("cpu"), None).join(shares[0]) == items
+
+
+@pytest.mark.parametrize(
+    ("config_eos", "generation_eos", "expected"), [(2, None, {2}), ([2, 5], None, {2, 5}), (2, [5, 6], {5, 6})]
+)
+def test_every_eos_token_is_found(tmp_path, config_eos, generation_eos, expected):
+    tiny.save_model(tmp_path, tied=True)
+    for name, eos in (("config.json", config_eos), ("generation_config.json", generation_eos)):
+        path = tmp_path / name
+        values = json.loads(path.read_text())
+        path.write_text(json.dumps({**values, "eos_token_id": eos}))
+    if generation_eos is None:
+        (tmp_path / "generation_config.json").unlink()
+    else:
+        assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == generation_eos
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "arithmetic")
+    tokenizer.save_pretrained(tmp_path)
+    assert set(load_pretrained(str(tmp_path)).eos) == expected | {tokenizer.eos_token_id}
+
+
+def test_metrics_are_json_and_flushed_at_once(tmp_path):
+    log = RunLog(tmp_path, tensorboard=False)
+    log.metrics({"step": 1, "reward": 0.5, "replayed_ratio": math.nan})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "reward": 0.5, "replayed_ratio": None}
+    log.sample(1, "What is 1 + 1?", "2", [("reward 1", "two")])
+    log.close()
+    assert "two" in (tmp_path / "samples.md").read_text()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_display_shows_every_column(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
+    with Display(3, console) as display:
+        display.say("hello")
+        for step in (1, 2):
+            record = {"step": float(step), **{key: 0.5 for key, _ in COLUMNS.values()}}
+            display.step({**record, "fresh_ratio": math.nan})
+    shown = console.file.getvalue()
+    assert "hello" in shown
+    assert all(title in shown for title in COLUMNS)
+    assert "ETA" in shown
+    assert "0.500" in shown
+
+
+def test_ranks_without_a_console_print_nothing(capsys):
+    with Display(3, None) as display:
+        display.say("hello")
+        display.step({"step": 1.0, **{key: np.nan for key, _ in COLUMNS.values()}})
+    assert capsys.readouterr().out == ""
