@@ -29,7 +29,6 @@ class PolicyConfig(Section):
     """The model that is trained."""
 
     path: str = Field("builtin:arithmetic", description="Folder or hub name of a causal LM, or builtin:NAME.")
-    gguf_file: str | None = Field(None, description="Name of a GGUF file in that folder to load instead.")
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="Compute dtype; masters stay fp32.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
@@ -65,7 +64,6 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """How answers are sampled."""
 
-    engine: Literal["transformers"] = Field("transformers", description="Rollout engine.")
     samples: int = Field(8, ge=2, description="K: answers per question (group size).")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature in training.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")
