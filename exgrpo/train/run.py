@@ -75,9 +75,9 @@ class Run:
         self.console = Console() if world.is_main else None
         self.pretrained = load_pretrained(config.policy.path)
         self.train_set, self.test_set = _load_data(config, self.pretrained)
-        self.folder = self._make_folder()
         self.grader = Grader(config.reward.function, workers=config.reward.workers, time_limit=config.reward.time_limit)
         resources.callback(self.grader.close)
+        self.folder = self._make_folder()
         # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
         self.engine = TransformersEngine(
             self.pretrained.path,
