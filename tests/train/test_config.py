@@ -48,6 +48,10 @@ def test_the_resolved_configuration_is_a_recipe_that_repeats_the_run(tmp_path):
         ("optimizer.minibatches: 65", r"optimizer.minibatches \(65\) exceeds questions \(64\)"),
         ("rollout.max_tokens: 40000", "optimizer.micro_batch_tokens .* one sequence must fit"),
         ("data: {chat: false, system_prompt: hi}", "data.chat=False has no place for a system message"),
+        (
+            "{objective.train_on: hard, experience.bucket_by: reward_deviation}",
+            "objective.train_on=hard is a band of success rates",
+        ),
         ("[1, 2]", "a recipe is a mapping"),
         ("a: [", "not valid YAML"),
         ("base: recipe.yaml", "leads back to itself"),
@@ -94,7 +98,7 @@ def test_help_explains_every_field_with_its_default(capsys, monkeypatch):
     assert shown.count("(default:") >= len(leaves)
 
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -3,7 +3,8 @@
 Pure decisions: numpy arrays and a random generator in, choices out. No model, no process group.
 """
 
-from exgrpo.train.experience.memory import ExperienceMemory, estimate_successes
+from exgrpo.train.experience.memory import ExperienceMemory
+from exgrpo.train.experience.partition import deviation_buckets, estimate_successes, in_band
 from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, StepPlan, plan_questions
 from exgrpo.train.experience.sampling import bucket_log_weights, draw_questions
 from exgrpo.train.experience.selection import select_trajectory
@@ -14,8 +15,10 @@ __all__ = [
     "FreshQuestions",
     "StepPlan",
     "bucket_log_weights",
+    "deviation_buckets",
     "draw_questions",
     "estimate_successes",
+    "in_band",
     "plan_questions",
     "select_trajectory",
 ]

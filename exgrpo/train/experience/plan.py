@@ -62,7 +62,7 @@ def plan_questions(
     *,
     batch: int,
     ratio: float,
-    log_weights: npt.NDArray[np.float64],
+    log_weights: npt.NDArray[np.float64] | None,
     replay: bool,
 ) -> StepPlan:
     """Choose the questions of a step: n = min(floor(ratio * batch), |E|) replayed, batch - n fresh.

@@ -42,7 +42,7 @@ def test_unknown_law_is_named():
         bucket_log_weights("gauss", K)
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", [law for law in LAWS if law != "random"])
 def test_buckets_are_drawn_by_the_law_over_the_non_empty_ones(law):
     sizes = {1: 50, 3: 50, 4: 200, 6: 400}
     bucket, log_weights = buckets(sizes), bucket_log_weights(law, K)
@@ -51,6 +51,15 @@ def test_buckets_are_drawn_by_the_law_over_the_non_empty_ones(law):
     observed = [np.sum(bucket[drawn] == k) for k in sizes]
     weights = np.exp(log_weights[[k - 1 for k in sizes]])
     assert stats.chisquare(observed, len(drawn) * weights / weights.sum()).pvalue > 0.01
+
+
+def test_the_random_law_draws_every_buffered_question_alike():
+    bucket, rng = buckets({1: 5, 4: 30, 7: 5}), np.random.default_rng(4)
+    assert bucket_log_weights("random", K) is None
+    drawn = np.concatenate([draw_questions(rng, bucket, 10, None) for _ in range(2000)])
+    counts = np.bincount(drawn, minlength=len(bucket))[bucket > 0]
+    statistic = np.sum((counts - counts.mean()) ** 2) / counts.mean() * 39 / 30
+    assert 0.01 < stats.chi2(39).cdf(statistic) < 0.99
 
 
 def test_members_of_a_bucket_are_equally_likely():
