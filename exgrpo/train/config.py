@@ -81,8 +81,8 @@ class ExperienceConfig(Section):
         le=1,
         description="Replay starts after a step whose batch Pass@1 exceeds this; 0 = at once.",
     )
-    question_weight: Literal["gaussian", "uniform", "linear", "sqrt", "linear_clip"] = Field(
-        "gaussian", description="Law by which buckets (success counts) are drawn."
+    question_weight: Literal["gaussian", "uniform", "linear", "sqrt", "linear_clip", "random"] = Field(
+        "gaussian", description="Law by which buckets (success counts) are drawn; random: questions, whatever bucket."
     )
     mu: float = Field(0.5, ge=0, le=1, description="Centre of the Gaussian law as a fraction of K.")
     sigma: float = Field(1.0, gt=0, description="Width of the Gaussian law in success counts.")
@@ -91,6 +91,14 @@ class ExperienceConfig(Section):
     )
     count_replayed: bool = Field(
         False, description="Count the replayed row as a success when a mixed group's accuracy is estimated."
+    )
+    retire: bool = Field(
+        True, description="Solved questions leave for good; False: they stay, buffered ones in the highest bucket."
+    )
+    bucket_by: Literal["success_count", "reward_deviation"] = Field(
+        "success_count",
+        description="reward_deviation, for continuous rewards: buckets by the spread of a group's rewards, what beats "
+        "its group's mean is stored, and replay starts by the mean reward.",
     )
     max_per_question: int | None = Field(None, ge=1, description="Keep only the latest so many per question.")
     max_age: int | None = Field(None, ge=1, description="Forget trajectories older than so many steps.")
@@ -113,6 +121,10 @@ class ObjectiveConfig(Section):
         description="constant: sequences * max_tokens (Dr.GRPO); token: all tokens; sequence: mean of means.",
     )
     entropy_coef: float = Field(0.001, ge=0, description="Weight of the mean token entropy bonus.")
+    train_on: Literal["all", "easy", "medium", "hard"] = Field(
+        "all",
+        description="Learn only from groups with a success rate in [75,100) / (25,75] / (0,25] %; others are masked.",
+    )
 
 
 class OptimizerConfig(Section):
@@ -145,6 +157,13 @@ class EvaluationConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")
 
 
+class CheckpointConfig(Section):
+    """What an interrupted run continues from (`--resume auto`)."""
+
+    every: int | None = Field(10, ge=1, description="Save every so many steps and after the last; None: never.")
+    keep: int = Field(2, ge=1, description="So many checkpoints stay.")
+
+
 class OutputConfig(Section):
     """What a run leaves behind."""
 
@@ -161,6 +180,9 @@ class Config(Section):
     seed: int = Field(0, ge=0, description="Seed of everything that is random.")
     steps: int = Field(60, ge=0, description="Training steps.")
     questions: int = Field(64, ge=1, description="B: questions (groups) per step.")
+    resume: str | None = Field(
+        None, description="auto: go on with the newest unfinished run in output.folder; or name a run's folder."
+    )
     policy: PolicyConfig = PolicyConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
@@ -170,6 +192,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     distributed: DistributedConfig = DistributedConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     output: OutputConfig = OutputConfig()
 
     @model_validator(mode="after")
@@ -193,6 +216,11 @@ class Config(Section):
             raise ValueError("data.keep_system and data.system_prompt exclude each other: unset one")
         if not self.data.chat and (self.data.keep_system or self.data.system_prompt is not None):
             raise ValueError("data.chat=False has no place for a system message: put it into data.prompt_format")
+        if self.objective.train_on != "all" and self.experience.bucket_by == "reward_deviation":
+            raise ValueError(
+                f"objective.train_on={self.objective.train_on} is a band of success rates, which the continuous "
+                "rewards of experience.bucket_by=reward_deviation do not have: use train_on=all"
+            )
         return self
 
 
@@ -268,19 +296,20 @@ class _RecipeArgument(BaseModel):
     recipe: Annotated[Path | None, arg(help="YAML recipe that replaces the defaults below.")] = None
 
 
-def parse_args(argv: list[str]) -> Config:
-    """Resolve `[--recipe FILE] [--section.field VALUE ...]` into a configuration.
+def parse_args(argv: list[str], default: Config | None = None) -> Config:
+    """Resolve `[--recipe FILE] [--section.field VALUE ...]` into a configuration, on top of `default`.
 
     Exits with status 2 and one message where an option is unknown (naming the near one) or a value impossible.
     """
     # The deepspeed launcher appends --local_rank; ranks are read from the environment.
     argv = [argument for argument in argv if not argument.startswith("--local_rank")]
     chosen, rest = tyro.cli(_RecipeArgument, args=argv, return_unknown_args=True, add_help=False)
-    default = load_recipe(chosen.recipe) if chosen.recipe else Config()
+    if chosen.recipe:
+        default = load_recipe(chosen.recipe)
     return tyro.cli(
         Config,
         args=rest,
-        default=default,
+        default=default or Config(),
         prog="deepspeed exgrpo/train/main.py",
         config=(tyro.conf.FlagConversionOff,),  # --policy.gradient_checkpointing True, as in a recipe
         description=f"{Config.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",

@@ -37,10 +37,11 @@ class Display:
 
     Args:
         steps: of the run.
+        done: steps that are behind already, in a run that goes on.
         console: where to print; None prints nothing (ranks other than 0).
     """
 
-    def __init__(self, steps: int, console: Console | None) -> None:
+    def __init__(self, steps: int, done: int, console: Console | None) -> None:
         self.console = console
         self.recent: list[dict[str, float]] = []
         self.progress = Progress(
@@ -52,7 +53,7 @@ class Display:
             TimeRemainingColumn(),
             console=console,
         )
-        self.task = self.progress.add_task("training", total=steps)
+        self.task = self.progress.add_task("training", total=steps, completed=done)
         self.live = Live(self._view(), console=console) if console and console.is_terminal else None
 
     def __enter__(self) -> Self:

@@ -79,21 +79,28 @@ class RunLog:
     Args:
         folder: of the run; it exists.
         tensorboard: whether to write events as well.
+        resume: what `position` said at the step from which the run goes on; what was written later is cut off.
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, *, tensorboard: bool, resume: dict[str, int] | None = None) -> None:
         self.folder = folder
+        self._step = 0
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._samples = (folder / "samples.md").open("a", encoding="utf-8")
+        if resume is not None:
+            self._step = resume["step"]
+            self._metrics.truncate(resume["metrics"])
+            self._samples.truncate(resume["samples"])
         self._events: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(folder / "tensorboard"))
+            purge = None if resume is None else resume["step"] + 1
+            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
 
     def metrics(self, record: dict[str, float]) -> None:
         """Append one record; numbers that do not exist (NaN) become null."""
-        step = int(record["step"])
+        self._step = step = int(record["step"])
         plain = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in record.items()}
         self._metrics.write(json.dumps(plain) + "\n")
         self._metrics.flush()
@@ -101,6 +108,10 @@ class RunLog:
             for name, value in plain.items():
                 if name != "step" and value is not None:
                     self._events.add_scalar(name if "/" in name else f"train/{name}", value, step)
+
+    def position(self) -> dict[str, int]:
+        """The latest step, and the sizes of the files up to it."""
+        return {"step": self._step, "metrics": self._metrics.tell(), "samples": self._samples.tell()}
 
     def sample(self, step: int, question: str, gold: str, answers: Sequence[tuple[str, str]]) -> None:
         """Append one question with its (label, text) answers for people to read."""

@@ -5,12 +5,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.answers import Answerer, Answers
-from exgrpo.train.batch import Row, build_minibatches, build_rows
+from exgrpo.train.batch import MiniBatch, Row, build_minibatches, build_rows
 from exgrpo.train.config import Config
 from exgrpo.train.data import QuestionSet
 from exgrpo.train.experience import (
@@ -18,6 +19,8 @@ from exgrpo.train.experience import (
     ExperienceMemory,
     FreshQuestions,
     bucket_log_weights,
+    estimate_successes,
+    in_band,
     plan_questions,
     select_trajectory,
 )
@@ -45,6 +48,21 @@ class StepResult:
     questions: list[int]
     answers: Answers
     replayed: list[Trajectory | None]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainerState:
+    """Everything a trainer needs to go on exactly where it was, besides the policy.
+
+    Attributes:
+        values: plain numbers, and the states of the generators.
+        arrays: of the memory and the question pool.
+        trajectories: the experience buffer, by question and oldest first.
+    """
+
+    values: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    trajectories: list[Trajectory]
 
 
 class Trainer:
@@ -77,6 +95,8 @@ class Trainer:
             count_replayed=experience.count_replayed,
             max_per_question=experience.max_per_question,
             max_age=experience.max_age,
+            retire=experience.retire,
+            bucket_by=experience.bucket_by,
         )
         self.law = bucket_log_weights(
             experience.question_weight, config.rollout.samples, mu=experience.mu, sigma=experience.sigma
@@ -113,7 +133,9 @@ class Trainer:
             groups, scores = self._grade_and_score(questions, answers, of_group, step)
         pass_rate = float(np.mean(answers.rewards >= 1.0))
         self.memory.update(groups, step, collect=replay)
-        self.latch.observe(pass_rate)
+        # Continuous rewards may never be full ones; of 0 and 1 the mean is the pass rate.
+        continuous = self.config.experience.bucket_by == "reward_deviation"
+        self.latch.observe(float(answers.rewards.mean()) if continuous else pass_rate)
         with clock("update"):
             updates = self._update(groups, replay)
         with clock("push"):
@@ -134,6 +156,37 @@ class Trainer:
             seconds=clock.seconds,
         )
         return StepResult(metrics, questions, answers, of_group)
+
+    def _generators(self) -> dict[str, np.random.Generator]:
+        return {"pool": self.pool.rng, "replay": self.replay_rng, "batch": self.batch_rng}
+
+    def state(self) -> TrainerState:
+        """The state between two steps."""
+        return TrainerState(
+            values={
+                "replay_open": self.latch.open,
+                "pool_position": self.pool.position,
+                "skipped_updates": self.skipped_updates,
+                "generated_tokens": self.generated_tokens,
+                "generators": {name: rng.bit_generator.state for name, rng in self._generators().items()},
+            },
+            arrays={
+                "bucket": self.memory.bucket,
+                "retired": self.memory.retired.astype(np.uint8),
+                "pool_order": self.pool.order,
+            },
+            trajectories=self.memory.all_trajectories(),
+        )
+
+    def restore(self, state: TrainerState) -> None:
+        """Go on from a state of a trainer with the same configuration and questions."""
+        values, arrays = state.values, state.arrays
+        self.latch.open = values["replay_open"]
+        self.pool.position, self.pool.order = values["pool_position"], arrays["pool_order"].copy()
+        self.skipped_updates, self.generated_tokens = values["skipped_updates"], values["generated_tokens"]
+        for name, rng in self._generators().items():
+            rng.bit_generator.state = values["generators"][name]
+        self.memory.restore(arrays["bucket"], arrays["retired"].astype(bool), state.trajectories)
 
     def _prompt(self, question: int) -> TokenIds:
         return np.array(self.questions[question].prompt, dtype=np.int32)
@@ -217,10 +270,32 @@ class Trainer:
             objective,
             self.config.rollout.max_tokens,
         )
+        minibatches = self._mask(minibatches, groups)
         clip = objective.clip_with_replay or not replay
         updates = [self.policy.update(minibatch, objective, clip=clip) for minibatch in minibatches]
         self.skipped_updates += sum(not update.applied for update in updates)
         return updates
+
+    def _mask(self, minibatches: list[MiniBatch], groups: Sequence[Group]) -> list[MiniBatch]:
+        """Leave out the rows of groups outside the trained band; what the losses are divided by stays.
+
+        So a step on one band is the part of a whole step that this band contributes, not a smaller batch.
+        """
+        samples, count_replayed = self.config.rollout.samples, self.config.experience.count_replayed
+        masked = {
+            id(row.response)
+            for group in groups
+            if not in_band(
+                estimate_successes(group, samples, count_replayed=count_replayed),
+                samples,
+                self.config.objective.train_on,
+            )
+            for row in group.rows
+        }
+        return [
+            dataclasses.replace(batch, rows=tuple(row for row in batch.rows if id(row.response) not in masked))
+            for batch in minibatches
+        ]
 
 
 class _Clock:

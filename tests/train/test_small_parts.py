@@ -85,7 +85,7 @@ def test_metrics_are_json_and_flushed_at_once(tmp_path):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_display_shows_every_column(terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
-    with Display(3, console) as display:
+    with Display(3, 0, console) as display:
         display.say("hello")
         for step in (1, 2):
             record = {"step": float(step), **{key: 0.5 for key, _ in COLUMNS.values()}}
@@ -98,7 +98,7 @@ def test_the_display_shows_every_column(terminal):
 
 
 def test_ranks_without_a_console_print_nothing(capsys):
-    with Display(3, None) as display:
+    with Display(3, 0, None) as display:
         display.say("hello")
         display.step({"step": 1.0, **{key: np.nan for key, _ in COLUMNS.values()}})
     assert capsys.readouterr().out == ""

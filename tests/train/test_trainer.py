@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from exgrpo.train.config import Config
+from exgrpo.train.reward import Grades
 from exgrpo.train.trainer import Trainer
 from tests.train.fakes import RecordingPolicy, ScriptedEngine, answerer, fake_score, question_set
 
@@ -147,6 +148,92 @@ def test_solved_questions_are_never_seen_again_and_the_run_ends_when_all_are():
     assert not set(first.questions) & set(second.questions)
     assert second.metrics["retired"] == 10
     assert trainer.step(3) is None
+
+
+def test_without_retirement_solved_questions_come_again_and_are_replayed():
+    trainer = make(dict.fromkeys(range(6), 1.0), experience={"retire": False})
+    first, second = trainer.step(1), trainer.step(2)
+    assert set(first.questions) == set(second.questions)
+    assert first.metrics["buffer_questions"] == 6
+    assert set(trainer.memory.bucket.tolist()) == {K - 1}
+    assert second.metrics["replayed"] == 3
+    assert second.metrics["retired"] == 0
+
+
+BANDS = {"easy": {0.75}, "medium": {0.5, 0.75}, "hard": {0.25}, "all": {0.0, 0.25, 0.5, 0.75, 1.0}}
+
+
+@pytest.mark.parametrize("normalize", ["constant", "token", "sequence"])
+@pytest.mark.parametrize("band", BANDS)
+def test_training_on_one_band_masks_the_other_groups(band, normalize):
+    skill = {q: q % 5 / 4 for q in range(10)}
+
+    def updates(band: str) -> list:
+        objective = {"train_on": band, "normalize": normalize}
+        trainer = make(skill, questions=10, experience={"ratio": 0.0}, objective=objective)
+        trainer.step(1)
+        assert sum(map(len, trainer.answerer.engine.calls)) == 10, "all of them are generated"
+        return [minibatch for minibatch, _ in trainer.policy.updates]
+
+    def in_the_band(minibatch) -> list:
+        return [row for row in minibatch.rows if skill[row.prompt[0]] in BANDS[band]]
+
+    assert len(updates(band)) == 2
+    for ours, whole in zip(updates(band), updates("all"), strict=True):
+        assert [(r.response.tolist(), r.advantage) for r in ours.rows] == [
+            (r.response.tolist(), r.advantage) for r in in_the_band(whole)
+        ]
+        assert (ours.normalizer, ours.tokens) == (whole.normalizer, whole.tokens)
+
+
+def test_a_band_counts_the_fresh_rows_of_mixed_groups():
+    # round(0.25 * 3) = 1 of 3 fresh rows are right, rounded to 1 of 4: hard. With the replayed row it is 2 of 4.
+    for count_replayed, kept in ((False, True), (True, False)):
+        trainer = make(
+            dict.fromkeys(range(20), 0.25),
+            experience={"count_replayed": count_replayed},
+            objective={"train_on": "hard"},
+        )
+        trainer.step(1)
+        trainer.policy.updates.clear()
+        trainer.step(2)
+        rows = [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows]
+        assert any(row.replayed for row in rows) == kept
+        assert len(rows) == (6 * K if kept else 3 * K)
+
+
+class PartialGrader:
+    """A continuous reward, never a full one: the third token in hundredths."""
+
+    def grade(self, answers):
+        return Grades(tuple(int(text.split()[2]) / 100 for text, _ in answers), timed_out=0, failed=0)
+
+
+def test_continuous_rewards_are_stored_replayed_and_start_replay_by_their_mean():
+    trainer = make(half(20), experience={"bucket_by": "reward_deviation", "start_pass_rate": 0.3})
+    trainer.answerer.grader = PartialGrader()
+    first = trainer.step(1)
+    assert first.metrics["pass_rate"] == 0
+    assert first.metrics["reward"] > 0.3
+    assert trainer.latch.open
+    second = trainer.step(2)
+    groups = dict(zip(second.questions, second.answers.of_question, strict=True))
+    assert len(trainer.memory) == 6
+    for question, answers in groups.items():
+        mean = np.mean([answer.reward for answer in answers])
+        better = [answer.rollout.response.tolist() for answer in answers if answer.reward > mean]
+        assert [t.response.tolist() for t in trainer.memory.trajectories(question)] == better
+    assert len(set(trainer.memory.bucket[trainer.memory.bucket > 0].tolist())) > 1
+    third = trainer.step(3)
+    assert third.metrics["replayed"] == 3
+    assert all(0 < row.reward < 1 for row in third.replayed if row)
+
+
+def test_the_random_law_reaches_the_plan():
+    trainer = make(half(20), experience={"question_weight": "random"})
+    trainer.step(1)
+    assert trainer.law is None
+    assert trainer.step(2).metrics["replayed"] == 3
 
 
 def test_the_engine_wakes_generates_sleeps_and_then_takes_the_new_weights():

@@ -1,0 +1,148 @@
+"""The experience buffer on disk: append-only segments in safetensors format, named by the checksum of their content.
+
+A save writes one new segment with the trajectories that no segment holds yet, and an index of those that are alive
+(question, segment, row). What was written is never written again, so a save costs what is new, not what is stored.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load, save
+
+from exgrpo.train.records import Trajectory
+
+SUFFIX = ".safetensors"
+
+
+class DamagedFileError(ValueError):
+    """A file is missing or does not have the content it was written with."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a trajectory lies: the name of its segment and its row there."""
+
+    segment: str
+    row: int
+
+
+def write_checked(folder: Path, arrays: dict[str, np.ndarray]) -> str:
+    """Write arrays to a file that is named by its SHA-256, whole or not at all, and return that name."""
+    content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+    name = hashlib.sha256(content).hexdigest()
+    temporary = folder / f"{name}.tmp"
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(folder / f"{name}{SUFFIX}")
+    return name
+
+
+def read_checked(folder: Path, name: str) -> dict[str, np.ndarray]:
+    """Read what `write_checked` wrote.
+
+    Raises:
+        DamagedFileError: it is missing or its content has changed.
+    """
+    path = folder / f"{name}{SUFFIX}"
+    if not path.is_file():
+        raise DamagedFileError(f"{path} is missing")
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != name:
+        raise DamagedFileError(f"{path} is damaged: its content does not have the checksum in its name")
+    return load(content)
+
+
+class ExperienceStore:
+    """Keeps trajectories in a folder.
+
+    Args:
+        folder: of the segments; it is made where it is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._places: WeakKeyDictionary[Trajectory, Place] = WeakKeyDictionary()
+
+    def save(self, trajectories: Iterable[Trajectory]) -> dict[str, np.ndarray]:
+        """Write the trajectories that are new and return the index of all given ones, in their order.
+
+        Returns:
+            segments: [S, 32] uint8, the names of the segments; segment and row: [N] int32, where each one lies.
+        """
+        alive = list(trajectories)
+        new = [trajectory for trajectory in alive if trajectory not in self._places]
+        if new:
+            name = write_checked(self.folder, _pack(new))
+            for row, trajectory in enumerate(new):
+                self._places[trajectory] = Place(name, row)
+        places = [self._places[trajectory] for trajectory in alive]
+        names = sorted({place.segment for place in places})
+        number = {name: i for i, name in enumerate(names)}
+        return {
+            "segments": np.array([list(bytes.fromhex(name)) for name in names], np.uint8).reshape(-1, 32),
+            "segment": np.array([number[place.segment] for place in places], np.int32),
+            "row": np.array([place.row for place in places], np.int32),
+        }
+
+    def load(self, index: dict[str, np.ndarray]) -> list[Trajectory]:
+        """The trajectories of an index, in its order.
+
+        Raises:
+            DamagedFileError: a segment is missing or damaged.
+        """
+        names = segment_names(index)
+        segments = [_unpack(read_checked(self.folder, name)) for name in names]
+        trajectories = []
+        for segment, row in zip(index["segment"].tolist(), index["row"].tolist(), strict=True):
+            trajectory = segments[segment][row]
+            self._places[trajectory] = Place(names[segment], row)
+            trajectories.append(trajectory)
+        return trajectories
+
+    def remove_unused(self, names: set[str]) -> None:
+        """Delete the segments that are not among `names`."""
+        for path in self.folder.iterdir():
+            if path.name.removesuffix(SUFFIX) not in names:
+                path.unlink()
+
+
+def segment_names(index: dict[str, np.ndarray]) -> list[str]:
+    """The names of the segments that an index refers to."""
+    return [bytes(name).hex() for name in index["segments"]]
+
+
+def _pack(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray]:
+    return {
+        "response": np.concatenate([t.response for t in trajectories]),
+        "log_prob": np.concatenate([t.log_prob for t in trajectories]),
+        "length": np.array([len(t.response) for t in trajectories], np.int32),
+        "question": np.array([t.question for t in trajectories], np.int32),
+        "finished": np.array([t.finished for t in trajectories], np.uint8),
+        "reward": np.array([t.reward for t in trajectories], np.float64),
+        "step": np.array([t.step for t in trajectories], np.int32),
+    }
+
+
+def _unpack(arrays: dict[str, npt.NDArray]) -> list[Trajectory]:
+    ends = np.cumsum(arrays["length"])[:-1]
+    columns = zip(
+        arrays["question"].tolist(),
+        np.split(arrays["response"], ends),
+        np.split(arrays["log_prob"], ends),
+        arrays["finished"].tolist(),
+        arrays["reward"].tolist(),
+        arrays["step"].tolist(),
+        strict=True,
+    )
+    return [
+        Trajectory(q, response, log_prob, bool(f), reward, step) for q, response, log_prob, f, reward, step in columns
+    ]
