@@ -1,45 +1,225 @@
-"""Held-out Pass@1."""
+"""Evaluate a model on questions: `python -m exgrpo.train.evaluate MODEL --data FILE [FILE ...]`.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Several processes: `deepspeed --num_accelerators 2 --module exgrpo.train.evaluate MODEL --data FILE`.
+"""
 
-import numpy as np
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
 
-from exgrpo.train.answers import Answerer
-from exgrpo.train.data import Question
-from exgrpo.train.rollout import Sampling
+import tyro
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
 
+from exgrpo.train.answers import Answer, Answerer
+from exgrpo.train.data import Question, load_questions
+from exgrpo.train.distributed import World, start
+from exgrpo.train.pretrained import DTYPES, load_pretrained
+from exgrpo.train.reward import Grader
+from exgrpo.train.rollout import Sampling, TransformersEngine
+from exgrpo.train.scores import SourceScore, average, score, score_all
+from exgrpo.train.seeds import derive_seed
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Result over a set of questions.
-
-    Attributes:
-        pass_rate: Pass@1, the mean over questions of the fraction of right answers.
-        standard_error: of pass_rate, over questions.
-        by_source: Pass@1 of each data source.
-        mean_tokens: mean response length.
-        truncated: fraction of answers cut at the length limit.
-    """
-
-    pass_rate: float
-    standard_error: float
-    by_source: dict[str, float]
-    mean_tokens: float
-    truncated: float
+ANSWERS, SCORES, OPTIONS = "answers.jsonl", "scores.json", "options.yaml"
 
 
 def evaluate(
     answerer: Answerer, questions: Sequence[Question], samples: int, sampling: Sampling, seed: int
-) -> Evaluation:
-    """Answer every question `samples` times; all ranks work on it and get the same result."""
+) -> tuple[SourceScore, dict[str, SourceScore]]:
+    """Answer every question `samples` times; all ranks work on it and get the same scores: of all, and by source."""
     answers = answerer.answer(questions, [samples] * len(questions), sampling, seed)
-    right = np.array([np.mean([a.reward >= 1.0 for a in of_question]) for of_question in answers.of_question])
-    sources = np.array([question.source for question in questions])
-    return Evaluation(
-        pass_rate=float(right.mean()),
-        standard_error=float(right.std() / np.sqrt(len(right))),
-        by_source={str(source): float(right[sources == source].mean()) for source in np.unique(sources)},
-        mean_tokens=float(np.mean([len(rollout.response) for rollout in answers.rollouts])),
-        truncated=float(np.mean([not rollout.finished for rollout in answers.rollouts])),
+    verdicts = [
+        (question.source, _identity(question), answer.reward >= 1.0)
+        for question, of_question in zip(questions, answers.of_question, strict=True)
+        for answer in of_question
+    ]
+    return score_all(verdicts), score(verdicts)
+
+
+def _identity(question: Question) -> str:
+    return f"{question.text}\0{question.gold}"
+
+
+class Options(BaseModel):
+    """Evaluate a causal LM: Pass@1, avg@k and unbiased pass@k by data source, every answer written down."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: Annotated[str, tyro.conf.Positional] = Field(description="Folder or hub name, or builtin:NAME.")
+    data: tuple[str, ...] = Field(min_length=1, description="JSONL, JSON or parquet files, hub or builtin names.")
+    output: Path = Field(Path("evaluation"), description="Folder for answers.jsonl and scores.json.")
+    split: str = Field("test", description="Split of hub and builtin data sets.")
+    limit: int | None = Field(None, ge=1, description="Use only so many questions of each data set.")
+    samples: int = Field(1, ge=1, description="Answers per row (files that repeat rows need 1).")
+    temperature: float = Field(0.6, gt=0, description="Sampling temperature (the paper's 0.6).")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")
+    max_tokens: int = Field(8192, ge=1, description="Longest response.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted.")
+    chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
+    system_prompt: str | None = Field(None, description="System message put before every question.")
+    keep_system: bool = Field(False, description="Use the data row's own system message.")
+    prompt_format: str = Field("{question}", description="Format string around every question.")
+    reward: str = Field("math", description="math, math_no_think, package.module:function or file.py:function.")
+    workers: int = Field(2, ge=1, description="Grading processes per rank.")
+    time_limit: float = Field(5.0, gt=0, description="Seconds to grade an answer.")
+    dtype: str = Field("bf16", pattern="^(fp32|bf16)$", description="fp32 or bf16.")
+    batch_tokens: int = Field(65536, ge=1, description="Prompt + response tokens generated at once per rank.")
+    chunk: int = Field(64, ge=1, description="Rows between two writes; an interrupted evaluation repeats one chunk.")
+    seed: int = Field(0, ge=0, description="Seed of the samples.")
+
+
+def load(options: Options, tokenizer: Any) -> tuple[list[Question], int]:
+    """All questions of all data sets, and how many over-long ones were dropped."""
+    questions: list[Question] = []
+    dropped = 0
+    for source in options.data:
+        of_source = load_questions(
+            source,
+            tokenizer,
+            split=options.split,
+            chat=options.chat,
+            prompt_format=options.prompt_format,
+            system_prompt=options.system_prompt,
+            keep_system=options.keep_system,
+            max_prompt_tokens=options.max_prompt_tokens,
+            limit=options.limit,
+            seed=options.seed,
+        )
+        questions += of_source.questions
+        dropped += of_source.dropped_long
+    return questions, dropped
+
+
+class AnswerFile:
+    """The answers written so far, a chunk at a time; what an interruption left of a chunk is dropped.
+
+    Args:
+        folder: of the evaluation.
+        options: it was begun with; going on with others is refused.
+        expected: answers of each chunk when it is complete.
+
+    Raises:
+        ValueError: the folder holds an evaluation with other options.
+    """
+
+    def __init__(self, folder: Path, options: Options, expected: Sequence[int]) -> None:
+        self.path = folder / ANSWERS
+        text = yaml.safe_dump(options.model_dump(mode="json"), sort_keys=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / OPTIONS).exists() and (folder / OPTIONS).read_text(encoding="utf-8") != text:
+            raise ValueError(f"output: {folder} holds an evaluation with other options; choose another --output")
+        (folder / OPTIONS).write_text(text, encoding="utf-8")
+        found: dict[int, list[dict[str, Any]]] = {}
+        for record in self._records():
+            found.setdefault(record["chunk"], []).append(record)
+        self.done = {chunk for chunk, records in found.items() if len(records) == expected[chunk]}
+        partial = self.path.with_suffix(".tmp")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(r) + "\n" for chunk in sorted(self.done) for r in found[chunk])
+        partial.replace(self.path)
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        if not self.path.exists():
+            return
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return  # the line that an interruption cut
+
+    def append(self, chunk: int, questions: Sequence[Question], answers: Sequence[Sequence[Answer]]) -> None:
+        """Write the answers of a chunk."""
+        with self.path.open("a", encoding="utf-8") as file:
+            for question, of_question in zip(questions, answers, strict=True):
+                for answer in of_question:
+                    record = {
+                        "chunk": chunk,
+                        "source": question.source,
+                        "question": question.text,
+                        "gold": question.gold,
+                        "response": answer.text,
+                        "reward": answer.reward,
+                        "finished": answer.rollout.finished,
+                        "tokens": len(answer.rollout.response),
+                    }
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def scores(self) -> dict[str, SourceScore]:
+        """Scores of everything in the file."""
+        return score((r["source"], f"{r['question']}\0{r['gold']}", r["reward"] >= 1.0) for r in self._records())
+
+
+def run(options: Options, world: World, resources: ExitStack) -> dict[str, SourceScore]:
+    """Answer what is not answered yet, then score everything; the same on every rank."""
+    pretrained = load_pretrained(options.model)
+    questions, dropped = load(options, pretrained.tokenizer)
+    chunks = [questions[i : i + options.chunk] for i in range(0, len(questions), options.chunk)]
+    expected = [len(chunk) * options.samples for chunk in chunks]
+    file = AnswerFile(options.output, options, expected) if world.is_main else None
+    done = world.gather(file.done if file else set())[0]
+    grader = Grader(options.reward, workers=options.workers, time_limit=options.time_limit)
+    resources.callback(grader.close)
+    engine = TransformersEngine(
+        pretrained.path,
+        dtype=DTYPES[options.dtype],
+        device=world.device,
+        eos=pretrained.eos,
+        pad=pretrained.pad,
+        batch_tokens=options.batch_tokens,
     )
+    resources.callback(engine.close)
+    answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world)
+    sampling = Sampling(options.max_tokens, temperature=options.temperature, top_p=options.top_p)
+    console = Console(quiet=not world.is_main)
+    console.print(f"{len(questions)} rows, {dropped} over-long ones dropped, {len(done)} of {len(chunks)} chunks done")
+    for number in track([n for n in range(len(chunks)) if n not in done], "evaluating", console=console):
+        counts = [options.samples] * len(chunks[number])
+        seed = derive_seed(options.seed, "evaluation", number)
+        answers = answerer.answer(chunks[number], counts, sampling, seed)
+        if file:
+            file.append(number, chunks[number], answers.of_question)
+    return world.gather(file.scores() if file else {})[0]
+
+
+def write(scores: dict[str, SourceScore], options: Options, console: Console) -> None:
+    """Print the scores as a table and write them to scores.json."""
+    ks = sorted({k for source in scores.values() for k in source.pass_at})
+    table = Table("source", "questions", "answers", "Pass@1", "± s.e.", *(f"pass@{k}" for k in ks))
+    for name, source in scores.items():
+        pass_at = [f"{source.pass_at[k]:.3f}" if k in source.pass_at else "-" for k in ks]
+        cells = [str(source.questions), str(source.answers), f"{source.pass_rate:.3f}", f"{source.standard_error:.3f}"]
+        table.add_row(name, *cells, *pass_at)
+    table.add_row("average", "", "", f"{average(scores):.3f}", "")
+    console.print(table)
+    result = {"average": average(scores), "sources": {name: asdict(source) for name, source in scores.items()}}
+    (options.output / SCORES).write_text(json.dumps(result, indent=2), encoding="utf-8")
+    console.print(f"answers to read and scores are in {options.output}", highlight=False)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; returns its exit status."""
+    argv = [argument for argument in argv if not argument.startswith("--local_rank")]
+    options = tyro.cli(
+        Options, args=argv, config=(tyro.conf.FlagConversionOff,), prog="python -m exgrpo.train.evaluate"
+    )
+    with ExitStack() as resources:
+        try:
+            world = start(timeout_minutes=30)
+            scores = run(options, world, resources)
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        if world.is_main:
+            write(scores, options, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

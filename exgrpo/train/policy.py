@@ -19,8 +19,7 @@ from exgrpo.kernels import LogProb, PolicyLoss, linear_log_prob, linear_policy_l
 from exgrpo.train.batch import MicroBatch, MiniBatch, Row, collate, schedule
 from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.distributed import World
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from exgrpo.train.pretrained import DTYPES
 
 
 @dataclass(frozen=True, eq=False)

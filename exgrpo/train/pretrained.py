@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ASSETS = Path(__file__).parent / "assets"
 
 

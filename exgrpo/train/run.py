@@ -13,14 +13,17 @@ import numpy as np
 from rich.console import Console
 
 from exgrpo.train.answers import Answerer
-from exgrpo.train.config import Config, ConfigError, parse_args, to_yaml
+from exgrpo.train.checkpoint import CheckpointError, Checkpoints
+from exgrpo.train.config import Config, ConfigError, load_recipe, parse_args, to_yaml
 from exgrpo.train.data import QuestionSet, load_questions
 from exgrpo.train.display import Display
 from exgrpo.train.distributed import World, start
-from exgrpo.train.evaluate import Evaluation, evaluate
+from exgrpo.train.evaluate import evaluate
 from exgrpo.train.metrics import RunLog
-from exgrpo.train.policy import DTYPES, Policy
-from exgrpo.train.pretrained import Pretrained, load_pretrained
+from exgrpo.train.policy import Policy
+from exgrpo.train.pretrained import DTYPES, Pretrained, load_pretrained
+from exgrpo.train.report import ReportError, write_report
+from exgrpo.train.resume import check_continuation, locate
 from exgrpo.train.reward import Grader
 from exgrpo.train.rollout import Sampling, TransformersEngine
 from exgrpo.train.seeds import derive_seed
@@ -36,14 +39,32 @@ def main(argv: list[str]) -> int:
     _quiet()
     with ExitStack() as resources:
         try:
-            config = parse_args(argv)
-            run = Run(config, start(config.distributed.timeout_minutes), resources)
-        except (ConfigError, ValueError, OSError, WeightMismatchError) as error:
-            rank = os.environ.get("RANK", "0")
-            print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
-            return 2
-        run.train()
+            config, folder = _configure(argv)
+            run = Run(config, start(config.distributed.timeout_minutes), resources, resume=folder)
+        except (ConfigError, ValueError, OSError, WeightMismatchError, CheckpointError) as error:
+            return _fail(error)
+        try:
+            run.train()
+        except CheckpointError as error:
+            return _fail(error)
     return 0
+
+
+def _configure(argv: list[str]) -> tuple[Config, Path | None]:
+    """The configuration, and the folder of the run that goes on with it (None: a new one)."""
+    config = parse_args(argv)
+    folder = locate(config)
+    if folder is not None:
+        saved = load_recipe(folder / "config.yaml")
+        config = parse_args(argv, saved)
+        check_continuation(config, saved)
+    return config, folder
+
+
+def _fail(error: Exception) -> int:
+    rank = os.environ.get("RANK", "0")
+    print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
+    return 2
 
 
 def _quiet() -> None:
@@ -63,13 +84,15 @@ class Run:
         config: what to do.
         world: the processes that do it.
         resources: closes what the run opens.
+        resume: folder of the run to go on with; None: a new one.
 
     Raises:
         ValueError, OSError: where something about the input is wrong; the message names it.
         WeightMismatchError: where the rollout engine computes another policy than the trainer.
+        CheckpointError: where the run cannot go on from its checkpoints.
     """
 
-    def __init__(self, config: Config, world: World, resources: ExitStack) -> None:
+    def __init__(self, config: Config, world: World, resources: ExitStack, *, resume: Path | None = None) -> None:
         self.config = config
         self.world = world
         self.console = Console() if world.is_main else None
@@ -77,7 +100,7 @@ class Run:
         self.train_set, self.test_set = _load_data(config, self.pretrained)
         self.grader = Grader(config.reward.function, workers=config.reward.workers, time_limit=config.reward.time_limit)
         resources.callback(self.grader.close)
-        self.folder = self._make_folder()
+        self.folder = resume or self._make_folder()
         # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
         self.engine = TransformersEngine(
             self.pretrained.path,
@@ -92,10 +115,29 @@ class Run:
         self.policy = Policy(config, self.pretrained.path, world)
         self.answerer = Answerer(self.engine, self.grader, self.pretrained.tokenizer.decode, world)
         self.trainer = Trainer(config, self.train_set, self.policy, self.answerer)
-        self.log = RunLog(self.folder, tensorboard=config.output.tensorboard) if world.is_main else None
-        if self.log:
+        self.checkpoints = Checkpoints(
+            self.folder, world, fingerprint=self.train_set.fingerprint, keep=config.checkpoint.keep
+        )
+        self.step = 0
+        self.before: float | None = None
+        position = self._restore() if resume else None
+        self.log: RunLog | None = None
+        if world.is_main:
+            self.log = RunLog(self.folder, tensorboard=config.output.tensorboard, resume=position)
             resources.callback(self.log.close)
         self.weight_gap = self._check_weights()
+
+    def _restore(self) -> dict[str, int]:
+        """Go back to the newest sound checkpoint; returns where the log stood."""
+        self.step, progress = self.checkpoints.load(self.policy, self.trainer)
+        self.before = progress["before"]
+        if self.world.is_main:
+            (self.folder / "config.yaml").write_text(to_yaml(self.config), encoding="utf-8")
+        return progress["log"]
+
+    def _save(self) -> None:
+        progress = {"before": self.before, "log": self.log.position() if self.log else None}
+        self.checkpoints.save(self.step, self.policy, self.trainer, progress)
 
     def _make_folder(self) -> Path:
         """The run's own new folder; rank 0 names and makes it."""
@@ -130,23 +172,27 @@ class Run:
     def train(self) -> None:
         """Evaluate, train, evaluate, save."""
         config = self.config
-        with Display(config.steps, self.console) as display:
+        with Display(config.steps, self.step, self.console) as display:
             self._introduce(display.say)
-            before = self._evaluate(0, display.say)
-            for step in range(1, config.steps + 1):
-                result = self.trainer.step(step)
+            if self.step == 0:
+                self.before = self._evaluate(display.say)
+            while self.step < config.steps:
+                result = self.trainer.step(self.step + 1)
                 if result is None:
-                    display.say(f"Every question is retired after {step - 1} steps: nothing is left to learn from.")
+                    display.say(f"Every question is retired after {self.step} steps: nothing is left to learn from.")
                     break
-                self._record(step, result, display)
-                if config.evaluation.every and step % config.evaluation.every == 0 and step < config.steps:
-                    self._evaluate(step, display.say)
-            after = self._evaluate(config.steps, display.say) if config.steps else before
+                self.step += 1
+                self._record(result, display)
+                if config.evaluation.every and self.step % config.evaluation.every == 0 and self.step < config.steps:
+                    self._evaluate(display.say)
+                if config.checkpoint.every and (self.step % config.checkpoint.every == 0 or self.step == config.steps):
+                    self._save()
+            after = self._evaluate(display.say)
         if config.output.save_model:
             self.policy.save(self.folder / "model")
             if self.world.is_main:
                 self.pretrained.tokenizer.save_pretrained(self.folder / "model")
-        self._conclude(before, after)
+        self._conclude(after)
 
     def _introduce(self, say: Callable[[str], None]) -> None:
         config, questions = self.config, self.train_set
@@ -156,11 +202,14 @@ class Run:
             f"{len(questions.questions)} questions from {config.data.train}{dropped}\n"
             f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}"
         )
+        if self.step:
+            say(f"going on with {self.folder} after step {self.step}")
 
-    def _evaluate(self, step: int, say: Callable[[str], None]) -> Evaluation | None:
+    def _evaluate(self, say: Callable[[str], None]) -> float | None:
+        """Held-out Pass@1 now; None without held-out questions."""
         if self.test_set is None:
             return None
-        evaluation = evaluate(
+        overall, by_source = evaluate(
             self.answerer,
             self.test_set.questions,
             self.config.evaluation.samples,
@@ -169,18 +218,19 @@ class Run:
                 temperature=self.config.evaluation.temperature,
                 top_p=self.config.evaluation.top_p,
             ),
-            derive_seed(self.config.seed, "evaluation", step),
+            derive_seed(self.config.seed, "evaluation", self.step),
         )
         if self.log:
-            sources = {f"test/{source}": rate for source, rate in evaluation.by_source.items()}
-            self.log.metrics({"step": step, "test/pass_rate": evaluation.pass_rate, **sources})
+            sources = {f"test/{name}": source.pass_rate for name, source in by_source.items()}
+            pass_at = {f"pass_at/{k}": value for k, value in overall.pass_at.items()}
+            self.log.metrics({"step": self.step, "test/pass_rate": overall.pass_rate, **pass_at, **sources})
         say(
-            f"held-out Pass@1 after {step} steps: {evaluation.pass_rate:.3f} ± {evaluation.standard_error:.3f} "
+            f"held-out Pass@1 after {self.step} steps: {overall.pass_rate:.3f} ± {overall.standard_error:.3f} "
             f"on {len(self.test_set.questions)} questions"
         )
-        return evaluation
+        return overall.pass_rate
 
-    def _record(self, step: int, result: StepResult, display: Display) -> None:
+    def _record(self, result: StepResult, display: Display) -> None:
         if self.log is None:
             return
         self.log.metrics(result.metrics)
@@ -194,19 +244,23 @@ class Run:
             if replayed is not None:
                 text = str(self.pretrained.tokenizer.decode(replayed.response))
                 answers.append((f"replayed from step {replayed.step}", text))
-            self.log.sample(step, question.text, question.gold, answers)
+            self.log.sample(self.step, question.text, question.gold, answers)
 
-    def _conclude(self, before: Evaluation | None, after: Evaluation | None) -> None:
+    def _conclude(self, after: float | None) -> None:
         if self.console is None:
             return
-        if before and after:
-            gain = after.pass_rate - before.pass_rate
+        if self.before is not None and after is not None:
             self.console.print(
-                f"\nheld-out Pass@1: before {before.pass_rate:.3f}, after {after.pass_rate:.3f} ({gain:+.3f})",
+                f"\nheld-out Pass@1: before {self.before:.3f}, after {after:.3f} ({after - self.before:+.3f})",
                 highlight=False,
                 style="bold",
             )
         names = ["config.yaml", "metrics.jsonl", "samples.md"]
+        try:
+            write_report([self.folder], self.folder / "report.html")
+            names.insert(0, "report.html")
+        except ReportError as error:  # a run of no steps without held-out questions has nothing to show
+            self.console.print(f"no report: {error}", highlight=False, soft_wrap=True)
         names += ["tensorboard"] if self.config.output.tensorboard else []
         names += ["model"] if self.config.output.save_model else []
         self.console.print(f"results in {self.folder}: {', '.join(names)}", highlight=False, soft_wrap=True)

@@ -3,11 +3,10 @@
 import numpy as np
 
 from exgrpo.train.answers import Answerer
-from exgrpo.train.evaluate import evaluate
 from exgrpo.train.records import Rollout
 from exgrpo.train.reward import Grades
 from exgrpo.train.rollout import Sampling
-from tests.train.fakes import EOS, LoneWorld, ScriptedEngine, answerer, question_set
+from tests.train.fakes import EOS, LoneWorld, question_set
 
 WORDS = {3: "5", 4: " mm", 5: "<|im_end|>", EOS: "<|im_end|>"}
 
@@ -47,12 +46,3 @@ def test_only_the_final_eos_token_is_left_out_of_the_text():
     assert answers.rewards.tolist() == [0, 1, 2, 3]
     assert [[a.reward for a in of_question] for of_question in answers.of_question] == [[0, 1], [2, 3]]
     assert (answers.timed_out, answers.failed) == (2, 1)
-
-
-def test_evaluation_is_the_mean_over_questions():
-    skill = {0: 1.0, 1: 0.5, 2: 0.0, 3: 0.5}
-    result = evaluate(answerer(ScriptedEngine(skill)), question_set(4).questions, 2, Sampling(8), seed=0)
-    assert result.pass_rate == 0.5
-    assert result.standard_error == np.std([1, 0.5, 0, 0.5]) / 2
-    assert result.by_source == {"fake": 0.5}
-    assert result.truncated == 0

@@ -69,6 +69,7 @@ def test_results_can_be_used(run):
     assert "## Step 1:" in samples
     assert "replayed from step" in samples
     assert list((folder / "tensorboard").iterdir())
+    assert "<svg" in (folder / "report.html").read_text()
 
 
 def test_the_trained_model_is_what_was_saved_and_differs_from_the_start(run):
