@@ -23,7 +23,7 @@ from exgrpo.train.metrics import RunLog
 from exgrpo.train.policy import Policy
 from exgrpo.train.pretrained import DTYPES, Pretrained, load_pretrained
 from exgrpo.train.report import ReportError, write_report
-from exgrpo.train.resume import check_continuation, locate
+from exgrpo.train.resume import AUTO, check_continuation, locate
 from exgrpo.train.reward import Grader
 from exgrpo.train.rollout import Sampling, TransformersEngine
 from exgrpo.train.seeds import derive_seed
@@ -202,6 +202,8 @@ class Run:
             f"{len(questions.questions)} questions from {config.data.train}{dropped}\n"
             f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}"
         )
+        if config.resume == AUTO and not self.step:
+            say(f"no unfinished run in {config.output.folder}: a new one begins in {self.folder}")
         if self.step:
             say(f"going on with {self.folder} after step {self.step}")
 

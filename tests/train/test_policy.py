@@ -24,6 +24,8 @@ CASES = {
         "objective": {"beta": None, "normalize": "sequence", "entropy_coef": 0.0},
         "checkpointing": True,
     },
+    # Three steps in all: from 0 to the peak in one, then down to half of it.
+    "schedule": {"model": "tied", "objective": {}, "schedule": "linear", "warmup_steps": 1, "rates": (0, 1, 0.5)},
     "poison": {"model": "tied", "objective": {}, "poison": True},
     "bf16": {"model": "tied", "objective": {}, "dtype": "bf16"},
 }
@@ -44,6 +46,7 @@ def outcomes(request, folders, tmp_path_factory):
     cases = [{"folder": str(folders / case["model"]), **case} for case in CASES.values()]
     for case in cases:
         del case["model"]
+        case.pop("rates", None)
     done = launch(ROOT / "tests" / "train" / "policy_worker.py", str(result), json.dumps(cases), ranks=request.param)
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(zip(CASES, torch.load(result, weights_only=True), strict=True))
@@ -79,6 +82,7 @@ def plain_training(folder, case):
         if case.get("poison") and number == 0:
             continue
         loss = plain_loss(model, minibatch, objective, clip)
+        optimizer.param_groups[0]["lr"] = tiny.LEARNING_RATE * case.get("rates", (1, 1, 1))[number]
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

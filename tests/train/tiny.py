@@ -76,14 +76,30 @@ def poisoned(minibatch: MiniBatch) -> MiniBatch:
     return dataclasses.replace(minibatch, rows=(dataclasses.replace(first, advantage=float("nan")), *rest))
 
 
-def config(folder: Path, objective: ObjectiveConfig, *, dtype: str = "fp32", checkpointing: bool = False) -> Config:
+def config(
+    folder: Path,
+    objective: ObjectiveConfig,
+    *,
+    dtype: str = "fp32",
+    checkpointing: bool = False,
+    schedule: str = "constant",
+    warmup_steps: int = 0,
+) -> Config:
     return Config.model_validate(
         {
             "policy": {"path": str(folder), "dtype": dtype, "gradient_checkpointing": checkpointing},
             "data": {"max_prompt_tokens": 8},
             "rollout": {"max_tokens": 24},
             "objective": objective,
-            "optimizer": {"lr": LEARNING_RATE, "micro_batch_tokens": 70, "weight_decay": 0.01},
+            "steps": STEPS,
+            "optimizer": {
+                "lr": LEARNING_RATE,
+                "micro_batch_tokens": 70,
+                "weight_decay": 0.01,
+                "minibatches": 1,
+                "schedule": schedule,
+                "warmup_steps": warmup_steps,
+            },
             # Nothing is small enough to stay whole: every parameter is partitioned.
             "distributed": {"persistence_threshold": 0, "timeout_minutes": 2},
         }
