@@ -89,20 +89,19 @@ class Checkpoints:
         """
         final = self.run / FOLDER / f"step_{step:08d}"
         work = final.with_suffix(UNFINISHED)
-        self._on_main(lambda: self._clear(work), step)
+        self._on_main(lambda: self._clear(work, policy.checkpoint_bytes), step)
         try:
             policy.engine.save_checkpoint(str(work), tag=ZERO, save_latest=False)
         except (OSError, RuntimeError) as error:
             # The other ranks wait for this one inside DeepSpeed: its end lets the launcher end them.
-            raise self._failure(step, str(error)) from error
+            free = shutil.disk_usage(self.run).free
+            raise self._failure(step, f"{str(error).splitlines()[0]} ({free / 1e9:.2f} GB are free)") from error
         self._on_every(lambda: _flush_own(work, self.world), step)
         self._on_main(lambda: self._finish(final, work, step, trainer.state(), progress), step)
 
-    def _clear(self, work: Path) -> None:
+    def _clear(self, work: Path, needed: int) -> None:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        before = find(self.run)
-        needed = sum(before[0].manifest["files"].values()) if before else 0
         free = shutil.disk_usage(work).free
         if needed > free:
             raise OSError(f"it needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")

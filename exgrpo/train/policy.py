@@ -158,6 +158,11 @@ class Policy:
         """The rate of the next optimiser step."""
         return float(self.engine.get_lr()[0])
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What the shards of a checkpoint take on disk at least: fp32 weights and both moments of AdamW."""
+        return 3 * 4 * sum(parameter.ds_numel for parameter in self.model.parameters())
+
     @torch.no_grad()
     def score(self, rows: Sequence[Row]) -> list[Score]:
         """Log-probs and entropies of every row's response under the current policy, work spread over all ranks."""

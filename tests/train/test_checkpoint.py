@@ -59,6 +59,7 @@ def make_trainer() -> Trainer:
     )
     policy = RecordingPolicy()
     policy.engine = SavingEngine(policy)
+    policy.checkpoint_bytes = 1
     return Trainer(config, question_set(24), policy, answerer(ScriptedEngine(skill)))
 
 
