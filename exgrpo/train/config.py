@@ -93,7 +93,8 @@ class ExperienceConfig(Section):
         False, description="Count the replayed row as a success when a mixed group's accuracy is estimated."
     )
     retire: bool = Field(
-        True, description="Solved questions leave for good; False: they stay, buffered ones in the highest bucket."
+        True,
+        description="Solved questions leave for good (if ratio > 0); False: they stay, buffered in the highest bucket.",
     )
     bucket_by: Literal["success_count", "reward_deviation"] = Field(
         "success_count",
@@ -151,7 +152,7 @@ class DistributedConfig(Section):
 class EvaluationConfig(Section):
     """Held-out Pass@1 before, during and after training."""
 
-    every: int | None = Field(None, ge=1, description="Evaluate every so many steps; None: before and after only.")
+    every: int | None = Field(20, ge=1, description="Evaluate every so many steps; None: before and after only.")
     samples: int = Field(1, ge=1, description="Answers per held-out question.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")

@@ -95,7 +95,7 @@ class Trainer:
             count_replayed=experience.count_replayed,
             max_per_question=experience.max_per_question,
             max_age=experience.max_age,
-            retire=experience.retire,
+            retire=experience.retire and experience.ratio > 0,  # plain GRPO retires nothing
             bucket_by=experience.bucket_by,
         )
         self.law = bucket_log_weights(

@@ -58,7 +58,7 @@ PAPER = {
     "evaluation.top_p": 1.0,
 }
 
-ON_POLICY = {"experience.ratio": 0.0, "experience.retire": False}
+ON_POLICY = {"experience.ratio": 0.0}
 WEAK = {
     "steps": 500,
     "policy.path": "meta-llama/Llama-3.1-8B",
@@ -161,4 +161,4 @@ def test_every_recipe_drives_the_loop(recipe):
     )
     results = [trainer.step(step) for step in (1, 2, 3)]
     assert (results[-1].metrics["replayed"] > 0) == (values.experience.ratio > 0)
-    assert bool(trainer.memory.retired.any()) == values.experience.retire
+    assert bool(trainer.memory.retired.any()) == (values.experience.retire and values.experience.ratio > 0)

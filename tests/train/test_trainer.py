@@ -132,11 +132,12 @@ def test_clipping_ends_when_replay_begins_unless_it_is_kept(keep, expected):
 
 
 def test_ratio_zero_is_plain_grpo():
-    trainer = make(half(20), experience={"ratio": 0.0})
+    trainer = make({q: 1.0 if q % 2 else 0.5 for q in range(20)}, experience={"ratio": 0.0})
     for step in range(1, 4):
         result = trainer.step(step)
         assert result.metrics["replayed"] == 0
     assert len(trainer.memory) == 0
+    assert not trainer.memory.retired.any()
     assert all(clip for _, clip in trainer.policy.updates)
 
 
