@@ -1,11 +1,14 @@
 """The experience buffer on disk: append-only segments in safetensors format, named by the checksum of their content.
 
 A save writes one new segment with the trajectories that no segment holds yet, and an index of those that are alive
-(question, segment, row). What was written is never written again, so a save costs what is new, not what is stored.
+(segment, row). So a save costs what is new, not what is stored. Only where more than half of a segment has died are its
+living trajectories written again, into the new one: segments never hold more than twice what lives.
 """
 
+import dataclasses
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +74,7 @@ class ExperienceStore:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._places: WeakKeyDictionary[Trajectory, Place] = WeakKeyDictionary()
+        self._rows: dict[str, int] = {}  # of each segment, alive or not
 
     def save(self, trajectories: Iterable[Trajectory]) -> dict[str, np.ndarray]:
         """Write the trajectories that are new and return the index of all given ones, in their order.
@@ -79,9 +83,10 @@ class ExperienceStore:
             segments: [S, 32] uint8, the names of the segments; segment and row: [N] int32, where each one lies.
         """
         alive = list(trajectories)
-        new = [trajectory for trajectory in alive if trajectory not in self._places]
+        new = self._to_write(alive)
         if new:
             name = write_checked(self.folder, _pack(new))
+            self._rows[name] = len(new)
             for row, trajectory in enumerate(new):
                 self._places[trajectory] = Place(name, row)
         places = [self._places[trajectory] for trajectory in alive]
@@ -93,20 +98,31 @@ class ExperienceStore:
             "row": np.array([place.row for place in places], np.int32),
         }
 
+    def _to_write(self, alive: Sequence[Trajectory]) -> list[Trajectory]:
+        """Those that no segment holds, and those in segments of which less than half is alive."""
+        segments = [place.segment if (place := self._places.get(t)) else None for t in alive]
+        living = Counter(segments)
+        return [
+            trajectory
+            for trajectory, segment in zip(alive, segments, strict=True)
+            if segment is None or 2 * living[segment] < self._rows[segment]
+        ]
+
     def load(self, index: dict[str, np.ndarray]) -> list[Trajectory]:
         """The trajectories of an index, in its order.
 
         Raises:
             DamagedFileError: a segment is missing or damaged.
         """
-        names = segment_names(index)
-        segments = [_unpack(read_checked(self.folder, name)) for name in names]
-        trajectories = []
-        for segment, row in zip(index["segment"].tolist(), index["row"].tolist(), strict=True):
-            trajectory = segments[segment][row]
-            self._places[trajectory] = Place(names[segment], row)
-            trajectories.append(trajectory)
-        return trajectories
+        trajectories: dict[int, Trajectory] = {}
+        for number, name in enumerate(segment_names(index)):
+            segment = _unpack(read_checked(self.folder, name))
+            self._rows[name] = len(segment)
+            for position in np.flatnonzero(index["segment"] == number).tolist():
+                row = int(index["row"][position])
+                trajectories[position] = _own(segment[row])
+                self._places[trajectories[position]] = Place(name, row)
+        return [trajectories[position] for position in range(len(trajectories))]
 
     def remove_unused(self, names: set[str]) -> None:
         """Delete the segments that are not among `names`."""
@@ -118,6 +134,11 @@ class ExperienceStore:
 def segment_names(index: dict[str, np.ndarray]) -> list[str]:
     """The names of the segments that an index refers to."""
     return [bytes(name).hex() for name in index["segments"]]
+
+
+def _own(trajectory: Trajectory) -> Trajectory:
+    """A copy that does not keep the arrays of its whole segment in memory."""
+    return dataclasses.replace(trajectory, response=trajectory.response.copy(), log_prob=trajectory.log_prob.copy())
 
 
 def _pack(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray]:

@@ -1,5 +1,7 @@
 """The buffer on disk: exact, append-only, checked."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -51,13 +53,47 @@ def test_a_save_writes_only_what_is_new(tmp_path):
     old = [trajectory(i, i) for i in range(50)]
     store.save(old)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    index = store.save([*old[10:], trajectory(50, 50)])
+    index = store.save([*old[10:], trajectory(50, 50)])  # most of the segment lives: it stays
     assert {path: path.stat().st_mtime_ns for path in before} == before
     (new,) = set(tmp_path.iterdir()) - set(before)
     assert new.stat().st_size < 1000
     assert len(index["row"]) == 41
     store.save([*old[10:]])
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("reopen", [False, True])
+def test_a_segment_that_mostly_died_is_written_again_and_can_go(tmp_path, reopen):
+    store = ExperienceStore(tmp_path)
+    old = [trajectory(i, i) for i in range(50)]
+    first = store.save(old)
+    if reopen:
+        store = ExperienceStore(tmp_path)
+        old = store.load(first)
+    index = store.save(old[26:])
+    assert not set(segment_names(index)) & set(segment_names(first))
+    assert all(map(same, ExperienceStore(tmp_path).load(first), old)), "the checkpoint before it is still whole"
+    store.remove_unused(set(segment_names(index)))
+    assert all(map(same, ExperienceStore(tmp_path).load(index), old[26:]))
+    again = store.save(old[26:])
+    assert segment_names(again) == segment_names(index)
+
+
+def test_loaded_trajectories_hold_their_own_memory_and_nothing_else(tmp_path):
+    store = ExperienceStore(tmp_path)
+    tokens, count = 1000, 400
+    zeros = np.zeros(tokens, np.int32)
+    index = store.save([Trajectory(i, zeros, zeros.astype(np.float32), True, 1.0, 0) for i in range(count)])
+    del store
+    tracemalloc.start()
+    try:
+        reopened = ExperienceStore(tmp_path)
+        kept = reopened.load(index)[::4]
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # 8 bytes per token; objects, index and file names take under a kilobyte a trajectory.
+    assert held < len(kept) * (8 * tokens + 1000) + 50_000
 
 
 def test_unused_segments_are_removed(tmp_path):

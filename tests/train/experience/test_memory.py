@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import tracemalloc
 from fractions import Fraction
 
 import numpy as np
@@ -241,3 +242,26 @@ def test_of_two_equal_responses_the_newer_log_probs_stay():
     for step in (0, 5):
         memory.update([group(0, [1.0, 0.0, 0.0, 0.0], step=step)], step, collect=True)
     assert [t.step for t in memory.trajectories(0)] == [5]
+
+
+def test_the_memory_takes_about_eight_bytes_per_token():
+    tokens, count = 1000, 500
+    rng = np.random.default_rng(0)
+    memory = ExperienceMemory(count, 8)
+
+    def row(question: int, reward: float) -> Trajectory:
+        response, log_prob = rng.integers(0, 9, tokens, dtype=np.int32), rng.random(tokens, dtype=np.float32)
+        return Trajectory(question, response, log_prob, True, reward, 0)
+
+    tracemalloc.start()
+    try:
+        for question in range(count):
+            rows = tuple(row(question, float(i < 3)) for i in range(8))
+            memory.update([Group(question, rows)], 0, collect=True)
+        del rows
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert memory.trajectory_count == 3 * count
+    # 4 bytes of id and 4 of log-prob; a trajectory's objects take about half a kilobyte.
+    assert held / (memory.trajectory_count * tokens) < 8.8
