@@ -20,7 +20,7 @@ def multiplies_into_float32(device_type: str, dtype: torch.dtype) -> bool:
     probe = torch.ones(16, 16, dtype=dtype, device=device_type)
     try:
         return torch.mm(probe, probe, out_dtype=torch.float32).dtype == torch.float32
-    except (RuntimeError, NotImplementedError, TypeError):
+    except (NotImplementedError, TypeError):  # no such kernel, or a torch without the argument
         return False
 
 
