@@ -67,6 +67,8 @@ class Answerer:
         self.grader = grader
         self.decode = decode
         self.world = world
+        self.tokens = 0
+        """Response tokens generated so far, over all ranks."""
 
     def answer(self, questions: Sequence[Question], counts: Sequence[int], sampling: Sampling, seed: int) -> Answers:
         """Sample counts[i] answers to questions[i] and grade them; the result is the same on every rank."""
@@ -97,8 +99,10 @@ class Answerer:
         ]
         costs = self.world.gather((grades.timed_out, grades.failed, generated - start, graded - generated))
         timed_out, failed, generate_seconds, grade_seconds = zip(*costs, strict=True)
+        of_question = self.world.join(mine)
+        self.tokens += sum(len(answer.rollout.response) for answers in of_question for answer in answers)
         return Answers(
-            of_question=self.world.join(mine),
+            of_question=of_question,
             timed_out=sum(timed_out),
             failed=sum(failed),
             generate_seconds=max(generate_seconds),

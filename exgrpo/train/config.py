@@ -4,6 +4,7 @@
 """
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -170,7 +171,11 @@ class OutputConfig(Section):
 
     folder: Path = Field(Path("runs"), description="Each run gets a folder of its own under this one.")
     name: str | None = Field(None, description="Name of the run's folder; default: date and time.")
-    tensorboard: bool = Field(True, description="Write TensorBoard events.")
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        ("tensorboard",),
+        description="Where metrics go besides metrics.jsonl; several names, or none after the option for nowhere.",
+    )
+    project: str = Field("exgrpo", min_length=1, description="Name of the project in wandb and trackio.")
     sample_groups: int = Field(2, ge=0, description="Groups of rollouts written out per step, to be read.")
     save_model: bool = Field(True, description="Save the trained model in Hugging Face format.")
 
@@ -225,7 +230,7 @@ class Config(Section):
         return self
 
 
-def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Every dotted key of the configuration."""
     keys = []
     for name, field in model.model_fields.items():
@@ -235,12 +240,13 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     return keys
 
 
-def _explain(error: ValidationError, origin: str) -> str:
+def explain(error: ValidationError, model: type[BaseModel], origin: str) -> str:
+    """What is wrong with the values of a model, in one line; of an unknown key the near one."""
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5)
+            near = difflib.get_close_matches(key, known_keys(model), n=1, cutoff=0.5)
             lines.append(f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         else:
             message = problem["msg"].removeprefix("Value error, ")
@@ -253,18 +259,23 @@ def validate(values: dict[str, Any], origin: str) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_explain(error, origin)) from None
+        raise ConfigError(explain(error, Config, origin)) from None
 
 
 def load_recipe(path: Path) -> Config:
-    """Read a YAML recipe. Keys may be nested or dotted ("experience.ratio: 0.25").
+    """Read a YAML recipe of a run; see `read_recipe`."""
+    return validate(read_recipe(path), str(path))
+
+
+def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values of a YAML recipe, nested. Its keys may be nested or dotted ("experience.ratio: 0.25").
 
     A recipe may name another under the key `base` (a path relative to its own) and then holds only what differs.
+    `seen` are the recipes that led to this one.
+
+    Raises:
+        ConfigError: it is missing or not a mapping, or its bases lead back to it.
     """
-    return validate(_read_recipe(path, seen=()), str(path))
-
-
-def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path in seen:
         raise ConfigError(f"{path}: its chain of `base` recipes leads back to itself")
     if not path.is_file():
@@ -276,7 +287,7 @@ def _read_recipe(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of keys to values, not a {type(raw).__name__}")
     base = raw.pop("base", None)
-    values = _read_recipe((path.parent / base).resolve(), (*seen, path)) if base else {}
+    values = read_recipe((path.parent / base).resolve(), (*seen, path)) if base else {}
     _merge(values, raw)
     return values
 
@@ -297,16 +308,22 @@ class _RecipeArgument(BaseModel):
     recipe: Annotated[Path | None, arg(help="YAML recipe that replaces the defaults below.")] = None
 
 
+def split_recipe(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The recipe that a command line names, and its other arguments."""
+    # The deepspeed launcher adds --local_rank; ranks are read from the environment.
+    argv = [argument for argument in argv if not argument.startswith("--local_rank")]
+    chosen, rest = tyro.cli(_RecipeArgument, args=argv, return_unknown_args=True, add_help=False)
+    return chosen.recipe, rest
+
+
 def parse_args(argv: list[str], default: Config | None = None) -> Config:
     """Resolve `[--recipe FILE] [--section.field VALUE ...]` into a configuration, on top of `default`.
 
     Exits with status 2 and one message where an option is unknown (naming the near one) or a value impossible.
     """
-    # The deepspeed launcher appends --local_rank; ranks are read from the environment.
-    argv = [argument for argument in argv if not argument.startswith("--local_rank")]
-    chosen, rest = tyro.cli(_RecipeArgument, args=argv, return_unknown_args=True, add_help=False)
-    if chosen.recipe:
-        default = load_recipe(chosen.recipe)
+    recipe, rest = split_recipe(argv)
+    if recipe:
+        default = load_recipe(recipe)
     return tyro.cli(
         Config,
         args=rest,

@@ -1,17 +1,31 @@
 """The numbers of a training step, and the files they go to."""
 
 import json
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
 
 from exgrpo.train.answers import Answers
 from exgrpo.train.experience import ExperienceMemory
 from exgrpo.train.policy import Score, UpdateStats
+from exgrpo.train.ratios import log_ratio_quantiles
 from exgrpo.train.records import Group
+from exgrpo.train.trackers import Tracker, tracked
+
+logger = logging.getLogger(__name__)
+UPDATE_MEANS = (
+    "loss",
+    "grad_norm",
+    "clip_fraction",
+    "fresh_ratio",
+    "fresh_ratio_max",
+    "replayed_ratio",
+    "replayed_weight",
+)
 
 
 def step_metrics(
@@ -29,7 +43,10 @@ def step_metrics(
     generated_tokens: int,
     seconds: dict[str, float],
 ) -> dict[str, float]:
-    """One flat record per training step; entropies in nats per token, lengths in tokens, times in seconds."""
+    """One flat record per training step; entropies in nats per token, lengths in tokens, times in seconds.
+
+    Log-ratio quantiles, in nats, are over all tokens of the step.
+    """
     rewards = answers.rewards
     lengths = np.array([len(rollout.response) for rollout in answers.rollouts])
     replayed = [group.replayed for group in groups if group.replayed is not None]
@@ -65,25 +82,31 @@ def step_metrics(
 
 
 def _of_updates(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Means over the step's optimiser steps, of those where the number exists."""
-    means = {}
-    for name in ("loss", "grad_norm", "clip_fraction", "fresh_ratio", "fresh_ratio_max", "replayed_ratio"):
+    """Means over the step's optimiser steps, of those where the number exists, and quantiles over its tokens."""
+    numbers = {}
+    for name in UPDATE_MEANS:
         values = [value for update in updates if math.isfinite(value := getattr(update, name))]
-        means[name] = float(np.mean(values)) if values else math.nan
-    return means
+        numbers[name] = float(np.mean(values)) if values else math.nan
+    counts = torch.stack([update.log_ratios for update in updates]).sum(0).numpy()
+    for kind, of_kind in zip(("fresh", "replayed"), counts, strict=True):
+        quantiles = log_ratio_quantiles(of_kind)
+        numbers |= {f"{kind}_log_ratio/{name}": value for name, value in quantiles.items()}
+    return numbers
 
 
 class RunLog:
-    """Writes metrics.jsonl, TensorBoard events and readable samples into a run's folder.
+    """Writes metrics.jsonl and readable samples into a run's folder, and tells the trackers.
+
+    A tracker that fails is dropped with one warning: metrics.jsonl is what counts.
 
     Args:
         folder: of the run; it exists.
-        tensorboard: whether to write events as well.
+        trackers: they are closed with the log.
         resume: what `position` said at the step from which the run goes on; what was written later is cut off.
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool, resume: dict[str, int] | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, trackers: Sequence[Tracker] = (), *, resume: dict[str, int] | None = None) -> None:
+        self._trackers = list(trackers)
         self._step = 0
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._samples = (folder / "samples.md").open("a", encoding="utf-8")
@@ -91,12 +114,6 @@ class RunLog:
             self._step = resume["step"]
             self._metrics.truncate(resume["metrics"])
             self._samples.truncate(resume["samples"])
-        self._events: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge = None if resume is None else resume["step"] + 1
-            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
 
     def metrics(self, record: dict[str, float]) -> None:
         """Append one record; numbers that do not exist (NaN) become null."""
@@ -104,10 +121,16 @@ class RunLog:
         plain = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in record.items()}
         self._metrics.write(json.dumps(plain) + "\n")
         self._metrics.flush()
-        if self._events is not None:
-            for name, value in plain.items():
-                if name != "step" and value is not None:
-                    self._events.add_scalar(name if "/" in name else f"train/{name}", value, step)
+        self._tell(lambda tracker: tracker.log(step, tracked(plain)))
+
+    def _tell(self, message: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                message(tracker)
+            except Exception as error:  # a service that fails must not end the training
+                self._trackers.remove(tracker)
+                name = type(tracker).__name__
+                logger.warning("%s failed (%s) and gets no more numbers; metrics.jsonl has all of them", name, error)
 
     def position(self) -> dict[str, int]:
         """The latest step, and the sizes of the files up to it."""
@@ -121,8 +144,7 @@ class RunLog:
         self._samples.flush()
 
     def close(self) -> None:
-        """Flush and close all files."""
+        """Flush and close everything."""
         self._metrics.close()
         self._samples.close()
-        if self._events is not None:
-            self._events.close()
+        self._tell(lambda tracker: tracker.close())

@@ -20,6 +20,7 @@ from exgrpo.train.batch import MicroBatch, MiniBatch, Row, collate, schedule
 from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.distributed import World
 from exgrpo.train.pretrained import DTYPES
+from exgrpo.train.ratios import count_log_ratios
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +41,13 @@ class LossTerms:
     normalizer: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UpdateStats:
     """What one optimiser step did, over all ranks.
 
     `applied` is False where the gradient norm was not finite and the step was skipped. Ratios are means over
-    tokens (and the largest fresh one); a mean over no tokens is NaN.
+    tokens (and the largest fresh one); `replayed_weight` is the mean of what the ratio of a replayed token is shaped
+    to; a mean over no tokens is NaN. `log_ratios` [2, BINS] counts fresh and replayed tokens, see `ratios`.
     """
 
     loss: float
@@ -55,6 +57,8 @@ class UpdateStats:
     fresh_ratio: float
     fresh_ratio_max: float
     replayed_ratio: float
+    replayed_weight: float
+    log_ratios: torch.Tensor
 
 
 class PolicyModel(nn.Module):
@@ -192,7 +196,7 @@ class Policy:
         )
         plan = schedule([row.length for row in minibatch.rows], self.budget, self.world.size)
         self.engine.train()
-        tally = _Tally()
+        tally = _Tally(terms.beta)
         for indices in plan[self.world.rank] or [[]]:
             batch = collate([minibatch.rows[i] for i in indices], self.world.device)
             result = self.engine(batch, terms)
@@ -249,16 +253,19 @@ def deepspeed_settings(config: Config) -> dict[str, Any]:
 
 
 class _Tally:
-    """Sums over the micro-batches of one rank: loss, clipped, ratios and counts of tokens."""
+    """Sums over the micro-batches of one rank: loss, clipped, ratios, counts of tokens and of their log-ratios."""
 
-    def __init__(self) -> None:
+    def __init__(self, beta: float | None) -> None:
+        self.beta = beta
         self.sums: list[torch.Tensor] = []
+        self.log_ratios: list[torch.Tensor] = []
 
     def add(self, batch: MicroBatch, result: PolicyLoss) -> None:
         active = batch.target >= 0
         replayed = active & batch.replayed[:, None]
         fresh = active & ~batch.replayed[:, None]
         ratio = result.ratio.double()
+        weight = ratio if self.beta is None else ratio / (ratio + self.beta)
         zero = ratio.new_zeros(())
         self.sums.append(
             torch.stack(
@@ -269,15 +276,18 @@ class _Tally:
                     result.clipped.sum().double(),
                     torch.where(fresh, ratio, zero).sum(),
                     torch.where(replayed, ratio, zero).sum(),
+                    torch.where(replayed, weight, zero).sum(),
                     torch.where(fresh, ratio, zero).amax(),
                 ]
             )
         )
+        self.log_ratios.append(count_log_ratios(result.log_prob - batch.old_log_prob, batch.replayed, active))
 
     def stats(self, world: World, *, grad_norm: float | torch.Tensor, applied: bool) -> UpdateStats:
-        stacked = torch.stack(self.sums).cpu()
-        of_ranks = torch.stack(world.gather(torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)])))
-        loss, fresh, replayed, clipped, fresh_ratio, replayed_ratio = of_ranks[:, :-1].sum(0).tolist()
+        stacked, counts = torch.stack(self.sums).cpu(), torch.stack(self.log_ratios).sum(0).cpu()
+        gathered = world.gather((torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)]), counts))
+        of_ranks = torch.stack([numbers for numbers, _ in gathered])
+        loss, fresh, replayed, clipped, fresh_ratio, replayed_ratio, weight = of_ranks[:, :-1].sum(0).tolist()
         return UpdateStats(
             loss=loss / world.size,
             grad_norm=float(grad_norm),
@@ -286,4 +296,6 @@ class _Tally:
             fresh_ratio=fresh_ratio / fresh if fresh else float("nan"),
             fresh_ratio_max=float(of_ranks[:, -1].max()) if fresh else float("nan"),
             replayed_ratio=replayed_ratio / replayed if replayed else float("nan"),
+            replayed_weight=weight / replayed if replayed else float("nan"),
+            log_ratios=torch.stack([counts for _, counts in gathered]).sum(0),
         )

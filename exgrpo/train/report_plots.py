@@ -6,32 +6,31 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import numpy.typing as npt
 import yaml
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-FloatArray = npt.NDArray[np.float64]
-Columns = dict[str, FloatArray]
-"""Numbers by name, one per record, NaN where a record lacks one; "step" is always there and strictly increasing."""
+from exgrpo.train.report_curves import Columns, Curve, FloatArray, curve, mean_curve, thin
+from exgrpo.train.report_runs import RunColumns
 
 ASSETS = Path(__file__).parent / "assets" / "report"
-MAX_POINTS = 1000
 # Okabe and Ito's colours for all kinds of colour vision, without yellow, which is lost on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = ("", "o", "s", "^", "D", "v")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))
 FEW_POINTS = 12
 MAX_KEYS = 8
+# Quantiles between which a band of a fan lies, what to call it, and how opaque it is.
+BANDS = (("q01", "q99", "1 to 99 %", 0.12), ("q10", "q90", "10 to 90 %", 0.25))
 SIZE = (4.3, 2.7)
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -47,15 +46,6 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,
     "legend.frameon": False,
 }
-STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-
-
-@dataclass(frozen=True, eq=False)
-class RunColumns:
-    """What can be plotted of one run: its training steps and its held-out evaluations."""
-
-    training: Columns
-    held_out: Columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,15 +54,6 @@ class PlotGroup:
 
     label: str
     runs: Sequence[RunColumns]
-
-
-@dataclass(frozen=True, eq=False)
-class Curve:
-    """Points of a line; `half` is half the width of the interval around y, or None for a single run."""
-
-    x: FloatArray
-    y: FloatArray
-    half: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +80,23 @@ class Panel:
 
 
 @dataclass(frozen=True)
+class Fan:
+    """One plot of a distribution over steps: its median, and bands between quantiles.
+
+    Attributes:
+        title: heading.
+        unit: label of the vertical axis.
+        prefix: of the columns q01, q10, q50, q90 and q99.
+        note: what a reader has to know.
+    """
+
+    title: str
+    unit: str
+    prefix: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Stack:
     """One plot of stacked areas for each group.
 
@@ -109,6 +107,8 @@ class Stack:
         label: what to call a column; {0} is its name without the prefix.
         without: columns that are left out.
         graded: whether columns are numbered and colours should show their order.
+        total: whether to show sums since the start of the run.
+        note: what a reader has to know.
     """
 
     title: str
@@ -117,6 +117,8 @@ class Stack:
     label: str
     without: Sequence[str] = ()
     graded: bool = False
+    total: bool = False
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,59 +139,6 @@ class Section:
     pictures: list[Picture]
 
 
-def half_width(values: FloatArray) -> FloatArray:
-    """Half the 95 % confidence interval (Student's t) of the mean over the first axis of [runs, points]."""
-    runs = len(values)
-    return student_t(runs - 1) * values.std(axis=0, ddof=1) / math.sqrt(runs)
-
-
-def student_t(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t distribution."""
-    if freedom <= len(STUDENT_T):
-        return STUDENT_T[freedom - 1]
-    # Cornish and Fisher's expansion around the normal quantile; right to 5e-4 from here on.
-    z = NormalDist().inv_cdf(0.975)
-    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return sum(term / freedom**power for power, term in enumerate(terms))
-
-
-def curve(run: Columns, x: str, y: str) -> Curve:
-    """The points of a run where both numbers exist."""
-    there = _there(run, x, y)
-    return Curve(run[x][there], run[y][there]) if there.any() else Curve(np.empty(0), np.empty(0))
-
-
-def mean_curve(runs: Sequence[Columns], x: str, y: str) -> Curve:
-    """Mean and interval over runs, at the steps at which every run that has these numbers at all has them.
-
-    x is averaged as well: a mean over runs stands at the mean cost of its step.
-    """
-    having = [run for run in runs if _there(run, x, y).any()]
-    if len(having) < 2:
-        return curve(having[0] if having else runs[0], x, y)
-    steps: FloatArray = reduce(np.intersect1d, [run["step"][_there(run, x, y)] for run in having])
-    rows = [np.searchsorted(run["step"], steps) for run in having]
-    xs = np.array([run[x][row] for run, row in zip(having, rows, strict=True)])
-    ys = np.array([run[y][row] for run, row in zip(having, rows, strict=True)])
-    return Curve(xs.mean(axis=0), ys.mean(axis=0), half_width(ys))
-
-
-def _there(run: Columns, x: str, y: str) -> npt.NDArray[np.bool_]:
-    missing = np.full(len(run["step"]), np.nan)
-    return np.isfinite(run.get(x, missing)) & np.isfinite(run.get(y, missing))
-
-
-def thin(line: Curve) -> Curve:
-    """The same line with at most MAX_POINTS points, each the mean of equally many neighbours."""
-    block = math.ceil(len(line.x) / MAX_POINTS)
-    if block <= 1:
-        return line
-    starts = np.arange(0, len(line.x), block)
-    count = np.diff([*starts, len(line.x)])
-    x, y = np.add.reduceat(line.x, starts) / count, np.add.reduceat(line.y, starts) / count
-    return Curve(x, y, None if line.half is None else np.add.reduceat(line.half, starts) / count)
-
-
 def colour(index: int) -> str:
     """Of the index-th group."""
     return COLOURS[index % len(COLOURS)]
@@ -208,8 +157,10 @@ def sections(groups: Sequence[PlotGroup]) -> list[Section]:
         if plan.get("sources"):
             panels += _source_panels(groups)
         pictures = [draw_lines(panel, groups, f"plot-{number}-{i}") for i, panel in enumerate(panels)]
-        if "stack" in plan:
-            pictures += draw_stacks(Stack(**plan["stack"]), groups, f"stack-{number}")
+        for i, fan in enumerate(plan.get("fans", [])):
+            pictures.append(draw_fan(Fan(**fan), groups, f"fan-{number}-{i}"))
+        for i, stack in enumerate(plan.get("stacks", [])):
+            pictures += draw_stacks(Stack(**stack), groups, f"stack-{number}-{i}")
         result.append(Section(plan["title"], plan["text"], pictures))
     return result
 
@@ -224,7 +175,8 @@ def _source_panels(groups: Sequence[PlotGroup]) -> list[Panel]:
 
 def _stacked_columns(stack: Stack, groups: Sequence[PlotGroup]) -> dict[str, str]:
     """What to call each column of the stack, from the bottom up."""
-    found = dict.fromkeys(name for group in groups for run in group.runs for name in run.training)
+    # In the order of training, whatever an evaluation before it has: a phase then has one colour in all plots.
+    found = dict.fromkeys(n for group in groups for run in group.runs for n in (*run.training, *run.merged))
     names = [name for name in found if name.startswith(stack.prefix) and name not in stack.without]
     keys = [name.removeprefix(stack.prefix) for name in names]
     if stack.graded:
@@ -251,7 +203,7 @@ def draw_lines(panel: Panel, groups: Sequence[PlotGroup], name: str) -> Picture:
             return Picture(panel.title, panel.note, "")
         _horizontal_axis(axes, panel.x)
         if panel.zero:
-            _from_zero(axes, axes.get_ylim()[1])
+            _from_zero(axes, 1.05 * axes.dataLim.y1)
         if len(panel.series) > 1:
             handles = [
                 Line2D([], [], color="#333", linestyle=dash, label=label)
@@ -281,16 +233,43 @@ def _line(axes: Axes, line: Curve, index: int, dash: Any, *, linewidth: float, a
         axes.dataLim.set(limits)
 
 
+def draw_fan(fan: Fan, groups: Sequence[PlotGroup], name: str) -> Picture:
+    """Every group's median over its bands, as means over the group's runs; `name` is the plot's own in the page."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _canvas(fan.unit, bottom=0.16)
+        said = []
+        for i, group in enumerate(groups):
+            runs = [run.training for run in group.runs]
+            median = thin(mean_curve(runs, "step", f"{fan.prefix}q50"))
+            if not len(median.x):
+                continue
+            _line(axes, Curve(median.x, median.y), i, "-", linewidth=1.6)
+            said.append(f"{group.label}, median: {_in_words(median, 'step')}")
+            for low, high, label, alpha in BANDS:
+                bottom, top = (thin(mean_curve(runs, "step", f"{fan.prefix}{q}")).y for q in (low, high))
+                axes.fill_between(median.x, bottom, top, color=colour(i), alpha=alpha, linewidth=0)
+                said.append(f"{label} at step {median.x[-1]:.0f}: {bottom[-1]:.3g} to {top[-1]:.3g}")
+        if not said:
+            return Picture(fan.title, fan.note, "")
+        _horizontal_axis(axes, "step")
+        handles: list[Artist] = [Line2D([], [], color="#333", label="median")]
+        handles += [
+            Patch(color="#333", alpha=alpha, linewidth=0, label=label) for _, _, label, alpha in reversed(BANDS)
+        ]
+        figure.legend(handles=handles, loc="upper right", ncols=3, handlelength=1.2, columnspacing=1.2)
+        return Picture(fan.title, fan.note, _svg(figure, name, fan.title, "; ".join(said)))
+
+
 def draw_stacks(plan: Stack, groups: Sequence[PlotGroup], prefix: str) -> list[Picture]:
     """Stacked areas, one plot per group on one scale, as means over the group's runs; `prefix` names them."""
     names = _stacked_columns(plan, groups)
-    stacks = [_stack([run.training for run in group.runs], names) for group in groups]
+    stacks = [_stack([run.merged for run in group.runs], names, total=plan.total) for group in groups]
     top = max((float(heights.sum(axis=0).max()) for _, heights in stacks if heights.size), default=0.0)
     pictures = []
     for i, (group, (steps, heights)) in enumerate(zip(groups, stacks, strict=True)):
         full_title = f"{plan.title}: {group.label}" if len(groups) > 1 else plan.title
         if not heights.any():
-            pictures.append(Picture(full_title, "", ""))
+            pictures.append(Picture(full_title, plan.note, ""))
             continue
         last = ", ".join(f"{label} {height:.3g}" for label, height in zip(names.values(), heights[:, -1], strict=True))
         with mpl.rc_context(STYLE):
@@ -303,17 +282,21 @@ def draw_stacks(plan: Stack, groups: Sequence[PlotGroup], prefix: str) -> list[P
             shown = areas[:: math.ceil(len(areas) / MAX_KEYS)]
             figure.legend(handles=shown, loc="lower center", ncols=4, handlelength=1, columnspacing=1)
             svg = _svg(figure, f"{prefix}-{i}", full_title, f"{group.label} at step {steps[-1]:g}: {last}")
-        pictures.append(Picture(full_title, "", svg))
+        pictures.append(Picture(full_title, plan.note, svg))
     return pictures
 
 
-def _stack(runs: Sequence[Columns], names: Sequence[str] | dict[str, str]) -> tuple[FloatArray, FloatArray]:
+def _stack(
+    runs: Sequence[Columns], names: Sequence[str] | dict[str, str], *, total: bool
+) -> tuple[FloatArray, FloatArray]:
     """Steps, and the heights of the areas over them; a phase that a step did not have took no time."""
     filled = []
     for run in runs:
         columns = np.array([run.get(name, np.full(len(run["step"]), np.nan)) for name in names])
         there = np.isfinite(columns).any(axis=0)
-        filled.append({"step": run["step"][there], **dict(zip(names, np.nan_to_num(columns[:, there]), strict=True))})
+        heights = np.nan_to_num(columns[:, there])
+        heights = heights.cumsum(axis=1) if total else heights
+        filled.append({"step": run["step"][there], **dict(zip(names, heights, strict=True))})
     lines = [thin(mean_curve(filled, "step", name)) for name in names]
     if not lines or not len(lines[0].x):
         return np.empty(0), np.empty((0, 0))

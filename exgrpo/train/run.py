@@ -4,6 +4,7 @@ import datetime
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from exgrpo.train.data import QuestionSet, load_questions
 from exgrpo.train.display import Display
 from exgrpo.train.distributed import World, start
 from exgrpo.train.evaluate import evaluate
+from exgrpo.train.folder_lock import claim
 from exgrpo.train.metrics import RunLog
 from exgrpo.train.policy import Policy
 from exgrpo.train.pretrained import DTYPES, Pretrained, load_pretrained
@@ -27,6 +29,7 @@ from exgrpo.train.resume import AUTO, check_continuation, locate
 from exgrpo.train.reward import Grader
 from exgrpo.train.rollout import Sampling, TransformersEngine
 from exgrpo.train.seeds import derive_seed
+from exgrpo.train.trackers import Tracker, check_trackers, open_trackers
 from exgrpo.train.trainer import StepResult, Trainer
 from exgrpo.train.weight_check import WeightMismatchError, check_engine
 
@@ -58,6 +61,7 @@ def _configure(argv: list[str]) -> tuple[Config, Path | None]:
         saved = load_recipe(folder / "config.yaml")
         config = parse_args(argv, saved)
         check_continuation(config, saved)
+    check_trackers(config.output.trackers)
     return config, folder
 
 
@@ -101,6 +105,7 @@ class Run:
         self.grader = Grader(config.reward.function, workers=config.reward.workers, time_limit=config.reward.time_limit)
         resources.callback(self.grader.close)
         self.folder = resume or self._make_folder()
+        self._claim(resources)
         # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
         self.engine = TransformersEngine(
             self.pretrained.path,
@@ -120,10 +125,13 @@ class Run:
         )
         self.step = 0
         self.before: float | None = None
+        self.save_seconds: dict[str, float] = {}
         position = self._restore() if resume else None
+        # Before the log, which cuts off what an interrupted run has told its trackers after the checkpoint.
+        trackers = self._open_trackers(position)
         self.log: RunLog | None = None
         if world.is_main:
-            self.log = RunLog(self.folder, tensorboard=config.output.tensorboard, resume=position)
+            self.log = RunLog(self.folder, trackers, resume=position)
             resources.callback(self.log.close)
         self.weight_gap = self._check_weights()
 
@@ -137,7 +145,10 @@ class Run:
 
     def _save(self) -> None:
         progress = {"before": self.before, "log": self.log.position() if self.log else None}
+        start = time.perf_counter()
         self.checkpoints.save(self.step, self.policy, self.trainer, progress)
+        # Told with the next record: a line of its own would stand after the position that the checkpoint has.
+        self.save_seconds = {"seconds/checkpoint": time.perf_counter() - start}
 
     def _make_folder(self) -> Path:
         """The run's own new folder; rank 0 names and makes it."""
@@ -156,6 +167,32 @@ class Run:
         if problem:
             raise ValueError(f"output.folder: {problem}")
         return folder
+
+    def _claim(self, resources: ExitStack) -> None:
+        """Rank 0 holds the folder for all."""
+        problem = ""
+        if self.world.is_main:
+            try:
+                resources.enter_context(claim(self.folder))
+            except ConfigError as error:
+                problem = str(error)
+        problem = self.world.gather(problem)[0]
+        if problem:
+            raise ConfigError(problem)
+
+    def _open_trackers(self, position: dict[str, int] | None) -> list[Tracker]:
+        """Rank 0's trackers; where one cannot start, all ranks end together."""
+        trackers: list[Tracker] = []
+        problem = ""
+        if self.world.is_main:
+            try:
+                trackers = open_trackers(self.config, self.folder, position["step"] if position else None)
+            except ConfigError as error:
+                problem = str(error)
+        problem = self.world.gather(problem)[0]
+        if problem:
+            raise ConfigError(problem)
+        return trackers
 
     def _check_weights(self) -> float:
         self.engine.push_weights(self.policy.weights())
@@ -211,6 +248,7 @@ class Run:
         """Held-out Pass@1 now; None without held-out questions."""
         if self.test_set is None:
             return None
+        start, tokens = time.perf_counter(), self.answerer.tokens
         overall, by_source = evaluate(
             self.answerer,
             self.test_set.questions,
@@ -225,17 +263,26 @@ class Run:
         if self.log:
             sources = {f"test/{name}": source.pass_rate for name, source in by_source.items()}
             pass_at = {f"pass_at/{k}": value for k, value in overall.pass_at.items()}
-            self.log.metrics({"step": self.step, "test/pass_rate": overall.pass_rate, **pass_at, **sources})
+            cost = {
+                "tokens/evaluation": self.answerer.tokens - tokens,
+                "seconds/evaluation": time.perf_counter() - start,
+            }
+            self._write({"step": self.step, "test/pass_rate": overall.pass_rate, **pass_at, **sources, **cost})
         say(
             f"held-out Pass@1 after {self.step} steps: {overall.pass_rate:.3f} ± {overall.standard_error:.3f} "
             f"on {len(self.test_set.questions)} questions"
         )
         return overall.pass_rate
 
+    def _write(self, record: dict[str, float]) -> None:
+        if self.log:
+            self.log.metrics({**record, **self.save_seconds})
+            self.save_seconds = {}
+
     def _record(self, result: StepResult, display: Display) -> None:
         if self.log is None:
             return
-        self.log.metrics(result.metrics)
+        self._write(result.metrics)
         display.step(result.metrics)
         # Replayed groups come last: show some of either kind.
         shown = list(range(len(result.questions)))[:: max(1, len(result.questions) - 1)]
@@ -263,7 +310,7 @@ class Run:
             names.insert(0, "report.html")
         except ReportError as error:  # a run of no steps without held-out questions has nothing to show
             self.console.print(f"no report: {error}", highlight=False, soft_wrap=True)
-        names += ["tensorboard"] if self.config.output.tensorboard else []
+        names += ["tensorboard"] if "tensorboard" in self.config.output.trackers else []
         names += ["model"] if self.config.output.save_model else []
         self.console.print(f"results in {self.folder}: {', '.join(names)}", highlight=False, soft_wrap=True)
 

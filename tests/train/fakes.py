@@ -10,6 +10,7 @@ from exgrpo.train.answers import Answerer
 from exgrpo.train.batch import MiniBatch, Row
 from exgrpo.train.data import Question, QuestionSet
 from exgrpo.train.policy import Score, UpdateStats
+from exgrpo.train.ratios import BINS
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.reward import Grades
 from exgrpo.train.rollout import Sampling
@@ -100,7 +101,8 @@ class RecordingPolicy:
     def update(self, minibatch: MiniBatch, objective, *, clip: bool) -> UpdateStats:
         self.updates.append((minibatch, clip))
         self.version += 1
-        return UpdateStats(0.0, 1.0, self.version % 3 != 0, 0.0, 1.0, 1.0, 1.0)
+        counts = torch.zeros(2, BINS, dtype=torch.int64)
+        return UpdateStats(0.0, 1.0, self.version % 3 != 0, 0.0, 1.0, 1.0, 1.0, 1.0, counts)
 
     def weights(self):
         return ["weights"]

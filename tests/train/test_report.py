@@ -12,7 +12,7 @@ import pytest
 import scipy.stats
 import yaml
 
-from exgrpo.train import report, report_plots
+from exgrpo.train import report, report_curves, report_plots
 from exgrpo.train.report import ABSENT, ReportError, write_report
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -93,6 +93,9 @@ def training_record(step: int, **changes: Any) -> dict[str, Any]:
         "fresh_ratio": 1.0,
         "fresh_ratio_max": 1.5,
         "replayed_ratio": 1.25 if step > 1 else None,
+        "replayed_weight": 0.9 if step > 1 else None,
+        **{f"fresh_log_ratio/q{q:02}": (q - 50) / 1000 * step for q in (1, 10, 50, 90, 99)},
+        **{f"replayed_log_ratio/q{q:02}": (q - 50) / 100 if step > 1 else None for q in (1, 10, 50, 90, 99)},
         "tokens_per_second": 100.0,
         "seconds": 25.0,
         "seconds/select": 1.0,
@@ -107,7 +110,8 @@ def training_record(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def held_out(step: int, rate: float) -> dict[str, Any]:
-    return {"step": step, "test/pass_rate": rate, "test/gsm8k": rate}
+    cost = {"tokens/evaluation": 300, "seconds/evaluation": 6.0, **({"seconds/checkpoint": 0.5} if step else {})}
+    return {"step": step, "test/pass_rate": rate, "pass_at/2": rate, "test/gsm8k": rate, **cost}
 
 
 def make_run(folder: Path, records: list[Any], *, seed: int = 0, **options: Any) -> Path:
@@ -156,12 +160,30 @@ def test_curves_carry_the_values_of_the_metrics_over_every_axis(whole_page):
     assert figures["Buckets over time"]["text"] == "one at step 4: bucket 1 4, bucket 2 8"
     phases = "one at step 4: select 1, rollout 10, score 4, update 9, push 1"
     assert figures["Time by phase"]["text"] == phases
+    total = "one at step 4: select 4, rollout 40, score 16, update 36, push 4, evaluation 12, checkpoint 0.5"
+    assert figures["Time by phase so far"]["text"] == total
+
+
+def test_fans_carry_the_quantiles_of_the_metrics(whole_page):
+    assert whole_page.figures["Log-ratios of fresh tokens"]["text"] == (
+        "one, median: 0 at step 1, 0 at step 4; 1 to 99 % at step 4: -0.196 to 0.196; "
+        "10 to 90 % at step 4: -0.16 to 0.16"
+    )
+    assert "median: 0 at step 2, 0 at step 4" in whole_page.figures["Log-ratios of replayed tokens"]["text"]
+
+
+def test_evaluations_are_no_training_steps(tmp_path):
+    columns = report.load_run(make_run(tmp_path / "one", whole_run()), "one").columns
+    assert columns.training["step"].tolist() == [1, 2, 3, 4]
+    assert columns.held_out["generated_tokens"].tolist() == [0, 4000]
+    assert columns.merged["step"].tolist() == [0, 1, 2, 3, 4]
+    np.testing.assert_equal(columns.merged["seconds/evaluation"], [6.0, np.nan, np.nan, np.nan, 6.0])
 
 
 def test_every_plot_of_a_complete_run_is_drawn_named_and_described(whole_page):
     planned = yaml.safe_load((report.ASSETS / "plots.yaml").read_text())
     titles = [panel["title"] for section in planned for panel in section["panels"]]
-    titles += [section["stack"]["title"] for section in planned if "stack" in section]
+    titles += [plot["title"] for section in planned for kind in ("fans", "stacks") for plot in section.get(kind, [])]
     assert set(whole_page.figures) == set(titles)
     assert all(figure["role"] == "img" and figure["text"] for figure in whole_page.figures.values())
 
@@ -202,7 +224,7 @@ def test_seeds_become_a_mean_with_its_confidence_interval(tmp_path):
 
 @pytest.mark.parametrize("freedom", [1, 2, 9, 10, 11, 15, 40, 1000])
 def test_student_t(freedom):
-    assert report_plots.student_t(freedom) == pytest.approx(scipy.stats.t.ppf(0.975, freedom), abs=6e-4)
+    assert report_curves.student_t(freedom) == pytest.approx(scipy.stats.t.ppf(0.975, freedom), abs=6e-4)
 
 
 def test_means_stand_at_the_steps_all_seeds_reached_and_at_their_mean_cost():
@@ -211,7 +233,7 @@ def test_means_stand_at_the_steps_all_seeds_reached_and_at_their_mean_cost():
     second = {"step": np.array([1.0, 2, 3]), "y": np.array([nan, 4, 7]), "cost": np.array([20.0, 40, 60])}
     without = {"step": np.array([1.0])}
 
-    curve = report_plots.mean_curve([first, second, without], "cost", "y")
+    curve = report_curves.mean_curve([first, second, without], "cost", "y")
 
     assert curve.x.tolist() == [30, 45]
     assert curve.y.tolist() == [3, 5]
@@ -300,9 +322,9 @@ def test_steps_that_a_resumed_run_repeats_count_once(tmp_path):
 
 
 def test_long_runs_are_drawn_with_fewer_points(tmp_path):
-    steps = 4 * report_plots.MAX_POINTS - 2
-    curve = report_plots.thin(report_plots.Curve(np.arange(steps) + 1.0, np.ones(steps), np.ones(steps)))
-    assert len(curve.x) == report_plots.MAX_POINTS
+    steps = 4 * report_curves.MAX_POINTS - 2
+    curve = report_curves.thin(report_curves.Curve(np.arange(steps) + 1.0, np.ones(steps), np.ones(steps)))
+    assert len(curve.x) == report_curves.MAX_POINTS
     assert curve.x[0] == 2.5
     assert curve.x[-1] == steps - 0.5
     assert curve.half is not None

@@ -2,11 +2,13 @@
 
 import json
 import math
+import os
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo.train.config import load_recipe
+from exgrpo.train.folder_lock import claim
 from tests.train.launch import MAIN, launch
 
 SMALL = (
@@ -79,6 +81,32 @@ def test_the_trained_model_is_what_was_saved_and_differs_from_the_start(run):
     moved = [name for name in start if not (trained[name] == start[name]).all()]
     assert set(trained) == set(start)
     assert len(moved) == len(start)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_does_not(run, request):
+    folder, _ = run
+    ranks = int(request.node.callspec.id[0])
+    for name, seed in (("again", 0), ("other", 1)):
+        named = (f"--output.folder={folder.parent}", f"--output.name={name}", f"--seed={seed}")
+        done = launch(MAIN, *SMALL, *named, ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def story(name):
+        untimed = [{k: v for k, v in r.items() if "second" not in k} for r in records(folder.parent / name)]
+        return untimed, (folder.parent / name / "samples.md").read_text()
+
+    assert story("again") == story("small")
+    assert story("other") != story("small")
+
+
+def test_a_run_in_use_is_not_continued_by_another_process(run):
+    folder, _ = run
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "in_use_by"}
+    with claim(folder):
+        done = launch(MAIN, f"--resume={folder}", "--steps=5")
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert f"{folder} is in use by another process (process {os.getpid()} on" in error
+    assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""One process at a time writes into a results folder."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from exgrpo.train.config import ConfigError
+
+LOCK = "in_use_by"
+
+
+@contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process, so that no second one writes into it.
+
+    The system lets go of the lock when the process ends, however it ends; grading processes do not inherit it.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(
+                f"{folder} is in use by another process ({file.read().strip()}): wait for it or stop it first"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
+        yield
