@@ -4,7 +4,9 @@ Several processes: `deepspeed --num_accelerators 2 --module exgrpo.train.evaluat
 """
 
 import json
+import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -13,14 +15,16 @@ from typing import Annotated, Any
 
 import tyro
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from exgrpo.train.answers import Answer, Answerer
+from exgrpo.train.config import ConfigError, explain, read_recipe, split_recipe
 from exgrpo.train.data import Question, load_questions
 from exgrpo.train.distributed import World, start
+from exgrpo.train.folder_lock import claim
 from exgrpo.train.pretrained import DTYPES, load_pretrained
 from exgrpo.train.reward import Grader
 from exgrpo.train.rollout import Sampling, TransformersEngine
@@ -57,7 +61,11 @@ class Options(BaseModel):
     output: Path = Field(Path("evaluation"), description="Folder for answers.jsonl and scores.json.")
     split: str = Field("test", description="Split of hub and builtin data sets.")
     limit: int | None = Field(None, ge=1, description="Use only so many questions of each data set.")
-    samples: int = Field(1, ge=1, description="Answers per row (files that repeat rows need 1).")
+    samples: int = Field(1, ge=1, description="Answers per row.")
+    avg: dict[str, PositiveInt] = Field(
+        default_factory=dict,
+        description="Answers per question for single data sources (aime 32 amc 32); rows that repeat a question count.",
+    )
     temperature: float = Field(0.6, gt=0, description="Sampling temperature (the paper's 0.6).")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")
     max_tokens: int = Field(8192, ge=1, description="Longest response.")
@@ -73,6 +81,29 @@ class Options(BaseModel):
     batch_tokens: int = Field(65536, ge=1, description="Prompt + response tokens generated at once per rank.")
     chunk: int = Field(64, ge=1, description="Rows between two writes; an interrupted evaluation repeats one chunk.")
     seed: int = Field(0, ge=0, description="Seed of the samples.")
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """Resolve `[--recipe FILE] MODEL --data FILE [--field VALUE ...]`; the command line beats the recipe."""
+    recipe, rest = split_recipe(argv)
+    return tyro.cli(
+        Options,
+        args=rest,
+        default=defaults(recipe),
+        config=(tyro.conf.FlagConversionOff,),
+        prog="python -m exgrpo.train.evaluate",
+        description=f"{Options.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",
+    )
+
+
+def defaults(recipe: Path | None) -> Options:
+    """The options in a YAML recipe, or the default ones; model and data, if not there, are left to the command line."""
+    values = read_recipe(recipe) if recipe else {}
+    try:
+        checked = Options.model_validate({"model": "", "data": [""], **values})
+    except ValidationError as error:
+        raise ConfigError(explain(error, Options, str(recipe))) from None
+    return checked.model_copy(update={key: tyro.MISSING for key in ("model", "data") if key not in values})
 
 
 def load(options: Options, tokenizer: Any) -> tuple[list[Question], int]:
@@ -97,6 +128,20 @@ def load(options: Options, tokenizer: Any) -> tuple[list[Question], int]:
     return questions, dropped
 
 
+def answers_per_row(questions: Sequence[Question], options: Options) -> list[int]:
+    """How often each row is answered: `samples` times, or such that `avg` answers to the question come together.
+
+    A file that repeats every row of a source 32 times and one that does not so give avg@32 alike.
+    """
+    repeats = Counter((question.source, _identity(question)) for question in questions)
+    return [
+        math.ceil(options.avg[question.source] / repeats[question.source, _identity(question)])
+        if question.source in options.avg
+        else options.samples
+        for question in questions
+    ]
+
+
 class AnswerFile:
     """The answers written so far, a chunk at a time; what an interruption left of a chunk is dropped.
 
@@ -112,7 +157,6 @@ class AnswerFile:
     def __init__(self, folder: Path, options: Options, expected: Sequence[int]) -> None:
         self.path = folder / ANSWERS
         text = yaml.safe_dump(options.model_dump(mode="json"), sort_keys=False)
-        folder.mkdir(parents=True, exist_ok=True)
         if (folder / OPTIONS).exists() and (folder / OPTIONS).read_text(encoding="utf-8") != text:
             raise ValueError(f"output: {folder} holds an evaluation with other options; choose another --output")
         (folder / OPTIONS).write_text(text, encoding="utf-8")
@@ -161,8 +205,12 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     pretrained = load_pretrained(options.model)
     questions, dropped = load(options, pretrained.tokenizer)
     chunks = [questions[i : i + options.chunk] for i in range(0, len(questions), options.chunk)]
-    expected = [len(chunk) * options.samples for chunk in chunks]
-    file = AnswerFile(options.output, options, expected) if world.is_main else None
+    counts = answers_per_row(questions, options)
+    of_chunk = [counts[i : i + options.chunk] for i in range(0, len(counts), options.chunk)]
+    if world.is_main:
+        options.output.mkdir(parents=True, exist_ok=True)
+        resources.enter_context(claim(options.output))
+    file = AnswerFile(options.output, options, [sum(of) for of in of_chunk]) if world.is_main else None
     done = world.gather(file.done if file else set())[0]
     grader = Grader(options.reward, workers=options.workers, time_limit=options.time_limit)
     resources.callback(grader.close)
@@ -179,10 +227,11 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     sampling = Sampling(options.max_tokens, temperature=options.temperature, top_p=options.top_p)
     console = Console(quiet=not world.is_main)
     console.print(f"{len(questions)} rows, {dropped} over-long ones dropped, {len(done)} of {len(chunks)} chunks done")
+    if absent := sorted(set(options.avg) - {question.source for question in questions}):
+        console.print(f"avg: no rows come from {', '.join(absent)}")
     for number in track([n for n in range(len(chunks)) if n not in done], "evaluating", console=console):
-        counts = [options.samples] * len(chunks[number])
         seed = derive_seed(options.seed, "evaluation", number)
-        answers = answerer.answer(chunks[number], counts, sampling, seed)
+        answers = answerer.answer(chunks[number], of_chunk[number], sampling, seed)
         if file:
             file.append(number, chunks[number], answers.of_question)
     return world.gather(file.scores() if file else {})[0]
@@ -205,12 +254,9 @@ def write(scores: dict[str, SourceScore], options: Options, console: Console) ->
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status."""
-    argv = [argument for argument in argv if not argument.startswith("--local_rank")]
-    options = tyro.cli(
-        Options, args=argv, config=(tyro.conf.FlagConversionOff,), prog="python -m exgrpo.train.evaluate"
-    )
     with ExitStack() as resources:
         try:
+            options = parse_options(argv)
             world = start(timeout_minutes=30)
             scores = run(options, world, resources)
         except (ValueError, OSError) as error:

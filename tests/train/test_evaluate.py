@@ -1,7 +1,10 @@
 """Scores against enumeration, and the command as a user starts it: finished, interrupted, refused."""
 
+import dataclasses
 import itertools
 import json
+import os
+import re
 import subprocess
 import sys
 
@@ -10,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.train.evaluate import evaluate
+from exgrpo.train.config import ConfigError
+from exgrpo.train.evaluate import Options, answers_per_row, defaults, evaluate, parse_options
+from exgrpo.train.folder_lock import claim
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.scores import average, pass_at_k, score, score_all
 from tests.train.fakes import ScriptedEngine, answerer, question_set
@@ -63,6 +68,37 @@ def test_in_training_all_questions_count_alike():
     assert by_source == {"fake": overall}
 
 
+@pytest.mark.parametrize(("repeats", "per_row"), [(1, 32), (8, 4), (32, 1), (5, 7)])
+def test_avg_counts_the_answers_to_a_question_over_its_rows(repeats, per_row):
+    rows = [
+        dataclasses.replace(question, source="aime" if i == 0 else "math")
+        for i, question in enumerate(question_set(2).questions)
+        for _ in range(repeats)
+    ]
+    options = Options(model="m", data=("d",), samples=3, avg={"aime": 32})
+    assert answers_per_row(rows, options) == [per_row] * repeats + [3] * repeats
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("temperatur: 1", "unknown key 'temperatur'; did you mean 'temperature'?"),
+        ("avg: {aime: 0}", "avg.aime: Input should be greater than 0"),
+        ("samples: many", "samples: Input should be a valid integer"),
+    ],
+)
+def test_bad_recipes_are_named(tmp_path, text, message):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        defaults(tmp_path / "r.yaml")
+
+
+def test_the_command_line_beats_the_recipe(tmp_path):
+    (tmp_path / "r.yaml").write_text("data: [a.jsonl]\ntemperature: 0.7\nsamples: 4\n")
+    options = parse_options(["some/model", f"--recipe={tmp_path / 'r.yaml'}", "--samples", "2"])
+    assert (options.model, options.data, options.temperature, options.samples) == ("some/model", ("a.jsonl",), 0.7, 2)
+
+
 def command(folder, *more):
     arguments = ["builtin:arithmetic", "--data", "builtin:arithmetic", "--limit=20", "--samples=2", "--chunk=6"]
     fixed = ["--temperature=1", "--max_tokens=80", "--dtype=fp32", f"--output={folder}"]
@@ -101,6 +137,11 @@ def test_other_options_and_bad_input_are_refused(tmp_path):
     refused = command(tmp_path)
     assert refused.returncode == 2
     assert f"error: output: {tmp_path} holds an evaluation with other options" in refused.stderr
+    (tmp_path / "busy").mkdir()
+    with claim(tmp_path / "busy"):
+        busy = command(tmp_path / "busy")
+    assert busy.returncode == 2
+    assert f"error: {tmp_path / 'busy'} is in use by another process (process {os.getpid()} on " in busy.stderr
     missing = command(tmp_path / "new", "--data", "missing.jsonl")
     assert missing.returncode == 2
     assert "error: " in missing.stderr

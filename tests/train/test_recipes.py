@@ -7,11 +7,13 @@ import pytest
 import yaml
 
 from exgrpo.train.config import load_recipe, to_yaml
+from exgrpo.train.evaluate import defaults
 from exgrpo.train.reward import resolve_reward
 from tests.train.test_trainer import make
 
 FOLDER = Path(__file__).parents[2] / "recipes"
-RECIPES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml"))
+EVALUATION = sorted((FOLDER / "evaluation").glob("*.yaml"))
+RECIPES = sorted(str(path.relative_to(FOLDER)) for path in set(FOLDER.rglob("*.yaml")) - set(EVALUATION))
 
 PAPER = {
     "steps": 700,
@@ -162,3 +164,14 @@ def test_every_recipe_drives_the_loop(recipe):
     results = [trainer.step(step) for step in (1, 2, 3)]
     assert (results[-1].metrics["replayed"] > 0) == (values.experience.ratio > 0)
     assert bool(trainer.memory.retired.any()) == (values.experience.retire and values.experience.ratio > 0)
+
+
+@pytest.mark.parametrize("recipe", EVALUATION, ids=lambda path: path.stem)
+def test_an_evaluation_recipe_asks_as_its_training_recipe_does(recipe):
+    options = defaults(recipe)
+    training = load_recipe(FOLDER / ("paper.yaml" if recipe.stem == "paper" else f"paper/{recipe.name}"))
+    assert (options.temperature, options.top_p, options.max_tokens, options.samples) == (0.6, 1.0, 8192, 1)
+    assert options.avg == {"aime": 32, "aime25": 32, "amc": 32}
+    assert options.reward == training.reward.function
+    for name in ("chat", "system_prompt", "prompt_format", "max_prompt_tokens"):
+        assert getattr(options, name) == getattr(training.data, name)
