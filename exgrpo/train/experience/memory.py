@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.experience.partition import EPSILON, deviation_buckets, estimate_successes
-from exgrpo.train.records import Group, Trajectory
+from exgrpo.train.records import Group, TokenIds, Trajectory
 
 
 class ExperienceMemory:
@@ -122,7 +122,7 @@ class ExperienceMemory:
             if row.reward < least:
                 continue
             # Of two equal responses the newer log-probs stay: their policy is nearer to the current one.
-            kept = (*(old for old in kept if not np.array_equal(old.response, row.response)), row)
+            kept = (*(old for old in kept if not _same(old.response, row.response)), row)
         if self.max_per_question is not None:
             kept = kept[-self.max_per_question :]
         if kept:
@@ -136,3 +136,8 @@ class ExperienceMemory:
                 self.bucket[question] = 0
             elif len(young) < len(stored):
                 self._stored[question] = young
+
+
+def _same(a: TokenIds, b: TokenIds) -> bool:
+    # Nearly all pairs differ in length, which costs a tenth of comparing contents to find out.
+    return len(a) == len(b) and np.array_equal(a, b)

@@ -1,0 +1,86 @@
+"""Options, the machine that is written into every record, and the table at the end."""
+
+import platform
+from importlib import metadata
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks.races import Races
+from benchmarks.render import tables
+from exgrpo.kernels.dispatch import backend_name
+
+VERSIONS = (
+    "exgrpo",
+    "torch",
+    "triton",
+    "numpy",
+    "transformers",
+    "deepspeed",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "verl",
+    "trl",
+    "quack-kernels",
+)
+
+
+RACES = pytest.StashKey[Races]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The sizes of the heads."""
+    parser.addoption("--sizes", choices=("small", "full"), default="small", help="full: models' real sizes as well.")
+
+
+@pytest.fixture(scope="session")
+def sizes(request: pytest.FixtureRequest) -> str:
+    """What --sizes says."""
+    return request.config.getoption("sizes")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def races(request: pytest.FixtureRequest) -> Races:
+    """The groups measured so far."""
+    return request.config.stash[RACES]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Rows in order of their medians; what they lack is in the tables of ours."""
+    config.stash[RACES] = Races(ours=f"exgrpo {backend_name('auto')}")
+    if config.getoption("benchmark_sort", None) is not None:
+        config.option.benchmark_sort = "median"
+        config.option.benchmark_columns = ["median", "iqr", "min", "rounds"]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict) -> None:
+    """Device, threads and versions; the host's name is nobody's business."""
+    machine_info.pop("node", None)
+    machine_info["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    machine_info["threads"] = torch.get_num_threads()
+    machine_info["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+    machine_info["python"] = platform.python_version()
+    machine_info["cuda"] = torch.version.cuda
+    versions = {}
+    for name in VERSIONS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    machine_info["versions"] = versions
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What pytest-benchmark's table has no columns for."""
+    console = Console(file=terminalreporter._tw._file, width=150)
+    for table in tables(config.stash[RACES].rows):
+        console.print(table)

@@ -1,0 +1,214 @@
+"""What is timed on a head: the operations, our backends, plain torch, and the floor of bare matrix products."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.inputs import LanguageModelInputs, make_inputs
+from exgrpo import kernels
+
+CLIP = 0.2
+ENTROPY_COEF = 0.001
+OLD_NOISE = 0.05
+"""Spread of log pi - log pi_old, in nats. Small enough that almost no token is clipped: a clipped token leaves the
+gradient products, and an implementation that skips it would do less than the floor."""
+
+FORWARD, LOG_PROB, CROSS_ENTROPY = "forward", "log_prob", "cross_entropy"
+POLICY_LOSS, WITH_ENTROPY = "policy_loss", "policy_loss+entropy"
+OPERATIONS = {
+    FORWARD: "log-probs, forward only",
+    LOG_PROB: "log-probs, forward and backward",
+    CROSS_ENTROPY: "sum of cross-entropies, forward and backward",
+    POLICY_LOSS: "clipped policy loss, forward and backward",
+    WITH_ENTROPY: "clipped policy loss with entropy bonus, forward and backward",
+}
+
+WITHOUT_ENTROPY = (FORWARD, LOG_PROB, CROSS_ENTROPY, POLICY_LOSS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation on one shape."""
+
+    operation: str
+    tokens: int
+    width: int
+    vocabulary: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        shape = f"{self.tokens}x{self.width}x{self.vocabulary}"
+        return f"{self.operation} {str(self.dtype).removeprefix('torch.')} {shape}"
+
+
+class Problem(NamedTuple):
+    """Inputs of a case; hidden and weight are leaves that require gradients."""
+
+    hidden: Tensor
+    """[T, D]"""
+    weight: Tensor
+    """[V, D]"""
+    target: Tensor
+    """[T]"""
+    old_log_prob: Tensor
+    """[T] fp32"""
+    advantage: Tensor
+    """[T] fp32, not 0"""
+    upstream: Tensor
+    """[T] fp32, gradient of the log-probs in LOG_PROB"""
+
+
+class Outcome(NamedTuple):
+    """What an operation gives; None where it does not."""
+
+    log_prob: Tensor | None = None
+    gradients: tuple[Tensor, ...] = ()
+
+
+def make_problem(case: Case, device: torch.device) -> Problem:
+    """The inputs of a case, the same every time."""
+    inputs: LanguageModelInputs = make_inputs(case.tokens, case.width, case.vocabulary, case.dtype, device)
+    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+    generator = torch.Generator(device).manual_seed(1)
+
+    def normal() -> Tensor:
+        return torch.randn(case.tokens, generator=generator, device=device)
+
+    with torch.no_grad():
+        log_prob = kernels.linear_log_prob(hidden, weight, inputs.target, backend="torch").log_prob
+    old = log_prob + OLD_NOISE * normal()
+    sign = normal().sign()
+    return Problem(hidden, weight, inputs.target, old, sign * (0.5 + normal().abs()), normal() / case.tokens)
+
+
+class Implementation:
+    """One row: how somebody computes log-probs of targets and the policy loss from hidden states and a head.
+
+    A subclass gives `log_prob`; whoever has a loss of its own gives `policy_loss` too.
+    """
+
+    name: str
+    operations: tuple[str, ...] = tuple(OPERATIONS)
+
+    def missing(self, device: torch.device) -> str:
+        """Why it cannot run here; empty where it can."""
+        return ""
+
+    def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropies [T] of targets."""
+        raise NotImplementedError
+
+    def policy_loss(self, problem: Problem, entropy_coef: float) -> Tensor:
+        """-(sum of min(w A, clip(w) A) + entropy_coef * sum of H) / T."""
+        log_prob, entropy = self.log_prob(problem.hidden, problem.weight, problem.target)
+        return plain_loss(log_prob, entropy, problem, entropy_coef)
+
+    def cross_entropy(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        """-(sum of log-probs)."""
+        return -self.log_prob(hidden, weight, target)[0].sum()
+
+    def call(self, case: Case, problem: Problem) -> Callable[[], Outcome]:
+        """The operation of a case as a function without arguments."""
+        hidden, weight, target = problem[:3]
+
+        def forward() -> Outcome:
+            with torch.no_grad():
+                return Outcome(self.log_prob(hidden, weight, target)[0])
+
+        def log_prob() -> Outcome:
+            value, _ = self.log_prob(hidden, weight, target)
+            gradients = torch.autograd.grad(value, (hidden, weight), problem.upstream.to(value.dtype))
+            return Outcome(value.detach(), gradients)
+
+        def loss() -> Outcome:
+            if case.operation == CROSS_ENTROPY:
+                value = self.cross_entropy(hidden, weight, target)
+            else:
+                value = self.policy_loss(problem, ENTROPY_COEF if case.operation == WITH_ENTROPY else 0.0)
+            return Outcome(gradients=torch.autograd.grad(value, (hidden, weight)))
+
+        return {FORWARD: forward, LOG_PROB: log_prob}.get(case.operation, loss)
+
+
+def plain_loss(log_prob: Tensor, entropy: Tensor | None, problem: Problem, entropy_coef: float) -> Tensor:
+    """The policy loss from log-probs in plain torch, for those who have none of their own."""
+    ratio = (log_prob - problem.old_log_prob).exp()
+    gain = torch.minimum(ratio * problem.advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * problem.advantage).sum()
+    if entropy_coef:
+        assert entropy is not None
+        gain = gain + entropy_coef * entropy.sum()
+    return -gain / len(log_prob)
+
+
+class Ours(Implementation):
+    """A backend of exgrpo.kernels."""
+
+    def __init__(self, backend: str) -> None:
+        self.name, self.backend = f"exgrpo {backend}", backend
+
+    def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        return kernels.linear_log_prob(hidden, weight, target, backend=self.backend)
+
+    def policy_loss(self, problem: Problem, entropy_coef: float) -> Tensor:
+        hidden, weight, target, old, advantage, _ = problem
+        options: dict[str, Any] = {"entropy_coef": entropy_coef, "normalizer": len(target), "backend": self.backend}
+        return kernels.linear_policy_loss(hidden, weight, target, old, advantage, clip=(CLIP, CLIP), **options).loss
+
+
+def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies as one writes them first: all logits, softmax in fp32."""
+    log_prob = (hidden @ weight.T).float().log_softmax(-1)
+    return log_prob.gather(-1, target[:, None]).squeeze(-1), -(log_prob.exp() * log_prob).sum(-1)
+
+
+class FullLogits(Implementation):
+    """Plain torch on [T, V] logits, eager or compiled."""
+
+    def __init__(self, compiled: bool = False) -> None:
+        self.name = "full logits, compiled" if compiled else "full logits"
+        self.function = torch.compile(full_logits, dynamic=False) if compiled else full_logits
+
+    def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.function(hidden, weight, target)
+
+
+class Checkpointed(Implementation):
+    """Plain torch in chunks of tokens whose logits are computed again for the backward."""
+
+    name = "chunks, checkpointed"
+    rows = 256
+
+    def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        parts = [
+            checkpoint(full_logits, some, weight, of_some, use_reentrant=False)
+            for some, of_some in zip(hidden.split(self.rows), target.split(self.rows), strict=True)
+        ]
+        log_prob, entropy = (torch.cat(values) for values in zip(*parts, strict=True))
+        return log_prob, entropy
+
+
+class Floor(Implementation):
+    """The bare products, in the inputs' dtype and into memory that is there already: nothing can be faster."""
+
+    name = "floor"
+
+    def call(self, case: Case, problem: Problem) -> Callable[[], Outcome]:
+        """The one product of a forward pass, or the three of forward and backward."""
+        hidden, weight = problem.hidden.detach(), problem.weight.detach()
+        logits = hidden.new_empty(case.tokens, case.vocabulary)
+        # A softmax's values: arbitrary ones could hold denormals, which some CPUs multiply 26 times slower.
+        grad = torch.full_like(logits, 0.5)
+        d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
+
+        def run() -> Outcome:
+            torch.mm(hidden, weight.T, out=logits)
+            if case.operation != FORWARD:
+                torch.mm(grad, weight, out=d_hidden)
+                torch.mm(grad.T, hidden, out=d_weight)
+            return Outcome()
+
+        return run

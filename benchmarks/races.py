@@ -1,0 +1,78 @@
+"""Groups of rows that are measured together, once, when the first of their tests asks."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.memory import peak_bytes
+from benchmarks.timing import Call, interleave, paired_ratio, replay
+
+FLOOR = "floor"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is known of one row.
+
+    Attributes:
+        seconds: of each round; empty where it did not run.
+        reason: why it did not.
+        peak_bytes: see `memory.peak_bytes`.
+        facts: what else there is to report, by name.
+    """
+
+    seconds: tuple[float, ...] = ()
+    reason: str = ""
+    peak_bytes: int | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+Results = dict[str, Result]
+
+
+def race(calls: dict[str, Call], device: torch.device, budget: float, facts: dict[str, dict[str, Any]]) -> Results:
+    """Time calls against each other, then take the peak memory of each."""
+    seconds, failed = interleave(calls, device, budget)
+    results = {name: Result(reason=reason) for name, reason in failed.items()}
+    for name, of_row in seconds.items():
+        results[name] = Result(tuple(of_row), "", peak_bytes(calls[name], device), facts.get(name, {}))
+    return results
+
+
+class Races:
+    """The results of all groups so far.
+
+    Args:
+        ours: name of the row that others are compared with.
+    """
+
+    def __init__(self, ours: str) -> None:
+        self.ours = ours
+        self.results: dict[str, Results] = {}
+        self.rows: list[dict[str, Any]] = []
+        """What was reported, in the form of `render.rows_of`."""
+
+    def run(self, group: str, row: str, measure: Callable[[], Results], benchmark: Any) -> None:
+        """Report a row of a group to pytest-benchmark; `measure` gives the group's results where it is a new one.
+
+        Skips the test where the row did not run.
+        """
+        if group not in self.results:
+            self.results[group] = measure()
+        results = self.results[group]
+        mine = results[row]
+        if mine.reason:
+            pytest.skip(mine.reason)
+        benchmark.group = group
+        benchmark.extra_info |= {"row": row, "peak_bytes": mine.peak_bytes, **mine.facts}
+        if FLOOR in results:
+            benchmark.extra_info["floor_over_time"] = paired_ratio(results[FLOOR].seconds, mine.seconds)
+        ours = results.get(self.ours)
+        if ours is not None and ours.seconds:
+            benchmark.extra_info["times_ours"] = paired_ratio(mine.seconds, ours.seconds)
+        self.rows.append({"group": group, "median": statistics.median(mine.seconds), **benchmark.extra_info})
+        replay(benchmark, mine.seconds)

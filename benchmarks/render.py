@@ -1,0 +1,164 @@
+"""From a record of pytest-benchmark to a page that people read: `python -m benchmarks.render RECORD.json`.
+
+Writes DATE_DEVICE.json (the record), .md (tables) and .svg (plots) into benchmarks/results/.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+
+
+def seconds(value: float) -> str:
+    """A time with three digits and its unit."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if value * scale >= 1:
+            return f"{value * scale:.3g} {unit}" if value * scale < 1000 else f"{value * scale:.0f} {unit}"
+    return f"{value * 1e9:.3g} ns"
+
+
+def mebibytes(value: float) -> str:
+    """Bytes in MiB."""
+    return f"{value / 2**20:,.0f}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the tables: where its value comes from and how it is written."""
+
+    title: str
+    key: str
+    text: Callable[[Any], str]
+
+
+COLUMNS = (
+    Column("", "row", str),
+    Column("median", "median", seconds),
+    Column("floor / time", "floor_over_time", "{:.2f}".format),
+    Column("time / ours", "times_ours", "{:.2f}".format),
+    Column("time / on-policy", "times_on_policy", "{:.3f}".format),
+    Column("peak MiB", "peak_bytes", mebibytes),
+    Column("log-prob error", "log_prob_error", "{:.1e}".format),
+    Column("gradient error", "gradient_error", "{:.1e}".format),
+    Column("bytes / token", "bytes_per_token", "{:.2f}".format),
+    Column("replayed", "replayed", "{:.1f}".format),
+    Column("by phase", "phases", lambda phases: ", ".join(f"{k} {seconds(v)}" for k, v in phases.items())),
+    Column("", "wrong", lambda wrong: "WRONG" if wrong else ""),
+)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table before it is drawn."""
+
+    title: str
+    header: list[str]
+    lines: list[list[str]]
+
+
+def rows_of(record: dict[str, Any]) -> list[Row]:
+    """The rows of a record: group, median and what the benchmark said besides."""
+    return [
+        {"group": b["group"], "median": b["stats"]["median"], "iqr": b["stats"]["iqr"], **b["extra_info"]}
+        for b in record["benchmarks"]
+    ]
+
+
+def groups_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by group, in the order of their first appearance."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    return groups
+
+
+def grids(rows: Iterable[Row]) -> list[Grid]:
+    """One table for each group, with the columns that any of its rows has; the fastest row first."""
+    result = []
+    for group, members in groups_of(rows).items():
+        columns = [c for c in COLUMNS if any(row.get(c.key) not in (None, False) for row in members)]
+        if not any("trajectories" in row for row in members):
+            members = sorted(members, key=lambda row: row["median"])
+        lines = [[c.text(row[c.key]) if row.get(c.key) is not None else "" for c in columns] for row in members]
+        result.append(Grid(group, [c.title for c in columns], lines))
+    return result
+
+
+def tables(rows: Iterable[Row]) -> list[Table]:
+    """The tables for a terminal."""
+    drawn = []
+    for grid in grids(rows):
+        table = Table(title=grid.title, title_justify="left")
+        for i, title in enumerate(grid.header):
+            table.add_column(title, justify="left" if i == 0 else "right")
+        for line in grid.lines:
+            table.add_row(*line)
+        drawn.append(table)
+    return drawn
+
+
+def markdown(record: dict[str, Any], plots: str | None) -> str:
+    """The page of a record; `plots` is the file of its plots."""
+    machine, commit = record["machine_info"], record["commit_info"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    dirty = " with changes" if commit.get("dirty") else ""
+    lines = [
+        f"# Benchmarks, {record['datetime'][:10]}, {machine['device']}",
+        "",
+        f"{machine['cpu'].get('brand_raw', machine['processor'])}, {machine['threads']} threads"
+        f" ({machine['cpu_capability']}), Python {machine['python']}, {versions}, commit {commit['id'][:10]}{dirty}.",
+        "[How it was measured](../README.md). Rows of one table took turns in one process; ratios are medians over"
+        " rounds of the ratio within a round. Errors are against float64 on the same inputs.",
+    ]
+    if plots:
+        lines += ["", f"![plots]({plots})"]
+    for grid in grids(rows_of(record)):
+        lines += ["", f"## {grid.title}", "", f"| {' | '.join(grid.header)} |"]
+        lines.append("|---" + "|---:" * (len(grid.header) - 1) + "|")
+        lines += [f"| {' | '.join(line)} |" for line in grid.lines]
+    return "\n".join(lines) + "\n"
+
+
+def write(record: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write the record, its page and its plots; returns the page."""
+    from benchmarks.plots import draw
+
+    device = re.sub(r"[^a-z0-9]+", "-", record["machine_info"]["device"].lower()).strip("-")
+    stem = f"{record['datetime'][:10]}_{device}"
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = f"{stem}.svg"
+    drawn = draw(rows_of(record), folder / plots)
+    for benchmark in record["benchmarks"]:
+        benchmark.pop("fullname", None)
+    (folder / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    page = folder / f"{stem}.md"
+    page.write_text(markdown(record, plots if drawn else None), encoding="utf-8")
+    return page
+
+
+def main(argv: list[str]) -> int:
+    """Run the program; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("record", type=Path, help="what --benchmark-json wrote")
+    path = parser.parse_args(argv).record
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        page = write(record)
+    except (OSError, ValueError, KeyError) as error:
+        print(f"error: {path} is no record of these benchmarks: {error}", file=sys.stderr)
+        return 2
+    print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

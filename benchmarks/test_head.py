@@ -1,0 +1,104 @@
+"""The fused head against everybody else's, with the bare matrix products as the floor."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks.accuracy import errors, exact, first_tokens
+from benchmarks.heads import (
+    FORWARD,
+    LOG_PROB,
+    OPERATIONS,
+    POLICY_LOSS,
+    WITH_ENTROPY,
+    Case,
+    Checkpointed,
+    Floor,
+    FullLogits,
+    Implementation,
+    Ours,
+    make_problem,
+)
+from benchmarks.peers import PEERS
+from benchmarks.races import Result, Results, race
+from benchmarks.timing import CLOCK
+from exgrpo.kernels.dispatch import BACKENDS
+
+ROWS: tuple[Implementation, ...] = (
+    Floor(),
+    *(Ours(backend) for backend in BACKENDS),
+    FullLogits(),
+    FullLogits(compiled=True),
+    Checkpointed(),
+    *(peer() for peer in PEERS),
+)
+SMALL = (512, 896, 32000)
+FULL_CPU = ((1024, 896, 32000), (2048, 1536, 151936))
+FULL_GPU = ((8192, 1536, 151936), (8192, 3584, 152064), (16384, 4096, 128256), (32768, 3584, 152064))
+BUDGET = {"small": 4.0, "full": 20.0}
+"""Seconds of rounds per group."""
+
+
+def cases(sizes: str) -> list[Case]:
+    """The operations on the shapes of this machine, in the dtypes that are trained with."""
+    if sizes == "small":
+        return [
+            *(Case(operation, *SMALL, torch.float32) for operation in (FORWARD, LOG_PROB, POLICY_LOSS, WITH_ENTROPY)),
+            *(Case(operation, *SMALL, torch.bfloat16) for operation in (FORWARD, LOG_PROB, POLICY_LOSS)),
+        ]
+    shapes = FULL_GPU if torch.cuda.is_available() else FULL_CPU
+    dtypes = (torch.float32, torch.bfloat16)
+    return [Case(operation, *shape, dtype) for shape in shapes for dtype in dtypes for operation in OPERATIONS]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A row for each implementation that claims the operation."""
+    if "implementation" in metafunc.fixturenames:
+        pairs = [(c, i) for c in cases(metafunc.config.getoption("sizes")) for i in ROWS if c.operation in i.operations]
+        metafunc.parametrize(("case", "implementation"), pairs, ids=[f"{c}-{i.name}" for c, i in pairs])
+
+
+def measure(case: Case, rows: list[Implementation], device: torch.device, budget: float) -> Results:
+    """Errors, then times, then memory of all rows of a case."""
+    problem = make_problem(case, device)
+    some = first_tokens(problem)
+    truth = exact(case, some)
+    plain = errors(case, FullLogits(), some, truth)
+    results, calls, facts = {}, {}, {}
+    for row in rows:
+        if reason := row.missing(device):
+            results[row.name] = Result(reason=reason)
+            continue
+        calls[row.name] = row.call(case, problem)
+        if not isinstance(row, Floor):
+            try:
+                found = errors(case, row, some, truth)
+            except Exception as error:  # what a peer raises is the reason why its row is skipped
+                del calls[row.name]
+                results[row.name] = Result(reason=f"{type(error).__name__}: {str(error)[:200]}")
+                continue
+            facts[row.name] = {
+                "log_prob_error": found.log_prob,
+                "gradient_error": found.gradient,
+                "wrong": found.wrong(plain),
+            }
+    return results | race(calls, device, budget, facts)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.benchmark(timer=CLOCK)
+def test_head(benchmark, races, sizes, device, case, implementation, request):
+    if benchmark.disabled:
+        small = Case(case.operation, 64, 32, 500, case.dtype)
+        if reason := implementation.missing(device):
+            pytest.skip(reason)
+        benchmark.pedantic(implementation.call(small, make_problem(small, device)))
+        return
+    selected = [
+        item.callspec.params["implementation"]
+        for item in request.session.items
+        if getattr(item, "callspec", None) and item.callspec.params.get("case") == case
+    ]
+    rows = [row for row in ROWS if isinstance(row, Floor) or row in selected]
+    races.run(str(case), implementation.name, partial(measure, case, rows, device, BUDGET[sizes]), benchmark)

@@ -1,0 +1,39 @@
+"""Time and memory of the policy loss as T, D and V grow sixteenfold: time should grow alike, memory not with T * V."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks.heads import WITH_ENTROPY, Case, Floor, FullLogits, Implementation, Ours, make_problem
+from benchmarks.races import Results, race
+from benchmarks.timing import CLOCK
+from exgrpo.kernels.dispatch import backend_name
+
+SWEEPS = {
+    "T": [(tokens, 64, 32000) for tokens in (256, 1024, 4096)],
+    "D": [(512, width, 16000) for width in (64, 256, 1024)],
+    "V": [(1024, 64, vocabulary) for vocabulary in (8000, 32000, 128000)],
+}
+ROWS: tuple[Implementation, ...] = (Floor(), Ours(backend_name("auto")), FullLogits())
+BUDGET = {"small": 2.0, "full": 20.0}
+POINTS = [(name, Case(WITH_ENTROPY, *shape, torch.float32)) for name, shapes in SWEEPS.items() for shape in shapes]
+
+
+def measure(case: Case, device: torch.device, budget: float) -> Results:
+    """Times, then memory."""
+    problem = make_problem(case, device)
+    facts = {row.name: {"tokens": case.tokens, "width": case.width, "vocabulary": case.vocabulary} for row in ROWS}
+    return race({row.name: row.call(case, problem) for row in ROWS}, device, budget, facts)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.benchmark(timer=CLOCK)
+@pytest.mark.parametrize(("sweep", "case"), POINTS, ids=[f"{name}-{case}" for name, case in POINTS])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_scaling(benchmark, races, sizes, device, sweep, case, row):
+    if benchmark.disabled:
+        small = Case(case.operation, 64, 32, 500, case.dtype)
+        benchmark.pedantic(row.call(small, make_problem(small, device)))
+        return
+    races.run(f"scaling of {sweep}: {case}", row.name, partial(measure, case, device, BUDGET[sizes]), benchmark)

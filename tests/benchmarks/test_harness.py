@@ -1,0 +1,231 @@
+"""The harness: rows compute the same thing, slow is shown as slow, wrong as wrong, and memory as it is."""
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.accuracy import Errors, errors, exact
+from benchmarks.heads import (
+    CROSS_ENTROPY,
+    LOG_PROB,
+    OPERATIONS,
+    Case,
+    Floor,
+    FullLogits,
+    Implementation,
+    Ours,
+    make_problem,
+)
+from benchmarks.inputs import make_inputs
+from benchmarks.memory import peak_bytes
+from benchmarks.peers import PEERS
+from benchmarks.render import grids, rows_of, seconds, write
+from benchmarks.test_head import ROWS, measure
+from benchmarks.timing import CLOCK, interleave, paired_ratio, replay
+
+CPU = torch.device("cpu")
+SMALL = (48, 64, 600)
+
+
+def case(operation: str, dtype=torch.float32) -> Case:
+    return Case(operation, *SMALL, dtype)
+
+
+# Compiled rows differ by the compiler alone: one operation will do.
+CLAIMED = [
+    (row, operation, dtype)
+    for row in ROWS
+    for operation in (row.operations if "compiled" not in row.name else [LOG_PROB])
+    for dtype in (torch.float32, torch.bfloat16)
+    if not isinstance(row, Floor)
+]
+
+
+@pytest.mark.parametrize(("row", "operation", "dtype"), CLAIMED, ids=[f"{r.name}-{o}-{d}" for r, o, d in CLAIMED])
+def test_every_row_computes_the_operation(row, operation, dtype):
+    if reason := row.missing(CPU):
+        pytest.skip(reason)
+    problem = make_problem(case(operation, dtype), CPU)
+    truth = exact(case(operation, dtype), problem)
+    plain = errors(case(operation, dtype), FullLogits(), problem, truth)
+    assert not errors(case(operation, dtype), row, problem, truth).wrong(plain)
+
+
+class HalfTemperature(FullLogits):
+    """A row with a mistake."""
+
+    name = "half temperature"
+
+    def log_prob(self, hidden, weight, target):
+        return super().log_prob(2 * hidden, weight, target)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_wrong_row_is_shown_as_wrong_with_its_error(operation):
+    wrong = HalfTemperature()
+    wrong.name = "half temperature"
+    results = measure(case(operation), [Floor(), FullLogits(), wrong], CPU, 0.0)
+    assert results[wrong.name].facts["wrong"]
+    assert not results["full logits"].facts["wrong"]
+    assert max(results[wrong.name].facts[key] or 0 for key in ("log_prob_error", "gradient_error")) > 0.01
+    rows = [{"group": "g", "row": wrong.name, "median": 1.0, **results[wrong.name].facts}]
+    assert "WRONG" in grids(rows)[0].lines[0]
+
+
+def test_an_error_that_is_not_a_number_is_wrong():
+    assert Errors(math.nan, 0.0).wrong(Errors(1.0, 1.0))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_floor_is_the_bare_products(operation):
+    """Counted in FLOPs: 2TDV forward, 6TDV with the backward."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    call = Floor().call(case(operation), make_problem(case(operation), CPU))
+    with FlopCounterMode(display=False) as counter:
+        call()
+    tokens, width, vocabulary = SMALL
+    assert counter.get_total_flops() == (2 if operation == "forward" else 6) * tokens * width * vocabulary
+
+
+def test_no_row_can_win_by_leaving_tokens_out():
+    """Clipped tokens and zero advantages would: there are (nearly) none."""
+    problem = make_problem(Case("policy_loss", 512, 64, 2000, torch.float32), CPU)
+    assert (problem.advantage.abs() >= 0.5).all()
+    out = Ours("torch")
+    from exgrpo.kernels import linear_policy_loss
+
+    clipped = linear_policy_loss(
+        problem.hidden, problem.weight, problem.target, problem.old_log_prob, problem.advantage, backend=out.backend
+    ).clipped
+    assert clipped.float().mean() < 0.01
+
+
+def sleeper(duration: float):
+    return lambda: time.sleep(duration)
+
+
+def test_a_slow_row_shows_up_as_slow():
+    seconds, failed = interleave({"floor": sleeper(0.004), "slow": sleeper(0.012)}, CPU, 0.2)
+    assert not failed
+    assert len(seconds["floor"]) == len(seconds["slow"]) >= 5
+    assert 2.0 < paired_ratio(seconds["slow"], seconds["floor"]) < 4.0
+
+
+def test_rows_take_turns_and_each_goes_first():
+    order = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    interleave(calls, CPU, 0.0)
+    rounds = [order[i : i + 3] for i in range(3, len(order), 3)]  # after the warm-up
+    assert len(rounds) == 5
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
+    assert [names[0] for names in rounds] == ["a", "b", "c", "a", "b"]
+
+
+def test_a_row_that_fails_says_why_and_the_others_go_on():
+    def broken():
+        raise ValueError("no such kernel")
+
+    seconds, failed = interleave({"floor": sleeper(0), "broken": broken}, CPU, 0.0)
+    assert failed == {"broken": "ValueError: no such kernel"}
+    assert len(seconds["floor"]) == 5
+
+
+def test_pairing_cancels_what_the_machine_does_to_a_whole_round():
+    load = [1.0, 5.0, 1.0, 0.5, 9.0]
+    assert paired_ratio([3 * x for x in load], load) == pytest.approx(3.0)
+
+
+def test_measured_times_reach_pytest_benchmark_exactly():
+    class Fixture:
+        def pedantic(self, target, setup, rounds):
+            self.times = []
+            for _ in range(rounds):
+                setup()
+                start = CLOCK()
+                target()
+                self.times.append(CLOCK() - start)
+
+    fixture = Fixture()
+    replay(fixture, [0.25, 1.5, 0.1])
+    assert fixture.times == [0.25, 1.5, 0.1]
+
+
+@pytest.mark.parametrize("mebibytes", [40, 200])
+def test_peak_memory_of_a_known_allocation(mebibytes):
+    def allocate():
+        held = torch.ones(mebibytes << 18)
+        return held[:1].clone()
+
+    allocate()
+    # Right to a few pages and what the interpreter does meanwhile; freed before the call ends, so a peak.
+    assert peak_bytes(allocate, CPU) == pytest.approx(mebibytes << 20, abs=4 << 20)
+
+
+@pytest.mark.parametrize("shape", [(512, 64, 1000), (256, 256, 8000), (128, 512, 32000)])
+def test_inputs_are_as_sharp_as_a_language_model(shape):
+    inputs = make_inputs(*shape, torch.float32, CPU)
+    again = make_inputs(*shape, torch.float32, CPU)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, again, strict=True))
+    entropy = inputs.entropy.double()
+    assert 0.4 < entropy.mean() < 0.8
+    assert entropy.median() < 0.3
+    assert entropy.quantile(0.99) > 2
+    log_prob = torch.log_softmax((inputs.hidden @ inputs.weight.T).double(), -1)
+    assert torch.allclose(-(log_prob.exp() * log_prob).sum(-1), entropy, atol=1e-3)
+    # Targets are sampled: their mean surprise is the mean entropy, within four standard errors.
+    surprise = -log_prob.gather(-1, inputs.target[:, None]).squeeze(-1)
+    assert abs(surprise.mean() - entropy.mean()) < 4 * surprise.std() / len(surprise) ** 0.5
+
+
+def test_seconds_have_three_digits_and_a_unit():
+    assert [seconds(x) for x in (12.345, 0.0123, 4.5e-5, 3e-9)] == ["12.3 s", "12.3 ms", "45 µs", "3 ns"]
+
+
+def test_peers_say_what_is_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for peer in PEERS:
+        assert peer().missing(CPU) == f"{peer.package} is not installed"
+
+
+BENCH = [sys.executable, "-m", "pytest", "benchmarks", "-p", "no:cacheprovider", "-q"]
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_command_writes_a_record_that_becomes_a_page(tmp_path):
+    record = tmp_path / "record.json"
+    done = subprocess.run(
+        [*BENCH, "--benchmark-only", f"--benchmark-json={record}", "-k", "advantages"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "time / ours" in done.stdout
+    loaded = json.loads(record.read_text())
+    assert "node" not in loaded["machine_info"]
+    assert loaded["machine_info"]["versions"]["torch"] == torch.__version__
+    rows = rows_of(loaded)
+    slow = next(row for row in rows if row["row"] == "a loop over groups")
+    assert slow["times_ours"] > 1
+    stats = next(b for b in loaded["benchmarks"] if b["extra_info"]["row"] == "a loop over groups")["stats"]
+    assert stats["median"] == statistics.median(stats["data"])
+    page = write(loaded, tmp_path / "results")
+    assert "a loop over groups" in page.read_text()
+    assert "svg" not in page.read_text()  # these groups have no plot
+
+
+def test_implementations_without_an_entropy_do_not_claim_it():
+    class OnlyCrossEntropy(Implementation):
+        name, operations = "x", (CROSS_ENTROPY,)
+
+    assert [operation for operation in OPERATIONS if operation in OnlyCrossEntropy().operations] == [CROSS_ENTROPY]
