@@ -2,10 +2,14 @@
 
 A 16-bit product that rounds its result loses what the log-probability needs, so 16-bit operands are multiplied
 into float32 where the device can, and are otherwise converted tile by tile: their products are exact in float32.
+A CPU with bfloat16 units multiplies float32 matrices on them if it may round the operands first: exact where they hold
+bfloat16 numbers, and several times faster than in float32.
 """
 
 import functools
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -24,6 +28,37 @@ def multiplies_into_float32(device_type: str, dtype: torch.dtype) -> bool:
         return False
 
 
+_MATMUL = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+class _RoundedOperands:
+    """While any thread is inside, CPU products of float32 matrices may round their operands to bfloat16.
+
+    PyTorch has one such setting for the whole process: products of other threads are rounded too meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = ""
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = _MATMUL.fp32_precision
+                _MATMUL.fp32_precision = "bf16"
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                _MATMUL.fp32_precision = self._before
+
+
+ROUNDED = _RoundedOperands()
+
+
 class Products:
     """The products of hidden states with one weight matrix [V, D].
 
@@ -37,6 +72,7 @@ class Products:
         self.mixed = operand != self.compute and multiplies_into_float32(weight.device.type, operand)
         # The gradients of a token mean are around 1e-7: float16 has no range for them.
         self.mixed_gradients = self.mixed and operand == torch.bfloat16
+        self.precision = ROUNDED if operand == torch.bfloat16 and weight.device.type == "cpu" else nullcontext()
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """hidden [rows, D] @ weight.T into ``out`` [rows, V]."""
@@ -48,7 +84,8 @@ class Products:
             return out
         hidden = hidden.to(self.compute)
         for start, end, tile in self._converted(self.compute):
-            torch.mm(hidden, tile.t(), out=out[:, start:end])
+            with self.precision:
+                torch.mm(hidden, tile.t(), out=out[:, start:end])
         return out
 
     def hidden_gradient(self, grad_logits: Tensor) -> Tensor:
@@ -59,6 +96,11 @@ class Products:
                 columns = grad_logits[:, start:end].to(self.operand)
                 out += torch.mm(columns, tile, out_dtype=torch.float32)
             return out
+        if self.precision is ROUNDED:
+            # The weight as it is: to convert it would cost more than the product, whose result is rounded in the end.
+            for start, end, tile in self._converted(self.operand):
+                out += torch.mm(grad_logits[:, start:end].to(self.operand), tile)
+            return out
         for start, end, tile in self._converted(self.compute):
             out.addmm_(grad_logits[:, start:end], tile)
         return out
@@ -66,7 +108,8 @@ class Products:
     def add_weight_gradient(self, grad_logits: Tensor, hidden: Tensor, total: Tensor) -> None:
         """Adds grad_logits.T [V, rows] @ hidden [rows, D] to ``total`` [V, D]; hidden in the compute dtype."""
         if not self.mixed_gradients:
-            total.addmm_(grad_logits.t(), hidden)
+            with self.precision:
+                total.addmm_(grad_logits.t(), hidden)
             return
         hidden = hidden.to(self.operand)
         for start, end in self._tiles():
