@@ -20,6 +20,7 @@ test: $(READY) lint
 # `make bench ARGS="--sizes full"` for larger heads.
 bench: $(READY)
 	$(BIN)/pip install --quiet --no-deps $(PEERS)
+	mkdir -p $(dir $(RECORD))
 	$(BIN)/pytest benchmarks --benchmark-only --benchmark-json=$(RECORD) $(ARGS)
 	$(BIN)/python -m benchmarks.render $(RECORD)
 
