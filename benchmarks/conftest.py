@@ -7,9 +7,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.heads import default_backend
 from benchmarks.races import Races
 from benchmarks.render import tables
-from exgrpo.kernels.dispatch import backend_name
 
 VERSIONS = (
     "exgrpo",
@@ -54,7 +54,7 @@ def races(request: pytest.FixtureRequest) -> Races:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Rows in order of their medians; what they lack is in the tables of ours."""
-    config.stash[RACES] = Races(ours=f"exgrpo {backend_name('auto')}")
+    config.stash[RACES] = Races(ours=f"exgrpo {default_backend()}")
     if config.getoption("benchmark_sort", None) is not None:
         config.option.benchmark_sort = "median"
         config.option.benchmark_columns = ["median", "iqr", "min", "rounds"]

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.inputs import LanguageModelInputs, make_inputs
 from exgrpo import kernels
+from exgrpo.kernels.dispatch import backend_name, unavailable
 
 CLIP = 0.2
 ENTROPY_COEF = 0.001
@@ -150,6 +151,9 @@ class Ours(Implementation):
     def __init__(self, backend: str) -> None:
         self.name, self.backend = f"exgrpo {backend}", backend
 
+    def missing(self, device: torch.device) -> str:
+        return unavailable(self.backend, device)
+
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         return kernels.linear_log_prob(hidden, weight, target, backend=self.backend)
 
@@ -163,6 +167,11 @@ def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor,
     """Log-probs and entropies as one writes them first: all logits, softmax in fp32."""
     log_prob = (hidden @ weight.T).float().log_softmax(-1)
     return log_prob.gather(-1, target[:, None]).squeeze(-1), -(log_prob.exp() * log_prob).sum(-1)
+
+
+def default_backend() -> str:
+    """What `auto` means here."""
+    return backend_name("auto", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 class FullLogits(Implementation):

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.heads import full_logits
+from benchmarks.heads import default_backend, full_logits
 from benchmarks.inputs import make_inputs
 from benchmarks.races import Results, race
 from benchmarks.timing import CLOCK
 from exgrpo import kernels
-from exgrpo.kernels.dispatch import backend_name
 
-OURS = f"exgrpo {backend_name('auto')}"
+OURS = f"exgrpo {default_backend()}"
 BUDGET = 2.0
 TOKENS = (16_384, 1_048_576)
 GROUPS = 1024

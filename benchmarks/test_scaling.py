@@ -5,17 +5,16 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.heads import WITH_ENTROPY, Case, Floor, FullLogits, Implementation, Ours, make_problem
+from benchmarks.heads import WITH_ENTROPY, Case, Floor, FullLogits, Implementation, Ours, default_backend, make_problem
 from benchmarks.races import Results, race
 from benchmarks.timing import CLOCK
-from exgrpo.kernels.dispatch import backend_name
 
 SWEEPS = {
     "T": [(tokens, 64, 32000) for tokens in (256, 1024, 4096)],
     "D": [(512, width, 16000) for width in (64, 256, 1024)],
     "V": [(1024, 64, vocabulary) for vocabulary in (8000, 32000, 128000)],
 }
-ROWS: tuple[Implementation, ...] = (Floor(), Ours(backend_name("auto")), FullLogits())
+ROWS: tuple[Implementation, ...] = (Floor(), Ours(default_backend()), FullLogits())
 BUDGET = {"small": 2.0, "full": 20.0}
 POINTS = [(name, Case(WITH_ENTROPY, *shape, torch.float32)) for name, shapes in SWEEPS.items() for shape in shapes]
 

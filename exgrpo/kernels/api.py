@@ -70,8 +70,8 @@ def linear_log_prob(
         The log-probabilities of the importance ratio and the entropy of the trajectory selection in ExGRPO,
         arXiv 2510.02245.
     """
-    name = dispatch.backend_name(backend, vocab_group)
     head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group)
+    name = dispatch.backend_name(backend, hidden.device, vocab_group)
     if name == dispatch.REFERENCE:
         result = reference.linear_log_prob(
             hidden,
@@ -83,7 +83,7 @@ def linear_log_prob(
             ignore_index=ignore_index,
         )
     else:
-        result = autograd.linear_log_prob(head, dispatch.BACKENDS[name])
+        result = autograd.linear_log_prob(head, dispatch.load(name))
     dtype = compute_dtype(hidden.dtype)
     return LogProb(*(values.to(dtype).reshape(target.shape) for values in result))
 
@@ -150,8 +150,8 @@ def linear_policy_loss(
     Source:
         Mixed-policy objective with policy shaping of ExGRPO, arXiv 2510.02245; constant normaliser of Dr.GRPO.
     """
-    name = dispatch.backend_name(backend, vocab_group)
     head = arguments.head(hidden, weight, target, bias, temperature, softcap, IGNORED, vocab_group)
+    name = dispatch.backend_name(backend, hidden.device, vocab_group)
     checks.tensor("old_log_prob", old_log_prob)
     checks.shape("old_log_prob", old_log_prob, target.shape)
     checks.device("old_log_prob", old_log_prob, target, "target")
@@ -161,7 +161,7 @@ def linear_policy_loss(
         checks.mask(mask, target)
         head = head._replace(target=head.target.masked_fill(~mask.reshape(-1), LEFT_OUT))
     if name != dispatch.REFERENCE:
-        loss, *per_token = autograd.linear_policy_loss(head, terms, dispatch.BACKENDS[name])
+        loss, *per_token = autograd.linear_policy_loss(head, terms, dispatch.load(name))
     else:
         loss, *per_token = reference.linear_policy_loss(
             hidden,

@@ -4,26 +4,42 @@ import sys
 import pytest
 import torch
 
-from exgrpo.kernels import autograd, linear_log_prob, linear_policy_loss, sequence_entropy
+from exgrpo.kernels import autograd, dispatch, linear_log_prob, linear_policy_loss, sequence_entropy
 from exgrpo.kernels.dispatch import backend_name
 
 from .support import error, make_case, make_tokens
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
-def test_auto_is_torch(monkeypatch):
+
+def test_auto_is_torch_on_cpus_and_triton_on_gpus(monkeypatch):
     monkeypatch.delenv("EXGRPO_BACKEND", raising=False)
-    assert backend_name("auto") == "torch"
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+    assert backend_name("auto", CPU) == "torch"
+    assert backend_name("auto", CUDA) == "triton"
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    assert backend_name("auto", CUDA) == "torch"
+
+
+def test_a_backend_that_cannot_run_says_why(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="backend='triton': triton is not installed; expected auto or torch"):
+        backend_name("triton", CUDA)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+    with pytest.raises(RuntimeError, match="backend='triton': it needs a GPU, or TRITON_INTERPRET=1 .* on cpu"):
+        backend_name("triton", CPU)
 
 
 def test_environment_decides_where_the_caller_does_not(monkeypatch):
     monkeypatch.setenv("EXGRPO_BACKEND", "reference")
-    assert backend_name("auto") == "reference"
-    assert backend_name("torch") == "torch"
+    assert backend_name("auto", CPU) == "reference"
+    assert backend_name("torch", CPU) == "torch"
     monkeypatch.setenv("EXGRPO_BACKEND", "auto")
-    assert backend_name("auto") == "torch"
+    assert backend_name("auto", CPU) == "torch"
     monkeypatch.setenv("EXGRPO_BACKEND", "fast")
-    with pytest.raises(ValueError, match="EXGRPO_BACKEND=fast: expected auto, torch or reference"):
-        backend_name("auto")
+    with pytest.raises(ValueError, match="EXGRPO_BACKEND=fast: expected auto, torch, triton or reference"):
+        backend_name("auto", CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -52,7 +68,9 @@ def test_reference_has_no_vocab_group(tmp_path):
     try:
         group = torch.distributed.group.WORLD
         arguments = torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64)
-        with pytest.raises(ValueError, match="backend='reference': it has no vocab_group; expected auto or torch"):
+        with pytest.raises(
+            ValueError, match="backend='reference': it has no vocab_group; expected auto, torch or triton"
+        ):
             linear_log_prob(*arguments, vocab_group=group, backend="reference")
         one = linear_policy_loss(*arguments, torch.zeros(2), torch.ones(2), vocab_group=group)
         assert one.loss == linear_policy_loss(*arguments, torch.zeros(2), torch.ones(2)).loss

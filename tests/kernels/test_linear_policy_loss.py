@@ -132,7 +132,20 @@ def test_all_clipped(backend, rows_in_products, device):
     for leaf, gradient in zip(case.leaves, gradients, strict=True):
         assert gradient.shape == leaf.shape
         assert not gradient.any()
-    assert rows_in_products["hidden_gradient"] == 0
+    assert backend != "torch" or rows_in_products["hidden_gradient"] == 0
+
+
+def test_tokens_without_advantage_never_enter_a_gradient_product(backend, rows_in_products, device, set_chunk):
+    set_chunk(16 * 50 * 4)
+    case = make_case(90, 16, 50, torch.float64, device)
+    old, advantage, _ = make_tokens(case)
+    advantage[20:70] = 0
+    exact, exact_gradients = run(case, (old, advantage), reference.linear_policy_loss, clip=None)
+    ours, gradients = run(case, (old, advantage), backend=backend, clip=None)
+    torch.testing.assert_close(ours + gradients, exact + exact_gradients)
+    taking_part = case.target != -100
+    assert rows_in_products["logits"] == taking_part.sum()
+    assert rows_in_products["hidden_gradient"] == (taking_part & (advantage != 0)).sum() > 0
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0), (4,), (2, 3)])

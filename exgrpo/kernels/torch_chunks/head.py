@@ -9,13 +9,8 @@ from torch import Tensor
 from exgrpo.kernels.inputs import LEFT_OUT, Gradients, Head, Needed
 from exgrpo.kernels.torch_chunks import chunking
 from exgrpo.kernels.torch_chunks.products import Products
-from exgrpo.kernels.torch_chunks.softmax import (
-    RowGradient,
-    Statistics,
-    Targets,
-    logit_gradient,
-    shape_logits,
-)
+from exgrpo.kernels.torch_chunks.rows import RowOperations
+from exgrpo.kernels.torch_chunks.softmax import RowGradient, Statistics, Targets
 
 
 def positions(taking_part: Tensor) -> Tensor | None:
@@ -32,7 +27,7 @@ class Chunk(NamedTuple):
     hidden: Tensor
     """[rows, D]"""
     logits: Tensor
-    """[rows, V], in a buffer that the next chunk overwrites; before the temperature."""
+    """[rows, V] raw products, in a buffer that the next chunk overwrites."""
     target: Targets
     temperature: Tensor | None
     """[rows]; None: 1."""
@@ -46,8 +41,9 @@ class Chunk(NamedTuple):
 class ChunkedHead:
     """A head whose logits exist one chunk of tokens at a time."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, operations: RowOperations) -> None:
         self.head = head
+        self.operations = operations
         self.options = head.options
         self.index = positions(head.target != LEFT_OUT)
         """Positions of the tokens that take part, None when all do."""
@@ -67,7 +63,6 @@ class ChunkedHead:
             tokens = rows if index is None else index[rows]
             hidden = self.head.hidden[tokens].to(self.options.operand)
             logits = self.products.logits(hidden, buffer[: end - start])
-            shape_logits(logits, self.head.bias, self.options.softcap)
             local, held = self.shard.locate(self.head.target[tokens].unsqueeze(1))
             yield Chunk(rows, hidden, logits, Targets(local, held), self._temperature(tokens, end - start))
 
@@ -109,17 +104,16 @@ class GradientSums:
         self.bias = zeros(needed.bias, weight.shape[0])
 
     def add(self, chunk: Chunk, statistics: Statistics, upstream: RowGradient, rows: Tensor | slice) -> None:
-        """Adds a chunk whose ``logits`` hold the exponentials. ``rows`` says where its tokens stand in [count]."""
-        softcap = self.head.options.softcap
-        scale = logit_gradient(chunk.logits, chunk.target, chunk.temperature, softcap, statistics, upstream)
-        products, grad_logits = self.head.products, chunk.logits
+        """Adds a chunk whose statistics are there. ``rows`` says where its tokens stand in [count]."""
+        grad_logits, scale = self.head.operations.gradient(self.head, chunk, statistics, upstream)
+        products = self.head.products
         if self.hidden is not None:
             self.hidden[rows] = products.hidden_gradient(grad_logits).mul_(scale.unsqueeze(1))
         if self.weight is not None:
             scaled = chunk.hidden.to(self.head.dtype) * scale.unsqueeze(1)
             products.add_weight_gradient(grad_logits, scaled, self.weight)
         if self.bias is not None:
-            self.bias.addmv_(grad_logits.t(), scale)
+            self.bias.addmv_(grad_logits.t().to(self.head.dtype), scale)
 
     def finish(self) -> Gradients:
         """The sums; the gradient of the hidden states [count, D] summed over the vocabulary's shards."""

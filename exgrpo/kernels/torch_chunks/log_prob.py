@@ -6,18 +6,14 @@ from torch import Tensor
 from exgrpo.kernels.inputs import Gradients, Head, Needed
 from exgrpo.kernels.results import LogProb
 from exgrpo.kernels.torch_chunks.head import ChunkedHead, GradientSums, positions
-from exgrpo.kernels.torch_chunks.softmax import (
-    RowGradient,
-    Statistics,
-    exponentials,
-    restore_exponentials,
-)
+from exgrpo.kernels.torch_chunks.rows import RowOperations
+from exgrpo.kernels.torch_chunks.softmax import RowGradient, Statistics
 
 
-def log_prob_forward(head: Head) -> tuple[LogProb, tuple[Tensor, ...]]:
+def log_prob_forward(head: Head, operations: type[RowOperations]) -> tuple[LogProb, tuple[Tensor, ...]]:
     """Log-probability and entropy of each token [T], and the statistics that the backward wants saved."""
-    chunked = ChunkedHead(head)
-    parts = [exponentials(c.logits, c.target, c.temperature, chunked.shard) for c in chunked.chunks()]
+    chunked = ChunkedHead(head, operations())
+    parts = [chunked.operations.statistics(chunked, chunk, gradient_follows=False) for chunk in chunked.chunks()]
     if not parts:
         parts = [Statistics(*head.weight.new_empty(4, 0, dtype=chunked.dtype))]
     statistics = Statistics(*(torch.cat(values) for values in zip(*parts, strict=True)))
@@ -31,9 +27,10 @@ def log_prob_backward(
     grad_log_prob: Tensor | None,
     grad_entropy: Tensor | None,
     needed: Needed,
+    operations: type[RowOperations],
 ) -> Gradients:
     """Gradients from those of the two outputs [T]; None stands for zero. Tokens without gradient are skipped."""
-    chunked = ChunkedHead(head)
+    chunked = ChunkedHead(head, operations())
     statistics = Statistics(*saved)
     log_prob = torch.zeros_like(statistics.gap) if grad_log_prob is None else chunked.token_values(grad_log_prob)
     entropy = None if grad_entropy is None else chunked.token_values(grad_entropy)
@@ -41,10 +38,10 @@ def log_prob_backward(
     sums = GradientSums(chunked, needed)
     among = positions(upstream.active)
     for chunk in chunked.chunks(among):
-        rows = chunk.rows if among is None else among[chunk.rows]
-        own = statistics.select(rows)
-        restore_exponentials(chunk.logits, chunk.target, chunk.temperature, own)
-        sums.add(chunk, own, upstream.select(rows), rows)
+        tokens = chunk.rows if among is None else among[chunk.rows]
+        own = statistics.select(tokens)
+        chunked.operations.recall(chunked, chunk, own)
+        sums.add(chunk, own, upstream.select(tokens), tokens)
     gradients = sums.finish()
     hidden = None if gradients.hidden is None else chunked.all_tokens(gradients.hidden.to(head.hidden.dtype))
     return gradients._replace(hidden=hidden)

@@ -80,7 +80,7 @@ class Products:
         if self.mixed:
             for start, end in self._tiles():
                 tile = self.weight[start:end].to(self.operand)
-                out[:, start:end] = torch.mm(hidden, tile.t(), out_dtype=torch.float32)
+                torch.mm(hidden, tile.t(), out_dtype=torch.float32, out=out[:, start:end])
             return out
         hidden = hidden.to(self.compute)
         for start, end, tile in self._converted(self.compute):
@@ -114,7 +114,8 @@ class Products:
         hidden = hidden.to(self.operand)
         for start, end in self._tiles():
             columns = grad_logits[:, start:end].to(self.operand)
-            total[start:end] += torch.mm(columns.t(), hidden, out_dtype=torch.float32)
+            rows = total[start:end]
+            torch.addmm(rows, columns.t(), hidden, out_dtype=torch.float32, out=rows)
 
     def _converted(self, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
         """The weight rounded to the operand dtype, in ``dtype``: whole where it is so already, else in tiles."""

@@ -1,0 +1,155 @@
+"""Triton kernels over the rows of a chunk of logits, one program per row.
+
+x_v is a raw product, z_v = cap(x_v + b_v) the logit, y the target, a the row's anchor, d_v = (z_v - a) / tau.
+"""
+
+import triton
+import triton.language as tl
+
+LARGEST_SUM = tl.constexpr(64.0)
+UNDERFLOWN = tl.constexpr(-1e4)  # stands for every d below it: exp(d) is 0 there, and exp(d) d too where d is -inf
+
+
+@triton.jit
+def _shaped(logits, bias, columns, valid, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """z of some columns; -inf beyond the vocabulary."""
+    x = tl.load(logits + columns, mask=valid, other=float("-inf"))
+    if HAS_BIAS:
+        x += tl.load(bias + columns, mask=valid, other=0.0).to(x.dtype)
+    if HAS_SOFTCAP:
+        # tanh of any size by one exponential that cannot overflow.
+        small = tl.exp(-2.0 * tl.abs(x) / softcap)
+        x = tl.where(x < 0, -softcap, softcap) * (1.0 - small) / (1.0 + small)
+        x = tl.where(valid, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _sums(
+    logits,
+    bias,
+    out,
+    y,
+    anchor,
+    temperature,
+    softcap,
+    vocabulary,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WRITE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """S and M of a row over v != y; exp(d), 0 at y, goes to ``out``."""
+    rest = tl.zeros([BLOCK], logits.dtype.element_ty)
+    moment = tl.zeros([BLOCK], logits.dtype.element_ty)
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        valid = columns < vocabulary
+        z = _shaped(logits, bias, columns, valid, softcap, HAS_BIAS, HAS_SOFTCAP)
+        d = tl.maximum((z - anchor) / temperature, UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)
+        e = tl.where((columns == y) | ~valid, 0.0, tl.exp(d))
+        rest += e
+        moment += e * d
+        if WRITE:
+            tl.store(out + columns, e.to(out.dtype.element_ty), mask=valid)
+    return tl.sum(rest), tl.sum(moment)
+
+
+@triton.jit
+def statistics_kernel(
+    logits,  # [rows, V] fp32 or fp64, raw products; all per-row numbers have its dtype
+    bias,  # [V]; unused without HAS_BIAS
+    out,  # [rows, V], receives exp(d) where WRITE; not ``logits``
+    target,  # [rows] int64, local; -1 where this rank does not hold it
+    temperature,  # [rows]
+    given,  # [rows], anchors; unused without GIVEN
+    anchors,  # [rows], result
+    gaps,  # [rows], result: d_y
+    rests,  # [rows], result: S
+    moments,  # [rows], result: M
+    cap,  # [1]; unused without HAS_SOFTCAP
+    vocabulary,
+    stride,  # between rows of logits and out
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    GIVEN: tl.constexpr,
+    WRITE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums of each row, S = sum_{v != y} exp(d_v) and M = sum_{v != y} exp(d_v) d_v.
+
+    The anchor is the target's logit: no running maximum, no rescaling, one reading. Where S exceeds LARGEST_SUM, p_y
+    being below 1 / 65, the row is read twice more with its largest logit as anchor: nothing can overflow then, and the
+    entropy, log Z - U, is never a small difference of large numbers. Such tokens are rare where targets are sampled.
+    """
+    softcap = tl.load(cap)
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    out += row * stride
+    y = tl.load(target + row)
+    tau = tl.load(temperature + row)
+    at_target = _shaped(logits, bias, y, y >= 0, softcap, HAS_BIAS, HAS_SOFTCAP)
+    anchor = at_target
+    if GIVEN:
+        anchor = tl.load(given + row)
+    rest, moment = _sums(logits, bias, out, y, anchor, tau, softcap, vocabulary, HAS_BIAS, HAS_SOFTCAP, WRITE, BLOCK)
+    if (not GIVEN) and not (rest <= LARGEST_SUM):
+        largest = tl.full([BLOCK], float("-inf"), logits.dtype.element_ty)
+        for start in range(0, vocabulary, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            z = _shaped(logits, bias, columns, columns < vocabulary, softcap, HAS_BIAS, HAS_SOFTCAP)
+            largest = tl.maximum(largest, z)
+        anchor = tl.max(largest)
+        rest, moment = _sums(
+            logits, bias, out, y, anchor, tau, softcap, vocabulary, HAS_BIAS, HAS_SOFTCAP, WRITE, BLOCK
+        )
+    tl.store(anchors + row, anchor)
+    tl.store(gaps + row, (at_target - anchor) / tau)
+    tl.store(rests + row, rest)
+    tl.store(moments + row, moment)
+
+
+@triton.jit
+def gradient_kernel(
+    logits,  # [rows, V] fp32 or fp64, raw products; all per-row numbers have its dtype
+    bias,  # [V]; unused without HAS_BIAS
+    out,  # [rows, V], receives F; may be ``logits``
+    target,  # [rows] int64, local; -1 where this rank does not hold it
+    temperature,  # [rows]
+    anchors,  # [rows]
+    means,  # [rows], U
+    at_target,  # [rows], F at the target but for the slope of the cap
+    upstream_log_prob,  # [rows], c; unused where PLAIN
+    upstream_entropy,  # [rows], h; unused where PLAIN
+    cap,  # [1]; unused without HAS_SOFTCAP
+    vocabulary,
+    stride,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PLAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """F of each row: exp(d_v) where PLAIN, else exp(d_v) (c + h (d_v - U)) times the slope of the cap."""
+    softcap = tl.load(cap)
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    out += row * stride
+    y = tl.load(target + row)
+    tau = tl.load(temperature + row)
+    anchor = tl.load(anchors + row)
+    mean = tl.load(means + row)
+    value_at_target = tl.load(at_target + row)
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        valid = columns < vocabulary
+        z = _shaped(logits, bias, columns, valid, softcap, HAS_BIAS, HAS_SOFTCAP)
+        d = tl.maximum((z - anchor) / tau, UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)
+        f = tl.exp(d)
+        if not PLAIN:
+            c = tl.load(upstream_log_prob + row)
+            h = tl.load(upstream_entropy + row)
+            f *= c + h * (d - mean)
+        f = tl.where(columns == y, value_at_target, f)
+        if HAS_SOFTCAP:
+            f *= 1.0 - (z / softcap) * (z / softcap)
+        tl.store(out + columns, f.to(out.dtype.element_ty), mask=valid)
