@@ -62,8 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict) -> None:
-    """Device, threads and versions; the host's name is nobody's business."""
-    machine_info.pop("node", None)
+    """Device, threads and versions; the host's name and kernel are nobody's business."""
+    for name in ("node", "release"):
+        machine_info.pop(name, None)
     machine_info["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     machine_info["threads"] = torch.get_num_threads()
     machine_info["cpu_capability"] = torch.backends.cpu.get_cpu_capability()

@@ -115,12 +115,12 @@ def test_memory(benchmark, races, tokens):
         stored = [trajectory(question, rng, tokens=tokens) for question in range(count)]
         memory.restore(np.ones(count, np.int16), np.zeros(count, bool), stored)
 
+    benchmark.group = "experience: memory"
     tracemalloc.start()
     try:
         benchmark.pedantic(fill)
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    benchmark.group = "experience: memory"
     benchmark.extra_info |= {"row": f"{tokens:,} tokens a trajectory", "bytes_per_token": held / (count * tokens)}
     report(races, benchmark)

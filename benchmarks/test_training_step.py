@@ -84,9 +84,9 @@ def test_training_step(benchmark, races, tmp_path, model, row):
 
     def steps() -> Results:
         if model == DEFAULT:
-            return measure(("--warmup", "6", "--rounds", "8"), tmp_path)
+            return measure(("--warmup", "4", "--rounds", "6"), tmp_path)
         path = smollm2(tmp_path / "model")
         options = [part for name, value in SMOLLM2_OPTIONS.items() for part in (f"--{name}", value)]
-        return measure((*options, "--warmup", "2", "--rounds", "3", "--policy.path", path), tmp_path)
+        return measure((*options, "--warmup", "1", "--rounds", "3", "--policy.path", path), tmp_path)
 
     races.run(f"training step: {model}", row, steps, benchmark)

@@ -26,6 +26,7 @@ from benchmarks.heads import (
 from benchmarks.inputs import make_inputs
 from benchmarks.memory import peak_bytes
 from benchmarks.peers import PEERS
+from benchmarks.plots import draw
 from benchmarks.render import grids, rows_of, seconds, write
 from benchmarks.test_head import ROWS, measure
 from benchmarks.timing import CLOCK, interleave, paired_ratio, replay
@@ -222,6 +223,29 @@ def test_the_command_writes_a_record_that_becomes_a_page(tmp_path):
     page = write(loaded, tmp_path / "results")
     assert "a loop over groups" in page.read_text()
     assert "svg" not in page.read_text()  # these groups have no plot
+
+
+def test_plots_show_heads_scaling_and_phases(tmp_path):
+    head = {"group": "policy_loss float32 8x8x8", "gradient_error": 1e-6}
+    sweep = [
+        {"group": f"scaling of T: {n}", "row": row, "median": n / 1e3, "peak_bytes": n, "tokens": n}
+        for n in (8, 16)
+        for row in ("floor", "exgrpo torch")
+    ]
+    rows = [
+        *({**head, "row": row, "median": 1.0, "floor_over_time": 0.9} for row in ("exgrpo torch", "a peer", "floor")),
+        *sweep,
+        {
+            "group": "training step: x",
+            "row": "exgrpo",
+            "median": 1.0,
+            "times_on_policy": 1.01,
+            "phases": {"select": 1.0},
+        },
+    ]
+    assert draw(rows, tmp_path / "plots.svg")
+    assert (tmp_path / "plots.svg").read_text().count("<svg") == 1
+    assert not draw([{"group": "advantages", "row": "x", "median": 1.0}], tmp_path / "none.svg")
 
 
 def test_implementations_without_an_entropy_do_not_claim_it():
