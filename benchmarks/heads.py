@@ -201,7 +201,10 @@ class Checkpointed(Implementation):
 
 
 class Floor(Implementation):
-    """The bare products, in the inputs' dtype and into memory that is there already: nothing can be faster."""
+    """The bare products, in the inputs' dtype and into memory that is there already.
+
+    A library may compute one of them a little faster in another layout: ratios slightly above 1 are possible.
+    """
 
     name = "floor"
 

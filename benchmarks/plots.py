@@ -66,6 +66,9 @@ def _lines(axes: Axes, rows: list[Row], along: str, key: str, label: str) -> Non
         colour = OURS if name.startswith("exgrpo") else "black" if name == FLOOR else OTHERS
         axes.loglog(*zip(*points, strict=True), marker="o", color=colour, label=name)
     axes.set_title(f"{label} by {along}", loc="left", fontsize=9)
+    values = sorted({row[along] for row in rows})
+    axes.set_xticks(values, [f"{value:,}" for value in values])
+    axes.minorticks_off()
     axes.legend(fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
