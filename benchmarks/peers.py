@@ -52,7 +52,17 @@ class Peer(Implementation):
         return ""
 
 
-class TorchCrossEntropy(Peer):
+class CrossEntropy(Peer):
+    """One whose function gives cross-entropies, each or their sum."""
+
+    def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        return -self.function(hidden, weight, target, reduction="none"), None
+
+    def cross_entropy(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return self.function(hidden, weight, target, reduction="sum")
+
+
+class TorchCrossEntropy(CrossEntropy):
     """torch.nn.functional.linear_cross_entropy (torch 2.13 and later): chunked, cross-entropy only."""
 
     # Gradients of single log-probs cost it ten times those of their sum, which is what it is made for.
@@ -62,14 +72,8 @@ class TorchCrossEntropy(Peer):
         options = torch.nn.LinearCrossEntropyOptions()  # without them it is full logits
         return partial(torch.nn.functional.linear_cross_entropy, options=options)
 
-    def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        return -self.function(hidden, weight, target, reduction="none"), None
 
-    def cross_entropy(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return self.function(hidden, weight, target, reduction="sum")
-
-
-class CutCrossEntropy(Peer):
+class CutCrossEntropy(CrossEntropy):
     """Apple's Cut Cross-Entropy; on a CPU its compiled variant, which holds the logits."""
 
     name, package, operations = "Cut Cross-Entropy", "cut_cross_entropy", WITHOUT_ENTROPY
@@ -81,12 +85,6 @@ class CutCrossEntropy(Peer):
         # The package imports Triton, which its compiled variant does without.
         with _StandIns({"cut_cross_entropy": _folder("cut_cross_entropy")}):
             return importlib.import_module("cut_cross_entropy.torch_compile").torch_compile_linear_cross_entropy
-
-    def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        return -self.function(hidden, weight, target, reduction="none"), None
-
-    def cross_entropy(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return self.function(hidden, weight, target, reduction="sum")
 
 
 class LigerPolicyLoss(Peer):
@@ -181,16 +179,13 @@ class TrlChunked(Peer):
         return self.function(hidden, weight, None, target, 1.0, self.vocabulary_chunk, None, 1.0, ("entropy",))[:2]
 
 
-class Quack(Peer):
+class Quack(CrossEntropy):
     """Dao-AILab's quack: the sum or mean of cross-entropies."""
 
     name, package, needs_cuda, operations = "quack", "quack", True, (CROSS_ENTROPY,)
 
     def load(self) -> Callable[..., Any]:
         return importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-
-    def cross_entropy(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return self.function(hidden, weight, target, reduction="sum")
 
 
 class _StandIns:
