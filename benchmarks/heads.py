@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.inputs import LanguageModelInputs, make_inputs
+from benchmarks.races import OURS
 from exgrpo import kernels
 from exgrpo.kernels.dispatch import backend_name, unavailable
 
@@ -149,7 +150,7 @@ class Ours(Implementation):
     """A backend of exgrpo.kernels."""
 
     def __init__(self, backend: str) -> None:
-        self.name, self.backend = f"exgrpo {backend}", backend
+        self.name, self.backend = f"{OURS} {backend}", backend
 
     def missing(self, device: torch.device) -> str:
         return unavailable(self.backend, device)

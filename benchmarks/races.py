@@ -12,6 +12,8 @@ from benchmarks.memory import peak_bytes
 from benchmarks.timing import Call, interleave, paired_ratio, replay
 
 FLOOR = "floor"
+OURS = "exgrpo"
+"""How the names of our rows begin."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +22,15 @@ class Result:
 
     Attributes:
         seconds: of each round; empty where it did not run.
-        reason: why it did not.
+        reason: why it cannot run here.
+        failure: what it raised.
         peak_bytes: see `memory.peak_bytes`.
         facts: what else there is to report, by name.
     """
 
     seconds: tuple[float, ...] = ()
     reason: str = ""
+    failure: str = ""
     peak_bytes: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -37,9 +41,9 @@ Results = dict[str, Result]
 def race(calls: dict[str, Call], device: torch.device, budget: float, facts: dict[str, dict[str, Any]]) -> Results:
     """Time calls against each other, then take the peak memory of each."""
     seconds, failed = interleave(calls, device, budget)
-    results = {name: Result(reason=reason) for name, reason in failed.items()}
+    results = {name: Result(failure=failure) for name, failure in failed.items()}
     for name, of_row in seconds.items():
-        results[name] = Result(tuple(of_row), "", peak_bytes(calls[name], device), facts.get(name, {}))
+        results[name] = Result(tuple(of_row), peak_bytes=peak_bytes(calls[name], device), facts=facts.get(name, {}))
     return results
 
 
@@ -59,14 +63,16 @@ class Races:
     def run(self, group: str, row: str, measure: Callable[[], Results], benchmark: Any) -> None:
         """Report a row of a group to pytest-benchmark; `measure` gives the group's results where it is a new one.
 
-        Skips the test where the row did not run.
+        Skips the test where the row did not run; where one of ours raised something, the test fails.
         """
         if group not in self.results:
             self.results[group] = measure()
         results = self.results[group]
         mine = results[row]
-        if mine.reason:
-            pytest.skip(mine.reason)
+        if mine.failure and row.startswith(OURS):
+            pytest.fail(mine.failure)
+        if not mine.seconds:
+            pytest.skip(mine.reason or mine.failure)
         benchmark.group = group
         benchmark.extra_info |= {"row": row, "peak_bytes": mine.peak_bytes, **mine.facts}
         if FLOOR in results:

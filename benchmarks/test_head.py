@@ -74,9 +74,9 @@ def measure(case: Case, rows: list[Implementation], device: torch.device, budget
         if not isinstance(row, Floor):
             try:
                 found = errors(case, row, some, truth)
-            except Exception as error:  # what a peer raises is the reason why its row is skipped
+            except Exception as error:  # whatever a peer raises: its row is skipped, one of ours fails
                 del calls[row.name]
-                results[row.name] = Result(reason=f"{type(error).__name__}: {str(error)[:200]}")
+                results[row.name] = Result(failure=f"{type(error).__name__}: {str(error)[:200]}")
                 continue
             facts[row.name] = {
                 "log_prob_error": found.log_prob,

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -29,10 +30,11 @@ from exgrpo.train.resume import AUTO, check_continuation, locate
 from exgrpo.train.reward import Grader
 from exgrpo.train.rollout import Sampling, TransformersEngine
 from exgrpo.train.seeds import derive_seed
-from exgrpo.train.trackers import Tracker, check_trackers, open_trackers
+from exgrpo.train.trackers import check_trackers, open_trackers
 from exgrpo.train.trainer import StepResult, Trainer
 from exgrpo.train.weight_check import WeightMismatchError, check_engine
 
+T = TypeVar("T")
 PROBE_QUESTIONS = 4
 PROBE_TOKENS = 32
 
@@ -105,7 +107,7 @@ class Run:
         self.grader = Grader(config.reward.function, workers=config.reward.workers, time_limit=config.reward.time_limit)
         resources.callback(self.grader.close)
         self.folder = resume or self._make_folder()
-        self._claim(resources)
+        self._on_main(lambda: resources.enter_context(claim(self.folder)))
         # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
         self.engine = TransformersEngine(
             self.pretrained.path,
@@ -128,7 +130,8 @@ class Run:
         self.save_seconds: dict[str, float] = {}
         position = self._restore() if resume else None
         # Before the log, which cuts off what an interrupted run has told its trackers after the checkpoint.
-        trackers = self._open_trackers(position)
+        step = position["step"] if position else None
+        trackers = self._on_main(lambda: open_trackers(config, self.folder, step)) or []
         self.log: RunLog | None = None
         if world.is_main:
             self.log = RunLog(self.folder, trackers, resume=position)
@@ -154,45 +157,35 @@ class Run:
         """The run's own new folder; rank 0 names and makes it."""
         name = self.config.output.name or datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         folder = self.world.gather(self.config.output.folder / name)[0]
-        problem = ""
-        if self.world.is_main:
+
+        def make() -> None:
             try:
                 folder.mkdir(parents=True, exist_ok=False)
                 (folder / "config.yaml").write_text(to_yaml(self.config), encoding="utf-8")
             except FileExistsError:
-                problem = f"{folder} exists already: choose another output.name or remove it"
+                raise ConfigError(
+                    f"output.folder: {folder} exists already: choose another output.name or remove it"
+                ) from None
             except OSError as error:
-                problem = f"{folder} cannot be written: {error.strerror}; choose another output.folder"
-        problem = self.world.gather(problem)[0]
-        if problem:
-            raise ValueError(f"output.folder: {problem}")
+                raise ConfigError(
+                    f"output.folder: {folder} cannot be written: {error.strerror}; choose another output.folder"
+                ) from None
+
+        self._on_main(make)
         return folder
 
-    def _claim(self, resources: ExitStack) -> None:
-        """Rank 0 holds the folder for all."""
-        problem = ""
+    def _on_main(self, action: Callable[[], T]) -> T | None:
+        """What an action gives on rank 0, None elsewhere; where it fails, all ranks end with its message."""
+        result, problem = None, ""
         if self.world.is_main:
             try:
-                resources.enter_context(claim(self.folder))
-            except ConfigError as error:
+                result = action()
+            except (ConfigError, OSError) as error:
                 problem = str(error)
         problem = self.world.gather(problem)[0]
         if problem:
             raise ConfigError(problem)
-
-    def _open_trackers(self, position: dict[str, int] | None) -> list[Tracker]:
-        """Rank 0's trackers; where one cannot start, all ranks end together."""
-        trackers: list[Tracker] = []
-        problem = ""
-        if self.world.is_main:
-            try:
-                trackers = open_trackers(self.config, self.folder, position["step"] if position else None)
-            except ConfigError as error:
-                problem = str(error)
-        problem = self.world.gather(problem)[0]
-        if problem:
-            raise ConfigError(problem)
-        return trackers
+        return result
 
     def _check_weights(self) -> float:
         self.engine.push_weights(self.policy.weights())

@@ -20,16 +20,17 @@ from benchmarks.heads import (
     Floor,
     FullLogits,
     Implementation,
-    Ours,
     make_problem,
 )
 from benchmarks.inputs import make_inputs
 from benchmarks.memory import peak_bytes
 from benchmarks.peers import PEERS
 from benchmarks.plots import draw
+from benchmarks.races import Races, Result
 from benchmarks.render import grids, rows_of, seconds, write
 from benchmarks.test_head import ROWS, measure
 from benchmarks.timing import CLOCK, interleave, paired_ratio, replay
+from exgrpo.kernels import linear_policy_loss
 
 CPU = torch.device("cpu")
 SMALL = (48, 64, 600)
@@ -62,7 +63,9 @@ def test_every_row_computes_the_operation(row, operation, dtype):
 class HalfTemperature(FullLogits):
     """A row with a mistake."""
 
-    name = "half temperature"
+    def __init__(self):
+        super().__init__()
+        self.name = "half temperature"
 
     def log_prob(self, hidden, weight, target):
         return super().log_prob(2 * hidden, weight, target)
@@ -71,7 +74,6 @@ class HalfTemperature(FullLogits):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_wrong_row_is_shown_as_wrong_with_its_error(operation):
     wrong = HalfTemperature()
-    wrong.name = "half temperature"
     results = measure(case(operation), [Floor(), FullLogits(), wrong], CPU, 0.0)
     assert results[wrong.name].facts["wrong"]
     assert not results["full logits"].facts["wrong"]
@@ -100,12 +102,7 @@ def test_no_row_can_win_by_leaving_tokens_out():
     """Clipped tokens and zero advantages would: there are (nearly) none."""
     problem = make_problem(Case("policy_loss", 512, 64, 2000, torch.float32), CPU)
     assert (problem.advantage.abs() >= 0.5).all()
-    out = Ours("torch")
-    from exgrpo.kernels import linear_policy_loss
-
-    clipped = linear_policy_loss(
-        problem.hidden, problem.weight, problem.target, problem.old_log_prob, problem.advantage, backend=out.backend
-    ).clipped
+    clipped = linear_policy_loss(*problem[:5]).clipped
     assert clipped.float().mean() < 0.01
 
 
@@ -148,6 +145,15 @@ def test_a_row_that_fails_says_why_and_the_others_go_on():
     seconds, failed = interleave({"floor": int, "broken": broken}, CPU, 0.0)
     assert failed == {"broken": "ValueError: no such kernel"}
     assert len(seconds["floor"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("row", "outcome"), [("a peer", pytest.skip.Exception), ("exgrpo torch", pytest.fail.Exception)]
+)
+def test_a_peer_that_raises_is_skipped_and_one_of_ours_fails(row, outcome):
+    races = Races(ours="exgrpo torch")
+    with pytest.raises(outcome, match="RuntimeError: broken"):
+        races.run("group", row, lambda: {row: Result(failure="RuntimeError: broken")}, benchmark=None)
 
 
 def test_pairing_cancels_what_the_machine_does_to_a_whole_round():

@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,15 +92,11 @@ class Products:
     def hidden_gradient(self, grad_logits: Tensor) -> Tensor:
         """grad_logits [rows, V] @ weight, [rows, D]."""
         out = grad_logits.new_zeros(grad_logits.shape[0], self.weight.shape[1])
-        if self.mixed_gradients:
+        if self.mixed_gradients or self.precision is ROUNDED:
+            # On a CPU too with the weight as it is: to convert it costs more than the product.
+            into: dict[str, Any] = {"out_dtype": torch.float32} if self.mixed_gradients else {}
             for start, end, tile in self._converted(self.operand):
-                columns = grad_logits[:, start:end].to(self.operand)
-                out += torch.mm(columns, tile, out_dtype=torch.float32)
-            return out
-        if self.precision is ROUNDED:
-            # The weight as it is: to convert it would cost more than the product, whose result is rounded in the end.
-            for start, end, tile in self._converted(self.operand):
-                out += torch.mm(grad_logits[:, start:end].to(self.operand), tile)
+                out += torch.mm(grad_logits[:, start:end].to(self.operand), tile, **into)
             return out
         for start, end, tile in self._converted(self.compute):
             out.addmm_(grad_logits[:, start:end], tile)

@@ -105,7 +105,11 @@ def exponentials(logits: Tensor, target: Targets, temperature: Tensor | None, sh
         target.select(rows).put(torch.zeros_like(gap[rows]), block)
         torch.sum(block, 1, out=rest[rows])
         torch.sum(shifted.mul_(block), 1, out=moment[rows])
-    rest, moment = shard.sum_of(rest, moment)
+    return finished(anchor, gap, *shard.sum_of(rest, moment))
+
+
+def finished(anchor: Tensor, gap: Tensor, rest: Tensor, moment: Tensor) -> Statistics:
+    """The statistics from the sums over v != y of exp(d_v) and of exp(d_v) d_v, all [rows]."""
     statistics = Statistics(anchor, gap, rest, moment)
     mean = (moment + gap.exp() * gap.clamp(min=UNDERFLOWN)) / (1 + statistics.excess)
     return statistics._replace(mean=mean)
@@ -153,17 +157,10 @@ def logit_gradient(
     (c S / Z - h (d_y - U) p_y) / tau at the target. Without entropy and softcap, F is exp(d) itself with -S at the
     target: no pass over the chunk, the factors are left to the [rows, D] side of the products.
     """
-    scale = -1 / (1 + statistics.excess)
-    if temperature is not None:
-        scale = scale / temperature
-    at_target = -statistics.rest
-    if upstream.entropy is None and softcap is None:
+    scale, at_target, entropy = row_factors(temperature, softcap, statistics, upstream)
+    if entropy is None:
         target.put(at_target, exponential)
-        return scale * upstream.log_prob
-    entropy = torch.zeros_like(scale) if upstream.entropy is None else upstream.entropy
-    at_target = at_target * upstream.log_prob + entropy * statistics.gap.exp() * (
-        statistics.gap.clamp(min=UNDERFLOWN) - statistics.mean
-    )
+        return scale
     scratch = _scratch(exponential)
     for rows in _blocks(exponential):
         block, local = exponential[rows], target.select(rows)
@@ -180,6 +177,21 @@ def logit_gradient(
         if slope is not None:
             block.mul_(slope)
     return scale
+
+
+def row_factors(
+    temperature: Tensor | None, softcap: float | None, statistics: Statistics, upstream: RowGradient
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """r, F at the target but for the slope of the cap, and h, all [rows]; h None: F is exp(d) off the target."""
+    scale = -1 / (1 + statistics.excess)
+    if temperature is not None:
+        scale = scale / temperature
+    if upstream.entropy is None and softcap is None:
+        return scale * upstream.log_prob, -statistics.rest, None
+    entropy = torch.zeros_like(scale) if upstream.entropy is None else upstream.entropy
+    distance = statistics.gap.clamp(min=UNDERFLOWN) - statistics.mean
+    at_target = entropy * statistics.gap.exp() * distance - statistics.rest * upstream.log_prob
+    return scale, at_target, entropy
 
 
 def compact(matrix: Tensor, kept: Tensor) -> Tensor:

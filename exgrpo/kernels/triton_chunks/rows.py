@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels.torch_chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.torch_chunks.softmax import UNDERFLOWN, RowGradient, Statistics
+from exgrpo.kernels.torch_chunks.softmax import RowGradient, Statistics, finished, row_factors
 from exgrpo.kernels.triton_chunks.kernels import gradient_kernel, statistics_kernel
 from exgrpo.kernels.triton_chunks.launch import launch
 
@@ -59,9 +59,7 @@ class TritonRows:
             anchor = given
             (gap,) = shard.largest_of(gap)  # -inf where the target is not held
             rest, moment = shard.sum_of(rest, moment)
-        found = Statistics(anchor, gap, rest, moment)
-        mean = (moment + gap.exp() * gap.clamp(min=UNDERFLOWN)) / (1 + found.excess)
-        return found._replace(mean=mean)
+        return finished(anchor, gap, rest, moment)
 
     def recall(self, head: ChunkedHead, chunk: Chunk, statistics: Statistics) -> None:
         """See `RowOperations`: `gradient` reads the products themselves."""
@@ -71,30 +69,14 @@ class TritonRows:
         self, head: ChunkedHead, chunk: Chunk, statistics: Statistics, upstream: RowGradient
     ) -> tuple[Tensor, Tensor]:
         """See `RowOperations`."""
-        softcap = head.options.softcap
-        plain = upstream.entropy is None and softcap is None
-        scale = -1 / (1 + statistics.excess)
-        if chunk.temperature is not None:
-            scale = scale / chunk.temperature
-        if plain:
-            scale, at_target = scale * upstream.log_prob, -statistics.rest
-        else:
-            entropy = torch.zeros_like(scale) if upstream.entropy is None else upstream.entropy
-            distance = statistics.gap.clamp(min=UNDERFLOWN) - statistics.mean
-            at_target = entropy * statistics.gap.exp() * distance - statistics.rest * upstream.log_prob
-        if plain and self._written is not None:
+        scale, at_target, entropy = row_factors(chunk.temperature, head.options.softcap, statistics, upstream)
+        if entropy is None and self._written is not None:
             chunk.target.put(at_target.to(self._written.dtype), self._written)
             return self._written, scale
-        return self._form(head, chunk, statistics, upstream, at_target, plain), scale
+        return self._form(head, chunk, statistics, RowGradient(upstream.log_prob, entropy), at_target), scale
 
     def _form(
-        self,
-        head: ChunkedHead,
-        chunk: Chunk,
-        statistics: Statistics,
-        upstream: RowGradient,
-        at_target: Tensor,
-        plain: bool,
+        self, head: ChunkedHead, chunk: Chunk, statistics: Statistics, upstream: RowGradient, at_target: Tensor
     ) -> Tensor:
         logits, softcap = chunk.logits, head.options.softcap
         out = _like(logits, head.options.operand) if head.products.mixed_gradients else logits
@@ -112,13 +94,13 @@ class TritonRows:
                 statistics.mean.contiguous(),
                 at_target,
                 upstream.log_prob.contiguous(),
-                _or(upstream.entropy, torch.zeros_like(at_target)).contiguous(),
+                _or(upstream.entropy, at_target).contiguous(),
                 _cap(head, logits),
                 logits.shape[1],
                 logits.stride(0),
                 HAS_BIAS=head.head.bias is not None,
                 HAS_SOFTCAP=softcap is not None,
-                PLAIN=plain,
+                PLAIN=upstream.entropy is None,
                 BLOCK=chosen.block,
                 num_warps=chosen.warps,
             )
@@ -126,7 +108,7 @@ class TritonRows:
 
 
 def _global_anchor(head: ChunkedHead, chunk: Chunk) -> Tensor:
-    """The largest logit [rows] over all shards: the target's is with one of them, so all would have to wait for it."""
+    """The largest logit [rows] over all shards: an anchor that no row has to be read again for."""
     logits = chunk.logits
     if logits.shape[1]:
         largest = logits if head.head.bias is None else logits + head.head.bias
