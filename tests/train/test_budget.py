@@ -3,9 +3,6 @@
 import dataclasses
 import json
 import re
-import socket
-import subprocess
-import sys
 import tracemalloc
 
 import numpy as np
@@ -27,7 +24,7 @@ from exgrpo.train.records import Trajectory
 from exgrpo.train.rollout import Sampling, TransformersEngine
 from tests.kernels.test_memory import PeakMemory
 from tests.train import tiny
-from tests.train.launch import environment
+from tests.train.launch import launch
 from tests.train.shapes import (
     ASSUMED,
     HARDWARE,
@@ -172,23 +169,8 @@ def test_states_are_those_that_zero_3_keeps(tmp_path):
     """To the byte, on two ranks after a step."""
     tiny.save_model(tmp_path, tied=False)
     (tmp_path / "worker.py").write_text(WORKER)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    arguments = [sys.executable, str(tmp_path / "worker.py"), str(tmp_path), str(tmp_path / "held.json")]
-    workers = [
-        subprocess.Popen(
-            arguments,
-            env={**environment(), **ranks, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [worker.communicate(timeout=300)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(said)
+    done = launch(tmp_path / "worker.py", str(tmp_path), str(tmp_path / "held.json"), ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
     held = json.loads((tmp_path / "held.json").read_text())
     shape = read_shape(str(tmp_path), tmp_path)
     for dtype, real in held.items():
