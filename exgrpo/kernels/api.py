@@ -5,19 +5,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exgrpo.kernels import arguments, autograd, checks, dispatch, objective, reference, segments
+from exgrpo.kernels import arguments, checks, dispatch, objective, ops, reference
 from exgrpo.kernels.inputs import IGNORED, LEFT_OUT, compute_dtype
 from exgrpo.kernels.results import LogProb, PolicyLoss
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# A backend may read counts from the device between its steps, so under torch.compile a call is one graph break.
-# (The public torch.compiler.disable would load the compiler whenever this module is imported.)
-_eager = torch._disable_dynamo
 
-
-@_eager
 def linear_log_prob(
     hidden: Tensor,
     weight: Tensor,
@@ -52,7 +47,7 @@ def linear_log_prob(
             sizes (0 included). ``hidden`` and ``target`` (which indexes the whole vocabulary) are the same on all
             ranks, and so are the results. Each rank computes the same loss from them and calls backward: it
             gets the gradient of that one loss, whole for ``hidden``, its own part for ``weight`` and ``bias``.
-        backend: ``"auto"``, ``"torch"`` or ``"reference"``; see :mod:`exgrpo.kernels.dispatch`.
+        backend: ``"auto"``, ``"torch"``, ``"triton"`` or ``"reference"``; see :mod:`exgrpo.kernels.dispatch`.
 
     Returns:
         LogProb: ``log_prob`` and ``entropy`` shaped like ``target``, float32 (float64 for float64 inputs).
@@ -83,12 +78,11 @@ def linear_log_prob(
             ignore_index=ignore_index,
         )
     else:
-        result = autograd.linear_log_prob(head, dispatch.load(name))
+        result = ops.linear_log_prob(head, name)
     dtype = compute_dtype(hidden.dtype)
     return LogProb(*(values.to(dtype).reshape(target.shape) for values in result))
 
 
-@_eager
 def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -137,7 +131,7 @@ def linear_policy_loss(
         softcap: caps the logits before the temperature.
         vocab_group: process group over whose ranks ``weight`` and ``bias`` are split; all other arguments are the same
             on all ranks. Conventions as in :func:`linear_log_prob`.
-        backend: ``"auto"``, ``"torch"`` or ``"reference"``.
+        backend: as in :func:`linear_log_prob`.
 
     Returns:
         PolicyLoss: the differentiable scalar ``loss``, and ``log_prob``, ``entropy``, ``ratio`` and ``clipped``,
@@ -161,9 +155,9 @@ def linear_policy_loss(
         checks.mask(mask, target)
         head = head._replace(target=head.target.masked_fill(~mask.reshape(-1), LEFT_OUT))
     if name != dispatch.REFERENCE:
-        loss, *per_token = autograd.linear_policy_loss(head, terms, dispatch.load(name))
+        loss, per_token = ops.linear_policy_loss(head, terms, name)
     else:
-        loss, *per_token = reference.linear_policy_loss(
+        loss, *whole = reference.linear_policy_loss(
             hidden,
             weight,
             target,
@@ -179,6 +173,7 @@ def linear_policy_loss(
             temperature=temperature,
             softcap=softcap,
         )
+        per_token = torch.stack(whole)
     return PolicyLoss(loss.to(dtype), *(values.to(dtype).reshape(target.shape) for values in per_token))
 
 
@@ -244,13 +239,13 @@ def policy_loss(
         checks.device("entropy", entropy, log_prob, "log_prob")
     elif entropy_coef:
         raise ValueError(f"entropy: expected a tensor, since entropy_coef is {entropy_coef}, got None")
-    if mask is None:
-        mask = torch.ones_like(log_prob, dtype=torch.bool)
-    checks.mask(mask, log_prob, "log_prob")
-    log_prob_flat = log_prob.to(dtype).reshape(-1)
-    entropy_flat = torch.zeros_like(log_prob_flat) if entropy is None else entropy.to(dtype).reshape(-1)
-    loss, *per_token = autograd.policy_loss(log_prob_flat, entropy_flat, terms, mask.reshape(-1))
-    return PolicyLoss(loss, *(values.reshape(log_prob.shape) for values in per_token))
+    if mask is not None:
+        checks.mask(mask, log_prob, "log_prob")
+        mask = mask.reshape(-1)
+    entropy = None if entropy is None else entropy.to(dtype).reshape(-1)
+    name = dispatch.token_backend_name(log_prob.device)
+    loss, per_token = ops.token_objective(log_prob.to(dtype).reshape(-1), entropy, terms, mask, name)
+    return PolicyLoss(loss.to(dtype), *(values.reshape(log_prob.shape) for values in per_token))
 
 
 def importance_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
@@ -326,10 +321,10 @@ def group_advantage(reward: Tensor, group: Tensor, *, scale_by_std: bool = False
         raise ValueError(f"reward: expected shape [N], got {list(reward.shape)}")
     checks.shape("group", group, reward.shape)
     checks.device("group", group, reward, "reward")
-    return segments.centre_groups(reward.detach(), group, scale_by_std).to(compute_dtype(reward.dtype))
+    name = dispatch.token_backend_name(reward.device)
+    return ops.group_advantage(reward.detach(), group, scale_by_std, name).to(compute_dtype(reward.dtype))
 
 
-@_eager
 def sequence_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -356,7 +351,7 @@ def sequence_entropy(
         softcap: caps the logits before the temperature.
         ignore_index: targets with this value are left out.
         vocab_group: process group over whose ranks ``weight`` and ``bias`` are split; see :func:`linear_log_prob`.
-        backend: ``"auto"``, ``"torch"`` or ``"reference"``.
+        backend: as in :func:`linear_log_prob`.
 
     Returns:
         Tensor: mean entropies ``[N]`` in nats, float32 (float64 for float64 inputs), detached. 0 for a sequence
@@ -385,4 +380,5 @@ def sequence_entropy(
             vocab_group=vocab_group,
             backend=backend,
         ).entropy
-        return segments.segment_mean(entropy, target != ignore_index, cu_seqlens)
+        name = dispatch.token_backend_name(target.device)
+        return ops.segment_mean(entropy, target != ignore_index, cu_seqlens, name)

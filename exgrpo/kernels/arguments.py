@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels import checks
-from exgrpo.kernels.inputs import LEFT_OUT, Head, HeadOptions, PolicyTerms
+from exgrpo.kernels.inputs import LEFT_OUT, Head, HeadOptions, PolicyTerms, compute_dtype
 from exgrpo.kernels.vocab_parallel import VocabShard
 
 if TYPE_CHECKING:
@@ -26,10 +26,12 @@ def head(
     """The checked arguments, tokens flattened."""
     operand = checks.head(hidden, weight, target, bias)
     checks.group(vocab_group)
-    shard = VocabShard.exchange(weight.shape[0], vocab_group, weight.device)
+    shard = VocabShard.whole(weight.shape[0])
+    if vocab_group is not None:
+        shard = VocabShard.exchange(weight.shape[0], vocab_group, weight.device)
     checks.target_range(target, shard.vocabulary, ignore_index)
     options = HeadOptions(
-        temperature=checks.temperature(temperature, target),
+        temperature=_temperatures(temperature, target, operand),
         softcap=None if softcap is None else checks.number("softcap", softcap, positive=True),
         operand=operand,
         shard=shard,
@@ -63,7 +65,7 @@ def terms(
         clip=checks.clip(clip),
         beta=None if beta is None else checks.number("beta", beta, positive=True),
         entropy_coef=checks.number("entropy_coef", entropy_coef),
-        normalizer=checks.normalizer(normalizer, tokens),
+        normalizer=_scalar(checks.normalizer(normalizer, tokens), tokens),
     )
 
 
@@ -73,3 +75,19 @@ def same_tokens(log_prob: Tensor, old_log_prob: Tensor) -> None:
     checks.tensor("old_log_prob", old_log_prob)
     checks.shape("old_log_prob", old_log_prob, log_prob.shape)
     checks.device("old_log_prob", old_log_prob, log_prob, "log_prob")
+
+
+def _temperatures(temperature: float | Tensor, target: Tensor, operand: torch.dtype) -> Tensor | None:
+    """One per token, [T]; None: all are 1."""
+    checked = checks.temperature(temperature, target)
+    if isinstance(checked, Tensor):
+        return checked
+    return None if checked == 1 else target.new_full((target.numel(),), checked, dtype=compute_dtype(operand))
+
+
+def _scalar(normalizer: float | Tensor | None, tokens: Tensor) -> Tensor | None:
+    """A tensor without dimensions on the tokens' device."""
+    if isinstance(normalizer, float):
+        # In float64: a policy loss in float64 divides by this number, not by its nearest float32.
+        return tokens.new_full((), normalizer, dtype=torch.float64)
+    return None if normalizer is None else normalizer.to(tokens.device, non_blocking=True)

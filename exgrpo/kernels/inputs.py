@@ -24,8 +24,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 class HeadOptions:
     """How a linear head scores tokens: logits = cap(hidden @ weight.T + bias) / temperature."""
 
-    temperature: float | Tensor
-    """One number, or [T]."""
+    temperature: Tensor | None
+    """[T]; None: 1."""
     softcap: float | None
     """cap(x) = softcap * tanh(x / softcap); None: no cap."""
     operand: torch.dtype
@@ -48,8 +48,7 @@ class Head(NamedTuple):
     options: HeadOptions
 
 
-@dataclass(frozen=True)
-class PolicyTerms:
+class PolicyTerms(NamedTuple):
     """What turns log-probabilities into the loss."""
 
     old_log_prob: Tensor
@@ -61,8 +60,8 @@ class PolicyTerms:
     clip: tuple[float, float] | None
     beta: float | None
     entropy_coef: float
-    normalizer: float | Tensor | None
-    """None: the number of tokens that take part."""
+    normalizer: Tensor | None
+    """Without dimensions; None: the number of tokens that take part."""
 
 
 class Needed(NamedTuple):

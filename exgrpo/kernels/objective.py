@@ -58,3 +58,33 @@ def policy_objective(
         value = torch.where(replayed, shaped, value)
         coefficient = torch.where(replayed, shaped * torch.sigmoid(-logit), coefficient)
     return Objective(value, coefficient, ratio, clipped)
+
+
+def token_objective(
+    log_prob: Tensor,
+    entropy: Tensor | None,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    replayed: Tensor | None,
+    mask: Tensor | None,
+    clip: tuple[float, float] | None,
+    beta: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The objective of tokens [T] whose log-probabilities are known; ``mask`` False leaves a position out.
+
+    Returns the float64 sums of objectives, entropies and tokens [3]; log-probability, entropy, ratio and clipped
+    [4, T], 0 where left out; and the derivatives of the objectives [T].
+    """
+    dtype = log_prob.dtype
+    entropy = torch.zeros_like(log_prob) if entropy is None else entropy
+    tokens = [values.to(dtype) for values in (log_prob, old_log_prob, advantage, entropy)]
+    if mask is not None:
+        # Whatever stands at positions left out, NaN and inf included, is replaced before any arithmetic.
+        tokens = [values.masked_fill(~mask, 0) for values in tokens]
+    log_prob, old_log_prob, advantage, entropy = tokens
+    value, coefficient, ratio, clipped = policy_objective(log_prob, old_log_prob, advantage, replayed, clip, beta)
+    counted = torch.ones_like(ratio) if mask is None else mask
+    sums = torch.stack([values.sum(dtype=torch.float64) for values in (value, entropy, counted)])
+    if mask is not None:
+        ratio = ratio.masked_fill(~mask, 0)
+    return sums, torch.stack((log_prob, entropy, ratio, clipped.to(dtype))), coefficient

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from exgrpo.kernels.torch_chunks import chunking
+from exgrpo.kernels.chunks import chunking
 from exgrpo.train.config import Config
 from exgrpo.train.model_shape import FP32, ModelShape
 from exgrpo.train.policy import deepspeed_settings
@@ -155,19 +155,21 @@ def _passes(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
 
 
 def head_bytes(shape: ModelShape, item: int, tokens: int, device: str = "cuda") -> int:
-    """Peak bytes of loss, forward and backward of the fused head (torch_chunks) when every token is a target.
+    """Peak bytes of loss, forward and backward of the fused head when every token is a target.
 
-    In the forward a chunk of logits with its scratch and its tiles, and the sums of both gradients in fp32. In the
-    backward the sums, their products with the upstream gradient, and the products in the compute dtype.
+    In the forward a chunk of logits with its scratch (on a GPU their exponentials in 16 bits) and its tiles, and the
+    sums of both gradients in fp32. In the backward the sums, and their products with the upstream gradient.
     """
     kind = torch.device(device)
-    step = min(tokens, chunking.chunk_rows(shape.vocabulary, torch.float32, kind))
-    scratch = min(step, chunking.block_rows(shape.vocabulary, torch.float32, kind))
+    if kind.type == "cuda":
+        chunk = min(tokens, chunking.GPU_ROWS) * (FP32 + (item if item < FP32 else 0))
+    else:
+        step = min(tokens, chunking.chunk_rows(shape.vocabulary, torch.float32, kind))
+        chunk = FP32 * (step + min(step, chunking.block_rows(shape.vocabulary, torch.float32, kind)))
     sums = FP32 * shape.width * (shape.vocabulary + tokens)
     per_token = 16 * FP32 * tokens  # inputs in fp32, statistics and results
-    forward = FP32 * shape.vocabulary * (step + scratch) + 2 * chunking.TILE_BYTES + sums
-    cast = item * shape.width * (shape.vocabulary + tokens) if item != FP32 else 0
-    return per_token + max(forward, 2 * sums + cast)
+    forward = shape.vocabulary * chunk + 2 * chunking.TILE_BYTES + sums
+    return per_token + max(forward, sums + item * shape.width * (shape.vocabulary + tokens))
 
 
 def _rollout(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:

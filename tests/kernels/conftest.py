@@ -1,10 +1,11 @@
 import os
+from functools import partial
 
 import pytest
 import torch
 
 from exgrpo.kernels import dispatch
-from exgrpo.kernels.torch_chunks import chunking
+from exgrpo.kernels.chunks import chunking
 
 # Every backend that can run here passes every test that takes the fixture. Triton runs on a GPU, and in its interpreter
 # where TRITON_INTERPRET=1 is in the environment; that process tests nothing else.
@@ -12,6 +13,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = [name for name in dispatch.BACKENDS if not dispatch.unavailable(name, DEVICE)]
 if os.environ.get("TRITON_INTERPRET"):
     BACKENDS = ["triton"]
+    from .interpreting import correct_bfloat16_dot
+
+    correct_bfloat16_dot()
+if "triton" in BACKENDS:
+    from exgrpo.kernels.triton_chunks.rows import TritonRows
 
 
 @pytest.fixture(params=BACKENDS)
@@ -32,11 +38,17 @@ def seed():
 @pytest.fixture
 def set_chunk(monkeypatch):
     """Sets the bytes of a chunk, a scratch block and a weight tile, on any device."""
+    return partial(set_chunk_bytes, monkeypatch)
 
-    def set_bytes(chunk, block=None, tile=None):
-        for kind in ("cpu", "cuda"):
-            monkeypatch.setitem(chunking.CHUNK_BYTES, kind, chunk)
-            monkeypatch.setitem(chunking.BLOCK_BYTES, kind, block or chunk)
-        monkeypatch.setattr(chunking, "TILE_BYTES", tile or chunk)
 
-    return set_bytes
+def set_chunk_bytes(monkeypatch, chunk, block=None, tile=None):
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setitem(chunking.CHUNK_BYTES, kind, chunk)
+        monkeypatch.setitem(chunking.BLOCK_BYTES, kind, block or chunk)
+    monkeypatch.setattr(chunking, "TILE_BYTES", tile or chunk)
+    if "triton" in BACKENDS:  # its chunks come from a launch table
+        monkeypatch.setattr(TritonRows, "chunk_rows", lambda rows: chunk_rows_of(rows.head))
+
+
+def chunk_rows_of(head):
+    return chunking.chunk_rows(head.shard.largest, head.dtype, head.head.weight.device)

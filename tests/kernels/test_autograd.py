@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from exgrpo.kernels import linear_log_prob, linear_policy_loss, policy_loss, reference, sequence_entropy
-from exgrpo.kernels.torch_chunks import products
+from exgrpo.kernels.chunks import products
 
 from .support import make_case, make_tokens, relative_error
 
@@ -129,7 +129,7 @@ def test_tied_embedding(backend, device):
 
 @pytest.mark.parametrize("operation", ["log_prob", "policy_loss", "sequence_entropy", "policy_loss_on_log_probs"])
 def test_compile(operation, backend, device):
-    """Inside a compiled function, with computation before and after."""
+    """In one piece, with computation before and after."""
     case = make_case(24, 8, 40, torch.float32, device)
     old, advantage, replayed = make_tokens(case)
     bounds = torch.tensor([0, 10, 24], device=device)
@@ -147,7 +147,7 @@ def test_compile(operation, backend, device):
         return policy_loss(log_prob, old, advantage, replayed=replayed).loss
 
     expected = run(case.hidden, case.weight)
-    found = torch.compile(run, backend="aot_eager")(case.hidden, case.weight)
+    found = torch.compile(run, backend="aot_eager", fullgraph=True)(case.hidden, case.weight)
     torch.testing.assert_close(found, expected)
     expected = torch.autograd.grad(expected, case.leaves, allow_unused=True)
     found = torch.autograd.grad(found, case.leaves, allow_unused=True)

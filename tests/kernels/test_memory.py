@@ -1,12 +1,14 @@
 """The logits never exist whole: peak of the memory that tensors hold, counted operation by operation."""
 
 import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exgrpo.kernels import linear_log_prob, reference
+from exgrpo.kernels import dispatch, linear_log_prob, reference
 
 from .support import Case
 
@@ -16,12 +18,33 @@ CHUNK, BLOCK = 100 * VOCABULARY * 4, 10 * VOCABULARY * 4
 
 
 class PeakMemory(TorchDispatchMode):
-    """Bytes of the storages made while it is active that were alive at once."""
+    """Bytes of the storages made while it is active that were alive at once, inside our operators too."""
 
     def __init__(self):
         super().__init__()
+        self.load = None
         self.live = self.peak = 0
         self.known = set()
+
+    def __enter__(self):
+        # A mode sees an operator, not what the operator does: it is entered again there.
+        self.load, dispatch.load = dispatch.load, self.watched
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        dispatch.load = self.load
+        return super().__exit__(*error)
+
+    def watched(self, name):
+        def within(function, *args, **kwargs):
+            super(PeakMemory, self).__enter__()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                super(PeakMemory, self).__exit__(None, None, None)
+
+        functions = vars(self.load(name)).items()
+        return SimpleNamespace(**{key: partial(within, value) for key, value in functions if callable(value)})
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.note((args, kwargs), counted=False)  # what existed before; a view of it is no new memory

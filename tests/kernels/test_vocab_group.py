@@ -6,9 +6,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference, sequence_entropy
-from exgrpo.kernels.torch_chunks import chunking
 
-from .conftest import BACKENDS
+from .conftest import BACKENDS, set_chunk_bytes
 from .support import make_case, make_tokens
 
 SPLITS = [[60, 41], [1, 100], [0, 101], [30, 0, 51, 20], [25, 25, 25, 26]]
@@ -74,7 +73,7 @@ def same_on_all_ranks(values, group):
 def run_rank(rank, world, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    chunking.CHUNK_BYTES["cpu"] = 7 * 101 * 4
+    set_chunk_bytes(pytest.MonkeyPatch(), 7 * 101 * 4)
     for backend in BACKENDS:
         for sizes in SPLITS:
             if len(sizes) != world:

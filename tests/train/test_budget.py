@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.kernels import linear_policy_loss
-from exgrpo.kernels.torch_chunks import chunking
+from exgrpo.kernels.chunks import chunking
 from exgrpo.train import budget, estimate
 from exgrpo.train.batch import Row, collate
 from exgrpo.train.budget import Hardware, gpu_memory, head_bytes, peak, phases

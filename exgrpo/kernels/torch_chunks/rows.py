@@ -1,62 +1,77 @@
-"""What a backend does with the rows of a chunk of logits; here in plain PyTorch."""
-
-from typing import TYPE_CHECKING, Protocol
+"""The passes over a chunk's rows in plain PyTorch."""
 
 from torch import Tensor
 
-from exgrpo.kernels.torch_chunks.softmax import (
-    RowGradient,
-    Statistics,
+from exgrpo.kernels.chunks import chunking, softmax
+from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
+from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, PolicyTokens, Statistics, Sums
+from exgrpo.kernels.inputs import PolicyTerms
+from exgrpo.kernels.results import LogProb
+from exgrpo.kernels.torch_chunks.passes import (
+    compact,
     exponentials,
     logit_gradient,
     restore_exponentials,
     shape_logits,
 )
 
-if TYPE_CHECKING:
-    from exgrpo.kernels.torch_chunks.head import Chunk, ChunkedHead
-
-
-class RowOperations(Protocol):
-    """The passes over a chunk's logits [rows, V]. They get raw products; what they leave there is their own affair.
-
-    `gradient` follows either `statistics` or `recall` of the same chunk.
-    """
-
-    compacts: bool
-    """Whether rows without a gradient may be taken out of a chunk between `statistics` and `gradient`."""
-
-    def statistics(self, head: "ChunkedHead", chunk: "Chunk", *, gradient_follows: bool) -> Statistics:
-        """The statistics of each row over the whole vocabulary."""
-
-    def recall(self, head: "ChunkedHead", chunk: "Chunk", statistics: Statistics) -> None:
-        """Prepare `gradient` of raw products whose statistics are known."""
-
-    def gradient(
-        self, head: "ChunkedHead", chunk: "Chunk", statistics: Statistics, upstream: RowGradient
-    ) -> tuple[Tensor, Tensor]:
-        """F [rows, V] and r [rows]: the gradient of the raw products is r[:, None] * F."""
-
 
 class TorchRows:
-    """In place, a block of rows that stays in cache at a time."""
+    """In place, a block of rows that stays in cache at a time: the chunk's logits become exp(d), then F."""
 
     compacts = True
 
-    def statistics(self, head: "ChunkedHead", chunk: "Chunk", *, gradient_follows: bool) -> Statistics:
-        """See `RowOperations`; leaves exp(d), 0 at the target."""
-        shape_logits(chunk.logits, head.head.bias, head.options.softcap)
-        return exponentials(chunk.logits, chunk.target, chunk.temperature, head.shard)
+    def __init__(self, head: ChunkedHead) -> None:
+        self.head = head
+        self._buffer: Tensor | None = None
+        self._exponential = head.head.weight.new_empty(0)
 
-    def recall(self, head: "ChunkedHead", chunk: "Chunk", statistics: Statistics) -> None:
+    def chunk_rows(self) -> int:
         """See `RowOperations`."""
-        shape_logits(chunk.logits, head.head.bias, head.options.softcap)
-        restore_exponentials(chunk.logits, chunk.target, chunk.temperature, statistics)
+        return chunking.chunk_rows(self.head.shard.largest, self.head.dtype, self.head.head.weight.device)
 
-    def gradient(
-        self, head: "ChunkedHead", chunk: "Chunk", statistics: Statistics, upstream: RowGradient
-    ) -> tuple[Tensor, Tensor]:
+    def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
         """See `RowOperations`."""
-        softcap = head.options.softcap
-        scale = logit_gradient(chunk.logits, chunk.target, chunk.temperature, softcap, statistics, upstream)
-        return chunk.logits, scale
+        logits = self._logits(chunk)
+        return exponentials(logits, chunk.target, chunk.temperature, self.head.shard)
+
+    def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
+        """See `RowOperations`."""
+        return softmax.finished(sums)
+
+    def policy(self, sums: Sums, chunk: Chunk, own: PolicyTokens, terms: PolicyTerms, normalizer: Tensor) -> PolicyRows:
+        """See `RowOperations`."""
+        return softmax.policy_rows(
+            sums,
+            own,
+            clip=terms.clip,
+            beta=terms.beta,
+            entropy_coef=terms.entropy_coef,
+            normalizer=normalizer,
+            temperature=chunk.temperature,
+            softcap=self.head.options.softcap,
+        )
+
+    def recall(self, chunk: Chunk, statistics: Statistics) -> None:
+        """See `RowOperations`."""
+        restore_exponentials(self._logits(chunk), chunk.target, chunk.temperature, statistics)
+
+    def select(self, kept: Tensor) -> None:
+        """See `RowOperations`."""
+        self._exponential = compact(self._exponential, kept)
+
+    def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
+        """See `RowOperations`."""
+        logit_gradient(
+            self._exponential, chunk.target, chunk.temperature, self.head.options.softcap, statistics, factors
+        )
+        return self._exponential
+
+    def _logits(self, chunk: Chunk) -> Tensor:
+        """A chunk's capped logits, in memory that the next chunk overwrites."""
+        if self._buffer is None:
+            most = min(self.chunk_rows(), self.head.count)
+            self._buffer = chunk.hidden.new_empty(most, self.head.shard.size, dtype=self.head.dtype)
+        self._exponential = self.head.products.logits(chunk.hidden, self._buffer[: len(chunk.hidden)])
+        shape_logits(self._exponential, self.head.head.bias, self.head.options.softcap)
+        return self._exponential

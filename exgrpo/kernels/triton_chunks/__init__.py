@@ -2,12 +2,19 @@
 
 from functools import partial
 
-from exgrpo.kernels.torch_chunks import log_prob, policy_loss
-from exgrpo.kernels.torch_chunks.policy_loss import policy_loss_backward
-from exgrpo.kernels.triton_chunks.rows import TritonRows
+from exgrpo.kernels.chunks import log_prob, policy_loss
+from exgrpo.kernels.triton_chunks.rows import rows_of
+from exgrpo.kernels.triton_chunks.tokens import centre_groups, segment_mean, token_objective
 
-log_prob_forward = partial(log_prob.log_prob_forward, operations=TritonRows)
-log_prob_backward = partial(log_prob.log_prob_backward, operations=TritonRows)
-policy_loss_forward = partial(policy_loss.policy_loss_forward, operations=TritonRows)
+log_prob_forward = partial(log_prob.log_prob_forward, operations=rows_of)
+log_prob_backward = partial(log_prob.log_prob_backward, operations=rows_of)
+policy_loss_forward = partial(policy_loss.policy_loss_forward, operations=rows_of)
 
-__all__ = ["log_prob_backward", "log_prob_forward", "policy_loss_backward", "policy_loss_forward"]
+__all__ = [
+    "centre_groups",
+    "log_prob_backward",
+    "log_prob_forward",
+    "policy_loss_forward",
+    "segment_mean",
+    "token_objective",
+]

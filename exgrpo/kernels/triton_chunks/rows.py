@@ -1,16 +1,32 @@
-"""The passes over a chunk of logits as Triton kernels, see `kernels`."""
+"""The passes over a chunk of logits as Triton kernels, see `kernels`; or no logits at all, see `anchored`."""
 
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.torch_chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.torch_chunks.softmax import RowGradient, Statistics, finished, row_factors
-from exgrpo.kernels.triton_chunks.kernels import gradient_kernel, statistics_kernel
-from exgrpo.kernels.triton_chunks.launch import launch
+from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
+from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, PolicyTokens, Statistics, Sums
+from exgrpo.kernels.inputs import PolicyTerms
+from exgrpo.kernels.results import LogProb
+from exgrpo.kernels.triton_chunks import tokens
+from exgrpo.kernels.triton_chunks.anchored import anchored_exponentials
+from exgrpo.kernels.triton_chunks.kernels import entropy_kernel, gradient_kernel, statistics_kernel
+from exgrpo.kernels.triton_chunks.launch import Plan, plan
+
+ALIGNED = 16
+"""Entries that divide the stride between a matrix's rows, whatever V is: loads are wide then."""
+
+
+def rows_of(head: ChunkedHead) -> "TritonRows":
+    """The passes that the launch table has for a head."""
+    weight = head.head.weight
+    chosen = plan(weight.device, head.options.operand, weight.shape[1], head.shard.largest)
+    # The exponentials of a capped logit do not tell how steep the cap is there.
+    fused = chosen.fused and head.options.softcap is None and weight.dtype == head.options.operand
+    return FusedRows(head, chosen) if fused else TritonRows(head, chosen)
 
 
 class TritonRows:
-    """Statistics in one reading of the raw products; F in a second one, or during the first where it can be.
+    """Sums in one reading of the raw products; F in a second one, or during the first where it can be.
 
     F goes into a matrix of the operands' dtype where the gradient products take that, else over the products.
     """
@@ -18,40 +34,48 @@ class TritonRows:
     compacts = False
     """To know how many rows of a chunk have a gradient, the host would have to wait for the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: ChunkedHead, chosen: Plan) -> None:
+        self.head = head
+        self.plan = chosen
+        self.bias = head.head.bias
+        self.softcap = head.options.softcap
+        self._buffer: Tensor | None = None
+        self._logits = head.head.weight.new_empty(0)
         self._written: Tensor | None = None
 
-    def statistics(self, head: ChunkedHead, chunk: Chunk, *, gradient_follows: bool) -> Statistics:
+    def chunk_rows(self) -> int:
         """See `RowOperations`."""
-        logits = chunk.logits
-        softcap, shard = head.options.softcap, head.shard
-        write = gradient_follows and softcap is None and head.products.mixed_gradients
-        self._written = _like(logits, head.options.operand) if write else None
-        given = _global_anchor(head, chunk) if shard.group is not None else None
+        return self.plan.chunk_rows
+
+    def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
+        """See `RowOperations`."""
+        logits, shard = self._products(chunk), self.head.shard
+        write = gradient_follows and not with_entropy and self.softcap is None and self.head.products.mixed_gradients
+        self._written = _matrix(len(logits), logits.shape[1], logits, self.head.options.operand) if write else None
+        given = self._global_anchor() if shard.group_name else None
         anchor, gap, rest, moment = logits.new_empty(4, logits.shape[0])
         if logits.shape[1]:
-            chosen = launch(logits.device, logits.shape[1])
             with torch.cuda.device_of(logits):
                 statistics_kernel[(logits.shape[0],)](
                     logits,
-                    _bias(head, logits),
+                    _or(self.bias, logits).contiguous(),
                     _or(self._written, logits),
                     _local_target(chunk),
-                    _temperature(chunk),
+                    self._temperature(chunk),
                     _or(given, anchor),
                     anchor,
                     gap,
                     rest,
                     moment,
-                    _cap(head, logits),
+                    self._cap(),
                     logits.shape[1],
                     logits.stride(0),
-                    HAS_BIAS=head.head.bias is not None,
-                    HAS_SOFTCAP=softcap is not None,
+                    HAS_BIAS=self.bias is not None,
+                    HAS_SOFTCAP=self.softcap is not None,
                     GIVEN=given is not None,
                     WRITE=write,
-                    BLOCK=chosen.block,
-                    num_warps=chosen.warps,
+                    BLOCK=self.plan.rows.block,
+                    num_warps=self.plan.rows.warps,
                 )
         else:
             rest, moment, gap = rest.zero_(), moment.zero_(), gap.fill_(-torch.inf)
@@ -59,65 +83,152 @@ class TritonRows:
             anchor = given
             (gap,) = shard.largest_of(gap)  # -inf where the target is not held
             rest, moment = shard.sum_of(rest, moment)
-        return finished(anchor, gap, rest, moment)
+        return Sums(anchor, gap, rest, moment)
 
-    def recall(self, head: ChunkedHead, chunk: Chunk, statistics: Statistics) -> None:
+    def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
+        """See `RowOperations`."""
+        mean, log_prob, entropy = tokens.finish(sums.gap, sums.rest, sums.moment)
+        return Statistics(sums.anchor, sums.gap, sums.rest, mean), LogProb(log_prob, entropy)
+
+    def policy(self, sums: Sums, chunk: Chunk, own: PolicyTokens, terms: PolicyTerms, normalizer: Tensor) -> PolicyRows:
+        """See `RowOperations`."""
+        return tokens.policy_rows(
+            *sums[1:],
+            *own,
+            clip=terms.clip,
+            beta=terms.beta,
+            entropy_coef=terms.entropy_coef,
+            normalizer=normalizer,
+            temperature=chunk.temperature,
+            softcapped=self.softcap is not None,
+        )
+
+    def recall(self, chunk: Chunk, statistics: Statistics) -> None:
         """See `RowOperations`: `gradient` reads the products themselves."""
+        self._products(chunk)
         self._written = None
 
-    def gradient(
-        self, head: ChunkedHead, chunk: Chunk, statistics: Statistics, upstream: RowGradient
-    ) -> tuple[Tensor, Tensor]:
+    def select(self, kept: Tensor) -> None:
         """See `RowOperations`."""
-        scale, at_target, entropy = row_factors(chunk.temperature, head.options.softcap, statistics, upstream)
-        if entropy is None and self._written is not None:
-            chunk.target.put(at_target.to(self._written.dtype), self._written)
-            return self._written, scale
-        return self._form(head, chunk, statistics, RowGradient(upstream.log_prob, entropy), at_target), scale
+        raise NotImplementedError("it does not compact")
 
-    def _form(
-        self, head: ChunkedHead, chunk: Chunk, statistics: Statistics, upstream: RowGradient, at_target: Tensor
-    ) -> Tensor:
-        logits, softcap = chunk.logits, head.options.softcap
-        out = _like(logits, head.options.operand) if head.products.mixed_gradients else logits
+    def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
+        """See `RowOperations`."""
+        if factors.upstream is None and self._written is not None:
+            chunk.target.put(factors.at_target.to(self._written.dtype), self._written)
+            return self._written
+        logits, upstream = self._logits, factors.upstream
+        narrow = self.head.products.mixed_gradients
+        out = _matrix(len(logits), logits.shape[1], logits, self.head.options.operand) if narrow else logits
         if not logits.shape[1]:
             return out
-        chosen = launch(logits.device, logits.shape[1])
         with torch.cuda.device_of(logits):
             gradient_kernel[(logits.shape[0],)](
                 logits,
-                _bias(head, logits),
+                _or(self.bias, logits).contiguous(),
                 out,
                 _local_target(chunk),
-                _temperature(chunk),
+                self._temperature(chunk),
                 statistics.anchor.contiguous(),
                 statistics.mean.contiguous(),
-                at_target,
-                upstream.log_prob.contiguous(),
-                _or(upstream.entropy, at_target).contiguous(),
-                _cap(head, logits),
+                factors.at_target,
+                factors.at_target if upstream is None else upstream.log_prob.contiguous(),
+                factors.at_target if upstream is None else _or(upstream.entropy, factors.at_target).contiguous(),
+                self._cap(),
                 logits.shape[1],
                 logits.stride(0),
-                HAS_BIAS=head.head.bias is not None,
-                HAS_SOFTCAP=softcap is not None,
-                PLAIN=upstream.entropy is None,
-                BLOCK=chosen.block,
-                num_warps=chosen.warps,
+                HAS_BIAS=self.bias is not None,
+                HAS_SOFTCAP=self.softcap is not None,
+                PLAIN=upstream is None,
+                BLOCK=self.plan.rows.block,
+                num_warps=self.plan.rows.warps,
             )
         return out
 
+    def _products(self, chunk: Chunk) -> Tensor:
+        """A chunk's raw products."""
+        self._logits = self.head.products.logits(chunk.hidden, self._memory(chunk, self.head.dtype))
+        return self._logits
 
-def _global_anchor(head: ChunkedHead, chunk: Chunk) -> Tensor:
-    """The largest logit [rows] over all shards: an anchor that no row has to be read again for."""
-    logits = chunk.logits
-    if logits.shape[1]:
-        largest = logits if head.head.bias is None else logits + head.head.bias
-        largest = largest.amax(1)
-    else:
-        largest = logits.new_full((logits.shape[0],), -torch.inf)
-    if head.options.softcap is not None:
-        largest = head.options.softcap * torch.tanh(largest / head.options.softcap)
-    return head.shard.largest_of(largest)[0]
+    def _memory(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        """[rows, V] that the next chunk overwrites."""
+        if self._buffer is None:
+            self._buffer = _matrix(min(self.chunk_rows(), self.head.count), self.head.shard.size, chunk.hidden, dtype)
+        return self._buffer[: len(chunk.hidden)]
+
+    def _global_anchor(self) -> Tensor:
+        """The largest logit [rows] over all shards: an anchor that no row has to be read again for."""
+        logits = self._logits
+        if logits.shape[1]:
+            largest = (logits if self.bias is None else logits + self.bias).amax(1)
+        else:
+            largest = logits.new_full((logits.shape[0],), -torch.inf)
+        if self.softcap is not None:
+            largest = self.softcap * torch.tanh(largest / self.softcap)
+        return self.head.shard.largest_of(largest)[0]
+
+    def _temperature(self, chunk: Chunk) -> Tensor:
+        return self._logits.new_ones(len(chunk.hidden)) if chunk.temperature is None else chunk.temperature.contiguous()
+
+    def _cap(self) -> Tensor:
+        # By a tensor: a number would be rounded to float32 on its way.
+        return self._logits.new_full((1,), self.softcap or 1.0)
+
+
+class FusedRows(TritonRows):
+    """The product itself gives exp(d) and its sums; F is made of the exponentials."""
+
+    def __init__(self, head: ChunkedHead, chosen: Plan) -> None:
+        super().__init__(head, chosen)
+        self._exponential = self._logits
+
+    def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
+        """See `RowOperations`."""
+        head, out = self.head, None
+        if gradient_follows:
+            dtype = head.options.operand if head.products.mixed_gradients else head.dtype
+            out = self._memory(chunk, dtype)
+            self._exponential = out
+        return anchored_exponentials(
+            chunk.hidden.contiguous(),
+            head.head.weight,
+            self.bias,
+            _local_target(chunk),
+            chunk.temperature,
+            self.softcap,
+            head.shard,
+            self.plan.tile,
+            out,
+        )
+
+    def recall(self, chunk: Chunk, statistics: Statistics) -> None:
+        """See `RowOperations`: the same product finds the same anchors again."""
+        self.sums(chunk, gradient_follows=True)
+
+    def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
+        """See `RowOperations`."""
+        matrix, upstream = self._exponential, factors.upstream
+        if upstream is None or upstream.entropy is None:
+            chunk.target.put(factors.at_target.to(matrix.dtype), matrix)
+        elif matrix.shape[1]:
+            with torch.cuda.device_of(matrix):
+                entropy_kernel[(matrix.shape[0],)](
+                    matrix,
+                    _local_target(chunk),
+                    statistics.mean.contiguous(),
+                    factors.at_target.contiguous(),
+                    upstream.log_prob.contiguous(),
+                    upstream.entropy.contiguous(),
+                    matrix.shape[1],
+                    matrix.stride(0),
+                    BLOCK=self.plan.rows.block,
+                    num_warps=self.plan.rows.warps,
+                )
+        return matrix
+
+
+def _matrix(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return like.new_empty(rows, -(-columns // ALIGNED) * ALIGNED, dtype=dtype)[:, :columns]
 
 
 def _local_target(chunk: Chunk) -> Tensor:
@@ -125,23 +236,6 @@ def _local_target(chunk: Chunk) -> Tensor:
     if chunk.target.held is not None:
         position = torch.where(chunk.target.held.squeeze(1), position, -1)
     return position.contiguous()
-
-
-def _temperature(chunk: Chunk) -> Tensor:
-    return chunk.logits.new_ones(chunk.logits.shape[0]) if chunk.temperature is None else chunk.temperature.contiguous()
-
-
-def _bias(head: ChunkedHead, logits: Tensor) -> Tensor:
-    return _or(None if head.head.bias is None else head.head.bias.contiguous(), logits)
-
-
-def _cap(head: ChunkedHead, logits: Tensor) -> Tensor:
-    # By a tensor: a number would be rounded to float32 on its way.
-    return logits.new_full((1,), head.options.softcap or 1.0)
-
-
-def _like(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(logits, dtype=dtype)
 
 
 def _or(tensor: Tensor | None, otherwise: Tensor) -> Tensor:

@@ -7,6 +7,9 @@ import torch
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 """Size of one [rows, V] buffer of logits. On either device the products reach their speed well below it."""
 
+GPU_ROWS = 4096
+"""Tokens of a chunk of the Triton backend where its launch table says nothing else: what an estimate can know."""
+
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}
 """Size of the scratch buffer of the elementwise passes: on a CPU it stays in cache."""
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.inputs import compute_dtype
-from exgrpo.kernels.torch_chunks import chunking
 
 
 @functools.cache
@@ -76,11 +76,9 @@ class Products:
         self.precision = ROUNDED if operand == torch.bfloat16 and weight.device.type == "cpu" else nullcontext()
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """hidden [rows, D] @ weight.T into ``out`` [rows, V]."""
-        hidden = hidden.to(self.operand)
+        """hidden [rows, D], rounded already, @ weight.T into ``out`` [rows, V]."""
         if self.mixed:
-            for start, end in self._tiles():
-                tile = self.weight[start:end].to(self.operand)
+            for start, end, tile in self._converted(self.operand):
                 torch.mm(hidden, tile.t(), out_dtype=torch.float32, out=out[:, start:end])
             return out
         hidden = hidden.to(self.compute)
@@ -91,37 +89,39 @@ class Products:
 
     def hidden_gradient(self, grad_logits: Tensor) -> Tensor:
         """grad_logits [rows, V] @ weight, [rows, D]."""
-        out = grad_logits.new_zeros(grad_logits.shape[0], self.weight.shape[1])
-        if self.mixed_gradients or self.precision is ROUNDED:
-            # On a CPU too with the weight as it is: to convert it costs more than the product.
-            into: dict[str, Any] = {"out_dtype": torch.float32} if self.mixed_gradients else {}
-            for start, end, tile in self._converted(self.operand):
-                out += torch.mm(grad_logits[:, start:end].to(self.operand), tile, **into)
-            return out
-        for start, end, tile in self._converted(self.compute):
-            out.addmm_(grad_logits[:, start:end], tile)
-        return out
+        # On a CPU too with the weight as it is: to convert it costs more than the product.
+        narrow = self.mixed_gradients or self.precision is ROUNDED
+        into: dict[str, Any] = {"out_dtype": torch.float32} if self.mixed_gradients else {}
+        operand = self.operand if narrow else self.compute
+        total: Tensor | None = None
+        for start, end, tile in self._converted(operand):
+            part = torch.mm(grad_logits[:, start:end].to(operand), tile, **into)
+            total = part.to(self.compute) if total is None else total.add_(part)
+        if total is None:
+            return grad_logits.new_zeros(grad_logits.shape[0], self.weight.shape[1], dtype=self.compute)
+        return total
 
-    def add_weight_gradient(self, grad_logits: Tensor, hidden: Tensor, total: Tensor) -> None:
-        """Adds grad_logits.T [V, rows] @ hidden [rows, D] to ``total`` [V, D]; hidden in the compute dtype."""
+    def add_weight_gradient(
+        self, grad_logits: Tensor, hidden: Tensor, factor: Tensor, total: Tensor, *, fresh: bool
+    ) -> None:
+        """Adds grad_logits.T [V, rows] @ (factor * hidden) [rows, D] to ``total`` [V, D]; ``fresh``: writes it there.
+
+        factor is [rows, 1] in the compute dtype, hidden [rows, D] rounded already.
+        """
+        beta = 0.0 if fresh else 1.0  # with 0 what stands in ``total`` is not even read
+        scaled = torch.mul(hidden, factor)
         if not self.mixed_gradients:
             with self.precision:
-                total.addmm_(grad_logits.t(), hidden)
+                total.addmm_(grad_logits.t(), scaled, beta=beta)
             return
-        hidden = hidden.to(self.operand)
-        for start, end in self._tiles():
-            columns = grad_logits[:, start:end].to(self.operand)
-            rows = total[start:end]
-            torch.addmm(rows, columns.t(), hidden, out_dtype=torch.float32, out=rows)
+        columns = grad_logits.to(self.operand).t()
+        torch.addmm(total, columns, scaled.to(self.operand), out_dtype=torch.float32, beta=beta, out=total)
 
     def _converted(self, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
         """The weight rounded to the operand dtype, in ``dtype``: whole where it is so already, else in tiles."""
-        if self.weight.dtype == self.operand == dtype:
-            yield 0, self.weight.shape[0], self.weight
-            return
-        for start, end in self._tiles():
-            yield start, end, self.weight[start:end].to(self.operand).to(dtype)
-
-    def _tiles(self) -> Iterator[tuple[int, int]]:
         vocabulary, width = self.weight.shape
-        return chunking.spans(vocabulary, max(1, chunking.TILE_BYTES // (max(1, width) * self.compute.itemsize)))
+        if self.weight.dtype == self.operand == dtype:
+            yield 0, vocabulary, self.weight
+            return
+        for start, end in chunking.spans(vocabulary, max(1, chunking.TILE_BYTES // (max(1, width) * 4))):
+            yield start, end, self.weight[start:end].to(self.operand).to(dtype)

@@ -1,0 +1,143 @@
+"""One call's walk through its tokens, a chunk at a time, and the gradients gathered on the way."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from exgrpo.kernels.chunks import chunking
+from exgrpo.kernels.chunks.products import Products
+from exgrpo.kernels.inputs import LEFT_OUT, Gradients, Head, Needed
+
+
+class Targets(NamedTuple):
+    """Local index of each row's target, [rows, 1], and whether this rank holds it (None: it holds all)."""
+
+    position: Tensor
+    held: Tensor | None
+
+    def select(self, rows: Tensor | slice) -> "Targets":
+        """Those of some of the rows."""
+        return Targets(self.position[rows], None if self.held is None else self.held[rows])
+
+    def put(self, values: Tensor, matrix: Tensor) -> None:
+        """Writes values [rows] at the targets of ``matrix`` [rows, V]."""
+        if matrix.shape[1]:
+            values = values.unsqueeze(1)
+            if self.held is not None:
+                values = torch.where(self.held, values, matrix.gather(1, self.position))
+            matrix.scatter_(1, self.position, values)
+
+
+class Chunk(NamedTuple):
+    """Some of the tokens of a walk."""
+
+    rows: slice
+    """Where they stand in the walk."""
+    hidden: Tensor
+    """[rows, D], rounded to the operands' dtype."""
+    target: Targets
+    temperature: Tensor | None
+    """[rows]; None: 1."""
+
+    def select(self, kept: Tensor) -> "Chunk":
+        """Some rows of the chunk."""
+        temperature = None if self.temperature is None else self.temperature[kept]
+        return Chunk(self.rows, self.hidden[kept], self.target.select(kept), temperature)
+
+
+class ChunkedHead:
+    """A head whose logits exist one chunk of tokens at a time.
+
+    The walk goes through the tokens that take part, those with a gradient first. To know how many they are, the host
+    waits for the device, once a call: a product's size is the host's business. What it waits for is a sort of T small
+    numbers; tokens that were multiplied for nothing would cost more.
+    """
+
+    def __init__(self, head: Head, active: Tensor | None = None) -> None:
+        self.head = head
+        self.options = head.options
+        self.shard = head.options.shard
+        self.products = Products(head.weight, self.options.operand)
+        self.dtype = self.products.compute
+        self.order, self.count, self.active = _walk(head.target != LEFT_OUT, active)
+        """Positions of the walk's tokens (None: all, in order), how many they are, and how many have a gradient."""
+
+    def chunks(self, start: int, end: int, step: int) -> Iterator[Chunk]:
+        """The tokens [start, end) of the walk, at most ``step`` at a time."""
+        for begin, stop in chunking.spans(end - start, step):
+            rows = slice(start + begin, start + stop)
+            local, held = self.shard.locate(self.of_tokens(self.head.target)[rows].unsqueeze(1))
+            temperature = self.options.temperature
+            yield Chunk(
+                rows,
+                self.of_tokens(self.head.hidden, rows).to(self.options.operand),
+                Targets(local, held),
+                None if temperature is None else self.of_tokens(temperature, rows).to(self.dtype),
+            )
+
+    def of_tokens(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
+        """The entries of per-token values [T, ...] in the order of the walk."""
+        return values[rows] if self.order is None else values[self.order[rows]]
+
+    def all_tokens(self, values: Tensor) -> Tensor:
+        """Values of the walk, [..., count], spread over all tokens, [..., T], 0 elsewhere; never ``values`` itself."""
+        if self.order is None:
+            return values.clone()
+        out = values.new_zeros(*values.shape[:-1], self.head.target.numel())
+        out[..., self.order] = values
+        return out
+
+
+class GradientSums:
+    """Gradients in the compute dtype, gathered chunk by chunk; those that are not needed are never formed."""
+
+    def __init__(self, head: ChunkedHead, needed: Needed) -> None:
+        weight = head.head.weight
+        self.head = head
+        self.hidden = weight.new_zeros(head.head.hidden.shape, dtype=head.dtype) if needed.hidden else None
+        """[T, D]"""
+        self.weight = weight.new_empty(weight.shape, dtype=head.dtype) if needed.weight else None
+        self.bias = weight.new_zeros(weight.shape[:1], dtype=head.dtype) if needed.bias else None
+        self.begun = False
+
+    def add(self, chunk: Chunk, rows: Tensor | slice, grad_logits: Tensor, scale: Tensor) -> None:
+        """Adds the gradients of a chunk whose raw products have gradient scale[:, None] * grad_logits [rows, V].
+
+        ``rows`` says where its tokens stand in the walk.
+        """
+        products, factor = self.head.products, scale.unsqueeze(1)
+        if self.hidden is not None:
+            tokens = rows if self.head.order is None else self.head.order[rows]
+            self.hidden[tokens] = products.hidden_gradient(grad_logits).mul_(factor)
+        if self.weight is not None:
+            products.add_weight_gradient(grad_logits, chunk.hidden, factor, self.weight, fresh=not self.begun)
+        if self.bias is not None:
+            self.bias.addmv_(grad_logits.t().to(self.head.dtype), scale)
+        self.begun = True
+
+    def finish(self) -> Gradients:
+        """The sums; the gradient of the hidden states summed over the vocabulary's shards."""
+        if self.weight is not None and not self.begun:
+            self.weight.zero_()
+        hidden = self.hidden
+        if hidden is not None:
+            (hidden,) = self.head.shard.sum_of(hidden)
+        return Gradients(hidden, self.weight, self.bias)
+
+
+def positions(taking_part: Tensor) -> Tensor | None:
+    """Indices of the True entries of a bool [rows], None when all are. Reads their number: waits for the device."""
+    index = taking_part.nonzero().squeeze(1)
+    return None if index.numel() == taking_part.numel() else index
+
+
+def _walk(taking_part: Tensor, active: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """Order, length and number of active tokens of a walk; ``active`` [T] bool, None: all that take part."""
+    first = taking_part if active is None else taking_part & active
+    place = 2 - taking_part.to(torch.int8) - first.to(torch.int8)
+    count, with_gradient = torch.stack((taking_part.sum(), first.sum())).tolist()
+    if count == len(place) and with_gradient in (0, count):
+        return None, count, with_gradient
+    return place.argsort(stable=True)[:count], count, with_gradient

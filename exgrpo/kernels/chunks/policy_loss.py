@@ -1,0 +1,76 @@
+"""The policy loss by chunks: logits, loss and both gradient products of a chunk before the next one begins.
+
+The normaliser and the advantages are known beforehand, so a token's coefficient is known as soon as its
+log-probability is: three products over tokens, width and vocabulary, where recomputing the logits takes four.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, GradientSums, positions
+from exgrpo.kernels.chunks.operations import RowOperations
+from exgrpo.kernels.chunks.softmax import (
+    Factors,
+    PolicyRows,
+    PolicyTokens,
+    Statistics,
+    Sums,
+    Upstream,
+    entropy_upstream,
+)
+from exgrpo.kernels.inputs import Gradients, Head, Needed, PolicyTerms
+
+
+def policy_loss_forward(
+    head: Head, terms: PolicyTerms, needed: Needed, operations: Callable[[ChunkedHead], RowOperations]
+) -> tuple[Tensor, Tensor, Gradients]:
+    """The loss, log-probability, entropy, ratio and clipped [4, T], and the gradients."""
+    everywhere = bool(terms.entropy_coef)
+    walk = ChunkedHead(head, None if everywhere else terms.advantage != 0)
+    passes = operations(walk)
+    normalizer = terms.normalizer
+    if normalizer is None:
+        normalizer = head.weight.new_full((), max(1, walk.count), dtype=torch.float64)
+    tokens = _tokens(walk, terms)
+    gradients = GradientSums(walk, needed)
+    results = head.weight.new_empty(5, walk.count, dtype=walk.dtype)
+    active = walk.active if any(needed) else 0
+    for start, end, with_gradient in ((0, active, True), (active, walk.count, False)):
+        for chunk in walk.chunks(start, end, passes.chunk_rows()):
+            sums = passes.sums(chunk, gradient_follows=with_gradient, with_entropy=everywhere)
+            rows = passes.policy(sums, chunk, tokens.select(chunk.rows), terms, normalizer)
+            torch.stack(rows[:5], out=results[:, chunk.rows])
+            if with_gradient:
+                entropy = entropy_upstream(rows.coefficient, terms.entropy_coef, normalizer)
+                _add_gradients(gradients, passes, chunk, sums, rows, Upstream(rows.coefficient, entropy))
+    value, _, entropies, *_ = results
+    loss = -(value.sum() + terms.entropy_coef * entropies.sum()) / normalizer
+    return loss.to(walk.dtype), walk.all_tokens(results[1:]), gradients.finish()
+
+
+def _tokens(walk: ChunkedHead, terms: PolicyTerms) -> PolicyTokens:
+    """What the objective knows of the walk's tokens, in its order."""
+    return PolicyTokens(
+        walk.of_tokens(terms.old_log_prob).to(walk.dtype),
+        walk.of_tokens(terms.advantage).to(walk.dtype),
+        None if terms.replayed is None else walk.of_tokens(terms.replayed),
+    )
+
+
+def _add_gradients(
+    gradients: GradientSums, passes: RowOperations, chunk: Chunk, sums: Sums, rows: PolicyRows, upstream: Upstream
+) -> None:
+    """Adds those tokens of a chunk that have a gradient: not the clipped ones, where the backend takes them out."""
+    statistics = Statistics(sums.anchor, sums.gap, sums.rest, rows.mean)
+    factors = Factors(rows.scale, rows.at_target, upstream.beyond(gradients.head.options.softcap))
+    kept = positions(upstream.active) if passes.compacts else None
+    where: Tensor | slice = chunk.rows
+    if kept is not None:
+        if not kept.numel():
+            return
+        where = kept + chunk.rows.start
+        chunk, statistics, factors = chunk.select(kept), statistics.select(kept), factors.select(kept)
+        passes.select(kept)
+    gradients.add(chunk, where, passes.gradient(chunk, statistics, factors), factors.scale)

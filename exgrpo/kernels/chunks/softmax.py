@@ -1,0 +1,190 @@
+"""Statistics of a row's softmax, and what of them its gradient is made of.
+
+With a an anchor of the row, d_v = (z_v - a) / tau, y the target and e_y = exp(d_y), take the target out of the
+sums: S = sum_{v != y} exp(d_v). Then, with Z = S + e_y and U = (sum_v exp(d_v) d_v) / Z,
+
+    log p_y = d_y - log Z        p_y - 1 = -S / Z        H = log Z - U        log p_v + H = d_v - U
+
+Z is computed as 1 + (S + expm1(d_y)). Anchored at the target d_y = 0 and log p_y = -log1p(S): exact to the last bit
+however close p_y is to 1. Anchored at the largest logit no exponential overflows, S is at least 1 where the target is
+another one, and log Z - U is a sum of two terms that are never negative. S and S * U merge over tiles and shards of the
+vocabulary by addition.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from exgrpo.kernels.objective import policy_objective
+from exgrpo.kernels.results import LogProb
+
+UNDERFLOWN = -1e4
+"""Stands for every d below it: exp is 0 in any dtype, and 0 * d must be 0 where d is -inf."""
+
+
+class Sums(NamedTuple):
+    """Sums over each row's vocabulary without the target, all [rows]."""
+
+    anchor: Tensor
+    """a, before the temperature."""
+    gap: Tensor
+    """d_y <= 0."""
+    rest: Tensor
+    """S."""
+    moment: Tensor
+    """sum_{v != y} exp(d_v) d_v."""
+
+
+class Statistics(NamedTuple):
+    """Statistics of each row's softmax, all [rows]."""
+
+    anchor: Tensor
+    gap: Tensor
+    rest: Tensor
+    mean: Tensor
+    """U <= 0 with the largest logit as anchor."""
+
+    @property
+    def excess(self) -> Tensor:
+        """Z - 1."""
+        return self.rest + torch.expm1(self.gap)
+
+    def select(self, rows: Tensor | slice) -> "Statistics":
+        """The statistics of some of the rows."""
+        return Statistics(*(value[rows] for value in self))
+
+
+class Upstream(NamedTuple):
+    """Gradient of the loss with respect to each row's log-probability (c) and entropy (h; None: zero), [rows]."""
+
+    log_prob: Tensor
+    entropy: Tensor | None
+
+    @property
+    def active(self) -> Tensor:
+        """The rows whose gradient is not zero, bool [rows]."""
+        active = self.log_prob != 0
+        return active if self.entropy is None else active | (self.entropy != 0)
+
+    def select(self, rows: Tensor | slice) -> "Upstream":
+        """The gradient of some of the rows."""
+        return Upstream(self.log_prob[rows], None if self.entropy is None else self.entropy[rows])
+
+    def beyond(self, softcap: float | None) -> "Upstream | None":
+        """What a pass over the vocabulary needs of it, h given; None where no such pass is needed."""
+        if self.entropy is None and softcap is None:
+            return None
+        return Upstream(self.log_prob, torch.zeros_like(self.log_prob) if self.entropy is None else self.entropy)
+
+
+class Factors(NamedTuple):
+    """How a row's gradient is split: with respect to the raw products it is r * F, F over the vocabulary.
+
+    With the upstream gradients c and h the gradient is -(c + h (d_v - U)) p_v / tau off the target and
+    (c S / Z - h (d_y - U) p_y) / tau at the target, times the slope of the cap. Without entropy and cap, F is exp(d)
+    itself with -S at the target, and r does the rest on the [rows, D] side of the products.
+    """
+
+    scale: Tensor
+    """r [rows]."""
+    at_target: Tensor
+    """F at the target but for the slope of the cap, [rows]."""
+    upstream: Upstream | None
+    """None: F is exp(d) off the target."""
+
+    def select(self, rows: Tensor) -> "Factors":
+        """Those of some of the rows."""
+        upstream = None if self.upstream is None else self.upstream.select(rows)
+        return Factors(self.scale[rows], self.at_target[rows], upstream)
+
+
+class PolicyTokens(NamedTuple):
+    """What the objective knows of some tokens, all [rows]."""
+
+    old_log_prob: Tensor
+    advantage: Tensor
+    replayed: Tensor | None
+
+    def select(self, rows: slice) -> "PolicyTokens":
+        """Some of them."""
+        replayed = None if self.replayed is None else self.replayed[rows]
+        return PolicyTokens(self.old_log_prob[rows], self.advantage[rows], replayed)
+
+
+class PolicyRows(NamedTuple):
+    """What the objective makes of a chunk's rows, all [rows]."""
+
+    value: Tensor
+    """Of the objective, to be maximised."""
+    log_prob: Tensor
+    entropy: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    """1 where clipping has cut the gradient off, else 0."""
+    mean: Tensor
+    """U."""
+    coefficient: Tensor
+    """c, the gradient of the loss with respect to the log-probability."""
+    scale: Tensor
+    at_target: Tensor
+
+
+def finished(sums: Sums) -> tuple[Statistics, LogProb]:
+    """Statistics, log-probabilities and entropies from the sums."""
+    anchor, gap, rest, moment = sums
+    statistics = Statistics(*sums)
+    excess = statistics.excess
+    mean = (moment + gap.exp() * gap.clamp(min=UNDERFLOWN)) / (1 + excess)
+    log_z = torch.log1p(excess)
+    return Statistics(anchor, gap, rest, mean), LogProb(gap - log_z, log_z - mean)
+
+
+def row_factors(
+    temperature: Tensor | None, softcap: float | None, statistics: Statistics, upstream: Upstream
+) -> Factors:
+    """The factors of rows whose upstream gradient is known."""
+    scale = -1 / (1 + statistics.excess)
+    if temperature is not None:
+        scale = scale / temperature
+    general = upstream.beyond(softcap)
+    if general is None or general.entropy is None:
+        return Factors(scale * upstream.log_prob, -statistics.rest, None)
+    distance = statistics.gap.clamp(min=UNDERFLOWN) - statistics.mean
+    at_target = general.entropy * statistics.gap.exp() * distance - statistics.rest * upstream.log_prob
+    return Factors(scale, at_target, general)
+
+
+def policy_rows(
+    sums: Sums,
+    tokens: PolicyTokens,
+    *,
+    clip: tuple[float, float] | None,
+    beta: float | None,
+    entropy_coef: float,
+    normalizer: Tensor,
+    temperature: Tensor | None,
+    softcap: float | None,
+) -> PolicyRows:
+    """The objective of rows whose sums are known, and the factors of its gradient."""
+    statistics, (log_prob, entropy) = finished(sums)
+    objective = policy_objective(log_prob, *tokens, clip, beta)
+    coefficient = -objective.coefficient / normalizer
+    upstream = Upstream(coefficient, entropy_upstream(coefficient, entropy_coef, normalizer))
+    factors = row_factors(temperature, softcap, statistics, upstream)
+    return PolicyRows(
+        objective.value,
+        log_prob,
+        entropy,
+        objective.ratio,
+        objective.clipped.to(log_prob.dtype),
+        statistics.mean,
+        coefficient,
+        factors.scale,
+        factors.at_target,
+    )
+
+
+def entropy_upstream(like: Tensor, entropy_coef: float, normalizer: Tensor) -> Tensor | None:
+    """h, the same for all rows; None without an entropy bonus."""
+    return torch.full_like(like, -entropy_coef) / normalizer if entropy_coef else None

@@ -1,0 +1,82 @@
+"""The operators keep the rules of PyTorch's dispatcher: schema, fake and derivative belong together."""
+
+import pytest
+import torch
+
+from exgrpo.kernels import arguments, group_advantage, linear_log_prob, linear_policy_loss, ops, policy_loss
+
+from .support import make_case, make_tokens
+
+HEADS = {
+    "plain": {},
+    "everything": {"bias": True, "softcap": 5.0, "temperature": torch.linspace(0.5, 2, 20, dtype=torch.float64)},
+}
+
+
+def flat(case):
+    options = {"temperature": 1.0, "softcap": None, **case.options}
+    head = arguments.head(case.hidden, case.weight, case.target, case.bias, *options.values(), -100, None)
+    return ops._flat(head)
+
+
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_log_prob(options, backend, device):
+    arguments = flat(make_case(20, 8, 30, torch.float64, device, **options))
+    torch.library.opcheck(ops._linear_log_prob, (*arguments, backend))
+    saved = ops._linear_log_prob(*arguments, backend)[2].detach()
+    upstream = torch.randn(20, dtype=torch.float64, device=device)
+    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    needed = [True, False, arguments[2] is not None]
+    torch.library.opcheck(ops._linear_log_prob_backward, (*detached, backend, saved, upstream, None, needed))
+
+
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_policy_loss(options, frozen, backend, device):
+    case = make_case(20, 8, 30, torch.float64, device, **options)
+    old, advantage, replayed = make_tokens(case)
+    if frozen:
+        case.hidden.requires_grad_(False)
+    needed = [not frozen, True, case.bias is not None]
+    terms = (old, advantage, replayed, (0.2, 0.2), 0.1, 0.01, torch.tensor(7.0, device=device))
+    torch.library.opcheck(ops._linear_policy_loss, (*flat(case), *terms, needed, backend))
+    torch.library.opcheck(ops._scale_gradient, (torch.randn(4, 3, device=device), old[0], torch.bfloat16))
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_token_objective(everything, backend, device):
+    log_prob = torch.randn(20, device=device, requires_grad=True)
+    entropy = torch.rand(20, device=device, requires_grad=True) if everything else None
+    flags = [torch.rand(20, device=device) < 0.5 if everything else None for _ in range(2)]
+    values = torch.randn(2, 20, device=device)
+    terms = ((0.2, 0.2), 0.1) if everything else (None, None)
+    torch.library.opcheck(ops._token_objective, (log_prob, entropy, *values, *flags, *terms, backend))
+
+
+def test_groups_and_segments(backend, device):
+    reward, group = torch.rand(9, device=device), torch.tensor([3, 1, 3, 3, 1, 7, 7, 1, 0], device=device)
+    torch.library.opcheck(ops.group_advantage, (reward, group, True, backend))
+    bounds = torch.tensor([0, 4, 4, 9], device=device)
+    torch.library.opcheck(ops.segment_mean, (reward, reward > 0.3, bounds, backend))
+
+
+@pytest.mark.parametrize("function", ["log_prob", "policy_loss", "tokens"])
+def test_second_derivatives_are_refused(function, backend, device):
+    """A wrong one would be silent: the gradients are formed by hand."""
+    case = make_case(10, 4, 12, torch.float64, device)
+    old, advantage, _ = make_tokens(case)
+    if function == "log_prob":
+        loss = linear_log_prob(case.hidden, case.weight, case.target, backend=backend).log_prob.square().sum()
+    elif function == "policy_loss":
+        loss = linear_policy_loss(case.hidden, case.weight, case.target, old, advantage, backend=backend).loss ** 2
+    else:
+        loss = policy_loss(case.hidden[:, 0], old, advantage).loss ** 2
+    (gradient,) = torch.autograd.grad(loss, case.hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered|does not require grad"):
+        torch.autograd.grad(gradient.square().sum(), case.hidden)
+
+
+def test_group_advantage_compiles_in_one_piece(device):
+    reward, group = torch.rand(6, device=device), torch.tensor([0, 1, 0, 1, 1, 2], device=device)
+    compiled = torch.compile(lambda r, g: 2 * group_advantage(r, g), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(reward, group), 2 * group_advantage(reward, group))
