@@ -1,0 +1,314 @@
+"""Triton kernels over tokens and responses: what surrounds the head, one launch each.
+
+The symbols are those of `chunks.softmax`; vectors are contiguous. Numbers come as float64, whatever the tensors'
+dtype: unannotated ones would be rounded to float32 on their way. Lengths differ from call to call, and nothing is
+compiled anew for them.
+"""
+
+import triton
+import triton.language as tl
+
+from exgrpo.kernels import objective, segments
+from exgrpo.kernels.triton_chunks.kernels import UNDERFLOWN
+
+MAX_LOG_RATIO = tl.constexpr(objective.MAX_LOG_RATIO)
+STD_EPSILON = tl.constexpr(segments.STD_EPSILON)
+LOST_BESIDE_ONE = tl.constexpr(-50.0)  # exp of it changes no digit of 1, in float64 either
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) of finite x > -1, to a rounding of its own size however small it is.
+
+    With u the rounded 1 + x, log(1 + x) = log u + log(1 + (x - (u - 1)) / u), and the last logarithm is its argument,
+    which is a rounding, to the square of one. Near 1 log u must be good to an ulp or two of its own: what Triton makes
+    of tl.log is, the hardware's approximation of NVIDIA is not.
+    """
+    u = 1.0 + x
+    return tl.log(u) + (x - (u - 1.0)) / u
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 to a rounding of its own size however small it is.
+
+    With u the computed exp(x), wrong by some roundings, exp(x) = u exp(x - log u), and the last exponential is
+    1 + (x - log u) to the square of those. u - 1 is exact near 1.
+    """
+    x = tl.maximum(x, LOST_BESIDE_ONE, propagate_nan=tl.PropagateNan.ALL)  # u must not be 0
+    u = tl.exp(x)
+    return (u - 1.0) + u * (x - tl.log(u))
+
+
+@triton.jit
+def _bounded(d):
+    """d, no lower than UNDERFLOWN."""
+    return tl.maximum(d, UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _finished(gap, rest, moment):
+    """Z, U, log p_y and H."""
+    excess = rest + expm1(gap)
+    partition = 1.0 + excess
+    mean = (moment + tl.exp(gap) * _bounded(gap)) / partition
+    log_partition = log1p(excess)
+    return partition, mean, gap - log_partition, log_partition - mean
+
+
+@triton.jit
+def _objective(
+    log_prob,
+    old_log_prob,
+    advantage,
+    replayed,  # bool; unused without HAS_REPLAYED
+    clip_low,
+    clip_high,
+    log_beta,
+    HAS_REPLAYED: tl.constexpr,
+    HAS_CLIP: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+):
+    """Value, its derivative, ratio and whether clipped: `objective.policy_objective`."""
+    log_ratio = log_prob - old_log_prob
+    ratio = tl.exp(tl.minimum(log_ratio, MAX_LOG_RATIO, propagate_nan=tl.PropagateNan.ALL))
+    value = ratio * advantage
+    coefficient = tl.where(log_ratio > MAX_LOG_RATIO, 0.0, value)
+    clipped = tl.zeros(ratio.shape, tl.int1)
+    if HAS_CLIP:
+        low = tl.full([], clip_low, ratio.dtype)
+        high = tl.full([], clip_high, ratio.dtype)
+        clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+        if HAS_REPLAYED:
+            clipped = clipped & ~replayed
+        value = tl.where(clipped, tl.where(advantage > 0, high, low) * advantage, value)
+        coefficient = tl.where(clipped, 0.0, coefficient)
+    if HAS_REPLAYED and HAS_BETA:
+        logit = log_ratio - tl.full([], log_beta, ratio.dtype)
+        shaped = advantage * tl.sigmoid(logit)
+        value = tl.where(replayed, shaped, value)
+        coefficient = tl.where(replayed, shaped * tl.sigmoid(-logit), coefficient)
+    return value, coefficient, ratio, clipped
+
+
+@triton.jit
+def _row_factors(gap, rest, mean, scale, c, h, PLAIN: tl.constexpr):
+    """r and F at the target, from ``scale`` = -1 / (tau Z): `softmax.row_factors`."""
+    if PLAIN:
+        scale *= c
+        at_target = -rest
+    else:
+        at_target = h * tl.exp(gap) * (_bounded(gap) - mean) - rest * c
+    return scale, at_target
+
+
+@triton.jit
+def _put(results, FIELD: tl.constexpr, row, rows, value):
+    """Writes one of the rows of results [fields, rows]."""
+    tl.store(results + rows.to(tl.int64) * FIELD + row, value.to(results.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def finish_kernel(
+    gap,  # [rows] fp32 or fp64
+    rest,  # [rows], same dtype
+    moment,  # [rows], same dtype
+    results,  # [3, rows], same dtype: U, log p_y and H
+    rows,
+    BLOCK: tl.constexpr,
+):
+    """Statistics of each row from its sums."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = row < rows
+    _, mean, log_prob, entropy = _finished(
+        tl.load(gap + row, mask=valid), tl.load(rest + row, mask=valid), tl.load(moment + row, mask=valid)
+    )
+    _put(results, 0, row, rows, mean)
+    _put(results, 1, row, rows, log_prob)
+    _put(results, 2, row, rows, entropy)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def policy_rows_kernel(
+    gap,  # [rows] fp32 or fp64
+    rest,  # [rows], same dtype
+    moment,  # [rows], same dtype
+    old_log_prob,  # [rows], any floating dtype
+    advantage,  # [rows], any floating dtype
+    replayed,  # [rows] bool; unused without HAS_REPLAYED
+    temperature,  # [rows]; unused without HAS_TEMPERATURE
+    normalizer,  # [1]
+    results,  # [9, rows], dtype of gap, in the order of PolicyRows
+    rows,
+    clip_low: tl.float64,  # the lowest ratio that is not clipped; unused without HAS_CLIP
+    clip_high: tl.float64,
+    log_beta: tl.float64,  # unused without HAS_BETA
+    entropy_coef: tl.float64,  # unused where PLAIN
+    HAS_REPLAYED: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    HAS_CLIP: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    PLAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """From the sums of each row to its objective, the gradient of the loss and the factors of `softmax.row_factors`."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = row < rows
+    d = tl.load(gap + row, mask=valid)
+    s = tl.load(rest + row, mask=valid)
+    partition, mean, log_prob, entropy = _finished(d, s, tl.load(moment + row, mask=valid))
+    flags = valid
+    if HAS_REPLAYED:
+        flags = tl.load(replayed + row, mask=valid)
+    value, derivative, ratio, clipped = _objective(
+        log_prob,
+        tl.load(old_log_prob + row, mask=valid).to(d.dtype),
+        tl.load(advantage + row, mask=valid).to(d.dtype),
+        flags,
+        clip_low,
+        clip_high,
+        log_beta,
+        HAS_REPLAYED,
+        HAS_CLIP,
+        HAS_BETA,
+    )
+    divisor = tl.load(normalizer).to(d.dtype)
+    coefficient = -derivative / divisor
+    scale = -1.0 / partition
+    if HAS_TEMPERATURE:
+        scale /= tl.load(temperature + row, mask=valid, other=1.0).to(d.dtype)
+    h = -tl.full([], entropy_coef, d.dtype) / divisor
+    scale, at_target = _row_factors(d, s, mean, scale, coefficient, h, PLAIN)
+    _put(results, 0, row, rows, value)
+    _put(results, 1, row, rows, log_prob)
+    _put(results, 2, row, rows, entropy)
+    _put(results, 3, row, rows, ratio)
+    _put(results, 4, row, rows, clipped)
+    _put(results, 5, row, rows, mean)
+    _put(results, 6, row, rows, coefficient)
+    _put(results, 7, row, rows, scale)
+    _put(results, 8, row, rows, at_target)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def policy_objective_kernel(
+    log_prob,  # [T] fp32 or fp64
+    entropy,  # [T], any floating dtype; unused without HAS_ENTROPY
+    old_log_prob,  # [T], any floating dtype
+    advantage,  # [T], any floating dtype
+    replayed,  # [T] bool; unused without HAS_REPLAYED
+    counted,  # [T] bool; unused without HAS_MASK
+    results,  # [4, T], dtype of log_prob: log_prob, entropy, ratio, clipped
+    coefficients,  # [1, T], same dtype
+    partials,  # [3, programs] fp64: sums of values and entropies, number of tokens counted
+    tokens,
+    clip_low: tl.float64,
+    clip_high: tl.float64,
+    log_beta: tl.float64,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_REPLAYED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_CLIP: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Objective of each token, and the sums over a block of them. What is not counted is not even read."""
+    dtype: tl.constexpr = log_prob.dtype.element_ty
+    program = tl.program_id(0)
+    token = program * BLOCK + tl.arange(0, BLOCK)
+    kept = token < tokens
+    if HAS_MASK:
+        kept = tl.load(counted + token, mask=kept, other=0) != 0
+    flags = kept
+    if HAS_REPLAYED:
+        flags = tl.load(replayed + token, mask=kept, other=0) != 0
+    current = tl.load(log_prob + token, mask=kept, other=0.0)
+    spread = tl.zeros([BLOCK], dtype)
+    if HAS_ENTROPY:
+        spread = tl.load(entropy + token, mask=kept, other=0.0).to(dtype)
+    value, coefficient, ratio, clipped = _objective(
+        current,
+        tl.load(old_log_prob + token, mask=kept, other=0.0).to(dtype),
+        tl.load(advantage + token, mask=kept, other=0.0).to(dtype),
+        flags,
+        clip_low,
+        clip_high,
+        log_beta,
+        HAS_REPLAYED,
+        HAS_CLIP,
+        HAS_BETA,
+    )
+    _put(results, 0, token, tokens, current)
+    _put(results, 1, token, tokens, spread)
+    _put(results, 2, token, tokens, tl.where(kept, ratio, 0.0))
+    _put(results, 3, token, tokens, clipped)
+    _put(coefficients, 0, token, tokens, coefficient)
+    programs = tl.num_programs(0)
+    tl.store(partials + program, tl.sum(value).to(tl.float64))
+    tl.store(partials + programs + program, tl.sum(spread).to(tl.float64))
+    tl.store(partials + 2 * programs + program, tl.sum(kept.to(tl.int32)).to(tl.float64))
+
+
+@triton.jit
+def _same_group(group, reward, own, start, responses, COLUMNS: tl.constexpr):
+    """Rewards [1, COLUMNS] from ``start`` on, and which of them belong to each of the groups ``own`` [ROWS]."""
+    other = start + tl.arange(0, COLUMNS)
+    valid = other < responses
+    same = (own[:, None] == tl.load(group + other, mask=valid)[None, :]) & valid[None, :]
+    return tl.load(reward + other, mask=valid).to(tl.float64)[None, :], same
+
+
+@triton.jit(do_not_specialize=["responses"])
+def centre_groups_kernel(
+    reward,  # [N], any dtype
+    group,  # [N] int32 or int64
+    centred,  # [N] fp64, result
+    responses,
+    SCALE_BY_STD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Reward less the mean of its group. Each block of responses compares its groups with those of all."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = row < responses
+    own = tl.load(group + row, mask=valid)
+    total = tl.zeros([ROWS, COLUMNS], tl.float64)
+    members = tl.zeros([ROWS, COLUMNS], tl.int32)
+    for start in range(0, responses, COLUMNS):
+        rewards, same = _same_group(group, reward, own, start, responses, COLUMNS)
+        total += tl.where(same, rewards, 0.0)
+        members += same.to(tl.int32)
+    count = tl.maximum(tl.sum(members, 1), 1).to(tl.float64)  # beyond the end there may be none
+    mean = tl.sum(total, 1) / count
+    result = tl.load(reward + row, mask=valid).to(tl.float64) - mean
+    if SCALE_BY_STD:
+        squares = tl.zeros([ROWS, COLUMNS], tl.float64)
+        for start in range(0, responses, COLUMNS):
+            rewards, same = _same_group(group, reward, own, start, responses, COLUMNS)
+            deviation = tl.where(same, rewards - mean[:, None], 0.0)
+            squares += deviation * deviation
+        result /= tl.sqrt(tl.sum(squares, 1) / tl.maximum(count - 1.0, 1.0)) + STD_EPSILON
+    tl.store(centred + row, result, mask=valid)
+
+
+@triton.jit
+def segment_mean_kernel(
+    values,  # [T], any floating dtype
+    counted,  # [T] bool
+    offsets,  # [N + 1] int32 or int64
+    means,  # [N], dtype of values
+    BLOCK: tl.constexpr,
+):
+    """Mean of the values of a segment that are counted; a program for each."""
+    segment = tl.program_id(0)
+    first = tl.load(offsets + segment)
+    last = tl.load(offsets + segment + 1)
+    total = tl.zeros([BLOCK], tl.float64)
+    number = tl.zeros([BLOCK], tl.int32)
+    for start in range(first, last, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        kept = tl.load(counted + token, mask=token < last, other=0) != 0
+        total += tl.load(values + token, mask=kept, other=0.0).to(tl.float64)
+        number += kept.to(tl.int32)
+    mean = tl.sum(total) / tl.maximum(tl.sum(number), 1).to(tl.float64)
+    tl.store(means + segment, mean.to(means.dtype.element_ty))

@@ -1,0 +1,400 @@
+"""The kernels over tokens against the plain functions in float64, and against closed forms.
+
+The oracle gets the same numbers as the kernels, so that what differs is the kernels' own rounding.
+"""
+
+import math
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="triton is not installed")
+if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
+    pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from exgrpo.kernels import reference
+from exgrpo.kernels.chunks.softmax import PolicyRows, Sums, Upstream, finished, row_factors
+from exgrpo.kernels.objective import MAX_LOG_RATIO, policy_objective
+from exgrpo.kernels.triton_chunks import tokens
+from exgrpo.kernels.triton_chunks.token_kernels import expm1, log1p
+
+from .conftest import DEVICE
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=["fp32", "fp64"])
+def dtype(request):
+    return request.param
+
+
+def tolerance(dtype):
+    """A GPU's exp in fp32 is good to some roundings of its exponent, which is up to MAX_LOG_RATIO here."""
+    return {"rtol": 4 * MAX_LOG_RATIO * torch.finfo(dtype).eps, "atol": 16 * torch.finfo(dtype).eps}
+
+
+def double(value):
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def assert_same_bits(first, second):
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+# ---- log1p and expm1
+
+
+@triton.jit
+def apply_kernel(x, out, size, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + index, mask=index < size, other=0.0)
+    tl.store(out + index, log1p(value) if FUNCTION == "log1p" else expm1(value), mask=index < size)
+
+
+def apply(function, x):
+    out = torch.empty_like(x)
+    apply_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), FUNCTION=function, BLOCK=1024)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("function", "largest", "smallest"), [("log1p", 1e30, 1e-30), ("log1p", -0.9, -1e-30), ("expm1", -1e4, -1e-30)]
+)
+def test_small_arguments_keep_their_digits(function, largest, smallest, dtype, device):
+    """To a few ulps of the result, from where it is the argument itself to where the 1 is lost."""
+    sign = math.copysign(1.0, largest)
+    size = torch.logspace(math.log10(abs(smallest)), math.log10(abs(largest)), 4096, dtype=torch.float64)
+    x = (sign * size).to(dtype).to(device)
+    exact = getattr(torch, function)(x.double())
+    # Of 1 + x, the rounding counts for more the nearer it is to 0.
+    conditioning = (x.double() / (1 + x.double()) / exact).abs().clamp(min=1) if function == "log1p" else 1
+    error = (apply(function, x).double() - exact).abs() / exact.abs()
+    assert (error <= 4 * torch.finfo(dtype).eps * conditioning).all(), error.max()
+
+
+def test_zero_and_the_far_end(dtype, device):
+    x = torch.tensor([0.0, -math.inf, -1e30, math.nan], dtype=dtype, device=device)
+    assert apply("expm1", x)[:3].tolist() == [0.0, -1.0, -1.0]
+    assert apply("expm1", x)[3].isnan()
+    assert apply("log1p", x[:1]).tolist() == [0.0]
+
+
+# ---- statistics
+
+
+def make_sums(rows, dtype, device):
+    """Sums as the head gives them: the target is the anchor, or some other word is, which then is in S."""
+    anchored = torch.rand(rows) < 0.5
+    gap = torch.where(anchored, 0.0, -30 * torch.rand(rows, dtype=torch.float64))
+    small = 10 ** (9 * torch.rand(rows, dtype=torch.float64) - 8)
+    rest = torch.where(anchored, small, 1 + small)
+    moment = -small * (1 + 5 * torch.rand(rows, dtype=torch.float64))
+    return [values.to(dtype).to(device) for values in (gap, rest, moment)]
+
+
+def statistics(gap, rest, moment):
+    """U, log p_y and H in float64, and all statistics."""
+    found, result = finished(Sums(*(values.double() for values in (gap, gap, rest, moment))))
+    return found.mean, *result, found
+
+
+@pytest.mark.parametrize("rows", [0, 1, 127, 128, 300])
+def test_statistics(rows, dtype, device):
+    sums = make_sums(rows, dtype, device)
+    found = tokens.finish(*sums)
+    assert all(values.dtype == dtype for values in found)
+    for ours, true in zip(found, statistics(*sums)[:3], strict=True):
+        torch.testing.assert_close(ours.double(), true, **tolerance(dtype))
+
+
+def test_a_certain_target_keeps_its_digits(dtype, device):
+    """log p_y = -log1p(S) and H = log1p(S) - M / (1 + S) to a few ulps, however small S is."""
+    rest = torch.logspace(-30, 0, 61, dtype=torch.float64).to(dtype).to(device)
+    moment = -8 * rest
+    mean, log_prob, entropy = tokens.finish(torch.zeros_like(rest), rest, moment)
+    s, m = rest.double(), moment.double()
+    for ours, true in ((mean, m / (1 + s)), (log_prob, -s.log1p()), (entropy, s.log1p() - m / (1 + s))):
+        torch.testing.assert_close(ours.double(), true, rtol=8 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_an_impossible_target(dtype, device):
+    """A logit of -inf: the probability is 0, the entropy that of the other words."""
+    gap, rest, moment = torch.tensor([[-math.inf], [2.0], [-1.0]], dtype=dtype, device=device)
+    mean, log_prob, entropy = tokens.finish(gap, rest, moment)
+    assert log_prob.item() == -math.inf
+    assert mean.item() == -0.5
+    assert entropy.item() == pytest.approx(math.log(2) + 0.5)
+
+
+# ---- rows of the policy loss
+
+
+def oracle_rows(sums, old_log_prob, advantage, replayed, *, entropy_coef, normalizer, temperature, softcapped, **terms):
+    """The same by the functions of the plain backend, in float64."""
+    mean, log_prob, its_entropy, exact = statistics(*sums)
+    objective = policy_objective(log_prob, double(old_log_prob), double(advantage), replayed, **terms)
+    coefficient = -objective.coefficient / normalizer
+    entropy = torch.full_like(coefficient, -entropy_coef) / normalizer if entropy_coef else None
+    upstream = Upstream(coefficient, entropy)
+    scale, at_target, _ = row_factors(double(temperature), 30.0 if softcapped else None, exact, upstream)
+    return PolicyRows(
+        value=objective.value,
+        log_prob=log_prob,
+        entropy=its_entropy,
+        ratio=objective.ratio,
+        clipped=objective.clipped.double(),
+        mean=mean,
+        coefficient=coefficient,
+        scale=scale,
+        at_target=at_target,
+    )
+
+
+def make_rows(rows, dtype, device):
+    """Sums, old log-probs around the policy's own, advantages (a tenth 0), and replayed flags."""
+    sums = make_sums(rows, dtype, device)
+    old = statistics(*sums)[1] + 0.4 * torch.randn(rows, dtype=torch.float64).to(device)
+    advantage = torch.randn(rows, dtype=torch.float64)
+    advantage[torch.rand(rows) < 0.1] = 0
+    return sums, old.to(dtype), advantage.to(dtype).to(device), (torch.rand(rows) < 0.4).to(device)
+
+
+ROWS = {
+    "clip": (0.2, 0.2),
+    "beta": 0.1,
+    "entropy_coef": 0.0,
+    "normalizer": torch.tensor(7.0, device=DEVICE),
+    "temperature": None,
+    "softcapped": False,
+}
+VARIANTS = [
+    {},
+    {"clip": None},
+    {"beta": None},
+    {"clip": (0.1, 0.3), "beta": 2.0, "replayed": None},
+    {"clip": None, "beta": None, "replayed": None},
+    {"temperature": True, "normalizer": torch.tensor(3.5)},
+    {"softcapped": True, "normalizer": torch.tensor(11)},
+    {"softcapped": True, "temperature": True, "entropy_coef": 0.02},
+    {"entropy_coef": 0.3, "normalizer": torch.tensor(5.0, dtype=torch.float64)},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_policy_rows(variant, dtype, device):
+    sums, old, advantage, replayed = make_rows(200, dtype, device)
+    terms = {**ROWS, **variant}
+    replayed = terms.pop("replayed", replayed)
+    terms["normalizer"] = terms["normalizer"].to(device)
+    if terms["temperature"]:
+        terms["temperature"] = (0.5 + torch.rand(200)).to(dtype).to(device)
+    found = tokens.policy_rows(*sums, old, advantage, replayed, **terms)
+    exact = oracle_rows(sums, old, advantage, replayed, **terms)
+    assert exact.clipped.any() == (terms["clip"] is not None)
+    for ours, true in zip(found, exact, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), true, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 129])
+def test_any_number_of_rows(rows, dtype, device):
+    sums, old, advantage, replayed = make_rows(rows, dtype, device)
+    found = tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
+    exact = oracle_rows(sums, old, advantage, replayed, **ROWS)
+    for ours, true in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), true, **tolerance(dtype))
+
+
+def test_ratios_out_of_bounds(dtype, device):
+    """Beyond the bound, -inf included, fresh tokens have no gradient; a replayed one's goes to 0 by itself."""
+    sums = [torch.tensor([x, x, x, x], dtype=dtype, device=device) for x in (0.0, 1e-3, -4e-3)]
+    old = torch.tensor([-25.0, -math.inf, -math.inf, -25.0], dtype=dtype, device=device)
+    advantage = torch.tensor([-1.0, -1.0, 1.0, 2.0], dtype=dtype, device=device)
+    replayed = torch.tensor([False, False, True, True], device=device)
+    found = tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
+    exact = oracle_rows(sums, old, advantage, replayed, **ROWS)
+    assert found.coefficient[:3].tolist() == [0, 0, 0]
+    for ours, true in zip(found, exact, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours.double(), true, **tolerance(dtype))
+
+
+def test_the_policy_itself_has_ratio_one(dtype, device):
+    sums, _, advantage, _ = make_rows(64, dtype, device)
+    old = tokens.finish(*sums)[1]
+    found = tokens.policy_rows(*sums, old, advantage, None, **ROWS)
+    assert (found.ratio == 1).all()
+    assert not found.clipped.any()
+    assert torch.equal(found.value, advantage)
+
+
+def test_a_broken_row_shows_and_stays_alone(dtype, device):
+    sums, old, advantage, replayed = make_rows(5, dtype, device)
+    sums[1][2] = math.nan
+    found = tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
+    assert found.log_prob[2].isnan()
+    assert found.value[2].isnan()
+    assert torch.stack(found)[:, [0, 1, 3, 4]].isfinite().all()
+
+
+def test_rows_repeat_to_the_bit_from_any_strides_and_dtypes(device):
+    sums, old, advantage, replayed = make_rows(150, torch.float32, device)
+    old, advantage = old.bfloat16(), advantage.double()
+    first = tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
+    apart = [torch.stack((x, x), dim=1)[:, 0] for x in (*sums, old.float(), advantage.float(), replayed)]
+    assert_same_bits(first, tokens.policy_rows(*sums, old, advantage, replayed, **ROWS))
+    assert_same_bits(first, tokens.policy_rows(*apart, **ROWS))
+
+
+# ---- tokens whose log-probability is known
+
+
+def make_tokens(count, dtype, device):
+    log_prob = (-4 * torch.rand(count, dtype=torch.float64)).to(dtype)
+    values = {
+        "log_prob": log_prob,
+        "entropy": torch.rand(count, dtype=torch.float64).to(dtype),
+        "old_log_prob": log_prob + (0.4 * torch.randn(count, dtype=torch.float64)).to(dtype),
+        "advantage": torch.randn(count, dtype=torch.float64).to(dtype),
+        "replayed": torch.rand(count) < 0.4,
+        "mask": torch.rand(count) < 0.8,
+    }
+    return {name: value.to(device) for name, value in values.items()}
+
+
+class Objective(NamedTuple):
+    log_prob: torch.Tensor
+    entropy: torch.Tensor
+    ratio: torch.Tensor
+    clipped: torch.Tensor
+    coefficient: torch.Tensor
+    value_sum: torch.Tensor
+    entropy_sum: torch.Tensor
+    tokens: torch.Tensor
+
+
+def objective_of(*args, **kwargs):
+    sums, per_token, coefficient = tokens.token_objective(*args, **kwargs)
+    return Objective(*per_token, coefficient, *sums)
+
+
+def oracle_objective(log_prob, entropy, old_log_prob, advantage, replayed, mask, clip, beta):
+    """Results and sums of the oracle of the public functions, the derivative by autograd."""
+    leaf = log_prob.double().requires_grad_()
+    result = reference.policy_loss(
+        leaf,
+        double(old_log_prob),
+        double(advantage),
+        replayed=replayed,
+        entropy=double(entropy),
+        mask=mask,
+        clip=clip,
+        beta=beta,
+        normalizer=1.0,
+    )
+    coefficient = -torch.autograd.grad(result.loss, leaf)[0]
+    count = torch.tensor(log_prob.numel(), device=log_prob.device) if mask is None else mask.sum()
+    sums = -result.loss.detach(), result.entropy.sum(), count.double()
+    return result.log_prob, result.entropy, result.ratio, result.clipped, coefficient, *sums
+
+
+def assert_objective(found, exact, dtype):
+    """Sums have an error of their largest terms."""
+    for ours, true in zip(found[:5], exact[:5], strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), true, **tolerance(dtype))
+    size = 1 + (exact[2] * 4).sum().item()  # of all values together: advantages are below 4
+    for ours, true in zip(found[5:7], exact[5:7], strict=True):
+        assert ours.shape == ()
+        assert abs(ours.item() - true.item()) <= 32 * torch.finfo(dtype).eps * size
+    assert found.tokens.item() == exact[7].item()
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"clip": None},
+        {"beta": None},
+        {"replayed": None, "entropy": None},
+        {"mask": None, "clip": (0.1, 0.3), "beta": 1.0},
+        {"mask": None, "replayed": None, "entropy": None, "clip": None, "beta": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("count", [1, 300])
+def test_objective(variant, count, dtype, device):
+    values = {**make_tokens(count, dtype, device), "clip": (0.2, 0.2), "beta": 0.1, **variant}
+    assert_objective(objective_of(**values), oracle_objective(**values), dtype)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    log_ratio=st.lists(st.floats(-40, 40), min_size=1, max_size=20),
+    advantage=st.floats(-3, 3),
+    replayed=st.booleans(),
+    clip=st.one_of(st.none(), st.tuples(st.floats(0, 0.9), st.floats(0, 0.9))),
+    beta=st.one_of(st.none(), st.floats(0.01, 10)),
+)
+def test_every_branch(log_ratio, advantage, replayed, clip, beta):
+    """Of a token, in float64; at a corner, where a rounding decides the branch, nothing is claimed."""
+    log_prob = torch.tensor(log_ratio, dtype=torch.float64, device=DEVICE)
+    ratio = log_prob.clamp(max=MAX_LOG_RATIO).exp()
+    corners = [math.exp(MAX_LOG_RATIO)] + ([1 - clip[0], 1 + clip[1]] if clip else [])
+    clear = torch.stack([(ratio - corner).abs() > 1e-9 * corner for corner in corners]).all(0)
+    clear |= log_prob > MAX_LOG_RATIO + 1e-6
+    inputs = (torch.zeros_like(log_prob), torch.full_like(log_prob, advantage))
+    flags = torch.full_like(log_prob, replayed, dtype=torch.bool)
+    found = objective_of(log_prob, None, *inputs, flags, clear, clip, beta)
+    exact = policy_objective(log_prob, *inputs, flags, clip, beta)
+    for ours, true in (
+        (found.ratio, exact.ratio),
+        (found.clipped, exact.clipped.double()),
+        (found.coefficient, exact.coefficient),
+    ):
+        torch.testing.assert_close(ours, true.masked_fill(~clear, 0), rtol=1e-12, atol=1e-14)
+    expected = exact.value.masked_fill(~clear, 0)
+    assert found.value_sum.item() == pytest.approx(expected.sum().item(), abs=1e-12 * (1 + expected.abs().sum().item()))
+
+
+def test_garbage_at_masked_positions(dtype, device):
+    clean = make_tokens(200, dtype, device)
+    mask = clean["mask"]
+    garbage = {"log_prob": math.nan, "entropy": math.nan, "old_log_prob": math.inf, "advantage": -math.inf}
+    dirty = {**clean, **{name: clean[name].masked_fill(~mask, value) for name, value in garbage.items()}}
+    found = objective_of(**dirty, clip=(0.2, 0.2), beta=0.1)
+    assert_same_bits(found, objective_of(**clean, clip=(0.2, 0.2), beta=0.1))
+    assert not torch.stack(found[:5])[:, ~mask].any()
+
+
+@pytest.mark.parametrize("count", [0, 200])
+def test_nothing_to_do(count, dtype, device):
+    values = make_tokens(count, dtype, device)
+    values["mask"] = torch.zeros_like(values["mask"])
+    found = objective_of(**values, clip=(0.2, 0.2), beta=0.1)
+    assert [len(per_token) for per_token in found[:5]] == [count] * 5
+    assert not any(result.any() for result in found)
+
+
+def test_broken_tokens_that_take_part_show(dtype, device):
+    values = make_tokens(10, dtype, device)
+    values["mask"][:] = True
+    values["log_prob"][3] = math.nan
+    found = objective_of(**values, clip=(0.2, 0.2), beta=None)
+    assert found.value_sum.isnan()
+    assert found.coefficient.isnan().nonzero().tolist() == [[3]]
+
+
+def test_tokens_repeat_to_the_bit_from_any_strides_and_dtypes(device):
+    values = make_tokens(300, torch.float32, device)
+    values["old_log_prob"] = values["old_log_prob"].half()
+    values["advantage"] = values["advantage"].double()
+    first = objective_of(**values, clip=(0.2, 0.2), beta=0.1)
+    apart = {name: torch.stack((value, value), dim=1)[:, 0] for name, value in values.items()}
+    assert_same_bits(first, objective_of(**values, clip=(0.2, 0.2), beta=0.1))
+    assert_same_bits(first, objective_of(**apart, clip=(0.2, 0.2), beta=0.1))

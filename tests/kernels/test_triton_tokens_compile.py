@@ -1,0 +1,93 @@
+"""The kernels over tokens and responses compiled ahead of time for every architecture: it needs no GPU."""
+
+import os
+import re
+from functools import cache
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+if os.environ.get("TRITON_INTERPRET"):
+    pytest.skip("with TRITON_INTERPRET a process can only interpret kernels, not compile them", allow_module_level=True)
+
+from exgrpo.kernels.triton_chunks import token_kernels, tokens
+
+from .compiling import TARGETS, assert_runs_well, compile_kernel
+
+LENGTHS = ("rows", "tokens", "responses")  # not specialised for: nothing is known of them
+NUMBERS = ("clip_low", "clip_high", "log_beta", "entropy_coef")
+BLOCK = {"BLOCK": tokens.BLOCK}
+TILE = dict(zip(("ROWS", "COLUMNS"), tokens.GROUP_TILE, strict=True))
+
+
+POLICY = ("HAS_REPLAYED", "HAS_TEMPERATURE", "HAS_CLIP", "HAS_BETA", "PLAIN")
+OBJECTIVE = ("HAS_ENTROPY", "HAS_REPLAYED", "HAS_MASK", "HAS_CLIP", "HAS_BETA")
+
+
+def switches(names, *off):
+    """All switches on but those."""
+    return {name: name not in off for name in names} | BLOCK
+
+
+# The kernel, the dtypes of its floating tensors and of those that differ from them, and the constants.
+CASES = [
+    (token_kernels.finish_kernel, "fp32", {}, BLOCK),
+    (token_kernels.finish_kernel, "fp64", {}, BLOCK),
+    (token_kernels.policy_rows_kernel, "fp32", {}, switches(POLICY)),
+    (token_kernels.policy_rows_kernel, "fp32", {"normalizer": "i64"}, switches(POLICY, "PLAIN")),
+    (token_kernels.policy_rows_kernel, "fp32", {}, switches(POLICY, *POLICY)),
+    (token_kernels.policy_rows_kernel, "fp64", {}, switches(POLICY, "PLAIN")),
+    (token_kernels.policy_objective_kernel, "fp32", {}, switches(OBJECTIVE)),
+    (token_kernels.policy_objective_kernel, "fp32", {"old_log_prob": "bf16"}, switches(OBJECTIVE, *OBJECTIVE)),
+    (token_kernels.policy_objective_kernel, "fp64", {"advantage": "fp32"}, switches(OBJECTIVE)),
+    (token_kernels.centre_groups_kernel, "fp32", {"group": "i64"}, {"SCALE_BY_STD": False, **TILE}),
+    (token_kernels.centre_groups_kernel, "fp32", {"group": "i64"}, {"SCALE_BY_STD": True, **TILE}),
+    (token_kernels.centre_groups_kernel, "fp64", {"group": "i32"}, {"SCALE_BY_STD": True, **TILE}),
+    (token_kernels.centre_groups_kernel, "u1", {"group": "i64"}, {"SCALE_BY_STD": True, **TILE}),
+    (token_kernels.segment_mean_kernel, "fp32", {"offsets": "i32"}, {"BLOCK": tokens.SEGMENT_BLOCK}),
+    (token_kernels.segment_mean_kernel, "fp64", {"offsets": "i64"}, {"BLOCK": tokens.SEGMENT_BLOCK}),
+]
+
+
+def name(value):
+    if isinstance(value, dict):
+        return "+".join(key if on is True else f"{key}={on}" for key, on in value.items() if on is not False) or "-"
+    return getattr(value, "__name__", str(value))
+
+
+@cache
+def compiled(architecture, kernel, dtype, others, constants):
+    """A kernel as `tokens` has it compiled."""
+    dtypes = {"replayed": "u1", "counted": "u1", "partials": "fp64", "centred": "fp64", **dict(others)}
+    types = {x: "*" + dtypes.get(x, dtype) for x in kernel.arg_names}
+    types |= dict.fromkeys(LENGTHS, "i32") | dict.fromkeys(NUMBERS, "fp64")
+    return compile_kernel(architecture, kernel, types, dict(constants), unaligned=LENGTHS)
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+@pytest.mark.parametrize(("kernel", "dtype", "others", "constants"), CASES, ids=name)
+def test_kernels_do_not_spill(architecture, kernel, dtype, others, constants):
+    machine = compiled(architecture, kernel, dtype, tuple(others.items()), tuple(constants.items()))
+    assert_runs_well(architecture, machine)
+
+
+@pytest.mark.parametrize("architecture", [name for name in TARGETS if name.startswith("sm")])
+@pytest.mark.parametrize("kernel", [token_kernels.finish_kernel, token_kernels.policy_rows_kernel], ids=name)
+def test_logarithms_are_not_the_approximation_of_the_hardware(architecture, kernel):
+    """log1p and expm1 take their accuracy from log's near 1; and bounds let a broken number through."""
+    constants = next(constants for other, _, _, constants in CASES if other is kernel)
+    ptx = compiled(architecture, kernel, "fp32", (), tuple(constants.items())).code
+    assert "ex2.approx" in ptx
+    assert "lg2.approx" not in ptx
+    assert re.findall(r"\b(?:max|min)\.\S*f32", ptx)
+    assert not re.findall(r"\b(?:max|min)\.f32", ptx)
+
+
+@pytest.mark.parametrize(
+    "kernel", [value for key, value in vars(token_kernels).items() if key.endswith("_kernel")], ids=name
+)
+def test_lengths_and_numbers_compile_nothing_anew(kernel):
+    """Numbers arrive in float64, as the cases here have it; neither a number's value nor a length is compiled in."""
+    for parameter in kernel.params:
+        assert parameter.annotation_type == ("fp64" if parameter.name in NUMBERS else "")
+        assert parameter.do_not_specialize == (parameter.name in LENGTHS)
