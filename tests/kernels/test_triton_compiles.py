@@ -5,40 +5,22 @@ width of the loads. The launch table was chosen by it.
 """
 
 import os
-import re
-import subprocess
 from functools import cache
 from itertools import product
-from tempfile import NamedTemporaryFile
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET"):
     pytest.skip("with TRITON_INTERPRET a process can only interpret kernels, not compile them", allow_module_level=True)
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from exgrpo.kernels.triton_chunks import launch as launching
+from exgrpo.kernels.triton_chunks.anchored import half_tile, traits
+from exgrpo.kernels.triton_chunks.anchored_kernels import anchored_kernel, largest_kernel, target_logit_kernel
 from exgrpo.kernels.triton_chunks.kernels import gradient_kernel, statistics_kernel
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "sm_120": GPUTarget("cuda", 120, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-SHARED_LIMIT = {  # bytes a program may have
-    "sm_80": 163 << 10,
-    "sm_90": 227 << 10,
-    "sm_100": 227 << 10,
-    "sm_120": 99 << 10,
-    "gfx942": 64 << 10,
-}
+from .compiling import SHARED_LIMIT, TARGETS, assert_runs_well, compile_kernel
+
 ITEMSIZE = {"fp32": 4, "fp64": 8}
 VECTOR = 16  # bytes of the widest load that all architectures have
 
@@ -70,40 +52,8 @@ def name(value):
     return getattr(value, "__name__", str(value))
 
 
-class Machine:
-    """A compiled kernel: its loads, and what it takes of the machine.
-
-    Loads are counted in the assembler; the disassembled machine code has the same, and takes a while to get.
-    """
-
-    def __init__(self, architecture, kernel):
-        self.shared = kernel.metadata.shared
-        if architecture.startswith("gfx"):
-            self.code = kernel.asm["amdgcn"]
-            self.spilled = sum(
-                int(number)
-                for number in re.findall(r"\.(?:[sv]gpr_spill_count|private_segment_fixed_size):\s+(\d+)", self.code)
-            )
-            loads = re.findall(r"(?:global|buffer)_load_(\w+)", self.code)
-            self.wide = loads.count("dwordx4")
-            self.atomics = re.findall(r"\w*_atomic_\w*", self.code)
-        else:
-            self.code = kernel.asm["ptx"]
-            self.spilled = stack(kernel.asm["cubin"])
-            loads = re.findall(r"\bld\.global\S*", self.code)
-            self.wide = len([load for load in loads if load.endswith(("v4.b32", "v2.b64"))])
-            self.atomics = re.findall(r"\b(?:atom|red)\.\S*", self.code)
-        self.narrow = len(loads) - self.wide
-
-
-def stack(cubin):
-    """Bytes that a thread keeps in memory: the registers that did not fit, since the kernels have no arrays."""
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, check=True, text=True).stdout
-    return sum(int(number) for number in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+def row_launch(architecture):
+    return launching.Launch(**launching.setting(architecture, "float32", "wide")["rows"])
 
 
 @cache
@@ -111,37 +61,22 @@ def compiled(architecture, kernel, logits, out, bias, switches, block, aligned=T
     """A kernel as it is compiled at run time; ``aligned``: 16 divides the vocabulary."""
     constants = {**dict(switches), "HAS_BIAS": bias is not None, "BLOCK": block}
     dtypes = {"target": "i64", "out": out, "bias": bias or logits}
-    signature, attributes = {}, {}
-    for index, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-            continue
-        number = argument in ("vocabulary", "stride")
-        signature[argument] = "i32" if number else "*" + dtypes.get(argument, logits)
-        if aligned or not number:
-            attributes[index,] = [["tt.divisibility", 16]]
-        if architecture.startswith("gfx") and not number:  # a chunk has less than 2 GiB
-            attributes[index,].append(["tt.pointer_range", 32])
-    source = ASTSource(kernel, signature, constants, attributes)
-    warps = launching.BY_ARCHITECTURE[architecture].warps
-    return Machine(architecture, triton.compile(source, target=TARGETS[architecture], options={"num_warps": warps}))
-
-
-def assert_runs_well(architecture, machine):
-    assert machine.spilled == 0
-    assert machine.shared <= SHARED_LIMIT[architecture]
-    assert not machine.atomics  # they would add in an order that differs from run to run
+    numbers = ("vocabulary", "stride")
+    types = {x: "i32" if x in numbers else "*" + dtypes.get(x, logits) for x in kernel.arg_names}
+    warps = row_launch(architecture).warps
+    unaligned = () if aligned else numbers
+    return compile_kernel(architecture, kernel, types, constants, unaligned=unaligned, num_warps=warps)
 
 
 def test_every_architecture_of_the_table_is_compiled_for():
-    assert TARGETS.keys() == launching.BY_ARCHITECTURE.keys()
+    assert TARGETS.keys() == launching.table().keys() - {launching.DEFAULT, "cpu"}
 
 
 @pytest.mark.parametrize("architecture", TARGETS)
 @pytest.mark.parametrize(("kernel", "logits", "out", "bias", "switches"), CASES, ids=name)
 def test_kernels_do_not_spill_and_load_whole_vectors(architecture, kernel, logits, out, bias, switches):
     """Nothing but the numbers of a row, one load an argument, is read by less than 128 bits."""
-    chosen = launching.BY_ARCHITECTURE[architecture]
+    chosen = row_launch(architecture)
     machine = compiled(architecture, kernel, logits, out, bias, tuple(switches.items()), chosen.block)
     assert_runs_well(architecture, machine)
     threads = chosen.warps * TARGETS[architecture].warp_size
@@ -161,7 +96,7 @@ def test_kernels_do_not_spill_and_load_whole_vectors(architecture, kernel, logit
 )
 def test_vocabularies_that_16_does_not_divide_do_not_spill(architecture, kernel, out, switches):
     """Their rows start anywhere: loads are narrow and need more registers."""
-    block = launching.BY_ARCHITECTURE[architecture].block
+    block = row_launch(architecture).block
     machine = compiled(architecture, kernel, "fp32", out, "bf16", tuple(switches.items()), block, aligned=False)
     assert_runs_well(architecture, machine)
 
@@ -182,27 +117,112 @@ def test_blocks_smaller_than_a_program_compile(architecture):
 )
 def test_a_broken_logit_is_not_taken_for_an_impossible_word(architecture, kernel, out, switches):
     """A GPU's plain maximum of NaN and a number is the number; the interpreter's is NaN, so no result shows it."""
-    block = launching.BY_ARCHITECTURE[architecture].block
+    block = row_launch(architecture).block
     case = (("HAS_SOFTCAP", False), *switches.items())
     ptx = compiled(architecture, kernel, "fp32", out, None, case, block).code
     assert "max.NaN.f32" in ptx
     assert "max.f32" not in ptx
 
 
-@pytest.mark.parametrize("architecture", [*TARGETS, "sm_75", "gfx1100"])
-@pytest.mark.parametrize(
-    ("vocabulary", "fitting"), [(1, 128), (5, 128), (128, 128), (129, 256), (32000, 32768), (151936, 262144)]
-)
-def test_blocks_are_powers_of_two_that_fit_the_vocabulary(architecture, vocabulary, fitting, monkeypatch):
-    """An unknown GPU gets the entry that is safe on any."""
-    monkeypatch.setattr(launching, "architecture", lambda device: architecture)
-    chosen = launching.BY_ARCHITECTURE.get(architecture, launching.SAFE)
-    launching.launch.cache_clear()
-    try:
-        found = launching.launch(torch.device("cuda"), vocabulary)
-    finally:
-        launching.launch.cache_clear()
-    assert found == launching.Launch(min(fitting, chosen.block), chosen.warps)
-    assert found.block & (found.block - 1) == 0
-    assert 128 <= found.block <= chosen.block
-    assert (architecture in TARGETS) == (chosen is not launching.SAFE)
+# The product with the anchored epilogue: bias, whether there are a softcap and temperatures, out's dtype, whether it is
+# all rows or some. Anchored anew, rows are read through pointers, as all are on machines without descriptors.
+ANCHORED = [
+    (None, False, "bf16", False),
+    (None, False, None, False),
+    ("fp32", False, "bf16", False),
+    (None, True, "bf16", False),
+    ("bf16", True, "bf16", False),
+    ("bf16", True, "fp32", False),
+    ("fp32", True, "bf16", True),
+]
+PRODUCT = {
+    "sm_80": "mma.sync",
+    "sm_90": "wgmma.mma_async",
+    "sm_100": "tcgen05.mma",
+    "sm_120": "mma.sync",
+    "gfx942": "v_mfma",
+}
+FLOATS = {"hidden": "bf16", "weight": "bf16", "target": "i64", "listed": "i64", "found": "i64"}
+NUMBERS = ("rows", "vocabulary", "width", "vocabulary_stride", "out_stride")
+
+
+def product_tile(architecture):
+    return launching.Tile(**launching.setting(architecture, "bfloat16", "wide")["tile"])
+
+
+def compiled_product(architecture, kernel, tile, constants, **dtypes):
+    """As `anchored` has it compiled for operands that 16 bytes divide; what has no dtype is None."""
+    constants = {"width_stride": 1, **constants}
+    types = {}
+    for argument in kernel.arg_names:
+        kind = dtypes.get(argument, FLOATS.get(argument, "fp32"))
+        if argument in NUMBERS or argument == "softcap":
+            types[argument] = "i32" if argument in NUMBERS else kind
+        elif kind is not None:
+            types[argument] = kind if kind.startswith("tensordesc") else "*" + kind
+        if kind is None:
+            constants[argument] = None
+    options = {"num_warps": tile.warps, "num_stages": tile.stages} if tile else {"num_warps": 4}
+    return compile_kernel(
+        architecture, kernel, types, constants, unaligned=("rows",), large=("weight", "out"), **options
+    )
+
+
+@cache
+def compiled_anchored(architecture, bias, shaped, out, some):
+    tile, trait = product_tile(architecture), traits(architecture)
+    described = trait.described and not some
+    dtypes = {"bias": bias, "out": out, "softcap": "fp32" if shaped else None}
+    dtypes["temperature"] = "fp32" if shaped else None
+    if described:
+        dtypes["hidden"] = f"tensordesc<bf16[{tile.rows},{tile.depth}]>"
+        dtypes["weight"] = f"tensordesc<bf16[{tile.columns},{tile.depth}]>"
+        dtypes["out"] = out and f"tensordesc<{out}[{tile.rows},{tile.columns // trait.parts}]>"
+    if some:
+        tile = half_tile(tile)
+    else:
+        dtypes |= {"listed": None, "found": None}
+    constants = {
+        "DESCRIBED": described,
+        "OVERLAPPED": described and trait.overlapped,
+        "PARTS": trait.parts,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+    }
+    return compiled_product(architecture, anchored_kernel, tile, constants, **dtypes)
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+@pytest.mark.parametrize(("bias", "shaped", "out", "some"), ANCHORED)
+def test_the_product_with_the_anchored_epilogue_keeps_its_logits_in_registers(architecture, bias, shaped, out, some):
+    machine = compiled_anchored(architecture, bias, shaped, out, some)
+    assert some or machine.spilled == 0  # few rows are anchored anew
+    assert machine.shared <= SHARED_LIMIT[architecture]
+    assert not machine.atomics
+    assert PRODUCT[architecture] in machine.code
+    if architecture.startswith("sm"):
+        assert "max.NaN.f32" in machine.code
+        assert "max.f32" not in machine.code
+
+
+@pytest.mark.parametrize("architecture", [name for name in TARGETS if traits(name).described])
+def test_descriptors_move_whole_tiles(architecture):
+    """Nothing but the numbers of a row goes through a thread's own loads and stores."""
+    code = compiled_anchored(architecture, None, False, "bf16", False).code
+    assert "cp.async.bulk.tensor" in code
+    assert "cp.async.ca" not in code
+    assert "cp.async.cg" not in code
+    assert "st.global.v4" not in code
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_the_kernels_beside_the_product(architecture):
+    """The targets' logits, and the largest ones of some rows."""
+    tile = half_tile(product_tile(architecture))
+    constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
+    machine = compiled_product(architecture, largest_kernel, tile, constants, bias="bf16")
+    assert_runs_well(architecture, machine)
+    assert PRODUCT[architecture] in machine.code
+    machine = compiled_product(architecture, target_logit_kernel, None, {"BLOCK": 1024}, bias="bf16")
+    assert_runs_well(architecture, machine)

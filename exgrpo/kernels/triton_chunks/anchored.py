@@ -1,0 +1,241 @@
+"""The softmax statistics of a linear head straight from its product: no matrix of logits is ever written.
+
+With the target's logit as anchor, known beforehand by a product per token, d_v = (z_v - z_y) / tau is known as soon as
+z_v is: the product's tiles write exp(d_v), and their sums merge by addition, over tiles and over ranks. No running
+maximum, no rescaling, no second reading. The few rows whose target is next to impossible are done again, listed and
+counted on the device, from their largest logit; where there are none, two empty launches are all it costs.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from exgrpo.kernels.chunks.softmax import Sums
+from exgrpo.kernels.triton_chunks.anchored_kernels import anchored_kernel, largest_kernel, target_logit_kernel
+from exgrpo.kernels.triton_chunks.launch import Tile, architecture
+from exgrpo.kernels.vocab_parallel import VocabShard
+
+LARGEST_SUM = 2.0**40
+"""Of S with the target's logit as anchor: p_y is 1e-12 there. No exponential nears the end of fp32 or bf16."""
+LARGEST_SUM_FLOAT16 = 2.0**15
+"""The same for exponentials in fp16, which end at 65504: p_y is 3e-5."""
+SMALLEST_TILE = 16
+"""Rows that the units of the matrix product need."""
+ALIGNMENT = 16
+"""Bytes that have to divide a matrix's address and its row stride for a tensor descriptor."""
+
+
+def anchored_exponentials(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    temperature: Tensor | None,
+    softcap: float | None,
+    shard: VocabShard,
+    tile: Tile,
+    out: Tensor | None,
+) -> Sums:
+    """Writes the exponentials of a head's shifted logits, and returns their sums.
+
+    All on the device: the host never waits. Equal inputs give equal bits; what is NaN stays NaN.
+
+    Args:
+        hidden: [n, D] bf16 or fp16, contiguous.
+        weight: [V, D] of the same dtype, this rank's part; any strides, V may be 0.
+        bias: [V], any float dtype.
+        target: [n] int64, index into ``weight``; -1 where another rank holds it.
+        temperature: [n] fp32; None: 1.
+        softcap: logits become softcap * tanh(logit / softcap).
+        shard: merges over the ranks.
+        tile: of the product.
+        out: [n, V] bf16, fp16 or fp32, unit stride along V: receives exp(d_v), 0 at the target, with a softcap
+            multiplied by its slope 1 - (z_v / softcap)^2. None: forward only. It is written fastest where 16 bytes
+            divide its row stride, whatever V is.
+    """
+    rows = target.numel()
+    if not rows:
+        empty = torch.empty(0, dtype=torch.float32, device=hidden.device)
+        return Sums(empty, empty, empty, empty)
+    product = _Product(hidden, weight, bias, softcap, tile)
+    at_target = product.target_logits(target)
+    (at_target,) = shard.largest_of(at_target)
+    product.exponentials(target, at_target, temperature, out, None)
+    rest, _ = shard.sum_of(*product.sums())
+    # Beyond the limit, or overflown. Where the target's logit itself is NaN, nothing mends it.
+    # By the operands alone: with and without ``out`` the anchors are the same.
+    far = ~(rest <= _largest_sum(hidden.dtype)) & ~at_target.isnan()
+    listed = _Listed.where(far)
+    (largest,) = shard.largest_of(product.largest(listed))
+    anchor = torch.where(far, largest, at_target)
+    product.exponentials(target, anchor, temperature, out, listed)
+    rest, moment = shard.sum_of(*product.sums())
+    gap = at_target - anchor
+    return Sums(anchor, gap if temperature is None else gap / temperature, rest, moment)
+
+
+class Traits(NamedTuple):
+    """Of an architecture: how the product's kernel is compiled. Chosen by what keeps everything in registers."""
+
+    described: bool
+    """Whole tiles are read and written through tensor descriptors."""
+    overlapped: bool
+    """The next tile's loads begin before the epilogue of this one."""
+    parts: int
+    """Of a tile's columns, taken one after the other by the epilogue."""
+
+
+def traits(name: str) -> Traits:
+    """Those of an architecture of `launch`."""
+    return Traits(
+        described=name.startswith(("sm_9", "sm_10", "cpu")),
+        overlapped=name.startswith(("sm_9", "cpu")),
+        # Tensor memory holds a tile as a whole; AMD's parts would be moved through shared memory.
+        parts=1 if name.startswith(("sm_10", "gfx")) else 2,
+    )
+
+
+def half_tile(tile: Tile) -> Tile:
+    """Where pointers take the descriptors' place: they need more registers."""
+    return replace(tile, rows=max(SMALLEST_TILE, tile.rows // 2))
+
+
+class _Listed(NamedTuple):
+    """Some of the rows, whose number only the device knows."""
+
+    rows: Tensor
+    """[n] int64: the rows in order, then numbers beyond all rows."""
+    found: Tensor
+    """[n] int64: how many of the first rows are among them; the last is how many there are."""
+
+    @classmethod
+    def where(cls, condition: Tensor) -> "_Listed":
+        found = condition.cumsum(0)
+        number = torch.arange(1, found.numel() + 1, device=found.device)
+        return cls(torch.searchsorted(found, number), found)
+
+
+class _Product:
+    """hidden @ weight.T in tiles, and what the tiles leave behind for each of their rows."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, tile: Tile) -> None:
+        self.hidden, self.weight, self.softcap, self.tile = hidden, weight, softcap, tile
+        self.bias = None if bias is None else bias.contiguous()
+        self.traits = traits(architecture(hidden.device))
+        self.column_tiles = triton.cdiv(weight.shape[0], tile.columns)
+        self.partial = torch.empty(2, self.column_tiles, hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        """S and M of each tile."""
+
+    def target_logits(self, target: Tensor) -> Tensor:
+        """z_y [n], -inf where it is not held."""
+        rows, width = self.hidden.shape
+        logits = torch.empty(rows, dtype=torch.float32, device=self.hidden.device)
+        with torch.cuda.device_of(self.hidden):
+            target_logit_kernel[(rows,)](
+                self.hidden,
+                self.weight,
+                self.bias,
+                target,
+                logits,
+                self.softcap,
+                width,
+                *self.weight.stride(),
+                BLOCK=min(1024, triton.next_power_of_2(width)),
+                num_warps=4,
+            )
+        return logits
+
+    def exponentials(
+        self, target: Tensor, anchor: Tensor, temperature: Tensor | None, out: Tensor | None, listed: _Listed | None
+    ) -> None:
+        """Writes exp(d) and the sums of all rows, or of the listed ones."""
+        described = listed is None and self._describable(out)
+        usual = described or (listed is None and not self.traits.described)
+        tile = self.tile if usual else half_tile(self.tile)
+        hidden, weight, written = self.hidden, self.weight, out
+        parts = self.traits.parts
+        if described:
+            hidden = TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth])
+            weight = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
+            if out is not None:
+                written = TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // parts])
+        self._launch(
+            anchored_kernel,
+            tile,
+            hidden,
+            weight,
+            self.bias,
+            target,
+            anchor,
+            temperature,
+            *(listed or (None, None)),
+            written,
+            *self.partial,
+            out_stride=0 if out is None else out.stride(0),
+            DESCRIBED=described,
+            OVERLAPPED=described and self.traits.overlapped,
+            PARTS=parts,
+        )
+
+    def sums(self) -> tuple[Tensor, ...]:
+        """S and M [n], over the tiles."""
+        return self.partial.sum(1).unbind()
+
+    def largest(self, listed: _Listed) -> Tensor:
+        """The largest logits [n] of the listed rows, anything for others; the sums are lost for the listed ones."""
+        if not self.column_tiles:
+            return self.partial.new_full(self.partial.shape[2:], -torch.inf)
+        partial = self.partial[0]
+        self._launch(largest_kernel, half_tile(self.tile), self.hidden, self.weight, self.bias, *listed, partial)
+        return partial.amax(0)
+
+    def _launch(self, kernel: Any, tile: Tile, *arguments: object, **more: object) -> None:
+        rows, width = self.hidden.shape
+        tiles = triton.cdiv(rows, tile.rows) * self.column_tiles
+        if not tiles:
+            return
+        with torch.cuda.device_of(self.hidden):
+            kernel[(min(tiles, _multiprocessors(self.hidden.device)),)](
+                *arguments,
+                softcap=self.softcap,
+                rows=rows,
+                vocabulary=self.weight.shape[0],
+                width=width,
+                vocabulary_stride=self.weight.stride(0),
+                width_stride=self.weight.stride(1),
+                **more,
+                ROWS=tile.rows,
+                COLUMNS=tile.columns,
+                DEPTH=tile.depth,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
+
+    def _describable(self, out: Tensor | None) -> bool:
+        matrices = (self.hidden, self.weight) if out is None else (self.hidden, self.weight, out)
+        return self.traits.described and all(_aligned(matrix) for matrix in matrices)
+
+
+def _aligned(matrix: Tensor) -> bool:
+    """Whether a descriptor can be made of it."""
+    return (
+        matrix.stride(1) == 1
+        and matrix.stride(0) * matrix.itemsize % ALIGNMENT == 0
+        and matrix.data_ptr() % ALIGNMENT == 0
+    )
+
+
+def _largest_sum(operand: torch.dtype) -> float:
+    return LARGEST_SUM_FLOAT16 if operand == torch.float16 else LARGEST_SUM
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,229 @@
+"""Triton kernels of the product hidden @ weight.T whose epilogue is the softmax: the logits stay in registers.
+
+x_v is a raw product, z_v = cap(x_v + b_v) the logit, y the target, a the row's anchor, d_v = (z_v - a) / tau. All
+sums are fp32. ``bias``, ``temperature`` and ``softcap`` are None where there are none.
+"""
+
+import triton
+import triton.language as tl
+
+UNDERFLOWN = tl.constexpr(-1e4)  # stands for every d below it: exp(d) is 0 there, and exp(d) d too where d is -inf
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+GROUP = tl.constexpr(16)  # row tiles that go through the vocabulary together: they and as much weight fit the L2 cache
+
+
+@triton.jit
+def _logits(x, bias, columns, valid, softcap):
+    """z of raw products x [..., columns]."""
+    if bias is not None:
+        x += tl.load(bias + columns, mask=valid, other=0.0).to(tl.float32)
+    if softcap is not None:
+        # tanh by one exponential, which may overflow: the quotient is 0 then.
+        x = softcap - 2.0 * softcap / (1.0 + tl.exp2(x * (2.0 / softcap * LOG2_E)))
+    return x
+
+
+@triton.jit
+def target_logit_kernel(
+    hidden,  # [rows, D]
+    weight,  # [V, D]
+    bias,  # [V]
+    target,  # [rows] int64, local; -1 where this rank does not hold it
+    logits,  # [rows] fp32, result
+    softcap,
+    width,  # D
+    vocabulary_stride,  # of the weight, as width_stride
+    width_stride,
+    BLOCK: tl.constexpr,
+):
+    """z_y of each row, -inf where the target is not held."""
+    row = tl.program_id(0).to(tl.int64)
+    y = tl.load(target + row)
+    held = y >= 0
+    hidden += row * width
+    weight += y * vocabulary_stride
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        depth = start + tl.arange(0, BLOCK)
+        mask = (depth < width) & held
+        h = tl.load(hidden + depth, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(weight + depth.to(tl.int64) * width_stride, mask=mask, other=0.0).to(tl.float32)
+        total += h * w
+    z = _logits(tl.sum(total), bias, y, held, softcap)
+    tl.store(logits + row, tl.where(held, z, float("-inf")))
+
+
+@triton.jit
+def _tile(index, row_tiles, column_tiles):
+    """Row and column of the index-th tile: GROUP row tiles in turn, then the same with the next columns."""
+    group = index // (GROUP * column_tiles)
+    height = tl.minimum(row_tiles - group * GROUP, GROUP)
+    within = index - group * GROUP * column_tiles
+    return group * GROUP + within % height, within // height
+
+
+@triton.jit
+def _row_numbers(first_row, listed, rows, ROWS: tl.constexpr):
+    """The rows of a tile, ``rows`` or more where there are none left."""
+    row = first_row + tl.arange(0, ROWS)
+    if listed is not None:
+        row = tl.load(listed + row, mask=row < rows, other=rows)
+    return row
+
+
+@triton.jit
+def _product(
+    hidden,
+    weight,
+    first_row,
+    row,
+    first_column,
+    rows,
+    vocabulary,
+    width,
+    vocabulary_stride,
+    width_stride,
+    DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """x of a tile [ROWS, COLUMNS]; 0 beyond the matrices."""
+    x = tl.zeros([ROWS, COLUMNS], tl.float32)
+    column = first_column + tl.arange(0, COLUMNS)
+    for start in range(0, width, DEPTH):
+        if DESCRIBED:
+            h = hidden.load([first_row, start])
+            w = weight.load([first_column, start]).T
+        else:
+            depth = start + tl.arange(0, DEPTH)
+            inside = depth < width
+            h_pointers = hidden + row.to(tl.int64)[:, None] * width + depth[None, :]
+            h = tl.load(h_pointers, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+            w_pointers = weight + column.to(tl.int64)[None, :] * vocabulary_stride
+            w_pointers += depth.to(tl.int64)[:, None] * width_stride
+            w = tl.load(w_pointers, mask=inside[:, None] & (column < vocabulary)[None, :], other=0.0)
+        x = tl.dot(h, w, x)
+    return x
+
+
+@triton.jit
+def _row_values(target, anchors, temperature, row, taken):
+    """y, a and what turns z - a into d / ln 2: powers of 2 are what the machine has."""
+    y = tl.load(target + row, mask=taken, other=-1).to(tl.int32)
+    anchor = tl.load(anchors + row, mask=taken, other=0.0)
+    scale = tl.full([row.shape[0]], LOG2_E, tl.float32)
+    if temperature is not None:
+        scale /= tl.load(temperature + row, mask=taken, other=1.0)
+    return y, anchor, scale
+
+
+@triton.jit
+def _exponentials(x, bias, column, valid, y, anchor, scale, softcap):
+    """exp(d) times the cap's slope, 0 at the target and where not valid; the sums of exp(d) and of exp(d) d / ln 2."""
+    z = _logits(x, bias, column, valid, softcap)
+    d = tl.maximum((z - anchor[:, None]) * scale[:, None], UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)
+    e = tl.where((column[None, :] == y[:, None]) | ~valid[None, :], 0.0, tl.exp2(d))
+    rest, moment = tl.sum(e, 1), tl.sum(e * d, 1)
+    if softcap is not None:
+        t = z * (1.0 / softcap)
+        e *= 1.0 - t * t
+    return e, rest, moment
+
+
+@triton.jit(do_not_specialize=["rows"])
+def anchored_kernel(
+    hidden,  # [rows, D]; a descriptor where DESCRIBED, as weight and out
+    weight,  # [V, D]
+    bias,  # [V]
+    target,  # [rows] int64, local; -1 where this rank does not hold it
+    anchors,  # [rows]
+    temperature,  # [rows]
+    listed,  # [rows] int64, the rows that are wanted, then numbers beyond all rows; None: all are. Not with DESCRIBED
+    found,  # [rows] int64, the last is how many are listed
+    out,  # [rows, V], receives exp(d) times the slope of the cap; may be None
+    rests,  # [column tiles, rows], result: S over the tile's columns
+    moments,  # [column tiles, rows], result: M over the tile's columns
+    softcap,
+    rows,
+    vocabulary,  # V
+    width,  # D
+    vocabulary_stride,  # of the weight, as width_stride
+    width_stride,
+    out_stride,
+    DESCRIBED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,  # the next tile's loads begin before this one's epilogue
+    PARTS: tl.constexpr,  # 1, or 2: the epilogue takes half the columns at a time and needs fewer registers
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """exp(d) and its sums; each program goes through tiles until there are no more."""
+    row_tiles = tl.cdiv(rows if listed is None else tl.load(found + rows - 1).to(tl.int32), ROWS)
+    tiles = row_tiles * tl.cdiv(vocabulary, COLUMNS)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=OVERLAPPED):
+        row_tile, column_tile = _tile(index, row_tiles, tl.cdiv(vocabulary, COLUMNS))
+        row = _row_numbers(row_tile * ROWS, listed, rows, ROWS)
+        # fmt: off
+        x = _product(
+            hidden, weight, row_tile * ROWS, row, column_tile * COLUMNS, rows, vocabulary, width,
+            vocabulary_stride, width_stride, DESCRIBED, ROWS, COLUMNS, DEPTH,
+        )
+        # fmt: on
+        taken = row < rows
+        y, anchor, scale = _row_values(target, anchors, temperature, row, taken)
+        rest = tl.zeros([ROWS], tl.float32)
+        moment = tl.zeros([ROWS], tl.float32)
+        parts = (x,) if PARTS == 1 else x.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+        for part in tl.static_range(PARTS):
+            first = column_tile * COLUMNS + part * (COLUMNS // PARTS)
+            column = first + tl.arange(0, COLUMNS // PARTS)
+            valid = column < vocabulary
+            e, r, m = _exponentials(parts[part], bias, column, valid, y, anchor, scale, softcap)
+            rest += r
+            moment += m
+            if out is not None and DESCRIBED:
+                out.store([row_tile * ROWS, first], e.to(out.dtype))
+            elif out is not None:
+                pointers = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+                tl.store(pointers, e.to(out.dtype.element_ty), mask=taken[:, None] & valid[None, :])
+        partial = column_tile.to(tl.int64) * rows + row
+        tl.store(rests + partial, rest, mask=taken)
+        tl.store(moments + partial, moment * LN_2, mask=taken)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def largest_kernel(
+    hidden,  # [rows, D]
+    weight,  # [V, D]
+    bias,  # [V]
+    listed,  # [rows] int64, the rows that are wanted, then numbers beyond all rows
+    found,  # [rows] int64, the last is how many are listed
+    largest,  # [column tiles, rows], result: the largest z of the tile's columns, for listed rows
+    softcap,
+    rows,
+    vocabulary,  # V
+    width,  # D
+    vocabulary_stride,  # of the weight, as width_stride
+    width_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The largest logits of some rows; each program goes through tiles until there are no more."""
+    row_tiles = tl.cdiv(tl.load(found + rows - 1).to(tl.int32), ROWS)
+    tiles = row_tiles * tl.cdiv(vocabulary, COLUMNS)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row_tile, column_tile = _tile(index, row_tiles, tl.cdiv(vocabulary, COLUMNS))
+        row = _row_numbers(row_tile * ROWS, listed, rows, ROWS)
+        # fmt: off
+        x = _product(
+            hidden, weight, row_tile * ROWS, row, column_tile * COLUMNS, rows, vocabulary, width,
+            vocabulary_stride, width_stride, False, ROWS, COLUMNS, DEPTH,
+        )
+        # fmt: on
+        column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+        valid = column < vocabulary
+        z = tl.where(valid[None, :], _logits(x, bias, column, valid, softcap), float("-inf"))
+        tl.store(largest + column_tile.to(tl.int64) * rows + row, tl.max(z, 1), mask=row < rows)

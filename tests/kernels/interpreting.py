@@ -1,0 +1,21 @@
+"""What Triton's interpreter gets wrong, put right. To be imported where TRITON_INTERPRET is set."""
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def correct_bfloat16_dot():
+    """The interpreter multiplies the bits of bf16 numbers as integers: it gets them in fp32, as a GPU adds them up."""
+    dot = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *more):
+        return dot(self, _widened(a), _widened(b), *more)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
+def _widened(x):
+    if x.dtype.scalar != tl.bfloat16:
+        return x
+    return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)

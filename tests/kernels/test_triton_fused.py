@@ -1,0 +1,138 @@
+"""The Triton backend with its own product, where the launch table says so: same results as with a library's product."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
+    pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+
+from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference
+from exgrpo.kernels.triton_chunks import launch, rows
+
+from .conftest import DEVICE
+from .support import assert_as_good, make_case, make_tokens, relative_error
+
+OPTIONS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "temperature": {"temperature": 0.7},
+    "per token": {"temperature": torch.linspace(0.5, 2.0, 45), "bias": True},
+}
+
+
+@pytest.fixture(params=["bfloat16", "float16"])
+def dtype(request, tmp_path, monkeypatch):
+    """A dtype whose products the table has fused."""
+    table = tmp_path / "launch.toml"
+    table.write_text(f'[{launch.architecture(DEVICE)}.{request.param}]\nlogits = "fused"\n', encoding="utf-8")
+    monkeypatch.setenv(launch.ENVIRONMENT, str(table))
+    launch.forget()
+    yield getattr(torch, request.param)
+    launch.forget()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The rows that were made, by class."""
+    seen = []
+    forget = rows.TritonRows.__init__
+    monkeypatch.setattr(
+        rows.TritonRows, "__init__", lambda self, *rest: (seen.append(type(self)), forget(self, *rest))[1]
+    )
+    return seen
+
+
+def compare(case, call):
+    """Results and gradients against float64 on the same numbers, with plain torch's error as the yardstick."""
+    exact_case, plain_case = case.to(torch.float64), case.to(case.hidden.dtype)
+    ours, gradients = call(case, "triton")
+    exact, exact_gradients = call(exact_case, "reference")
+    plain, plain_gradients = call(plain_case, "reference")
+    assert_as_good(ours, plain, exact)
+    # Here F is rounded to the operands' dtype once, which plain torch does too.
+    assert_as_good(gradients, plain_gradients, exact_gradients, measure=relative_error)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_log_prob(name, with_entropy, dtype, device, made, set_chunk):
+    set_chunk(20 * 130 * 4)
+    case = make_case(45, 40, 130, dtype, device, **OPTIONS[name])
+    upstream = torch.randn(2, 45, device=device)
+
+    def call(some, backend):
+        log_prob, entropy = some.log_prob(linear_log_prob, backend=backend)
+        loss = (log_prob * upstream[0].to(log_prob.dtype)).sum()
+        if with_entropy:
+            loss = loss + (entropy * upstream[1].to(entropy.dtype)).sum()
+        return [log_prob.detach(), entropy.detach()], some.gradients(loss)
+
+    compare(case, call)
+    assert set(made) == {rows.FusedRows}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
+def test_policy_loss(name, entropy_coef, dtype, device, made, set_chunk):
+    set_chunk(20 * 130 * 4)
+    case = make_case(45, 40, 130, dtype, device, **OPTIONS[name])
+    tokens = make_tokens(case)
+
+    def call(some, backend):
+        old, advantage, replayed = tokens
+        more = {"replayed": replayed, "entropy_coef": entropy_coef, "clip": None, "backend": backend}
+        result = some.policy_loss(old, advantage, **more)
+        return [result.log_prob, result.entropy, result.ratio], some.gradients(result.loss)
+
+    compare(case, call)
+    assert set(made) == {rows.FusedRows}
+
+
+def test_impossible_targets_and_certain_ones(dtype, device):
+    """Targets 100 nats below the best word, whose exponentials would overflow, beside nearly certain ones."""
+    case = make_case(20, 32, 60, dtype, device, ignored=False)
+    with torch.no_grad():
+        likely = case.hidden[:10] + 20 * case.weight[case.target[:10]]
+        unlikely = case.hidden[10:] - 100 * case.weight[case.target[10:]] / case.weight.norm(dim=1).mean()
+        case.hidden.copy_(torch.cat((likely, unlikely)))
+
+    def call(some, backend):
+        log_prob, entropy = some.log_prob(linear_log_prob, backend=backend)
+        return [log_prob.detach(), entropy.detach()], some.gradients(log_prob.sum())
+
+    compare(case, call)
+
+
+def test_a_cap_and_autocast_take_the_librarys_product(dtype, device, made):
+    """The exponentials do not tell how steep a cap is; a weight of another dtype would have to be converted first."""
+    case = make_case(20, 16, 40, dtype, device)
+    linear_log_prob(case.hidden, case.weight, case.target, softcap=5.0, backend="triton")
+    with torch.autocast(device.type, dtype):
+        linear_log_prob(case.hidden.float(), case.weight.float(), case.target, backend="triton")
+    assert set(made) == {rows.TritonRows}
+
+
+def test_same_bits_on_every_run_and_in_any_chunks(dtype, device, set_chunk):
+    case = make_case(40, 32, 150, dtype, device)
+    old, advantage, _ = make_tokens(case)
+
+    def run():
+        result = linear_policy_loss(case.hidden, case.weight, case.target, old, advantage, backend="triton")
+        return [result.log_prob, result.entropy, *case.gradients(result.loss)[:1]]
+
+    first = run()
+    assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+    set_chunk(16 * 150 * 4)
+    assert all(torch.equal(a, b) for a, b in zip(first[:2], run()[:2], strict=True))
+
+
+def test_left_out_tokens_alone(dtype, device):
+    case = make_case(5, 16, 40, dtype, device)
+    case.target.fill_(-100)
+    result = linear_log_prob(case.hidden, case.weight, case.target, backend="triton")
+    assert not any(values.any() for values in result)
+    assert not any(gradient.any() for gradient in case.gradients(result.log_prob.sum()))
+    assert reference.linear_log_prob(case.hidden, case.weight, case.target).log_prob.eq(0).all()
