@@ -52,7 +52,7 @@ def errors(case: Case, implementation: Implementation, problem: Problem, truth: 
     if case.operation in (FORWARD, LOG_PROB):
         assert outcome.log_prob is not None
         assert truth.log_prob is not None
-        log_prob = (outcome.log_prob.double() - truth.log_prob).abs().max().item()
+        log_prob = (outcome.log_prob.double() - truth.log_prob)[problem.active].abs().max().item()
     if outcome.gradients:
         gradient = max(_relative(a, b) for a, b in zip(outcome.gradients, truth.gradients, strict=True))
     return Errors(log_prob, gradient)

@@ -1,6 +1,8 @@
 """Options, the machine that is written into every record, and the table at the end."""
 
+import math
 import platform
+import time
 from importlib import metadata
 
 import pytest
@@ -10,6 +12,7 @@ from rich.console import Console
 from benchmarks.heads import default_backend
 from benchmarks.races import Races
 from benchmarks.render import tables
+from benchmarks.timing import BUDGET
 
 VERSIONS = (
     "exgrpo",
@@ -30,8 +33,9 @@ RACES = pytest.StashKey[Races]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The sizes of the heads."""
-    parser.addoption("--sizes", choices=("small", "full"), default="small", help="full: models' real sizes as well.")
+    """The sizes of the heads, and the time to spend."""
+    parser.addoption("--sizes", choices=tuple(BUDGET), default="small", help="full: models' real sizes as well.")
+    parser.addoption("--minutes", type=float, default=math.inf, help="Begin no group after so many minutes.")
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +58,9 @@ def races(request: pytest.FixtureRequest) -> Races:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Rows in order of their medians; what they lack is in the tables of ours."""
-    config.stash[RACES] = Races(ours=f"exgrpo {default_backend()}")
+    config.stash[RACES] = Races(
+        ours=f"exgrpo {default_backend()}", deadline=time.monotonic() + 60 * config.getoption("minutes")
+    )
     if config.getoption("benchmark_sort", None) is not None:
         config.option.benchmark_sort = "median"
         config.option.benchmark_columns = ["median", "iqr", "min", "rounds"]

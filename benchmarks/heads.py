@@ -12,6 +12,7 @@ from benchmarks.inputs import LanguageModelInputs, make_inputs
 from benchmarks.races import OURS
 from exgrpo import kernels
 from exgrpo.kernels.dispatch import backend_name, unavailable
+from exgrpo.kernels.inputs import IGNORED
 
 CLIP = 0.2
 ENTROPY_COEF = 0.001
@@ -41,10 +42,18 @@ class Case:
     width: int
     vocabulary: int
     dtype: torch.dtype
+    active: float = 1.0
+    """The part of the tokens that count; the others are prompt or padding, and their targets are IGNORED."""
+
+    @property
+    def active_tokens(self) -> int:
+        """How many tokens count."""
+        return round(self.active * self.tokens)
 
     def __str__(self) -> str:
         shape = f"{self.tokens}x{self.width}x{self.vocabulary}"
-        return f"{self.operation} {str(self.dtype).removeprefix('torch.')} {shape}"
+        some = f" {self.active:.0%} active" if self.active < 1 else ""
+        return f"{self.operation} {str(self.dtype).removeprefix('torch.')} {shape}{some}"
 
 
 class Problem(NamedTuple):
@@ -55,13 +64,15 @@ class Problem(NamedTuple):
     weight: Tensor
     """[V, D]"""
     target: Tensor
-    """[T]"""
+    """[T]; IGNORED where a token is not active"""
     old_log_prob: Tensor
     """[T] fp32"""
     advantage: Tensor
-    """[T] fp32, not 0"""
+    """[T] fp32, not 0 where active, 0 elsewhere"""
     upstream: Tensor
-    """[T] fp32, gradient of the log-probs in LOG_PROB"""
+    """[T] fp32, gradient of the log-probs in LOG_PROB; 0 where not active"""
+    active: Tensor
+    """[T] bool"""
 
 
 class Outcome(NamedTuple):
@@ -83,8 +94,12 @@ def make_problem(case: Case, device: torch.device) -> Problem:
     with torch.no_grad():
         log_prob = kernels.linear_log_prob(hidden, weight, inputs.target, backend="torch").log_prob
     old = log_prob + OLD_NOISE * normal()
-    sign = normal().sign()
-    return Problem(hidden, weight, inputs.target, old, sign * (0.5 + normal().abs()), normal() / case.tokens)
+    advantage = normal().sign() * (0.5 + normal().abs())
+    upstream = normal() / case.tokens
+    active = torch.zeros(case.tokens, dtype=torch.bool, device=device)
+    active[torch.randperm(case.tokens, generator=generator, device=device)[: case.active_tokens]] = True
+    target = inputs.target.where(active, IGNORED)
+    return Problem(hidden, weight, target, old, advantage * active, upstream * active, active)
 
 
 class Implementation:
@@ -95,6 +110,9 @@ class Implementation:
 
     name: str
     operations: tuple[str, ...] = tuple(OPERATIONS)
+    takes_ignored = False
+    """Whether it is given targets that are IGNORED, for what it likes to make of them. Others get a word there, compute
+    the token like every other one, and what comes out does not count: so do their users."""
 
     def missing(self, device: torch.device) -> str:
         """Why it cannot run here; empty where it can."""
@@ -109,12 +127,14 @@ class Implementation:
         log_prob, entropy = self.log_prob(problem.hidden, problem.weight, problem.target)
         return plain_loss(log_prob, entropy, problem, entropy_coef)
 
-    def cross_entropy(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    def cross_entropy(self, problem: Problem) -> Tensor:
         """-(sum of log-probs)."""
-        return -self.log_prob(hidden, weight, target)[0].sum()
+        return -(self.log_prob(problem.hidden, problem.weight, problem.target)[0] * problem.active).sum()
 
     def call(self, case: Case, problem: Problem) -> Callable[[], Outcome]:
         """The operation of a case as a function without arguments."""
+        if not self.takes_ignored:
+            problem = problem._replace(target=problem.target.clamp(min=0))
         hidden, weight, target = problem[:3]
 
         def forward() -> Outcome:
@@ -128,7 +148,7 @@ class Implementation:
 
         def loss() -> Outcome:
             if case.operation == CROSS_ENTROPY:
-                value = self.cross_entropy(hidden, weight, target)
+                value = self.cross_entropy(problem)
             else:
                 value = self.policy_loss(problem, ENTROPY_COEF if case.operation == WITH_ENTROPY else 0.0)
             return Outcome(gradients=torch.autograd.grad(value, (hidden, weight)))
@@ -142,12 +162,14 @@ def plain_loss(log_prob: Tensor, entropy: Tensor | None, problem: Problem, entro
     gain = torch.minimum(ratio * problem.advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * problem.advantage).sum()
     if entropy_coef:
         assert entropy is not None
-        gain = gain + entropy_coef * entropy.sum()
+        gain = gain + entropy_coef * (entropy * problem.active).sum()
     return -gain / len(log_prob)
 
 
 class Ours(Implementation):
     """A backend of exgrpo.kernels."""
+
+    takes_ignored = True
 
     def __init__(self, backend: str) -> None:
         self.name, self.backend = f"{OURS} {backend}", backend
@@ -159,7 +181,7 @@ class Ours(Implementation):
         return kernels.linear_log_prob(hidden, weight, target, backend=self.backend)
 
     def policy_loss(self, problem: Problem, entropy_coef: float) -> Tensor:
-        hidden, weight, target, old, advantage, _ = problem
+        hidden, weight, target, old, advantage, *_ = problem
         options: dict[str, Any] = {"entropy_coef": entropy_coef, "normalizer": len(target), "backend": self.backend}
         return kernels.linear_policy_loss(hidden, weight, target, old, advantage, clip=(CLIP, CLIP), **options).loss
 
@@ -210,9 +232,9 @@ class Floor(Implementation):
     name = "floor"
 
     def call(self, case: Case, problem: Problem) -> Callable[[], Outcome]:
-        """The one product of a forward pass, or the three of forward and backward."""
-        hidden, weight = problem.hidden.detach(), problem.weight.detach()
-        logits = hidden.new_empty(case.tokens, case.vocabulary)
+        """The one product of a forward pass, or the three of forward and backward, of as many tokens as are active."""
+        hidden, weight = problem.hidden.detach()[: case.active_tokens], problem.weight.detach()
+        logits = hidden.new_empty(case.active_tokens, case.vocabulary)
         # A softmax's values: arbitrary ones could hold denormals, which some CPUs multiply 26 times slower.
         grad = torch.full_like(logits, 0.5)
         d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)

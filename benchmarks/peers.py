@@ -6,6 +6,7 @@ On GPUs their Triton kernels run; on a CPU those that have a path without Triton
 """
 
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 import types
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.heads import CLIP, CROSS_ENTROPY, FORWARD, WITHOUT_ENTROPY, Implementation, Problem
+from exgrpo.kernels.inputs import IGNORED
 
 
 class Peer(Implementation):
@@ -53,13 +55,15 @@ class Peer(Implementation):
 
 
 class CrossEntropy(Peer):
-    """One whose function gives cross-entropies, each or their sum."""
+    """One whose function gives cross-entropies, each or their sum, 0 where a target is IGNORED."""
+
+    takes_ignored = True
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         return -self.function(hidden, weight, target, reduction="none"), None
 
-    def cross_entropy(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return self.function(hidden, weight, target, reduction="sum")
+    def cross_entropy(self, problem: Problem) -> Tensor:
+        return self.function(problem.hidden, problem.weight, problem.target, reduction="sum")
 
 
 class TorchCrossEntropy(CrossEntropy):
@@ -100,7 +104,7 @@ class LigerPolicyLoss(Peer):
         return base.chunk_forward(hidden[None], weight, target[None])[0], None
 
     def policy_loss(self, problem: Problem, entropy_coef: float) -> Tensor:
-        hidden, weight, target, old, advantage, _ = problem
+        hidden, weight, target, old, advantage, *_ = problem
         # It knows advantages per row only: a row for each token, all of them in one chunk.
         loss = self.function(
             beta=0.0,
@@ -118,13 +122,13 @@ class LigerPolicyLoss(Peer):
 class LigerScaledCrossEntropy(Peer):
     """Liger's fused linear scaled cross-entropy: its SM90 kernel there, elsewhere the fallback of its own choice."""
 
-    name, package, needs_cuda = "Liger FLSCE", "liger_kernel", True
+    name, package, needs_cuda, takes_ignored = "Liger FLSCE", "liger_kernel", True, True
 
     def load(self) -> Callable[..., Any]:
         return importlib.import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction.apply
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        loss, entropy = self.function(hidden, weight, target, 1.0, -100, 1, True)
+        loss, entropy = self.function(hidden, weight, target, 1.0, IGNORED, 1, True)
         return -loss, entropy
 
 
@@ -158,17 +162,19 @@ class VerlTriton(Peer):
         device.get_device_capability = torch.cuda.get_device_capability  # type: ignore[attr-defined]
         root = _folder("verl")
         parents = {"verl": root, "verl.utils": root / "utils", "verl.utils.kernel": root / "utils" / "kernel"}
-        with _StandIns({**parents, "verl.utils.device": device}):  # `import verl` wants ray
-            return importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+        # `import verl` wants ray. The stand-ins stay: its functions import their kernels when they are called.
+        sys.modules.update({name: _package_at(name, folder) for name, folder in parents.items()})
+        sys.modules["verl.utils.device"] = device
+        return importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.function(hidden, weight, target, 1.0, "none", None)
 
 
 class TrlChunked(Peer):
-    """TRL's chunked log-probs."""
+    """TRL's chunked log-probs; as in its trainer, tokens that do not count are left out on GPUs alone."""
 
-    name, package = "TRL chunked log-prob", "trl"
+    name, package, takes_ignored = "TRL chunked log-prob", "trl", True
     vocabulary_chunk = 32768
     """The value of its trainer."""
 
@@ -176,7 +182,12 @@ class TrlChunked(Peer):
         return importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction.apply
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.function(hidden, weight, None, target, 1.0, self.vocabulary_chunk, None, 1.0, ("entropy",))[:2]
+        options = (1.0, self.vocabulary_chunk, None, 1.0, ("entropy",))
+        if not hidden.is_cuda:
+            return self.function(hidden, weight, None, target.clamp(min=0), *options)[:2]
+        kept = target != IGNORED
+        log_prob, entropy = self.function(hidden[kept], weight, None, target[kept], *options)[:2]
+        return tuple(x.new_zeros(target.shape).masked_scatter(kept, x) for x in (log_prob, entropy))
 
 
 class Quack(CrossEntropy):
@@ -197,15 +208,19 @@ class _StandIns:
     def __enter__(self) -> None:
         self.kept = {name: sys.modules.pop(name) for name in self.modules if name in sys.modules}
         for name, module in self.modules.items():
-            if isinstance(module, Path):
-                folder, module = str(module), types.ModuleType(name)
-                module.__path__ = [folder]
-            sys.modules[name] = module
+            sys.modules[name] = _package_at(name, module) if isinstance(module, Path) else module
 
     def __exit__(self, *_: object) -> None:
         for name in self.modules:
             del sys.modules[name]
         sys.modules.update(self.kept)
+
+
+def _package_at(name: str, folder: Path) -> types.ModuleType:
+    """A package of the modules in a folder, whose own code is not run."""
+    spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [str(folder)]
+    return importlib.util.module_from_spec(spec)
 
 
 def _folder(package: str) -> Path:

@@ -1,6 +1,8 @@
 """Groups of rows that are measured together, once, when the first of their tests asks."""
 
+import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,10 +54,12 @@ class Races:
 
     Args:
         ours: name of the row that others are compared with.
+        deadline: of `time.monotonic`, after which no group is begun.
     """
 
-    def __init__(self, ours: str) -> None:
+    def __init__(self, ours: str, deadline: float = math.inf) -> None:
         self.ours = ours
+        self.deadline = deadline
         self.results: dict[str, Results] = {}
         self.rows: list[dict[str, Any]] = []
         """What was reported, in the form of `render.rows_of`."""
@@ -66,6 +70,8 @@ class Races:
         Skips the test where the row did not run; where one of ours raised something, the test fails.
         """
         if group not in self.results:
+            if time.monotonic() >= self.deadline:
+                pytest.skip("its time is up")
             self.results[group] = measure()
         results = self.results[group]
         mine = results[row]

@@ -111,11 +111,12 @@ def markdown(record: dict[str, Any], plots: str | None) -> str:
     machine, commit = record["machine_info"], record["commit_info"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     dirty = " with changes" if commit.get("dirty") else ""
+    revision = "no commit known" if commit["id"] in ("unversioned", "unknown") else f"commit {commit['id'][:10]}{dirty}"
     lines = [
         f"# Benchmarks, {record['datetime'][:10]}, {machine['device']}",
         "",
         f"{machine['cpu'].get('brand_raw', machine['processor'])}, {machine['threads']} threads"
-        f" ({machine['cpu_capability']}), Python {machine['python']}, {versions}, commit {commit['id'][:10]}{dirty}.",
+        f" ({machine['cpu_capability']}), Python {machine['python']}, {versions}, {revision}.",
         "[How it was measured](../README.md). Rows of one table took turns in one process; ratios are medians over"
         " rounds of the ratio within a round. Errors are against float64 on the same inputs.",
     ]
@@ -128,12 +129,16 @@ def markdown(record: dict[str, Any], plots: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def stem_of(date: str, device: str) -> str:
+    """What the names of a machine's files of one day begin with."""
+    return f"{date}_{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}"
+
+
 def write(record: dict[str, Any], folder: Path = RESULTS) -> Path:
     """Write the record, its page and its plots; returns the page."""
     from benchmarks.plots import draw
 
-    device = re.sub(r"[^a-z0-9]+", "-", record["machine_info"]["device"].lower()).strip("-")
-    stem = f"{record['datetime'][:10]}_{device}"
+    stem = stem_of(record["datetime"][:10], record["machine_info"]["device"])
     folder.mkdir(parents=True, exist_ok=True)
     plots = f"{stem}.svg"
     drawn = draw(rows_of(record), folder / plots)
@@ -149,10 +154,12 @@ def main(argv: list[str]) -> int:
     """Run the program; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("record", type=Path, help="what --benchmark-json wrote")
-    path = parser.parse_args(argv).record
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for them (%(default)s)")
+    options = parser.parse_args(argv)
+    path = options.record
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        page = write(record)
+        page = write(record, options.output)
     except (OSError, ValueError, KeyError) as error:
         print(f"error: {path} is no record of these benchmarks: {error}", file=sys.stderr)
         return 2

@@ -22,7 +22,7 @@ from benchmarks.heads import (
 )
 from benchmarks.peers import PEERS
 from benchmarks.races import Result, Results, race
-from benchmarks.timing import CLOCK
+from benchmarks.timing import CLOCK, budget
 from exgrpo.kernels.dispatch import BACKENDS
 
 ROWS: tuple[Implementation, ...] = (
@@ -36,20 +36,32 @@ ROWS: tuple[Implementation, ...] = (
 SMALL = (512, 896, 32000)
 FULL_CPU = ((1024, 896, 32000), (2048, 1536, 151936))
 FULL_GPU = ((8192, 1536, 151936), (8192, 3584, 152064), (16384, 4096, 128256), (32768, 3584, 152064))
-BUDGET = {"small": 4.0, "full": 20.0}
-"""Seconds of rounds per group."""
+TINY = (64, 64, 1000)
+FRACTIONS = (0.7, 0.5)
+"""Of the tokens that count, where not all of them do."""
 
 
 def cases(sizes: str) -> list[Case]:
-    """The operations on the shapes of this machine, in the dtypes that are trained with."""
+    """The operations on the shapes of this machine, in the dtypes that are trained with; the most telling first."""
+    if sizes == "tiny":
+        return [Case(FORWARD, *TINY, torch.bfloat16), Case(WITH_ENTROPY, *TINY, torch.float32, active=0.5)]
     if sizes == "small":
         return [
             *(Case(operation, *SMALL, torch.float32) for operation in (FORWARD, LOG_PROB, POLICY_LOSS, WITH_ENTROPY)),
             *(Case(operation, *SMALL, torch.bfloat16) for operation in (FORWARD, LOG_PROB, POLICY_LOSS)),
+            *(Case(operation, *SMALL, torch.float32, active=0.5) for operation in (FORWARD, WITH_ENTROPY)),
         ]
     shapes = FULL_GPU if torch.cuda.is_available() else FULL_CPU
-    dtypes = (torch.float32, torch.bfloat16)
-    return [Case(operation, *shape, dtype) for shape in shapes for dtype in dtypes for operation in OPERATIONS]
+    return [
+        *(Case(operation, *shape, torch.bfloat16) for shape in shapes for operation in OPERATIONS),
+        *(
+            Case(operation, *shape, torch.bfloat16, active)
+            for shape in shapes
+            for operation in (FORWARD, POLICY_LOSS, WITH_ENTROPY)
+            for active in FRACTIONS
+        ),
+        *(Case(operation, *shape, torch.float32) for shape in shapes for operation in OPERATIONS),
+    ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -59,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("case", "implementation"), pairs, ids=[f"{c}-{i.name}" for c, i in pairs])
 
 
-def measure(case: Case, rows: list[Implementation], device: torch.device, budget: float) -> Results:
+def measure(case: Case, rows: list[Implementation], device: torch.device, seconds: float) -> Results:
     """Errors, then times, then memory of all rows of a case."""
     problem = make_problem(case, device)
     some = first_tokens(problem)
@@ -83,14 +95,14 @@ def measure(case: Case, rows: list[Implementation], device: torch.device, budget
                 "gradient_error": found.gradient,
                 "wrong": found.wrong(plain),
             }
-    return results | race(calls, device, budget, facts)
+    return results | race(calls, device, seconds, facts)
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.benchmark(timer=CLOCK)
 def test_head(benchmark, races, sizes, device, case, implementation, request):
     if benchmark.disabled:
-        small = Case(case.operation, 64, 32, 500, case.dtype)
+        small = Case(case.operation, 64, 32, 500, case.dtype, case.active)
         if reason := implementation.missing(device):
             pytest.skip(reason)
         benchmark.pedantic(implementation.call(small, make_problem(small, device)))
@@ -101,4 +113,4 @@ def test_head(benchmark, races, sizes, device, case, implementation, request):
         if getattr(item, "callspec", None) and item.callspec.params.get("case") == case
     ]
     rows = [row for row in ROWS if isinstance(row, Floor) or row in selected]
-    races.run(str(case), implementation.name, partial(measure, case, rows, device, BUDGET[sizes]), benchmark)
+    races.run(str(case), implementation.name, partial(measure, case, rows, device, budget(sizes, device)), benchmark)

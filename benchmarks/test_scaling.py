@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.heads import WITH_ENTROPY, Case, Floor, FullLogits, Implementation, Ours, default_backend, make_problem
 from benchmarks.races import Results, race
-from benchmarks.timing import CLOCK
+from benchmarks.timing import CLOCK, budget
 
 SWEEPS = {
     "T": [(tokens, 64, 32000) for tokens in (256, 1024, 4096)],
@@ -15,15 +15,14 @@ SWEEPS = {
     "V": [(1024, 64, vocabulary) for vocabulary in (8000, 32000, 128000)],
 }
 ROWS: tuple[Implementation, ...] = (Floor(), Ours(default_backend()), FullLogits())
-BUDGET = {"small": 2.0, "full": 20.0}
 POINTS = [(name, Case(WITH_ENTROPY, *shape, torch.float32)) for name, shapes in SWEEPS.items() for shape in shapes]
 
 
-def measure(case: Case, device: torch.device, budget: float) -> Results:
+def measure(case: Case, device: torch.device, seconds: float) -> Results:
     """Times, then memory."""
     problem = make_problem(case, device)
     facts = {row.name: {"tokens": case.tokens, "width": case.width, "vocabulary": case.vocabulary} for row in ROWS}
-    return race({row.name: row.call(case, problem) for row in ROWS}, device, budget, facts)
+    return race({row.name: row.call(case, problem) for row in ROWS}, device, seconds, facts)
 
 
 @pytest.mark.timeout(3600)
@@ -35,4 +34,4 @@ def test_scaling(benchmark, races, sizes, device, sweep, case, row):
         small = Case(case.operation, 64, 32, 500, case.dtype)
         benchmark.pedantic(row.call(small, make_problem(small, device)))
         return
-    races.run(f"scaling of {sweep}: {case}", row.name, partial(measure, case, device, BUDGET[sizes]), benchmark)
+    races.run(f"scaling of {sweep}: {case}", row.name, partial(measure, case, device, budget(sizes, device)), benchmark)

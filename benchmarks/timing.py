@@ -18,6 +18,15 @@ FLUSHED_BYTES = 128 << 20
 """Written between two calls, so that none finds its inputs in a cache: more than most last-level caches hold."""
 LEAST_ROUNDS = 5
 MOST_ROUNDS = 50
+BUDGET = {"tiny": 0.0, "small": 4.0, "full": 20.0}
+"""Seconds of rounds per group on a CPU."""
+GPU_SHARE = 0.25
+"""Of that budget on a GPU, whose calls are shorter and steadier."""
+
+
+def budget(sizes: str, device: torch.device) -> float:
+    """Seconds of rounds per group."""
+    return BUDGET[sizes] * (GPU_SHARE if device.type == "cuda" else 1.0)
 
 
 class Clock:

@@ -5,6 +5,7 @@ import math
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,10 @@ import torch
 from benchmarks.accuracy import Errors, errors, exact
 from benchmarks.heads import (
     CROSS_ENTROPY,
+    FORWARD,
     LOG_PROB,
     OPERATIONS,
+    WITH_ENTROPY,
     Case,
     Floor,
     FullLogits,
@@ -31,13 +34,14 @@ from benchmarks.render import grids, rows_of, seconds, write
 from benchmarks.test_head import ROWS, measure
 from benchmarks.timing import CLOCK, interleave, paired_ratio, replay
 from exgrpo.kernels import linear_policy_loss
+from exgrpo.kernels.inputs import IGNORED
 
 CPU = torch.device("cpu")
 SMALL = (48, 64, 600)
 
 
-def case(operation: str, dtype=torch.float32) -> Case:
-    return Case(operation, *SMALL, dtype)
+def case(operation: str, dtype=torch.float32, active=1.0) -> Case:
+    return Case(operation, *SMALL, dtype, active)
 
 
 # Compiled rows differ by the compiler alone: one operation will do.
@@ -58,6 +62,39 @@ def test_every_row_computes_the_operation(row, operation, dtype):
     truth = exact(case(operation, dtype), problem)
     plain = errors(case(operation, dtype), FullLogits(), problem, truth)
     assert not errors(case(operation, dtype), row, problem, truth).wrong(plain)
+
+
+PARTLY = [
+    (row, operation)
+    for row in ROWS
+    for operation in (FORWARD, LOG_PROB, CROSS_ENTROPY, WITH_ENTROPY)
+    if operation in row.operations and "compiled" not in row.name and not isinstance(row, Floor)
+]
+
+
+@pytest.mark.parametrize(("row", "operation"), PARTLY, ids=[f"{r.name}-{o}" for r, o in PARTLY])
+def test_tokens_that_are_not_active_do_not_count(row, operation):
+    """Whatever a row makes of them: what the active ones give is right, and the others have no gradient."""
+    if reason := row.missing(CPU):
+        pytest.skip(reason)
+    some = case(operation, active=0.5)
+    problem = make_problem(some, CPU)
+    truth = exact(some, problem)
+    assert not errors(some, row, problem, truth).wrong(errors(some, FullLogits(), problem, truth))
+    if truth.gradients:
+        assert (row.call(some, problem)().gradients[0][~problem.active] == 0).all()
+        alone = make_problem(case(operation), CPU)
+        assert not errors(some, row, alone, truth).gradient < 0.1  # all tokens together give something else
+
+
+@pytest.mark.parametrize("active", [1.0, 0.7, 0.5])
+def test_as_many_tokens_are_active_as_the_case_says(active):
+    some = case(LOG_PROB, active=active)
+    problem = make_problem(some, CPU)
+    assert problem.active.sum() == some.active_tokens == round(active * SMALL[0])
+    assert torch.equal(problem.target == IGNORED, ~problem.active)
+    assert torch.equal(problem.advantage != 0, problem.active)
+    assert ("active" in str(some)) == (active < 1)
 
 
 class HalfTemperature(FullLogits):
@@ -86,16 +123,17 @@ def test_an_error_that_is_not_a_number_is_wrong():
     assert Errors(math.nan, 0.0).wrong(Errors(1.0, 1.0))
 
 
+@pytest.mark.parametrize("active", [1.0, 0.5])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_the_floor_is_the_bare_products(operation):
-    """Counted in FLOPs: 2TDV forward, 6TDV with the backward."""
+def test_the_floor_is_the_bare_products(operation, active):
+    """Counted in FLOPs: 2TDV forward, 6TDV with the backward, T the active tokens."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    call = Floor().call(case(operation), make_problem(case(operation), CPU))
+    call = Floor().call(case(operation, active=active), make_problem(case(operation, active=active), CPU))
     with FlopCounterMode(display=False) as counter:
         call()
     tokens, width, vocabulary = SMALL
-    assert counter.get_total_flops() == (2 if operation == "forward" else 6) * tokens * width * vocabulary
+    assert counter.get_total_flops() == (2 if operation == "forward" else 6) * active * tokens * width * vocabulary
 
 
 def test_no_row_can_win_by_leaving_tokens_out():
@@ -154,6 +192,12 @@ def test_a_peer_that_raises_is_skipped_and_one_of_ours_fails(row, outcome):
     races = Races(ours="exgrpo torch")
     with pytest.raises(outcome, match="RuntimeError: broken"):
         races.run("group", row, lambda: {row: Result(failure="RuntimeError: broken")}, benchmark=None)
+
+
+def test_no_group_begins_after_the_deadline():
+    races = Races(ours="exgrpo torch", deadline=time.monotonic())
+    with pytest.raises(pytest.skip.Exception, match="its time is up"):
+        races.run("group", "floor", lambda: pytest.fail("it began"), benchmark=None)
 
 
 def test_pairing_cancels_what_the_machine_does_to_a_whole_round():
