@@ -17,10 +17,8 @@ def _shaped(logits, bias, columns, valid, softcap, HAS_BIAS: tl.constexpr, HAS_S
     if HAS_BIAS:
         x += tl.load(bias + columns, mask=valid, other=0.0).to(x.dtype)
     if HAS_SOFTCAP:
-        # tanh of any size by one exponential that cannot overflow.
-        small = tl.exp(-2.0 * tl.abs(x) / softcap)
-        x = tl.where(x < 0, -softcap, softcap) * (1.0 - small) / (1.0 + small)
-        x = tl.where(valid, x, float("-inf"))
+        # tanh by one exponential, which may overflow: the quotient is 0 then.
+        x = tl.where(valid, softcap - 2.0 * softcap / (1.0 + tl.exp(x * (2.0 / softcap))), float("-inf"))
     return x
 
 
