@@ -5,9 +5,11 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from exgrpo.train.checkpoint import find
-from exgrpo.train.config import Config, ConfigError, load_recipe
+from exgrpo.train.config import Config, ConfigError
 
 AUTO = "auto"
+FINISHED = "finished"
+"""File in the folder of a run that has nothing left to do, its last evaluation included."""
 FREE = (
     "steps",
     "resume",
@@ -38,8 +40,7 @@ def locate(config: Config) -> Path | None:
     unfinished = []
     for candidate in candidates:
         folder = candidate if name else candidate.parent
-        complete = find(folder)
-        if complete and complete[0].step < load_recipe(folder / "config.yaml").steps:
+        if not (folder / FINISHED).exists() and (complete := find(folder)):
             unfinished.append((complete[0].folder.stat().st_mtime_ns, folder))
     return max(unfinished)[1] if unfinished else None
 

@@ -26,7 +26,7 @@ from exgrpo.train.metrics import RunLog
 from exgrpo.train.policy import Policy
 from exgrpo.train.pretrained import DTYPES, Pretrained, load_pretrained
 from exgrpo.train.report import ReportError, write_report
-from exgrpo.train.resume import AUTO, check_continuation, locate
+from exgrpo.train.resume import AUTO, FINISHED, check_continuation, locate
 from exgrpo.train.reward import Grader
 from exgrpo.train.rollout import Sampling, TransformersEngine
 from exgrpo.train.seeds import derive_seed
@@ -143,6 +143,7 @@ class Run:
         self.step, progress = self.checkpoints.load(self.policy, self.trainer)
         self.before = progress["before"]
         if self.world.is_main:
+            (self.folder / FINISHED).unlink(missing_ok=True)
             (self.folder / "config.yaml").write_text(to_yaml(self.config), encoding="utf-8")
         return progress["log"]
 
@@ -303,6 +304,7 @@ class Run:
             names.insert(0, "report.html")
         except ReportError as error:  # a run of no steps without held-out questions has nothing to show
             self.console.print(f"no report: {error}", highlight=False, soft_wrap=True)
+        (self.folder / FINISHED).touch()
         names += ["tensorboard"] if "tensorboard" in self.config.output.trackers else []
         names += ["model"] if self.config.output.save_model else []
         self.console.print(f"results in {self.folder}: {', '.join(names)}", highlight=False, soft_wrap=True)

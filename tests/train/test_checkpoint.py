@@ -12,7 +12,7 @@ import pytest
 
 from exgrpo.train.checkpoint import CheckpointError, Checkpoints, find
 from exgrpo.train.config import Config, ConfigError, to_yaml
-from exgrpo.train.resume import check_continuation, locate
+from exgrpo.train.resume import FINISHED, check_continuation, locate
 from exgrpo.train.trainer import Trainer
 from tests.train.fakes import LoneWorld, RecordingPolicy, ScriptedEngine, answerer, question_set
 from tests.train.launch import MAIN, command, environment, launch
@@ -167,15 +167,18 @@ def write_config(folder, **values):
 
 
 def test_auto_means_the_newest_unfinished_run(tmp_path):
+    """Unfinished is, too, a run that was killed between its last step and its last evaluation, such as "b"."""
+
     def config(**output):
         return Config.model_validate({"resume": "auto", "output": {"folder": tmp_path, **output}})
 
     assert locate(config()) is None
-    for name, steps, done in (("a", 10, 4), ("b", 10, 6), ("finished", 4, 4), ("unsaved", 10, None)):
+    for name, steps, done in (("a", 10, 4), ("b", 6, 6), ("finished", 4, 4), ("unsaved", 10, None)):
         write_config(tmp_path / name, steps=steps)
         if done:
             saved_run(tmp_path / name, steps=(done,))
             time.sleep(0.01)
+    (tmp_path / "finished" / FINISHED).touch()
     assert locate(config()) == tmp_path / "b"
     assert locate(config(name="a")) == tmp_path / "a"
     assert locate(config(name="finished")) is None
@@ -232,6 +235,7 @@ def test_a_run_killed_at_random_moments_gives_the_same_metrics(tmp_path, ranks):
         assert done.returncode == 0, done.stdout + done.stderr
         assert "going on with" in done.stdout
     assert untimed(tmp_path / "killed") == untimed(tmp_path / "whole")
+    assert (tmp_path / "killed" / FINISHED).exists()
     assert (tmp_path / "killed" / "samples.md").read_text() == (tmp_path / "whole" / "samples.md").read_text()
 
 
