@@ -21,6 +21,11 @@ class Targets(NamedTuple):
         """Those of some of the rows."""
         return Targets(self.position[rows], None if self.held is None else self.held[rows])
 
+    def local(self) -> Tensor:
+        """The index of each target, [rows], -1 where another rank holds it."""
+        position = self.position if self.held is None else torch.where(self.held, self.position, -1)
+        return position.squeeze(1).contiguous()
+
     def put(self, values: Tensor, matrix: Tensor) -> None:
         """Writes values [rows] at the targets of ``matrix`` [rows, V]."""
         if matrix.shape[1]:
@@ -131,6 +136,19 @@ def positions(taking_part: Tensor) -> Tensor | None:
     """Indices of the True entries of a bool [rows], None when all are. Reads their number: waits for the device."""
     index = taking_part.nonzero().squeeze(1)
     return None if index.numel() == taking_part.numel() else index
+
+
+def packing(kept: Tensor) -> Tensor:
+    """The rows ``kept`` (ascending) in the order in which a matrix is compacted with the fewest moves.
+
+    Of n rows those that stand among the first n stay; the others fill the gaps between them.
+    """
+    order = torch.arange(kept.numel(), device=kept.device)
+    staying = kept < kept.numel()
+    gaps = torch.ones_like(staying)
+    gaps[kept[staying]] = False
+    order[gaps] = kept[~staying]
+    return order
 
 
 def _walk(taking_part: Tensor, active: Tensor | None) -> tuple[Tensor | None, int, int]:

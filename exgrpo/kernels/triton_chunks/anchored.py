@@ -40,6 +40,7 @@ def anchored_exponentials(
     shard: VocabShard,
     tile: Tile,
     out: Tensor | None,
+    product: "type[Product] | None" = None,
 ) -> Sums:
     """Writes the exponentials of a head's shifted logits, and returns their sums.
 
@@ -57,24 +58,25 @@ def anchored_exponentials(
         out: [n, V] bf16, fp16 or fp32, unit stride along V: receives exp(d_v), 0 at the target, with a softcap
             multiplied by its slope 1 - (z_v / softcap)^2. None: forward only. It is written fastest where 16 bytes
             divide its row stride, whatever V is.
+        product: what multiplies; None: the Triton kernels.
     """
     rows = target.numel()
     if not rows:
         empty = torch.empty(0, dtype=torch.float32, device=hidden.device)
         return Sums(empty, empty, empty, empty)
-    product = _Product(hidden, weight, bias, softcap, tile)
-    at_target = product.target_logits(target)
+    made = (product or Product)(hidden, weight, bias, softcap, tile)
+    at_target = made.target_logits(target)
     (at_target,) = shard.largest_of(at_target)
-    product.exponentials(target, at_target, temperature, out, None)
-    rest, _ = shard.sum_of(*product.sums())
+    made.exponentials(target, at_target, temperature, out, None)
+    rest, _ = shard.sum_of(*made.sums())
     # Beyond the limit, or overflown. Where the target's logit itself is NaN, nothing mends it.
     # By the operands alone: with and without ``out`` the anchors are the same.
     far = ~(rest <= _largest_sum(hidden.dtype)) & ~at_target.isnan()
-    listed = _Listed.where(far)
-    (largest,) = shard.largest_of(product.largest(listed))
+    listed = Listed.where(far)
+    (largest,) = shard.largest_of(made.largest(listed))
     anchor = torch.where(far, largest, at_target)
-    product.exponentials(target, anchor, temperature, out, listed)
-    rest, moment = shard.sum_of(*product.sums())
+    made.exponentials(target, anchor, temperature, out, listed)
+    rest, moment = shard.sum_of(*made.sums())
     gap = at_target - anchor
     return Sums(anchor, gap if temperature is None else gap / temperature, rest, moment)
 
@@ -105,7 +107,7 @@ def half_tile(tile: Tile) -> Tile:
     return replace(tile, rows=max(SMALLEST_TILE, tile.rows // 2))
 
 
-class _Listed(NamedTuple):
+class Listed(NamedTuple):
     """Some of the rows, whose number only the device knows."""
 
     rows: Tensor
@@ -114,13 +116,14 @@ class _Listed(NamedTuple):
     """[n] int64: how many of the first rows are among them; the last is how many there are."""
 
     @classmethod
-    def where(cls, condition: Tensor) -> "_Listed":
+    def where(cls, condition: Tensor) -> "Listed":
+        """The rows of which a condition [n] is true."""
         found = condition.cumsum(0)
         number = torch.arange(1, found.numel() + 1, device=found.device)
         return cls(torch.searchsorted(found, number), found)
 
 
-class _Product:
+class Product:
     """hidden @ weight.T in tiles, and what the tiles leave behind for each of their rows."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, tile: Tile) -> None:
@@ -151,10 +154,10 @@ class _Product:
         return logits
 
     def exponentials(
-        self, target: Tensor, anchor: Tensor, temperature: Tensor | None, out: Tensor | None, listed: _Listed | None
+        self, target: Tensor, anchor: Tensor, temperature: Tensor | None, out: Tensor | None, listed: Listed | None
     ) -> None:
         """Writes exp(d) and the sums of all rows, or of the listed ones."""
-        described = listed is None and self._describable(out)
+        described = listed is None and self.describable(out)
         usual = described or (listed is None and not self.traits.described)
         tile = self.tile if usual else half_tile(self.tile)
         hidden, weight, written = self.hidden, self.weight, out
@@ -186,7 +189,7 @@ class _Product:
         """S and M [n], over the tiles."""
         return self.partial.sum(1).unbind()
 
-    def largest(self, listed: _Listed) -> Tensor:
+    def largest(self, listed: Listed) -> Tensor:
         """The largest logits [n] of the listed rows, anything for others; the sums are lost for the listed ones."""
         if not self.column_tiles:
             return self.partial.new_full(self.partial.shape[2:], -torch.inf)
@@ -216,7 +219,8 @@ class _Product:
                 num_stages=tile.stages,
             )
 
-    def _describable(self, out: Tensor | None) -> bool:
+    def describable(self, out: Tensor | None) -> bool:
+        """Whether the matrices can be read and written through tensor descriptors."""
         matrices = (self.hidden, self.weight) if out is None else (self.hidden, self.weight, out)
         return self.traits.described and all(_aligned(matrix) for matrix in matrices)
 

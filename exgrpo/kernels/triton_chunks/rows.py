@@ -1,14 +1,17 @@
 """The passes over a chunk of logits as Triton kernels, see `kernels`; or no logits at all, see `anchored`."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from exgrpo.kernels import debug
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, PolicyTokens, Statistics, Sums
 from exgrpo.kernels.inputs import PolicyTerms
 from exgrpo.kernels.results import LogProb
 from exgrpo.kernels.triton_chunks import tokens
-from exgrpo.kernels.triton_chunks.anchored import anchored_exponentials
+from exgrpo.kernels.triton_chunks.anchored import Product, anchored_exponentials
 from exgrpo.kernels.triton_chunks.kernels import entropy_kernel, gradient_kernel, statistics_kernel
 from exgrpo.kernels.triton_chunks.launch import Plan, plan
 
@@ -18,11 +21,19 @@ ALIGNED = 16
 
 def rows_of(head: ChunkedHead) -> "TritonRows":
     """The passes that the launch table has for a head."""
-    weight = head.head.weight
-    chosen = plan(weight.device, head.options.operand, weight.shape[1], head.shard.largest)
+    chosen = plan_of(head)
+    return FusedRows(head, chosen) if chosen.fused else TritonRows(head, chosen)
+
+
+def plan_of(head: ChunkedHead) -> Plan:
+    """What the launch table has for a head, the fused product only where it can be."""
+    weight, operand = head.head.weight, head.options.operand
+    chosen = plan(weight.device, operand, weight.shape[1], head.shard.largest)
     # The exponentials of a capped logit do not tell how steep the cap is there.
-    fused = chosen.fused and head.options.softcap is None and weight.dtype == head.options.operand
-    return FusedRows(head, chosen) if fused else TritonRows(head, chosen)
+    fused = chosen.fused and head.options.softcap is None and weight.dtype == operand
+    if debug.wanted():
+        debug.say(f"{operand} head of width {weight.shape[1]}: {'its own' if fused else 'the library'} product")
+    return replace(chosen, fused=fused)
 
 
 class TritonRows:
@@ -51,7 +62,7 @@ class TritonRows:
         """See `RowOperations`."""
         logits, shard = self._products(chunk), self.head.shard
         write = gradient_follows and not with_entropy and self.softcap is None and self.head.products.mixed_gradients
-        self._written = _matrix(len(logits), logits.shape[1], logits, self.head.options.operand) if write else None
+        self._written = padded(len(logits), logits.shape[1], logits, self.head.options.operand) if write else None
         given = self._global_anchor() if shard.group_name else None
         anchor, gap, rest, moment = logits.new_empty(4, logits.shape[0])
         if logits.shape[1]:
@@ -60,7 +71,7 @@ class TritonRows:
                     logits,
                     _or(self.bias, logits).contiguous(),
                     _or(self._written, logits),
-                    _local_target(chunk),
+                    chunk.target.local(),
                     self._temperature(chunk),
                     _or(given, anchor),
                     anchor,
@@ -119,7 +130,7 @@ class TritonRows:
             return self._written
         logits, upstream = self._logits, factors.upstream
         narrow = self.head.products.mixed_gradients
-        out = _matrix(len(logits), logits.shape[1], logits, self.head.options.operand) if narrow else logits
+        out = padded(len(logits), logits.shape[1], logits, self.head.options.operand) if narrow else logits
         if not logits.shape[1]:
             return out
         with torch.cuda.device_of(logits):
@@ -127,7 +138,7 @@ class TritonRows:
                 logits,
                 _or(self.bias, logits).contiguous(),
                 out,
-                _local_target(chunk),
+                chunk.target.local(),
                 self._temperature(chunk),
                 statistics.anchor.contiguous(),
                 statistics.mean.contiguous(),
@@ -153,7 +164,8 @@ class TritonRows:
     def _memory(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         """[rows, V] that the next chunk overwrites."""
         if self._buffer is None:
-            self._buffer = _matrix(min(self.chunk_rows(), self.head.count), self.head.shard.size, chunk.hidden, dtype)
+            rows = min(self.chunk_rows(), self.head.count)
+            self._buffer = padded(rows, self.head.shard.size, chunk.hidden, dtype)
         return self._buffer[: len(chunk.hidden)]
 
     def _global_anchor(self) -> Tensor:
@@ -178,6 +190,8 @@ class TritonRows:
 class FusedRows(TritonRows):
     """The product itself gives exp(d) and its sums; F is made of the exponentials."""
 
+    product: type[Product] = Product
+
     def __init__(self, head: ChunkedHead, chosen: Plan) -> None:
         super().__init__(head, chosen)
         self._exponential = self._logits
@@ -193,12 +207,13 @@ class FusedRows(TritonRows):
             chunk.hidden.contiguous(),
             head.head.weight,
             self.bias,
-            _local_target(chunk),
+            chunk.target.local(),
             chunk.temperature,
             self.softcap,
             head.shard,
             self.plan.tile,
             out,
+            self.product,
         )
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
@@ -214,7 +229,7 @@ class FusedRows(TritonRows):
             with torch.cuda.device_of(matrix):
                 entropy_kernel[(matrix.shape[0],)](
                     matrix,
-                    _local_target(chunk),
+                    chunk.target.local(),
                     statistics.mean.contiguous(),
                     factors.at_target.contiguous(),
                     upstream.log_prob.contiguous(),
@@ -227,15 +242,9 @@ class FusedRows(TritonRows):
         return matrix
 
 
-def _matrix(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+def padded(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """An uninitialised matrix whose row stride ALIGNED divides."""
     return like.new_empty(rows, -(-columns // ALIGNED) * ALIGNED, dtype=dtype)[:, :columns]
-
-
-def _local_target(chunk: Chunk) -> Tensor:
-    position = chunk.target.position.squeeze(1)
-    if chunk.target.held is not None:
-        position = torch.where(chunk.target.held.squeeze(1), position, -1)
-    return position.contiguous()
 
 
 def _or(tensor: Tensor | None, otherwise: Tensor) -> Tensor:

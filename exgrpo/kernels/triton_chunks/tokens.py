@@ -77,7 +77,7 @@ def policy_rows(
             normalizer,
             results,
             gap.numel(),
-            *_bounds(clip, beta),
+            *ratio_bounds(clip, beta),
             entropy_coef,
             HAS_REPLAYED=replayed is not None,
             HAS_TEMPERATURE=temperature is not None,
@@ -124,7 +124,7 @@ def token_objective(
             coefficients,
             partials,
             log_prob.numel(),
-            *_bounds(clip, beta),
+            *ratio_bounds(clip, beta),
             HAS_ENTROPY=entropy is not None,
             HAS_REPLAYED=replayed is not None,
             HAS_MASK=mask is not None,
@@ -173,7 +173,7 @@ def _grid(tokens: Tensor) -> tuple[int]:
     return (triton.cdiv(tokens.numel(), BLOCK),)
 
 
-def _bounds(clip: tuple[float, float] | None, beta: float | None) -> tuple[float, float, float]:
+def ratio_bounds(clip: tuple[float, float] | None, beta: float | None) -> tuple[float, float, float]:
     """The lowest and the highest ratio that are not clipped, and log beta; 0 for what the kernel does not use."""
     low, high = (0.0, 0.0) if clip is None else (1 - clip[0], 1 + clip[1])
     return low, high, 0.0 if beta is None else math.log(beta)

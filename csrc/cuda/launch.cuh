@@ -1,0 +1,24 @@
+// How a launcher reports: the call that failed and why, in a text that lives until the thread's next failure.
+#ifndef EXGRPO_CUDA_LAUNCH_CUH
+#define EXGRPO_CUDA_LAUNCH_CUH
+
+#include <cuda_runtime.h>
+
+#include <cstdio>
+
+namespace exgrpo {
+
+inline const char* failure(const char* call, const char* reason) {
+  thread_local char text[256];
+  std::snprintf(text, sizeof text, "%s: %s", call, reason);
+  return text;
+}
+
+// Null where there is no error.
+inline const char* failure(const char* call, cudaError_t error) {
+  return error == cudaSuccess ? nullptr : failure(call, cudaGetErrorString(error));
+}
+
+}  // namespace exgrpo
+
+#endif

@@ -1,0 +1,55 @@
+// What the product is given, and its tiles. Plain C++: the host needs both.
+#ifndef EXGRPO_CUDA_PRODUCT_H
+#define EXGRPO_CUDA_PRODUCT_H
+
+#include <cstdint>
+
+namespace exgrpo {
+
+// Field by field exgrpo.kernels.cuda_chunks.library.ProductArguments.
+struct ProductArguments {
+  int64_t rows;
+  int64_t vocabulary;
+  int64_t width;
+  const void* hidden;        // [rows, D] bfloat16; its inner stride is 1, as those of weight and out
+  int64_t hidden_stride;
+  const void* weight;        // [V, D] bfloat16
+  int64_t weight_stride;
+  void* out;                 // [rows, V] bfloat16, receives exp(d), 0 at the target; null: forward only
+  int64_t out_stride;
+  const float* bias;         // [V]; null: none
+  const int64_t* target;     // [rows]; -1 where it is not in the weight
+  const float* anchor;       // [rows]
+  const float* temperature;  // [rows]; null: 1
+  float* rests;              // [column tiles, rows], result: S over the tile's columns
+  float* moments;            // [column tiles, rows], result: M over the tile's columns
+};
+
+constexpr int TILE_ROWS = 128;
+constexpr int TILE_COLUMNS = 128;
+constexpr int TILE_DEPTH = 64;  // of a step along D: the 128 bytes over which shared memory is swizzled
+constexpr int STAGES = 5;       // steps whose copies are in flight
+constexpr int CONSUMERS = 2;    // warpgroups that take the tiles in turn
+constexpr int CLUSTER = 2;      // blocks whose tiles lie below each other: each copies a part of the weight for all
+constexpr int BAND_ROWS = CLUSTER * TILE_ROWS;
+constexpr int GROUP_BANDS = 8;  // that go through the vocabulary together: they and as much weight fit the L2 cache
+constexpr int PRODUCT_THREADS = 128 * (1 + CONSUMERS);
+
+constexpr int STEP_BYTES = TILE_ROWS * TILE_DEPTH * 2;  // of one operand
+constexpr int HALF_COLUMNS = 64;                        // of a tile: what one copy of the result takes
+constexpr int HALF_BYTES = TILE_ROWS * HALF_COLUMNS * 2;
+constexpr int STAGED_BYTES = TILE_COLUMNS / HALF_COLUMNS * HALF_BYTES;
+constexpr int BARRIERS_AT = STAGES * 2 * STEP_BYTES + CONSUMERS * STAGED_BYTES;
+constexpr int PRODUCT_SHARED = BARRIERS_AT + 2 * STAGES * 8;
+constexpr int WEIGHT_ROWS = TILE_COLUMNS / CLUSTER;  // of a step, that a block copies
+constexpr int WEIGHT_BYTES = STEP_BYTES / CLUSTER;
+static_assert(TILE_ROWS == TILE_COLUMNS, "the operands of a step have one size");
+
+// A cluster's share of the result is BAND_ROWS by TILE_COLUMNS; numbers of such.
+struct Tiles {
+  int bands, columns, count;
+};
+
+}  // namespace exgrpo
+
+#endif

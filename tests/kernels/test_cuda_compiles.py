@@ -1,0 +1,184 @@
+"""The CUDA sources as they are shipped: what their machine code shows, and how their launchers fail without a GPU."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed; it brings the disassembler")
+
+import triton
+
+from exgrpo.kernels.chunks.softmax import PolicyRows
+from exgrpo.kernels.cuda_chunks import library
+from exgrpo.kernels.cuda_chunks.library import Output, ProductArguments, RowsArguments
+from exgrpo.kernels.cuda_chunks.product import TILE_COLUMNS, TILE_ROWS
+
+from .cuda_support import INTERPRETING, NVCC, ON_GPU, SOURCES, run
+
+if INTERPRETING:
+    pytest.skip("the process that interprets Triton kernels tests nothing else", allow_module_level=True)
+if NVCC is None:
+    pytest.skip("to compile CUDA sources takes nvcc", allow_module_level=True)
+if not SOURCES.is_dir():
+    pytest.skip(f"to compile them takes the sources in {SOURCES}", allow_module_level=True)
+
+ARCHITECTURES = {"rows": ("90a", "100"), "product": ("90a",)}
+CODES = [(name, architecture) for name, all_of_them in ARCHITECTURES.items() for architecture in all_of_them]
+FLAGS = ["-std=c++17", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-Wall,-Wextra"]
+REGISTERS = {"rows": 65536 // (3 * 256), "product": 65536 // 384}
+"""That a thread may have at its start, so that as many threads are resident as were planned."""
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """Folder with the object of each source and the library of all."""
+    folder = tmp_path_factory.mktemp("cuda")
+
+    def compile_source(name):
+        codes = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in ARCHITECTURES[name]]
+        printed = run([NVCC, *FLAGS, *codes, "-c", SOURCES / f"{name}.cu", "-o", folder / f"{name}.o"])
+        assert not printed  # a product that is serialised or keeps its registers is only a warning
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_source, ARCHITECTURES))
+    objects = [folder / f"{name}.o" for name in ARCHITECTURES]
+    run([NVCC, "-shared", "-cudart", "static", *objects, "-o", folder / "_cuda.so"])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def disassembled(built):
+    """Machine code and use of resources by source and architecture."""
+    dump = triton.knobs.nvidia.cuobjdump.path
+
+    def of(code):
+        name, architecture = code
+        command = [dump, "-arch", f"sm_{architecture}"]
+        return run([*command, "-sass", built / f"{name}.o"]), run([*command, "-res-usage", built / f"{name}.o"])
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(CODES, pool.map(of, CODES), strict=True))
+
+
+@pytest.mark.parametrize("code", CODES, ids="-sm_".join)
+def test_everything_stays_in_registers(code, disassembled):
+    machine_code, usage = disassembled[code]
+    kernels = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    assert len(kernels) == (5 if code[0] == "rows" else 1)
+    for registers, stack, shared, local in kernels:
+        assert int(registers) <= REGISTERS[code[0]]
+        assert (int(stack), int(local)) == (0, 0)
+        assert int(shared) <= 1024  # the system's
+    assert not re.search(r"\b(?:LDL|STL)\b", machine_code)
+    assert not re.search(r"\s(?:ATOM[GS]?|REDG?)\.", machine_code)  # they would add in any order
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES["rows"])
+def test_rows_are_read_and_written_sixteen_bytes_at_a_time(architecture, disassembled):
+    machine_code, _ = disassembled["rows", architecture]
+    assert re.search(r"\bLDGSTS\.E\.BYPASS\.128\b", machine_code)
+    assert len(re.findall(r"\bSTG\.E\.128\b", machine_code)) >= 4  # each kernel that writes has one
+    assert re.search(r"\bUCGABAR_ARV\b", machine_code)  # between the blocks of a cluster
+
+
+def test_the_product_is_on_the_matrix_units(disassembled):
+    """Operands and result by tensor copies, eight products a step that are not waited for one by one."""
+    machine_code, _ = disassembled["product", "90a"]
+    assert len(re.findall(r"\bHGMMA\.64x128x16\.F32\.BF16\b", machine_code)) == 8
+    assert len(re.findall(r"\bWARPGROUP\.DEPBAR", machine_code)) == 2
+    assert re.search(r"\bUTMALDG\.2D\b", machine_code)
+    assert re.search(r"\bUTMASTG\.2D\b", machine_code)
+    assert re.search(r"\bUSETMAXREG\b", machine_code)
+    assert not re.search(r"\bHMMA\b", machine_code)
+
+
+def test_shared_memory_is_within_limits(tmp_path):
+    """Of the product; that of the rows is planned, see test_cuda_rows."""
+    source = tmp_path / "limits.cpp"
+    source.write_text('#include "product.h"\nstatic_assert(exgrpo::PRODUCT_SHARED <= 227 << 10);\n', encoding="utf-8")
+    run([NVCC, "-std=c++17", f"-I{SOURCES}", "-c", source, "-o", tmp_path / "limits.o"])
+
+
+@pytest.fixture
+def shipped(built):
+    return library.declared(ctypes.CDLL(str(built / "_cuda.so")))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_a_failing_call_is_named(shipped):
+    rows = RowsArguments(rows=2, vocabulary=100, output=Output.NOTHING)
+    with pytest.raises(RuntimeError, match=r"cuda backend: cudaFuncSetAttribute\(MaxDynamicSharedMemorySize\): \w+"):
+        library.check(shipped.exgrpo_rows(rows, None))
+    product = ProductArguments(rows=2, vocabulary=100, width=64)
+    with pytest.raises(RuntimeError, match=r"cuda backend: cudaGetDriverEntryPointByVersion\(\w+\): \w+"):
+        library.check(shipped.exgrpo_product(product, None))
+
+
+def test_arguments_that_cannot_be_launched(shipped):
+    with pytest.raises(RuntimeError, match="no cluster can hold a row of so large a vocabulary"):
+        library.check(shipped.exgrpo_rows(RowsArguments(rows=2, vocabulary=2_000_000), None))
+    with pytest.raises(RuntimeError, match="more rows than a grid has blocks"):
+        library.check(shipped.exgrpo_rows(RowsArguments(rows=1 << 31, vocabulary=100), None))
+    with pytest.raises(RuntimeError, match="unknown output"):
+        library.check(shipped.exgrpo_rows(RowsArguments(rows=2, vocabulary=100, output=7), None))
+    with pytest.raises(RuntimeError, match="too many tiles; use smaller chunks"):
+        library.check(shipped.exgrpo_product(ProductArguments(rows=1 << 30, vocabulary=1 << 20, width=64), None))
+
+
+def test_nothing_to_do_is_no_error(shipped):
+    for rows, vocabulary in ((0, 100), (5, 0)):
+        assert shipped.exgrpo_rows(RowsArguments(rows=rows, vocabulary=vocabulary), None) is None
+        assert shipped.exgrpo_product(ProductArguments(rows=rows, vocabulary=vocabulary, width=64), None) is None
+
+
+def test_python_and_cuda_agree_about_the_arguments(tmp_path):
+    """Size and place of every field of the two structures, and what numbers stand for."""
+    names = {"rows.h": RowsArguments, "product.h": ProductArguments}
+    checks = [f'#include "{header}"' for header in names] + ["#include <cstddef>"]
+    for structure in names.values():
+        name = structure.__name__
+        checks.append(f"static_assert(sizeof(exgrpo::{name}) == {ctypes.sizeof(structure)});")
+        for field, *_ in structure._fields_:
+            place = getattr(structure, field).offset
+            checks.append(f"static_assert(offsetof(exgrpo::{name}, {field}) == {place});")
+    checks.append(f"static_assert(exgrpo::TILE_ROWS == {TILE_ROWS} && exgrpo::TILE_COLUMNS == {TILE_COLUMNS});")
+    checks.append(f"static_assert(exgrpo::RESULTS == {len(PolicyRows._fields)});")
+    checks += [f"static_assert(exgrpo::{output.name} == {output.value});" for output in Output]
+    source = tmp_path / "places.cpp"
+    source.write_text("\n".join(checks), encoding="utf-8")
+    run([NVCC, "-std=c++17", f"-I{SOURCES}", "-c", source, "-o", tmp_path / "places.o"])
+
+
+def test_a_library_that_is_not_there_or_broken(monkeypatch, tmp_path):
+    for path in (tmp_path / "missing.so", tmp_path / "broken.so"):
+        (tmp_path / "broken.so").write_bytes(b"no library")
+        monkeypatch.setattr(library, "PATH", path)
+        library.load.cache_clear()
+        with pytest.raises(RuntimeError, match=rf"{path.name}.*EXGRPO_CUDA=force"):
+            library.load()
+    library.load.cache_clear()
+
+
+def test_without_a_gpu_the_reason_is_given():
+    assert "needs a GPU" in library.unavailable(torch.device("cpu"))
+
+
+SANITIZER = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (ON_GPU and SANITIZER.exists()), reason="needs a GPU, _cuda.so and compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("test", ["rows.py::test_a_cap", "product.py::test_tiles_in_turn"])
+def test_sanitized(tool, test):
+    options = [f"--tool={tool}", "--error-exitcode=3", "--target-processes=all"]
+    tests = [sys.executable, "-m", "pytest", "-q", "-k", "gpu", f"tests/kernels/test_cuda_{test}"]
+    done = subprocess.run([str(SANITIZER), *options, *tests], capture_output=True, text=True, cwd=SOURCES.parents[1])
+    assert done.returncode == 0, done.stdout[-4000:]
