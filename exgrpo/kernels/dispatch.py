@@ -1,13 +1,15 @@
 """Which backend computes a call, and why.
 
-- ``torch``: chunks of tokens in plain PyTorch. Runs on every device; the choice of ``auto`` on CPUs. On a GPU
-  it waits for the number of tokens that take part: once a call, and once a chunk where gradients are formed with
-  the loss.
+- ``cpu``: chunks of tokens through the compiled extension; the choice of ``auto`` on CPUs where it is built.
+- ``cuda``: the Triton backend with kernels in CUDA C++ for what Triton cannot do; only on request, until measured.
 - ``triton``: the same chunks with Triton kernels in them, and where its launch table says so with a matrix product of
   its own; the choice of ``auto`` on GPUs. It waits for the number of tokens that take part, once a call.
+- ``torch``: the same chunks in plain PyTorch. Runs on every device. On a GPU it waits for the number of tokens that
+  take part: once a call, and once a chunk where gradients are formed with the loss.
 - ``reference``: full logits and plain autograd. The oracle; only on request, since its memory is [T, V].
 
-The argument ``backend`` decides; where it is ``"auto"``, the environment variable EXGRPO_BACKEND does.
+The argument ``backend`` decides; where it is ``"auto"``, the environment variable EXGRPO_BACKEND does, and else a table
+by architecture, dtype and size, `choice`. EXGRPO_DEBUG=1 has each kind of call say what it took.
 """
 
 import os
@@ -19,11 +21,12 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from exgrpo.kernels import choice, debug, extension
 from exgrpo.kernels.inputs import Gradients, Head, Needed, PolicyTerms
 from exgrpo.kernels.results import LogProb
 
 ENVIRONMENT = "EXGRPO_BACKEND"
-REFERENCE = "reference"
+AUTO, REFERENCE = "auto", "reference"
 
 
 class Backend(Protocol):
@@ -60,7 +63,12 @@ class Backend(Protocol):
         """Mean of the counted values of each segment."""
 
 
-BACKENDS = {"torch": "exgrpo.kernels.torch_chunks", "triton": "exgrpo.kernels.triton_chunks"}
+BACKENDS = {
+    "torch": "exgrpo.kernels.torch_chunks",
+    "triton": "exgrpo.kernels.triton_chunks",
+    "cpu": "exgrpo.kernels.cpu_chunks",
+    "cuda": "exgrpo.kernels.cuda_chunks",
+}
 """Modules by name, imported when they are first needed."""
 
 
@@ -75,40 +83,64 @@ TRITON_INSTALLED = find_spec("triton") is not None
 
 def unavailable(name: str, device: torch.device) -> str:
     """Why a backend cannot compute on this device; empty where it can."""
-    if name != "triton":
-        return ""
-    if not TRITON_INSTALLED:
+    if name == "cpu":
+        return extension.MISSING if device.type == "cpu" else f"it needs a CPU; the tensors are on {device.type}"
+    if name in ("triton", "cuda") and not TRITON_INSTALLED:
         return "triton is not installed"
-    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+    if name == "triton" and device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         return f"it needs a GPU, or TRITON_INTERPRET=1 in the environment; the tensors are on {device.type}"
+    if name == "cuda":
+        from exgrpo.kernels.cuda_chunks import library  # which imports triton
+
+        return library.unavailable(device)
     return ""
 
 
-def backend_name(requested: str, device: torch.device, vocab_group: object = None) -> str:
-    """The backend that a call with this argument gets for tensors on this device.
+def requested(backend: str, device: torch.device, vocab_group: object = None) -> str:
+    """The backend that a call with this argument asks for, ``auto`` included, for tensors on this device.
 
     Raises:
         ValueError: there is no such backend, or it has no vocab_group.
         RuntimeError: the backend that was asked for cannot run here.
     """
-    name = requested
-    source = f"backend={requested!r}"
-    if requested == "auto" and os.environ.get(ENVIRONMENT):
+    name, source = backend, f"backend={backend!r}"
+    if backend == AUTO and os.environ.get(ENVIRONMENT):
         name = os.environ[ENVIRONMENT]
         source = f"{ENVIRONMENT}={name}"
-    if name == "auto":
-        return "torch" if device.type != "cuda" or unavailable("triton", device) else "triton"
+    if name == AUTO:
+        return name
     names = [*BACKENDS, REFERENCE]
     if name not in names:
         raise ValueError(f"{source}: expected auto, {', '.join(names[:-1])} or {names[-1]}")
     if name == REFERENCE and vocab_group is not None:
-        raise ValueError(f"{source}: it has no vocab_group; expected auto, {' or '.join(BACKENDS)}")
+        *others, last = BACKENDS
+        raise ValueError(f"{source}: it has no vocab_group; expected auto, {', '.join(others)} or {last}")
     if reason := unavailable(name, device):
         raise RuntimeError(f"{source}: {reason}; expected auto or torch")
     return name
 
 
-def token_backend_name(device: torch.device) -> str:
-    """The backend of what knows of no head: per-token objectives, advantages, means."""
-    name = backend_name("auto", device)
+def requested_for_tokens(device: torch.device) -> str:
+    """The same for what knows of no head: per-token objectives, advantages, means."""
+    name = requested(AUTO, device)
     return "torch" if name == REFERENCE else name
+
+
+def automatic(device: torch.device, operand: torch.dtype, logits: int) -> str:
+    """What ``auto`` is for operands of a dtype on a device, and so many logits."""
+    able = (name for name in choice.order(device, operand, logits) if not unavailable(name, device))
+    return next(able, "torch")
+
+
+def take(
+    name: str, operation: str, device: torch.device, operand: torch.dtype, tokens: int, vocabulary: int
+) -> Backend:
+    """The backend that was requested; ``auto`` becomes one here, when the call's size is known.
+
+    ``vocabulary`` is the largest part of any rank: all ranks of a group have to take the same backend.
+    """
+    taken = automatic(device, operand, tokens * vocabulary) if name == AUTO else name
+    if debug.wanted():
+        size = choice.size_class(tokens * vocabulary)
+        debug.say(f"{operation}, {size}, {operand} on {device.type}: {taken} ({name} requested)")
+    return load(taken)

@@ -66,6 +66,16 @@ def _head(
     return Head(hidden, weight, bias, target, options)
 
 
+def _of_head(operation: str, head: Head, backend: str) -> dispatch.Backend:
+    options = head.options
+    device, tokens = head.hidden.device, head.target.numel()
+    return dispatch.take(backend, operation, device, options.operand, tokens, options.shard.largest)
+
+
+def _of_tokens(operation: str, values: Tensor, backend: str) -> dispatch.Backend:
+    return dispatch.take(backend, operation, values.device, values.dtype, values.numel(), 1)
+
+
 def _plain(tensor: Tensor) -> torch.autocast:
     # Operands are rounded to autocast's dtype by the head itself; nothing else may be.
     return torch.autocast(tensor.device.type, enabled=False)
@@ -99,7 +109,7 @@ def _linear_log_prob(
     """Log-probability and entropy [T], and the statistics [4, T] of the backward."""
     head = _head(hidden, weight, bias, target, temperature, softcap, operand, shard, group)
     with _plain(hidden):
-        result, saved = dispatch.load(backend).log_prob_forward(head)
+        result, saved = _of_head("linear_log_prob", head, backend).log_prob_forward(head)
     return result.log_prob, result.entropy, saved
 
 
@@ -129,7 +139,8 @@ def _linear_log_prob_backward(
     """The needed ones of the gradients of hidden, weight and bias."""
     head = _head(hidden, weight, bias, target, temperature, softcap, operand, shard, group)
     with _plain(hidden):
-        gradients = dispatch.load(backend).log_prob_backward(head, saved, grad_log_prob, grad_entropy, Needed(*needed))
+        taken = _of_head("linear_log_prob", head, backend)
+        gradients = taken.log_prob_backward(head, saved, grad_log_prob, grad_entropy, Needed(*needed))
     return _wanted(gradients, (hidden, weight, bias))
 
 
@@ -186,7 +197,8 @@ def _linear_policy_loss(
     pair = None if clip is None else (clip[0], clip[1])
     terms = PolicyTerms(old_log_prob, advantage, replayed, pair, beta, entropy_coef, normalizer)
     with _plain(hidden):
-        loss, per_token, gradients = dispatch.load(backend).policy_loss_forward(head, terms, Needed(*needed))
+        taken = _of_head("linear_policy_loss", head, backend)
+        loss, per_token, gradients = taken.policy_loss_forward(head, terms, Needed(*needed))
     of_hidden, of_weight, of_bias = (loss.new_empty(0) if value is None else value for value in gradients)
     return loss, per_token, of_hidden, of_weight, of_bias
 
@@ -246,7 +258,7 @@ def _token_objective(
     """Float64 sums of objectives, entropies and tokens [3]; the per-token results [4, T]; the derivatives [T]."""
     pair = None if clip is None else (clip[0], clip[1])
     tokens = (log_prob, entropy, old_log_prob, advantage, replayed, mask)
-    return dispatch.load(backend).token_objective(*tokens, pair, beta)
+    return _of_tokens("policy_loss", log_prob, backend).token_objective(*tokens, pair, beta)
 
 
 @_token_objective.register_fake
@@ -278,7 +290,7 @@ _token_objective.register_autograd(_objective_backward, setup_context=_objective
 @custom_op("exgrpo::group_advantage", mutates_args=())
 def group_advantage(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor:
     """Advantages [N] in float64."""
-    return dispatch.load(backend).centre_groups(reward, group, scale_by_std)
+    return _of_tokens("group_advantage", reward, backend).centre_groups(reward, group, scale_by_std)
 
 
 @group_advantage.register_fake
@@ -289,7 +301,7 @@ def _(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor
 @custom_op("exgrpo::segment_mean", mutates_args=())
 def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor, backend: str) -> Tensor:
     """Mean of the counted values [T] of each segment [offsets[i], offsets[i + 1]), [N]; 0 if it has none."""
-    return dispatch.load(backend).segment_mean(values, counted, offsets)
+    return _of_tokens("sequence_entropy", values, backend).segment_mean(values, counted, offsets)
 
 
 @segment_mean.register_fake

@@ -45,7 +45,7 @@ def test_a_dry_run_leaves_everything_there_is_to_leave(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name.split(".", 1)[1] for path in tmp_path.iterdir()} == {"json", "md", "svg", "launch.toml", "log"}
     (table,) = tmp_path.glob("*.launch.toml")
-    assert "cpu" in launch.read(table)
+    assert "cpu" in launch.TABLE.read(table)
     (record,) = tmp_path.glob("*.json")
     rows = {benchmark["extra_info"]["row"] for benchmark in json.loads(record.read_text())["benchmarks"]}
     assert {"floor", "exgrpo torch"} <= rows

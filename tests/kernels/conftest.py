@@ -36,6 +36,14 @@ def seed():
 
 
 @pytest.fixture
+def set_threads():
+    """Sets the number of threads of a process, which is as before afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def set_chunk(monkeypatch):
     """Sets the bytes of a chunk, a scratch block and a weight tile, on any device."""
     return partial(set_chunk_bytes, monkeypatch)

@@ -4,42 +4,31 @@ import sys
 import pytest
 import torch
 
-from exgrpo.kernels import dispatch, linear_log_prob, linear_policy_loss, ops, sequence_entropy
-from exgrpo.kernels.dispatch import backend_name
+from exgrpo.kernels import debug, dispatch, linear_log_prob, linear_policy_loss, ops, sequence_entropy
 
 from .support import error, make_case, make_tokens
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+def test_the_debug_switch_says_what_was_taken_once(monkeypatch, capfd):
+    case = make_case((3, 8), 16, 30, torch.float32, "cpu")
+    debug.say.cache_clear()
+    case.log_prob(backend="torch")
+    assert not capfd.readouterr().err
+    monkeypatch.setenv("EXGRPO_DEBUG", "1")
+    for _ in range(2):
+        case.log_prob(backend="torch")
+    line = "exgrpo: linear_log_prob, small, torch.float32 on cpu: torch (torch requested)"
+    assert capfd.readouterr().err.splitlines() == [line]
 
 
-def test_auto_is_torch_on_cpus_and_triton_on_gpus(monkeypatch):
-    monkeypatch.delenv("EXGRPO_BACKEND", raising=False)
-    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
-    assert backend_name("auto", CPU) == "torch"
-    assert backend_name("auto", CUDA) == "triton"
-    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", False)
-    assert backend_name("auto", CUDA) == "torch"
-
-
-def test_a_backend_that_cannot_run_says_why(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", False)
-    with pytest.raises(RuntimeError, match="backend='triton': triton is not installed; expected auto or torch"):
-        backend_name("triton", CUDA)
-    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
-    with pytest.raises(RuntimeError, match="backend='triton': it needs a GPU, or TRITON_INTERPRET=1 .* on cpu"):
-        backend_name("triton", CPU)
-
-
-def test_environment_decides_where_the_caller_does_not(monkeypatch):
-    monkeypatch.setenv("EXGRPO_BACKEND", "reference")
-    assert backend_name("auto", CPU) == "reference"
-    assert backend_name("torch", CPU) == "torch"
-    monkeypatch.setenv("EXGRPO_BACKEND", "auto")
-    assert backend_name("auto", CPU) == "torch"
-    monkeypatch.setenv("EXGRPO_BACKEND", "fast")
-    with pytest.raises(ValueError, match="EXGRPO_BACKEND=fast: expected auto, torch, triton or reference"):
-        backend_name("auto", CPU)
+def test_a_line_for_each_backend(monkeypatch):
+    """python -m exgrpo.kernels: each is right, or says why it is not there."""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-m", "exgrpo.kernels"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = [line.split(maxsplit=2) for line in run.stdout.splitlines()[1:]]
+    assert [name for device, name, _ in lines if device == "cpu"] == list(dispatch.BACKENDS)
+    assert all(text.startswith(("right, error", "not available: ")) for *_, text in lines)
+    assert sum(text.endswith(", the default") for *_, text in lines) == len({device for device, *_ in lines})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,7 +58,7 @@ def test_reference_has_no_vocab_group(tmp_path):
         group = torch.distributed.group.WORLD
         arguments = torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64)
         with pytest.raises(
-            ValueError, match="backend='reference': it has no vocab_group; expected auto, torch or triton"
+            ValueError, match="backend='reference': it has no vocab_group; expected auto, torch, triton, cpu or cuda"
         ):
             linear_log_prob(*arguments, vocab_group=group, backend="reference")
         one = linear_policy_loss(*arguments, torch.zeros(2), torch.ones(2), vocab_group=group)

@@ -67,7 +67,7 @@ HEAD_ERRORS = [
     ),
     ({"softcap": -1.0}, ValueError, "softcap: expected a number above 0, got -1.0"),
     ({"vocab_group": "world"}, TypeError, "vocab_group: expected a torch.distributed process group, got str"),
-    ({"backend": "fast"}, ValueError, "backend='fast': expected auto, torch, triton or reference"),
+    ({"backend": "fast"}, ValueError, "backend='fast': expected auto, torch, triton, cpu, cuda or reference"),
 ]
 
 TERM_ERRORS = [

@@ -1,5 +1,8 @@
 """The logits never exist whole: peak of the memory that tensors hold, counted operation by operation."""
 
+import os
+import subprocess
+import sys
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -9,9 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exgrpo.kernels import dispatch, linear_log_prob, reference
+from exgrpo.kernels.chunks import chunking
 
 from .support import Case
 
+CPU = torch.device("cpu")
+CPU_CHUNK = chunking.CHUNK_BYTES["cpu"]
 TOKENS, WIDTH, VOCABULARY = 2000, 16, 3000
 LOGITS = TOKENS * VOCABULARY * 4
 CHUNK, BLOCK = 100 * VOCABULARY * 4, 10 * VOCABULARY * 4
@@ -144,3 +150,42 @@ def test_nothing_is_kept_for_the_backward_but_statistics(case):
         held = memory.live
     assert result.log_prob.requires_grad
     assert held <= 8 * TOKENS * 8
+
+
+RESIDENT = """
+import sys
+from pathlib import Path
+import torch
+from exgrpo.kernels import linear_log_prob, linear_policy_loss
+tokens, width, vocabulary = 4096, 32, 32000
+dtype, backend = getattr(torch, sys.argv[1]), sys.argv[2]
+
+def problem(tokens, vocabulary):
+    hidden, weight = torch.empty(tokens, width, dtype=dtype), torch.empty(vocabulary, width, dtype=dtype)
+    return hidden.normal_().requires_grad_(), weight.normal_().requires_grad_(), torch.arange(tokens) % vocabulary
+
+def call(hidden, weight, target):
+    old, advantage = torch.full(target.shape, -8.0), torch.ones(target.shape)
+    linear_policy_loss(hidden, weight, target, old, advantage, clip=None, backend=backend).loss.backward()
+
+def kibibytes(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1])
+
+call(*problem(64, 1000))  # what is loaded and built once
+inputs = problem(tokens, vocabulary)
+Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+before = kibibytes("VmRSS")
+call(*inputs)
+print(1024 * (kibibytes("VmHWM") - before))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="it reads Linux's account of the memory")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in ("torch", "cpu") if not dispatch.unavailable(name, CPU)])
+def test_resident_memory_stays_below_two_chunks(name, dtype):
+    """What operators take within themselves counts too; logits would be 524 MB, a chunk is 134 MB."""
+    run = subprocess.run([sys.executable, "-c", RESIDENT, dtype, name], capture_output=True, text=True, check=True)
+    gradients = 2 * (4096 + 32000) * 32 * 4
+    assert int(run.stdout) < 2 * CPU_CHUNK + gradients

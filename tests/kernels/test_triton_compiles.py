@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET"):
     pytest.skip("with TRITON_INTERPRET a process can only interpret kernels, not compile them", allow_module_level=True)
 
+from exgrpo.kernels.tables import DEFAULT
 from exgrpo.kernels.triton_chunks import launch as launching
 from exgrpo.kernels.triton_chunks.anchored import half_tile, traits
 from exgrpo.kernels.triton_chunks.anchored_kernels import anchored_kernel, largest_kernel, target_logit_kernel
@@ -69,7 +70,7 @@ def compiled(architecture, kernel, logits, out, bias, switches, block, aligned=T
 
 
 def test_every_architecture_of_the_table_is_compiled_for():
-    assert TARGETS.keys() == launching.table().keys() - {launching.DEFAULT, "cpu"}
+    assert TARGETS.keys() == launching.TABLE.sections().keys() - {DEFAULT, "cpu"}
 
 
 @pytest.mark.parametrize("architecture", TARGETS)

@@ -13,9 +13,11 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels.chunks import chunking
+from exgrpo.kernels.tables import DEFAULT, DTYPES
 from exgrpo.kernels.triton_chunks import launch, tune
 from exgrpo.kernels.triton_chunks.launch import Launch, Tile
-from exgrpo.kernels.triton_chunks.tune import Shape, Tuner
+from exgrpo.kernels.triton_chunks.tune import Tuner
+from exgrpo.kernels.workload import Shape, Workload
 
 KNOWN = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 GPU = torch.device("cuda")
@@ -53,7 +55,7 @@ def own(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", [*KNOWN, "cpu", "sm_75", "gfx1100"])
-@pytest.mark.parametrize(("dtype", "width"), list(product(launch.DTYPES, (64, 2559, 2560, 8192))))
+@pytest.mark.parametrize(("dtype", "width"), list(product(DTYPES, (64, 2559, 2560, 8192))))
 def test_every_machine_has_a_plan(machine, architecture, dtype, width):
     machine(architecture)
     plan = launch.plan(GPU, getattr(torch, dtype), width, VOCABULARY)
@@ -66,17 +68,17 @@ def test_every_machine_has_a_plan(machine, architecture, dtype, width):
 
 
 def test_the_shipped_table_is_about_the_known_architectures():
-    assert set(launch.read(launch.SHIPPED)) == {launch.DEFAULT, "cpu", *KNOWN}
+    assert set(launch.TABLE.read(launch.SHIPPED)) == {DEFAULT, "cpu", *KNOWN}
 
 
 def test_estimates_know_the_default_chunk():
-    assert launch.read(launch.SHIPPED)[launch.DEFAULT]["chunk_rows"] == chunking.GPU_ROWS
+    assert launch.TABLE.read(launch.SHIPPED)[DEFAULT]["chunk_rows"] == chunking.GPU_ROWS
 
 
 def test_unknown_gpus_get_the_default(machine):
     machine("sm_75")
     plan = launch.plan(GPU, torch.bfloat16, 4096, VOCABULARY)
-    shipped = launch.read(launch.SHIPPED)[launch.DEFAULT]
+    shipped = launch.TABLE.read(launch.SHIPPED)[DEFAULT]
     assert (plan.rows, plan.tile) == (Launch(**shipped["rows"]), Tile(**shipped["tile"]))
 
 
@@ -138,7 +140,7 @@ def test_the_most_specific_section_decides(own):
     assert plan(torch.bfloat16, 2559).chunk_rows == 2000
     assert plan(torch.bfloat16, 2560).chunk_rows == 3000
     assert [plan(torch.bfloat16, width).fused for width in (2559, 2560)] == [False, True]
-    shipped = launch.read(launch.SHIPPED)["sm_90"]
+    shipped = launch.TABLE.read(launch.SHIPPED)["sm_90"]
     assert plan(torch.bfloat16, 64).tile == Tile(**{**shipped["tile"], "stages": 4})
     assert plan(torch.bfloat16, 64).rows == Launch(shipped["rows"]["block"], warps=2)
 
@@ -178,7 +180,7 @@ def test_a_table_that_is_not_there_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv(launch.ENVIRONMENT, str(tmp_path / "none.toml"))
     launch.forget()
     with pytest.raises(ValueError, match=r"none.toml.*expected a TOML file like"):
-        launch.table()
+        launch.TABLE.sections()
 
 
 class Machine:
@@ -187,8 +189,8 @@ class Machine:
     def __init__(self, monkeypatch, seconds, broken=lambda plan: False, wrong=lambda plan: False):
         self.seconds, self.broken, self.wrong = seconds, broken, wrong
         self.plans = []
-        monkeypatch.setattr(tune.Workload, "forward", lambda work: self.run(work))
-        monkeypatch.setattr(tune.Workload, "loss", lambda work, entropy_coef=0.0: self.run(work))
+        monkeypatch.setattr(Workload, "forward", lambda work: self.run(work))
+        monkeypatch.setattr(Workload, "loss", lambda work, entropy_coef=0.0: self.run(work))
 
     def run(self, work):
         self.plan = launch.plan(GPU, work.hidden.dtype, work.hidden.shape[1], VOCABULARY)
@@ -216,12 +218,12 @@ def cost(plan):
 def tuned(monkeypatch, tmp_path):
     """Tunes a made-up machine for bfloat16; gives the table's path."""
 
-    def make(shape, dtype, device):
+    def make(shape, dtype, device, backend):
         one = torch.ones(1)
-        return tune.Workload(torch.ones(1, shape.width, dtype=getattr(torch, dtype)), one, one, one)
+        return Workload(torch.ones(1, shape.width, dtype=getattr(torch, dtype)), one, one, one, backend)
 
     monkeypatch.setattr(tune, "make_workload", make)
-    monkeypatch.setattr(tune, "origin", lambda device: ["Timed on nothing."])
+    monkeypatch.setattr(tune, "origin", lambda *_: ["Timed on nothing."])
 
     def run(machine, seconds=600.0):
         output = tmp_path / "tuned.toml"
@@ -238,7 +240,7 @@ def test_the_tuner_chooses_what_the_clock_says_and_its_table_reads_back(monkeypa
             plan = launch.plan(GPU, torch.bfloat16, shape.width, VOCABULARY)
             assert plan == launch.Plan(fused=True, chunk_rows=4096, rows=Launch(2048, 4), tile=BEST_TILE)
     assert launch.ENVIRONMENT not in os.environ
-    sections = launch.read(output)["sm_90"]["bfloat16"]
+    sections = launch.TABLE.read(output)["sm_90"]["bfloat16"]
     assert sections["narrow"] == sections["wide"]
     comments = output.read_text()
     assert "Timed on nothing." in comments
@@ -253,7 +255,7 @@ def test_candidates_that_fail_or_are_wrong_are_skipped_with_a_line(monkeypatch, 
         wrong=lambda plan: plan.rows == Launch(2048, 4),
     )
     output = tuned(machine)
-    narrow = launch.read(output)["sm_90"]["bfloat16"]["narrow"]
+    narrow = launch.TABLE.read(output)["sm_90"]["bfloat16"]["narrow"]
     assert narrow["rows"] != {"block": 2048, "warps": 4}
     assert narrow["tile"] != BEST_TILE.__dict__
     shown = capsys.readouterr().out
@@ -263,7 +265,7 @@ def test_candidates_that_fail_or_are_wrong_are_skipped_with_a_line(monkeypatch, 
 
 def test_without_a_fused_product_the_library_stays(monkeypatch, tuned):
     output = tuned(Machine(monkeypatch, cost, broken=lambda plan: plan.fused))
-    assert launch.read(output)["sm_90"]["bfloat16"]["wide"]["logits"] == "library"
+    assert launch.TABLE.read(output)["sm_90"]["bfloat16"]["wide"]["logits"] == "library"
     assert "no candidate runs" in output.read_text()
 
 
@@ -276,7 +278,7 @@ def test_without_time_everything_stays(monkeypatch, tuned):
     before = launch.setting("sm_90", "bfloat16", "wide")
     machine = Machine(monkeypatch, cost)
     output = tuned(machine, seconds=0.0)
-    assert launch.read(output)["sm_90"]["bfloat16"]["wide"] == before
+    assert launch.TABLE.read(output)["sm_90"]["bfloat16"]["wide"] == before
     assert "no time left" in output.read_text()
     assert not machine.plans
 
@@ -338,7 +340,7 @@ def test_the_program_tunes_the_interpreter(tmp_path):
     done = run_tuner("--output", str(output), *options, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"{output}\n")
-    assert list(launch.read(output)["cpu"]["float32"]) == ["narrow"]
+    assert list(launch.TABLE.read(output)["cpu"]["float32"]) == ["narrow"]
 
 
 @pytest.mark.gpu
@@ -347,5 +349,5 @@ def test_the_program_tunes_this_gpu(tmp_path):
     output = tmp_path / "table.toml"
     done = run_tuner("--output", str(output), "--shapes", "512,256,8192", "--minutes", "0.5")
     assert done.returncode == 0, done.stderr
-    (name,) = launch.read(output)
+    (name,) = launch.TABLE.read(output)
     assert name.startswith(("sm_", "gfx"))

@@ -40,7 +40,7 @@ class RowOperations(Protocol):
         """Begin a chunk whose statistics are known: only `gradient` follows."""
 
     def select(self, kept: Tensor) -> None:
-        """Keep some rows of the chunk only."""
+        """Keep some rows of the chunk only, in the order of `head.packing`."""
 
     def gradient(self, chunk: "Chunk", statistics: Statistics, factors: Factors) -> Tensor:
         """F [rows, V]: the gradient of the raw products is r[:, None] * F."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, GradientSums, positions
+from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, GradientSums, packing, positions
 from exgrpo.kernels.chunks.operations import RowOperations
 from exgrpo.kernels.chunks.softmax import (
     Factors,
@@ -70,6 +70,7 @@ def _add_gradients(
     if kept is not None:
         if not kept.numel():
             return
+        kept = packing(kept)
         where = kept + chunk.rows.start
         chunk, statistics, factors = chunk.select(kept), statistics.select(kept), factors.select(kept)
         passes.select(kept)

@@ -87,12 +87,13 @@ def logit_gradient(
 
 
 def compact(matrix: Tensor, kept: Tensor) -> Tensor:
-    """Moves the rows ``kept`` (ascending) of a matrix to its front, in place, and returns them.
+    """Moves the rows ``kept`` of a matrix to its front, in place, and returns them; for their order see `packing`.
 
-    A row never moves down, so each block is read before anything is written over it.
+    Rows move from behind the front into it, so nothing is overwritten before it is read.
     """
-    for start, end in chunking.spans(kept.numel(), _block_rows(matrix)):
-        matrix[start:end] = matrix[kept[start:end]]
+    gaps = (kept != torch.arange(kept.numel(), device=kept.device)).nonzero().squeeze(1)
+    for start, end in chunking.spans(gaps.numel(), _block_rows(matrix)):
+        matrix[gaps[start:end]] = matrix[kept[gaps[start:end]]]
     return matrix[: kept.numel()]
 
 

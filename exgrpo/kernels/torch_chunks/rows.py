@@ -68,10 +68,17 @@ class TorchRows:
         return self._exponential
 
     def _logits(self, chunk: Chunk) -> Tensor:
-        """A chunk's capped logits, in memory that the next chunk overwrites."""
-        if self._buffer is None:
-            most = min(self.chunk_rows(), self.head.count)
-            self._buffer = chunk.hidden.new_empty(most, self.head.shard.size, dtype=self.head.dtype)
-        self._exponential = self.head.products.logits(chunk.hidden, self._buffer[: len(chunk.hidden)])
-        shape_logits(self._exponential, self.head.head.bias, self.head.options.softcap)
+        """A chunk's capped logits."""
+        shape_logits(self._products(chunk), self.head.head.bias, self.head.options.softcap)
         return self._exponential
+
+    def _products(self, chunk: Chunk) -> Tensor:
+        """A chunk's raw products, in memory that the next chunk overwrites."""
+        if self._buffer is None:
+            self._buffer = self._memory(chunk)
+        self._exponential = self.head.products.logits(chunk.hidden, self._buffer[: len(chunk.hidden)])
+        return self._exponential
+
+    def _memory(self, chunk: Chunk) -> Tensor:
+        most = min(self.chunk_rows(), self.head.count)
+        return chunk.hidden.new_empty(most, self.head.shard.size, dtype=self.head.dtype)

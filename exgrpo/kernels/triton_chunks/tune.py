@@ -6,34 +6,40 @@ EXGRPO_LAUNCH_TABLE=FILE has it used; its sections may also replace those of lau
 """
 
 import argparse
-import datetime
-import json
-import math
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from exgrpo.kernels import linear_log_prob, linear_policy_loss
 from exgrpo.kernels.dispatch import unavailable
+from exgrpo.kernels.tables import DTYPES
 from exgrpo.kernels.triton_chunks import launch
+from exgrpo.kernels.workload import (
+    Call,
+    Clock,
+    Sections,
+    Shape,
+    make_workload,
+    off,
+    origin,
+    seconds_of,
+    shape_of,
+    shapes_text,
+    text,
+    toml,
+)
 
 Entry = dict[str, Any]
-Call = Callable[[], tuple[Tensor, ...]]
-Clock = Callable[[Call], float]
-"""Seconds that a call takes."""
-Sections = dict[tuple[str, str, str], tuple[Entry, list[str]]]
-"""Entries by architecture, dtype and class, with what is to be said about them."""
 
 SHAPES = ((8192, 1536, 151936), (8192, 3584, 152064))
 ROWS = [{"block": block, "warps": warps} for block, warps in product((1024, 2048, 4096, 8192, 16384), (4, 8, 16))]
@@ -62,74 +68,9 @@ TILES = [
 CHUNK_ROWS = (1024, 2048, 4096, 8192, 16384)
 THIN = 64
 """Width of the head that row kernels are timed on: its products take little beside them."""
-LIFT = 24.0
-"""Of the target's logit: most tokens of a language model are nearly certain, and uncertain ones are read again."""
-ENTROPY_COEF = 0.001
 LEAST_ROUNDS, MOST_ROUNDS = 3, 9
 NOISE = 0.01
 """A gain below this part of the time does not replace the present value."""
-WRONG = 1e-2
-"""Two right ways to launch a call differ by rounding alone, far less than this part of the result."""
-
-
-class Shape(NamedTuple):
-    """Of a head and its tokens."""
-
-    tokens: int
-    width: int
-    vocabulary: int
-
-
-class Workload(NamedTuple):
-    """The inputs of the calls that are timed."""
-
-    hidden: Tensor
-    """[T, D]"""
-    weight: Tensor
-    """[V, D]"""
-    target: Tensor
-    """[T], each far more likely than all other words"""
-    advantage: Tensor
-    """[T], not 0"""
-
-    def forward(self) -> tuple[Tensor, ...]:
-        """Log-probabilities alone."""
-        with torch.no_grad():
-            return (linear_log_prob(self.hidden, self.weight, self.target, backend="triton").log_prob,)
-
-    def loss(self, entropy_coef: float = 0.0) -> tuple[Tensor, ...]:
-        """The policy loss and its gradients."""
-        result = linear_policy_loss(
-            self.hidden,
-            self.weight,
-            self.target,
-            torch.zeros_like(self.advantage),
-            self.advantage,
-            entropy_coef=entropy_coef,
-            normalizer=len(self.target),
-            backend="triton",
-        )
-        gradient, _ = torch.autograd.grad(result.loss, (self.hidden, self.weight))
-        return result.log_prob, gradient
-
-    def loss_with_entropy(self) -> tuple[Tensor, ...]:
-        """The policy loss with an entropy bonus and its gradients."""
-        return self.loss(ENTROPY_COEF)
-
-
-def make_workload(shape: Shape, dtype: str, device: torch.device) -> Workload:
-    """Inputs of a shape, the same every time."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device=device)
-
-    weight = normal(shape.vocabulary, shape.width).div_(math.sqrt(shape.width))
-    target = torch.randint(shape.vocabulary, (shape.tokens,), generator=generator, device=device)
-    hidden = LIFT * weight[target] + normal(shape.tokens, shape.width)
-    sign = normal(shape.tokens).sign()
-    hidden, weight = (x.to(getattr(torch, dtype)).requires_grad_() for x in (hidden, weight))
-    return Workload(hidden, weight, target, sign * (0.5 + normal(shape.tokens).abs()))
 
 
 @dataclass
@@ -167,7 +108,7 @@ class Tuner:
         self.decisions -= 1
         values = [entry[key], *(value for value in values if value != entry[key])]
         if now >= self.deadline:
-            self._note(f"{key}: no time left, {_toml(entry[key])} stays untimed")
+            self._note(f"{key}: no time left, {toml(entry[key])} stays untimed")
             return entry[key]
         with tempfile.TemporaryDirectory() as folder:
             paths = [
@@ -186,12 +127,12 @@ class Tuner:
             return None
         medians = [statistics.median(of_candidate) for of_candidate in seconds]
         for (value, _), median in zip(ready, medians, strict=True):
-            print(f"  {key} = {_toml(value)}: {median * 1e3:.3f} ms", flush=True)
+            print(f"  {key} = {toml(value)}: {median * 1e3:.3f} ms", flush=True)
         best = min(range(len(ready)), key=medians.__getitem__)
         if medians[best] > (1 - NOISE) * medians[0]:
             best = 0
-        first = f", {_toml(ready[0][0])} took {medians[0] * 1e3:.3f} ms" if best else ""
-        self._note(f"{key} = {_toml(ready[best][0])}: {medians[best] * 1e3:.3f} ms, best of {len(ready)}{first}")
+        first = f", {toml(ready[0][0])} took {medians[0] * 1e3:.3f} ms" if best else ""
+        self._note(f"{key} = {toml(ready[best][0])}: {medians[best] * 1e3:.3f} ms, best of {len(ready)}{first}")
         return ready[best][0]
 
     def _that_run(
@@ -207,12 +148,12 @@ class Tuner:
             try:
                 with laid_over(path):
                     found = [call() for call in calls]
-                    off = any(_off(a, b) for a, b in zip(found, results, strict=False))
+                    wrong = any(off(a, b) for a, b in zip(found, results, strict=False))
             except Exception as error:  # compilers and devices refuse in many ways; each only rules a candidate out
-                print(f"  {key} = {_toml(value)}: skipped, {_first_line(error)}", flush=True)
+                print(f"  {key} = {toml(value)}: skipped, {_first_line(error)}", flush=True)
                 continue
-            if off:
-                print(f"  {key} = {_toml(value)}: skipped, its results are wrong", flush=True)
+            if wrong:
+                print(f"  {key} = {toml(value)}: skipped, its results are wrong", flush=True)
                 continue
             results = results or found
             ready.append((value, path))
@@ -241,7 +182,9 @@ def tune_class(tuner: Tuner, dtype: str, shapes: Sequence[Shape]) -> Entry:
     block = max(launch.fitting_block(shape.vocabulary) for shape in shapes)
 
     thin = [
-        make_workload(Shape(min(shape.tokens, entry["chunk_rows"]), THIN, shape.vocabulary), dtype, tuner.device)
+        make_workload(
+            Shape(min(shape.tokens, entry["chunk_rows"]), THIN, shape.vocabulary), dtype, tuner.device, "triton"
+        )
         for shape in shapes
     ]
     calls = [call for work in thin for call in (work.loss, work.loss_with_entropy)]
@@ -250,7 +193,7 @@ def tune_class(tuner: Tuner, dtype: str, shapes: Sequence[Shape]) -> Entry:
     if entry["rows"] is None:
         raise RuntimeError(f"no launch of the row kernels runs for {dtype}; the lines above say why")
 
-    whole = [make_workload(shape, dtype, tuner.device) for shape in shapes]
+    whole = [make_workload(shape, dtype, tuner.device, "triton") for shape in shapes]
     calls = [call for work in whole for call in (work.forward, work.loss)]
     if dtype in launch.FUSABLE:
         tile = tuner.choose("tile", TILES, calls, dtype, {**entry, "logits": "fused"})
@@ -272,12 +215,17 @@ def tune(tuner: Tuner, dtypes: Sequence[str], shapes: Sequence[Shape], output: P
     tuner.decisions = sum(len(of_class) * (4 if dtype in launch.FUSABLE else 2) for dtype in dtypes)
     sections: Sections = {}
     for dtype, (name, members) in product(dtypes, of_class.items()):
-        print(f"{dtype}, {name}: {', '.join('x'.join(map(str, shape)) for shape in members)}", flush=True)
+        print(f"{dtype}, {name}: {shapes_text(members)}", flush=True)
         tuner.notes.clear()
         entry = tune_class(tuner, dtype, members)
         sections[launch.architecture(tuner.device), dtype, name] = (entry, list(tuner.notes))
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text(sections, [*origin(tuner.device), f"Shapes (T, D, V): {shapes_text(shapes)}"]))
+        output.write_text(
+            text(
+                sections,
+                [*origin(tuner.device, launch.architecture(tuner.device)), f"Shapes (T, D, V): {shapes_text(shapes)}"],
+            )
+        )
 
 
 @contextmanager
@@ -286,7 +234,7 @@ def laid_over(path: Path) -> Iterator[None]:
     before = os.environ.get(launch.ENVIRONMENT)
     os.environ[launch.ENVIRONMENT] = str(path)
     launch.forget()
-    launch.table()  # read now: the clock shall not see it
+    launch.TABLE.sections()  # read now: the clock shall not see it
     try:
         yield
     finally:
@@ -296,75 +244,16 @@ def laid_over(path: Path) -> Iterator[None]:
         launch.forget()
 
 
-def text(sections: Sections, header: Sequence[str]) -> str:
-    """A table: the settings of each section, and what was noted about it as comments."""
-    lines = [f"# {line}" for line in header]
-    for name, (entry, notes) in sections.items():
-        lines += ["", *(f"# {note}" for note in notes), f"[{'.'.join(name)}]"]
-        lines += [f"{key} = {_toml(value)}" for key, value in entry.items()]
-    return "\n".join(lines) + "\n"
-
-
-def origin(device: torch.device) -> list[str]:
-    """Where and when something was timed."""
-    import triton
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
-    runtime = torch.version.hip or torch.version.cuda or "none"
-    versions = f"torch {torch.__version__}, triton {triton.__version__}, CUDA or HIP {runtime}"
-    return [f"Timed on {name} ({launch.architecture(device)}), {datetime.date.today()}.", f"{versions}."]
-
-
-def shapes_text(shapes: Sequence[Shape]) -> str:
-    """Shapes as a reader wants them."""
-    return ", ".join(str(tuple(shape)) for shape in shapes)
-
-
-def seconds_of(call: Call) -> float:
-    """The time of a call: by events on a GPU, else by the host's clock."""
-    if not torch.cuda.is_available():
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
-def _off(found: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
-    pairs = ((a.detach().double(), b.detach().double()) for a, b in zip(found, right, strict=True))
-    return any(not bool((a - b).norm() <= WRONG * b.norm()) for a, b in pairs)
-
-
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:200]}"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {_toml(part)}' for key, part in value.items())} }}"
-    return json.dumps(value)
-
-
-def _shape(words: str) -> Shape:
-    try:
-        tokens, width, vocabulary = (int(word) for word in words.split(","))
-        if min(tokens, width, vocabulary) < 1:
-            raise ValueError
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{words!r} is no shape; expected T,D,V, such as 8192,3584,152064") from None
-    return Shape(tokens, width, vocabulary)
 
 
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("launch.toml"), help="the table (%(default)s)")
-    parser.add_argument("--dtype", nargs="+", choices=launch.DTYPES, default=["bfloat16"], help="of the operands")
-    parser.add_argument("--shapes", nargs="+", type=_shape, default=[Shape(*s) for s in SHAPES], metavar="T,D,V")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"], help="of the operands")
+    parser.add_argument("--shapes", nargs="+", type=shape_of, default=[Shape(*s) for s in SHAPES], metavar="T,D,V")
     parser.add_argument("--minutes", type=float, default=15.0, help="what has no time then stays (%(default)s)")
     options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,56 @@
+"""Which backends there are on this machine, why the others are not, and whether they compute rightly.
+
+python -m exgrpo.kernels
+"""
+
+import sys
+
+import torch
+
+from exgrpo.kernels import choice, dispatch, linear_policy_loss
+
+SHAPE = (33, 48, 301)
+TOLERANCE = 1e-4
+"""Of the gradients' relative error in float32: rounding makes 1e-6."""
+
+
+def self_check(backend: str, device: torch.device) -> float:
+    """Relative error of a policy loss's gradients against float64 on full logits."""
+    count, width, vocabulary = SHAPE
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*size, generator=generator) for size in ((count, width), (vocabulary, width)))
+    target = torch.randint(vocabulary, (count,), generator=generator).to(device)
+    advantage = torch.randn(count, generator=generator).to(device)
+
+    def gradients(dtype: torch.dtype, name: str) -> list[torch.Tensor]:
+        states, head = (values.to(device, dtype).requires_grad_() for values in (hidden, weight / width**0.5))
+        old = torch.full_like(advantage, -6.0)
+        result = linear_policy_loss(states, head, target, old, advantage, clip=None, entropy_coef=0.01, backend=name)
+        return [gradient.double() for gradient in torch.autograd.grad(result.loss, (states, head))]
+
+    pairs = zip(gradients(torch.float32, backend), gradients(torch.float64, dispatch.REFERENCE), strict=True)
+    return max(((ours - exact).norm() / exact.norm()).item() for ours, exact in pairs)
+
+
+def main() -> int:
+    """Print a line for each backend on each kind of device; the exit status is 1 where one computes wrongly."""
+    print(f"torch {torch.__version__}. Checked: the error of a policy loss's gradients against float64.")
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    wrong = False
+    for device in map(torch.device, kinds):
+        default = dispatch.automatic(device, torch.float32, choice.LARGE + 1)
+        for name in dispatch.BACKENDS:
+            reason = dispatch.unavailable(name, device)
+            if reason:
+                print(f"{device.type:5} {name:7} not available: {reason}")
+                continue
+            error = self_check(name, device)
+            right = error < TOLERANCE
+            wrong |= not right
+            notes = f"{'right' if right else 'WRONG'}, error {error:.1e}{', the default' if name == default else ''}"
+            print(f"{device.type:5} {name:7} {notes}")
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Builds what is compiled: `exgrpo/kernels/_C.abi3.so` for CPUs and, by nvcc, `exgrpo/kernels/cuda_chunks/_cuda.so`.
+
+Two environment variables say what is wanted, each auto, force or skip:
+
+- EXGRPO_BUILD: the extension for CPUs. auto builds it where a C++17 compiler and torch are there, and says once if they
+  are not: the package is pure Python then.
+- EXGRPO_CUDA: the kernels for GPUs. auto builds them where nvcc is on PATH or in CUDA_HOME.
+
+The extension uses LibTorch's stable ABI: one file for every torch from 2.10 on and every Python from 3.11 on. It is
+built with the headers of the torch that is installed, so without isolation: `pip install --no-build-isolation .`
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.errors import CompileError, SetupError
+
+ROOT = Path(__file__).parent
+CHOICES = ("auto", "force", "skip")
+
+CPU_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-DNDEBUG",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",
+]
+
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
+VARIANTS = {
+    "baseline": [],
+    "avx2": ["-mavx2", "-mfma"],
+    "avx512": AVX512,
+    "avx512bf16": [*AVX512, "-mavx512bf16"],
+    "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+}
+"""Flags of each instruction set. Where the compiler knows them, HAVE_<NAME> is defined for all sources."""
+
+SOURCES = {
+    "csrc/cpu/rows.cpp": ("baseline", "avx2", "avx512"),
+    "csrc/cpu/tokens.cpp": ("baseline", "avx2", "avx512"),
+}
+"""The variants of a source: it is compiled once for each, with EXGRPO_VARIANT defined as its name. Others: baseline."""
+
+CUDA_FLAGS = ["-std=c++17", "-O3", "-DNDEBUG", "-Xcompiler", "-fPIC"]
+CUDA_TARGETS = {
+    "csrc/cuda/rows.cu": ("arch=compute_90a,code=sm_90a", "arch=compute_100,code=sm_100"),
+    "csrc/cuda/product.cu": ("arch=compute_90a,code=sm_90a",),
+}
+
+
+def switch(name: str) -> str:
+    """What an environment variable asks for."""
+    value = os.environ.get(name, "auto")
+    if value not in CHOICES:
+        raise SetupError(f"{name}={value}: expected {', '.join(CHOICES[:-1])} or {CHOICES[-1]}")
+    return value
+
+
+def wanted(name: str, missing: str) -> bool:
+    """Whether to build what ``name`` switches and ``missing`` stands in the way of (empty: nothing does)."""
+    value = switch(name)
+    if value == "force" and missing:
+        raise SetupError(f"{name}=force: {missing}")
+    return value != "skip" and not missing
+
+
+def compiler() -> list[str]:
+    """The C++ compiler and its arguments; empty where there is none."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    candidates = [named] if named else [["c++"], ["g++"], ["clang++"]]
+    return next((command for command in candidates if shutil.which(command[0])), [])
+
+
+def compiles(flags: list[str]) -> bool:
+    """Whether the compiler takes these flags."""
+    command = [*compiler(), *flags, "-x", "c++", "-c", "-", "-o", os.devnull]
+    return subprocess.run(command, input=b"void probe() {}", capture_output=True).returncode == 0
+
+
+def torch_folder() -> Path | None:
+    """Where torch is installed."""
+    spec = find_spec("torch")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def cpu_missing() -> str:
+    """What the extension for CPUs cannot be built without."""
+    if not compiler():
+        return "there is no C++ compiler; install g++ or clang++, or name one by CXX"
+    if not compiles(["-std=c++17"]):
+        return f"{shlex.join(compiler())} does not compile C++17; name another compiler by CXX"
+    if torch_folder() is None:
+        return "torch is not here at build time; install it first, then use pip install --no-build-isolation"
+    return ""
+
+
+def nvcc() -> str | None:
+    """The CUDA compiler."""
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=str(Path(home, "bin"))) if home else shutil.which("nvcc")
+
+
+def cuda_missing() -> str:
+    """What the kernels for GPUs cannot be built without."""
+    return "" if nvcc() else "there is no nvcc; install CUDA, and put nvcc on PATH or set CUDA_HOME"
+
+
+def variants() -> dict[str, list[str]]:
+    """The instruction sets of this architecture that the compiler knows."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return {"baseline": []}
+    return {name: flags for name, flags in VARIANTS.items() if compiles(flags)}
+
+
+def cpu_objects(folder: Path) -> Iterator[tuple[list[str], Path]]:
+    """The command for each object of the extension, and the object."""
+    torch = torch_folder()
+    assert torch is not None
+    known = variants()
+    common = [*compiler(), *CPU_FLAGS, *(f"-DHAVE_{name.upper()}" for name in known)]
+    common += ["-isystem", str(torch / "include"), *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    for source in sorted([*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp")]):
+        for variant in SOURCES.get(source.relative_to(ROOT).as_posix(), ("baseline",)):
+            if variant in known:
+                made = folder / f"{source.stem}.{variant}.o"
+                own = [*known[variant], f"-DEXGRPO_VARIANT={variant}"]
+                yield [*common, *own, "-c", str(source), "-o", str(made)], made
+
+
+def cuda_objects(folder: Path) -> Iterator[tuple[list[str], Path]]:
+    """The command for each object of the kernels for GPUs, and the object."""
+    for source, targets in CUDA_TARGETS.items():
+        if (ROOT / source).exists():
+            made = folder / f"{Path(source).stem}.cuda.o"
+            code = [argument for target in targets for argument in ("-gencode", target)]
+            yield [str(nvcc()), *CUDA_FLAGS, *code, "-c", str(ROOT / source), "-o", str(made)], made
+
+
+def execute(command: list[str]) -> None:
+    """Runs a compiler."""
+    print(shlex.join(command), flush=True)
+    if subprocess.run(command).returncode:
+        remedy = "EXGRPO_BUILD=skip and EXGRPO_CUDA=skip build without it"
+        raise CompileError(f"this failed, see above ({remedy}): {shlex.join(command)}")
+
+
+class BuildExtensions(build_ext):
+    """Compiles each object by a command of its own, several at once."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Without the name of an architecture: the loaders look for this one."""
+        suffix = ".so" if CUDA.name.endswith(fullname) else ".abi3.so"
+        return fullname.replace(".", "/") + suffix
+
+    def build_extension(self, extension: Extension) -> None:
+        """Compiles and links."""
+        folder = Path(self.build_temp)
+        folder.mkdir(parents=True, exist_ok=True)
+        objects = list((cuda_objects if extension is CUDA else cpu_objects)(folder))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(execute, (command for command, _ in objects)))
+        target = Path(self.get_ext_fullpath(extension.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        inputs = [str(made) for _, made in objects]
+        if extension is CUDA:
+            execute([str(nvcc()), "-shared", "-cudart", "static", *inputs, "-o", str(target)])
+        else:
+            # No path to torch's libraries is kept: they are loaded before the extension is.
+            libraries = [f"-L{torch_folder()}/lib", "-ltorch_cpu"]
+            execute([*compiler(), "-shared", *inputs, *libraries, "-o", str(target)])
+
+
+class BuildPython(build_py):
+    """Says what the extension for CPUs was not built for."""
+
+    def run(self) -> None:
+        """Copies the Python files."""
+        if MISSING and CPU not in EXTENSIONS and switch("EXGRPO_BUILD") == "auto":
+            self.warn(f"exgrpo will be pure Python, with slower kernels on CPUs: {MISSING}")
+        super().run()
+
+
+CPU = Extension("exgrpo.kernels._C", [], py_limited_api=True)
+CUDA = Extension("exgrpo.kernels.cuda_chunks._cuda", [], py_limited_api=True)
+MISSING = cpu_missing()
+EXTENSIONS = [CPU] if wanted("EXGRPO_BUILD", MISSING) else []
+if wanted("EXGRPO_CUDA", cuda_missing()) and any((ROOT / source).exists() for source in CUDA_TARGETS):
+    EXTENSIONS.append(CUDA)
+
+setup(
+    ext_modules=EXTENSIONS,
+    cmdclass={"build_ext": BuildExtensions, "build_py": BuildPython},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if EXTENSIONS else {},
+)

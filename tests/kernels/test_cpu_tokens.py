@@ -1,0 +1,144 @@
+"""The compiled token kernels by themselves: against the same formulas in float64, bits, schemas, arguments."""
+
+import pytest
+import torch
+
+from exgrpo.kernels import extension
+
+if extension.MISSING:
+    pytest.skip(extension.MISSING, allow_module_level=True)
+
+from exgrpo.kernels import objective, segments
+from exgrpo.kernels.chunks import softmax
+from exgrpo.kernels.chunks.softmax import PolicyTokens, Sums
+from exgrpo.kernels.cpu_chunks import tokens
+from exgrpo.kernels.extension import OPERATORS
+
+TOKENS = 9001
+TERMS = [(None, None), ((0.2, 0.3), None), (None, 0.1), ((0.2, 0.3), 2.0)]
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=["fp32", "fp64"])
+def dtype(request):
+    return request.param
+
+
+def make_sums(dtype, rows=TOKENS):
+    """From certain to hopeless targets, anchored at the largest logit: where the target is that, its gap is 0."""
+    rest = torch.logspace(-35, 5, rows, dtype=torch.float64)
+    certain = rest < 1
+    gap = torch.where(certain, 0.0, -torch.logspace(-6, 3, rows, dtype=torch.float64))
+    return Sums(torch.zeros(rows, dtype=dtype), gap.to(dtype), rest.to(dtype), (-2 * rest).to(dtype))
+
+
+def make_tokens(dtype, rows=TOKENS):
+    """Old log-probabilities, advantages, replayed, mask."""
+    old, advantage = torch.randn(2, rows, dtype=dtype)
+    return old - 2, advantage, torch.rand(rows) < 0.3, torch.rand(rows) < 0.8
+
+
+def assert_close(found, exact, dtype, roundings=32):
+    bound = roundings * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), exact.double(), rtol=bound, atol=0, equal_nan=True)
+
+
+def test_finish_keeps_relative_precision(dtype):
+    """However close p is to 1, each result keeps its digits."""
+    sums = make_sums(dtype)
+    mean, log_prob, entropy = tokens.finish(*sums[1:])
+    statistics, exact = softmax.finished(Sums(*(value.double() for value in sums)))
+    assert_close(mean, statistics.mean, dtype)
+    assert_close(log_prob, exact.log_prob, dtype)
+    assert_close(entropy, exact.entropy, dtype)
+
+
+@pytest.mark.parametrize(("clip", "beta"), TERMS)
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
+@pytest.mark.parametrize("tempered", [False, True])
+def test_policy_rows(clip, beta, entropy_coef, tempered, dtype):
+    sums = Sums(*(value[TOKENS // 2 :] for value in make_sums(dtype)))
+    rows = len(sums.gap)
+    old, advantage, replayed, _ = make_tokens(dtype, rows)
+    old = softmax.finished(sums)[1].log_prob + old / 4
+    temperature = torch.linspace(0.5, 2, rows, dtype=dtype) if tempered else None
+    more = {"clip": clip, "beta": beta, "entropy_coef": entropy_coef}
+
+    def exact_rows(to):
+        own = PolicyTokens(old.to(to), advantage.to(to), replayed)
+        tau = None if temperature is None else temperature.to(to)
+        normalizer = torch.tensor(7.0, dtype=to)
+        values = Sums(*(value.to(to) for value in sums))
+        return softmax.policy_rows(values, own, normalizer=normalizer, temperature=tau, softcap=None, **more)
+
+    normalizer = torch.tensor(7)
+    own = (old, advantage, replayed)
+    ours = tokens.policy_rows(*sums[1:], *own, normalizer=normalizer, temperature=temperature, softcapped=False, **more)
+    for name, mine, plain, true in zip(ours._fields, ours, exact_rows(dtype), exact_rows(torch.float64), strict=True):
+        # As near to the truth as the same formulas in torch; log-probabilities down to -1000 are rounded on the way.
+        scale = true.abs().max()
+        error, theirs = (mine - true).abs().max(), (plain - true).abs().max()
+        assert error <= 2 * theirs + 8 * torch.finfo(dtype).eps * scale, name
+
+
+@pytest.mark.parametrize(("clip", "beta"), TERMS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_objective(clip, beta, masked, dtype):
+    old, advantage, replayed, mask = make_tokens(dtype)
+    log_prob, entropy = -torch.rand(TOKENS, dtype=dtype) * 4, torch.rand(TOKENS, dtype=dtype)
+    if masked:
+        for value in (old, advantage, log_prob, entropy):
+            value[~mask] = torch.nan
+    arguments = (log_prob, entropy, old, advantage, replayed, mask if masked else None, clip, beta)
+    found = tokens.token_objective(*arguments)
+    exact = objective.token_objective(
+        *(x.double() if x is not None and x.is_floating_point() else x for x in arguments[:6]), clip, beta
+    )
+    for mine, true in zip(found[1:], exact[1:], strict=True):
+        assert_close(mine, true, dtype, roundings=100)
+    # The sum of terms of both signs: as wrong as its terms are.
+    assert (found[0] - exact[0]).abs().max() <= 100 * torch.finfo(dtype).eps * TOKENS
+    assert found[0][2] == (mask.sum() if masked else TOKENS)
+
+
+@pytest.mark.parametrize("scale_by_std", [False, True])
+def test_groups(scale_by_std):
+    reward, group = torch.rand(1000), torch.randint(-5, 40, (1000,), dtype=torch.int32)
+    group[:3] = torch.tensor([100, -(2**31), 2**31 - 1])
+    exact = segments.centre_groups(reward, group, scale_by_std)
+    torch.testing.assert_close(tokens.centre_groups(reward, group, scale_by_std), exact, rtol=1e-12, atol=1e-12)
+    assert tokens.centre_groups(reward[:0], group[:0], scale_by_std).shape == (0,)
+
+
+def test_same_bits_for_any_number_of_threads(set_threads, dtype):
+    sums, (old, advantage, replayed, mask) = make_sums(dtype, 50_000), make_tokens(dtype, 50_000)
+    offsets = torch.arange(0, 50_001, 500)
+
+    def everything():
+        mean, log_prob, entropy = tokens.finish(*sums[1:])
+        rest = tokens.token_objective(log_prob, entropy, old, advantage, replayed, mask, (0.2, 0.2), 0.1)
+        return [mean, log_prob, entropy, *rest, tokens.segment_mean(entropy, mask, offsets)]
+
+    set_threads(1)
+    alone = everything()
+    set_threads(2)
+    assert all(torch.equal(a, b) for a, b in zip(alone, everything(), strict=True))
+
+
+def test_operators_keep_their_schemas(dtype):
+    rules = {"test_utils": ("test_schema", "test_autograd_registration")}
+    _, *sums = make_sums(dtype, 30)
+    old, advantage, replayed, mask = make_tokens(dtype, 30)
+    one, bounds = torch.ones((), dtype=dtype), torch.tensor([0, 7, 7, 30])
+    own = (old, advantage, replayed)
+    torch.library.opcheck(OPERATORS.finish.default, tuple(sums), **rules)
+    arguments = (*sums, *own, None, one, 0.8, 1.2, 0.1, 0.5, False)
+    torch.library.opcheck(OPERATORS.policy_rows.default, arguments, **rules)
+    torch.library.opcheck(OPERATORS.token_objective.default, (old, None, *own, mask, None, None, 0.1), **rules)
+    torch.library.opcheck(OPERATORS.centre_groups.default, (old.double(), replayed.long(), True), **rules)
+    torch.library.opcheck(OPERATORS.segment_mean.default, (old, mask, bounds), **rules)
+
+
+@pytest.mark.parametrize("offsets", [[0, 8], [-1, 7], [0, 5, 3, 7]])
+def test_segments_beside_the_values(offsets):
+    with pytest.raises(RuntimeError, match="offsets: expected ascending positions among the values"):
+        OPERATORS.segment_mean(torch.zeros(7), torch.ones(7, dtype=torch.bool), torch.tensor(offsets))

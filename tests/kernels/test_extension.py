@@ -1,0 +1,128 @@
+"""How the extension is built, switched off, forced and loaded; in a copy of the sources."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from exgrpo.kernels import dispatch, extension
+
+pytest.importorskip("setuptools", reason="setuptools is not installed")
+
+ROOT = Path(__file__).parents[2]
+NO_COMPILER = {"CXX": "no-such-compiler"}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("csrc", "exgrpo"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return folder
+
+
+@pytest.fixture
+def build(sources, tmp_path):
+    """Builds, and does more, with some of the environment changed."""
+
+    def run(*more, **environment):
+        chosen = {"EXGRPO_CUDA": "skip", **environment}
+        return subprocess.run(
+            [sys.executable, "setup.py", "build", "--build-base", tmp_path, *more],
+            cwd=sources,
+            env={**os.environ, **chosen},
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+def compiled(folder):
+    return [path.name for path in folder.rglob("*.so")]
+
+
+@pytest.mark.parametrize("name", ["EXGRPO_BUILD", "EXGRPO_CUDA"])
+def test_a_wrong_switch_names_the_choices(name, build):
+    result = build(**{name: "yes"})
+    assert result.returncode
+    assert f"{name}=yes: expected auto, force or skip" in result.stderr
+
+
+def test_without_a_compiler_it_is_pure_python_and_says_so_once(build, tmp_path):
+    result = build(**NO_COMPILER)
+    assert result.returncode == 0
+    assert (result.stdout + result.stderr).count("exgrpo will be pure Python") == 1
+    assert "there is no C++ compiler; install g++ or clang++" in result.stdout + result.stderr
+    assert list(tmp_path.rglob("extension.py"))
+    assert not compiled(tmp_path)
+
+
+def test_skipped_without_a_word(build, tmp_path):
+    result = build(EXGRPO_BUILD="skip")
+    assert result.returncode == 0
+    assert "pure Python" not in result.stdout + result.stderr
+    assert not compiled(tmp_path)
+
+
+def test_forced_without_a_compiler_is_an_error(build, tmp_path):
+    result = build(EXGRPO_BUILD="force", **NO_COMPILER)
+    assert result.returncode
+    assert "EXGRPO_BUILD=force: there is no C++ compiler" in result.stderr
+    result = build(EXGRPO_BUILD="skip", EXGRPO_CUDA="force", CUDA_HOME=str(tmp_path))
+    assert result.returncode
+    assert "EXGRPO_CUDA=force: there is no nvcc" in result.stderr
+
+
+def test_without_torch_it_says_how_to_build(build, tmp_path):
+    """As in an isolated build, which would fetch a torch of its own."""
+    # Python's site has torch in it, and setuptools: a finder in front hides the one.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, importlib.machinery as m\n"
+        "class Hidden(m.PathFinder):\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        return None if name == 'torch' else m.PathFinder.find_spec(name, path, target)\n"
+        "sys.meta_path[:] = [Hidden if f is m.PathFinder else f for f in sys.meta_path]\n"
+    )
+    result = build(PYTHONPATH=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "torch is not here at build time; install it first, then use pip install --no-build-isolation" in (
+        result.stdout + result.stderr
+    )
+
+
+@pytest.mark.skipif(bool(extension.MISSING), reason="nothing was compiled here")
+def test_one_wheel_for_every_python_and_torch(build, tmp_path):
+    """Compiled in a hurry; that it loads shows that it needs nothing of the Python that compiled it."""
+    result = build("bdist_wheel", "--dist-dir", tmp_path / "dist", EXGRPO_BUILD="force", CXXFLAGS="-O0")
+    assert result.returncode == 0, result.stderr
+    assert "[-W" not in result.stderr  # the compiler's
+    (wheel,) = (tmp_path / "dist").iterdir()
+    assert "-cp311-abi3-" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        assert [name for name in archive.namelist() if name.endswith(".so")] == ["exgrpo/kernels/_C.abi3.so"]
+        file = archive.extract("exgrpo/kernels/_C.abi3.so", tmp_path)
+    program = "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.ops.exgrpo_C.instruction_set())"
+    loaded = subprocess.run([sys.executable, "-c", program, file], capture_output=True, text=True)
+    assert loaded.stdout.strip() in ("baseline", "avx2", "avx512"), loaded.stderr
+
+
+def test_a_missing_or_broken_file_gives_a_reason(tmp_path):
+    missing, broken = tmp_path / "_C.abi3.so", tmp_path / "broken.abi3.so"
+    assert extension.load(missing).startswith("_C.abi3.so was not built; install again with a C++ compiler")
+    broken.write_bytes(b"not a library")
+    assert extension.load(broken).startswith("broken.abi3.so cannot be loaded, install again: ")
+
+
+def test_without_the_extension_there_is_torch(monkeypatch):
+    monkeypatch.setattr(extension, "MISSING", "it was not built")
+    assert dispatch.unavailable("cpu", torch.device("cpu")) == "it was not built"
+    monkeypatch.delenv("EXGRPO_BACKEND", raising=False)
+    assert dispatch.automatic(torch.device("cpu"), torch.float32, 1) == "torch"
