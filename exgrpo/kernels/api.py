@@ -47,7 +47,8 @@ def linear_log_prob(
             sizes (0 included). ``hidden`` and ``target`` (which indexes the whole vocabulary) are the same on all
             ranks, and so are the results. Each rank computes the same loss from them and calls backward: it
             gets the gradient of that one loss, whole for ``hidden``, its own part for ``weight`` and ``bias``.
-        backend: ``"auto"``, ``"torch"``, ``"triton"`` or ``"reference"``; see :mod:`exgrpo.kernels.dispatch`.
+        backend: ``"auto"``, ``"torch"``, ``"triton"``, ``"cpu"``, ``"cuda"`` or ``"reference"``; see
+            :mod:`exgrpo.kernels.dispatch`.
 
     Returns:
         LogProb: ``log_prob`` and ``entropy`` shaped like ``target``, float32 (float64 for float64 inputs).
@@ -108,7 +109,7 @@ def linear_policy_loss(
     during the forward, chunk by chunk, so that the logits are computed once; the backward multiplies them
     by the upstream gradient. Only tokens with a gradient enter the two gradient products: not those that are left
     out, nor (with ``entropy_coef`` 0) those that are clipped or have advantage 0. Between forward and backward the
-    call holds the gradient of ``weight`` in float32 and that of ``hidden``.
+    call holds the gradients of ``weight`` and ``hidden`` in float32; on a CPU, those of bfloat16 tensors in bfloat16.
 
     A batch without any token, or with all of them left out, has loss 0 and gradients 0, attached to the graph.
 

@@ -12,9 +12,13 @@ from torch import Tensor
 from torch.library import custom_op
 
 from exgrpo.kernels import dispatch
+from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.inputs import Gradients, Head, HeadOptions, Needed, PolicyTerms, compute_dtype
 from exgrpo.kernels.results import LogProb
 from exgrpo.kernels.vocab_parallel import VocabShard
+
+SCALED_AT_ONCE = 4 << 20
+"""Entries of a gradient that a CPU scales before the next ones: fewer would have threads wait for each other often."""
 
 
 def linear_log_prob(head: Head, backend: str) -> LogProb:
@@ -28,7 +32,8 @@ def linear_policy_loss(head: Head, terms: PolicyTerms, backend: str) -> tuple[Te
     tensors = (head.hidden, head.weight, head.bias)
     enabled = torch.is_grad_enabled()
     needed = [enabled and tensor is not None and tensor.requires_grad for tensor in tensors]
-    loss, per_token, *_ = _linear_policy_loss(*_flat(head), *terms, needed, backend)
+    # Nobody keeps the gradients: their memory is the backward's.
+    loss, per_token, *_ = _linear_policy_loss(*_flat(head), *terms, needed, True, backend)
     return loss, per_token
 
 
@@ -87,7 +92,7 @@ def _wanted(gradients: Gradients, like: Sequence[Tensor | None]) -> list[Tensor]
     return [gradient.to(tensor.dtype) for gradient, tensor in pairs if gradient is not None and tensor is not None]
 
 
-def _in_place(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+def _placed(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
     """Gradients of hidden, weight and bias: the given ones where needed, else None."""
     remaining = iter(gradients)
     return [next(remaining) if want else None for want in needed]
@@ -165,7 +170,7 @@ def _log_prob_backward(
     *tensors, saved = ctx.saved_tensors
     needed = list(ctx.needs_input_grad[:3])
     gradients = _linear_log_prob_backward(*tensors, *ctx.constants, saved, grad_log_prob, grad_entropy, needed)
-    return (*_in_place(gradients, needed), *[None] * 7)
+    return (*_placed(gradients, needed), *[None] * 7)
 
 
 _linear_log_prob.register_autograd(_log_prob_backward, setup_context=_log_prob_context)
@@ -190,40 +195,75 @@ def _linear_policy_loss(
     entropy_coef: float,
     normalizer: Tensor | None,
     needed: Sequence[bool],
+    in_place: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss, the per-token results [4, T], and the gradients; empty ones where they are not needed."""
+    """The loss, the per-token results [4, T], and the gradients; empty ones where they are not needed.
+
+    ``in_place``: the backward may scale the gradients where they are.
+    """
     head = _head(hidden, weight, bias, target, temperature, softcap, operand, shard, group)
     pair = None if clip is None else (clip[0], clip[1])
     terms = PolicyTerms(old_log_prob, advantage, replayed, pair, beta, entropy_coef, normalizer)
     with _plain(hidden):
         taken = _of_head("linear_policy_loss", head, backend)
         loss, per_token, gradients = taken.policy_loss_forward(head, terms, Needed(*needed))
-    of_hidden, of_weight, of_bias = (loss.new_empty(0) if value is None else value for value in gradients)
+    of_hidden, of_weight, of_bias = (
+        loss.new_empty(0) if gradient is None or tensor is None else gradient.to(_held_dtype(tensor))
+        for gradient, tensor in zip(gradients, (hidden, weight, bias), strict=True)
+    )
     return loss, per_token, of_hidden, of_weight, of_bias
+
+
+def _held_dtype(tensor: Tensor) -> torch.dtype:
+    """Of a gradient between forward and backward: where it is scaled in place then, that of the tensor.
+
+    Not float16, which has no range for the gradients of a token mean before a scaler has multiplied them; nor on a GPU,
+    where to round them first would be another pass over memory.
+    """
+    early = tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
+    return tensor.dtype if early else compute_dtype(tensor.dtype)
 
 
 @_linear_policy_loss.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     loss = hidden.new_empty((), dtype=compute_dtype(rest[2]))
-    tensors = zip((hidden, weight, bias), rest[-2], strict=True)
-    gradients = (loss.new_empty(x.shape if want and x is not None else 0) for x, want in tensors)
+    tensors = zip((hidden, weight, bias), rest[-3], strict=True)
+    gradients = (
+        loss.new_empty(x.shape, dtype=_held_dtype(x)) if want and x is not None else loss.new_empty(0)
+        for x, want in tensors
+    )
     return loss, loss.new_empty(4, *target.shape), *gradients
 
 
 @custom_op("exgrpo::scale_gradient", mutates_args=())
 def _scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """A gradient times ``factor``, a tensor without dimensions, in ``dtype``: one reading and one writing."""
-    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+    result = torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
+    if gradient.device.type != "cpu":
+        return torch.mul(gradient, factor, out=result)
+    # A CPU has the products in the gradient's dtype first: those of a block take no new memory.
+    source, written = gradient.view(-1), result.view(-1)
+    for start, end in chunking.spans(source.numel(), SCALED_AT_ONCE):
+        torch.mul(source[start:end], factor, out=written[start:end])
+    return result
 
 
 @_scale_gradient.register_fake
 def _(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(gradient, dtype=dtype)
+    return torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same in the memory of ``gradient``, unless another backward of the graph will want it."""
+    real = type(gradient) is Tensor  # a compiler traces with others, and reuses memory itself
+    if real and gradient.dtype == dtype and not torch._C._autograd._get_current_graph_task_keep_graph():
+        return gradient.mul_(factor)
+    return _scale_gradient(gradient, factor, dtype)
 
 
 def _policy_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.needed = inputs[-2]
+    ctx.needed, ctx.in_place = inputs[-3:-1]
     pairs = zip(output[2:], inputs[:3], ctx.needed, strict=True)
     kept = [(gradient, tensor.dtype) for gradient, tensor, want in pairs if want]
     ctx.save_for_backward(*(gradient for gradient, _ in kept))
@@ -234,10 +274,11 @@ def _policy_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
 
 def _policy_loss_backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_loss is None:
-        return (None,) * 18
+        return (None,) * 19
     pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-    gradients = [_scale_gradient(gradient, grad_loss, dtype) for gradient, dtype in pairs]
-    return (*_in_place(gradients, ctx.needed), *[None] * 15)
+    scale = _scaled if ctx.in_place else _scale_gradient
+    gradients = [scale(gradient, grad_loss, dtype) for gradient, dtype in pairs]
+    return (*_placed(gradients, ctx.needed), *[None] * 16)
 
 
 _linear_policy_loss.register_autograd(_policy_loss_backward, setup_context=_policy_loss_context)

@@ -158,7 +158,7 @@ def head_bytes(shape: ModelShape, item: int, tokens: int, device: str = "cuda") 
     """Peak bytes of loss, forward and backward of the fused head when every token is a target.
 
     In the forward a chunk of logits with its scratch (on a GPU their exponentials in 16 bits) and its tiles, and the
-    sums of both gradients in fp32. In the backward the sums, and their products with the upstream gradient.
+    sums of both gradients in fp32. In the backward the sums, and in 16 bits their products with the upstream gradient.
     """
     kind = torch.device(device)
     if kind.type == "cuda":
@@ -169,7 +169,8 @@ def head_bytes(shape: ModelShape, item: int, tokens: int, device: str = "cuda") 
     sums = FP32 * shape.width * (shape.vocabulary + tokens)
     per_token = 16 * FP32 * tokens  # inputs in fp32, statistics and results
     forward = shape.vocabulary * chunk + 2 * chunking.TILE_BYTES + sums
-    return per_token + max(forward, sums + item * shape.width * (shape.vocabulary + tokens))
+    scaled = item * shape.width * (shape.vocabulary + tokens) if item < FP32 else 0
+    return per_token + max(forward, sums + scaled)
 
 
 def _rollout(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:

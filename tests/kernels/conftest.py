@@ -54,6 +54,7 @@ def set_chunk_bytes(monkeypatch, chunk, block=None, tile=None):
         monkeypatch.setitem(chunking.CHUNK_BYTES, kind, chunk)
         monkeypatch.setitem(chunking.BLOCK_BYTES, kind, block or chunk)
     monkeypatch.setattr(chunking, "TILE_BYTES", tile or chunk)
+    monkeypatch.setattr(chunking, "LEAST_ROWS", 1)
     if "triton" in BACKENDS:  # its chunks come from a launch table
         monkeypatch.setattr(TritonRows, "chunk_rows", lambda rows: chunk_rows_of(rows.head))
 

@@ -199,3 +199,18 @@ def test_same_bits_on_every_run(dtype, backend, device, set_chunk):
         noise = torch.randn(1000, device=device)  # moves the allocations of the next run
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
         del noise
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_that_is_kept_gives_its_gradients_again(dtype, backend, device):
+    """Whatever has become of those of an earlier backward; the last one scales in place what the forward has formed."""
+    case = make_case((3, 8), 16, 30, dtype, device, bias=True)
+    loss = case.policy_loss(*make_tokens(case)[:2], backend=backend).loss
+    leaves = (case.hidden, case.weight, case.bias)
+    first = [x.clone() for x in torch.autograd.grad(loss, leaves, retain_graph=True)]
+    (4 * loss).backward(retain_graph=True)
+    for leaf, gradient in zip(leaves, first, strict=True):
+        assert torch.equal(leaf.grad, 4 * gradient)  # a power of two rounds nothing
+        leaf.grad.zero_()
+    loss.backward()
+    assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in zip(leaves, first, strict=True))

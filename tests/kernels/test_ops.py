@@ -39,7 +39,7 @@ def test_policy_loss(options, frozen, backend, device):
         case.hidden.requires_grad_(False)
     needed = [not frozen, True, case.bias is not None]
     terms = (old, advantage, replayed, (0.2, 0.2), 0.1, 0.01, torch.tensor(7.0, device=device))
-    torch.library.opcheck(ops._linear_policy_loss, (*flat(case), *terms, needed, backend))
+    torch.library.opcheck(ops._linear_policy_loss, (*flat(case), *terms, needed, False, backend))
     torch.library.opcheck(ops._scale_gradient, (torch.randn(4, 3, device=device), old[0], torch.bfloat16))
 
 

@@ -47,6 +47,7 @@ def small_chunks(monkeypatch):
             monkeypatch.setitem(chunking.CHUNK_BYTES, kind, 32 * vocabulary * 4)
             monkeypatch.setitem(chunking.BLOCK_BYTES, kind, 8 * vocabulary * 4)
         monkeypatch.setattr(chunking, "TILE_BYTES", 8 * vocabulary * 4)
+        monkeypatch.setattr(chunking, "LEAST_ROWS", 1)
 
     return set_for
 

@@ -7,6 +7,9 @@ import torch
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 """Size of one [rows, V] buffer of logits. On either device the products reach their speed well below it."""
 
+LEAST_ROWS = 512
+"""Tokens of a chunk, if there are as many, however large the vocabulary: the weight is read anew for each chunk."""
+
 GPU_ROWS = 4096
 """Tokens of a chunk of the Triton backend where its launch table says nothing else: what an estimate can know."""
 
@@ -19,7 +22,7 @@ TILE_BYTES = 64 << 20
 
 def chunk_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
     """Rows of a chunk of logits over ``vocabulary`` entries."""
-    return _rows(CHUNK_BYTES, vocabulary, dtype, device)
+    return max(LEAST_ROWS, _rows(CHUNK_BYTES, vocabulary, dtype, device))
 
 
 def block_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:

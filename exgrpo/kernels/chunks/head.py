@@ -29,10 +29,11 @@ class Targets(NamedTuple):
     def put(self, values: Tensor, matrix: Tensor) -> None:
         """Writes values [rows] at the targets of ``matrix`` [rows, V]."""
         if matrix.shape[1]:
-            values = values.unsqueeze(1)
+            # Not scatter_: on a CPU that copies a matrix whose rows do not follow each other without a gap.
+            where = torch.arange(len(matrix), device=matrix.device), self.position.squeeze(1)
             if self.held is not None:
-                values = torch.where(self.held, values, matrix.gather(1, self.position))
-            matrix.scatter_(1, self.position, values)
+                values = torch.where(self.held.squeeze(1), values, matrix[where])
+            matrix[where] = values
 
 
 class Chunk(NamedTuple):
@@ -96,14 +97,19 @@ class ChunkedHead:
 
 
 class GradientSums:
-    """Gradients in the compute dtype, gathered chunk by chunk; those that are not needed are never formed."""
+    """Gradients in the compute dtype, gathered chunk by chunk; those that are not needed are never formed.
 
-    def __init__(self, head: ChunkedHead, needed: Needed) -> None:
+    ``once``: there is one chunk at most, and the gradient of the weight may be rounded as it is written.
+    """
+
+    def __init__(self, head: ChunkedHead, needed: Needed, products: Products, *, once: bool) -> None:
         weight = head.head.weight
         self.head = head
+        self.products = products
         self.hidden = weight.new_zeros(head.head.hidden.shape, dtype=head.dtype) if needed.hidden else None
         """[T, D]"""
-        self.weight = weight.new_empty(weight.shape, dtype=head.dtype) if needed.weight else None
+        written = products.written_once if once else head.dtype
+        self.weight = weight.new_empty(weight.shape, dtype=written) if needed.weight else None
         self.bias = weight.new_zeros(weight.shape[:1], dtype=head.dtype) if needed.bias else None
         self.begun = False
 
@@ -112,14 +118,14 @@ class GradientSums:
 
         ``rows`` says where its tokens stand in the walk.
         """
-        products, factor = self.head.products, scale.unsqueeze(1)
+        products, factor = self.products, scale.unsqueeze(1)
         if self.hidden is not None:
             tokens = rows if self.head.order is None else self.head.order[rows]
             self.hidden[tokens] = products.hidden_gradient(grad_logits).mul_(factor)
         if self.weight is not None:
             products.add_weight_gradient(grad_logits, chunk.hidden, factor, self.weight, fresh=not self.begun)
         if self.bias is not None:
-            self.bias.addmv_(grad_logits.t().to(self.head.dtype), scale)
+            products.add_bias_gradient(grad_logits, scale, self.bias)
         self.begun = True
 
     def finish(self) -> Gradients:

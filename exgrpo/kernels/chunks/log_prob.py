@@ -40,7 +40,7 @@ def log_prob_backward(
     statistics = Statistics(*walk.of_tokens(saved.t()).t())
     log_prob = walk.of_tokens(upstream.log_prob).to(walk.dtype)
     entropy = None if grad_entropy is None else walk.of_tokens(grad_entropy).to(walk.dtype)
-    sums = GradientSums(walk, needed)
+    sums = GradientSums(walk, needed, passes.products, once=walk.active <= passes.chunk_rows())
     for chunk in walk.chunks(0, walk.active, passes.chunk_rows()):
         own = statistics.select(chunk.rows)
         own_upstream = Upstream(log_prob, entropy).select(chunk.rows)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from exgrpo.kernels.chunks.products import Products
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, PolicyTokens, Statistics, Sums
 from exgrpo.kernels.results import LogProb
 
@@ -21,6 +22,9 @@ class RowOperations(Protocol):
 
     compacts: bool
     """Whether `select` is worth it: whether rows without a gradient are taken out between `sums` and `gradient`."""
+
+    products: Products
+    """Those that make gradients of what `gradient` returns."""
 
     def chunk_rows(self) -> int:
         """Tokens of a chunk, at most."""

@@ -34,7 +34,7 @@ def policy_loss_forward(
     if normalizer is None:
         normalizer = head.weight.new_full((), max(1, walk.count), dtype=torch.float64)
     tokens = _tokens(walk, terms)
-    gradients = GradientSums(walk, needed)
+    gradients = GradientSums(walk, needed, passes.products, once=walk.active <= passes.chunk_rows())
     results = head.weight.new_empty(5, walk.count, dtype=walk.dtype)
     active = walk.active if any(needed) else 0
     for start, end, with_gradient in ((0, active, True), (active, walk.count, False)):

@@ -71,6 +71,8 @@ class Products:
         self.operand = operand
         self.compute = compute_dtype(operand)
         self.mixed = operand != self.compute and multiplies_into_float32(weight.device.type, operand)
+        self.written_once = self.compute
+        """The dtype of a weight gradient that no chunk is added to."""
         # The gradients of a token mean are around 1e-7: float16 has no range for them.
         self.mixed_gradients = self.mixed and operand == torch.bfloat16
         self.precision = ROUNDED if operand == torch.bfloat16 and weight.device.type == "cpu" else nullcontext()
@@ -116,6 +118,12 @@ class Products:
             return
         columns = grad_logits.to(self.operand).t()
         torch.addmm(total, columns, scaled.to(self.operand), out_dtype=torch.float32, beta=beta, out=total)
+
+    def add_bias_gradient(self, grad_logits: Tensor, factor: Tensor, total: Tensor) -> None:
+        """Adds grad_logits.T [V, rows] @ factor [rows] to ``total`` [V]."""
+        rows, vocabulary = grad_logits.shape
+        for start, end in chunking.spans(vocabulary, max(1, chunking.TILE_BYTES // (max(1, rows) * 4))):
+            total[start:end].addmv_(grad_logits[:, start:end].t().to(self.compute), factor)
 
     def _converted(self, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
         """The weight rounded to the operand dtype, in ``dtype``: whole where it is so already, else in tiles."""

@@ -3,12 +3,12 @@
 from functools import partial
 
 from exgrpo.kernels.chunks import log_prob, policy_loss
-from exgrpo.kernels.cpu_chunks.rows import CpuRows
+from exgrpo.kernels.cpu_chunks.fused import rows_of
 from exgrpo.kernels.cpu_chunks.tokens import centre_groups, segment_mean, token_objective
 
-log_prob_forward = partial(log_prob.log_prob_forward, operations=CpuRows)
-log_prob_backward = partial(log_prob.log_prob_backward, operations=CpuRows)
-policy_loss_forward = partial(policy_loss.policy_loss_forward, operations=CpuRows)
+log_prob_forward = partial(log_prob.log_prob_forward, operations=rows_of)
+log_prob_backward = partial(log_prob.log_prob_backward, operations=rows_of)
+policy_loss_forward = partial(policy_loss.policy_loss_forward, operations=rows_of)
 
 __all__ = [
     "centre_groups",

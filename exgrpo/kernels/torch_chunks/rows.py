@@ -23,6 +23,7 @@ class TorchRows:
 
     def __init__(self, head: ChunkedHead) -> None:
         self.head = head
+        self.products = head.products
         self._buffer: Tensor | None = None
         self._exponential = head.head.weight.new_empty(0)
 

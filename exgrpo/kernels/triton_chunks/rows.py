@@ -48,6 +48,7 @@ class TritonRows:
     def __init__(self, head: ChunkedHead, chosen: Plan) -> None:
         self.head = head
         self.plan = chosen
+        self.products = head.products
         self.bias = head.head.bias
         self.softcap = head.options.softcap
         self._buffer: Tensor | None = None

@@ -1,0 +1,141 @@
+"""bfloat16 heads without a matrix of logits: the product's tiles become exponentials and their sums in the cache.
+
+With the target's logit as anchor, known beforehand by a product per token, exp(d) is known as soon as a tile is. The
+sums merge by addition, over tiles and over ranks. The few rows whose target is next to impossible are done again from
+their largest logit. See csrc/cpu/product.h for the products.
+"""
+
+import torch
+from torch import Tensor
+
+from exgrpo.kernels import debug
+from exgrpo.kernels.chunks import chunking
+from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
+from exgrpo.kernels.chunks.products import Products
+from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
+from exgrpo.kernels.cpu_chunks.rows import CpuRows
+from exgrpo.kernels.extension import OPERATORS
+
+LARGEST_SUM = 2.0**40
+"""Of S with the target's logit as anchor: p_y is 1e-12 there. No exponential nears the end of bfloat16."""
+MOST_ROWS = 2048
+"""Of a chunk: so many entries of some columns of the exponentials fit the second-level cache."""
+
+
+def rows_of(head: ChunkedHead) -> CpuRows:
+    """The passes for a head."""
+    weight, options = head.head.weight, head.options
+    bfloat16 = options.operand == weight.dtype == torch.bfloat16
+    # The ranks of a group have to take the same passes, however each of them stores its part of the weight.
+    readable = weight.stride(1) == 1 or bool(head.shard.group_name)
+    # The exponentials of a capped logit do not tell how steep the cap is there.
+    fused = bfloat16 and readable and options.softcap is None and not OPERATORS.product_unavailable()
+    if debug.wanted():
+        debug.say(f"{options.operand} head of width {weight.shape[1]}: {'its own' if fused else 'the library'} product")
+    return FusedRows(head) if fused else CpuRows(head)
+
+
+class TileProducts(Products):
+    """Gradient products with bfloat16 operands and float32 sums, which one chunk alone rounds as it writes them."""
+
+    def __init__(self, weight: Tensor, operand: torch.dtype) -> None:
+        super().__init__(weight, operand)
+        self.written_once = operand
+
+    def hidden_gradient(self, grad_logits: Tensor) -> Tensor:
+        """See `Products`."""
+        return OPERATORS.product_hidden_gradient(grad_logits, self.weight)
+
+    def add_weight_gradient(
+        self, grad_logits: Tensor, hidden: Tensor, factor: Tensor, total: Tensor, *, fresh: bool
+    ) -> None:
+        """See `Products`."""
+        factor = factor.squeeze(1).contiguous()
+        OPERATORS.product_weight_gradient(grad_logits, _unit_stride(hidden), factor, total, fresh)
+
+
+class FusedRows(CpuRows):
+    """The product itself gives exp(d) and its sums; F is made of the exponentials, which are all that is stored."""
+
+    def __init__(self, head: ChunkedHead) -> None:
+        super().__init__(head)
+        bias = head.head.bias
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.products = TileProducts(_unit_stride(head.head.weight), head.options.operand)
+
+    def chunk_rows(self) -> int:
+        """See `RowOperations`."""
+        rows = chunking.chunk_rows(self.head.shard.largest, torch.bfloat16, self.head.head.weight.device)
+        return min(rows, MOST_ROWS)
+
+    def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
+        """See `RowOperations`."""
+        shard, weight = self.head.shard, self.products.weight
+        hidden, target, temperature = _unit_stride(chunk.hidden), chunk.target.local(), chunk.temperature
+        at_target = OPERATORS.product_target_logits(hidden, weight, self.bias, target)
+        (at_target,) = shard.largest_of(at_target)
+        out = self._matrix(chunk) if gradient_follows else None
+        rest, moment = self._exponentials(chunk, at_target, out)
+        # Beyond the limit, or overflown. Where the target's logit itself is NaN, nothing mends it.
+        # By the operands alone: with and without a gradient the anchors are the same.
+        far = (~(rest <= LARGEST_SUM) & ~at_target.isnan()).nonzero().squeeze(1)
+        anchor = at_target
+        if far.numel():
+            (largest,) = shard.largest_of(OPERATORS.product_largest(hidden[far], weight, self.bias))
+            anchor = at_target.index_copy(0, far, largest)
+            again = self._exponentials(chunk.select(far), largest, out, far)
+            rest, moment = rest.index_copy(0, far, again[0]), moment.index_copy(0, far, again[1])
+        gap = at_target - anchor
+        return Sums(anchor, gap if temperature is None else gap / temperature, rest, moment)
+
+    def recall(self, chunk: Chunk, statistics: Statistics) -> None:
+        """See `RowOperations`."""
+        self._exponentials(chunk, statistics.anchor.contiguous(), self._matrix(chunk))
+
+    def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
+        """See `RowOperations`."""
+        matrix, upstream = self._exponential, factors.upstream
+        if upstream is None or upstream.entropy is None:
+            chunk.target.put(factors.at_target.to(matrix.dtype), matrix)
+            return matrix
+        vectors = (statistics.mean, upstream.log_prob, upstream.entropy, factors.at_target)
+        OPERATORS.product_entropy_gradient(matrix, chunk.target.local(), *(value.contiguous() for value in vectors))
+        return matrix
+
+    def _exponentials(
+        self, chunk: Chunk, anchor: Tensor, out: Tensor | None, places: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """S and sum of exp(d) d of a chunk's rows over all shards; exp(d) into ``out``, there into the rows named."""
+        temperature = None if chunk.temperature is None else chunk.temperature.contiguous()
+        sums = OPERATORS.product_sums(
+            _unit_stride(chunk.hidden),
+            self.products.weight,
+            self.bias,
+            chunk.target.local(),
+            anchor,
+            temperature,
+            out,
+            places,
+        )
+        return self.head.shard.sum_of(*sums)
+
+    def _matrix(self, chunk: Chunk) -> Tensor:
+        """Where the chunk's exponentials go; the next chunk overwrites them."""
+        if self._buffer is None:
+            self._buffer = self._memory(chunk)
+        self._exponential = self._buffer[: len(chunk.hidden)]
+        return self._exponential
+
+    def _memory(self, chunk: Chunk) -> Tensor:
+        rows, columns = min(self.chunk_rows(), self.head.count), self.head.shard.size
+        return chunk.hidden.new_empty(rows, _row_stride(columns))[:, :columns]
+
+
+def _unit_stride(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _row_stride(columns: int) -> int:
+    """An odd number of cache lines: rows that are read together do not meet in few sets of the cache."""
+    line = 32
+    return (-(-columns // line) | 1) * line

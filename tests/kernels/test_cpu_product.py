@@ -1,0 +1,399 @@
+"""bfloat16 products of the CPU backend, whose tiles become exponentials, against float64 on the same numbers."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from exgrpo.kernels import extension, linear_log_prob, linear_policy_loss, reference
+
+if extension.MISSING:
+    pytest.skip(extension.MISSING, allow_module_level=True)
+if extension.OPERATORS.product_unavailable():
+    pytest.skip(extension.OPERATORS.product_unavailable(), allow_module_level=True)
+
+from exgrpo.kernels.chunks import chunking
+from exgrpo.kernels.cpu_chunks import fused, rows
+
+from .support import assert_as_good, error, make_case, make_tokens, relative_error
+from .test_memory import PeakMemory
+
+OPERATORS = extension.OPERATORS
+SHAPES = [(1, 1, 1), (1, 8, 2), (5, 3, 15), (11, 32, 16), (12, 33, 17), (13, 31, 32), (24, 64, 33), (70, 100, 100)]
+SHAPES += [(37, 65, 257), (30, 130, 1031)]
+OPTIONS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "temperature": {"temperature": 0.7},
+    "per token": {"temperature": torch.linspace(0.5, 2.0, 45), "bias": True},
+}
+EPSILON = 2.0**-23
+ROUNDING = 2.0**-8  # of bfloat16
+AVX512 = [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx2", "fma")]
+
+
+def make_operands(count, width, vocabulary):
+    """Hidden states, weight, bias, temperature and target of a head whose logits are a few nats wide."""
+    hidden = torch.randn(count, width).bfloat16()
+    weight = (2 * torch.randn(vocabulary, width) / width**0.5).bfloat16()
+    return hidden, weight, torch.randn(vocabulary), 0.5 + torch.rand(count), torch.randint(0, vocabulary, (count,))
+
+
+def wide(rows, columns, gap=7):
+    """A matrix of sevens whose rows have a gap between them, and all of its memory."""
+    memory = torch.full((rows, columns + gap), 7.0, dtype=torch.bfloat16)
+    return memory[:, :columns], memory
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The passes that were made, by class."""
+    seen = []
+    original = rows.CpuRows.__init__
+    monkeypatch.setattr(rows.CpuRows, "__init__", lambda self, head: (seen.append(type(self)), original(self, head))[1])
+    return seen
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of at most 20 tokens."""
+    monkeypatch.setattr(fused, "MOST_ROWS", 20)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums(shape):
+    """d has the error of a float32 product, exp(d) that of d relative to itself, the sums that of their terms."""
+    hidden, weight, bias, temperature, target = make_operands(*shape)
+    target[::3] = -1
+    held = (target >= 0).unsqueeze(1)
+    logits = hidden.double() @ weight.double().t() + bias.double()
+    index = target.clamp(min=0).unsqueeze(1)
+    at_target = OPERATORS.product_target_logits(hidden, weight, bias, target)
+    largest = OPERATORS.product_largest(hidden, weight, bias)
+    slack = 8 * EPSILON * (hidden.double().abs() @ weight.double().abs().t() + bias.double().abs()).max().item()
+    assert error(largest, logits.amax(1)) <= slack
+    assert error(at_target[target >= 0], logits.gather(1, index).squeeze(1)[target >= 0]) <= slack
+    assert torch.equal(at_target.isinf(), target < 0)
+    anchor = torch.where(target < 0, largest, at_target)
+    out, memory = wide(*logits.shape)
+    rest, moment = OPERATORS.product_sums(hidden, weight, bias, target, anchor, temperature, out, None)
+    d = (logits - anchor.double().unsqueeze(1)) / temperature.double().unsqueeze(1)
+    exact = torch.where(held & (torch.arange(shape[2]) == index), 0.0, d.exp())
+    slack = 2 * slack / temperature.min().item() + 4 * EPSILON
+    assert (out.double() - exact).abs().le((ROUNDING + slack) * exact).all()
+    assert (memory[:, shape[2] :] == 7).all()
+    assert (rest - exact.sum(1)).abs().le(slack * exact.sum(1)).all()
+    assert (moment - (exact * d).sum(1)).abs().le(slack * (exact * (1 + d.abs())).sum(1)).all()
+    without = OPERATORS.product_sums(hidden, weight, bias, target, anchor, temperature, None, None)
+    assert torch.equal(without[0], rest)
+    assert torch.equal(without[1], moment)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradient_products(shape):
+    """bfloat16 products are exact in float32: what is lost is lost by adding up."""
+    hidden, weight, *_ = make_operands(*shape)
+    gradient, memory = wide(shape[0], shape[2])
+    memory.fill_(torch.nan)
+    gradient.copy_(torch.randn(gradient.shape))
+    found = OPERATORS.product_hidden_gradient(gradient, weight)
+    assert relative_error(found, gradient.double() @ weight.double()) <= 16 * EPSILON
+    factor, before = torch.randn(shape[0]), torch.randn(shape[2], shape[1])
+    exact = gradient.double().t() @ (hidden.float() * factor.unsqueeze(1)).bfloat16().double()
+    total = before.clone()
+    OPERATORS.product_weight_gradient(gradient, hidden, factor, total, False)
+    assert error(total, before + exact) <= 64 * EPSILON * max(1.0, exact.abs().max().item())
+    total.fill_(torch.nan)
+    OPERATORS.product_weight_gradient(gradient, hidden, factor, total, True)
+    assert relative_error(total, exact) <= 16 * EPSILON
+
+
+def test_a_long_vocabulary_is_added_up_block_by_block():
+    gradient, weight = torch.rand(13, 1500).bfloat16(), torch.rand(1500, 40).bfloat16()
+    found = OPERATORS.product_hidden_gradient(gradient, weight)
+    assert relative_error(found, gradient.double() @ weight.double()) <= 64 * EPSILON
+
+
+def test_entropy_gradient():
+    exponential, memory = wide(9, 77)
+    exponential.copy_((6 * torch.randn(9, 77)).exp())
+    exponential[:, 5] = 0
+    exact = exponential.double()
+    target = torch.randint(0, 77, (9,))
+    target[4] = -1
+    mean, log_prob, entropy, at_target = torch.randn(4, 9).unbind()
+    OPERATORS.product_entropy_gradient(exponential, target, mean, log_prob, entropy, at_target)
+    d = exact.log().clamp(min=-1e4)
+    terms = (entropy.unsqueeze(1) * (d - mean.unsqueeze(1)), log_prob.unsqueeze(1).expand_as(d))
+    slack = exact * (terms[0].abs() + terms[1].abs()) * 1e-5
+    exact *= terms[0] + terms[1]
+    held = (target >= 0).nonzero().squeeze(1)
+    exact[held, target[held]] = at_target[held].double()
+    assert (exponential.double() - exact).abs().le(ROUNDING * exact.abs() + slack).all()
+    assert (memory[:, 77:] == 7).all()
+
+
+def compare(case, call):
+    """Results and gradients against float64 on the same numbers, with plain torch's error as the yardstick."""
+    ours, gradients = call(case, "cpu")
+    exact, exact_gradients = call(case.to(torch.float64), "reference")
+    plain, plain_gradients = call(case.to(torch.bfloat16), "reference")
+    assert_as_good(ours, plain, exact, factor=0.1)
+    # F is rounded to bfloat16 once, which plain torch does too.
+    assert_as_good(gradients, plain_gradients, exact_gradients, factor=1.5, measure=relative_error)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.usefixtures("small_chunks")
+def test_log_prob(name, with_entropy, made):
+    case = make_case(45, 40, 130, torch.bfloat16, "cpu", **OPTIONS[name])
+    upstream = torch.randn(2, 45)
+
+    def call(some, backend):
+        log_prob, entropy = some.log_prob(linear_log_prob, backend=backend)
+        loss = (log_prob * upstream[0].to(log_prob.dtype)).sum()
+        if with_entropy:
+            loss = loss + (entropy * upstream[1].to(entropy.dtype)).sum()
+        return [log_prob.detach(), entropy.detach()], some.gradients(loss)
+
+    compare(case, call)
+    assert set(made) == {fused.FusedRows}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
+@pytest.mark.usefixtures("small_chunks")
+def test_policy_loss(name, entropy_coef, made):
+    """Every fourth token is clipped: without entropy it is taken out of the gradient products."""
+    case = make_case(45, 40, 131, torch.bfloat16, "cpu", **OPTIONS[name])
+    old, advantage, replayed = make_tokens(case)
+    old[::4] -= 2.0
+    advantage[::4] = 1.0
+    replayed[::4] = False
+
+    def call(some, backend):
+        more = {"replayed": replayed, "entropy_coef": entropy_coef, "clip": (0.5, 0.9), "backend": backend}
+        result = some.policy_loss(old, advantage, **more)
+        return [result.log_prob, result.entropy], some.gradients(result.loss)
+
+    compare(case, call)
+    assert set(made) == {fused.FusedRows}
+
+
+def test_a_large_vocabulary():
+    """Sums of 150,000 terms have no error of their own."""
+    case = make_case(24, 64, 151_936, torch.bfloat16, "cpu", ignored=False)
+    with torch.no_grad():
+        log_prob, entropy = case.log_prob(linear_log_prob, backend="cpu")
+        exact = case.to(torch.float64).log_prob(reference.linear_log_prob)
+    assert error(log_prob, exact.log_prob) <= 3e-6
+    assert error(entropy, exact.entropy) <= 1e-5
+
+
+def test_impossible_targets_and_certain_ones():
+    """Targets 100 nats below the best word, whose exponentials would overflow, beside nearly certain ones."""
+    case = make_case(20, 32, 60, torch.bfloat16, "cpu", ignored=False)
+    with torch.no_grad():
+        likely = case.hidden[:10] + 20 * case.weight[case.target[:10]]
+        unlikely = case.hidden[10:] - 100 * case.weight[case.target[10:]] / case.weight.norm(dim=1).mean()
+        case.hidden.copy_(torch.cat((likely, unlikely)))
+
+    def call(some, backend):
+        log_prob, entropy = some.log_prob(linear_log_prob, backend=backend)
+        return [log_prob.detach(), entropy.detach()], some.gradients(log_prob.sum())
+
+    compare(case, call)
+    with torch.no_grad():
+        assert error(case.log_prob(backend="cpu").log_prob, case.log_prob(backend="torch").log_prob) <= 1e-4
+
+
+def test_a_broken_token_shows_and_leaves_the_others_alone():
+    case = make_case(30, 16, 50, torch.bfloat16, "cpu", ignored=False)
+    with torch.no_grad():
+        whole = case.log_prob(linear_log_prob, backend="cpu").log_prob
+        case.hidden[7, 3] = torch.nan
+        broken = case.log_prob(linear_log_prob, backend="cpu")
+    others = torch.arange(30) != 7
+    assert broken.log_prob[7].isnan()
+    assert broken.entropy[7].isnan()
+    assert torch.equal(broken.log_prob[others], whole[others])
+
+
+@pytest.mark.parametrize(("hidden", "weight"), [(True, False), (False, True)])
+def test_frozen(hidden, weight):
+    case = make_case(40, 24, 70, torch.bfloat16, "cpu", bias=True)
+    everything = case.gradients(case.log_prob(linear_log_prob, backend="cpu").log_prob.sum())
+    case.hidden.requires_grad_(hidden)
+    case.weight.requires_grad_(weight)
+    loss = case.log_prob(linear_log_prob, backend="cpu").log_prob.sum()
+    (found,) = torch.autograd.grad(loss, [case.hidden if hidden else case.weight])
+    assert torch.equal(found, everything[0 if hidden else 1])
+
+
+def test_strided_operands(made):
+    """A weight whose rows are apart is taken as it is; one whose columns are, by the other passes."""
+    case = make_case(30, 16, 50, torch.bfloat16, "cpu", ignored=False)
+    hidden, weight, target = case.hidden.detach(), case.weight.detach(), case.target
+    whole = linear_log_prob(hidden, weight, target, backend="cpu").log_prob
+    apart = torch.cat((weight, weight.neg()), 1)[:, :16]
+    assert torch.equal(linear_log_prob(hidden.t().contiguous().t(), apart, target, backend="cpu").log_prob, whole)
+    assert set(made) == {fused.FusedRows}
+    turned = linear_log_prob(hidden, weight.t().contiguous().t(), target, backend="cpu").log_prob
+    assert made[-1] is rows.CpuRows
+    assert error(turned, whole) <= 1e-5
+
+
+def test_a_cap_and_autocast_take_the_librarys_product(made):
+    """The exponentials do not tell how steep a cap is; a weight of another dtype would have to be converted first."""
+    case = make_case(20, 16, 40, torch.bfloat16, "cpu")
+    linear_log_prob(case.hidden, case.weight, case.target, softcap=5.0, backend="cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        linear_log_prob(case.hidden.float(), case.weight.float(), case.target, backend="cpu")
+    assert set(made) == {rows.CpuRows}
+
+
+def run_everything(case, tokens):
+    result = case.policy_loss(*tokens, entropy_coef=0.1, backend="cpu")
+    return [result.log_prob, result.entropy, *case.gradients(result.loss)]
+
+
+def test_same_bits_for_any_threads_and_chunks(monkeypatch):
+    case = make_case(300, 70, 700, torch.bfloat16, "cpu", bias=True)
+    tokens = make_tokens(case)[:2]
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(run_everything(case, tokens))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    monkeypatch.setattr(fused, "MOST_ROWS", 37)
+    assert all(torch.equal(a, b) for a, b in zip(found[0][:3], run_everything(case, tokens)[:3], strict=True))
+
+
+def test_same_values_with_and_without_a_gradient():
+    """The anchors depend on the operands alone, those of next to impossible targets too."""
+    case = make_case(60, 24, 90, torch.bfloat16, "cpu")
+    with torch.no_grad():
+        case.hidden[::5] *= 20
+        without = case.log_prob(linear_log_prob, backend="cpu")
+    result = case.policy_loss(torch.zeros(60), torch.ones(60), backend="cpu")
+    assert torch.equal(result.log_prob, without.log_prob)
+    assert torch.equal(result.entropy, without.entropy)
+
+
+def check_shard(rank, world, folder):
+    """Each rank keeps its rows of the head, the last one none; log-probabilities, and the gradients' shares."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    case = make_case(48, 24, 101, torch.bfloat16, "cpu", bias=True)
+    with torch.no_grad():
+        case.hidden[::5] *= 20
+    bounds = [0, 60, 101, 101]
+    mine = slice(bounds[rank], bounds[rank + 1])
+    hidden, weight, bias = (
+        x.detach().clone().requires_grad_() for x in (case.hidden, case.weight[mine], case.bias[mine])
+    )
+    whole = case.log_prob(linear_log_prob, backend="cpu")
+    expected = case.gradients(whole.log_prob.sum() + whole.entropy.sum())
+    result = linear_log_prob(hidden, weight, case.target, bias=bias, vocab_group=dist.group.WORLD, backend="cpu")
+    found = torch.autograd.grad(result.log_prob.sum() + result.entropy.sum(), (hidden, weight, bias))
+    assert error(result.log_prob.detach(), whole.log_prob.detach()) <= 2e-5
+    assert error(result.entropy.detach(), whole.entropy.detach()) <= 2e-5
+    for mine_found, all_of_it in zip(found, (expected[0], expected[1][mine], expected[2][mine]), strict=True):
+        assert relative_error(mine_found, all_of_it) <= ROUNDING
+    dist.destroy_process_group()
+
+
+def test_split_vocabulary(tmp_path):
+    torch.multiprocessing.spawn(check_shard, args=(3, str(tmp_path)), nprocs=3)
+
+
+def test_below_two_chunks_of_memory(monkeypatch):
+    """The exponentials of a chunk, and beside the gradients a few numbers per token."""
+    tokens, width, vocabulary, chunk = 2000, 16, 3001, 100
+    monkeypatch.setattr(fused, "MOST_ROWS", chunk)
+    case = make_case(tokens, width, vocabulary, torch.bfloat16, "cpu", bias=True, ignored=False)
+    monkeypatch.setattr(chunking, "TILE_BYTES", chunk * vocabulary // 4)
+    with PeakMemory() as memory:
+        result = case.policy_loss(torch.full((tokens,), -8.0), torch.ones(tokens), clip=None, backend="cpu")
+        result.loss.backward()
+    gradients = (tokens + vocabulary) * (width + 1) * (4 + 2)
+    assert memory.peak <= chunk * vocabulary * 3 + gradients + 20 * tokens * 8
+
+
+def test_operators():
+    hidden, weight, bias, temperature, target = make_operands(6, 10, 40)
+    anchor, out = torch.zeros(6), wide(6, 40)[0]
+    vectors = torch.randn(4, 6).unbind()
+    checks = {
+        "product_sums": (hidden, weight, bias, target, anchor, temperature, out, torch.arange(6)),
+        "product_largest": (hidden, weight, bias),
+        "product_target_logits": (hidden, weight, bias, target),
+        "product_entropy_gradient": (out.fill_(1.0), target, *vectors),
+        "product_hidden_gradient": (out, weight),
+        "product_weight_gradient": (out, hidden, anchor, torch.zeros(40, 10), False),
+    }
+    for name, arguments in checks.items():
+        torch.library.opcheck(getattr(OPERATORS, name).default, arguments, test_utils="test_schema")
+
+
+@pytest.mark.parametrize("variant", [["avx512bf16"], ["amx", "-DEXGRPO_EMULATE_AMX"]], ids=["avx512bf16", "amx"])
+def test_right_and_with_nothing_for_sanitizers_to_report(variant, tmp_path):
+    """A program of its own, on memory that ends where the arguments end; matrix registers are emulated."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if not shutil.which(compiler[0]):
+        pytest.skip("there is no C++ compiler")
+    program = tmp_path / "sanitized"
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", *AVX512, "-DHAVE_AVX512BF16", "-DHAVE_AMX"]
+    flags += [
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+        f"-DEXGRPO_VARIANT={variant[0]}",
+        *variant[1:],
+    ]
+    source = Path(__file__).with_name("cpu_product_sanitized.cpp")
+    built = subprocess.run([*compiler, *flags, str(source), "-o", str(program)], capture_output=True, text=True)
+    if "cannot find" in built.stderr:
+        pytest.skip(f"no sanitizers here: {built.stderr}")
+    assert built.returncode == 0, built.stderr
+    ran = subprocess.run([program], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "done\n", "")
+
+
+def test_errors_name_the_argument():
+    hidden, weight, _, _, target = make_operands(6, 10, 40)
+    with pytest.raises(RuntimeError, match="hidden: expected a bfloat16 matrix"):
+        OPERATORS.product_largest(hidden.float(), weight, None)
+    with pytest.raises(RuntimeError, match="weight: expected unit stride"):
+        OPERATORS.product_largest(hidden, weight.t().contiguous().t(), None)
+    with pytest.raises(RuntimeError, match="weight: expected rows as long"):
+        OPERATORS.product_largest(hidden, weight[:, :9], None)
+    with pytest.raises(RuntimeError, match="target: expected rows of the weight"):
+        OPERATORS.product_target_logits(hidden, weight, None, target + 40)
+    with pytest.raises(RuntimeError, match="rows: expected rows of out"):
+        OPERATORS.product_sums(hidden, weight, None, target, torch.zeros(6), None, wide(5, 40)[0], None)
+
+
+def test_the_environment_forbids_and_forces(monkeypatch, made):
+    case = make_case(20, 16, 40, torch.bfloat16, "cpu")
+    monkeypatch.setenv("EXGRPO_CPU_PRODUCT", "none")
+    linear_policy_loss(case.hidden, case.weight, case.target, torch.zeros(20), torch.ones(20), backend="cpu")
+    assert set(made) == {rows.CpuRows}
+    monkeypatch.setenv("EXGRPO_CPU_PRODUCT", "avx512bf16")
+    linear_log_prob(case.hidden, case.weight, case.target, backend="cpu")
+    assert made[-1] is fused.FusedRows
+    monkeypatch.setenv("EXGRPO_CPU_PRODUCT", "avx1024")
+    with pytest.raises(RuntimeError, match="EXGRPO_CPU_PRODUCT=avx1024: expected amx, avx512bf16 or none"):
+        linear_log_prob(case.hidden, case.weight, case.target, backend="cpu")
