@@ -19,7 +19,15 @@ from exgrpo.kernels.extension import OPERATORS
 
 ASKED = "EXGRPO_CPU_ISA"
 # Those tests that depend on how the kernels compute.
-SHARED = ["test_cpu_rows.py", "test_cpu_tokens.py", "test_extremes.py", "test_policy_loss.py"]
+SHARED = [
+    "test_cpu_rows.py",
+    "test_cpu_tokens.py",
+    "test_extremes.py",
+    "test_linear_log_prob.py",
+    "test_linear_policy_loss.py",
+    "test_policy_loss.py",
+    "test_sequences.py",
+]
 EPSILON = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 
 
@@ -58,7 +66,7 @@ def row_sums(logits, target, *, bias=None, softcap=None, temperature=None, ancho
 @pytest.mark.skipif(ASKED in os.environ, reason="this process is for one of them")
 @pytest.mark.parametrize("name", ["baseline", "avx2", "avx512"])
 def test_other_instruction_sets(name):
-    """The same tests in a process of its own."""
+    """The tests that all backends share, in a process of its own."""
     if name == OPERATORS.instruction_set():
         return
     files = [os.path.join(os.path.dirname(__file__), file) for file in SHARED]
