@@ -27,7 +27,7 @@ def test_a_line_for_each_backend(monkeypatch):
     assert run.returncode == 0, run.stdout + run.stderr
     lines = [line.split(maxsplit=2) for line in run.stdout.splitlines()[1:]]
     assert [name for device, name, _ in lines if device == "cpu"] == list(dispatch.BACKENDS)
-    assert all(text.startswith(("right, error", "not available: ")) for *_, text in lines)
+    assert all(text.startswith(("right, float32 ", "not available: ")) for *_, text in lines)
     assert sum(text.endswith(", the default") for *_, text in lines) == len({device for device, *_ in lines})
 
 
