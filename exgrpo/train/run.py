@@ -24,11 +24,12 @@ from exgrpo.train.evaluate import evaluate
 from exgrpo.train.folder_lock import claim
 from exgrpo.train.metrics import RunLog
 from exgrpo.train.policy import Policy
-from exgrpo.train.pretrained import DTYPES, Pretrained, load_pretrained
+from exgrpo.train.pretrained import Pretrained, load_pretrained
 from exgrpo.train.report import ReportError, write_report
 from exgrpo.train.resume import AUTO, FINISHED, check_continuation, locate
 from exgrpo.train.reward import Grader
-from exgrpo.train.rollout import Sampling, TransformersEngine
+from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout.choice import Choice, choose_engine, open_engine
 from exgrpo.train.seeds import derive_seed
 from exgrpo.train.trackers import check_trackers, open_trackers
 from exgrpo.train.trainer import StepResult, Trainer
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
             return _fail(error)
         try:
             run.train()
-        except CheckpointError as error:
+        except (CheckpointError, WeightMismatchError) as error:
             return _fail(error)
     return 0
 
@@ -99,26 +100,21 @@ class Run:
     """
 
     def __init__(self, config: Config, world: World, resources: ExitStack, *, resume: Path | None = None) -> None:
-        self.config = config
         self.world = world
         self.console = Console() if world.is_main else None
         self.pretrained = load_pretrained(config.policy.path)
+        self.choice = choose_engine(config, self.pretrained, world.device)
+        # The run keeps its engine: what is installed later changes nothing when it goes on.
+        config = _with_engine(config, self.choice)
+        self.config = config
         self.train_set, self.test_set = _load_data(config, self.pretrained)
         self.grader = Grader(config.reward.function, workers=config.reward.workers, time_limit=config.reward.time_limit)
         resources.callback(self.grader.close)
+        # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
+        self.engine = open_engine(self.choice, config, self.pretrained, world.device)
+        resources.callback(self.engine.close)
         self.folder = resume or self._make_folder()
         self._on_main(lambda: resources.enter_context(claim(self.folder)))
-        # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
-        self.engine = TransformersEngine(
-            self.pretrained.path,
-            dtype=DTYPES[config.policy.dtype],
-            device=world.device,
-            eos=self.pretrained.eos,
-            pad=self.pretrained.pad,
-            batch_tokens=config.rollout.batch_tokens,
-            attention=config.policy.attention,
-        )
-        resources.callback(self.engine.close)
         self.policy = Policy(config, self.pretrained.path, world)
         self.answerer = Answerer(self.engine, self.grader, self.pretrained.tokenizer.decode, world)
         self.trainer = Trainer(config, self.train_set, self.policy, self.answerer)
@@ -127,7 +123,7 @@ class Run:
         )
         self.step = 0
         self.before: float | None = None
-        self.save_seconds: dict[str, float] = {}
+        self.untold: dict[str, float] = {}
         position = self._restore() if resume else None
         # Before the log, which cuts off what an interrupted run has told its trackers after the checkpoint.
         step = position["step"] if position else None
@@ -136,7 +132,10 @@ class Run:
         if world.is_main:
             self.log = RunLog(self.folder, trackers, resume=position)
             resources.callback(self.log.close)
+        self.engine.push_weights(self.policy.weights())
         self.weight_gap = self._check_weights()
+        if self.step == 0:
+            self.untold = {"weight_gap": self.weight_gap}
 
     def _restore(self) -> dict[str, int]:
         """Go back to the newest sound checkpoint; returns where the log stood."""
@@ -152,7 +151,7 @@ class Run:
         start = time.perf_counter()
         self.checkpoints.save(self.step, self.policy, self.trainer, progress)
         # Told with the next record: a line of its own would stand after the position that the checkpoint has.
-        self.save_seconds = {"seconds/checkpoint": time.perf_counter() - start}
+        self.untold = {"seconds/checkpoint": time.perf_counter() - start}
 
     def _make_folder(self) -> Path:
         """The run's own new folder; rank 0 names and makes it."""
@@ -189,7 +188,6 @@ class Run:
         return result
 
     def _check_weights(self) -> float:
-        self.engine.push_weights(self.policy.weights())
         questions = self.train_set.questions[:PROBE_QUESTIONS]
         return check_engine(
             self.policy,
@@ -213,6 +211,8 @@ class Run:
                     display.say(f"Every question is retired after {self.step} steps: nothing is left to learn from.")
                     break
                 self.step += 1
+                if config.rollout.check_every and self.step % config.rollout.check_every == 0:
+                    result.metrics["weight_gap"] = self._check_weights()
                 self._record(result, display)
                 if config.evaluation.every and self.step % config.evaluation.every == 0 and self.step < config.steps:
                     self._evaluate(display.say)
@@ -231,6 +231,7 @@ class Run:
         say(
             f"{config.policy.path} ({config.policy.dtype}) on {self.world.size} x {self.world.device.type}, "
             f"{len(questions.questions)} questions from {config.data.train}{dropped}\n"
+            f"rollouts by {self.choice}\n"
             f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}"
         )
         if config.resume == AUTO and not self.step:
@@ -270,8 +271,8 @@ class Run:
 
     def _write(self, record: dict[str, float]) -> None:
         if self.log:
-            self.log.metrics({**record, **self.save_seconds})
-            self.save_seconds = {}
+            self.log.metrics({**record, **self.untold})
+            self.untold = {}
 
     def _record(self, result: StepResult, display: Display) -> None:
         if self.log is None:
@@ -308,6 +309,10 @@ class Run:
         names += ["tensorboard"] if "tensorboard" in self.config.output.trackers else []
         names += ["model"] if self.config.output.save_model else []
         self.console.print(f"results in {self.folder}: {', '.join(names)}", highlight=False, soft_wrap=True)
+
+
+def _with_engine(config: Config, choice: Choice) -> Config:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": choice.name})})
 
 
 def _label(reward: float, finished: bool) -> str:

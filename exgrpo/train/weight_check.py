@@ -13,6 +13,7 @@ from exgrpo.train.seeds import derive_seed
 # Mean absolute difference of token log-probs. Two right fp32 paths differ by about 1e-6 and two bf16 ones by about
 # 1e-2 (their logits are rounded to 8 bits of mantissa); a weight that did not arrive costs tenths and more.
 TOLERANCE = {"fp32": 1e-3, "bf16": 6e-2}
+SHOWN_NAMES = 8
 
 
 class WeightMismatchError(RuntimeError):
@@ -34,12 +35,15 @@ def check_engine(
         the mean absolute difference of token log-probs over all ranks.
 
     Raises:
-        WeightMismatchError: on every rank, where it exceeds the tolerance of the dtype.
+        WeightMismatchError: on every rank, where it exceeds the tolerance of the dtype; it names the weights that
+            differ, as far as the engine can tell.
     """
     world = policy.world
     sampling = Sampling(max_tokens=max_tokens, log_prob=True)
     seed = derive_seed(seed, "weight check", world.rank)
+    engine.wake()
     answers = engine.generate(prompts, [2] * len(prompts), sampling, seed)
+    engine.sleep()
     pairs = [(prompt, r) for prompt, rs in zip(prompts, answers, strict=True) for r in rs]
     of_ranks = world.gather(pairs)
     everything = [pair for pairs in of_ranks for pair in pairs]
@@ -51,9 +55,22 @@ def check_engine(
     ]
     gap = float(np.concatenate(gaps).mean())
     if not gap <= TOLERANCE[dtype]:
+        differing = world.gather(engine.differing(policy.weights()))
         raise WeightMismatchError(
             f"the rollout engine's log-probs differ from the trainer's by {gap:.2e} on average; two right {dtype} "
-            f"paths differ by less than {TOLERANCE[dtype]:.0e}. The weights did not arrive whole, or the model's "
-            "head does more than hidden @ weight.T + bias (a logit scale): rollouts would come from another policy"
+            f"paths differ by less than {TOLERANCE[dtype]:.0e}. {_cause(differing)}: rollouts would come from "
+            "another policy"
         )
     return gap
+
+
+def _cause(differing: Sequence[Sequence[str]]) -> str:
+    """What may be wrong, from the names of the weights in which each rank's engine differs."""
+    names = list(dict.fromkeys(name for of_rank in differing for name in of_rank))
+    if not names:
+        return (
+            "No weight was found to differ: the model's head may do more than hidden @ weight.T + bias (a logit scale)"
+        )
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    ranks = [str(rank) for rank, of_rank in enumerate(differing) if of_rank]
+    return f"It has other weights on rank {', '.join(ranks)}: {', '.join(names[:SHOWN_NAMES])}{more}"

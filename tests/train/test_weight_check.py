@@ -19,6 +19,9 @@ class FullLogitPolicy:
         self.world = LoneWorld()
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
+    def weights(self):
+        return ((name, parameter.data) for name, parameter in self.model.named_parameters())
+
     @torch.no_grad()
     def score(self, rows):
         scores = []
@@ -46,5 +49,17 @@ def test_check_tells_equal_from_unequal_weights(tmp_path, dtype):
     assert check() < {"fp32": 1e-5, "bf16": 3e-2}[dtype]
     # One matrix of the last layer did not arrive.
     policy.model.model.layers[-1].mlp.down_proj.weight.data.zero_()
-    with pytest.raises(WeightMismatchError, match="rollout engine's log-probs differ from the trainer's"):
+    lost = r"other weights on rank 0: model\.layers\.1\.mlp\.down_proj\.weight: rollouts"
+    with pytest.raises(WeightMismatchError, match=f"rollout engine's log-probs differ from the trainer's .* {lost}"):
         check()
+
+
+def test_a_model_that_computes_something_else_with_the_same_weights_is_refused(tmp_path):
+    tiny.save_model(tmp_path, tied=False)
+    engine = TransformersEngine(
+        str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), eos=(2,), pad=0, batch_tokens=100
+    )
+    policy = FullLogitPolicy(tmp_path)
+    policy.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 2)
+    with pytest.raises(WeightMismatchError, match="No weight was found to differ"):
+        check_engine(policy, engine, [tiny.prompt(0)], dtype="fp32", max_tokens=16, seed=0)

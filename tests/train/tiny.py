@@ -16,15 +16,15 @@ STEPS = 3
 LEARNING_RATE = 1e-3
 
 
-def save_model(folder: Path, *, tied: bool) -> None:
+def save_model(folder: Path, *, tied: bool, heads: int = 4) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=-(-heads // 2),
         tie_word_embeddings=tied,
         initializer_range=0.2,
         bos_token_id=1,

@@ -34,6 +34,9 @@ class RolloutEngine(Protocol):
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights; names are those of the Hugging Face model, tied weights come once."""
 
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """Names of those of the weights with which the engine does not compute, as far as it can tell."""
+
     def sleep(self) -> None:
         """Give back accelerator memory until `wake`."""
 

@@ -113,6 +113,11 @@ class TransformersEngine:
         if own:
             raise ValueError(f"weights: nothing came for {', '.join(sorted(own)[:5])} ({len(own)} parameters)")
 
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """See `RolloutEngine.differing`."""
+        own = dict(self.model.named_parameters())
+        return [name for name, weight in weights if not torch.equal(own[name], weight.to(own[name].device))]
+
     def sleep(self) -> None:
         """Move the copy to CPU memory."""
         self.model.to("cpu")
