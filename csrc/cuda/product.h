@@ -6,7 +6,7 @@
 
 namespace exgrpo {
 
-// Field by field exgrpo.kernels.cuda_chunks.library.ProductArguments.
+// Field by field exgrpo.kernels.cuda_chunks.binding.ProductArguments.
 struct ProductArguments {
   int64_t rows;
   int64_t vocabulary;

@@ -14,7 +14,7 @@ enum Output : int32_t {
 
 constexpr int RESULTS = 9;  // the fields of chunks.softmax.PolicyRows
 
-// Field by field exgrpo.kernels.cuda_chunks.library.RowsArguments. All tensors are contiguous but for the strides.
+// Field by field exgrpo.kernels.cuda_chunks.binding.RowsArguments. All tensors are contiguous but for the strides.
 struct RowsArguments {
   int64_t rows;
   int64_t vocabulary;

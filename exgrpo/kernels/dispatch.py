@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels import choice, debug, extension
-from exgrpo.kernels.inputs import Gradients, Head, Needed, PolicyTerms
-from exgrpo.kernels.results import LogProb
+from exgrpo.kernels.chunks.head import ChunkedHead
+from exgrpo.kernels.chunks.operations import RowOperations
 
 ENVIRONMENT = "EXGRPO_BACKEND"
 AUTO, REFERENCE = "auto", "reference"
@@ -32,16 +32,8 @@ AUTO, REFERENCE = "auto", "reference"
 class Backend(Protocol):
     """What a backend provides; a module of plain functions is one. All inputs are checked already."""
 
-    def log_prob_forward(self, head: Head) -> tuple[LogProb, Tensor]:
-        """Log-probability and entropy of each token [T], 0 where left out; and the statistics [4, T] to save."""
-
-    def log_prob_backward(
-        self, head: Head, saved: Tensor, grad_log_prob: Tensor | None, grad_entropy: Tensor | None, needed: Needed
-    ) -> Gradients:
-        """Gradients from those of the two outputs [T]; None stands for zero."""
-
-    def policy_loss_forward(self, head: Head, terms: PolicyTerms, needed: Needed) -> tuple[Tensor, Tensor, Gradients]:
-        """Loss; log-probability, entropy, ratio, clipped [4, T], 0 where left out; gradients in the compute dtype."""
+    def rows_of(self, head: ChunkedHead) -> RowOperations:
+        """The passes over the logits of a head."""
 
     def token_objective(
         self,
@@ -90,9 +82,9 @@ def unavailable(name: str, device: torch.device) -> str:
     if name == "triton" and device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         return f"it needs a GPU, or TRITON_INTERPRET=1 in the environment; the tensors are on {device.type}"
     if name == "cuda":
-        from exgrpo.kernels.cuda_chunks import library  # which imports triton
+        from exgrpo.kernels.cuda_chunks import binding  # which imports triton
 
-        return library.unavailable(device)
+        return binding.unavailable(device)
     return ""
 
 

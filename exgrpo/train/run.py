@@ -271,7 +271,7 @@ class Run:
 
     def _write(self, record: dict[str, float]) -> None:
         if self.log:
-            self.log.metrics({**record, **self.untold})
+            self.log.metrics({**self.untold, **record})
             self.untold = {}
 
     def _record(self, result: StepResult, display: Display) -> None:

@@ -12,15 +12,15 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
-from exgrpo.kernels.cuda_chunks import library
-from exgrpo.kernels.cuda_chunks.library import ProductArguments, RowsArguments, RowsPlan
+from exgrpo.kernels.cuda_chunks import binding
+from exgrpo.kernels.cuda_chunks.binding import ProductArguments, RowsArguments, RowsPlan
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "csrc" / "cuda"
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
 COMPILER = shutil.which("g++")
 INTERPRETING = bool(os.environ.get("TRITON_INTERPRET"))
-ON_GPU = not library.unavailable(torch.device("cuda")) if torch.cuda.is_available() else False
+ON_GPU = not binding.unavailable(torch.device("cuda")) if torch.cuda.is_available() else False
 
 
 @cache
@@ -46,14 +46,14 @@ def emulate_rows(call, *, cluster, threads, columns, backwards=False):
     """A call of the row kernel by clusters of this size, each block with so many threads and columns."""
     function = emulated("cuda_emulation").emulated_rows
     function.restype, function.argtypes = c_char_p, [POINTER(RowsArguments), c_int, c_int, c_int, c_bool]
-    library.check(function(byref(call.arguments), cluster, threads, columns, backwards))
+    binding.check(function(byref(call.arguments), cluster, threads, columns, backwards))
 
 
 def emulate_product(call, *, clusters=1, backwards=False, eager=False):
     """A call of the product by so many clusters."""
     function = emulated("cuda_product_emulation").emulated_product
     function.restype, function.argtypes = c_char_p, [POINTER(ProductArguments), c_int, c_bool, c_bool]
-    library.check(function(byref(call.arguments), clusters, backwards, eager))
+    binding.check(function(byref(call.arguments), clusters, backwards, eager))
 
 
 def emulated_plan(vocabulary):

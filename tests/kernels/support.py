@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.library import opcheck
 
 from exgrpo import kernels
 from exgrpo.kernels import reference
@@ -107,3 +108,8 @@ def assert_as_good(ours, plain, exact, *, factor=2.0, measure=error):
             roundings *= max(1.0, true.abs().max().item())
         bound = factor * measure(theirs, true) + roundings
         assert measure(mine, true) <= bound, (measure(mine, true), bound)
+
+
+def check_schema(operator, *arguments, autograd=True):
+    """What an operator's schema says of its arguments is so, and it has no derivative that would be wrong."""
+    opcheck(operator.default, arguments, test_utils=("test_schema",) + autograd * ("test_autograd_registration",))

@@ -87,8 +87,8 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch):
         requested("triton", CPU)
     with pytest.raises(RuntimeError, match="backend='cuda': it needs a GPU; the tensors are on cpu"):
         requested("cuda", CPU)
-    library = pytest.importorskip("exgrpo.kernels.cuda_chunks.library", reason="triton is not installed")
-    monkeypatch.setattr(library, "unavailable", lambda device: "its library was not built")
+    binding = pytest.importorskip("exgrpo.kernels.cuda_chunks.binding", reason="triton is not installed")
+    monkeypatch.setattr(binding, "unavailable", lambda device: "its library was not built")
     with pytest.raises(RuntimeError, match="backend='cuda': its library was not built; expected auto or torch"):
         requested("cuda", CUDA)
     monkeypatch.setattr(extension, "MISSING", "the compiled extension was not built")

@@ -14,6 +14,8 @@ from exgrpo.kernels.chunks.softmax import PolicyTokens, Sums
 from exgrpo.kernels.cpu_chunks import tokens
 from exgrpo.kernels.extension import OPERATORS
 
+from .support import check_schema
+
 TOKENS = 9001
 TERMS = [(None, None), ((0.2, 0.3), None), (None, 0.1), ((0.2, 0.3), 2.0)]
 
@@ -125,17 +127,16 @@ def test_same_bits_for_any_number_of_threads(set_threads, dtype):
 
 
 def test_operators_keep_their_schemas(dtype):
-    rules = {"test_utils": ("test_schema", "test_autograd_registration")}
     _, *sums = make_sums(dtype, 30)
     old, advantage, replayed, mask = make_tokens(dtype, 30)
     one, bounds = torch.ones((), dtype=dtype), torch.tensor([0, 7, 7, 30])
     own = (old, advantage, replayed)
-    torch.library.opcheck(OPERATORS.finish.default, tuple(sums), **rules)
+    check_schema(OPERATORS.finish, *sums)
     arguments = (*sums, *own, None, one, 0.8, 1.2, 0.1, 0.5, False)
-    torch.library.opcheck(OPERATORS.policy_rows.default, arguments, **rules)
-    torch.library.opcheck(OPERATORS.token_objective.default, (old, None, *own, mask, None, None, 0.1), **rules)
-    torch.library.opcheck(OPERATORS.centre_groups.default, (old.double(), replayed.long(), True), **rules)
-    torch.library.opcheck(OPERATORS.segment_mean.default, (old, mask, bounds), **rules)
+    check_schema(OPERATORS.policy_rows, *arguments)
+    check_schema(OPERATORS.token_objective, old, None, *own, mask, None, None, 0.1)
+    check_schema(OPERATORS.centre_groups, old.double(), replayed.long(), True)
+    check_schema(OPERATORS.segment_mean, old, mask, bounds)
 
 
 @pytest.mark.parametrize("offsets", [[0, 8], [-1, 7], [0, 5, 3, 7]])

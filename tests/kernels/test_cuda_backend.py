@@ -12,8 +12,8 @@ if not (ON_GPU or INTERPRETING):
     pytest.skip(reason, allow_module_level=True)
 
 from exgrpo.kernels import dispatch, linear_log_prob
-from exgrpo.kernels.cuda_chunks import library, product, rows
-from exgrpo.kernels.cuda_chunks.library import Call, Output
+from exgrpo.kernels.cuda_chunks import binding, product, rows
+from exgrpo.kernels.cuda_chunks.binding import Call, Output
 from exgrpo.kernels.triton_chunks import launch
 
 from .conftest import DEVICE
@@ -41,7 +41,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(Call, "launch", launch_here)
     if not ON_GPU:
-        monkeypatch.setattr(library, "unavailable", lambda device: "")
+        monkeypatch.setattr(binding, "unavailable", lambda device: "")
         monkeypatch.setattr(
             rows, "_fits", lambda vocabulary: vocabulary > 0 and bool(emulated_plan(vocabulary).cluster)
         )

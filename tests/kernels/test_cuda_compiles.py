@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="triton is not installed; it brings the dis
 import triton
 
 from exgrpo.kernels.chunks.softmax import PolicyRows
-from exgrpo.kernels.cuda_chunks import library
-from exgrpo.kernels.cuda_chunks.library import Output, ProductArguments, RowsArguments
+from exgrpo.kernels.cuda_chunks import binding
+from exgrpo.kernels.cuda_chunks.binding import Output, ProductArguments, RowsArguments
 from exgrpo.kernels.cuda_chunks.product import TILE_COLUMNS, TILE_ROWS
 
 from .cuda_support import INTERPRETING, NVCC, ON_GPU, SOURCES, run
@@ -108,28 +108,28 @@ def test_shared_memory_is_within_limits(tmp_path):
 
 @pytest.fixture
 def shipped(built):
-    return library.declared(ctypes.CDLL(str(built / "_cuda.so")))
+    return binding.declared(ctypes.CDLL(str(built / "_cuda.so")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_a_failing_call_is_named(shipped):
     rows = RowsArguments(rows=2, vocabulary=100, output=Output.NOTHING)
     with pytest.raises(RuntimeError, match=r"cuda backend: cudaFuncSetAttribute\(MaxDynamicSharedMemorySize\): \w+"):
-        library.check(shipped.exgrpo_rows(rows, None))
+        binding.check(shipped.exgrpo_rows(rows, None))
     product = ProductArguments(rows=2, vocabulary=100, width=64)
     with pytest.raises(RuntimeError, match=r"cuda backend: cudaGetDriverEntryPointByVersion\(\w+\): \w+"):
-        library.check(shipped.exgrpo_product(product, None))
+        binding.check(shipped.exgrpo_product(product, None))
 
 
 def test_arguments_that_cannot_be_launched(shipped):
     with pytest.raises(RuntimeError, match="no cluster can hold a row of so large a vocabulary"):
-        library.check(shipped.exgrpo_rows(RowsArguments(rows=2, vocabulary=2_000_000), None))
+        binding.check(shipped.exgrpo_rows(RowsArguments(rows=2, vocabulary=2_000_000), None))
     with pytest.raises(RuntimeError, match="more rows than a grid has blocks"):
-        library.check(shipped.exgrpo_rows(RowsArguments(rows=1 << 31, vocabulary=100), None))
+        binding.check(shipped.exgrpo_rows(RowsArguments(rows=1 << 31, vocabulary=100), None))
     with pytest.raises(RuntimeError, match="unknown output"):
-        library.check(shipped.exgrpo_rows(RowsArguments(rows=2, vocabulary=100, output=7), None))
+        binding.check(shipped.exgrpo_rows(RowsArguments(rows=2, vocabulary=100, output=7), None))
     with pytest.raises(RuntimeError, match="too many tiles; use smaller chunks"):
-        library.check(shipped.exgrpo_product(ProductArguments(rows=1 << 30, vocabulary=1 << 20, width=64), None))
+        binding.check(shipped.exgrpo_product(ProductArguments(rows=1 << 30, vocabulary=1 << 20, width=64), None))
 
 
 def test_nothing_to_do_is_no_error(shipped):
@@ -159,15 +159,15 @@ def test_python_and_cuda_agree_about_the_arguments(tmp_path):
 def test_a_library_that_is_not_there_or_broken(monkeypatch, tmp_path):
     for path in (tmp_path / "missing.so", tmp_path / "broken.so"):
         (tmp_path / "broken.so").write_bytes(b"no library")
-        monkeypatch.setattr(library, "PATH", path)
-        library.load.cache_clear()
+        monkeypatch.setattr(binding, "PATH", path)
+        binding.load.cache_clear()
         with pytest.raises(RuntimeError, match=rf"{path.name}.*EXGRPO_CUDA=force"):
-            library.load()
-    library.load.cache_clear()
+            binding.load()
+    binding.load.cache_clear()
 
 
 def test_without_a_gpu_the_reason_is_given():
-    assert "needs a GPU" in library.unavailable(torch.device("cpu"))
+    assert "needs a GPU" in binding.unavailable(torch.device("cpu"))
 
 
 SANITIZER = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"

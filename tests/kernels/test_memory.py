@@ -5,7 +5,6 @@ import subprocess
 import sys
 import weakref
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from exgrpo.kernels import dispatch, linear_log_prob, reference
 from exgrpo.kernels.chunks import chunking
+from exgrpo.kernels.chunks import log_prob as log_prob_walks
+from exgrpo.kernels.chunks import policy_loss as policy_loss_walk
 
 from .support import Case
 
@@ -21,6 +22,8 @@ CPU_CHUNK = chunking.CHUNK_BYTES["cpu"]
 TOKENS, WIDTH, VOCABULARY = 2000, 16, 3000
 LOGITS = TOKENS * VOCABULARY * 4
 CHUNK, BLOCK = 100 * VOCABULARY * 4, 10 * VOCABULARY * 4
+WALKS = [(log_prob_walks, "log_prob_forward"), (log_prob_walks, "log_prob_backward")]
+WALKS += [(policy_loss_walk, "policy_loss_forward")]
 
 
 class PeakMemory(TorchDispatchMode):
@@ -28,29 +31,26 @@ class PeakMemory(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.load = None
+        self.patches = pytest.MonkeyPatch()
         self.live = self.peak = 0
         self.known = set()
 
     def __enter__(self):
         # A mode sees an operator, not what the operator does: it is entered again there.
-        self.load, dispatch.load = dispatch.load, self.watched
+        for module, name in WALKS:
+            self.patches.setattr(module, name, partial(self.within, getattr(module, name)))
         return super().__enter__()
 
     def __exit__(self, *error):
-        dispatch.load = self.load
+        self.patches.undo()
         return super().__exit__(*error)
 
-    def watched(self, name):
-        def within(function, *args, **kwargs):
-            super(PeakMemory, self).__enter__()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                super(PeakMemory, self).__exit__(None, None, None)
-
-        functions = vars(self.load(name)).items()
-        return SimpleNamespace(**{key: partial(within, value) for key, value in functions if callable(value)})
+    def within(self, function, *args, **kwargs):
+        super().__enter__()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.note((args, kwargs), counted=False)  # what existed before; a view of it is no new memory

@@ -9,8 +9,33 @@ from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, PolicyTokens, Sta
 from exgrpo.kernels.results import LogProb
 
 if TYPE_CHECKING:
-    from exgrpo.kernels.chunks.head import Chunk
+    from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
     from exgrpo.kernels.inputs import PolicyTerms
+
+
+class TokenKernels(Protocol):
+    """One kernel for each of the formulas of `softmax`; a module of plain functions is one."""
+
+    def finish(self, gap: Tensor, rest: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """U, log p_y and H [rows]: `softmax.finished`."""
+
+    def policy_rows(
+        self,
+        gap: Tensor,
+        rest: Tensor,
+        moment: Tensor,
+        old_log_prob: Tensor,
+        advantage: Tensor,
+        replayed: Tensor | None,
+        *,
+        clip: tuple[float, float] | None,
+        beta: float | None,
+        entropy_coef: float,
+        normalizer: Tensor,
+        temperature: Tensor | None,
+        softcapped: bool,
+    ) -> PolicyRows:
+        """`softmax.policy_rows`."""
 
 
 class RowOperations(Protocol):
@@ -48,3 +73,30 @@ class RowOperations(Protocol):
 
     def gradient(self, chunk: "Chunk", statistics: Statistics, factors: Factors) -> Tensor:
         """F [rows, V]: the gradient of the raw products is r[:, None] * F."""
+
+
+class ByTokenKernels:
+    """What is done with tokens whose sums are known, for those operations that have kernels for it."""
+
+    tokens: TokenKernels
+    head: "ChunkedHead"
+
+    def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
+        """See `RowOperations`."""
+        mean, log_prob, entropy = self.tokens.finish(sums.gap, sums.rest, sums.moment)
+        return Statistics(sums.anchor, sums.gap, sums.rest, mean), LogProb(log_prob, entropy)
+
+    def policy(
+        self, sums: Sums, chunk: "Chunk", own: PolicyTokens, terms: "PolicyTerms", normalizer: Tensor
+    ) -> PolicyRows:
+        """See `RowOperations`."""
+        return self.tokens.policy_rows(
+            *sums[1:],
+            *own,
+            clip=terms.clip,
+            beta=terms.beta,
+            entropy_coef=terms.entropy_coef,
+            normalizer=normalizer,
+            temperature=chunk.temperature,
+            softcapped=self.head.options.softcap is not None,
+        )

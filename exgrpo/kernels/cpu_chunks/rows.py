@@ -3,16 +3,17 @@
 from torch import Tensor
 
 from exgrpo.kernels.chunks.head import Chunk
-from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, PolicyTokens, Statistics, Sums
+from exgrpo.kernels.chunks.operations import ByTokenKernels
+from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
 from exgrpo.kernels.cpu_chunks import tokens
 from exgrpo.kernels.extension import OPERATORS
-from exgrpo.kernels.inputs import PolicyTerms
-from exgrpo.kernels.results import LogProb
 from exgrpo.kernels.torch_chunks.rows import TorchRows
 
 
-class CpuRows(TorchRows):
+class CpuRows(ByTokenKernels, TorchRows):
     """All that is done with a row is done while it is in cache; what no gradient follows is not written back."""
+
+    tokens = tokens
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
         """See `RowOperations`."""
@@ -22,24 +23,6 @@ class CpuRows(TorchRows):
         (anchor,) = shard.largest_of(OPERATORS.row_largest(logits, *self._shape()))
         _, gap, rest, moment = self._sums(logits, chunk, anchor, write=gradient_follows, shaped=True)
         return Sums(anchor, *shard.largest_of(gap), *shard.sum_of(rest, moment))
-
-    def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
-        """See `RowOperations`."""
-        mean, log_prob, entropy = tokens.finish(sums.gap, sums.rest, sums.moment)
-        return Statistics(sums.anchor, sums.gap, sums.rest, mean), LogProb(log_prob, entropy)
-
-    def policy(self, sums: Sums, chunk: Chunk, own: PolicyTokens, terms: PolicyTerms, normalizer: Tensor) -> PolicyRows:
-        """See `RowOperations`."""
-        return tokens.policy_rows(
-            *sums[1:],
-            *own,
-            clip=terms.clip,
-            beta=terms.beta,
-            entropy_coef=terms.entropy_coef,
-            normalizer=normalizer,
-            temperature=chunk.temperature,
-            softcapped=self.head.options.softcap is not None,
-        )
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
         """See `RowOperations`."""

@@ -4,9 +4,6 @@ That is a row held by a cluster of blocks while it is read once, see `rows`, and
 other tiles' main loops, see `product`. What neither can take is computed by the Triton kernels.
 """
 
-from functools import partial
-
-from exgrpo.kernels.chunks import log_prob, policy_loss
 from exgrpo.kernels.chunks.head import ChunkedHead
 from exgrpo.kernels.cuda_chunks.product import CudaFusedRows
 from exgrpo.kernels.cuda_chunks.rows import CudaRows
@@ -20,15 +17,4 @@ def rows_of(head: ChunkedHead) -> TritonRows:
     return CudaFusedRows(head, chosen) if chosen.fused else CudaRows(head, chosen)
 
 
-log_prob_forward = partial(log_prob.log_prob_forward, operations=rows_of)
-log_prob_backward = partial(log_prob.log_prob_backward, operations=rows_of)
-policy_loss_forward = partial(policy_loss.policy_loss_forward, operations=rows_of)
-
-__all__ = [
-    "centre_groups",
-    "log_prob_backward",
-    "log_prob_forward",
-    "policy_loss_forward",
-    "segment_mean",
-    "token_objective",
-]
+__all__ = ["centre_groups", "rows_of", "segment_mean", "token_objective"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.cuda_chunks.library import PRODUCT_CAPABILITIES, Call, ProductArguments
+from exgrpo.kernels.cuda_chunks.binding import PRODUCT_CAPABILITIES, Call, ProductArguments
 from exgrpo.kernels.triton_chunks.anchored import Listed, Product
 from exgrpo.kernels.triton_chunks.launch import Tile
 from exgrpo.kernels.triton_chunks.rows import FusedRows

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, PolicyTokens, Statistics, Sums
-from exgrpo.kernels.cuda_chunks.library import Call, Output, RowsArguments, load
+from exgrpo.kernels.cuda_chunks.binding import Call, Output, RowsArguments, load
 from exgrpo.kernels.inputs import PolicyTerms
 from exgrpo.kernels.triton_chunks.launch import Plan
 from exgrpo.kernels.triton_chunks.rows import TritonRows, padded

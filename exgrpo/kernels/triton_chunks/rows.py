@@ -7,9 +7,8 @@ from torch import Tensor
 
 from exgrpo.kernels import debug
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, PolicyTokens, Statistics, Sums
-from exgrpo.kernels.inputs import PolicyTerms
-from exgrpo.kernels.results import LogProb
+from exgrpo.kernels.chunks.operations import ByTokenKernels
+from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
 from exgrpo.kernels.triton_chunks import tokens
 from exgrpo.kernels.triton_chunks.anchored import Product, anchored_exponentials
 from exgrpo.kernels.triton_chunks.kernels import entropy_kernel, gradient_kernel, statistics_kernel
@@ -36,12 +35,13 @@ def plan_of(head: ChunkedHead) -> Plan:
     return replace(chosen, fused=fused)
 
 
-class TritonRows:
+class TritonRows(ByTokenKernels):
     """Sums in one reading of the raw products; F in a second one, or during the first where it can be.
 
     F goes into a matrix of the operands' dtype where the gradient products take that, else over the products.
     """
 
+    tokens = tokens
     compacts = False
     """To know how many rows of a chunk have a gradient, the host would have to wait for the device."""
 
@@ -96,24 +96,6 @@ class TritonRows:
             (gap,) = shard.largest_of(gap)  # -inf where the target is not held
             rest, moment = shard.sum_of(rest, moment)
         return Sums(anchor, gap, rest, moment)
-
-    def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
-        """See `RowOperations`."""
-        mean, log_prob, entropy = tokens.finish(sums.gap, sums.rest, sums.moment)
-        return Statistics(sums.anchor, sums.gap, sums.rest, mean), LogProb(log_prob, entropy)
-
-    def policy(self, sums: Sums, chunk: Chunk, own: PolicyTokens, terms: PolicyTerms, normalizer: Tensor) -> PolicyRows:
-        """See `RowOperations`."""
-        return tokens.policy_rows(
-            *sums[1:],
-            *own,
-            clip=terms.clip,
-            beta=terms.beta,
-            entropy_coef=terms.entropy_coef,
-            normalizer=normalizer,
-            temperature=chunk.temperature,
-            softcapped=self.softcap is not None,
-        )
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
         """See `RowOperations`: `gradient` reads the products themselves."""
