@@ -9,8 +9,8 @@ import numpy as np
 from exgrpo.train.data import Question
 from exgrpo.train.distributed import World
 from exgrpo.train.records import Rollout, TokenIds
-from exgrpo.train.reward import Grader
-from exgrpo.train.rollout import RolloutEngine, Sampling
+from exgrpo.train.reward import Grader, Grading
+from exgrpo.train.rollout import EngineCounts, Finished, RolloutEngine, RolloutError, Sampling
 from exgrpo.train.seeds import derive_seed
 
 
@@ -32,7 +32,8 @@ class Answers:
         timed_out: answers that were graded 0 because grading took too long, over all ranks.
         failed: answers graded 0 because the reward function failed.
         generate_seconds: time in the engine, the slowest rank's.
-        grade_seconds: time in the grader, the slowest rank's.
+        grade_seconds: time in which the grader was still at work after the engine, the slowest rank's.
+        engine: what the engines counted, over all ranks; time asleep is the longest.
     """
 
     of_question: list[list[Answer]]
@@ -40,6 +41,7 @@ class Answers:
     failed: int
     generate_seconds: float
     grade_seconds: float
+    engine: EngineCounts
 
     @property
     def rewards(self) -> np.ndarray:
@@ -52,8 +54,29 @@ class Answers:
         return [answer.rollout for answers in self.of_question for answer in answers]
 
 
+@dataclass(frozen=True, eq=False)
+class Produced:
+    """A rank's own answers, all generated and perhaps not yet all graded.
+
+    Attributes:
+        positions: of its questions among all.
+        answers: (answer, text) in the order in which they were finished; empty on ranks that only help an engine.
+        grading: knows their rewards, in the same order.
+        seconds: in the engine.
+        engine: what the engine counted.
+        problem: why the engine could not give all of them; empty where it could.
+    """
+
+    positions: list[int]
+    answers: list[tuple[Finished, str]]
+    grading: Grading
+    seconds: float
+    engine: EngineCounts
+    problem: str
+
+
 class Answerer:
-    """Generates and grades.
+    """Generates and grades; answers are graded while others are generated.
 
     Args:
         engine: this rank's rollout engine; it sleeps except while it generates.
@@ -72,41 +95,71 @@ class Answerer:
 
     def answer(self, questions: Sequence[Question], counts: Sequence[int], sampling: Sampling, seed: int) -> Answers:
         """Sample counts[i] answers to questions[i] and grade them; the result is the same on every rank."""
-        share = self.world.split(list(zip(questions, counts, strict=True)))
+        return self.join(self.produce(questions, counts, sampling, seed))
+
+    def produce(self, questions: Sequence[Question], counts: Sequence[int], sampling: Sampling, seed: int) -> Produced:
+        """This rank's share of `answer`, without waiting for other ranks or for the last grades."""
+        ranks = self.engine.ranks
+        share = self.world.split(list(zip(questions, counts, strict=True)), ranks)
+        grading = self.grader.begin()
+        answers: list[tuple[Finished, str]] = []
+        problem = ""
         start = time.perf_counter()
         self.engine.wake()
-        rollouts = self.engine.generate(
+        finished = self.engine.generate(
             [np.array(question.prompt, dtype=np.int32) for _, (question, _) in share],
             [count for _, (_, count) in share],
             sampling,
-            derive_seed(seed, "rank", self.world.rank),
+            derive_seed(seed, "rank", self.world.rank // ranks),
         )
+        try:
+            for answer in finished:
+                if self.world.rank % ranks == 0:
+                    text = self._text(answer.rollout)
+                    _, (question, _) = share[answer.prompt]
+                    grading.add(text, question.gold)
+                    answers.append((answer, text))
+        except RolloutError as error:
+            problem = str(error)
         self.engine.sleep()
-        generated = time.perf_counter()
-        texts = [[self._text(rollout) for rollout in of_question] for of_question in rollouts]
-        golds = [question.gold for _, (question, _) in share]
-        grades = self.grader.grade(
-            [(text, gold) for gold, of_question in zip(golds, texts, strict=True) for text in of_question]
-        )
-        graded = time.perf_counter()
-        rewards = iter(grades.reward)
+        seconds = time.perf_counter() - start
+        return Produced([position for position, _ in share], answers, grading, seconds, self.engine.counts(), problem)
+
+    def join(self, produced: Produced) -> Answers:
+        """The answers of all ranks, graded; all ranks call it together.
+
+        Raises:
+            RolloutError: on every rank, where the engine of one failed.
+        """
+        problems = [problem for problem in self.world.gather(produced.problem) if problem]
+        if problems:
+            raise RolloutError(problems[0])
+        start = time.perf_counter()
+        grades = produced.grading.finish()
+        cost = (grades.timed_out, grades.failed, produced.seconds, time.perf_counter() - start, produced.engine)
+        of_question: dict[int, dict[int, Answer]] = {position: {} for position in produced.positions}
+        for (finished, text), reward in zip(produced.answers, grades.reward, strict=True):
+            position = produced.positions[finished.prompt]
+            of_question[position][finished.sample] = Answer(finished.rollout, text, reward)
         mine = [
-            (
-                position,
-                [Answer(r, text, next(rewards)) for r, text in zip(of_question, of_texts, strict=True)],
-            )
-            for (position, _), of_question, of_texts in zip(share, rollouts, texts, strict=True)
+            (position, [samples[sample] for sample in range(len(samples))])
+            for position, samples in of_question.items()
+            if self.world.rank % self.engine.ranks == 0
         ]
-        costs = self.world.gather((grades.timed_out, grades.failed, generated - start, graded - generated))
-        timed_out, failed, generate_seconds, grade_seconds = zip(*costs, strict=True)
-        of_question = self.world.join(mine)
-        self.tokens += sum(len(answer.rollout.response) for answers in of_question for answer in answers)
+        timed_out, failed, generate_seconds, grade_seconds, counts = zip(*self.world.gather(cost), strict=True)
+        joined = self.world.join(mine)
+        self.tokens += sum(len(answer.rollout.response) for answers in joined for answer in answers)
         return Answers(
-            of_question=of_question,
+            of_question=joined,
             timed_out=sum(timed_out),
             failed=sum(failed),
             generate_seconds=max(generate_seconds),
             grade_seconds=max(grade_seconds),
+            engine=EngineCounts(
+                prompt_tokens=sum(of_rank.prompt_tokens for of_rank in counts),
+                cached_tokens=sum(of_rank.cached_tokens for of_rank in counts),
+                asleep_seconds=max(of_rank.asleep_seconds for of_rank in counts),
+            ),
         )
 
     def _text(self, rollout: Rollout) -> str:

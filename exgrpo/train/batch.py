@@ -3,7 +3,9 @@
 B rows of a micro-batch, L padded length, P prompt tokens, R response tokens.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 
 from exgrpo.kernels import group_advantage
 from exgrpo.train.config import ObjectiveConfig
+from exgrpo.train.mismatch import truncated_weight
 from exgrpo.train.records import Group, TokenIds
 
 IGNORED = -100
@@ -27,6 +30,7 @@ class Row:
         old_log_prob: [R] fp32 log-probs of the policy its ratios refer to.
         advantage: the same for all its tokens.
         replayed: whether it comes from the experience buffer.
+        weight: [R] fp32 factors of the advantage, by token; None: 1.
     """
 
     prompt: TokenIds
@@ -34,6 +38,7 @@ class Row:
     old_log_prob: npt.NDArray[np.float32]
     advantage: float = 0.0
     replayed: bool = False
+    weight: npt.NDArray[np.float32] | None = None
 
     @property
     def length(self) -> int:
@@ -66,7 +71,7 @@ class MicroBatch:
         tokens: [B, L] int64 input ids.
         target: [B, L] int64, the response token predicted there, -100 elsewhere.
         old_log_prob: [B, L] fp32, 0 where target is -100.
-        advantage: [B] fp32.
+        advantage: [B] fp32, or [B, L] where tokens have weights of their own.
         replayed: [B] bool.
     """
 
@@ -78,19 +83,34 @@ class MicroBatch:
 
 
 def build_rows(
-    groups: Sequence[Group], prompt: Callable[[int], TokenIds], *, scale_by_std: bool = False
+    groups: Sequence[Group],
+    prompt: Callable[[int], TokenIds],
+    *,
+    scale_by_std: bool = False,
+    mismatch_cap: float = math.inf,
 ) -> list[list[Row]]:
-    """The rows of each group with their advantages: reward minus the mean over all K rows (Dr.GRPO)."""
+    """The rows of each group with their advantages: reward minus the mean over all K rows (Dr.GRPO).
+
+    Where a group has recomputed log-probs, the ratios of its fresh rows refer to those, and the step from the engine
+    that sampled to the trainer is weighed by truncated importance sampling: min(pi_trainer / pi_engine, mismatch_cap).
+    """
     reward = torch.tensor([row.reward for group in groups for row in group.rows], dtype=torch.float32)
     index = torch.tensor([i for i, group in enumerate(groups) for _ in group.rows], dtype=torch.int64)
     advantages = iter(group_advantage(reward, index, scale_by_std=scale_by_std).tolist())
-    return [
-        [
-            Row(prompt(group.question), row.response, row.log_prob, next(advantages), row is group.replayed)
-            for row in group.rows
-        ]
-        for group in groups
-    ]
+    return [_rows_of(group, prompt(group.question), advantages, mismatch_cap) for group in groups]
+
+
+def _rows_of(group: Group, prompt: TokenIds, advantages: Iterator[float], mismatch_cap: float) -> list[Row]:
+    rows = []
+    for i, trajectory in enumerate(group.rows):
+        replayed = trajectory is group.replayed
+        row = Row(prompt, trajectory.response, trajectory.log_prob, next(advantages), replayed)
+        if group.recomputed is not None and not replayed:
+            own = group.recomputed[i]
+            weight = truncated_weight(own, trajectory.log_prob, mismatch_cap)
+            row = dataclasses.replace(row, old_log_prob=own, weight=weight)
+        rows.append(row)
+    return rows
 
 
 def build_minibatches(
@@ -122,14 +142,10 @@ def _minibatch(rows: list[Row], objective: ObjectiveConfig, max_tokens: int) -> 
     else:
         # The objective is positively homogeneous in the advantage, so 1/|o| may be put there.
         normalizer = len(rows)
-        rows = [_with_advantage(row, row.advantage / len(row.response)) for row in rows]
+        rows = [dataclasses.replace(row, advantage=row.advantage / len(row.response)) for row in rows]
     if objective.entropy_coef == 0:
         rows = [row for row in rows if row.advantage != 0]
     return MiniBatch(tuple(rows), float(normalizer), tokens)
-
-
-def _with_advantage(row: Row, advantage: float) -> Row:
-    return Row(row.prompt, row.response, row.old_log_prob, advantage, row.replayed)
 
 
 def schedule(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
@@ -175,6 +191,11 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         target[i, span] = row.response
         old_log_prob[i, span] = row.old_log_prob
     advantage = np.array([row.advantage for row in rows] or [0.0], np.float32)
+    if any(row.weight is not None for row in rows):
+        advantage = np.repeat(advantage[:, None], length, axis=1)
+        for i, row in enumerate(rows):
+            if row.weight is not None:
+                advantage[i, len(row.prompt) - 1 : row.length] *= row.weight
     replayed = np.array([row.replayed for row in rows] or [False])
     arrays = (tokens, target, old_log_prob, advantage, replayed)
     return MicroBatch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays))

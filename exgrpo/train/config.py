@@ -70,10 +70,28 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")
     max_tokens: int = Field(80, ge=1, description="Longest response; longer ones are cut and marked.")
     batch_tokens: int = Field(32768, ge=1, description="Prompt + response tokens generated at once per rank.")
-    engine: Literal["auto", "transformers", "vllm"] = Field(
-        "auto", description="What generates; auto: vLLM where it is installed and the run is on CPUs."
+    engine: Literal["auto", "transformers", "vllm", "server"] = Field(
+        "auto", description="What generates; auto: rollout.servers if any, else vLLM where it can, else transformers."
     )
     kv_cache_gib: float = Field(1.0, gt=0, description="vLLM: GiB per rank for keys and values.")
+    tensor_parallel: int = Field(1, ge=1, description="vLLM: so many neighbouring ranks make one engine.")
+    sleep_level: Literal[0, 1, 2] = Field(
+        2,
+        description="vLLM on GPUs, while the trainer updates: 1 moves weights to CPU memory, 2 drops them, 0 keeps.",
+    )
+    servers: tuple[str, ...] = Field((), description="vLLM servers that generate, http://host:port each.")
+    behaviour: Literal["trainer", "engine"] = Field(
+        "trainer",
+        description="Whose log-probs are stored as the behaviour policy's; engine: with truncated importance sampling.",
+    )
+    mismatch_cap: float = Field(
+        2.0, gt=0, description="Largest importance weight of the mismatch between engine and trainer."
+    )
+    ahead: bool = Field(
+        False,
+        description="Generate the next step's answers while this step's update runs; needs servers and "
+        "rollout.behaviour=engine.",
+    )
     check_every: int = Field(
         20,
         ge=0,
@@ -227,6 +245,7 @@ class Config(Section):
                     f"{key} ({budget}) is below data.max_prompt_tokens + rollout.max_tokens ({longest}): "
                     "one sequence must fit"
                 )
+        self._possible_rollout(self.rollout)
         if self.data.keep_system and self.data.system_prompt is not None:
             raise ValueError("data.keep_system and data.system_prompt exclude each other: unset one")
         if not self.data.chat and (self.data.keep_system or self.data.system_prompt is not None):
@@ -237,6 +256,21 @@ class Config(Section):
                 "rewards of experience.bucket_by=reward_deviation do not have: use train_on=all"
             )
         return self
+
+    @staticmethod
+    def _possible_rollout(rollout: RolloutConfig) -> None:
+        if rollout.engine == "server" and not rollout.servers:
+            raise ValueError("rollout.engine=server needs rollout.servers: name at least one, http://host:port")
+        if rollout.servers and rollout.engine not in ("auto", "server"):
+            raise ValueError(
+                f"rollout.servers are given and rollout.engine is {rollout.engine}: leave one of them out, or take "
+                "rollout.engine=server"
+            )
+        if rollout.ahead and not (rollout.servers and rollout.behaviour == "engine"):
+            raise ValueError(
+                "rollout.ahead needs rollout.servers, which generate while the trainer updates, and "
+                "rollout.behaviour=engine, for the policy that wrote the answers is gone when they are scored"
+            )
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -42,9 +42,9 @@ class World:
         dist.all_gather_object(values, value, group=self.control)
         return values  # type: ignore[return-value]
 
-    def split(self, items: Sequence[T]) -> list[tuple[int, T]]:
-        """This rank's share of `items` with their positions: every size-th one."""
-        return [(i, items[i]) for i in range(self.rank, len(items), self.size)]
+    def split(self, items: Sequence[T], ranks: int = 1) -> list[tuple[int, T]]:
+        """This rank's share of `items` with their positions; `ranks` neighbouring ranks have the same one."""
+        return [(i, items[i]) for i in range(self.rank // ranks, len(items), self.size // ranks)]
 
     def join(self, share: Sequence[tuple[int, T]]) -> list[T]:
         """The inverse of `split` over all ranks: all items in their order, on every rank."""

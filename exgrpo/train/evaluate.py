@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 import yaml
@@ -25,9 +25,10 @@ from exgrpo.train.config import ConfigError, explain, read_recipe, split_recipe
 from exgrpo.train.data import Question, load_questions
 from exgrpo.train.distributed import World, start
 from exgrpo.train.folder_lock import claim
-from exgrpo.train.pretrained import DTYPES, load_pretrained
+from exgrpo.train.pretrained import DTYPES, Pretrained, load_pretrained
 from exgrpo.train.reward import Grader
-from exgrpo.train.rollout import Sampling, TransformersEngine
+from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout.choice import EngineSettings, choose_engine, open_engine
 from exgrpo.train.scores import SourceScore, average, score, score_all
 from exgrpo.train.seeds import derive_seed
 
@@ -79,6 +80,10 @@ class Options(BaseModel):
     time_limit: float = Field(5.0, gt=0, description="Seconds to grade an answer.")
     dtype: str = Field("bf16", pattern="^(fp32|bf16)$", description="fp32 or bf16.")
     batch_tokens: int = Field(65536, ge=1, description="Prompt + response tokens generated at once per rank.")
+    engine: Literal["auto", "transformers", "vllm"] = Field(
+        "auto", description="What generates; auto: vLLM where it can, else transformers."
+    )
+    kv_cache_gib: float = Field(1.0, gt=0, description="vLLM: GiB per rank for keys and values.")
     chunk: int = Field(64, ge=1, description="Rows between two writes; an interrupted evaluation repeats one chunk.")
     seed: int = Field(0, ge=0, description="Seed of the samples.")
 
@@ -200,6 +205,22 @@ class AnswerFile:
         return score((r["source"], f"{r['question']}\0{r['gold']}", r["reward"] >= 1.0) for r in self._records())
 
 
+def engine_settings(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> EngineSettings:
+    """What an evaluation asks of its engine."""
+    return EngineSettings(
+        engine=options.engine,
+        path=pretrained.path,
+        dtype=DTYPES[options.dtype],
+        eos=pretrained.eos,
+        pad=pretrained.pad,
+        max_prompt_tokens=max((len(question.prompt) for question in questions), default=1),
+        max_tokens=options.max_tokens,
+        batch_tokens=options.batch_tokens,
+        attention="sdpa",
+        kv_cache_gib=options.kv_cache_gib,
+    )
+
+
 def run(options: Options, world: World, resources: ExitStack) -> dict[str, SourceScore]:
     """Answer what is not answered yet, then score everything; the same on every rank."""
     pretrained = load_pretrained(options.model)
@@ -207,6 +228,10 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     chunks = [questions[i : i + options.chunk] for i in range(0, len(questions), options.chunk)]
     counts = answers_per_row(questions, options)
     of_chunk = [counts[i : i + options.chunk] for i in range(0, len(counts), options.chunk)]
+    settings = engine_settings(options, pretrained, questions)
+    choice = choose_engine(settings, world)
+    # An evaluation keeps its engine: what is installed later changes nothing when it goes on.
+    options = options.model_copy(update={"engine": choice.name})
     if world.is_main:
         options.output.mkdir(parents=True, exist_ok=True)
         resources.enter_context(claim(options.output))
@@ -214,19 +239,13 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     done = world.gather(file.done if file else set())[0]
     grader = Grader(options.reward, workers=options.workers, time_limit=options.time_limit)
     resources.callback(grader.close)
-    engine = TransformersEngine(
-        pretrained.path,
-        dtype=DTYPES[options.dtype],
-        device=world.device,
-        eos=pretrained.eos,
-        pad=pretrained.pad,
-        batch_tokens=options.batch_tokens,
-    )
+    engine = open_engine(choice, settings, world)
     resources.callback(engine.close)
     answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world)
     sampling = Sampling(options.max_tokens, temperature=options.temperature, top_p=options.top_p)
     console = Console(quiet=not world.is_main)
     console.print(f"{len(questions)} rows, {dropped} over-long ones dropped, {len(done)} of {len(chunks)} chunks done")
+    console.print(f"answers by {choice}")
     if absent := sorted(set(options.avg) - {question.source for question in questions}):
         console.print(f"avg: no rows come from {', '.join(absent)}")
     for number in track([n for n in range(len(chunks)) if n not in done], "evaluating", console=console):

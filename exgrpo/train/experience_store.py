@@ -150,6 +150,7 @@ def _pack(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray]:
         "finished": np.array([t.finished for t in trajectories], np.uint8),
         "reward": np.array([t.reward for t in trajectories], np.float64),
         "step": np.array([t.step for t in trajectories], np.int32),
+        "by_engine": np.array([t.behaviour == "engine" for t in trajectories], np.uint8),
     }
 
 
@@ -162,8 +163,10 @@ def _unpack(arrays: dict[str, npt.NDArray]) -> list[Trajectory]:
         arrays["finished"].tolist(),
         arrays["reward"].tolist(),
         arrays["step"].tolist(),
+        ("engine" if by_engine else "trainer" for by_engine in arrays["by_engine"].tolist()),
         strict=True,
     )
     return [
-        Trajectory(q, response, log_prob, bool(f), reward, step) for q, response, log_prob, f, reward, step in columns
+        Trajectory(question, response, log_prob, bool(finished), reward, step, behaviour)
+        for question, response, log_prob, finished, reward, step, behaviour in columns
     ]

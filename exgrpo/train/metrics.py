@@ -74,11 +74,22 @@ def step_metrics(
         "skipped_updates": skipped_updates,
         "generated_tokens": generated_tokens,
         **_of_updates(updates),
+        **_of_engine(answers, int(lengths.sum())),
         "tokens_per_second": float(lengths.sum()) / total,
         "seconds": total,
         **{f"seconds/{phase}": value for phase, value in seconds.items()},
     }
     return record
+
+
+def _of_engine(answers: Answers, tokens: int) -> dict[str, float]:
+    """What the rollout engine did: its own throughput, and the fraction of prompt tokens that it had cached."""
+    counts = answers.engine
+    return {
+        "rollout_tokens_per_second": tokens / answers.generate_seconds,
+        "prefix_cache_hits": counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else math.nan,
+        "seconds/asleep": counts.asleep_seconds,
+    }
 
 
 def _of_updates(updates: Sequence[UpdateStats]) -> dict[str, float]:

@@ -210,14 +210,9 @@ class Policy:
             applied=self.engine.skipped_steps == skipped,
         )
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter of the causal LM whole, one at a time; all ranks must run through it together.
-
-        Tied parameters appear once. A tensor is valid until the next one is asked for.
-        """
-        for name, parameter in self.model.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter]):
-                yield name, parameter.data
+    def weights(self) -> "WholeWeights":
+        """Every parameter of the causal LM whole; see `WholeWeights`."""
+        return WholeWeights(self.model)
 
     def save(self, folder: Path) -> None:
         """Write the model in Hugging Face format (all ranks must call it; rank 0 writes)."""
@@ -227,6 +222,22 @@ class Policy:
                 state[name] = weight.detach().cpu().clone()
         if self.world.is_main:
             self.model.save_pretrained(folder, state_dict=state)
+
+
+@dataclass(frozen=True, eq=False)
+class WholeWeights:
+    """Name and whole tensor of every parameter, one at a time; all ranks must run through them together.
+
+    Tied parameters appear once. A tensor is valid until the next one is asked for. They can be run through again, and
+    then are what they have become meanwhile.
+    """
+
+    model: PreTrainedModel
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.data
 
 
 def deepspeed_settings(config: Config) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """What passes between the stages of a training step. K answers per question; P prompt, R response tokens."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]
+Behaviour = Literal["trainer", "engine"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +32,11 @@ class Trajectory:
     Attributes:
         question: index of its question.
         response: [R] token ids (never text: re-encoding text would misalign `log_prob`).
-        log_prob: [R] fp32 at temperature 1, by the training engine, before the update.
+        log_prob: [R] fp32 at temperature 1 of the policy that wrote it (pi_past once it is replayed).
         finished: whether it ends with EOS.
         reward: what the verifier gave, 1 for a success.
         step: training step in which it was written.
+        behaviour: who computed `log_prob`: the trainer, before that step's update, or the rollout engine, in sampling.
     """
 
     question: int
@@ -42,15 +45,25 @@ class Trajectory:
     finished: bool
     reward: float
     step: int
+    behaviour: Behaviour = "trainer"
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The answers to one question that share one mean reward: K fresh ones, or K-1 and a replayed success."""
+    """The answers to one question that share one mean reward: K fresh ones, or K-1 and a replayed success.
+
+    Attributes:
+        question: index of the question.
+        fresh: answers of this step.
+        replayed: from the experience buffer, or None.
+        recomputed: for each fresh answer [R] fp32, the trainer's log-probs before the update, where the trajectories
+            hold the engine's; else None.
+    """
 
     question: int
     fresh: tuple[Trajectory, ...]
     replayed: Trajectory | None = None
+    recomputed: tuple[npt.NDArray[np.float32], ...] | None = None
 
     @property
     def rows(self) -> tuple[Trajectory, ...]:

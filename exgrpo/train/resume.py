@@ -19,6 +19,9 @@ FREE = (
     "output.",
     "reward.workers",
     "reward.time_limit",
+    "rollout.servers",
+    "rollout.sleep_level",
+    "rollout.check_every",
 )
 
 

@@ -16,9 +16,10 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -30,6 +31,7 @@ from pebble import ProcessExpired, ProcessPool
 from exgrpo.train import grading
 
 Reward = Callable[[str, str], float]
+_Task = tuple[str, str]  # the part of a response that decides, and the gold answer
 
 BUILTIN: dict[str, Reward] = {"math": grading.math, "math_no_think": grading.math_no_think}
 
@@ -152,72 +154,53 @@ class Grader:
         self._stop()
 
     def grade(self, answers: Sequence[tuple[str, str]]) -> Grades:
-        """Grades (response, gold) pairs; blocks until all are graded.
+        """Grades (response, gold) pairs; blocks until all are graded. Raises as `begin` and `Grading.finish` do."""
+        grading = self.begin()
+        for response, gold in answers:
+            grading.add(response, gold)
+        return grading.finish()
 
-        Raises TypeError when a reward returns something other than a finite number, ValueError after close(). The
-        first exception that a reward raises is shown as a warning; it and all others count as failed.
-        """
+    def begin(self) -> "Grading":
+        """Begin to grade answers that come one by one. Raises ValueError after close()."""
         if self._closed:
             raise ValueError("the grader is closed")
-        tasks = [(_decisive_part(self._reward, response), gold) for response, gold in answers]
-        pending = list(dict.fromkeys((part, gold) for part, gold in tasks if part is not None))
-        done: dict[tuple[str, str], _Outcome] = {}
-        fruitless = 0
-        while pending:
-            outcomes = self._grade_round(pending)
-            fruitless = 0 if outcomes else fruitless + 1
-            if fruitless == _FRUITLESS_ROUNDS:
-                # The pool breaks before any answer is graded: give up on the one it meets first, so that this ends.
-                outcomes[pending[0]] = _Outcome(error="the grading processes died at once")
-            done.update(outcomes)
-            pending = [task for task in pending if task not in done]
-        results = [_Outcome() if part is None else done[part, gold] for part, gold in tasks]
-        self._report(results)
-        return Grades(
-            reward=tuple(outcome.reward for outcome in results),
-            timed_out=sum(outcome.timed_out for outcome in results),
-            failed=sum(outcome.error is not None for outcome in results),
-        )
+        return Grading(self, self._reward)
 
-    def _grade_round(self, tasks: list[tuple[str, str]]) -> dict[tuple[str, str], "_Outcome"]:
-        """Grades as many of `tasks` as the pool survives; after a break the pool is a new one."""
+    def schedule(self, task: "_Task") -> "_Scheduled":
+        """Have a task graded in the background. Raises RuntimeError when the pool is broken."""
+        pool = self._pool
+        return _Scheduled(pool, pool.schedule(_grade, args=task, timeout=self._time_limit))
+
+    def grade_round(self, tasks: list["_Task"], scheduled: dict["_Task", "_Scheduled"]) -> dict["_Task", "_Outcome"]:
+        """Grades as many of `tasks` as the pool survives; after a break the pool is a new one.
+
+        Those in `scheduled` are graded already or about to be; they are taken out of it.
+        """
         outcomes = {}
-        futures = []
+        running = []
         broken = False
         try:
             for task in tasks:
-                futures.append(self._pool.schedule(_grade, args=task, timeout=self._time_limit))
+                running.append(scheduled.pop(task) if task in scheduled else self.schedule(task))
         except RuntimeError:  # broken since, or between two calls: idle processes may be killed too
             broken = True
-        for task, future in zip(tasks, futures, strict=False):
-            outcome = self._outcome(future)
-            if outcome is None:
-                broken = True
-            else:
+        for task, of_task in zip(tasks, running, strict=False):
+            outcome = of_task.outcome()
+            if outcome is not None:
                 outcomes[task] = outcome
+            elif of_task.pool is self._pool:
+                broken = True
         if broken:
             self._stop()
             self._pool = self._start()
         return outcomes
 
-    def _outcome(self, future: Future) -> "_Outcome | None":
-        """Waits for one answer; None when the pool broke before it was graded."""
-        while not future.done() and self._pool.active:  # a pool that breaks may leave futures undone
-            wait([future], timeout=1.0)
-        try:
-            return future.result(timeout=0)
-        except FutureTimeoutError:
-            return _Outcome(timed_out=True) if future.done() else None
-        except ProcessExpired as error:
-            return _Outcome(error=f"the grading process died (exit code {error.exitcode})")
-        except BrokenProcessPool:
-            return None
-
     def _stop(self) -> None:
         self._pool.stop()
         self._pool.join()
 
-    def _report(self, outcomes: list["_Outcome"]) -> None:
+    def report(self, outcomes: Sequence["_Outcome"]) -> None:
+        """Raises TypeError for what is no reward, and warns of the first failure."""
         for outcome in outcomes:
             if outcome.misuse is not None:
                 raise TypeError(f"reward {self._reward!r} returned {outcome.misuse}; it must return a finite number")
@@ -226,7 +209,7 @@ class Grader:
                 warnings.warn(
                     f"reward {self._reward!r} failed on an answer, which is therefore worth 0 (further failures are "
                     f"only counted): {outcome.error}",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
 
     def _start(self) -> ProcessPool:
@@ -249,6 +232,75 @@ class Grader:
             pool.join()
             raise problem
         return pool
+
+
+class Grading:
+    """Answers that are graded while more of them come; see `Grader.begin`.
+
+    `add` may be called in a thread of its own; `finish`, which replaces broken processes, belongs into the one that
+    uses the grader otherwise.
+    """
+
+    def __init__(self, grader: Grader, reward: str) -> None:
+        self._grader = grader
+        self._reward = reward
+        self._tasks: list[_Task | None] = []
+        self._scheduled: dict[_Task, _Scheduled] = {}
+
+    def add(self, response: str, gold: str) -> None:
+        """Begin to grade one more answer."""
+        part = _decisive_part(self._reward, response)
+        task = None if part is None else (part, gold)
+        self._tasks.append(task)
+        if task is not None and task not in self._scheduled:
+            with suppress(RuntimeError):  # a broken pool is replaced in the end
+                self._scheduled[task] = self._grader.schedule(task)
+
+    def finish(self) -> Grades:
+        """What all answers are worth, in the order of `add`; blocks until all are graded.
+
+        Raises TypeError when a reward returns something other than a finite number. The first exception that a
+        reward raises is shown as a warning; it and all others count as failed.
+        """
+        pending = list(dict.fromkeys(task for task in self._tasks if task is not None))
+        done: dict[_Task, _Outcome] = {}
+        fruitless = 0
+        while pending:
+            outcomes = self._grader.grade_round(pending, self._scheduled)
+            fruitless = 0 if outcomes else fruitless + 1
+            if fruitless == _FRUITLESS_ROUNDS:
+                # The pool breaks before any answer is graded: give up on the one it meets first, so that this ends.
+                outcomes[pending[0]] = _Outcome(error="the grading processes died at once")
+            done.update(outcomes)
+            pending = [task for task in pending if task not in done]
+        results = [_Outcome() if task is None else done[task] for task in self._tasks]
+        self._grader.report(results)
+        return Grades(
+            reward=tuple(outcome.reward for outcome in results),
+            timed_out=sum(outcome.timed_out for outcome in results),
+            failed=sum(outcome.error is not None for outcome in results),
+        )
+
+
+@dataclass(frozen=True)
+class _Scheduled:
+    """An answer that a pool grades in the background."""
+
+    pool: ProcessPool
+    future: Future
+
+    def outcome(self) -> "_Outcome | None":
+        """Waits for it; None when the pool broke before it was graded."""
+        while not self.future.done() and self.pool.active:  # a pool that breaks may leave futures undone
+            wait([self.future], timeout=1.0)
+        try:
+            return self.future.result(timeout=0)
+        except FutureTimeoutError:
+            return _Outcome(timed_out=True) if self.future.done() else None
+        except ProcessExpired as error:
+            return _Outcome(error=f"the grading process died (exit code {error.exitcode})")
+        except (BrokenProcessPool, CancelledError):
+            return None
 
 
 @dataclass(frozen=True)

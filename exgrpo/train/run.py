@@ -28,8 +28,8 @@ from exgrpo.train.pretrained import Pretrained, load_pretrained
 from exgrpo.train.report import ReportError, write_report
 from exgrpo.train.resume import AUTO, FINISHED, check_continuation, locate
 from exgrpo.train.reward import Grader
-from exgrpo.train.rollout import Sampling
-from exgrpo.train.rollout.choice import Choice, choose_engine, open_engine
+from exgrpo.train.rollout import RolloutError, Sampling
+from exgrpo.train.rollout.choice import Choice, choose_engine, open_engine, training_settings
 from exgrpo.train.seeds import derive_seed
 from exgrpo.train.trackers import check_trackers, open_trackers
 from exgrpo.train.trainer import StepResult, Trainer
@@ -47,11 +47,11 @@ def main(argv: list[str]) -> int:
         try:
             config, folder = _configure(argv)
             run = Run(config, start(config.distributed.timeout_minutes), resources, resume=folder)
-        except (ConfigError, ValueError, OSError, WeightMismatchError, CheckpointError) as error:
+        except (ConfigError, ValueError, OSError, WeightMismatchError, CheckpointError, RolloutError) as error:
             return _fail(error)
         try:
             run.train()
-        except (CheckpointError, WeightMismatchError) as error:
+        except (CheckpointError, WeightMismatchError, RolloutError) as error:
             return _fail(error)
     return 0
 
@@ -103,16 +103,18 @@ class Run:
         self.world = world
         self.console = Console() if world.is_main else None
         self.pretrained = load_pretrained(config.policy.path)
-        self.choice = choose_engine(config, self.pretrained, world.device)
+        settings = training_settings(config, self.pretrained)
+        self.choice = choose_engine(settings, world)
         # The run keeps its engine: what is installed later changes nothing when it goes on.
         config = _with_engine(config, self.choice)
         self.config = config
-        self.train_set, self.test_set = _load_data(config, self.pretrained)
+        self.train_set, self.test_set = load_data(config, self.pretrained)
         self.grader = Grader(config.reward.function, workers=config.reward.workers, time_limit=config.reward.time_limit)
         resources.callback(self.grader.close)
         # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
-        self.engine = open_engine(self.choice, config, self.pretrained, world.device)
+        self.engine = open_engine(self.choice, settings, world)
         resources.callback(self.engine.close)
+        self.engine.sleep()  # its memory is the policy's while that is set up
         self.folder = resume or self._make_folder()
         self._on_main(lambda: resources.enter_context(claim(self.folder)))
         self.policy = Policy(config, self.pretrained.path, world)
@@ -227,11 +229,13 @@ class Run:
 
     def _introduce(self, say: Callable[[str], None]) -> None:
         config, questions = self.config, self.train_set
+        reason = self.engine.unrepeatable
+        repeats = f"; the same seed may give other ones: {reason}" if reason else ""
         dropped = f", {questions.dropped_long} over-long prompts dropped" if questions.dropped_long else ""
         say(
             f"{config.policy.path} ({config.policy.dtype}) on {self.world.size} x {self.world.device.type}, "
             f"{len(questions.questions)} questions from {config.data.train}{dropped}\n"
-            f"rollouts by {self.choice}\n"
+            f"rollouts by {self.choice}{repeats}\n"
             f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}"
         )
         if config.resume == AUTO and not self.step:
@@ -319,7 +323,8 @@ def _label(reward: float, finished: bool) -> str:
     return f"reward {reward:g}" + ("" if finished else ", cut at the length limit")
 
 
-def _load_data(config: Config, pretrained: Pretrained) -> tuple[QuestionSet, QuestionSet | None]:
+def load_data(config: Config, pretrained: Pretrained) -> tuple[QuestionSet, QuestionSet | None]:
+    """The questions to train on and, where there are any, the held-out ones."""
     data = config.data
 
     def load(source: str, split: str, limit: int | None) -> QuestionSet:

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.answers import Answerer, Answers
+from exgrpo.train.answers import Answer, Answerer, Answers, Produced
 from exgrpo.train.batch import MiniBatch, Row, build_minibatches, build_rows
 from exgrpo.train.config import Config
 from exgrpo.train.data import QuestionSet
@@ -18,6 +19,7 @@ from exgrpo.train.experience import (
     DelayedStart,
     ExperienceMemory,
     FreshQuestions,
+    StepPlan,
     bucket_log_weights,
     estimate_successes,
     in_band,
@@ -25,6 +27,7 @@ from exgrpo.train.experience import (
     select_trajectory,
 )
 from exgrpo.train.metrics import step_metrics
+from exgrpo.train.mismatch import mismatch_metrics
 from exgrpo.train.policy import Policy, Score, UpdateStats
 from exgrpo.train.records import Group, TokenIds, Trajectory
 from exgrpo.train.rollout import Sampling
@@ -48,6 +51,14 @@ class StepResult:
     questions: list[int]
     answers: Answers
     replayed: list[Trajectory | None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Ahead:
+    """The next step's questions, and its answers where they are already being generated."""
+
+    plan: StepPlan
+    produced: Future[Produced] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +98,7 @@ class Trainer:
             max_tokens=config.rollout.max_tokens,
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
+            log_prob=config.rollout.behaviour == "engine" or answerer.engine.free_log_prob,
         )
         experience = config.experience
         self.memory = ExperienceMemory(
@@ -107,37 +119,36 @@ class Trainer:
         self.batch_rng = generator(config.seed, "mini-batches")
         self.skipped_updates = 0
         self.generated_tokens = 0
+        self._ahead: _Ahead | None = None
+        self._background = ThreadPoolExecutor(1, "rollouts")
 
     def step(self, step: int) -> StepResult | None:
         """One training step; None where every question is retired and nothing is left to learn from."""
         clock = _Clock()
-        replay = self.latch.open and self.config.experience.ratio > 0
+        replay = self._replays()
         with clock("select"):
-            plan = plan_questions(
-                self.memory,
-                self.pool,
-                self.replay_rng,
-                batch=self.config.questions,
-                ratio=self.config.experience.ratio,
-                log_weights=self.law,
-                replay=replay,
-            )
+            ahead = self._ahead or _Ahead(self._plan(), None)
+            plan = ahead.plan
             replayed, replayed_entropy = self._select(plan.replayed)
         questions = [*plan.fresh.tolist(), *plan.replayed.tolist()]
         if not questions:
             return None
         of_group: list[Trajectory | None] = [*([None] * len(plan.fresh)), *replayed]
         with clock("rollout"):
-            answers = self._rollout(questions, of_group, step)
+            produced = ahead.produced.result() if ahead.produced else self._produce(plan, step)
+            answers = self.answerer.join(produced)
         with clock("score"):
-            groups, scores = self._grade_and_score(questions, answers, of_group, step)
+            groups, scores = self._score_groups(questions, answers, of_group, step)
         pass_rate = float(np.mean(answers.rewards >= 1.0))
         self.memory.update(groups, step, collect=replay)
         # Continuous rewards may never be full ones; of 0 and 1 the mean is the pass rate.
         continuous = self.config.experience.bucket_by == "reward_deviation"
         self.latch.observe(float(answers.rewards.mean()) if continuous else pass_rate)
+        self._ahead = self._begin_ahead(step + 1)
         with clock("update"):
             updates = self._update(groups, replay)
+        with clock("rollout"):
+            self._wait_ahead()  # the engine takes no weights while it generates
         with clock("push"):
             self.answerer.engine.push_weights(self.policy.weights())
         self.generated_tokens += sum(len(rollout.response) for rollout in answers.rollouts)
@@ -155,7 +166,44 @@ class Trainer:
             generated_tokens=self.generated_tokens,
             seconds=clock.seconds,
         )
+        metrics |= {"staleness": float(ahead.produced is not None), **self._mismatch(answers, scores)}
         return StepResult(metrics, questions, answers, of_group)
+
+    def _replays(self) -> bool:
+        return self.latch.open and self.config.experience.ratio > 0
+
+    def _plan(self) -> StepPlan:
+        return plan_questions(
+            self.memory,
+            self.pool,
+            self.replay_rng,
+            batch=self.config.questions,
+            ratio=self.config.experience.ratio,
+            log_weights=self.law,
+            replay=self._replays(),
+        )
+
+    def _begin_ahead(self, step: int) -> _Ahead | None:
+        """Begin to generate for a step with the policy as it is before the present step's update.
+
+        Everything that its plan depends on is settled by then; only which success is replayed is not.
+        """
+        if not self.config.rollout.ahead or step > self.config.steps:
+            return None
+        plan = self._plan()
+        return _Ahead(plan, self._background.submit(self._produce, plan, step))
+
+    def _wait_ahead(self) -> None:
+        if self._ahead and self._ahead.produced:
+            self._ahead.produced.exception()
+
+    def _mismatch(self, answers: Answers, scores: Sequence[Score]) -> dict[str, float]:
+        """How far the engine's log-probs are from the trainer's; nothing where the engine gave none."""
+        of_engine = [rollout.log_prob for rollout in answers.rollouts if rollout.log_prob is not None]
+        if not of_engine:
+            return {}
+        numbers = mismatch_metrics([score.log_prob for score in scores], of_engine)
+        return {f"mismatch/{name}": value for name, value in numbers.items()}
 
     def _generators(self) -> dict[str, np.random.Generator]:
         return {"pool": self.pool.rng, "replay": self.replay_rng, "batch": self.batch_rng}
@@ -169,6 +217,8 @@ class Trainer:
                 "skipped_updates": self.skipped_updates,
                 "generated_tokens": self.generated_tokens,
                 "generators": {name: rng.bit_generator.state for name, rng in self._generators().items()},
+                # Answers that were generated ahead are generated again: by then the policy is a newer one.
+                "ahead": self._ahead and {name: of.tolist() for name, of in vars(self._ahead.plan).items()},
             },
             arrays={
                 "bucket": self.memory.bucket,
@@ -186,6 +236,9 @@ class Trainer:
         self.skipped_updates, self.generated_tokens = values["skipped_updates"], values["generated_tokens"]
         for name, rng in self._generators().items():
             rng.bit_generator.state = values["generators"][name]
+        if values["ahead"]:
+            plan = StepPlan(**{name: np.array(of, np.int64) for name, of in values["ahead"].items()})
+            self._ahead = _Ahead(plan, None)
         self.memory.restore(arrays["bucket"], arrays["retired"].astype(bool), state.trajectories)
 
     def _prompt(self, question: int) -> TokenIds:
@@ -217,22 +270,23 @@ class Trainer:
         entropy = [float(scores[id(c)].entropy.mean()) for c in chosen if scored]
         if not correct:
             # Ablation: the past policy is taken to be the one before this step's update.
-            chosen = [dataclasses.replace(c, log_prob=scores[id(c)].log_prob) for c in chosen]
+            chosen = [dataclasses.replace(c, log_prob=scores[id(c)].log_prob, behaviour="trainer") for c in chosen]
         return chosen, float(np.mean(entropy)) if entropy else float("nan")
 
-    def _rollout(self, questions: Sequence[int], replayed: Sequence[Trajectory | None], step: int) -> Answers:
+    def _produce(self, plan: StepPlan, step: int) -> Produced:
         """K fresh answers to each question, one fewer where a replayed one takes a place in the group."""
-        return self.answerer.answer(
-            [self.questions[question] for question in questions],
-            [self.config.rollout.samples - (row is not None) for row in replayed],
+        samples = self.config.rollout.samples
+        return self.answerer.produce(
+            [self.questions[question] for question in (*plan.fresh, *plan.replayed)],
+            [*([samples] * len(plan.fresh)), *([samples - 1] * len(plan.replayed))],
             self.sampling,
             derive_seed(self.config.seed, "rollouts", step),
         )
 
-    def _grade_and_score(
+    def _score_groups(
         self, questions: Sequence[int], answers: Answers, replayed: Sequence[Trajectory | None], step: int
     ) -> tuple[list[Group], list[Score]]:
-        """Groups of trajectories with the behaviour log-probs of the policy before the update."""
+        """Groups of trajectories with the log-probs of the policy that wrote them, and scores before the update."""
         scores = self._score(
             [
                 (question, answer.rollout.response)
@@ -240,31 +294,41 @@ class Trainer:
                 for answer in of_question
             ]
         )
-        rows = iter(scores)
-        groups = [
-            Group(
-                question,
-                tuple(
-                    Trajectory(
-                        question=question,
-                        response=answer.rollout.response,
-                        log_prob=next(rows).log_prob,
-                        finished=answer.rollout.finished,
-                        reward=answer.reward,
-                        step=step,
-                    )
-                    for answer in of_question
-                ),
-                row,
+        rest = iter(scores)
+        groups = []
+        for question, of_question, row in zip(questions, answers.of_question, replayed, strict=True):
+            own = tuple(next(rest).log_prob for _ in of_question)
+            fresh = tuple(
+                self._trajectory(question, answer, log_prob, step)
+                for answer, log_prob in zip(of_question, own, strict=True)
             )
-            for question, of_question, row in zip(questions, answers.of_question, replayed, strict=True)
-        ]
+            by_engine = self.config.rollout.behaviour == "engine"
+            groups.append(Group(question, fresh, row, recomputed=own if by_engine else None))
         return groups, scores
+
+    def _trajectory(self, question: int, answer: Answer, recomputed: npt.NDArray[np.float32], step: int) -> Trajectory:
+        behaviour = self.config.rollout.behaviour
+        log_prob = recomputed if behaviour == "trainer" else answer.rollout.log_prob
+        assert log_prob is not None  # the engine was asked for them
+        return Trajectory(
+            question=question,
+            response=answer.rollout.response,
+            log_prob=log_prob,
+            finished=answer.rollout.finished,
+            reward=answer.reward,
+            step=step,
+            behaviour=behaviour,
+        )
 
     def _update(self, groups: Sequence[Group], replay: bool) -> list[UpdateStats]:
         objective = self.config.objective
         minibatches = build_minibatches(
-            build_rows(groups, self._prompt, scale_by_std=objective.scale_by_std),
+            build_rows(
+                groups,
+                self._prompt,
+                scale_by_std=objective.scale_by_std,
+                mismatch_cap=self.config.rollout.mismatch_cap,
+            ),
             self.config.optimizer.minibatches,
             self.batch_rng,
             objective,
@@ -308,4 +372,4 @@ class _Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.seconds[phase] = time.perf_counter() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start

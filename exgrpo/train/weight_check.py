@@ -6,8 +6,8 @@ import numpy as np
 
 from exgrpo.train.batch import Row
 from exgrpo.train.policy import Policy
-from exgrpo.train.records import TokenIds
-from exgrpo.train.rollout import RolloutEngine, Sampling
+from exgrpo.train.records import Rollout, TokenIds
+from exgrpo.train.rollout import RolloutEngine, RolloutError, Sampling, collect
 from exgrpo.train.seeds import derive_seed
 
 # Mean absolute difference of token log-probs. Two right fp32 paths differ by about 1e-6 and two bf16 ones by about
@@ -35,17 +35,26 @@ def check_engine(
         the mean absolute difference of token log-probs over all ranks.
 
     Raises:
+        RolloutError: on every rank, where the engine of one does not generate.
         WeightMismatchError: on every rank, where it exceeds the tolerance of the dtype; it names the weights that
             differ, as far as the engine can tell.
     """
     world = policy.world
     sampling = Sampling(max_tokens=max_tokens, log_prob=True)
-    seed = derive_seed(seed, "weight check", world.rank)
+    seed = derive_seed(seed, "weight check", world.rank // engine.ranks)
     engine.wake()
-    answers = engine.generate(prompts, [2] * len(prompts), sampling, seed)
+    counts = [2] * len(prompts)
+    answers: list[list[Rollout]] = [[] for _ in prompts]
+    problem = ""
+    try:
+        answers = collect(counts, engine.generate(prompts, counts, sampling, seed))
+    except RolloutError as error:
+        problem = str(error)
     engine.sleep()
     pairs = [(prompt, r) for prompt, rs in zip(prompts, answers, strict=True) for r in rs]
-    of_ranks = world.gather(pairs)
+    problems, of_ranks = zip(*world.gather((problem, pairs)), strict=True)
+    if any(problems):
+        raise RolloutError(next(filter(None, problems)))
     everything = [pair for pairs in of_ranks for pair in pairs]
     scores = policy.score([Row(prompt, r.response, np.zeros(len(r.response), np.float32)) for prompt, r in everything])
     gaps = [
@@ -55,6 +64,7 @@ def check_engine(
     ]
     gap = float(np.concatenate(gaps).mean())
     if not gap <= TOLERANCE[dtype]:
+        engine.wake()  # asleep, it may have no weights
         differing = world.gather(engine.differing(policy.weights()))
         raise WeightMismatchError(
             f"the rollout engine's log-probs differ from the trainer's by {gap:.2e} on average; two right {dtype} "

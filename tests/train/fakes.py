@@ -1,7 +1,7 @@
 """Stand-ins for the model, so that the loop can be watched without one."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from exgrpo.train.policy import Score, UpdateStats
 from exgrpo.train.ratios import BINS
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.reward import Grades
-from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout import EngineCounts, Finished, Sampling
 
 EOS = 1
 RIGHT = 7
@@ -28,7 +28,7 @@ class LoneWorld:
     def gather(self, value):
         return [value]
 
-    def split(self, items):
+    def split(self, items, ranks=1):
         return list(enumerate(items))
 
     def join(self, share):
@@ -38,7 +38,11 @@ class LoneWorld:
 class ScriptedEngine:
     """Answers question q with tokens [q + 100, verdict, noise..., EOS], right as often as `skill[q]` says."""
 
-    def __init__(self, skill: dict[int, float]) -> None:
+    unrepeatable = None
+    ranks = 1
+
+    def __init__(self, skill: dict[int, float], *, free_log_prob: bool = False) -> None:
+        self.free_log_prob = free_log_prob
         self.skill = skill
         self.calls: list[dict[int, int]] = []
         self.log: deque[str] = deque()
@@ -48,16 +52,18 @@ class ScriptedEngine:
         self.log.append("generate")
         self.calls.append({int(prompt[0]): count for prompt, count in zip(prompts, counts, strict=True)})
         answers = []
-        for prompt, count in zip(prompts, counts, strict=True):
+        for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
             question = int(prompt[0])
             right = round(self.skill[question] * count)
-            of_question = []
             for i in range(count):
                 noise = rng.integers(10, 90, rng.integers(1, 5))
                 ids = np.array([question + 100, RIGHT if i < right else 8, *noise, EOS], np.int32)
-                of_question.append(Rollout(ids, finished=True))
-            answers.append(of_question)
-        return answers
+                log_prob = engine_log_prob(ids) if sampling.log_prob else None
+                answers.append(Finished(index, i, Rollout(ids, finished=True, log_prob=log_prob)))
+        yield from reversed(answers)  # no engine finishes them in order
+
+    def counts(self) -> EngineCounts:
+        return EngineCounts(prompt_tokens=10, cached_tokens=4)
 
     def push_weights(self, weights: Iterable) -> None:
         assert list(weights) == ["weights"]
@@ -70,12 +76,31 @@ class ScriptedEngine:
         self.log.append("wake")
 
 
-class MarkGrader:
-    """1 where the second token is RIGHT; counts what it saw."""
+def marked(text: str) -> float:
+    """1 where the second token is RIGHT."""
+    return float(text.split()[1] == str(RIGHT))
 
-    def grade(self, answers: Sequence[tuple[str, str]]) -> Grades:
-        rewards = tuple(float(text.split()[1] == str(RIGHT)) for text, _ in answers)
-        return Grades(rewards, timed_out=0, failed=0)
+
+class ScriptedGrader:
+    """Grades in the test's own process."""
+
+    def __init__(self, reward: Callable[[str], float] = marked) -> None:
+        self.reward = reward
+        self.rewards: list[float] = []
+
+    def begin(self) -> "ScriptedGrader":
+        return ScriptedGrader(self.reward)
+
+    def add(self, response: str, gold: str) -> None:
+        self.rewards.append(self.reward(response))
+
+    def finish(self) -> Grades:
+        return Grades(tuple(self.rewards), timed_out=0, failed=0)
+
+
+def engine_log_prob(response: TokenIds) -> np.ndarray:
+    """Log-probs of an engine that differs from `fake_score` at version 0, by up to 0.3 nats either way."""
+    return -(response % 11 + 1) / 10 + (response % 7 - 3.0).astype(np.float32) / 10
 
 
 def fake_score(response: TokenIds, version: int) -> Score:
@@ -114,4 +139,4 @@ def question_set(count: int) -> QuestionSet:
 
 
 def answerer(engine: ScriptedEngine) -> Answerer:
-    return Answerer(engine, MarkGrader(), lambda ids: " ".join(map(str, ids)), LoneWorld())
+    return Answerer(engine, ScriptedGrader(), lambda ids: " ".join(map(str, ids)), LoneWorld())

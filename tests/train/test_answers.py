@@ -1,48 +1,98 @@
 """From questions to graded answers: texts keep what is not EOS, results keep their order."""
 
 import numpy as np
+import pytest
+import torch
 
 from exgrpo.train.answers import Answerer
+from exgrpo.train.distributed import World
 from exgrpo.train.records import Rollout
 from exgrpo.train.reward import Grades
-from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout import EngineCounts, Finished, RolloutError, Sampling
 from tests.train.fakes import EOS, LoneWorld, question_set
 
+QUESTIONS = question_set(2).questions
 WORDS = {3: "5", 4: " mm", 5: "<|im_end|>", EOS: "<|im_end|>"}
 
 
 class FixedEngine:
+    """Finishes the cut answers before the others."""
+
+    ranks = 1
+
+    def __init__(self, happened):
+        self.happened = happened
+
     def generate(self, prompts, counts, sampling, seed):
-        return [
-            [
-                Rollout(np.array([3, 4, EOS], np.int32), finished=True),
-                Rollout(np.array([3, 4, 5], np.int32), finished=False),
-            ]
-            for _ in prompts
-        ]
+        for i in range(len(prompts)):
+            yield Finished(i, 1, Rollout(np.array([3, 4, 5], np.int32), finished=False))
+        for i in range(len(prompts)):
+            yield Finished(i, 0, Rollout(np.array([3, 4, EOS], np.int32), finished=True))
+
+    def counts(self):
+        return EngineCounts(prompt_tokens=8, cached_tokens=6)
 
     def wake(self):
-        pass
+        self.happened.append("wake")
 
     def sleep(self):
-        pass
+        self.happened.append("sleep")
+
+
+class FailingEngine(FixedEngine):
+    def generate(self, prompts, counts, sampling, seed):
+        yield Finished(0, 0, Rollout(np.array([3, 4, EOS], np.int32), finished=True))
+        raise RolloutError("no server is left")
 
 
 class KeepingGrader:
     def __init__(self):
         self.seen = []
 
-    def grade(self, answers):
-        self.seen += answers
-        return Grades(tuple(float(i) for i in range(len(answers))), timed_out=2, failed=1)
+    def begin(self):
+        return self
+
+    def add(self, response, gold):
+        self.seen.append(response)
+
+    def finish(self):
+        self.seen.append("finish")
+        return Grades((0.0, 1.0, 2.0, 3.0), timed_out=2, failed=1)
+
+
+def answering(engine, grader):
+    return Answerer(engine, grader, lambda ids: "".join(WORDS[int(i)] for i in ids), LoneWorld())
 
 
 def test_only_the_final_eos_token_is_left_out_of_the_text():
-    grader = KeepingGrader()
-    answering = Answerer(FixedEngine(), grader, lambda ids: "".join(WORDS[int(i)] for i in ids), LoneWorld())
-    answers = answering.answer(question_set(2).questions, [2, 2], Sampling(3), seed=0)
+    answers = answering(FixedEngine([]), KeepingGrader()).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
     # A cut answer keeps all its tokens, even one that is spelled like EOS.
-    assert [text for text, _ in grader.seen] == ["5 mm", "5 mm<|im_end|>"] * 2
-    assert answers.rewards.tolist() == [0, 1, 2, 3]
-    assert [[a.reward for a in of_question] for of_question in answers.of_question] == [[0, 1], [2, 3]]
+    assert [[a.text for a in of_question] for of_question in answers.of_question] == [["5 mm", "5 mm<|im_end|>"]] * 2
+
+
+def test_answers_are_graded_as_they_finish_and_stand_in_the_order_of_samples():
+    grader = KeepingGrader()
+    grader.seen = happened = []
+    answers = answering(FixedEngine(happened), grader).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
+    assert happened == ["wake", *["5 mm<|im_end|>"] * 2, *["5 mm"] * 2, "sleep", "finish"]
+    assert [[a.reward for a in of_question] for of_question in answers.of_question] == [[2, 0], [3, 1]]
     assert (answers.timed_out, answers.failed) == (2, 1)
+    assert answers.engine == EngineCounts(prompt_tokens=8, cached_tokens=6)
+
+
+def test_an_engine_that_fails_is_told_when_the_ranks_meet():
+    happened = []
+    answerer = answering(FailingEngine(happened), KeepingGrader())
+    produced = answerer.produce(QUESTIONS, [1, 1], Sampling(3), seed=0)
+    assert happened == ["wake", "sleep"]
+    with pytest.raises(RolloutError, match="no server is left"):
+        answerer.join(produced)
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+def test_neighbouring_ranks_share_an_engines_work(size, ranks):
+    worlds = [World(rank, size, torch.device("cpu"), control=None) for rank in range(size)]
+    shares = [world.split("abcdefg", ranks) for world in worlds]
+    for first in range(0, size, ranks):
+        assert all(share == shares[first] for share in shares[first : first + ranks])
+    assert sorted(pair for share in shares[::ranks] for pair in share) == list(enumerate("abcdefg"))

@@ -96,3 +96,22 @@ def test_an_empty_microbatch_has_no_target():
     batch = collate([], torch.device("cpu"))
     assert batch.tokens.shape == (1, 2)
     assert (batch.target == IGNORED).all()
+
+
+def test_recomputed_log_probs_make_weights_by_token_and_leave_the_advantage():
+    fresh = tuple(trajectory(n, float(n == 2), first=5 * n) for n in (2, 3))
+    own = tuple(t.log_prob + np.linspace(-1, 1, len(t.log_prob), dtype=np.float32) for t in fresh)
+    group = Group(0, fresh, trajectory(1, 1.0), recomputed=own)
+    (plain,) = build_rows([Group(0, fresh, group.replayed)], prompt)
+    (rows,) = build_rows([group], prompt, mismatch_cap=2.0)
+    assert [row.advantage for row in rows] == [row.advantage for row in plain]
+    for row, of_own in zip(rows, own, strict=False):
+        np.testing.assert_array_equal(row.old_log_prob, of_own)
+    np.testing.assert_array_equal(rows[2].old_log_prob, group.replayed.log_prob)
+    batch = collate(rows, torch.device("cpu"))
+    expected = torch.zeros(3, 5)
+    for i, factors in enumerate([[np.exp(-1), 2.0], [np.exp(-1), 1.0, 2.0], [1.0]]):
+        expected[i, 2 : 2 + len(factors)] = torch.tensor(factors) * rows[i].advantage
+    real = batch.target != IGNORED
+    torch.testing.assert_close(batch.advantage[real], expected[real].float())
+    assert collate(plain, torch.device("cpu")).advantage.shape == (3,)

@@ -24,6 +24,7 @@ SMALL = (
     "--data.train_limit=40",
     "--data.test_limit=16",
     "--experience.start_pass_rate=0",
+    "--rollout.engine=transformers",
     "--checkpoint.every=2",
     "--evaluation.every=3",
     "--output.save_model=False",
@@ -190,6 +191,8 @@ def test_auto_means_the_newest_unfinished_run(tmp_path):
 def test_a_run_goes_on_as_it_began():
     saved = Config()
     check_continuation(saved.model_copy(update={"steps": 100, "resume": "auto"}), saved)
+    here, there = (Config.model_validate({"rollout": {"servers": [url]}}) for url in ("http://a:8000", "http://b:8000"))
+    check_continuation(there, here)
     changed = Config.model_validate({"seed": 1, "experience": {"ratio": 0.25}})
     with pytest.raises(ConfigError, match=r"seed was 0 and is now 1, experience.ratio was 0.5 and is now 0.25"):
         check_continuation(changed, saved)

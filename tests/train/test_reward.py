@@ -317,6 +317,32 @@ def test_grading_goes_on_when_idle_processes_are_killed(user_file: Path) -> None
             assert sum(grades.reward) >= 48  # an answer may have been in the hands of a killed process
 
 
+def test_answers_are_graded_while_more_of_them_come(user_file: Path, tmp_path: Path) -> None:
+    with Grader(f"{user_file}:slow_twice", workers=1, time_limit=30) as grader:
+        grading_begun = grader.begin()
+        grading_begun.add("a", str(tmp_path / "count"))
+        while not (tmp_path / "count").exists():  # pytest's time limit ends a grader that waits for the end
+            time.sleep(0.01)
+        grading_begun.add("b", str(tmp_path / "count"))
+        grading_begun.add("a", str(tmp_path / "count"))
+        assert grading_begun.finish() == Grades((0.5, 0.5, 0.5), 0, 0)
+    assert (tmp_path / "count").read_text() == "xx"
+
+
+def test_two_gradings_at_once_survive_the_death_of_the_processes(user_file: Path) -> None:
+    with Grader(f"{user_file}:same", workers=2, time_limit=5) as grader:
+        first, second = grader.begin(), grader.begin()
+        for i in range(40):
+            first.add(str(i), str(i))
+            second.add(f"x{i}", f"x{i}")
+        for pid in list(grader._pool._pool_manager.worker_manager.workers):
+            os.kill(pid, 9)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Two answers of all may have been in the hands of the killed processes.
+            assert sum(first.finish().reward) + sum(second.finish().reward) >= 78
+
+
 @pytest.mark.parametrize("response", ["none", "nan", "text"])
 def test_a_reward_must_return_a_finite_number(response: str, user_file: Path) -> None:
     with (

@@ -32,7 +32,7 @@ def ids(answers):
 
 def test_finished_answers_end_with_their_first_eos_and_cut_ones_have_none(engine):
     counts = [40, 1, 0, 3, 40, 40]
-    answers = engine.generate(PROMPTS, counts, Sampling(max_tokens=12), seed=0)
+    answers = tiny.rollouts(engine, PROMPTS, counts, Sampling(max_tokens=12), seed=0)
     assert [len(of_prompt) for of_prompt in answers] == counts
     everything = [rollout for of_prompt in answers for rollout in of_prompt]
     assert {rollout.finished for rollout in everything} == {True, False}
@@ -50,7 +50,7 @@ def test_finished_answers_end_with_their_first_eos_and_cut_ones_have_none(engine
 
 def test_log_probs_are_those_of_a_full_forward(engine, folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    answers = engine.generate(PROMPTS, [3] * 6, Sampling(max_tokens=12, temperature=0.7, log_prob=True), seed=0)
+    answers = tiny.rollouts(engine, PROMPTS, [3] * 6, Sampling(max_tokens=12, temperature=0.7, log_prob=True), seed=0)
     for prompt, of_prompt in zip(PROMPTS, answers, strict=True):
         for rollout in of_prompt:
             tokens = torch.tensor([*prompt, *rollout.response])
@@ -64,7 +64,7 @@ def test_samples_follow_the_models_distribution(engine, folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = model(torch.from_numpy(PROMPTS[0])[None].long()).logits[0, -1].softmax(-1).double()
-    answers = engine.generate(PROMPTS[:1], [5000], Sampling(max_tokens=1), seed=1)
+    answers = tiny.rollouts(engine, PROMPTS[:1], [5000], Sampling(max_tokens=1), seed=1)
     counts = torch.bincount(torch.tensor([int(r.response[0]) for r in answers[0]]), minlength=tiny.VOCABULARY).double()
     statistic = ((counts - 5000 * expected) ** 2 / (5000 * expected)).sum()
     # Chi-square with V - 1 degrees of freedom has mean V - 1 and standard deviation sqrt(2 (V - 1)).
@@ -75,10 +75,10 @@ def test_the_seed_decides_and_the_callers_random_state_stays(engine):
     sampling = Sampling(max_tokens=8)
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
-    first = ids(engine.generate(PROMPTS, [2] * 6, sampling, seed=1))
+    first = ids(tiny.rollouts(engine, PROMPTS, [2] * 6, sampling, seed=1))
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert ids(engine.generate(PROMPTS, [2] * 6, sampling, seed=1)) == first
-    assert ids(engine.generate(PROMPTS, [2] * 6, sampling, seed=2)) != first
+    assert ids(tiny.rollouts(engine, PROMPTS, [2] * 6, sampling, seed=1)) == first
+    assert ids(tiny.rollouts(engine, PROMPTS, [2] * 6, sampling, seed=2)) != first
 
 
 def test_pushed_weights_take_effect(engine, folder):
@@ -87,7 +87,7 @@ def test_pushed_weights_take_effect(engine, folder):
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
     engine.push_weights((name, parameter.data) for name, parameter in model.named_parameters())
-    (rollout,) = engine.generate(PROMPTS[:1], [1], Sampling(max_tokens=6, log_prob=True), seed=0)[0]
+    (rollout,) = tiny.rollouts(engine, PROMPTS[:1], [1], Sampling(max_tokens=6, log_prob=True), seed=0)[0]
     tokens = torch.tensor([*PROMPTS[0], *rollout.response])
     with torch.no_grad():
         full = model(tokens[None, :-1]).logits[0, len(PROMPTS[0]) - 1 :].log_softmax(-1)

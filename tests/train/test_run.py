@@ -18,6 +18,7 @@ SMALL = (
     "--data.train_limit=40",
     "--data.test_limit=16",
     "--experience.start_pass_rate=0",
+    "--rollout.engine=transformers",
     "--output.name=small",
 )
 

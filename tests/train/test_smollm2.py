@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.train.launch import MAIN, ROOT, launch
+from tests.train.vllm_installed import real
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
 
@@ -28,7 +29,8 @@ def model(tmp_path_factory):
     return folder
 
 
-def test_the_recipe_takes_real_steps(model, tmp_path):
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=real)])
+def test_the_recipe_takes_real_steps(model, tmp_path, engine):
     if not GSM8K.exists():
         pytest.skip(f"the GSM8K rows are not there: {GSM8K}")
     done = launch(
@@ -40,12 +42,14 @@ def test_the_recipe_takes_real_steps(model, tmp_path):
         "--questions=2",
         "--rollout.samples=4",
         "--rollout.max_tokens=48",
+        f"--rollout.engine={engine}",
         "--output.save_model=False",
         f"--output.folder={tmp_path}",
         "--output.name=smollm2",
         timeout=540,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert f"rollouts by {engine}\n" in done.stdout
     assert "rollout engine and trainer agree" in done.stdout
     steps = [json.loads(line) for line in (tmp_path / "smollm2" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in steps] == [1, 2]

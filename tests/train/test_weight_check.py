@@ -5,8 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from exgrpo.train.batch import Row
 from exgrpo.train.policy import Score
-from exgrpo.train.rollout import TransformersEngine
+from exgrpo.train.rollout import RolloutError, TransformersEngine
 from exgrpo.train.weight_check import WeightMismatchError, check_engine
 from tests.train import tiny
 from tests.train.fakes import LoneWorld
@@ -31,6 +32,13 @@ class FullLogitPolicy:
             picked = full.gather(1, torch.from_numpy(row.response).long()[:, None])[:, 0].numpy()
             scores.append(Score(picked, np.zeros_like(picked)))
         return scores
+
+    def gap(self, prompts, answers):
+        """Largest and mean difference of the answers' log-probs from a full forward, in nats."""
+        pairs = [(prompt, rollout) for prompt, rs in zip(prompts, answers, strict=True) for rollout in rs]
+        own = self.score([Row(prompt, r.response, np.zeros_like(r.log_prob)) for prompt, r in pairs])
+        of_tokens = np.concatenate([np.abs(s.log_prob - r.log_prob) for s, (_, r) in zip(own, pairs, strict=True)])
+        return float(of_tokens.max()), float(of_tokens.mean())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -63,3 +71,16 @@ def test_a_model_that_computes_something_else_with_the_same_weights_is_refused(t
     policy.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 2)
     with pytest.raises(WeightMismatchError, match="No weight was found to differ"):
         check_engine(policy, engine, [tiny.prompt(0)], dtype="fp32", max_tokens=16, seed=0)
+
+
+def test_an_engine_that_cannot_generate_is_its_own_error(tmp_path):
+    tiny.save_model(tmp_path, tied=False)
+
+    class Lost(TransformersEngine):
+        def generate(self, *arguments):
+            raise RolloutError("no server is left")
+            yield
+
+    engine = Lost(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), eos=(2,), pad=0, batch_tokens=100)
+    with pytest.raises(RolloutError, match="no server is left"):
+        check_engine(FullLogitPolicy(tmp_path), engine, [tiny.prompt(0)], dtype="fp32", max_tokens=16, seed=0)

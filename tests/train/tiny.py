@@ -9,14 +9,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from exgrpo.train.batch import MiniBatch, build_minibatches, build_rows
 from exgrpo.train.config import Config, ObjectiveConfig
-from exgrpo.train.records import Group, TokenIds, Trajectory
+from exgrpo.train.records import Group, Rollout, TokenIds, Trajectory
+from exgrpo.train.rollout import RolloutEngine, Sampling, collect
 
 VOCABULARY = 97
 STEPS = 3
 LEARNING_RATE = 1e-3
 
 
-def save_model(folder: Path, *, tied: bool, heads: int = 4) -> None:
+def save_model(folder: Path, *, tied: bool, heads: int = 4, head_width: int | None = None) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -25,6 +26,7 @@ def save_model(folder: Path, *, tied: bool, heads: int = 4) -> None:
         num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=-(-heads // 2),
+        head_dim=head_width,
         tie_word_embeddings=tied,
         initializer_range=0.2,
         bos_token_id=1,
@@ -36,6 +38,13 @@ def save_model(folder: Path, *, tied: bool, heads: int = 4) -> None:
 
 def prompt(question: int) -> TokenIds:
     return np.random.default_rng(question).integers(3, VOCABULARY, 3 + question % 5).astype(np.int32)
+
+
+def rollouts(
+    engine: RolloutEngine, prompts: list[TokenIds], counts: list[int], sampling: Sampling, seed: int
+) -> list[list[Rollout]]:
+    """All answers of an engine, by prompt."""
+    return collect(counts, engine.generate(prompts, counts, sampling, seed))
 
 
 def trajectory(rng: np.random.Generator, question: int, reward: float) -> Trajectory:

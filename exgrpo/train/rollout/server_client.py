@@ -1,0 +1,256 @@
+"""HTTP to one `vllm serve` instance: token ids in, token ids and log-probs out, and its weight-transfer routes."""
+
+import logging
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection
+from urllib3.exceptions import ReadTimeoutError
+from urllib3.util import Retry
+
+from exgrpo.train.records import Rollout, TokenIds
+from exgrpo.train.rollout.engine import Sampling
+
+CONNECT_SECONDS = 10
+CONTROL_SECONDS = 300
+LONG_SECONDS = 3600
+"""For what takes as long as answers do; whether the server's machine is alive is asked beneath, by TCP."""
+ALIVE = [
+    *HTTPConnection.default_socket_options,
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+]
+
+
+class ServerError(RuntimeError):
+    """A server did not do what it was asked; the message is what it said, in one line.
+
+    Attributes:
+        status: of its answer over HTTP; None: there was none.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """A server's answers to one prompt.
+
+    Attributes:
+        rollouts: in the order of samples.
+        versions: labels of the weights that wrote them.
+        cached_tokens: prompt tokens from the prefix cache, over all samples.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    versions: frozenset[str]
+    cached_tokens: int
+
+
+class ServerClient:
+    """One server by its address; threads may share it.
+
+    Args:
+        url: like http://host:8000.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._session = requests.Session()
+        self._session.trust_env = False  # no proxy lies between the machines of a run
+        # A server closes idle connections, and those on which something failed, while a request is on its way.
+        self._session.headers["Connection"] = "close"
+        # Only a server that was not reached is asked again: what changes its state must happen once.
+        self._session.mount(self.url, _Adapter(_Retry(connect=3, read=0, other=0, status=0, backoff_factor=0.5)))
+        self._session.mount(
+            f"{self.url}/inference",
+            _Adapter(
+                _Retry(
+                    connect=3,
+                    read=3,
+                    other=0,
+                    status=2,
+                    status_forcelist=(429, 502, 503, 504),
+                    allowed_methods=None,
+                    backoff_factor=0.5,
+                    raise_on_status=False,
+                )
+            ),
+        )
+
+    def knock(self) -> None:
+        """See whether anything listens there, without patience.
+
+        Raises:
+            ServerError: nothing does.
+        """
+        try:
+            socket.create_connection(host_and_port(self.url), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise ServerError(error.strerror or str(error)) from None
+
+    def get(self, path: str) -> Any:
+        """The JSON at a path.
+
+        Raises:
+            ServerError: it cannot be had.
+        """
+        return self._ask("GET", path, CONTROL_SECONDS)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> Any:
+        """What a path gives for a body, both JSON.
+
+        Raises:
+            ServerError: it gives nothing in that time.
+        """
+        return self._ask("POST", path, seconds, body)
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """What a method of the server's workers gives, one result per worker."""
+        return self.post("collective_rpc", {"method": method, "args": args}, LONG_SECONDS)["results"]
+
+    def generate(self, request: str, prompt: TokenIds, count: int, sampling: Sampling, eos: list[int]) -> Reply:
+        """Sample `count` answers to a prompt.
+
+        Args:
+            request: a name by which it can be aborted.
+            prompt: [P] token ids.
+            count: number of answers.
+            sampling: how they are sampled.
+            eos: token ids that end an answer, and no others do.
+
+        Raises:
+            ServerError: there are no whole answers.
+        """
+        parameters = {
+            "n": count,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop_token_ids": eos,
+            "ignore_eos": True,  # the server's own idea of EOS
+            "logprobs": 0 if sampling.log_prob else None,
+            "detokenize": False,
+        }
+        body = {"request_id": request, "token_ids": prompt.tolist(), "sampling_params": parameters}
+        reply = self._ask("POST", "inference/v1/generate", LONG_SECONDS, body)
+        try:
+            return _reply(reply, count)
+        except (KeyError, TypeError, IndexError) as error:
+            raise ServerError(f"an answer that is not understood ({error!r})") from None
+
+    def abort(self, request: str) -> None:
+        """Stop to generate for a request, as far as the server can be reached."""
+        with suppress(ServerError):
+            self.post("abort_requests", {"request_ids": [f"generate-tokens-{request}"]})
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._session.close()
+
+    def _ask(self, method: str, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> Any:
+        try:
+            answer = self._session.request(method, f"{self.url}/{path}", json=body, timeout=(CONNECT_SECONDS, seconds))
+        except requests.RequestException as error:
+            raise ServerError(_cause(error)) from None
+        if answer.status_code != requests.codes.ok:
+            raise ServerError(f"{answer.status_code} {_message(answer)}", answer.status_code)
+        try:
+            return answer.json()
+        except requests.JSONDecodeError:
+            raise ServerError(f"no JSON but {answer.text[:80]!r}", answer.status_code) from None
+
+
+class _Retry(Retry):
+    """Retries of which nobody is told: what came of them is. Who did not answer in time is not asked again."""
+
+    def increment(
+        self,
+        method: str | None = None,
+        url: str | None = None,
+        response: Any = None,
+        error: Exception | None = None,
+        _pool: Any = None,
+        _stacktrace: Any = None,
+    ) -> "_Retry":
+        if isinstance(error, ReadTimeoutError):
+            raise error
+        return super().increment(method, url, response, error, _pool, _stacktrace)
+
+
+def _worth_telling(record: logging.LogRecord) -> bool:
+    return not (isinstance(record.args, tuple) and any(isinstance(part, _Retry) for part in record.args))
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_worth_telling)
+
+
+class _Adapter(HTTPAdapter):
+    """Connections that notice a peer whose machine is gone."""
+
+    def __init__(self, retries: Retry) -> None:
+        super().__init__(max_retries=retries, pool_maxsize=256)
+
+    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
+        super().init_poolmanager(*args, socket_options=ALIVE, **kwargs)
+
+
+def host_and_port(url: str) -> tuple[str, int]:
+    """The two parts of a server's address.
+
+    Raises:
+        ValueError: it is not one of the form http://host:port.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port is None or parts.path.strip("/"):
+        raise ValueError(f"{url!r} is not an address like http://host:8000")
+    return parts.hostname, parts.port
+
+
+def _reply(reply: Any, count: int) -> Reply:
+    choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+    reasons = {choice["finish_reason"] for choice in choices}
+    if len(choices) != count or not reasons <= {"stop", "length"}:
+        raise ServerError(f"{len(choices)} answers of {count}, ended by {', '.join(map(str, sorted(reasons)))}")
+    details = reply["usage"].get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens") or 0
+    return Reply(
+        rollouts=tuple(_rollout(choice) for choice in choices),
+        versions=frozenset(span["version"] for choice in choices for span in choice["weight_versions"]),
+        # Told of one sample, not the one that came first and filled the cache for the others.
+        cached_tokens=cached * max(1, count - 1),
+    )
+
+
+def _rollout(choice: Any) -> Rollout:
+    log_prob = None
+    if choice["logprobs"]:
+        log_prob = np.array([token["logprob"] for token in choice["logprobs"]["content"]], np.float32)
+    return Rollout(np.array(choice["token_ids"], np.int32), choice["finish_reason"] == "stop", log_prob)
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason, which says most: connection refused, timed out."""
+    reason = getattr(error.args[0], "reason", None) if error.args else None
+    text = str(reason or error)
+    return " ".join(text.rpartition(": ")[2].strip("'\")( ").split()) or type(error).__name__
+
+
+def _message(answer: requests.Response) -> str:
+    try:
+        body = answer.json()
+        text = body["error"]["message"] if "error" in body else body["detail"]
+    except (requests.JSONDecodeError, KeyError, TypeError):
+        text = answer.text
+    return " ".join(str(text).split())[:300]

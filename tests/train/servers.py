@@ -1,0 +1,65 @@
+"""Real rollout servers on this machine, started as a user does."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import requests
+
+from tests.train.launch import ROOT, environment, free_port
+
+LONGEST = 64
+"""Prompt + response tokens that the servers take."""
+
+
+class Server:
+    """A server of a model; `log` holds what it printed."""
+
+    def __init__(self, model: Path, log: Path, *options: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self._command = [sys.executable, "-m", "exgrpo.train.serve", str(model), f"--port={self.port}", *options]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> "Server":
+        """Start it, if it does not run, without waiting for it."""
+        if self._process is None or self._process.poll() is not None:
+            with self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    self._command,
+                    cwd=ROOT,
+                    env=environment(),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        return self
+
+    def ready(self) -> str:
+        """Its address, once it answers."""
+        self.start()
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
+            try:
+                if requests.get(f"{self.url}/health", timeout=5).ok:
+                    return self.url
+            except requests.RequestException:
+                time.sleep(0.2)
+            if self._process.poll() is not None:
+                break
+        raise RuntimeError(f"the server did not start:\n{self.log.read_text(errors='replace')[-5000:]}")
+
+    def kill(self) -> None:
+        """End it and its workers at once, as a machine that loses its power."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def asked(self) -> float:
+        """Prompt tokens that it was asked for since it started."""
+        lines = requests.get(f"{self.url}/metrics", timeout=60).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prompt_tokens_total{"))

