@@ -4,117 +4,30 @@ Pure functions of a configuration, a model shape, the hardware and stated assump
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from exgrpo.kernels.chunks import chunking
+from exgrpo.train.budget_parts import Amount, Assumptions, Hardware, MemoryItem, Phase, Work
+from exgrpo.train.budget_rollout import asleep_bytes, push_seconds, rollout_memory, rollout_seconds
 from exgrpo.train.config import Config
 from exgrpo.train.model_shape import FP32, ModelShape
 from exgrpo.train.policy import deepspeed_settings
 from exgrpo.train.pretrained import DTYPES
 from exgrpo.train.trainer import SCORED_RULES
 
-MOMENTS = ("rollout", "loss", "backward", "step")
-"""When memory peaks: generating; the head, after the last layer; a layer's backward; AdamW."""
-
 TRAJECTORY_OVERHEAD = 700
 """Bytes of a stored trajectory beside its tokens: the object, two arrays, its place in a checkpoint."""
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """GPUs, all of one kind.
-
-    Attributes:
-        gpus: how many; one rank each.
-        memory: bytes of each that tensors can take.
-        flops: peak FLOP/s of each, dense, in the recipe's compute dtype.
-        bandwidth: memory bandwidth of each, bytes per second.
-    """
-
-    gpus: int
-    memory: float
-    flops: float
-    bandwidth: float
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """What no configuration says.
-
-    Attributes:
-        prompt_tokens, response_tokens: mean lengths.
-        success_rate: share of fresh answers that are right and stored.
-        candidates: mean number of stored successes of a replayed question.
-        mfu: share of the peak FLOP/s that passes through the model reach, communication included.
-        bandwidth_use: share of the memory bandwidth that decoding reaches.
-        layer_launch: seconds to launch the kernels of one layer in decoding.
-        host_bandwidth: bytes per second between GPU and CPU memory.
-    """
-
-    prompt_tokens: float
-    response_tokens: float
-    success_rate: float
-    candidates: float
-    mfu: float
-    bandwidth_use: float
-    layer_launch: float
-    host_bandwidth: float
-
-
-@dataclass(frozen=True)
-class MemoryItem:
-    """Bytes per GPU of one thing at each of the `MOMENTS`."""
-
-    name: str
-    rollout: float = 0
-    loss: float = 0
-    backward: float = 0
-    step: float = 0
-
-
-@dataclass(frozen=True)
-class Amount:
-    """Bytes of one thing in CPU memory or on disk, of all ranks together."""
-
-    name: str
-    bytes: float
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One phase of a step.
-
-    Attributes:
-        name: as in metrics.jsonl.
-        seconds: estimated.
-        flops: over all GPUs; 0 where none are counted.
-    """
-
-    name: str
-    seconds: float
-    flops: float = 0
-
-
-@dataclass(frozen=True)
-class Work:
-    """Sequences of one step with replay under way: sampled, trained, and stored ones that are scored to choose."""
-
-    fresh: int
-    rows: int
-    candidates: float
-
-
-def peak(items: tuple[MemoryItem, ...], moment: str) -> float:
-    """Bytes per GPU at a moment."""
-    return sum(float(getattr(item, moment)) for item in items)
-
-
 def gpu_memory(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[MemoryItem, ...]:
     """Every allocation of a rank on its GPU, in bytes."""
-    return (*_states(config, shape, hardware.gpus), *_passes(config, shape), *_rollout(config, shape, hardware.gpus))
+    return (
+        *_states(config, shape, hardware.gpus),
+        *_passes(config, shape),
+        *rollout_memory(config, shape, hardware.gpus),
+    )
 
 
 def _states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
@@ -173,26 +86,6 @@ def head_bytes(shape: ModelShape, item: int, tokens: int, device: str = "cuda") 
     return per_token + max(forward, sums + scaled)
 
 
-def _rollout(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
-    """The engine's copy of the model, awake only while it generates, and what generation adds."""
-    item = DTYPES[config.policy.dtype].itemsize
-    rows = rows_at_once(config, gpus, prompt_tokens=config.data.max_prompt_tokens)
-    tokens = min(config.rollout.batch_tokens, _answers(config, gpus) * longest_sequence(config))
-    cache = tokens * (shape.kv_bytes(item) + shape.kv_working_bytes(item))
-    prompts = rows * config.data.max_prompt_tokens * shape.gradient_bytes(item)
-    logits = 3 * FP32 * rows * shape.vocabulary
-    return (
-        MemoryItem("rollout engine, weights", rollout=item * shape.total),
-        MemoryItem("rollout engine, key/value cache", rollout=cache),
-        MemoryItem("rollout engine, prompts and sampling", rollout=max(prompts, logits)),
-    )
-
-
-def longest_sequence(config: Config) -> int:
-    """Tokens of the longest prompt and response."""
-    return config.data.max_prompt_tokens + config.rollout.max_tokens
-
-
 def _always(name: str, size: float) -> MemoryItem:
     return MemoryItem(name, size, size, size, size)
 
@@ -201,24 +94,12 @@ def _zero(config: Config) -> DeepSpeedZeroConfig:
     return DeepSpeedZeroConfig(**deepspeed_settings(config)["zero_optimization"])
 
 
-def _answers(config: Config, gpus: int) -> int:
-    """Answers that the busiest rank generates in a step."""
-    return math.ceil(config.questions / gpus) * config.rollout.samples
-
-
-def rows_at_once(config: Config, gpus: int, *, prompt_tokens: float) -> int:
-    """Answers that a rank generates at once, as its engine packs them."""
-    rows = int(config.rollout.batch_tokens // (prompt_tokens + config.rollout.max_tokens))
-    return min(_answers(config, gpus), max(1, rows))
-
-
 def cpu_memory(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> tuple[Amount, ...]:
     """What all ranks together hold in CPU memory beside the program itself."""
-    item = DTYPES[config.policy.dtype].itemsize
     # Masters, two moments, gradients as they arrive and as AdamW takes them.
     offloaded = 5 * FP32 * shape.sharded(gpus) * gpus if config.distributed.offload_optimizer else 0
     return (
-        Amount("rollout engines asleep, a copy of the weights per rank", gpus * item * shape.total),
+        Amount("rollout engines asleep, their copies of the weights", asleep_bytes(config, shape, gpus)),
         Amount("offloaded masters, moments and gradients", offloaded),
         Amount("experience buffer at the end, a copy per rank", gpus * buffer_bytes(config, assumptions)),
     )
@@ -272,38 +153,6 @@ def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: A
     }
     speed = hardware.gpus * hardware.flops * assumptions.mfu
     passes_of = {name: Phase(name, value / speed, value) for name, value in flops.items()}
-    # The new weights go to the sleeping engine; it wakes and falls asleep again: three copies of all weights.
-    weights = DTYPES[config.policy.dtype].itemsize * shape.total
-    push = Phase("push", 3 * weights / assumptions.host_bandwidth)
+    push = Phase("push", push_seconds(config, shape, assumptions))
     rollout = Phase("rollout", rollout_seconds(config, shape, hardware, assumptions))
     return (passes_of["select"], rollout, passes_of["score"], passes_of["update"], push)
-
-
-def rollout_seconds(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> float:
-    """Seconds that the busiest rank generates.
-
-    A batch goes on until its longest answer ends. Lengths are taken to be exponentially distributed and cut at the
-    limit, so the longest of n has on average 1 + 1/2 + ... + 1/n times the mean length.
-    """
-    rows = rows_at_once(config, hardware.gpus, prompt_tokens=assumptions.prompt_tokens)
-    answers = _answers(config, hardware.gpus)
-    harmonic = sum(1 / i for i in range(1, rows + 1))
-    longest = min(config.rollout.max_tokens, assumptions.response_tokens * harmonic)
-    context = assumptions.prompt_tokens + longest / 2
-    token_steps = math.ceil(answers / rows) * longest
-    prefill = answers * shape.decoder_flops(assumptions.prompt_tokens) / (hardware.flops * assumptions.mfu)
-    return prefill + token_steps * _token_seconds(shape, rows, context, config, hardware, assumptions)
-
-
-def _token_seconds(
-    shape: ModelShape, rows: int, context: float, config: Config, hardware: Hardware, assumptions: Assumptions
-) -> float:
-    """Seconds of one decoding step of `rows` sequences: whatever bounds it, traffic, arithmetic or launches."""
-    item = DTYPES[config.policy.dtype].itemsize
-    traffic = item * shape.read_per_token + rows * context * shape.kv_traffic(item)
-    flops = rows * (2 * shape.linear + shape.head_flops(1))
-    return max(
-        traffic / (hardware.bandwidth * assumptions.bandwidth_use),
-        flops / (hardware.flops * assumptions.mfu),
-        shape.layers * assumptions.layer_launch,
-    )

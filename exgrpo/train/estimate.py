@@ -17,29 +17,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 
-from exgrpo.train.budget import (
-    MOMENTS,
-    Amount,
-    Assumptions,
-    Hardware,
-    MemoryItem,
-    Phase,
-    cpu_memory,
-    disk,
-    gpu_memory,
-    longest_sequence,
-    peak,
-    phases,
-    rollout_seconds,
-    rows_at_once,
-    work,
-)
+from exgrpo.train.budget import cpu_memory, disk, gpu_memory, phases, work
+from exgrpo.train.budget_parts import MOMENTS, Amount, Assumptions, Hardware, MemoryItem, Phase, peak
+from exgrpo.train.budget_rollout import GIB, engine_of, longest_sequence, rollout_seconds, rows_at_once
 from exgrpo.train.config import Config, ConfigError, parse_args, validate
 from exgrpo.train.model_shape import ModelShape, read_shape
 
-GIB = 1 << 30
+ENGINES = {
+    "transformers": "transformers",
+    "vllm": "vLLM (--rollout.engine transformers where it is not installed)",
+    "server": "vLLM servers on as many GPUs again",
+}
 MOST_GPUS = 1024
-"""Advice goes no further than this."""
+SMALLEST_CACHE_GIB = 0.25
+"""Advice goes no further than these."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +206,8 @@ def advise(config: Config, shape: ModelShape, hardware: Hardware) -> str:
 def _changes(config: Config) -> Iterator[dict[str, Any]]:
     """Changes that lower the peak, by dotted key; those of a size end with the smallest that is valid."""
     longest = longest_sequence(config)
+    if engine_of(config) == "vllm" and config.rollout.sleep_level == 0:
+        yield {"rollout.sleep_level": 2}
     if not config.policy.gradient_checkpointing:
         yield {"policy.gradient_checkpointing": True}
     for key, size in (
@@ -224,6 +217,10 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
         while size > longest:
             size = max(longest, size // 2)
             yield {key: size}
+    cache = config.rollout.kv_cache_gib
+    while engine_of(config) == "vllm" and cache > SMALLEST_CACHE_GIB:
+        cache = max(SMALLEST_CACHE_GIB, cache / 2)
+        yield {"rollout.kv_cache_gib": cache}
     if not config.distributed.offload_optimizer:
         yield {"distributed.offload_optimizer": True}
 
@@ -245,22 +242,31 @@ def _peak_with(config: Config, values: dict[str, Any], shape: ModelShape, hardwa
     return max(peak(memory, moment) for moment in MOMENTS)
 
 
-def fastest_batch_tokens(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> Config:
-    """The recipe with rollout.batch_tokens doubled as often as a step gets faster and generation has room for it.
+def fastest_generation(
+    config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions
+) -> dict[str, Any]:
+    """What to change for the fastest generation there is room for, by dotted key: more answers at once.
 
-    More answers at once share the reading of the weights, until the traffic of their keys and values outweighs it.
+    They share the reading of the weights, until the traffic of their keys and values outweighs it.
     """
-    best, best_seconds = config, rollout_seconds(config, shape, hardware, assumptions)
-    wider = config
+    best: dict[str, Any] = {}
+    best_seconds, values = rollout_seconds(config, shape, hardware, assumptions), _room(config)
     # Once all answers of a step are generated at once, no more tokens change anything.
-    while wider.rollout.batch_tokens < config.questions * config.rollout.samples * longest_sequence(config):
-        wider = _changed(config, {"rollout.batch_tokens": 2 * wider.rollout.batch_tokens})
+    while values["rollout.batch_tokens"] < config.questions * config.rollout.samples * longest_sequence(config):
+        values = {key: 2 * value for key, value in values.items()}
+        wider = _changed(config, values)
         if peak(gpu_memory(wider, shape, hardware), "rollout") > hardware.memory:
             break
         seconds = rollout_seconds(wider, shape, hardware, assumptions)
         if seconds < best_seconds:
-            best, best_seconds = wider, seconds
+            best, best_seconds = values, seconds
     return best
+
+
+def _room(config: Config) -> dict[str, Any]:
+    """What limits the answers that are generated at once."""
+    room: dict[str, Any] = {"rollout.batch_tokens": config.rollout.batch_tokens}
+    return room | ({"rollout.kv_cache_gib": config.rollout.kv_cache_gib} if engine_of(config) == "vllm" else {})
 
 
 def show(config: Config, shape: ModelShape, options: Options, say: Callable[[Any], None]) -> None:
@@ -290,18 +296,18 @@ def _generation(
 ) -> str:
     """How much is generated, and what generating more answers at once would bring."""
     fresh = work(config, assumptions).fresh
-    rows = rows_at_once(config, hardware.gpus, prompt_tokens=assumptions.prompt_tokens)
+    rows = rows_at_once(config, shape, hardware.gpus, assumptions)
     tokens = fresh * assumptions.response_tokens
     said = (
         f"A step generates {tokens:,.0f} tokens, the whole run {tokens * config.steps:,.0f}: {fresh} answers, "
-        f"{rows} at once per GPU."
+        f"{rows} at once per GPU by {ENGINES[engine_of(config)]}."
     )
-    better = fastest_batch_tokens(config, shape, hardware, assumptions)
-    if better is config:
+    better = fastest_generation(config, shape, hardware, assumptions)
+    if not better:
         return said
-    faster = estimate(better, shape, hardware, assumptions)
+    faster = estimate(_changed(config, better), shape, hardware, assumptions)
     return (
-        f"{said} With --rollout.batch_tokens {better.rollout.batch_tokens} generation fits too and a step takes "
+        f"{said} With {_named(better)} generation fits too and a step takes "
         f"{duration(faster.seconds)} instead of {duration(found.seconds)}."
     )
 

@@ -6,7 +6,7 @@ import json
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from exgrpo.train.budget import Assumptions, Hardware
+from exgrpo.train.budget_parts import Assumptions, Hardware
 from exgrpo.train.config import Config, validate
 from exgrpo.train.model_shape import ModelShape, shape_of
 
@@ -98,7 +98,8 @@ def shape_like(model) -> ModelShape:
 
 def recipe(**sections) -> Config:
     """A valid small recipe with some sections changed."""
-    values = {"data": {"max_prompt_tokens": 16}, "rollout": {"max_tokens": 24, "batch_tokens": 400}}
+    rollout = {"engine": "transformers", "max_tokens": 24, "batch_tokens": 400}
+    values = {"data": {"max_prompt_tokens": 16}, "rollout": rollout}
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     return validate(values, "test")

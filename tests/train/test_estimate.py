@@ -42,7 +42,8 @@ def test_the_default_run_fits(capsys, monkeypatch):
 
 def test_a_recipe_that_does_not_fit_says_what_to_change(capsys, monkeypatch, tmp_path):
     arguments = ("--recipe", str(FOLDER / "paper.yaml"), "--model-config", str(config_json(tmp_path, QWEN_7B)))
-    status, out, _ = run(capsys, monkeypatch, *arguments, "--gpus", "2", "--gpu", "A100-40")
+    small = ("--gpus", "2", "--gpu", "A100-40", "--rollout.kv_cache_gib", "1")
+    status, out, _ = run(capsys, monkeypatch, *arguments, *small)
     assert status == 0
     assert "It does not fit" in out
     assert "It fits with --distributed.offload_optimizer True" in out
