@@ -1,8 +1,6 @@
 """A whole training step, on-policy against ExGRPO, by phase."""
 
 import importlib.util
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -10,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.programs import QUIET, ROOT, answer_of
 from benchmarks.races import Result, Results
 from benchmarks.timing import CLOCK, paired_ratio
 
-ROOT = Path(__file__).parents[1]
 PHASES = ("select", "generate", "grade", "score", "update", "push")
 ON_POLICY, EXGRPO = "on-policy", "exgrpo"
-QUIET = ("--data.test", "None", "--output.trackers", "--output.save_model", "False")
 DEFAULT, SMOLLM2 = "default run", "SmolLM2-135M"
 # It is too weak at sums for there to be anything to replay: half of its answers are taken for right ones.
 SMOLLM2_OPTIONS = {
@@ -45,18 +42,8 @@ def smollm2(folder: Path) -> str:
 
 def measure(options: tuple[str, ...], folder: Path) -> Results:
     """Steps of both kinds in turn, in a process of their own."""
-    out = folder / "steps.json"
-    command = [sys.executable, "-m", "benchmarks.training_step", str(out), *options, *QUIET]
-    done = subprocess.run(
-        [*command, "--output.folder", str(folder), "--output.name", "run"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    metrics = json.loads(out.read_text())
+    where = ("--output.folder", str(folder), "--output.name", "run")
+    metrics = answer_of("benchmarks.training_step", folder / "steps.json", *options, *QUIET, *where)
     results = {}
     for name, of_row in metrics.items():
         phases = {phase: statistics.median(m[f"seconds/{phase}"] for m in of_row) for phase in PHASES}

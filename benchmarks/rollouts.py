@@ -1,0 +1,157 @@
+"""Rollout engines in turn on the same prompts: `python -m benchmarks.rollouts OUT.json [options]`.
+
+Every engine that can run here holds the same model and answers the same questions with the same sampling, one round
+after the other in one process; the weights are pushed between the rounds. The options of training may follow; the
+answer is a JSON file with the numbers of every timed round, or why an engine cannot run here.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import requests
+import torch
+from transformers import AutoModelForCausalLM
+
+from exgrpo.train.config import Config, ConfigError, parse_args
+from exgrpo.train.distributed import World, start
+from exgrpo.train.pretrained import DTYPES, load_pretrained
+from exgrpo.train.rollout import RolloutEngine, Sampling
+from exgrpo.train.rollout.choice import choose_engine, open_engine, training_settings
+from exgrpo.train.run import load_data
+from exgrpo.train.seeds import derive_seed
+
+ENGINES = ("transformers", "vllm", "server")
+START_SECONDS = 300
+
+
+def start_server(config: Config, resources: ExitStack) -> str:
+    """The address of a server that runs until the resources are given back.
+
+    Raises:
+        ConfigError: it does not start, as where vLLM is not installed.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    length = config.data.max_prompt_tokens + config.rollout.max_tokens
+    options = {"port": port, "dtype": config.policy.dtype, "max-tokens": length}
+    options["kv-cache-gib"] = config.rollout.kv_cache_gib
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "exgrpo.train.serve", config.policy.path, *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    resources.callback(server.wait)
+    resources.callback(stop_group, server)
+    deadline = time.monotonic() + START_SECONDS
+    while server.poll() is None and time.monotonic() < deadline:
+        with suppress(requests.RequestException):
+            if requests.get(f"{url}/health", timeout=5).ok:
+                return url
+        time.sleep(0.5)
+    raise ConfigError(f"a server of {config.policy.path} does not start: try `python -m exgrpo.train.serve`")
+
+
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def open_all(config: Config, world: World, resources: ExitStack) -> tuple[dict[str, RolloutEngine], dict[str, str]]:
+    """The engines that can run here, by name, and why the others cannot."""
+    engines, reasons = {}, {}
+    for name in ENGINES:
+        try:
+            servers = (start_server(config, resources),) if name == "server" else ()
+            rollout = config.rollout.model_copy(update={"engine": name, "servers": servers})
+            of_engine = config.model_copy(update={"rollout": rollout})
+            settings = training_settings(of_engine, load_pretrained(config.policy.path))
+            engines[name] = open_engine(choose_engine(settings, world), settings, world)
+        except ConfigError as error:
+            reasons[name] = str(error)
+        else:
+            resources.callback(engines[name].close)
+    return engines, reasons
+
+
+class Weights:
+    """A trained model's weights, to be pushed as a policy would."""
+
+    def __init__(self, config: Config) -> None:
+        path = load_pretrained(config.policy.path).path
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[config.policy.dtype])
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, parameter.data) for name, parameter in self.model.named_parameters())
+
+
+def one_round(
+    engine: RolloutEngine, weights: Weights, prompts: list[np.ndarray], config: Config, seed: int
+) -> dict[str, float]:
+    """Push, generate, count."""
+    sampling = Sampling(config.rollout.max_tokens, config.rollout.temperature, config.rollout.top_p)
+    counts = [config.rollout.samples] * len(prompts)
+    start = time.perf_counter()
+    engine.push_weights(iter(weights))
+    pushed = time.perf_counter()
+    engine.wake()
+    tokens = sum(len(answer.rollout.response) for answer in engine.generate(prompts, counts, sampling, seed))
+    end = time.perf_counter()
+    engine.sleep()
+    counted = engine.counts()
+    return {
+        "seconds": end - pushed,
+        "push": pushed - start,
+        "tokens": tokens,
+        "tokens_per_second": tokens / (end - pushed),
+        "prefix_cache_hits": counted.cached_tokens / max(1, counted.prompt_tokens),
+    }
+
+
+def measure(config: Config, rounds: int) -> dict[str, Any]:
+    """The numbers of `rounds` rounds of each engine after one of warm-up, and why others did not run."""
+    with ExitStack() as resources:
+        world = start(config.distributed.timeout_minutes)
+        engines, reasons = open_all(config, world, resources)
+        questions, _ = load_data(config, load_pretrained(config.policy.path))
+        prompts = [np.array(q.prompt, np.int32) for q in questions.questions[: config.questions]]
+        weights = Weights(config)
+        numbers: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+        for number in range(rounds + 1):
+            for name in sorted(engines, reverse=bool(number % 2)):
+                seed = derive_seed(config.seed, "benchmark", number)
+                of_round = one_round(engines[name], weights, prompts, config, seed)
+                if number:
+                    numbers[name].append(of_round)
+        return {"rounds": numbers, "reasons": reasons}
+
+
+def main(argv: list[str]) -> int:
+    """Run the program; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    own, rest = parser.parse_known_args(argv)
+    numbers = measure(parse_args(rest), own.rounds)
+    if os.environ["RANK"] == "0":
+        own.out.write_text(json.dumps(numbers), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
