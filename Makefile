@@ -15,11 +15,14 @@ RECORD := benchmarks/results/latest.json
 train: $(READY) $(if $(filter vllm,$(ENGINE)),$(VLLM))
 	$(BIN)/deepspeed exgrpo/train/main.py $(if $(ENGINE),--rollout.engine $(ENGINE))
 
-# The second process runs the Triton kernels in their interpreter, the first one compiles them.
+# The second run has the Triton kernels in their interpreter, the first one compiles them. Many tests wait for programs that
+# they start, so two files are tested at a time. There is a build of vLLM
+# for CPUs on Linux only; without it, the tests of its engines are skipped and say so.
 test: $(READY) lint
 	$(BIN)/pip install --quiet --no-deps $(PEERS)
-	$(BIN)/pytest
-	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels -W ignore::RuntimeWarning
+	[ "$$(uname -s)" != Linux ] || $(MAKE) $(VLLM)
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses 2 --dist loadfile tests/kernels -W ignore::RuntimeWarning
 
 # `make bench ARGS="--sizes full"` for larger heads.
 bench: $(READY)

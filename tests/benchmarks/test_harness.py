@@ -35,6 +35,7 @@ from benchmarks.test_head import ROWS, measure
 from benchmarks.timing import CLOCK, interleave, paired_ratio, replay
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.inputs import IGNORED
+from tests.benchmarks.support import ENVIRONMENT
 
 CPU = torch.device("cpu")
 SMALL = (48, 64, 600)
@@ -266,6 +267,7 @@ def test_the_command_writes_a_record_that_becomes_a_page(tmp_path):
     done = subprocess.run(
         [*BENCH, "--benchmark-only", f"--benchmark-json={record}", "-k", "advantages"],
         cwd=ROOT,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=300,

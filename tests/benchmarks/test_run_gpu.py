@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from benchmarks import run_gpu
 from benchmarks.run_gpu import Phase, Session
 from exgrpo.kernels.triton_chunks import launch
+from tests.benchmarks.support import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ def program(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.run_gpu", *arguments],
         cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=300,

@@ -18,7 +18,7 @@ from exgrpo.kernels.triton_chunks import tokens
 from .conftest import DEVICE
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(-2, 3), st.floats(-100, 100)), max_size=30), st.booleans())
 def test_groups_of_any_sizes_in_any_order(members, scale_by_std):
     group = torch.tensor([number for number, _ in members], dtype=torch.int64, device=DEVICE)

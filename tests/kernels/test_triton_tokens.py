@@ -333,7 +333,7 @@ def test_objective(variant, count, dtype, device):
     assert_objective(objective_of(**values), oracle_objective(**values), dtype)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     log_ratio=st.lists(st.floats(-40, 40), min_size=1, max_size=20),
     advantage=st.floats(-3, 3),

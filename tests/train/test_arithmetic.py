@@ -60,7 +60,7 @@ def test_too_many_problems_is_a_clear_error(monkeypatch):
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_worked_solutions_are_right_and_those_with_slips_follow_from_them(seed):
     (problem,) = generate("train", 1, seed=seed)
     solution = worked_solution(problem.expression)

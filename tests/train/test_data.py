@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -132,7 +132,6 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted({*PAPER_ROW, "question", "problem", "answer", "solution"})), json_values))
 def test_any_row_is_read_or_refused_by_name(row: dict[str, Any]) -> None:
     try:
@@ -288,7 +287,6 @@ def test_options_that_cannot_be(tmp_path: Path, tokenizer: Any, options: dict[st
         prompt_of(tmp_path, tokenizer, **options)
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=30), longest=st.integers(1, 20), data=st.data())
 def test_long_prompts_are_dropped_and_counted(
     lengths: list[int], longest: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -33,7 +33,7 @@ def same(a: Trajectory, b: Trajectory) -> bool:
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), max_size=6), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_is_alive_comes_back_in_order(tmp_path_factory, history, reopen):
     folder = tmp_path_factory.mktemp("store")
     store, alive, seed = ExperienceStore(folder), [], 0

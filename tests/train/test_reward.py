@@ -4,7 +4,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train import grading
@@ -183,7 +183,6 @@ def test_where_the_answer_is_found_without_thinking(response: str, gold: str, re
     assert grading.math_no_think(response, gold) == reward
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="ab\\{} $,\n5") | st.lists(st.sampled_from(["\\boxed{", "}", " and ", "5", "x"])).map("".join))
 def test_final_answer_is_idempotent_and_decides(text: str) -> None:
     answer = grading.final_answer(text)
@@ -191,7 +190,6 @@ def test_final_answer_is_idempotent_and_decides(text: str) -> None:
     assert grading.math_no_think(text, "5") == grading.math_no_think(answer, "5")
 
 
-@settings(deadline=None)
 @given(st.integers(-(10**12), 10**12), st.integers(-3, 3))
 def test_integers_are_graded_as_math_verify_grades_them(gold: int, difference: int) -> None:
     from math_verify import parse, verify

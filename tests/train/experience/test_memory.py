@@ -50,7 +50,7 @@ steps = st.lists(
     st.booleans(),
     st.integers(0, 5),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_memory_follows_a_plain_model(history, count_replayed, max_per_question, max_age, retire, start):
     memory = ExperienceMemory(
         QUESTIONS, K, count_replayed=count_replayed, max_per_question=max_per_question, max_age=max_age, retire=retire
@@ -122,7 +122,7 @@ continuous_steps = st.lists(
 
 
 @given(continuous_steps, st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_memory_of_continuous_rewards_follows_a_plain_model(history, retire):
     memory = ExperienceMemory(QUESTIONS, K, bucket_by="reward_deviation", retire=retire)
     stored: dict[int, dict[tuple[int, ...], float]] = {}  # question -> response -> reward, oldest first
