@@ -1,11 +1,11 @@
-"""The public functions: arguments are checked here, results are computed by the backends."""
+"""The public functions of a head: arguments are checked here, results are computed by the backends."""
 
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from exgrpo.kernels import arguments, checks, dispatch, objective, ops, reference
+from exgrpo.kernels import arguments, checks, dispatch, ops, reference
 from exgrpo.kernels.inputs import IGNORED, LEFT_OUT, compute_dtype
 from exgrpo.kernels.results import LogProb, PolicyLoss
 
@@ -60,7 +60,25 @@ def linear_log_prob(
             ``torch.nn.functional.cross_entropy``; with ``EXGRPO_CHECK=1`` in the environment it is a ValueError.
 
     Shape:
-        ``...`` is any number of dimensions, ``[T]`` or ``[B, L]`` for instance; it may hold no token at all.
+        - hidden: ``[..., D]``, weight: ``[V, D]``, bias: ``[V]``
+        - target, temperature: ``[...]``
+        - log_prob, entropy: ``[...]``
+
+        D is the hidden size, V the vocabulary. ``...`` is any number of dimensions, ``[T]`` or ``[B, L]`` for instance;
+        it may hold no token at all.
+
+    Example::
+
+        >>> hidden = torch.randn(2, 5, 16, requires_grad=True)
+        >>> weight = torch.randn(1000, 16, requires_grad=True)
+        >>> target = torch.randint(1000, (2, 5))
+        >>> target[0, :3] = -100  # a prompt
+        >>> result = linear_log_prob(hidden, weight, target)
+        >>> result.log_prob.shape, result.entropy.shape
+        (torch.Size([2, 5]), torch.Size([2, 5]))
+        >>> result.log_prob[0, :3].tolist()
+        [0.0, 0.0, 0.0]
+        >>> (-result.log_prob.mean() - 0.01 * result.entropy.mean()).backward()
 
     Source:
         The log-probabilities of the importance ratio and the entropy of the trajectory selection in ExGRPO,
@@ -142,6 +160,29 @@ def linear_policy_loss(
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device or value; see :func:`linear_log_prob`.
 
+    Shape:
+        - hidden: ``[..., D]``, weight: ``[V, D]``, bias: ``[V]``
+        - target, old_log_prob, mask, temperature: ``[...]``
+        - advantage, replayed: ``[...]``, or ``[B]`` where ``...`` is ``[B, L]``
+        - loss: ``[]``, and log_prob, entropy, ratio, clipped: ``[...]``
+
+        D is the hidden size, V the vocabulary. ``...`` is any number of dimensions; it may hold no token at all.
+
+    Example::
+
+        >>> hidden = torch.randn(2, 5, 16, requires_grad=True)
+        >>> weight = torch.randn(1000, 16, requires_grad=True)
+        >>> target = torch.randint(1000, (2, 5))
+        >>> target[:, 0] = -100  # the prompts
+        >>> with torch.no_grad():  # the policy that wrote the tokens; here the same one
+        ...     old_log_prob = linear_log_prob(hidden, weight, target).log_prob
+        >>> advantage = torch.tensor([0.5, -0.5])  # one per row
+        >>> replayed = torch.tensor([True, False])
+        >>> result = linear_policy_loss(hidden, weight, target, old_log_prob, advantage, replayed=replayed)
+        >>> result.loss.backward()
+        >>> weight.grad.shape
+        torch.Size([1000, 16])
+
     Source:
         Mixed-policy objective with policy shaping of ExGRPO, arXiv 2510.02245; constant normaliser of Dr.GRPO.
     """
@@ -176,154 +217,6 @@ def linear_policy_loss(
         )
         per_token = torch.stack(whole)
     return PolicyLoss(loss.to(dtype), *(values.to(dtype).reshape(target.shape) for values in per_token))
-
-
-def policy_loss(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    *,
-    replayed: Tensor | None = None,
-    clip: tuple[float, float] | None = (0.2, 0.2),
-    beta: float | None = 0.1,
-    entropy: Tensor | None = None,
-    entropy_coef: float = 0.0,
-    normalizer: float | Tensor | None = None,
-    mask: Tensor | None = None,
-) -> PolicyLoss:
-    r"""The ExGRPO loss of a batch of tokens from their log-probabilities.
-
-    With :math:`w = \exp(\mathrm{log\_prob} - \mathrm{old\_log\_prob})`, the exponent at most 20 (beyond that the
-    ratio stays at :math:`e^{20}` and has no gradient), the objective of a token is
-
-    .. math::
-        \begin{cases}
-        \min(w A, \mathrm{clip}(w, 1 - \mathrm{low}, 1 + \mathrm{high}) A)
-            & \text{fresh, or } w A \text{ without clip} \\
-        f(w) A, \quad f(w) = w / (w + \beta) & \text{replayed, or } w A \text{ without beta}
-        \end{cases}
-
-    and the loss is ``-(sum of objectives + entropy_coef * sum of entropies) / normalizer``. The objective of a
-    replayed token is computed without exponentiating the log-ratio; its derivative is :math:`A f (1 - f)`.
-
-    Args:
-        log_prob: log-probabilities under the current policy, in nats, ``[...]``, any floating dtype.
-        old_log_prob: those under the policy that generated the tokens, same shape. Constant.
-        advantage: same shape, or ``[B]``, one per row of a ``[B, L]`` batch. Constant.
-        replayed: bool, same shape or ``[B]``; None: no token is replayed.
-        clip: ``(low, high)``, both at least 0, or None.
-        beta: above 0, or None.
-        entropy: entropy of each token's distribution, in nats, same shape; needed where ``entropy_coef`` is not 0.
-        entropy_coef: weight of the sum of entropies.
-        normalizer: a number above 0, or a tensor without dimensions; None: the number of unmasked tokens (at least 1).
-        mask: bool, same shape; positions that are False are left out, whatever they hold (NaN included).
-
-    Returns:
-        PolicyLoss: ``loss``, differentiable in ``log_prob`` and ``entropy``; the rest detached, 0 where left out.
-        float32 (float64 for float64 log-probabilities).
-
-    Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has the wrong shape, device or value.
-
-    Source:
-        Mixed-policy objective with policy shaping of ExGRPO, arXiv 2510.02245; constant normaliser of Dr.GRPO.
-    """
-    arguments.same_tokens(log_prob, old_log_prob)
-    terms = arguments.terms(
-        log_prob, old_log_prob, advantage, replayed, clip, beta, entropy_coef, normalizer, "log_prob"
-    )
-    dtype = compute_dtype(log_prob.dtype)
-    if entropy is not None:
-        checks.tensor("entropy", entropy)
-        checks.shape("entropy", entropy, log_prob.shape)
-        checks.device("entropy", entropy, log_prob, "log_prob")
-    elif entropy_coef:
-        raise ValueError(f"entropy: expected a tensor, since entropy_coef is {entropy_coef}, got None")
-    if mask is not None:
-        checks.mask(mask, log_prob, "log_prob")
-        mask = mask.reshape(-1)
-    entropy = None if entropy is None else entropy.to(dtype).reshape(-1)
-    name = dispatch.requested_for_tokens(log_prob.device)
-    loss, per_token = ops.token_objective(log_prob.to(dtype).reshape(-1), entropy, terms, mask, name)
-    return PolicyLoss(loss.to(dtype), *(values.reshape(log_prob.shape) for values in per_token))
-
-
-def importance_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    r"""Importance ratio of each token, :math:`\exp(\min(\mathrm{log\_prob} - \mathrm{old\_log\_prob}, 20))`.
-
-    Args:
-        log_prob: log-probabilities under the current policy, in nats, ``[...]``.
-        old_log_prob: those under the policy that generated the tokens, same shape.
-
-    Returns:
-        Tensor: the ratios, same shape, float32 (float64 for float64 inputs), in ``[0, e^20]``; differentiable, with
-        gradient 0 beyond the bound.
-
-    Raises:
-        TypeError: an argument is no tensor of floating dtype.
-        ValueError: the shapes or devices differ.
-
-    Source:
-        Importance weights :math:`w_t` and :math:`w^*_t` of ExGRPO, arXiv 2510.02245.
-    """
-    arguments.same_tokens(log_prob, old_log_prob)
-    dtype = compute_dtype(log_prob.dtype)
-    return objective.bounded_ratio(log_prob.to(dtype) - old_log_prob.to(dtype))
-
-
-def shape_ratio(ratio: Tensor, beta: float) -> Tensor:
-    r"""Shaped importance ratio of replayed tokens, :math:`f(w) = w / (w + \beta)`.
-
-    It amplifies the gradient of tokens that the policy has become unlikely to say and damps that of those
-    it already says: :math:`\mathrm{d}f / \mathrm{d}\log w = f (1 - f)` is at most 1/4, at :math:`w = \beta`.
-
-    Args:
-        ratio: importance ratios, at least 0, any shape.
-        beta: above 0; 0.1 in the paper.
-
-    Returns:
-        Tensor: same shape and dtype as ``ratio``, in ``[0, 1]``; differentiable.
-
-    Raises:
-        TypeError: ``ratio`` is no tensor of floating dtype, or ``beta`` no number.
-        ValueError: ``beta`` is not above 0.
-
-    Source:
-        Policy shaping of ExGRPO, arXiv 2510.02245.
-    """
-    checks.tensor("ratio", ratio)
-    return ratio / (ratio + checks.number("beta", beta, positive=True))
-
-
-def group_advantage(reward: Tensor, group: Tensor, *, scale_by_std: bool = False) -> Tensor:
-    r"""Advantage of each response: its reward minus the mean reward of its group.
-
-    Args:
-        reward: ``[N]``, floating, integer or bool.
-        group: ``[N]``, int32 or int64: responses with the same number form a group. Groups may have any sizes and
-            stand in any order.
-        scale_by_std: divides by the group's sample standard deviation (N - 1 in the denominator) plus 1e-6. A group
-            of one has advantage 0 either way.
-
-    Returns:
-        Tensor: advantages ``[N]``, float32 (float64 for float64 rewards); they sum to 0 in each group.
-
-    Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: the shapes or devices differ.
-
-    Source:
-        Advantage of Dr.GRPO, the setting of ExGRPO, arXiv 2510.02245; with ``scale_by_std`` that of GRPO.
-    """
-    checks.tensor("reward", reward, (*checks.FLOATING, torch.int32, torch.int64, torch.bool))
-    checks.tensor("group", group, (torch.int32, torch.int64))
-    if reward.dim() != 1:
-        raise ValueError(f"reward: expected shape [N], got {list(reward.shape)}")
-    checks.shape("group", group, reward.shape)
-    checks.device("group", group, reward, "reward")
-    name = dispatch.requested_for_tokens(reward.device)
-    return ops.group_advantage(reward.detach(), group, scale_by_std, name).to(compute_dtype(reward.dtype))
 
 
 def sequence_entropy(
@@ -361,6 +254,18 @@ def sequence_entropy(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device or value; see :func:`linear_log_prob`.
+
+    Shape:
+        - hidden: ``[T, D]``, weight: ``[V, D]``, bias: ``[V]``
+        - target, temperature: ``[T]``
+        - cu_seqlens: ``[N + 1]``, result: ``[N]``
+
+    Example::
+
+        >>> hidden, weight = torch.randn(7, 16), torch.randn(1000, 16)
+        >>> target = torch.randint(1000, (7,))
+        >>> sequence_entropy(hidden, weight, target, torch.tensor([0, 4, 7])).shape  # of 4 and of 3 tokens
+        torch.Size([2])
 
     Source:
         Trajectory selection of ExGRPO, arXiv 2510.02245: the stored trajectory of lowest entropy is replayed.
