@@ -1,0 +1,324 @@
+"""Causal LMs of transformers that return log-probabilities and entropies instead of logits."""
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from exgrpo.integrations.heads import head_inputs, is_partitioned
+from exgrpo.integrations.logit_map import PROBES, LogitMap, fitted, probes
+from exgrpo.kernels import LogProb, linear_log_prob
+from exgrpo.kernels.inputs import IGNORED
+
+MARK = "_exgrpo"
+
+
+@dataclass
+class TokenOutput(ModelOutput):
+    """What a patched model returns for labels. Position i of a row scores ``labels[:, i + 1]``.
+
+    Attributes:
+        loss: the model's own loss, a scalar: mean negative log-probability of the labels that are not -100 (their sum
+            over ``num_items_in_batch`` where that is given), plus the router's loss where the model reports one.
+            Without any label it is 0.
+        log_prob: log-probability of each label in nats, ``[B, L]`` float32 (float64 for float64 models). Position i is
+            that of ``labels[:, i + 1]``; the last one and those of labels -100 are 0.
+        entropy: entropy in nats of the distribution that ``log_prob`` is of, likewise.
+        past_key_values: as the model returns it, like all below.
+        hidden_states: hidden states of each layer, where asked for.
+        attentions: attention weights of each layer, where asked for.
+        router_logits: logits of the routers, where asked for.
+        aux_loss: load-balancing loss of the routers, where asked for.
+    """
+
+    loss: Tensor | None = None
+    log_prob: Tensor | None = None
+    entropy: Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+    aux_loss: Tensor | None = None
+
+
+@dataclass(eq=False)
+class _Patched:
+    """How to undo a patch. Kept on the module, so that a deep copy of the module has its own."""
+
+    own: Callable[..., Any]
+    """Its forward as it was."""
+    attribute: Callable[..., Any] | None
+    """What the instance had as forward; None: nothing, the class's is its own."""
+    function: Callable[..., Any]
+    """What its forward calls now."""
+
+
+@dataclass(eq=False)
+class _PatchedModel(_Patched):
+    head: nn.Module
+
+
+@dataclass(eq=False)
+class _PatchedHead(_Patched):
+    logits: LogitMap
+    backend: str
+    hook: int
+    """Key of `_take_result` among the head's forward hooks."""
+    request: tuple[Tensor, float | Tensor] | None = None
+    """Target [B, L] and temperature of the labelled forward that is under way."""
+    result: LogProb | None = None
+
+
+def patch_lm_head(model: nn.Module, *, backend: str = "auto") -> nn.Module:
+    """Makes a forward with labels return log-probabilities and entropies without logits. In place, and reversible.
+
+    A forward with the keyword ``labels`` then returns a :class:`TokenOutput`: its ``loss`` is the model's own, its
+    ``log_prob`` and ``entropy`` are per token and differentiable. Further keywords of such a forward are
+    ``temperature`` (a number, or a tensor shaped like ``labels``) and, instead of ``labels``, ``shift_labels``
+    ``[B, L]`` that are shifted already. A forward without labels, hence ``generate``, is as before.
+
+    The model's own code runs up to the head. What it does with the logits afterwards (a softcap, a scale) is measured
+    here, on numbers sent through that code; then the results for a few tokens are compared with the model's own logits.
+    So a model that computes its logits in another way is refused, and no list of architectures is needed. Both take
+    three forwards of a few tokens, collective where the parameters are sharded.
+
+    Args:
+        model: causal LM of transformers, also one with adapters of peft. Patch after adding adapters and
+            before wrapping in DDP or ``torch.compile``; one that ZeRO-3 has partitioned while it was loaded only after
+            ``deepspeed.initialize`` (``engine.module``).
+        backend: backend of :mod:`exgrpo.kernels`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: no causal LM of transformers, or its head is quantised.
+        ValueError: it is patched already, there is no such backend, or its logits are not those of the kernels.
+        RuntimeError: the parameters are sharded and nothing gathers them yet.
+
+    Example::
+
+        model = patch_lm_head(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", dtype="bfloat16"))
+        output = model(input_ids, attention_mask=attention_mask, labels=labels)
+        (output.loss - 0.01 * output.entropy.mean()).backward()
+    """
+    head = _head(model)
+    if hasattr(model, MARK) or hasattr(head, MARK):
+        raise ValueError(f"model: {type(model).__name__} is patched already; unpatch_lm_head undoes it")
+    if any(is_partitioned(p) for p in head.parameters()) and not head._forward_pre_hooks:
+        raise RuntimeError("model: ZeRO-3 has it partitioned; patch engine.module, after deepspeed.initialize")
+    tokens = torch.arange(PROBES, device=next(model.parameters()).device)[None] % _vocabulary(model)
+    with _evaluating(model):
+        logits = model(input_ids=tokens).logits
+        _install(model, head, _measured(model, head, tokens, logits.shape[-1]), backend)
+        try:
+            found = model(input_ids=tokens, labels=tokens)
+            _compare(LogProb(found.log_prob, found.entropy), logits, tokens, type(model).__name__)
+        except BaseException:
+            unpatch_lm_head(model)
+            raise
+    return model
+
+
+def unpatch_lm_head(model: nn.Module) -> nn.Module:
+    """Undoes :func:`patch_lm_head`.
+
+    Args:
+        model: a patched model.
+
+    Returns:
+        The same model, whose forwards are those it had.
+
+    Raises:
+        ValueError: the model is not patched, or its forward was replaced once more since.
+    """
+    if not hasattr(model, MARK):
+        raise ValueError(f"model: {type(model).__name__} is not patched")
+    modules = (model, vars(model)[MARK].head)
+    for module in modules:
+        if getattr(module.forward, "__func__", None) is not vars(module)[MARK].function:
+            raise ValueError(f"{type(module).__name__}.forward was replaced after patch_lm_head; undo that first")
+    for module in modules:
+        patched = vars(module).pop(MARK)
+        if isinstance(patched, _PatchedHead):
+            del module._forward_hooks[patched.hook]
+        del module.forward
+        if patched.attribute is not None:
+            module.forward = patched.attribute
+    return model
+
+
+def _model_forward(
+    model: nn.Module,
+    *args: Any,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    num_items_in_batch: int | Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    patched: _PatchedModel = vars(model)[MARK]
+    if labels is None and shift_labels is None:
+        if isinstance(temperature, Tensor) or temperature != 1:
+            raise ValueError("temperature: expected with labels only; without them the model's own logits are returned")
+        return patched.own(*args, **kwargs)
+    if _head(model) is not patched.head:
+        raise RuntimeError("model: its head was replaced after patch_lm_head; unpatch_lm_head, then patch it again")
+    if labels is not None and shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    target = cast(Tensor, shift_labels)
+    head: _PatchedHead = vars(patched.head)[MARK]
+    hooks = patched.head._forward_hooks
+    if list(hooks)[-1] != head.hook:  # those of an engine that came after the patch have to see the results first
+        hooks.move_to_end(head.hook)  # type: ignore[attr-defined]
+    head.request = (target, temperature)
+    try:
+        output, result = patched.own(*args, **kwargs), head.result
+    finally:
+        head.request = head.result = None
+    if result is None:
+        raise RuntimeError("model: its forward did not call its head")
+    loss = _own_loss(
+        model, result.log_prob, target.to(result.log_prob.device), num_items_in_batch, output.get("aux_loss")
+    )
+    kept = {name: output[name] for name in _PASSED_ON if output.get(name) is not None}
+    return TokenOutput(loss=loss, log_prob=result.log_prob, entropy=result.entropy, **kept)
+
+
+_PASSED_ON = ("past_key_values", "hidden_states", "attentions", "router_logits", "aux_loss")
+
+
+def _head_forward(head: nn.Module, hidden: Tensor) -> Tensor | LogProb:
+    # The fused call is made within the head's own forward and its results are the head's outputs: there ZeRO-3 and FSDP
+    # gather its parameters, once for the forward and for the backward too.
+    patched: _PatchedHead = vars(head)[MARK]
+    if patched.request is None:
+        return patched.own(hidden)
+    target, temperature = patched.request
+    if target.shape != hidden.shape[:-1]:
+        expected = f"{list(hidden.shape[:-1])}, that of the hidden states"
+        raise ValueError(
+            f"labels: expected shape {expected}, got {list(target.shape)}; instead of logits_to_keep, label what "
+            "shall be left out -100: it costs nothing"
+        )
+    inputs = head_inputs(head, hidden)
+    return linear_log_prob(
+        inputs.hidden,
+        inputs.weight,
+        target.to(hidden.device),
+        bias=inputs.bias,
+        temperature=temperature * patched.logits.temperature,
+        softcap=patched.logits.softcap,
+        backend=patched.backend,
+    )
+
+
+def _take_result(head: nn.Module, args: tuple[Tensor, ...], output: Tensor | LogProb) -> Tensor | None:
+    """Forward hook: keeps the results as the engines' hooks have left them, and hands on logits without any column.
+
+    So what the model does with its logits costs nothing and meets nothing.
+    """
+    patched: _PatchedHead = vars(head)[MARK]
+    if patched.request is None:
+        return None
+    patched.result = LogProb(*output)
+    return args[0].detach()[..., :0]
+
+
+def _own_loss(
+    model: Any, log_prob: Tensor, target: Tensor, items: int | Tensor | None, aux_loss: Tensor | None
+) -> Tensor:
+    """The loss of transformers for causal LMs."""
+    if items is None:
+        items = (target != IGNORED).sum().clamp(min=1)
+    elif isinstance(items, Tensor):
+        items = items.to(log_prob.device)
+    loss = -log_prob.sum() / items
+    return loss if aux_loss is None else loss + model.router_aux_loss_coef * aux_loss.to(loss.device)
+
+
+def _install(model: nn.Module, head: nn.Module, logits: LogitMap, backend: str) -> None:
+    # The signature is the model's own: generate() and trainers look at it.
+    forward = functools.wraps(type(model).forward)(lambda *args, **kwargs: _model_forward(*args, **kwargs))
+    hook = head.register_forward_hook(_take_result).id
+    for module, function, kind, more in (
+        (head, _head_forward, _PatchedHead, (logits, backend, hook)),
+        (model, forward, _PatchedModel, (head,)),
+    ):
+        vars(module)[MARK] = kind(module.forward, vars(module).get("forward"), function, *more)
+        module.forward = types.MethodType(function, module)
+
+
+def _head(model: Any) -> nn.Module:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if not isinstance(head, nn.Module):
+        raise TypeError(
+            f"model: expected a causal LM of transformers, got {type(model).__name__}, which has no output embedding; "
+            "of a wrapped model pass the inner one (model.module)"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise TypeError(f"model: {type(model).__name__} is an encoder-decoder; expected a causal LM")
+    return head
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+def _measured(model: nn.Module, head: nn.Module, tokens: Tensor, vocabulary: int) -> LogitMap:
+    """What the model does with what its head returns."""
+    sent = probes(vocabulary, tokens.device)
+    attribute, calls = vars(head).get("forward"), 0
+
+    def answer(hidden: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return sent
+
+    head.forward = answer
+    try:
+        received = model(input_ids=tokens).logits
+    finally:
+        del head.forward
+        if attribute is not None:
+            head.forward = attribute
+    found = fitted(sent, received) if calls == 1 else None
+    if found is None:
+        what = "does more with its logits than a softcap and a scale" if calls == 1 else f"calls its head {calls} times"
+        raise ValueError(f"model: {type(model).__name__} {what}; use its logits with exgrpo.kernels.policy_loss")
+    return found
+
+
+def _compare(found: LogProb, logits: Tensor, tokens: Tensor, name: str) -> None:
+    """The fused results against the model's own logits, to what rounding to its dtype explains."""
+    exact = logits[0, :-1].double().log_softmax(-1)
+    log_prob = exact.gather(-1, tokens[0, 1:, None]).squeeze(-1)
+    entropy = -(exact.exp() * exact).sum(-1)
+    pairs = zip(found, (log_prob, entropy), strict=True)
+    error = max(float((ours[0, :-1].double() - own).abs().max()) for ours, own in pairs)
+    # At least 2^-13 a number: matrix products of a GPU may take float32 as TF32.
+    allowed = 4 * max(torch.finfo(logits.dtype).eps, 2**-13) * (1 + float(logits.abs().max()))
+    if not error <= allowed:
+        raise ValueError(
+            f"model: the head of {name} is no plain linear layer: its log-probabilities differ by {error:.2g} from "
+            "those of its weight and bias; use its logits with exgrpo.kernels.policy_loss"
+        )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Without gradients and without dropout; every module is in its mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,11 @@
+import pytest
+import torch
+
+
+@pytest.fixture
+def one_thread():
+    """Tiny models are faster so."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,91 @@
+"""What users read runs: the examples of the pages in docs/ and those of the kernels' documentation."""
+
+import ast
+import doctest
+import inspect
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from exgrpo import kernels
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+MARK = "# runs in the tests"
+FUNCTIONS = [getattr(kernels, name) for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))]
+
+
+def examples(page):
+    """The page's examples as one program whose lines have the numbers that they have in the page."""
+    lines, block = [], None
+    for line in page.splitlines():
+        if block is None:
+            block = [] if line.rstrip() == "```python" else None
+            lines.append("")
+        elif line.rstrip() == "```":
+            runs = block[:1] == [MARK]
+            lines += [*(block if runs else [""] * len(block)), ""]
+            block = None
+        else:
+            block.append(line)
+    return "\n".join(lines)
+
+
+def missing(program):
+    """Packages that it imports at its top and that are not installed."""
+    imports = [node for node in ast.parse(program).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name.split(".")[0] for node in imports for name in imported(node)}
+    return sorted(name for name in names if find_spec(name) is None)
+
+
+def imported(node):
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if MARK in page.read_text()], ids=lambda page: page.stem)
+def test_the_examples_of_a_page_run(page, tmp_path):
+    program = examples(page.read_text())
+    if absent := missing(program):
+        pytest.skip(f"not installed: {', '.join(absent)}")
+    script = tmp_path / f"{page.stem}_page.py"
+    script.write_text(program)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{page.name}: {done.stdout}\n{done.stderr}"
+
+
+def test_examples_keep_their_lines_and_unmarked_ones_are_left_out():
+    page = f"text\n```python\n{MARK}\nx = 1\n```\n```python\nno python\n```\n```python\n{MARK}\ny = x\n```\n"
+    assert examples(page).splitlines() == ["", "", MARK, "x = 1", "", "", "", "", "", MARK, "y = x"]
+    assert missing("import torch.nn\nfrom exgrpo import kernels\nimport no_such_package.x") == ["no_such_package"]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_help_explains_every_argument_with_an_example_that_runs(function):
+    text = inspect.getdoc(function)
+    for section in ("Args:", "Returns:", "Raises:", "Example::"):
+        assert f"\n{section}\n" in text
+    described = re.findall(r"^    (\w+): ", text.split("\nArgs:\n")[1].split("\nReturns:\n")[0], re.MULTILINE)
+    assert described == list(inspect.signature(function).parameters)
+    example = doctest.DocTestParser().get_doctest(
+        text, {"torch": torch, **vars(kernels)}, function.__name__, None, None
+    )
+    assert example.examples
+    report = []
+    doctest.DocTestRunner().run(example, out=report.append)
+    assert not report, "".join(report)
