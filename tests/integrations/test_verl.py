@@ -1,0 +1,291 @@
+"""verl's function, its tests' shapes and tolerances, and its models' forwards with our kernels in them."""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from exgrpo.integrations import verl as integration
+from exgrpo.integrations.verl import linear_cross_entropy, patch_verl
+from tests.kernels import peers
+
+TEMPERATURE = 1.5
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Tokens, width, vocabulary in verl's own test of its kernel. The width decides how far the logits spread, so it stays;
+# a CPU does some 100 Gflop/s and not 500 Tflop/s: a 32nd of the tokens is left to it and a 16th of the vocabulary.
+SHAPES = [(1937, 3584, 152064), (2169, 896, 151936), (1530, 2048, 32256), (1388, 4096, 102400), (8192, 4096, 102400)]
+if DEVICE.type == "cpu":
+    SHAPES = [(tokens // 32, width, vocabulary // 16) for tokens, width, vocabulary in SHAPES]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(20251002)
+
+
+@pytest.fixture
+def verl(monkeypatch):
+    """verl's modules without what its packages' __init__ import, ray among it; a function that imports one."""
+    if find_spec("verl") is None:
+        pytest.skip("verl is not installed")
+    if find_spec("triton") is None:
+        pytest.skip("verl's torch backend imports Liger, which needs Triton")
+    root = Path(find_spec("verl").submodule_search_locations[0])
+    for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("verl", "verl.utils", "verl.utils.kernel", "verl.models", "verl.models.transformers"):
+        package = ModuleType(name)
+        package.__path__ = [str(root.parent.joinpath(*name.split(".")))]
+        monkeypatch.setitem(sys.modules, name, package)
+    yield importlib.import_module
+    for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
+        del sys.modules[name]
+
+
+def uniform(*shape, bound=0.5, dtype=torch.bfloat16, device="cpu"):
+    return torch.empty(shape, dtype=dtype, device=device).uniform_(-bound, bound).requires_grad_()
+
+
+def head(tokens, width, vocabulary, dtype=torch.bfloat16, device="cpu"):
+    """As verl's test makes them: one row of tokens, everything uniform in [-1/2, 1/2]."""
+    hidden = uniform(1, tokens, width, dtype=dtype, device=device)
+    weight = uniform(vocabulary, width, dtype=dtype, device=device)
+    return hidden, weight, torch.randint(vocabulary, (1, tokens), device=device)
+
+
+def full_logits(hidden, weight, labels, dtype=torch.float32):
+    """Log-probabilities and entropies [T] of the rounded inputs, in another dtype."""
+    logits = hidden.flatten(0, -2).to(dtype) @ weight.to(dtype).T / TEMPERATURE
+    log_probs = logits.log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs.gather(-1, labels.reshape(-1, 1)).squeeze(-1), entropy
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_verls_own_shapes_and_tolerances(shape):
+    hidden, weight, labels = head(*shape, device=DEVICE)
+    upstream = [uniform(labels.numel(), bound=bound, device=DEVICE).detach() for bound in (1.0, 0.5)]
+    ours = linear_cross_entropy(hidden, weight, labels, TEMPERATURE)
+    exact = full_logits(hidden, weight, labels)
+    torch.testing.assert_close(ours[0], exact[0], atol=1e-3, rtol=2e-4)
+    torch.testing.assert_close(ours[1], exact[1], atol=5e-3, rtol=5e-4)
+    found = torch.autograd.grad(ours, (hidden, weight), upstream)
+    wanted = torch.autograd.grad(exact, (hidden, weight), upstream)
+    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=4e-2)
+
+
+@pytest.mark.parametrize(("reduction", "reduce"), [("none", lambda x: x), ("sum", torch.sum), ("Mean", torch.mean)])
+def test_reductions_concern_the_log_probabilities_alone(reduction, reduce):
+    hidden, weight, labels = head(29, 24, 101, torch.float64)
+    log_prob, entropy = linear_cross_entropy(hidden, weight, labels, TEMPERATURE, reduction)
+    exact, exact_entropy = full_logits(hidden, weight, labels, torch.float64)
+    torch.testing.assert_close(log_prob, reduce(exact))
+    torch.testing.assert_close(entropy, exact_entropy)
+    found = torch.autograd.grad(log_prob.sum() + 0.3 * entropy.sum(), (hidden, weight))
+    torch.testing.assert_close(
+        found, torch.autograd.grad(reduce(exact).sum() + 0.3 * exact_entropy.sum(), (hidden, weight))
+    )
+
+
+def test_an_unknown_reduction_is_refused():
+    with pytest.raises(ValueError, match="reduction.*'average'"):
+        linear_cross_entropy(*head(3, 8, 11), 1.0, "average")
+
+
+def test_it_takes_what_verl_takes_and_gives_what_verl_gives(verl):
+    theirs = inspect.signature(verl("verl.utils.kernel.linear_cross_entropy").LinearCrossEntropy.forward)
+    expected = [(p.name, p.default) for p in theirs.parameters.values()][1:]  # without autograd's ctx
+    assert [(p.name, p.default) for p in inspect.signature(linear_cross_entropy).parameters.values()] == expected
+    hidden, weight, labels = head(12, 16, 33)
+    shaped = linear_cross_entropy(hidden.reshape(3, 4, 16), weight, labels.reshape(3, 4).int(), TEMPERATURE)
+    flat = linear_cross_entropy(hidden, weight, labels, TEMPERATURE)
+    assert [(x.shape, x.dtype) for x in shaped] == 2 * [((12,), torch.float32)]
+    assert all(torch.equal(*pair) for pair in zip(shaped, flat, strict=True))
+
+
+def causal_lm(name, **config):
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 211}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **config)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def outputs_and_gradients(model, tokens, upstream):
+    output = model(input_ids=tokens, temperature=TEMPERATURE, return_dict=True, use_cache=False)
+    results = output.log_probs.reshape(-1), output.entropy.reshape(-1)
+    gradients = torch.autograd.grad(results, list(model.parameters()), upstream)
+    return *(x.detach() for x in results), *gradients
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch", "liger"])
+@pytest.mark.parametrize(
+    ("name", "config"), [("Qwen2", {"tie_word_embeddings": True}), ("Llama", {"tie_word_embeddings": False})]
+)
+def test_models_forwarded_by_verl_give_the_results_of_its_torch_backend(verl, monkeypatch, name, config, backend):
+    patch_forward = verl("verl.models.transformers.monkey_patch").patch_forward_with_backends
+    model, tokens = causal_lm(name, **config), torch.randint(211, (1, 40))
+    upstream = (torch.randn(40), torch.randn(40))
+    monkeypatch.setattr(type(model), "forward", type(model).forward)  # verl replaces it on the class
+    patch_forward(model, use_fused_kernels=True, fused_kernels_backend="torch")
+    expected = outputs_and_gradients(model, tokens, upstream)
+    linear_log_prob, calls = integration.linear_log_prob, []
+
+    def counted(*tensors, **options):
+        calls.append(len(tensors))
+        return linear_log_prob(*tensors, **options)
+
+    monkeypatch.setattr(integration, "linear_log_prob", counted)
+    undo = patch_verl()
+    patch_forward(model, use_fused_kernels=True, fused_kernels_backend=backend)
+    found = outputs_and_gradients(model, tokens, upstream)
+    undo()
+    assert len(calls) == 1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_its_fused_linear_keeps_the_shape_of_a_batch(verl):
+    fused_linear = verl("verl.utils.experimental.torch_functional").FusedLinearForPPO
+    hidden, weight, labels = uniform(3, 5, 16), uniform(33, 16), torch.randint(33, (3, 5))
+    theirs = fused_linear()(hidden, weight, labels, TEMPERATURE)
+    undo = patch_verl()
+    ours = fused_linear()(hidden, weight, labels, temperature=TEMPERATURE)
+    undo()
+    exact = full_logits(hidden, weight, labels, torch.float64)
+    for mine, yours, true in zip(ours, theirs, exact, strict=True):
+        assert mine.shape == yours.shape == (3, 5)
+        assert mine.dtype == torch.float32
+        # Its logits are bfloat16; ours are not rounded.
+        assert (mine.flatten() - true).abs().max() < 0.01 * (yours.flatten() - true).abs().max()
+
+
+def test_a_patch_reaches_every_module_and_is_undone(verl):
+    kernel = verl("verl.utils.kernel.linear_cross_entropy")
+    fused_linear = verl("verl.utils.experimental.torch_functional").FusedLinearForPPO
+    originals = kernel.linear_cross_entropy, fused_linear.forward
+    before, after = ModuleType("verl.loaded_before"), ModuleType("verl.loaded_after")  # Megatron's forward imports it
+    sys.modules[before.__name__], before.linear_cross_entropy = before, kernel.linear_cross_entropy
+    undo, undo_nothing = patch_verl(), patch_verl()
+    sys.modules[after.__name__], after.linear_cross_entropy = after, kernel.linear_cross_entropy
+    assert before.linear_cross_entropy is after.linear_cross_entropy is linear_cross_entropy
+    assert fused_linear.forward is not originals[1]
+    undo_nothing()
+    assert kernel.linear_cross_entropy is linear_cross_entropy
+    undo()
+    assert before.linear_cross_entropy is after.linear_cross_entropy is kernel.linear_cross_entropy is originals[0]
+    assert fused_linear.forward is originals[1]
+
+
+def test_without_verl_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verl", None)
+    with pytest.raises(ImportError, match="pip install verl"):
+        patch_verl()
+
+
+def check_against_the_triton_kernel(rank):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    hidden, weight, labels = head(32, 128, 1100, torch.float32)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        peers.verl_triton(monkeypatch)
+        theirs = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+        # "none" alone: its reduced values are added to memory that nothing has cleared.
+        arguments = (hidden, weight, labels, TEMPERATURE, "none", None)
+        found, expected = linear_cross_entropy(*arguments), theirs(*arguments)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        upstream = [torch.randn_like(x) for x in found]
+        found, expected = (torch.autograd.grad(x, (hidden, weight), upstream) for x in (found, expected))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_its_triton_kernel_gives_the_same_in_the_interpreter(monkeypatch):
+    peers.require("verl", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # heeded by a process that has not imported Triton yet
+    torch.multiprocessing.spawn(check_against_the_triton_kernel, nprocs=1)
+
+
+def require_whole_verl(*more):
+    for package in ("verl", "ray", "tensordict", *more):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed, without which this part of verl cannot be imported")
+
+
+def test_verls_workers_are_patched_by_a_module_that_they_import(tmp_path):
+    require_whole_verl()
+    (tmp_path / "verl_with_exgrpo.py").write_text("from exgrpo.integrations.verl import patch_verl\n\npatch_verl()\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    environment = {**os.environ, "PYTHONPATH": path, "VERL_USE_EXTERNAL_MODULES": "verl_with_exgrpo"}
+    code = "import verl.utils.kernel.linear_cross_entropy as module; print(module.linear_cross_entropy.__module__)"
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.split()[-1] == "exgrpo.integrations.verl"
+
+
+def check_rank(rank, ranks, folder):
+    """Each rank has its rows of the head; the gradients of the hidden states are summed outside, as in verl's test."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    hidden, weight, labels = head(37, 24, 2 * 51, torch.float64)
+    mine = weight.detach()[51 * rank : 51 * (rank + 1)].requires_grad_()
+    upstream = torch.randn(2, 37, dtype=torch.float64).unbind()
+    exact = full_logits(hidden, weight, labels, torch.float64)
+    wanted = torch.autograd.grad(exact, (hidden, weight), upstream)
+    ours = linear_cross_entropy(hidden, mine, labels, TEMPERATURE, "none", dist.group.WORLD)
+    found = torch.autograd.grad(ours, (hidden, mine), upstream)
+    dist.all_reduce(found[0])
+    torch.testing.assert_close(ours, exact)
+    torch.testing.assert_close(found, (wanted[0], wanted[1][51 * rank : 51 * (rank + 1)]))
+    alone = dist.new_group([0]), dist.new_group([1])  # a tensor-parallel size of 1
+    ours = linear_cross_entropy(hidden, weight, labels, TEMPERATURE, "none", alone[rank])
+    torch.testing.assert_close(torch.autograd.grad(ours, (hidden, weight), upstream), wanted)
+    dist.destroy_process_group()
+
+
+def test_tensor_parallel_ranks_give_the_whole_results_and_shares_of_the_gradient(tmp_path):
+    torch.multiprocessing.spawn(check_rank, (2, tmp_path), nprocs=2)
+
+
+def check_megatron(rank, folder):
+    """Each rank has a half of the tokens and of the head, as Megatron's sequence and tensor parallelism leave them."""
+    torch.set_num_threads(1)
+    torch.cuda.current_device = lambda: torch.device("cpu")  # where Megatron puts what it gathers
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    importlib.import_module("megatron.core.parallel_state").initialize_model_parallel(tensor_model_parallel_size=2)
+    fused = importlib.import_module("verl.models.mcore.model_forward_fused")
+    patch_verl()
+    torch.manual_seed(0)
+    hidden, weight, labels = head(12, 24, 102, torch.float64)
+    hidden = hidden.detach().transpose(0, 1).requires_grad_()  # [tokens, batch, width]
+    upstream = torch.randn(2, 12, dtype=torch.float64).unbind()
+    tokens, rows = slice(6 * rank, 6 * rank + 6), slice(51 * rank, 51 * rank + 51)
+    exact = full_logits(hidden, weight, labels, torch.float64)
+    wanted = torch.autograd.grad(exact, (hidden, weight), upstream)
+    mine = [x.detach().requires_grad_() for x in (hidden[tokens], weight[rows])]
+    output = fused.fused_output_processor(
+        hidden_states=mine[0],
+        output_layer=None,
+        output_weight=mine[1],
+        labels=labels,
+        context=fused.FusedOutputProcessorContext(temperature=TEMPERATURE),
+        config=SimpleNamespace(sequence_parallel=True, config_logger_dir=""),
+    )
+    ours = output.log_probs, output.entropy
+    torch.testing.assert_close(ours, exact)
+    torch.testing.assert_close(torch.autograd.grad(ours, mine, upstream), (wanted[0][tokens], wanted[1][rows]))
+    dist.destroy_process_group()
+
+
+def test_its_megatron_forward_gets_the_gradients_of_the_whole(tmp_path):
+    require_whole_verl("megatron")
+    torch.multiprocessing.spawn(check_megatron, (tmp_path,), nprocs=2)
