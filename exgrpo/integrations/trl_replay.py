@@ -1,0 +1,130 @@
+"""What an ExGRPO run in TRL remembers between generations, on :mod:`exgrpo.train.experience`; it needs no TRL."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from exgrpo.train.config import ExperienceConfig
+from exgrpo.train.experience import (
+    DelayedStart,
+    ExperienceMemory,
+    FreshQuestions,
+    StepPlan,
+    bucket_log_weights,
+    plan_questions,
+)
+from exgrpo.train.experience_store import ExperienceStore, read_checked, write_checked
+from exgrpo.train.records import Group
+from exgrpo.train.seeds import generator
+
+STATE = "state.json"
+
+
+class Replay:
+    """Experience memory, delayed start, and which questions come next.
+
+    Every process holds the same one and takes the same decisions from the same groups.
+
+    Args:
+        config: how experience is kept and drawn.
+        questions: number of questions; they are known by index.
+        samples: K, answers per question.
+        seed: of the draws.
+    """
+
+    def __init__(self, config: ExperienceConfig, questions: int, samples: int, seed: int) -> None:
+        self.config = config
+        self.memory = ExperienceMemory(
+            questions,
+            samples,
+            count_replayed=config.count_replayed,
+            max_per_question=config.max_per_question,
+            max_age=config.max_age,
+            retire=config.retire and config.ratio > 0,
+            bucket_by=config.bucket_by,
+        )
+        self.latch = DelayedStart(config.start_pass_rate)
+        self.pool = FreshQuestions(questions, generator(seed, "fresh questions"))
+        self.rng = generator(seed, "replay")
+        self._law = bucket_log_weights(config.question_weight, samples, mu=config.mu, sigma=config.sigma)
+
+    @property
+    def on(self) -> bool:
+        """Whether the next generation replays and what it collects is kept."""
+        return self.latch.open and self.config.ratio > 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every question is solved."""
+        return bool(self.memory.retired.all())
+
+    def plan(self, batch: int) -> StepPlan:
+        """The questions of the next generation, exactly `batch` of them.
+
+        Where too few are unsolved, retired ones fill up: they teach little, and the batch keeps its shape.
+        """
+        plan = plan_questions(
+            self.memory,
+            self.pool,
+            self.rng,
+            batch=batch,
+            ratio=self.config.ratio,
+            log_weights=self._law,
+            replay=self.on,
+        )
+        missing = batch - len(plan.fresh) - len(plan.replayed)
+        if missing == 0:
+            return plan
+        solved = self.rng.choice(np.flatnonzero(self.memory.retired), missing, replace=False)
+        return StepPlan(np.concatenate([plan.fresh, solved]), plan.replayed)
+
+    def take_in(self, groups: Sequence[Group], step: int) -> float:
+        """Learn what the graded groups of a generation show; returns the fraction of fresh successes."""
+        rewards = np.array([row.reward for group in groups for row in group.fresh])
+        pass_rate = float(np.mean(rewards >= 1.0))
+        self.memory.update(groups, step, collect=self.on)
+        self.latch.observe(float(rewards.mean()) if self.config.bucket_by == "reward_deviation" else pass_rate)
+        return pass_rate
+
+    def save(self, folder: Path) -> None:
+        """Write the state to a folder, which is made."""
+        index = ExperienceStore(folder).save(self.memory.all_trajectories())
+        arrays: dict[str, np.ndarray] = {
+            "bucket": self.memory.bucket,
+            "retired": self.memory.retired.astype(np.uint8),
+            "pool_order": self.pool.order,
+        }
+        state = {
+            "arrays": write_checked(folder, {**index, **arrays}),
+            "open": self.latch.open,
+            "pool_position": self.pool.position,
+            "pool": self.pool.rng.bit_generator.state,
+            "replay": self.rng.bit_generator.state,
+        }
+        (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Go on from a saved state.
+
+        Raises:
+            ValueError: there is none, it belongs to another number of questions, or a file is damaged.
+        """
+        if not (folder / STATE).is_file():
+            raise ValueError(
+                f"{folder} holds no experience: that checkpoint is not from ExGRPOTrainer; to start from its weights, "
+                "give it as the model and leave resume_from_checkpoint out"
+            )
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        arrays = read_checked(folder, state["arrays"])
+        if len(arrays["bucket"]) != len(self.memory.bucket):
+            raise ValueError(
+                f"{folder} is the experience of {len(arrays['bucket'])} questions and train_dataset has "
+                f"{len(self.memory.bucket)}: resume with the data set of the run"
+            )
+        self.memory.restore(arrays["bucket"], arrays["retired"].astype(bool), ExperienceStore(folder).load(arrays))
+        self.latch.open = state["open"]
+        self.pool.order, self.pool.position = arrays["pool_order"].copy(), state["pool_position"]
+        self.pool.rng.bit_generator.state = state["pool"]
+        self.rng.bit_generator.state = state["replay"]

@@ -1,0 +1,61 @@
+"""ExGRPO in TRL under DeepSpeed ZeRO-3 on two ranks, against one process that shards nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,<2'", exc_type=ImportError)
+pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install 'exgrpo[train]'")
+
+from safetensors.torch import load_file
+
+from tests.integrations import trl_worker
+from tests.integrations.trl_trainers import save_model
+from tests.train.launch import launch
+
+ZERO_3 = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,  # shard the smallest too
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+
+def test_zero_3_is_the_unsharded_run(tmp_path: Path) -> None:
+    # Plain gradient descent: what comes out is linear in the gradients. The loss does not depend on how rows are
+    # packed, so two ranks are two micro-batches.
+    common = {"max_steps": 3, "start_pass_rate": 0.0, "entropy_coef": 0.0, "optim": "sgd", "learning_rate": 1.0}
+    heads = {"tied": True, "untied": False}
+    for head, tied in heads.items():
+        save_model(tmp_path / head, tied=tied)
+    whole, shards = (
+        {str(tmp_path / head): str(tmp_path / kind / head) for head in heads} for kind in ("whole", "shards")
+    )
+    trl_worker.main(whole, {**common, "gradient_accumulation_steps": 2})
+    finished = launch(
+        Path(trl_worker.__file__), json.dumps(shards), json.dumps({**common, "deepspeed": ZERO_3}), ranks=2
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    for model in shards:
+        assert_same_run(Path(shards[model]), Path(whole[model]))
+
+
+def assert_same_run(shards: Path, whole: Path) -> None:
+    results = [json.loads((folder / "result.json").read_text()) for folder in (shards, whole)]
+    assert [result["sharded"] for result in results] == [True, False]
+    for log, other in zip(results[0]["log"][:3], results[1]["log"][:3], strict=True):
+        assert log["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        assert log["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+        assert log["experience/replayed"] == other["experience/replayed"]
+    assert results[0]["log"][2]["experience/replayed"] > 0
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (shards, whole)]
+    for name, weight in weights[1].items():
+        torch.testing.assert_close(weights[0][name], weight, rtol=1e-5, atol=1e-5)

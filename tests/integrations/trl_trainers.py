@@ -1,0 +1,89 @@
+"""Trainers of TRL on a tiny random model, the same in every process."""
+
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from trl import GRPOConfig, GRPOTrainer
+
+from exgrpo.train.arithmetic import MODEL_FOLDER
+
+QUESTIONS = 12
+COMPLETION = 9  # tokens at most
+
+
+@lru_cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(MODEL_FOLDER)
+
+
+def save_model(folder: Path, *, tied: bool = False) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer()),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        bos_token_id=tokenizer().bos_token_id,
+        eos_token_id=tokenizer().eos_token_id,
+        pad_token_id=tokenizer().pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def questions() -> Dataset:
+    return Dataset.from_dict({"prompt": ["What is " + "12345"[: 1 + i % 5] + f"+{i}?" for i in range(QUESTIONS)]})
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A success of about one answer in three, by its tokens alone."""
+    return [float(sum(ids) % 3 == 0) for ids in completion_ids]
+
+
+def options(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": COMPLETION,
+        **changes,
+    }
+
+
+def grpo(kind: type[GRPOTrainer], folder: Path, model: Path, **changes: Any) -> GRPOTrainer:
+    config = GRPOConfig(**options(folder, **changes))
+    return kind(str(model), reward, config, questions(), processing_class=tokenizer())
+
+
+class WrittenAnswers(GRPOTrainer):
+    """Answers are a function of the question, of how often it was asked before in the call, and of the step."""
+
+    asked: int = 0
+    log_prob: float | None = None  # what the sampler says of every token
+
+    def _generate_single_turn(self, prompt_ids: list, *_: Any, **__: Any) -> tuple[list, list | None]:
+        self.asked += len(prompt_ids)
+        before: Counter = Counter()
+        answers = []
+        for ids in prompt_ids:
+            before[tuple(ids)] += 1
+            seed = hash((tuple(ids), before[tuple(ids)], self.state.global_step))
+            draw = torch.Generator().manual_seed(seed % 2**32)
+            length = int(torch.randint(2, COMPLETION, (1,), generator=draw))
+            answers.append([*torch.randint(3, 290, (length,), generator=draw).tolist(), tokenizer().eos_token_id])
+        return answers, self.log_prob and [[self.log_prob] * len(answer) for answer in answers]

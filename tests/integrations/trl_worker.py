@@ -1,0 +1,44 @@
+"""Three real ExGRPO steps of each model; rank 0 saves losses and weights.
+
+Arguments: JSON of the output folder by model folder, JSON of changes of the options.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.ops import __compatible_ops__
+
+from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
+from tests.integrations.trl_trainers import WrittenAnswers, options, questions, reward, tokenizer
+
+
+class Trainer(ExGRPOTrainer, WrittenAnswers):
+    """ExGRPO on written answers."""
+
+
+def main(folders: dict[str, str], changes: dict) -> None:
+    __compatible_ops__["deepspeed_shm_comm"] = False  # only inference would use it
+    if "deepspeed" in changes:
+        deepspeed.init_distributed("gloo")  # on CPUs nothing else does before the model is loaded in shards
+    for model, output in folders.items():
+        train(model, Path(output), changes)
+
+
+def train(model: str, output: Path, changes: dict) -> None:
+    config = ExGRPOConfig(**options(output, **changes))
+    trainer = Trainer(model, reward, config, questions(), processing_class=tokenizer())
+    trainer.train()
+    trainer.save_model(str(output / "model"))  # gathers under ZeRO-3
+    if trainer.accelerator.is_main_process:
+        sharded = any(getattr(p, "ds_numel", 0) > p.numel() for p in trainer.model.parameters())
+        result = {"log": trainer.state.log_history, "asked": trainer.asked, "sharded": sharded}
+        (output / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    *_, folders, changes = sys.argv  # the launcher puts --local_rank first
+    main(json.loads(folders), json.loads(changes))
