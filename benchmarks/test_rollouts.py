@@ -44,7 +44,7 @@ def results(numbers: dict[str, Any]) -> Results:
 @pytest.mark.parametrize("row", ROWS)
 def test_rollouts(benchmark, races, tmp_path, model, row):
     if benchmark.disabled:
-        pytest.skip("it takes real rollouts")
+        pytest.skip("it generates for minutes: only with --benchmark-only")
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("the trainer is not installed: pip install '.[train]'")
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
-from torch.library import opcheck
+from torch import Tensor, library
 
 from exgrpo import kernels
 from exgrpo.kernels import reference
@@ -112,4 +111,6 @@ def assert_as_good(ours, plain, exact, *, factor=2.0, measure=error):
 
 def check_schema(operator, *arguments, autograd=True):
     """What an operator's schema says of its arguments is so, and it has no derivative that would be wrong."""
-    opcheck(operator.default, arguments, test_utils=("test_schema",) + autograd * ("test_autograd_registration",))
+    library.opcheck(
+        operator.default, arguments, test_utils=("test_schema",) + autograd * ("test_autograd_registration",)
+    )

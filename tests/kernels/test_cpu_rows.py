@@ -70,7 +70,7 @@ def row_sums(logits, target, *, bias=None, softcap=None, temperature=None, ancho
 def test_other_instruction_sets(name):
     """The tests that all backends share, in a process of its own."""
     if name == OPERATORS.instruction_set():
-        pytest.skip("it is this process's own")
+        pytest.skip("the other tests of this process are of that instruction set")
     files = [os.path.join(os.path.dirname(__file__), file) for file in SHARED]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "cpu", *files]
     tests = subprocess.run(command, env={**os.environ, ASKED: name}, capture_output=True, text=True)

@@ -63,7 +63,7 @@ class ScriptedEngine:
         yield from reversed(answers)  # no engine finishes them in order
 
     def counts(self) -> EngineCounts:
-        return EngineCounts(prompt_tokens=10, cached_tokens=4)
+        return EngineCounts(prompt_tokens=10, cached_tokens=4, asleep_seconds=3.0)
 
     def push_weights(self, weights: Iterable) -> None:
         assert list(weights) == ["weights"]

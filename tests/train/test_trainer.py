@@ -138,7 +138,7 @@ def test_ahead_the_next_answers_come_from_the_policy_before_the_update():
     assert engine.log.count("push") == 4
 
 
-def test_ahead_takes_the_same_questions_and_learns_with_weights_from_the_policy_that_wrote_them():
+def test_ahead_takes_the_same_questions():
     alone, ahead = make(half(20), rollout={"behaviour": "engine"}, steps=4), make(half(20), **AHEAD)
     for step in range(1, 5):
         assert alone.step(step).questions == ahead.step(step).questions
@@ -347,4 +347,8 @@ def test_metrics_describe_the_step():
     assert metrics["buffer_questions"] == len(trainer.memory)
     assert metrics["buffer_trajectories"] == trainer.memory.trajectory_count
     assert metrics["generated_tokens"] > sum(lengths)
+    assert metrics["rollout_tokens_per_second"] == pytest.approx(sum(lengths) / metrics["seconds/generate"])
+    assert metrics["prefix_cache_hits"] == pytest.approx(0.4)
+    assert metrics["seconds/asleep"] == 3.0
+    assert metrics["staleness"] == 0
     assert dataclasses.is_dataclass(result)
