@@ -104,7 +104,7 @@ def one_round(
     engine: RolloutEngine, weights: Weights, prompts: list[np.ndarray], config: Config, seed: int
 ) -> dict[str, float]:
     """Push, generate, count."""
-    sampling = Sampling(config.rollout.max_tokens, config.rollout.temperature, config.rollout.top_p)
+    sampling = Sampling(config.rollout.max_tokens, config.rollout.temperature)
     counts = [config.rollout.samples] * len(prompts)
     start = time.perf_counter()
     engine.push_weights(iter(weights))

@@ -1,6 +1,8 @@
 """The configuration of a run: typed, validated, every field explained (`--help` shows this file).
 
-`Config()` is the default run. A YAML recipe overrides it, and `--section.field VALUE` overrides both.
+The defaults are meant for an ordinary model on questions of one's own, both of which have to be named. A YAML recipe
+overrides them, and `--section.field VALUE` overrides both. Without a recipe, a model or questions, the recipe is that
+of the default run.
 """
 
 import difflib
@@ -14,6 +16,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tyro.conf import arg
 
 Model = TypeVar("Model", bound=BaseModel)
+
+DEFAULT_RUN = Path(__file__).parent / "assets" / "arithmetic" / "recipe.yaml"
+NAMED = ("policy.path", "data.train")
+"""What has no default: a model and questions."""
+PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
+"""Asks any model for what the reward math_no_think reads."""
+REFUSED = {
+    "rollout.top_p": "training samples from the whole distribution, because importance ratios compare probabilities "
+    "under it: leave this out, and lower rollout.temperature for likelier answers (evaluation.top_p is free)"
+}
+"""Keys that users of other trainers look for, and what to do instead."""
 
 
 class ConfigError(ValueError):
@@ -29,9 +42,9 @@ class Section(BaseModel):
 class PolicyConfig(Section):
     """The model that is trained."""
 
-    path: str = Field("builtin:arithmetic", description="Folder or hub name of a causal LM, or builtin:NAME.")
-    dtype: Literal["fp32", "bf16"] = Field("fp32", description="Compute dtype; masters stay fp32.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
+    path: str = Field(description="Folder or hub name of a causal LM, or builtin:NAME.")
+    dtype: Literal["fp32", "bf16"] = Field("bf16", description="Compute dtype; masters stay fp32.")
+    gradient_checkpointing: bool = Field(True, description="Recompute activations in the backward pass.")
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         "sdpa", description="Attention implementation of transformers."
     )
@@ -41,23 +54,32 @@ class PolicyConfig(Section):
 class DataConfig(Section):
     """Questions, their prompts and where they come from."""
 
-    train: str = Field("builtin:arithmetic", description="JSONL, JSON or parquet, a hub name, or builtin:NAME.")
+    train: str = Field(description="JSONL, JSON or parquet, a hub name, or builtin:NAME.")
     train_split: str = Field("train", description="Split of a hub or builtin data set to train on.")
-    train_limit: int | None = Field(6000, ge=1, description="Use only so many training questions.")
-    test: str | None = Field("builtin:arithmetic", description="Held-out questions; None: no evaluation.")
+    train_limit: int | None = Field(None, ge=1, description="Use only the first so many training questions.")
+    test: str | None = Field(None, description="Held-out questions; None: no evaluation.")
     test_split: str = Field("test", description="Split of a hub or builtin data set to evaluate on.")
-    test_limit: int | None = Field(512, ge=1, description="Use only so many held-out questions.")
+    test_limit: int | None = Field(None, ge=1, description="Use only the first so many held-out questions.")
     chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message put before every question.")
     keep_system: bool = Field(False, description="Use the data row's own system message.")
-    prompt_format: str = Field("{question}", description="Format string around every question.")
-    max_prompt_tokens: int = Field(64, ge=1, description="Longer prompts are dropped and counted.")
+    prompt_format: str = Field(
+        PROMPT_FORMAT,
+        description="Format string around every question; literal braces are doubled.",
+    )
+    answer_prefix: str = Field(
+        "",
+        description="Text that opens every answer, such as '<think>\\n'; it ends the prompt and is not trained.",
+    )
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted.")
 
 
 class RewardConfig(Section):
     """How answers are graded."""
 
-    function: str = Field("math", description="math, math_no_think, package.module:function or file.py:function.")
+    function: str = Field(
+        "math_no_think", description="math, math_no_think, package.module:function or file.py:function."
+    )
     workers: int = Field(2, ge=1, description="Grading processes per rank.")
     time_limit: float = Field(5.0, gt=0, description="Seconds per answer; then it is killed and scores 0.")
 
@@ -66,14 +88,15 @@ class RolloutConfig(Section):
     """How answers are sampled."""
 
     samples: int = Field(8, ge=2, description="K: answers per question (group size).")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature in training.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")
-    max_tokens: int = Field(80, ge=1, description="Longest response; longer ones are cut and marked.")
-    batch_tokens: int = Field(32768, ge=1, description="Prompt + response tokens generated at once per rank.")
+    temperature: float = Field(
+        1.0, gt=0, description="Sampling temperature in training; the trained policy is the one at this temperature."
+    )
+    max_tokens: int = Field(2048, ge=1, description="Longest response; longer ones are cut and marked.")
+    batch_tokens: int = Field(65536, ge=1, description="Prompt + response tokens generated at once per rank.")
     engine: Literal["auto", "transformers", "vllm", "server"] = Field(
         "auto", description="What generates; auto: rollout.servers if any, else vLLM where it can, else transformers."
     )
-    kv_cache_gib: float = Field(1.0, gt=0, description="vLLM: GiB per rank for keys and values.")
+    kv_cache_gib: float = Field(4.0, gt=0, description="vLLM: GiB per rank for keys and values.")
     tensor_parallel: int = Field(1, ge=1, description="vLLM: so many neighbouring ranks make one engine.")
     sleep_level: Literal[0, 1, 2] = Field(
         2,
@@ -159,7 +182,7 @@ class ObjectiveConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
     weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay.")
     grad_clip: float = Field(1.0, ge=0, description="Gradient norm is clipped here; 0 = off.")
@@ -208,16 +231,21 @@ class OutputConfig(Section):
 
 
 class Config(Section):
-    """Train a language model by ExGRPO (arXiv 2510.02245). Without arguments: the small default run."""
+    """Train a language model by ExGRPO (arXiv 2510.02245). Without model, questions and recipe: the default run."""
 
     seed: int = Field(0, ge=0, description="Seed of everything that is random.")
-    steps: int = Field(60, ge=0, description="Training steps.")
-    questions: int = Field(64, ge=1, description="B: questions (groups) per step.")
+    steps: int = Field(500, ge=0, description="Training steps.")
+    questions: int = Field(128, ge=1, description="B: questions (groups) per step.")
     resume: str | None = Field(
         None, description="auto: go on with the newest unfinished run in output.folder; or name a run's folder."
     )
-    policy: PolicyConfig = PolicyConfig()
-    data: DataConfig = DataConfig()
+    preflight: Literal["stop", "warn", "off"] = Field(
+        "stop",
+        description="Before training a few questions are answered and graded; where no answer can earn a reward: stop, "
+        "or only warn.",
+    )
+    policy: PolicyConfig
+    data: DataConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     experience: ExperienceConfig = ExperienceConfig()
@@ -288,7 +316,9 @@ def explain(error: ValidationError, model: type[BaseModel], origin: str) -> str:
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
+        if problem["type"] == "extra_forbidden" and key in REFUSED:
+            lines.append(f"{key}: {REFUSED[key]}")
+        elif problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, known_keys(model), n=1, cutoff=0.5)
             lines.append(f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         else:
@@ -308,6 +338,17 @@ def validate(values: dict[str, Any], origin: str) -> Config:
 def load_recipe(path: Path) -> Config:
     """Read a YAML recipe of a run; see `read_recipe`."""
     return validate(read_recipe(path), str(path))
+
+
+def _unfinished(values: dict[str, Any], origin: str, needed: Sequence[str]) -> Config:
+    """The configuration of a recipe that may leave `NAMED` keys out: the `needed` ones to the command line."""
+    config = validate(merged(dict.fromkeys(NAMED, ""), values), origin)
+    for key in needed:
+        section, name = key.split(".")
+        if name not in values.get(section, {}):
+            open_section = getattr(config, section).model_copy(update={name: tyro.MISSING})
+            config = config.model_copy(update={section: open_section})
+    return config
 
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -330,8 +371,14 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of keys to values, not a {type(raw).__name__}")
     base = raw.pop("base", None)
-    values = read_recipe((path.parent / base).resolve(), (*seen, path)) if base else {}
-    _merge(values, raw)
+    return merged(read_recipe((path.parent / base).resolve(), (*seen, path)) if base else {}, raw)
+
+
+def merged(*layers: dict[str, Any]) -> dict[str, Any]:
+    """Nested values of several layers, keys nested or dotted; later layers beat earlier ones."""
+    values: dict[str, Any] = {}
+    for layer in layers:
+        _merge(values, layer)
     return values
 
 
@@ -359,18 +406,28 @@ def split_recipe(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     return chosen.recipe, rest
 
 
-def parse_args(argv: list[str], default: Config | None = None) -> Config:
+def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequence[str] = NAMED) -> Config:
     """Resolve `[--recipe FILE] [--section.field VALUE ...]` into a configuration, on top of `default`.
 
+    Without a recipe and a default it is the default run's, unless a model or questions are named. `needed` are those
+    of the `NAMED` keys that must be given then.
+
     Exits with status 2 and one message where an option is unknown (naming the near one) or a value impossible.
+
+    Raises:
+        ConfigError: the recipe is wrong, or an option is one of `REFUSED`.
     """
     recipe, rest = split_recipe(argv)
-    if recipe:
-        default = load_recipe(recipe)
+    options = {argument.partition("=")[0].removeprefix("--").replace("-", "_") for argument in rest}
+    for key in options & set(REFUSED):
+        raise ConfigError(f"{key}: {REFUSED[key]}")
+    if recipe or default is None:
+        own = recipe or (None if options & set(NAMED) else DEFAULT_RUN)
+        default = _unfinished(read_recipe(own) if own else {}, str(own), needed)
     return tyro.cli(
         Config,
         args=rest,
-        default=default or Config(),
+        default=default,
         prog="deepspeed exgrpo/train/main.py",
         config=(tyro.conf.FlagConversionOff,),  # --policy.gradient_checkpointing True, as in a recipe
         description=f"{Config.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",

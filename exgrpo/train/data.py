@@ -37,6 +37,8 @@ class QuestionSet:
     """[N], N >= 1."""
     dropped_long: int
     """Rows left out because their prompts are too long; with a limit, among the rows up to the last one taken."""
+    beyond_limit: int = 0
+    """Rows after the last one taken, which the limit leaves out."""
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -67,6 +69,7 @@ def load_questions(
     prompt_format: str = "{question}",
     system_prompt: str | None = None,
     keep_system: bool = False,
+    answer_prefix: str = "",
     max_prompt_tokens: int,
     limit: int | None = None,
     seed: int = 0,
@@ -85,6 +88,7 @@ def load_questions(
             "{question}\nPut the final answer within \\boxed{{}}."
         system_prompt: the system message of every chat.
         keep_system: use the row's own system message where it has one; by default only its question is used.
+        answer_prefix: text that opens every answer, such as "<think>\n"; it ends the prompt.
         max_prompt_tokens: rows with longer prompts are dropped and counted.
         limit: take the first so many rows whose prompts fit. "builtin:arithmetic" needs it: how many to generate.
         seed: of the generated problems.
@@ -101,7 +105,8 @@ def load_questions(
     rows = read_rows(source, split=split, limit=limit, seed=seed)
     questions: list[Question] = []
     dropped, shortest = 0, None
-    for row, prompt in _with_prompts(rows, tokenizer, chat, prompt_format, system_prompt, keep_system, progress):
+    prompts = _with_prompts(rows, tokenizer, chat, prompt_format, system_prompt, keep_system, answer_prefix, progress)
+    for row, prompt in prompts:
         if len(prompt) > max_prompt_tokens:
             dropped += 1
             shortest = min(len(prompt), shortest or len(prompt))
@@ -114,7 +119,7 @@ def load_questions(
             f"{source}: all {dropped} prompts are longer than max_prompt_tokens = {max_prompt_tokens}; the shortest "
             f"has {shortest} tokens"
         )
-    return QuestionSet(tuple(questions), dropped)
+    return QuestionSet(tuple(questions), dropped, beyond_limit=len(rows) - len(questions) - dropped)
 
 
 def _check_options(
@@ -149,6 +154,7 @@ def _with_prompts(
     prompt_format: str,
     system_prompt: str | None,
     keep_system: bool,
+    answer_prefix: str,
     progress: bool,
 ) -> Iterator[tuple[Row, list[int]]]:
     """Pairs every row with its token ids, tokenising a batch when its first row is asked for."""
@@ -164,7 +170,7 @@ def _with_prompts(
             systems = [row.system if keep_system else system_prompt for row in batch]
             texts = _render(texts, systems, tokenizer)
         # A chat template writes the special tokens itself.
-        ids = tokenizer(texts, add_special_tokens=not chat)["input_ids"]
+        ids = tokenizer([text + answer_prefix for text in texts], add_special_tokens=not chat)["input_ids"]
         yield from zip(batch, ids, strict=True)
 
 

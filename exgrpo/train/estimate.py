@@ -377,7 +377,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status."""
     options, rest = tyro.cli(Options, args=list(argv), return_unknown_args=True, prog="python -m exgrpo.train.estimate")
     try:
-        config = parse_args(rest)
+        config = parse_args(rest, needed=["policy.path"])
         hardware_of(options, config.policy.dtype)  # a wrong name is told before a model is looked for
         assumptions_of(options, config)
         shape = read_shape(config.policy.path, options.config_json)

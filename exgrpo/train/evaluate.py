@@ -21,7 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 from exgrpo.train.answers import Answer, Answerer
-from exgrpo.train.config import ConfigError, explain, read_recipe, split_recipe
+from exgrpo.train.config import PROMPT_FORMAT, ConfigError, explain, read_recipe, split_recipe
 from exgrpo.train.data import Question, load_questions
 from exgrpo.train.distributed import World, start
 from exgrpo.train.folder_lock import claim
@@ -74,8 +74,13 @@ class Options(BaseModel):
     chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message put before every question.")
     keep_system: bool = Field(False, description="Use the data row's own system message.")
-    prompt_format: str = Field("{question}", description="Format string around every question.")
-    reward: str = Field("math", description="math, math_no_think, package.module:function or file.py:function.")
+    prompt_format: str = Field(PROMPT_FORMAT, description="Format string around every question.")
+    answer_prefix: str = Field(
+        "", description="Text that opens every answer, such as '<think>\\n'; it ends the prompt."
+    )
+    reward: str = Field(
+        "math_no_think", description="math, math_no_think, package.module:function or file.py:function."
+    )
     workers: int = Field(2, ge=1, description="Grading processes per rank.")
     time_limit: float = Field(5.0, gt=0, description="Seconds to grade an answer.")
     dtype: str = Field("bf16", pattern="^(fp32|bf16)$", description="fp32 or bf16.")
@@ -124,6 +129,7 @@ def load(options: Options, tokenizer: Any) -> tuple[list[Question], int]:
             prompt_format=options.prompt_format,
             system_prompt=options.system_prompt,
             keep_system=options.keep_system,
+            answer_prefix=options.answer_prefix,
             max_prompt_tokens=options.max_prompt_tokens,
             limit=options.limit,
             seed=options.seed,

@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from exgrpo.train.budget_parts import Assumptions, Hardware
-from exgrpo.train.config import Config, validate
+from exgrpo.train.config import Config
 from exgrpo.train.model_shape import ModelShape, shape_of
+from tests.train.configs import configured
 
 ROWS, LENGTH = 2, 40
 TOKENS = ROWS * LENGTH
@@ -99,7 +100,4 @@ def shape_like(model) -> ModelShape:
 def recipe(**sections) -> Config:
     """A valid small recipe with some sections changed."""
     rollout = {"engine": "transformers", "max_tokens": 24, "batch_tokens": 400}
-    values = {"data": {"max_prompt_tokens": 16}, "rollout": rollout}
-    for name, section in sections.items():
-        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
-    return validate(values, "test")
+    return configured({"data": {"max_prompt_tokens": 16}, "rollout": rollout}, sections)

@@ -11,9 +11,10 @@ import time
 import pytest
 
 from exgrpo.train.checkpoint import CheckpointError, Checkpoints, find
-from exgrpo.train.config import Config, ConfigError, to_yaml
+from exgrpo.train.config import ConfigError, to_yaml
 from exgrpo.train.resume import FINISHED, check_continuation, locate
 from exgrpo.train.trainer import Trainer
+from tests.train.configs import configured
 from tests.train.fakes import LoneWorld, RecordingPolicy, ScriptedEngine, answerer, question_set
 from tests.train.launch import MAIN, command, environment, launch
 
@@ -50,7 +51,7 @@ class SavingEngine:
 
 def make_trainer() -> Trainer:
     skill = {question: (0.25, 0.5, 0.75, 1.0)[question % 4] for question in range(24)}
-    config = Config.model_validate(
+    config = configured(
         {
             "questions": 6,
             "rollout": {"samples": 4, "max_tokens": 8},
@@ -164,14 +165,14 @@ def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stays(tmp_path, 
 
 def write_config(folder, **values):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(Config.model_validate(values)))
+    (folder / "config.yaml").write_text(to_yaml(configured(values)))
 
 
 def test_auto_means_the_newest_unfinished_run(tmp_path):
     """Unfinished is, too, a run that was killed between its last step and its last evaluation, such as "b"."""
 
     def config(**output):
-        return Config.model_validate({"resume": "auto", "output": {"folder": tmp_path, **output}})
+        return configured({"resume": "auto", "output": {"folder": tmp_path, **output}})
 
     assert locate(config()) is None
     for name, steps, done in (("a", 10, 4), ("b", 6, 6), ("finished", 4, 4), ("unsaved", 10, None)):
@@ -183,17 +184,17 @@ def test_auto_means_the_newest_unfinished_run(tmp_path):
     assert locate(config()) == tmp_path / "b"
     assert locate(config(name="a")) == tmp_path / "a"
     assert locate(config(name="finished")) is None
-    assert locate(Config.model_validate({"resume": str(tmp_path / "finished")})) == tmp_path / "finished"
+    assert locate(configured({"resume": str(tmp_path / "finished")})) == tmp_path / "finished"
     with pytest.raises(ConfigError, match="unsaved has no complete checkpoint"):
-        locate(Config.model_validate({"resume": str(tmp_path / "unsaved")}))
+        locate(configured({"resume": str(tmp_path / "unsaved")}))
 
 
 def test_a_run_goes_on_as_it_began():
-    saved = Config()
+    saved = configured()
     check_continuation(saved.model_copy(update={"steps": 100, "resume": "auto"}), saved)
-    here, there = (Config.model_validate({"rollout": {"servers": [url]}}) for url in ("http://a:8000", "http://b:8000"))
+    here, there = (configured({"rollout": {"servers": [url]}}) for url in ("http://a:8000", "http://b:8000"))
     check_continuation(there, here)
-    changed = Config.model_validate({"seed": 1, "experience": {"ratio": 0.25}})
+    changed = configured({"seed": 1, "experience": {"ratio": 0.25}})
     with pytest.raises(ConfigError, match=r"seed was 0 and is now 1, experience.ratio was 0.5 and is now 0.25"):
         check_continuation(changed, saved)
 

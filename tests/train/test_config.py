@@ -4,7 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from exgrpo.train.config import Config, ConfigError, known_keys, load_recipe, parse_args, to_yaml
+from exgrpo.train.config import (
+    Config,
+    ConfigError,
+    ExperienceConfig,
+    known_keys,
+    load_recipe,
+    parse_args,
+    read_recipe,
+    to_yaml,
+)
+from exgrpo.train.reward import resolve_reward
 
 
 def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
@@ -13,21 +23,68 @@ def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
     return path
 
 
-def test_without_arguments_the_defaults_hold():
-    assert parse_args([]) == Config()
-    assert parse_args(["--local_rank=3"]) == Config()
+DEFAULT_RUN = Path(__file__).parents[2] / "exgrpo" / "train" / "assets" / "arithmetic" / "recipe.yaml"
+OWN = ["--policy.path=my/model", "--data.train", "mine.jsonl"]
+
+
+def test_without_arguments_it_is_the_default_run():
+    assert parse_args([]) == parse_args(["--local_rank=3"]) == load_recipe(DEFAULT_RUN)
+    assert parse_args(["--experience.ratio=0"]).data.train_limit == 6000
+
+
+def test_an_own_model_takes_nothing_from_the_default_run():
+    """Whatever the default run's recipe says, but for its model and questions, is not so in another run."""
+    own, written = parse_args(OWN), load_recipe(DEFAULT_RUN).model_dump()
+    for key, value in flat(read_recipe(DEFAULT_RUN)).items():
+        section, _, name = key.rpartition(".")
+        assert value == (written[section][name] if section else written[name])
+        assert getattr(getattr(own, section) if section else own, name) != value, key
+
+
+def test_an_own_model_is_asked_for_what_its_reward_reads():
+    """The README's command: no question is left out, and the prompt asks for the box that is graded."""
+    own = parse_args(OWN)
+    assert (own.data.train_limit, own.data.test) == (None, None)
+    answer = r"So it is \boxed{" + "7}."
+    assert resolve_reward(own.reward.function)(answer, "7") == 1.0
+    assert own.data.prompt_format.format(question="What is 3 + 4?").startswith("What is 3 + 4?")
+    assert r"\boxed{}" in own.data.prompt_format.format(question="")
+
+
+@pytest.mark.parametrize("missing", [OWN[:1], OWN[1:]])
+def test_an_own_run_needs_a_model_and_questions(capsys, missing):
+    with pytest.raises(SystemExit):
+        parse_args(missing)
+    assert "Required options" in capsys.readouterr().err
+
+
+def test_nucleus_sampling_in_training_is_refused_with_the_remedy(tmp_path):
+    remedy = "rollout.top_p: .* lower rollout.temperature"
+    for arguments in (["--rollout.top_p", "0.9"], ["--rollout.top-p=0.9"]):
+        with pytest.raises(ConfigError, match=remedy):
+            parse_args(arguments)
+    with pytest.raises(ConfigError, match=remedy):
+        load_recipe(write(tmp_path, f"base: {DEFAULT_RUN}\nrollout.top_p: 0.9"))
+
+
+def flat(values, prefix=""):
+    items = {}
+    for key, value in values.items():
+        items |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return items
 
 
 def test_overrides_beat_the_recipe_and_the_recipe_beats_the_defaults(tmp_path):
-    recipe = write(tmp_path, "steps: 7\nexperience:\n  ratio: 0.25\noptimizer.lr: 1.0e-6\n")
+    recipe = write(tmp_path, f"base: {DEFAULT_RUN}\nsteps: 7\nexperience.ratio: 0.25\noptimizer.lr: 1.0e-6\n")
     config = parse_args(["--recipe", str(recipe), "--experience.ratio", "0.75", "--objective.clip", "None"])
     assert (config.steps, config.experience.ratio, config.optimizer.lr) == (7, 0.75, 1e-6)
     assert config.objective.clip is None
-    assert config.experience.mu == Config().experience.mu
+    assert config.experience.mu == ExperienceConfig().mu
 
 
 def test_a_recipe_builds_on_its_base(tmp_path):
-    write(tmp_path, "steps: 7\nexperience: {ratio: 0.25, mu: 0.3}\n", "base.yaml")
+    text = "policy.path: m\ndata: {train: q}\nsteps: 7\nexperience: {ratio: 0.25, mu: 0.3}\n"
+    write(tmp_path, text, "base.yaml")
     config = load_recipe(write(tmp_path, "base: base.yaml\nexperience.ratio: 0.0\n"))
     assert (config.steps, config.experience.ratio, config.experience.mu) == (7, 0.0, 0.3)
 
@@ -48,19 +105,31 @@ def test_the_resolved_configuration_is_a_recipe_that_repeats_the_run(tmp_path):
         ("rollout.max_tokens: 40000", "optimizer.micro_batch_tokens .* one sequence must fit"),
         ("data: {chat: false, system_prompt: hi}", "data.chat=False has no place for a system message"),
         (
-            "{objective.train_on: hard, experience.bucket_by: reward_deviation}",
+            "objective.train_on: hard\nexperience.bucket_by: reward_deviation",
             "objective.train_on=hard is a band of success rates",
         ),
+    ],
+)
+def test_bad_values_are_named(tmp_path, text, message):
+    recipe = write(tmp_path, f"base: {DEFAULT_RUN}\n{text}")
+    with pytest.raises(ConfigError, match=message) as error:
+        load_recipe(recipe)
+    assert str(recipe) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
         ("[1, 2]", "a recipe is a mapping"),
         ("a: [", "not valid YAML"),
         ("base: recipe.yaml", "leads back to itself"),
         ("base: other.yaml", "other.yaml: no such recipe"),
+        ("steps: 3", "policy: Field required"),
     ],
 )
-def test_bad_recipes_are_named(tmp_path, text, message):
-    recipe = write(tmp_path, text)
+def test_recipes_that_cannot_be_read_are_named(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as error:
-        load_recipe(recipe)
+        load_recipe(write(tmp_path, text))
     assert str(tmp_path) in str(error.value)
 
 

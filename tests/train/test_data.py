@@ -255,6 +255,8 @@ def test_templates(tmp_path: Path) -> None:
     assert prompt_of(tmp_path, system_prompt="Be brief.") == f"<system>Be brief.\n<user>{question}\n<assistant>"
     boxed = "{question}\nIn \\boxed{{}}."
     assert prompt_of(tmp_path, prompt_format=boxed) == f"<user>{question}\nIn \\boxed{{}}.\n<assistant>"
+    opened = prompt_of(tmp_path, answer_prefix="<think>\n")
+    assert opened == f"<user>{question}\n<assistant><think>\n"
     plain = prompt_of(tmp_path, BASE_TOKENIZER, chat=False, prompt_format="Q: {question}\nA:")
     assert plain == f"<s>Q: {question}\nA:"  # the tokenizer's own special tokens
 
@@ -312,6 +314,10 @@ def test_long_prompts_are_dropped_and_counted(
     assert loaded.dropped_long == int(loaded.questions[-1].gold) + 1 - len(loaded) or limit is None or len(fits) < limit
     if limit is None or len(fits) < limit:
         assert loaded.dropped_long == len(lengths) - len(fits)
+    # What is left out is known: a row is taken, too long, or beyond the limit.
+    assert loaded.beyond_limit == len(lengths) - 1 - (
+        int(loaded.questions[-1].gold) if len(fits) >= (limit or 99) else len(lengths) - 1
+    )
 
 
 def test_fingerprint_notices_any_change_and_lasts() -> None:

@@ -7,12 +7,13 @@ import sys
 import pytest
 import torch
 
-from exgrpo.train.config import Config, ConfigError, load_recipe
+from exgrpo.train.config import ConfigError, load_recipe
 from exgrpo.train.evaluate import Options, engine_settings
 from exgrpo.train.pretrained import load_pretrained
 from exgrpo.train.rollout import choice
 from exgrpo.train.rollout.choice import choose_engine, training_settings
 from tests.train import tiny
+from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
 from tests.train.launch import MAIN, environment, launch
 from tests.train.test_run import SMALL
@@ -22,7 +23,7 @@ GPU = torch.device("cuda", 0)
 
 
 def settings(**rollout):
-    config = Config.model_validate({"rollout": rollout})
+    config = configured({"rollout": rollout})
     return training_settings(config, load_pretrained("builtin:arithmetic"))
 
 
@@ -116,7 +117,7 @@ def test_tensor_parallelism_must_divide_and_needs_vllm(installed):
 )
 def test_options_that_exclude_each_other_are_named(rollout, message):
     with pytest.raises(ValueError, match=message):
-        Config.model_validate({"rollout": rollout})
+        configured({"rollout": rollout})
 
 
 def test_an_evaluation_makes_room_for_its_longest_question():

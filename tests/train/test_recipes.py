@@ -24,10 +24,13 @@ PAPER = {
     "data.max_prompt_tokens": 1024,
     "data.train_limit": None,
     "data.chat": True,
+    "data.system_prompt": None,
+    "data.keep_system": True,
+    "data.prompt_format": "{question}",
+    "data.answer_prefix": "<think>\n",
     "reward.function": "math",
     "rollout.samples": 8,
     "rollout.temperature": 1.0,
-    "rollout.top_p": 1.0,
     "rollout.max_tokens": 8192,
     "experience.ratio": 0.5,
     "experience.start_pass_rate": 0.35,
@@ -65,7 +68,8 @@ WEAK = {
     "steps": 500,
     "policy.path": "meta-llama/Llama-3.1-8B",
     "data.chat": False,
-    "data.system_prompt": None,
+    "data.keep_system": False,
+    "data.answer_prefix": "",
     "data.prompt_format": "Question: {question}\nReason step by step and put the answer into \\boxed{{}}.\nAnswer:",
     "reward.function": "math_no_think",
     "experience.start_pass_rate": 0.0,
@@ -173,5 +177,5 @@ def test_an_evaluation_recipe_asks_as_its_training_recipe_does(recipe):
     assert (options.temperature, options.top_p, options.max_tokens, options.samples) == (0.6, 1.0, 8192, 1)
     assert options.avg == {"aime": 32, "aime25": 32, "amc": 32}
     assert options.reward == training.reward.function
-    for name in ("chat", "system_prompt", "prompt_format", "max_prompt_tokens"):
+    for name in ("chat", "system_prompt", "keep_system", "prompt_format", "answer_prefix", "max_prompt_tokens"):
         assert getattr(options, name) == getattr(training.data, name)

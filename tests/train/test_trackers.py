@@ -19,6 +19,7 @@ from exgrpo.train import run as program
 from exgrpo.train.config import Config, ConfigError, load_recipe, parse_args, to_yaml
 from exgrpo.train.metrics import RunLog
 from exgrpo.train.trackers import check_trackers, open_trackers
+from tests.train.configs import configured
 
 NAMES = ("tensorboard", "wandb", "trackio")
 
@@ -77,7 +78,7 @@ def services(monkeypatch):
 
 
 def config(*names, **options) -> Config:
-    return Config.model_validate({"output": {"trackers": names, "project": "sums"}, **options})
+    return configured({"output": {"trackers": names, "project": "sums"}, **options})
 
 
 def train(log, first, last, scale=1.0):
