@@ -25,7 +25,7 @@ from exgrpo.train.ratios import count_log_ratios
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """A response under the current policy: [R] fp32 log-prob and [R] fp32 entropy of each token."""
+    """A response under the policy at some temperature: [R] fp32 log-prob and [R] fp32 entropy of each token."""
 
     log_prob: npt.NDArray[np.float32]
     entropy: npt.NDArray[np.float32]
@@ -39,6 +39,7 @@ class LossTerms:
     beta: float | None
     entropy_coef: float
     normalizer: float
+    temperature: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,24 +78,26 @@ class PolicyModel(nn.Module):
         # ZeRO-3 gathers a module's parameters around its own forward, so the fused call must happen inside it.
         head.forward = types.MethodType(partial(_fused_head, softcap=self.softcap, backend=backend), head)
 
-    def forward(self, batch: MicroBatch, loss: LossTerms | None = None) -> LogProb | PolicyLoss:
-        """Log-probs and entropies [B, L] of the targets; with `loss`, the loss and its per-token terms."""
+    def forward(self, batch: MicroBatch, terms: float | LossTerms) -> LogProb | PolicyLoss:
+        """Log-probs and entropies [B, L] of the targets at a temperature; of `LossTerms`, the loss and its parts."""
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=batch.tokens, use_cache=False).last_hidden_state
-        return self.model.get_output_embeddings()(hidden, batch, loss)
+        return self.model.get_output_embeddings()(hidden, batch, terms)
 
 
 def _fused_head(
     head: nn.Linear,
     hidden: torch.Tensor,
     batch: MicroBatch,
-    loss: LossTerms | None,
+    terms: float | LossTerms,
     *,
     softcap: float | None,
     backend: str,
 ) -> LogProb | PolicyLoss:
-    if loss is None:
-        return linear_log_prob(hidden, head.weight, batch.target, bias=head.bias, softcap=softcap, backend=backend)
+    if not isinstance(terms, LossTerms):
+        return linear_log_prob(
+            hidden, head.weight, batch.target, bias=head.bias, temperature=terms, softcap=softcap, backend=backend
+        )
     return linear_policy_loss(
         hidden,
         head.weight,
@@ -102,11 +105,12 @@ def _fused_head(
         batch.old_log_prob,
         batch.advantage,
         replayed=batch.replayed,
-        clip=loss.clip,
-        beta=loss.beta,
-        entropy_coef=loss.entropy_coef,
-        normalizer=loss.normalizer,
+        clip=terms.clip,
+        beta=terms.beta,
+        entropy_coef=terms.entropy_coef,
+        normalizer=terms.normalizer,
         bias=head.bias,
+        temperature=terms.temperature,
         softcap=softcap,
         backend=backend,
     )
@@ -124,6 +128,7 @@ class Policy:
     def __init__(self, config: Config, path: str, world: World) -> None:
         self.world = world
         self.budget = config.optimizer.micro_batch_tokens
+        self.temperature = config.rollout.temperature
         settings = deepspeed_settings(config)
         self._zero3 = HfDeepSpeedConfig(settings)  # alive: from_pretrained then loads each rank its shard
         model = AutoModelForCausalLM.from_pretrained(
@@ -168,14 +173,17 @@ class Policy:
         return 3 * 4 * sum(parameter.ds_numel for parameter in self.model.parameters())
 
     @torch.no_grad()
-    def score(self, rows: Sequence[Row]) -> list[Score]:
-        """Log-probs and entropies of every row's response under the current policy, work spread over all ranks."""
+    def score(self, rows: Sequence[Row], temperature: float) -> list[Score]:
+        """Log-probs and entropies of every row's response under the current policy at a temperature.
+
+        The work is spread over all ranks.
+        """
         plan = schedule([row.length for row in rows], self.budget, self.world.size)
         self.engine.eval()
         mine: list[tuple[int, Score]] = []
         for indices in plan[self.world.rank]:
             batch = collate([rows[i] for i in indices], self.world.device)
-            result = self.engine(batch)
+            result = self.engine(batch, temperature)
             log_prob, entropy = result.log_prob.cpu().numpy(), result.entropy.cpu().numpy()
             for line, i in enumerate(indices):
                 span = slice(len(rows[i].prompt) - 1, rows[i].length)
@@ -183,7 +191,7 @@ class Policy:
         return self.world.join(mine)
 
     def update(self, minibatch: MiniBatch, objective: ObjectiveConfig, *, clip: bool) -> UpdateStats:
-        """One optimiser step on the mini-batch.
+        """One optimiser step on the mini-batch, for the policy at the rollout temperature.
 
         The loss is a sum over the mini-batch divided by constants of the whole of it, so neither the packing nor the
         number of ranks changes it. (DeepSpeed averages gradients over ranks: hence normalizer / ranks.)
@@ -193,6 +201,7 @@ class Policy:
             beta=objective.beta,
             entropy_coef=objective.entropy_coef * minibatch.normalizer / minibatch.tokens,
             normalizer=minibatch.normalizer / self.world.size,
+            temperature=self.temperature,
         )
         plan = schedule([row.length for row in minibatch.rows], self.budget, self.world.size)
         self.engine.train()

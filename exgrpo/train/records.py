@@ -17,7 +17,8 @@ class Rollout:
     Attributes:
         response: [R] token ids. The EOS token is the last one when, and only when, the answer is finished.
         finished: False where the answer was cut at the length limit.
-        log_prob: [R] fp32, the engine's own log-probability of each token, or None where it has none.
+        log_prob: [R] fp32, the engine's own log-probability of each token under the policy that it sampled from, at the
+            sampling temperature; or None where it has none.
     """
 
     response: TokenIds
@@ -32,7 +33,7 @@ class Trajectory:
     Attributes:
         question: index of its question.
         response: [R] token ids (never text: re-encoding text would misalign `log_prob`).
-        log_prob: [R] fp32 at temperature 1 of the policy that wrote it (pi_past once it is replayed).
+        log_prob: [R] fp32 of the policy that wrote it, at the rollout temperature (pi_past once it is replayed).
         finished: whether it ends with EOS.
         reward: what the verifier gave, 1 for a success.
         step: training step in which it was written.

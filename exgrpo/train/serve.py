@@ -56,7 +56,7 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
         "--seed": seed,
         "--dtype": str(DTYPES[own.dtype]).removeprefix("torch."),
         "--generation-config": "vllm",
-        "--logprobs-mode": "raw_logprobs",  # at temperature 1, as the trainer computes them
+        "--logprobs-mode": "processed_logprobs",  # of the policy that is sampled from, at its temperature
         "--weight-transfer-config": json.dumps({"backend": "gloo" if on_cpu else "nccl"}),
         "--worker-extension-cls": "exgrpo.train.rollout.server_worker.RolloutWorker",
     }

@@ -56,7 +56,10 @@ def check_engine(
     if any(problems):
         raise RolloutError(next(filter(None, problems)))
     everything = [pair for pairs in of_ranks for pair in pairs]
-    scores = policy.score([Row(prompt, r.response, np.zeros(len(r.response), np.float32)) for prompt, r in everything])
+    scores = policy.score(
+        [Row(prompt, r.response, np.zeros(len(r.response), np.float32)) for prompt, r in everything],
+        sampling.temperature,
+    )
     gaps = [
         np.abs(score.log_prob - r.log_prob)
         for (_, r), score in zip(everything, scores, strict=True)

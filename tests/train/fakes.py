@@ -103,10 +103,12 @@ def engine_log_prob(response: TokenIds) -> np.ndarray:
     return -(response % 11 + 1) / 10 + (response % 7 - 3.0).astype(np.float32) / 10
 
 
-def fake_score(response: TokenIds, version: int) -> Score:
-    """Log-probs and entropies that depend on the tokens and on how often the policy was updated."""
+def fake_score(response: TokenIds, version: int, temperature: float = 1.0) -> Score:
+    """Log-probs and entropies that depend on the tokens, on how often the policy was updated and on the temperature."""
     ids = response.astype(np.float32)
-    return Score(log_prob=-(ids % 11 + 1 + version) / 10, entropy=((ids * 7 + version) % 13) / 10)
+    entropy = ((ids * 7 + version) % 13) / 10
+    # At another temperature other candidates have the lowest entropy.
+    return Score(-(ids % 11 + 1 + version) / 10 / temperature, entropy if temperature == 1 else 2 - entropy)
 
 
 class RecordingPolicy:
@@ -117,11 +119,11 @@ class RecordingPolicy:
         self.version = 0
         self.learning_rate = 1e-3
         self.updates: list[tuple[MiniBatch, bool]] = []
-        self.scored: list[list[Row]] = []
+        self.scored: list[tuple[list[Row], float]] = []
 
-    def score(self, rows: Sequence[Row]) -> list[Score]:
-        self.scored.append(list(rows))
-        return [fake_score(row.response, self.version) for row in rows]
+    def score(self, rows: Sequence[Row], temperature: float) -> list[Score]:
+        self.scored.append((list(rows), temperature))
+        return [fake_score(row.response, self.version, temperature) for row in rows]
 
     def update(self, minibatch: MiniBatch, objective, *, clip: bool) -> UpdateStats:
         self.updates.append((minibatch, clip))

@@ -27,7 +27,7 @@ def main(result: Path, cases: list[dict]) -> None:
             batches[0] = tiny.poisoned(batches[0])
         stats = [policy.update(minibatch, objective, clip=clip) for minibatch in batches]
         rows = [row for minibatch in tiny.minibatches(objective) for row in minibatch.rows]
-        scores = policy.score(rows)
+        scores = policy.score(rows, policy.temperature)
         outcomes.append(
             {
                 "stats": [vars(s) for s in stats],

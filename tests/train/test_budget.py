@@ -80,7 +80,9 @@ def test_the_peak_of_a_real_micro_batch(dtype, checkpointing, small_chunks):
     small_chunks(VOCABULARY)
     batch = micro_batch(length=200, prompt=4)
     with PeakMemory() as measured:
-        wrapped(batch, LossTerms(clip=None, beta=0.1, entropy_coef=0.0, normalizer=400.0)).loss.backward()
+        wrapped(
+            batch, LossTerms(clip=None, beta=0.1, entropy_coef=0.0, normalizer=400.0, temperature=1.0)
+        ).loss.backward()
     gradients = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     config = recipe(
         policy={"dtype": dtype, "gradient_checkpointing": checkpointing},

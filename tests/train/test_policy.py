@@ -26,6 +26,7 @@ CASES = {
     },
     # Three steps in all: from 0 to the peak in one, then down to half of it.
     "schedule": {"model": "tied", "objective": {}, "schedule": "linear", "warmup_steps": 1, "rates": (0, 1, 0.5)},
+    "temperature": {"model": "tied", "objective": {"entropy_coef": 0.01}, "temperature": 0.6},
     "poison": {"model": "tied", "objective": {}, "poison": True},
     "bf16": {"model": "tied", "objective": {}, "dtype": "bf16"},
 }
@@ -52,12 +53,12 @@ def outcomes(request, folders, tmp_path_factory):
     return dict(zip(CASES, torch.load(result, weights_only=True), strict=True))
 
 
-def plain_loss(model, minibatch, objective, clip):
+def plain_loss(model, minibatch, objective, clip, temperature):
     """The paper's objective written out on full logits, one unpadded sequence at a time."""
     total = entropy = torch.zeros(())
     for row in minibatch.rows:
         tokens = torch.tensor([*row.prompt, *row.response])
-        log_probs = model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :].log_softmax(-1)
+        log_probs = (model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :] / temperature).log_softmax(-1)
         log_prob = log_probs[torch.arange(len(row.response)), tokens[len(row.prompt) :]]
         ratio = torch.exp(log_prob - torch.from_numpy(row.old_log_prob))
         if row.replayed:
@@ -81,7 +82,7 @@ def plain_training(folder, case):
     for number, minibatch in enumerate(tiny.minibatches(objective)):
         if case.get("poison") and number == 0:
             continue
-        loss = plain_loss(model, minibatch, objective, clip)
+        loss = plain_loss(model, minibatch, objective, clip, case.get("temperature", 1.0))
         optimizer.param_groups[0]["lr"] = tiny.LEARNING_RATE * case.get("rates", (1, 1, 1))[number]
         optimizer.zero_grad()
         loss.backward()
@@ -123,7 +124,8 @@ def test_scores_equal_full_logits(outcomes, folders, name):
     with torch.no_grad():
         for row in rows:
             tokens = torch.tensor([*row.prompt, *row.response])
-            log_probs.append(model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :].double().log_softmax(-1))
+            logits = model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :].double()
+            log_probs.append((logits / case.get("temperature", 1.0)).log_softmax(-1))
     full = torch.cat(log_probs)
     targets = torch.cat([torch.from_numpy(row.response) for row in rows]).long()
     torch.testing.assert_close(outcome["log_prob"].double(), full.gather(1, targets[:, None])[:, 0], atol=1e-3, rtol=0)

@@ -48,14 +48,14 @@ def test_finished_answers_end_with_their_first_eos_and_cut_ones_have_none(engine
     assert any(0 in rollout.response[:-1] for rollout in everything)
 
 
-def test_log_probs_are_those_of_a_full_forward(engine, folder):
+def test_log_probs_are_those_of_a_full_forward_at_the_temperature(engine, folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     answers = tiny.rollouts(engine, PROMPTS, [3] * 6, Sampling(max_tokens=12, temperature=0.7, log_prob=True), seed=0)
     for prompt, of_prompt in zip(PROMPTS, answers, strict=True):
         for rollout in of_prompt:
             tokens = torch.tensor([*prompt, *rollout.response])
             with torch.no_grad():
-                full = model(tokens[None, :-1]).logits[0, len(prompt) - 1 :].log_softmax(-1)
+                full = (model(tokens[None, :-1]).logits[0, len(prompt) - 1 :] / 0.7).log_softmax(-1)
             expected = full[torch.arange(len(rollout.response)), torch.from_numpy(rollout.response).long()]
             torch.testing.assert_close(torch.from_numpy(rollout.log_prob), expected, atol=1e-4, rtol=0)
 

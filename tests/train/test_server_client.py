@@ -242,7 +242,7 @@ def proper(fake, wanted):
         "path": wanted.path,
         "dtype": "float32",
         "max_model_len": 64,
-        "logprobs_mode": "raw_logprobs",
+        "logprobs_mode": "processed_logprobs",
         "backend": "gloo",
         "workers": 1,
         "sequences": 128,

@@ -29,6 +29,7 @@ EOS = (2, 5)
 PROMPTS = [tiny.prompt(question) for question in range(6)]
 COUNTS = [40, 1, 0, 3, 140, 40]  # 140 are more than a server takes at once
 MAX_TOKENS = 12
+TEMPERATURE = 0.7
 
 
 class Fleet:
@@ -94,7 +95,7 @@ def moved(fleet, *, tied=True, dtype="fp32"):
     return policy
 
 
-def sample(engine, counts=COUNTS, temperature=0.7):
+def sample(engine, counts=COUNTS, temperature=TEMPERATURE):
     sampling = Sampling(MAX_TOKENS, temperature=temperature, log_prob=True)
     return collect(counts, engine.generate(PROMPTS, counts, sampling, seed=0))
 
@@ -103,13 +104,13 @@ def sample(engine, counts=COUNTS, temperature=0.7):
 def test_log_probs_are_those_of_a_full_forward_before_and_after_a_push(fleet, opened, name, tied, dtype):
     largest, mean = {"fp32": (1e-4, 1e-5), "bf16": (0.2, 3e-2)}[dtype]
     engine = opened(getattr(fleet, name), tied=tied, dtype=dtype)
-    gap = FullLogitPolicy(fleet.models[tied], DTYPES[dtype]).gap(PROMPTS, sample(engine))
+    gap = FullLogitPolicy(fleet.models[tied], DTYPES[dtype]).gap(PROMPTS, sample(engine), TEMPERATURE)
     assert gap[0] < largest
     assert gap[1] < mean
     policy = moved(fleet, tied=tied, dtype=dtype)
     engine.push_weights(policy.weights())
     assert check_engine(policy, engine, PROMPTS, dtype=dtype, max_tokens=MAX_TOKENS, seed=0) < mean
-    gap = policy.gap(PROMPTS, sample(engine))
+    gap = policy.gap(PROMPTS, sample(engine), TEMPERATURE)
     assert gap[0] < largest
     assert gap[1] < mean
     assert engine.differing(policy.weights()) == []
@@ -196,7 +197,7 @@ def test_a_killed_server_loses_no_answer_and_comes_back_with_the_next_push(fleet
     assert fleet.second.asked() == idle
     policy = moved(fleet)
     engine.push_weights(policy.weights())
-    assert policy.gap(PROMPTS, sample(engine))[0] < 1e-4
+    assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
     assert fleet.second.asked() > idle
 
 
@@ -206,7 +207,7 @@ def test_answers_of_a_server_that_was_restarted_unnoticed_are_not_taken(fleet, o
     engine.push_weights(policy.weights())
     # What a new process says of its weights.
     ServerClient(fleet.second.url).post("update_weight_version", {"new_version": FRESH})
-    assert policy.gap(PROMPTS, sample(engine))[0] < 1e-4
+    assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"{fleet.second.url} is left out until the next push of weights: it has other weights (default)" in warning
 
@@ -229,7 +230,7 @@ def test_a_trainer_that_died_during_a_push_leaves_servers_that_the_next_one_can_
     engine.close()
     again = opened(fleet.first)
     again.push_weights(policy.weights())
-    assert policy.gap(PROMPTS, sample(again))[0] < 1e-4
+    assert policy.gap(PROMPTS, sample(again), TEMPERATURE)[0] < 1e-4
 
 
 def test_weights_that_no_server_takes_are_a_clear_error_and_all_run_through(fleet, opened):
@@ -249,7 +250,7 @@ def test_weights_that_no_server_takes_are_a_clear_error_and_all_run_through(flee
     with pytest.raises(NoServerError, match=r"layers\.9"):
         sample(engine)
     engine.push_weights(policy.weights())
-    assert policy.gap(PROMPTS, sample(engine))[0] < 1e-4
+    assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
 
 
 def test_weights_of_another_run_are_not_used(fleet, opened):
@@ -296,7 +297,7 @@ def test_a_server_that_dies_during_a_push_does_not_stop_it(fleet, opened, caplog
             yield pair
 
     engine.push_weights(weights())
-    assert policy.gap(PROMPTS, sample(engine))[0] < 1e-4
+    assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"{fleet.second.url} takes no weights and is left out until it does: " in warning
 

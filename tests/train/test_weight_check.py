@@ -24,19 +24,21 @@ class FullLogitPolicy:
         return ((name, parameter.data) for name, parameter in self.model.named_parameters())
 
     @torch.no_grad()
-    def score(self, rows):
+    def score(self, rows, temperature):
         scores = []
         for row in rows:
             tokens = torch.tensor([*row.prompt, *row.response])
-            full = self.model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :].float().log_softmax(-1)
+            full = (self.model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :].float() / temperature).log_softmax(
+                -1
+            )
             picked = full.gather(1, torch.from_numpy(row.response).long()[:, None])[:, 0].numpy()
             scores.append(Score(picked, np.zeros_like(picked)))
         return scores
 
-    def gap(self, prompts, answers):
+    def gap(self, prompts, answers, temperature):
         """Largest and mean difference of the answers' log-probs from a full forward, in nats."""
         pairs = [(prompt, rollout) for prompt, rs in zip(prompts, answers, strict=True) for rollout in rs]
-        own = self.score([Row(prompt, r.response, np.zeros_like(r.log_prob)) for prompt, r in pairs])
+        own = self.score([Row(prompt, r.response, np.zeros_like(r.log_prob)) for prompt, r in pairs], temperature)
         of_tokens = np.concatenate([np.abs(s.log_prob - r.log_prob) for s, (_, r) in zip(own, pairs, strict=True)])
         return float(of_tokens.max()), float(of_tokens.mean())
 

@@ -11,6 +11,7 @@ from exgrpo.train.batch import MiniBatch, build_minibatches, build_rows
 from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.records import Group, Rollout, TokenIds, Trajectory
 from exgrpo.train.rollout import RolloutEngine, Sampling, collect
+from tests.train.configs import configured
 
 VOCABULARY = 97
 STEPS = 3
@@ -93,12 +94,13 @@ def config(
     checkpointing: bool = False,
     schedule: str = "constant",
     warmup_steps: int = 0,
+    temperature: float = 1.0,
 ) -> Config:
-    return Config.model_validate(
+    return configured(
         {
             "policy": {"path": str(folder), "dtype": dtype, "gradient_checkpointing": checkpointing},
             "data": {"max_prompt_tokens": 8},
-            "rollout": {"max_tokens": 24},
+            "rollout": {"max_tokens": 24, "temperature": temperature},
             "objective": objective,
             "steps": STEPS,
             "optimizer": {

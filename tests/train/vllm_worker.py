@@ -125,9 +125,9 @@ def count_tokens(engine):
 
 
 def gap(policy, engine, temperature=0.7):
-    """Largest and mean difference of the engine's log-probs from a full forward."""
+    """Largest and mean difference of the engine's log-probs from a full forward at the sampling temperature."""
     answers = sample(engine, Sampling(MAX_TOKENS, temperature=temperature, log_prob=True), 3)
-    return policy.gap(PROMPTS, answers)
+    return policy.gap(PROMPTS, answers, temperature)
 
 
 def check(policy, engine, dtype):

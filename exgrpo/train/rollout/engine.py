@@ -67,7 +67,7 @@ class RolloutEngine(Protocol):
 
         The caller's random state stays as it was, between the answers too. A response ends with its EOS token
         (finished), or was cut after `max_tokens` (not finished). With `sampling.log_prob` every rollout carries the
-        engine's own log-probs at temperature 1.
+        engine's own log-probs under the policy that was sampled from: at the temperature, and of the nucleus.
 
         It waits for no other rank and, where it runs elsewhere (servers), may be called in a thread of its own.
 

@@ -121,8 +121,8 @@ def _differs(facts: dict[str, Any], wanted: Wanted) -> str | None:
             f"takes {facts['max_model_len']} tokens, and data.max_prompt_tokens + rollout.max_tokens are "
             f"{wanted.length}"
         )
-    if facts["logprobs_mode"] != "raw_logprobs":
-        return f"gives {facts['logprobs_mode']} instead of log-probs at temperature 1"
+    if facts["logprobs_mode"] != "processed_logprobs":
+        return f"gives {facts['logprobs_mode']} instead of log-probs at the sampling temperature"
     if facts["backend"] not in ("gloo", "nccl"):
         return f"has no weight transfer by nccl or gloo but {facts['backend']}"
     if facts["backend"] == "nccl" and wanted.device.type != "cuda":

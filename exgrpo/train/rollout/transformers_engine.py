@@ -94,10 +94,10 @@ class TransformersEngine:
             # Ranks generate different amounts: they must not wait for each other token by token.
             synced_gpus=False,
             return_dict_in_generate=True,
-            output_logits=sampling.log_prob,
+            output_scores=sampling.log_prob,
         )
         responses = output.sequences[:, width:].cpu().numpy().astype(np.int32)
-        log_probs = _token_log_probs(output.logits, output.sequences[:, width:]) if sampling.log_prob else None
+        log_probs = _token_log_probs(output.scores, output.sequences[:, width:]) if sampling.log_prob else None
         return [
             self._cut(response, None if log_probs is None else log_probs[i]) for i, response in enumerate(responses)
         ]
@@ -155,10 +155,10 @@ class TransformersEngine:
         del self.model
 
 
-def _token_log_probs(logits: Sequence[torch.Tensor], tokens: torch.Tensor) -> np.ndarray:
-    """[n, R] fp32 log-probs at temperature 1 of the sampled tokens from one [n, V] tensor per step."""
+def _token_log_probs(scores: Sequence[torch.Tensor], tokens: torch.Tensor) -> np.ndarray:
+    """[n, R] fp32 log-probs of the sampled tokens from one [n, V] tensor per step, which the tokens were drawn from."""
     per_step = [
         torch.log_softmax(step.float(), dim=-1).gather(-1, token[:, None])
-        for step, token in zip(logits, tokens.T, strict=True)
+        for step, token in zip(scores, tokens.T, strict=True)
     ]
     return torch.cat(per_step, dim=-1).cpu().numpy()

@@ -187,7 +187,7 @@ def _arguments(device: torch.device, cache: int, tensor_parallel: int, sleep_lev
     common = {
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
-        "logprobs_mode": "raw_logprobs",  # at temperature 1, as the trainer computes them
+        "logprobs_mode": "processed_logprobs",  # of the policy that is sampled from, at its temperature
         "enable_prefix_caching": True,
         "block_size": BLOCK_TOKENS,
         "kv_cache_memory_bytes": cache,
