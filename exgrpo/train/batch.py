@@ -60,6 +60,11 @@ class MiniBatch:
     normalizer: float
     tokens: int
 
+    @property
+    def has_advantage(self) -> bool:
+        """Whether any row says what to learn; one that is not a number counts, so that it is noticed."""
+        return any(row.advantage != 0 for row in self.rows)
+
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:

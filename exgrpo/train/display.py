@@ -25,6 +25,7 @@ COLUMNS = {
     "retired": ("retired", ".0f"),
     "ratio": ("fresh_ratio", ".3f"),
     "grad": ("grad_norm", ".2f"),
+    "idle": ("idle_updates", ".0f"),
     "length": ("response_tokens", ".0f"),
     "tokens/s": ("tokens_per_second", ".0f"),
     "s/step": ("seconds", ".1f"),

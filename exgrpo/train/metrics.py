@@ -12,7 +12,7 @@ import torch
 from exgrpo.train.answers import Answers
 from exgrpo.train.experience import ExperienceMemory
 from exgrpo.train.policy import Score, UpdateStats
-from exgrpo.train.ratios import log_ratio_quantiles
+from exgrpo.train.ratios import BINS, log_ratio_quantiles
 from exgrpo.train.records import Group
 from exgrpo.train.trackers import Tracker, tracked
 
@@ -40,6 +40,7 @@ def step_metrics(
     learning_rate: float,
     replay_open: bool,
     skipped_updates: int,
+    idle_updates: int,
     generated_tokens: int,
     seconds: dict[str, float],
 ) -> dict[str, float]:
@@ -72,6 +73,7 @@ def step_metrics(
         **{f"bucket/{k}": int(size) for k, size in enumerate(memory.bucket_sizes()) if 0 < k < memory.samples},
         "learning_rate": learning_rate,
         "skipped_updates": skipped_updates,
+        "idle_updates": idle_updates,
         "generated_tokens": generated_tokens,
         **_of_updates(updates),
         **_of_engine(answers, int(lengths.sum())),
@@ -93,12 +95,16 @@ def _of_engine(answers: Answers, tokens: int) -> dict[str, float]:
 
 
 def _of_updates(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Means over the step's optimiser steps, of those where the number exists, and quantiles over its tokens."""
+    """Means over the step's optimiser steps, of those where the number exists, and quantiles over its tokens.
+
+    A step without any has no numbers: NaN.
+    """
     numbers = {}
     for name in UPDATE_MEANS:
         values = [value for update in updates if math.isfinite(value := getattr(update, name))]
         numbers[name] = float(np.mean(values)) if values else math.nan
-    counts = torch.stack([update.log_ratios for update in updates]).sum(0).numpy()
+    none = torch.zeros(2, BINS, dtype=torch.int64)
+    counts = torch.stack([none, *(update.log_ratios for update in updates)]).sum(0).numpy()
     for kind, of_kind in zip(("fresh", "replayed"), counts, strict=True):
         quantiles = log_ratio_quantiles(of_kind)
         numbers |= {f"{kind}_log_ratio/{name}": value for name, value in quantiles.items()}

@@ -26,6 +26,7 @@ from exgrpo.train.experience import (
     plan_questions,
     select_trajectory,
 )
+from exgrpo.train.idle import IdleSteps
 from exgrpo.train.metrics import step_metrics
 from exgrpo.train.mismatch import mismatch_metrics
 from exgrpo.train.policy import Policy, Score, UpdateStats
@@ -45,12 +46,14 @@ class StepResult:
         questions: index of the question of each group, fresh ones first.
         answers: the fresh answers of each group.
         replayed: the replayed trajectory of each group, or None.
+        notes: sentences that a person should read.
     """
 
     metrics: dict[str, float]
     questions: list[int]
     answers: Answers
     replayed: list[Trajectory | None]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +100,6 @@ class Trainer:
         self.sampling = Sampling(
             max_tokens=config.rollout.max_tokens,
             temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
             log_prob=config.rollout.behaviour == "engine" or answerer.engine.free_log_prob,
         )
         experience = config.experience
@@ -117,6 +119,7 @@ class Trainer:
         self.pool = FreshQuestions(len(self.questions), generator(config.seed, "fresh questions"))
         self.replay_rng = generator(config.seed, "replay")
         self.batch_rng = generator(config.seed, "mini-batches")
+        self.idle = IdleSteps()
         self.skipped_updates = 0
         self.generated_tokens = 0
         self._ahead: _Ahead | None = None
@@ -146,7 +149,7 @@ class Trainer:
         self.latch.observe(float(answers.rewards.mean()) if continuous else pass_rate)
         self._ahead = self._begin_ahead(step + 1)
         with clock("update"):
-            updates = self._update(groups, replay)
+            updates, idle_updates = self._update(groups, replay)
         with clock("rollout"):
             self._wait_ahead()  # the engine takes no weights while it generates
         with clock("push"):
@@ -163,11 +166,13 @@ class Trainer:
             learning_rate=self.policy.learning_rate,
             replay_open=self.latch.open,
             skipped_updates=self.skipped_updates,
+            idle_updates=idle_updates,
             generated_tokens=self.generated_tokens,
             seconds=clock.seconds,
         )
         metrics |= {"staleness": float(ahead.produced is not None), **self._mismatch(answers, scores)}
-        return StepResult(metrics, questions, answers, of_group)
+        note = self.idle.observe(not updates, groups)
+        return StepResult(metrics, questions, answers, of_group, notes=(note,) if note else ())
 
     def _replays(self) -> bool:
         return self.latch.open and self.config.experience.ratio > 0
@@ -244,18 +249,21 @@ class Trainer:
     def _prompt(self, question: int) -> TokenIds:
         return np.array(self.questions[question].prompt, dtype=np.int32)
 
-    def _score(self, trajectories: Sequence[tuple[int, TokenIds]]) -> list[Score]:
+    def _score(self, trajectories: Sequence[tuple[int, TokenIds]], temperature: float) -> list[Score]:
         return self.policy.score(
-            [Row(self._prompt(q), response, np.zeros(len(response), np.float32)) for q, response in trajectories]
+            [Row(self._prompt(q), response, np.zeros(len(response), np.float32)) for q, response in trajectories],
+            temperature,
         )
 
     def _select(self, questions: npt.NDArray[np.int64]) -> tuple[list[Trajectory], float]:
-        """The trajectory to replay for each drawn question, and their mean entropy (NaN where not computed)."""
+        """The trajectory to replay for each drawn question, and their mean entropy (NaN where not computed).
+
+        Candidates are compared at temperature 1, whatever the rollout temperature.
+        """
         rule = self.config.experience.trajectory
-        correct = self.config.objective.importance_correction
         candidates = [self.memory.trajectories(int(question)) for question in questions]
-        scored = [c for of_question in candidates for c in of_question] if rule in SCORED_RULES or not correct else []
-        scores = dict(zip(map(id, scored), self._score([(c.question, c.response) for c in scored]), strict=True))
+        scored = [c for of_question in candidates for c in of_question] if rule in SCORED_RULES else []
+        scores = dict(zip(map(id, scored), self._score([(c.question, c.response) for c in scored], 1.0), strict=True))
         chosen = []
         for of_question in candidates:
             of_candidates = [scores[id(c)] for c in of_question] if scored else []
@@ -268,9 +276,13 @@ class Trainer:
             )
             chosen.append(trajectory)
         entropy = [float(scores[id(c)].entropy.mean()) for c in chosen if scored]
-        if not correct:
+        if not self.config.objective.importance_correction:
             # Ablation: the past policy is taken to be the one before this step's update.
-            chosen = [dataclasses.replace(c, log_prob=scores[id(c)].log_prob, behaviour="trainer") for c in chosen]
+            present = self._score([(c.question, c.response) for c in chosen], self.sampling.temperature)
+            chosen = [
+                dataclasses.replace(trajectory, log_prob=score.log_prob, behaviour="trainer")
+                for trajectory, score in zip(chosen, present, strict=True)
+            ]
         return chosen, float(np.mean(entropy)) if entropy else float("nan")
 
     def _produce(self, plan: StepPlan, step: int) -> Produced:
@@ -292,7 +304,8 @@ class Trainer:
                 (question, answer.rollout.response)
                 for question, of_question in zip(questions, answers.of_question, strict=True)
                 for answer in of_question
-            ]
+            ],
+            self.sampling.temperature,
         )
         rest = iter(scores)
         groups = []
@@ -320,7 +333,12 @@ class Trainer:
             behaviour=behaviour,
         )
 
-    def _update(self, groups: Sequence[Group], replay: bool) -> list[UpdateStats]:
+    def _update(self, groups: Sequence[Group], replay: bool) -> tuple[list[UpdateStats], int]:
+        """One optimiser step per mini-batch, and the number of mini-batches that gave none.
+
+        Without an advantage in it, a mini-batch has only its entropy bonus. AdamW would make a full step of that,
+        however small its gradient is.
+        """
         objective = self.config.objective
         minibatches = build_minibatches(
             build_rows(
@@ -336,9 +354,10 @@ class Trainer:
         )
         minibatches = self._mask(minibatches, groups)
         clip = objective.clip_with_replay or not replay
-        updates = [self.policy.update(minibatch, objective, clip=clip) for minibatch in minibatches]
+        active = [minibatch for minibatch in minibatches if minibatch.has_advantage]
+        updates = [self.policy.update(minibatch, objective, clip=clip) for minibatch in active]
         self.skipped_updates += sum(not update.applied for update in updates)
-        return updates
+        return updates, len(minibatches) - len(active)
 
     def _mask(self, minibatches: list[MiniBatch], groups: Sequence[Group]) -> list[MiniBatch]:
         """Leave out the rows of groups outside the trained band; what the losses are divided by stays.

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from exgrpo.train.config import Config
 from exgrpo.train.trainer import Trainer
+from tests.train.configs import configured
 from tests.train.fakes import (
     RecordingPolicy,
     ScriptedEngine,
@@ -29,10 +29,8 @@ def make(skill: dict[int, float], *, free_log_prob: bool = False, **sections) ->
         "experience": {"start_pass_rate": 0.0, "ratio": 0.5},
         "optimizer": {"minibatches": 2},
     }
-    for name, section in sections.items():
-        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     engine = ScriptedEngine(skill, free_log_prob=free_log_prob)
-    return Trainer(Config.model_validate(values), question_set(len(skill)), RecordingPolicy(), answerer(engine))
+    return Trainer(configured(values, sections), question_set(len(skill)), RecordingPolicy(), answerer(engine))
 
 
 def half(count: int) -> dict[int, float]:
@@ -78,6 +76,60 @@ def test_ratios_refer_to_the_policy_that_wrote_the_tokens():
             # Written before any update if replayed, before this step's updates if fresh.
             expected = fake_score(row.response, 0 if row.replayed else version)
             np.testing.assert_array_equal(row.old_log_prob, expected.log_prob)
+
+
+@pytest.mark.parametrize("correct", [True, False])
+def test_ratios_are_at_the_rollout_temperature_and_the_selection_at_1(correct):
+    trainer = make(half(20), rollout={"temperature": 0.5}, objective={"importance_correction": correct})
+    trainer.step(1)
+    for stored in (t for q in range(20) for t in trainer.memory.trajectories(q)):
+        np.testing.assert_array_equal(stored.log_prob, fake_score(stored.response, 0, 0.5).log_prob)
+    candidates = {q: trainer.memory.trajectories(q) for q in range(20)}
+    version = trainer.policy.version
+    trainer.policy.updates.clear()
+    replayed = [t for t in trainer.step(2).replayed if t is not None]
+    assert len(replayed) == 3
+    for chosen in replayed:
+        entropies = [fake_score(c.response, version).entropy.mean() for c in candidates[chosen.question]]
+        best = candidates[chosen.question][int(np.argmin(entropies))]
+        np.testing.assert_array_equal(chosen.response, best.response)
+    for row in (row for minibatch, _ in trainer.policy.updates for row in minibatch.rows):
+        written = 0 if row.replayed and correct else version
+        np.testing.assert_array_equal(row.old_log_prob, fake_score(row.response, written, 0.5).log_prob)
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
+def test_steps_without_an_advantage_take_no_optimiser_step_and_say_why(reward):
+    """Equal rewards are no signal, whatever they are; 0.1 is no binary fraction, so its mean is a rounded one."""
+    trainer = make(half(30), rollout={"samples": 7})
+    trainer.answerer.grader = ScriptedGrader(lambda text: reward)
+    notes = {}
+    for step in range(1, 10):
+        if (result := trainer.step(step)) is None:
+            break
+        assert trainer.policy.version == 0
+        assert result.metrics["idle_updates"] == 2
+        assert result.metrics["skipped_updates"] == 0
+        assert np.isnan(result.metrics["grad_norm"])
+        assert np.isnan(result.metrics["fresh_log_ratio/q50"])
+        notes[step] = [note for note in result.notes if "changed nothing" in note]
+    assert [step for step, said in notes.items() if said] == ([4] if reward == 1 else [4, 8])
+    assert f"same reward ({reward:g})" in notes[4][0]
+
+
+def test_a_mini_batch_without_an_advantage_is_left_out_and_counted():
+    trainer = make({0: 0.5, 1: 0.0, 2: 0.0}, questions=3, optimizer={"minibatches": 3})
+    result = trainer.step(1)
+    assert (trainer.policy.version, result.metrics["idle_updates"], result.notes) == (1, 2, ())
+    ((minibatch, _),) = trainer.policy.updates
+    assert {int(row.prompt[0]) for row in minibatch.rows} == {0}
+
+
+def test_a_band_that_leaves_nothing_is_what_a_person_is_told_of():
+    trainer = make(half(60), experience={"ratio": 0.0}, objective={"train_on": "hard"})
+    notes = [note for step in range(1, 5) for note in trainer.step(step).notes]
+    (note,) = notes
+    assert "6 of 6 groups have rewards that differ, and objective.train_on leaves them out" in note
 
 
 def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_refer_to_them():
@@ -260,8 +312,9 @@ def test_training_on_one_band_masks_the_other_groups(band, normalize):
     def in_the_band(minibatch) -> list:
         return [row for row in minibatch.rows if skill[row.prompt[0]] in BANDS[band]]
 
-    assert len(updates(band)) == 2
-    for ours, whole in zip(updates(band), updates("all"), strict=True):
+    # A mini-batch of which the band leaves nothing takes no optimiser step.
+    contributing = [minibatch for minibatch in updates("all") if in_the_band(minibatch)]
+    for ours, whole in zip(updates(band), contributing, strict=True):
         assert [(r.response.tolist(), r.advantage) for r in ours.rows] == [
             (r.response.tolist(), r.advantage) for r in in_the_band(whole)
         ]
