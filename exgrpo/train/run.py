@@ -24,6 +24,7 @@ from exgrpo.train.evaluate import evaluate
 from exgrpo.train.folder_lock import claim
 from exgrpo.train.metrics import RunLog
 from exgrpo.train.policy import Policy
+from exgrpo.train.preflight import PreflightError, preflight
 from exgrpo.train.pretrained import Pretrained, load_pretrained
 from exgrpo.train.report import ReportError, write_report
 from exgrpo.train.resume import AUTO, FINISHED, check_continuation, locate
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
             return _fail(error)
         try:
             run.train()
-        except (CheckpointError, WeightMismatchError, RolloutError) as error:
+        except (CheckpointError, WeightMismatchError, RolloutError, PreflightError) as error:
             return _fail(error)
     return 0
 
@@ -206,6 +207,7 @@ class Run:
         with Display(config.steps, self.step, self.console) as display:
             self._introduce(display.say)
             if self.step == 0:
+                self._preflight(display.say)
                 self.before = self._evaluate(display.say)
             while self.step < config.steps:
                 result = self.trainer.step(self.step + 1)
@@ -232,6 +234,8 @@ class Run:
         reason = self.engine.unrepeatable
         repeats = f"; the same seed may give other ones: {reason}" if reason else ""
         dropped = f", {questions.dropped_long} over-long prompts dropped" if questions.dropped_long else ""
+        if questions.beyond_limit:
+            dropped += f", {questions.beyond_limit} more left out by data.train_limit"
         say(
             f"{config.policy.path} ({config.policy.dtype}) on {self.world.size} x {self.world.device.type}, "
             f"{len(questions.questions)} questions from {config.data.train}{dropped}\n"
@@ -242,6 +246,17 @@ class Run:
             say(f"no unfinished run in {config.output.folder}: a new one begins in {self.folder}")
         if self.step:
             say(f"going on with {self.folder} after step {self.step}")
+
+    def _preflight(self, say: Callable[[str], None]) -> None:
+        if self.config.preflight == "off":
+            return
+        result = preflight(self.config, self.answerer, self.train_set.questions)
+        say(str(result))
+        problem = result.problem(self.config)
+        if problem and self.config.preflight == "stop":
+            raise PreflightError(f"{problem}. To train all the same: --preflight warn")
+        if problem:
+            say(f"warning: {problem}")
 
     def _evaluate(self, say: Callable[[str], None]) -> float | None:
         """Held-out Pass@1 now; None without held-out questions."""
@@ -283,6 +298,8 @@ class Run:
             return
         self._write(result.metrics)
         display.step(result.metrics)
+        for note in result.notes:
+            display.say(note)
         # Replayed groups come last: show some of either kind.
         shown = list(range(len(result.questions)))[:: max(1, len(result.questions) - 1)]
         for i in shown[: self.config.output.sample_groups]:
@@ -335,6 +352,7 @@ def load_data(config: Config, pretrained: Pretrained) -> tuple[QuestionSet, Ques
             chat=data.chat,
             system_prompt=data.system_prompt,
             keep_system=data.keep_system,
+            answer_prefix=data.answer_prefix,
             prompt_format=data.prompt_format,
             max_prompt_tokens=data.max_prompt_tokens,
             limit=limit,

@@ -1,0 +1,91 @@
+"""Before training: can the model's answers earn a reward at all? A run in which they cannot wastes days."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from exgrpo.train.answers import Answerer
+from exgrpo.train.config import Config
+from exgrpo.train.data import Question
+from exgrpo.train.reward import Grader, form_of
+from exgrpo.train.rollout import Sampling
+from exgrpo.train.seeds import derive_seed
+
+QUESTIONS = 32
+SHOWN_CHARACTERS = 300
+
+
+class PreflightError(RuntimeError):
+    """No answer of the preflight can earn a reward; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What became of a few answers, one to each of the first questions.
+
+    Attributes:
+        answers: how many there are.
+        finished: how many were not cut at the length limit.
+        formed: how many have the form that the reward needs; None where the reward has no check of the form.
+        right: how many are successes.
+        equal: whether all rewards are the same.
+        example: how the first answer ends.
+    """
+
+    answers: int
+    finished: int
+    formed: int | None
+    right: int
+    equal: bool
+    example: str
+
+    def __str__(self) -> str:
+        form = "" if self.formed is None else f", {self.formed} have the form that the reward needs"
+        return f"preflight: of {self.answers} answers {self.finished} are finished{form}, {self.right} are right"
+
+    def problem(self, config: Config) -> str | None:
+        """Why no answer can earn a reward, and the remedy; None where some can."""
+        if self.right or not self.equal:
+            return None
+        if self.finished == 0:
+            return (
+                f"all {self.answers} answers were cut at rollout.max_tokens ({config.rollout.max_tokens}), and none is "
+                f"right: raise rollout.max_tokens, or ask for shorter answers in data.prompt_format. One answer "
+                f"ends: {self.example!r}"
+            )
+        if self.formed == 0:
+            return (
+                f"none of {self.answers} answers has the form that reward.function={config.reward.function} needs: ask "
+                "for it in data.prompt_format or data.system_prompt, open the answers by data.answer_prefix, or take "
+                f"another reward.function. One answer ends: {self.example!r}"
+            )
+        return None
+
+
+def preflight(config: Config, answerer: Answerer, questions: Sequence[Question]) -> Preflight:
+    """Answer the first questions once each and grade the answers; all ranks call it and get the same."""
+    asked = questions[:QUESTIONS]
+    answers = answerer.answer(
+        asked,
+        [1] * len(asked),
+        Sampling(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
+        derive_seed(config.seed, "preflight"),
+    )
+    texts = [
+        (of_question[0].text, question.gold) for of_question, question in zip(answers.of_question, asked, strict=True)
+    ]
+    return Preflight(
+        answers=len(asked),
+        finished=sum(rollout.finished for rollout in answers.rollouts),
+        formed=answerer.world.gather(_formed(config, texts) if answerer.world.is_main else None)[0],
+        right=int((answers.rewards >= 1.0).sum()),
+        equal=len(set(answers.rewards.tolist())) == 1,
+        example=texts[0][0][-SHOWN_CHARACTERS:],
+    )
+
+
+def _formed(config: Config, texts: Sequence[tuple[str, str]]) -> int | None:
+    form = form_of(config.reward.function)
+    if form is None:
+        return None
+    with Grader(form, workers=config.reward.workers, time_limit=config.reward.time_limit) as grader:
+        return sum(value > 0 for value in grader.grade(texts).reward)
