@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from exgrpo.train.experience import ExperienceMemory, FreshQuestions, bucket_log_weights, plan_questions
+from exgrpo.train.experience import ExperienceMemory, FreshQuestions, plan_questions, question_law
 from exgrpo.train.experience_store import ExperienceStore
 from exgrpo.train.records import Group, Trajectory
 
@@ -31,21 +31,23 @@ class Experience:
     def __init__(self, size: int) -> None:
         self.rng = np.random.default_rng(0)
         questions = size // PER_QUESTION
-        bucket = self.rng.integers(1, SAMPLES, questions).astype(np.int16)
+        # What whole and mixed groups show: m of K and m of K-1.
+        rows = self.rng.integers(SAMPLES - 1, SAMPLES + 1, questions)
+        count = SAMPLES * self.rng.integers(1, rows) / rows
         self.memory = ExperienceMemory(questions, SAMPLES)
         stored = [trajectory(i // PER_QUESTION, self.rng) for i in range(size)]
-        self.memory.restore(bucket, np.zeros(questions, bool), stored)
-        self.law = bucket_log_weights("gaussian", SAMPLES)
+        self.memory.restore(count, np.zeros(questions, bool), stored)
+        self.law = question_law("gaussian", SAMPLES)
         self.pool = FreshQuestions(questions, np.random.default_rng(1))
 
     def plan(self) -> object:
         """The questions of a step."""
-        options = {"batch": QUESTIONS_PER_STEP, "ratio": RATIO, "log_weights": self.law, "replay": True}
+        options = {"batch": QUESTIONS_PER_STEP, "ratio": RATIO, "law": self.law, "replay": True}
         return plan_questions(self.memory, self.pool, self.rng, **options)
 
     def groups(self) -> list[Group]:
         """A step's graded groups, half of the answers right."""
-        questions = self.rng.choice(len(self.memory.bucket), min(QUESTIONS_PER_STEP, len(self.memory.bucket)), False)
+        questions = self.rng.choice(len(self.memory.count), min(QUESTIONS_PER_STEP, len(self.memory.count)), False)
         rewards = [1.0, 0.0] * (SAMPLES // 2)
         return [Group(int(q), tuple(trajectory(int(q), self.rng, reward) for reward in rewards)) for q in questions]
 
@@ -113,7 +115,7 @@ def test_memory(benchmark, races, tokens):
 
     def fill() -> None:
         stored = [trajectory(question, rng, tokens=tokens) for question in range(count)]
-        memory.restore(np.ones(count, np.int16), np.zeros(count, bool), stored)
+        memory.restore(np.ones(count), np.zeros(count, bool), stored)
 
     benchmark.group = "experience: memory"
     tracemalloc.start()

@@ -4,8 +4,11 @@ K answers per question (`num_generations`), B questions per generation (`generat
 tokens, N rows of this process.
 """
 
+import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from exgrpo.integrations.trl_loss import FusedLossMixin, Objective
 from exgrpo.integrations.trl_replay import Replay
-from exgrpo.train.config import ExperienceConfig, ObjectiveConfig
+from exgrpo.train.config import ExperienceConfig, ObjectiveConfig, RewardConfig, Section
 from exgrpo.train.experience import select_trajectory
 from exgrpo.train.records import Group, Trajectory
 
@@ -38,9 +41,12 @@ EXPERIENCE = "experience"
 UNSCORED_RULES = ("shortest", "random")
 
 
-def _experience(name: str) -> Any:
-    of_recipe = ExperienceConfig.model_fields[name]
+def _of_recipe(section: type[Section], name: str) -> Any:
+    of_recipe = section.model_fields[name]
     return field(default=of_recipe.default, metadata={"help": of_recipe.description})
+
+
+_experience = partial(_of_recipe, ExperienceConfig)
 
 
 @dataclass
@@ -67,15 +73,16 @@ class ExGRPOConfig(GRPOConfig):
     bucket_by: str = _experience("bucket_by")
     max_per_question: int | None = _experience("max_per_question")
     max_age: int | None = _experience("max_age")
-    clip_with_replay: bool = field(
-        default=False, metadata={"help": ObjectiveConfig.model_fields["clip_with_replay"].description}
-    )
+    success: float = _of_recipe(RewardConfig, "success")
+    clip_with_replay: bool = _of_recipe(ObjectiveConfig, "clip_with_replay")
     replay_beta: float | None = field(default=0.1, metadata={"help": ObjectiveConfig.model_fields["beta"].description})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.replay_beta is not None and self.replay_beta <= 0:
             raise ValueError(f"replay_beta: expected a number above 0 or None, got {self.replay_beta}")
+        if not math.isfinite(self.success):
+            raise ValueError(f"success: expected a finite number, got {self.success}")
         _ = self.experience
 
     @property
@@ -87,10 +94,11 @@ class ExGRPOConfig(GRPOConfig):
 class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     """GRPOTrainer that replays earlier successes beside fresh answers.
 
-    Takes the arguments of `trl.GRPOTrainer` except `rollout_func`, `tools` and `environment_factory`. The sum of the
-    weighted rewards says whether an answer is a success: 1 and above (see `bucket_by` for continuous rewards). The
-    data loader only says how many steps there are: which rows of `train_dataset` make a generation is decided by the
-    experience, so that questions give way to replayed ones and solved ones leave. Training stops once all are solved.
+    Takes the arguments of `trl.GRPOTrainer` except `rollout_func`, `tools` and `environment_factory`. An answer is a
+    success if the sum of its weighted rewards is at least `success` (see `bucket_by` for continuous rewards); where no
+    answer is one, or every one, although rewards differ, a warning says so. The data loader only says how many steps
+    there are: which rows of `train_dataset` make a generation is decided by the experience, so that questions give way
+    to replayed ones and solved ones leave. Training stops once all are solved.
 
     Attributes:
         replay: what is stored, which questions are solved, and whether replay has begun.
@@ -103,10 +111,15 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._check()
-        self.replay = Replay(self.args.experience, len(self.train_dataset), self.num_generations, self.args.seed)
+        self.replay = Replay(
+            self.args.experience,
+            len(self.train_dataset),
+            self.num_generations,
+            self.args.seed,
+            success=self.args.success,
+        )
         self._stored: dict[int, Trajectory] = {}  # by row of this process, while a generation is made
         self._rewards = np.empty(0)  # of all rows of all processes in that generation
-        self._replaying = False  # whether it was made with replay on
         self._mixed = False  # whether any process has a replayed row in it
 
     def _check(self) -> None:
@@ -137,7 +150,6 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
         samples, first = self.num_generations, self.accelerator.process_index * len(inputs)
-        self._replaying = self.replay.on
         plan = self.replay.plan(len(inputs) * self.accelerator.num_processes // samples)
         chosen = self._select(plan.replayed.tolist())
         self._mixed = len(chosen) > 0
@@ -154,8 +166,10 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             Group(question, tuple(row for row in written[end - samples : end] if row), stored.get(end - 1))
             for question, end in zip(questions.tolist(), range(samples, len(written) + 1, samples), strict=True)
         ]
-        pass_rate = self.replay.take_in(groups, self.state.global_step)
-        self._log_experience(pass_rate, chosen)
+        taken_in = self.replay.take_in(groups)
+        if taken_in.note and self.accelerator.is_main_process:
+            warnings.warn(taken_in.note, stacklevel=2)
+        self._log_experience(taken_in.pass_rate, chosen)
         self._put_stored(output)
         self.control.should_training_stop |= self.replay.finished
         return output
@@ -212,9 +226,9 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
                 response=ids[i, :length].astype(np.int32),
                 log_prob=log_probs[i, :length].astype(np.float32),
                 finished=length > 0 and int(ids[i, length - 1]) in self.eos_token_ids,
-                # What mask_truncated_completions leaves out has no token to learn from, and so is no success.
+                # What mask_truncated_completions leaves out has no token to learn from.
                 reward=float(self._rewards[first + i]) if length else 0.0,
-                step=self.state.global_step,
+                step=self.replay.generation,
             )
             rows.append(None if i in self._stored else row)
         return rows
@@ -232,7 +246,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
 
     def _objective(self, inputs: dict[str, Any]) -> Objective:
         objective = super()._objective({name: value for name, value in inputs.items() if name != "tool_mask"})
-        clip = objective.clip if self.args.clip_with_replay or not self._replaying else None
+        clip = objective.clip if self.args.clip_with_replay or not self._mixed else None
         return objective._replace(replayed=inputs["replayed"], beta=self.args.replay_beta, clip=clip)
 
     def _select(self, questions: Sequence[int]) -> list[Trajectory]:

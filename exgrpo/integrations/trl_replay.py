@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,14 +13,22 @@ from exgrpo.train.experience import (
     ExperienceMemory,
     FreshQuestions,
     StepPlan,
-    bucket_log_weights,
     plan_questions,
+    question_law,
 )
 from exgrpo.train.experience_store import ExperienceStore, read_checked, write_checked
 from exgrpo.train.records import Group
 from exgrpo.train.seeds import generator
+from exgrpo.train.success import RewardWatch, is_success
 
 STATE = "state.json"
+
+
+class TakenIn(NamedTuple):
+    """What taking in a generation leaves to be told: the fraction of fresh successes, and a sentence or None."""
+
+    pass_rate: float
+    note: str | None
 
 
 class Replay:
@@ -32,13 +41,23 @@ class Replay:
         questions: number of questions; they are known by index.
         samples: K, answers per question.
         seed: of the draws.
+        success: a reward of at least this is a success.
+
+    Attributes:
+        generation: number of generations taken in so far. What is a training step to `exgrpo.train` is one here, so
+            this is the step of a trajectory, and what `max_age` counts.
     """
 
-    def __init__(self, config: ExperienceConfig, questions: int, samples: int, seed: int) -> None:
+    def __init__(
+        self, config: ExperienceConfig, questions: int, samples: int, seed: int, *, success: float = 1.0
+    ) -> None:
         self.config = config
+        self.success = success
+        self.generation = 0
         self.memory = ExperienceMemory(
             questions,
             samples,
+            success=success,
             count_replayed=config.count_replayed,
             max_per_question=config.max_per_question,
             max_age=config.max_age,
@@ -46,9 +65,10 @@ class Replay:
             bucket_by=config.bucket_by,
         )
         self.latch = DelayedStart(config.start_pass_rate)
+        self.watch = RewardWatch(success, "success")
         self.pool = FreshQuestions(questions, generator(seed, "fresh questions"))
         self.rng = generator(seed, "replay")
-        self._law = bucket_log_weights(config.question_weight, samples, mu=config.mu, sigma=config.sigma)
+        self._law = question_law(config.question_weight, samples, mu=config.mu, sigma=config.sigma)
 
     @property
     def on(self) -> bool:
@@ -71,7 +91,7 @@ class Replay:
             self.rng,
             batch=batch,
             ratio=self.config.ratio,
-            log_weights=self._law,
+            law=self._law,
             replay=self.on,
         )
         missing = batch - len(plan.fresh) - len(plan.replayed)
@@ -80,25 +100,28 @@ class Replay:
         solved = self.rng.choice(np.flatnonzero(self.memory.retired), missing, replace=False)
         return StepPlan(np.concatenate([plan.fresh, solved]), plan.replayed)
 
-    def take_in(self, groups: Sequence[Group], step: int) -> float:
-        """Learn what the graded groups of a generation show; returns the fraction of fresh successes."""
+    def take_in(self, groups: Sequence[Group]) -> TakenIn:
+        """Learn what the graded groups of a generation show."""
         rewards = np.array([row.reward for group in groups for row in group.fresh])
-        pass_rate = float(np.mean(rewards >= 1.0))
-        self.memory.update(groups, step, collect=self.on)
+        pass_rate = float(np.mean(is_success(rewards, self.success)))
+        self.memory.update(groups, self.generation, collect=self.on)
+        self.generation += 1
         self.latch.observe(float(rewards.mean()) if self.config.bucket_by == "reward_deviation" else pass_rate)
-        return pass_rate
+        return TakenIn(pass_rate, self.watch.observe(rewards))
 
     def save(self, folder: Path) -> None:
         """Write the state to a folder, which is made."""
         index = ExperienceStore(folder).save(self.memory.all_trajectories())
         arrays: dict[str, np.ndarray] = {
-            "bucket": self.memory.bucket,
+            "count": self.memory.count,
             "retired": self.memory.retired.astype(np.uint8),
             "pool_order": self.pool.order,
         }
         state = {
             "arrays": write_checked(folder, {**index, **arrays}),
             "open": self.latch.open,
+            "generation": self.generation,
+            "rewards_seen": self.watch.state(),
             "pool_position": self.pool.position,
             "pool": self.pool.rng.bit_generator.state,
             "replay": self.rng.bit_generator.state,
@@ -118,13 +141,14 @@ class Replay:
             )
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         arrays = read_checked(folder, state["arrays"])
-        if len(arrays["bucket"]) != len(self.memory.bucket):
+        if len(arrays["count"]) != len(self.memory.count):
             raise ValueError(
-                f"{folder} is the experience of {len(arrays['bucket'])} questions and train_dataset has "
-                f"{len(self.memory.bucket)}: resume with the data set of the run"
+                f"{folder} is the experience of {len(arrays['count'])} questions and train_dataset has "
+                f"{len(self.memory.count)}: resume with the data set of the run"
             )
-        self.memory.restore(arrays["bucket"], arrays["retired"].astype(bool), ExperienceStore(folder).load(arrays))
-        self.latch.open = state["open"]
+        self.memory.restore(arrays["count"], arrays["retired"].astype(bool), ExperienceStore(folder).load(arrays))
+        self.latch.open, self.generation = state["open"], state["generation"]
+        self.watch.restore(state["rewards_seen"])
         self.pool.order, self.pool.position = arrays["pool_order"].copy(), state["pool_position"]
         self.pool.rng.bit_generator.state = state["pool"]
         self.rng.bit_generator.state = state["replay"]

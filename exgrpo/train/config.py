@@ -71,7 +71,9 @@ class DataConfig(Section):
         "",
         description="Text that opens every answer, such as '<think>\\n'; it ends the prompt and is not trained.",
     )
-    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted.")
+    max_prompt_tokens: int = Field(
+        1024, ge=1, description="Longer prompts are left out and counted; held-out ones count as wrong."
+    )
 
 
 class RewardConfig(Section):
@@ -80,6 +82,7 @@ class RewardConfig(Section):
     function: str = Field(
         "math_no_think", description="math, math_no_think, package.module:function or file.py:function."
     )
+    success: float = Field(1.0, allow_inf_nan=False, description="A reward of at least this is a success.")
     workers: int = Field(2, ge=1, description="Grading processes per rank.")
     time_limit: float = Field(5.0, gt=0, description="Seconds per answer; then it is killed and scores 0.")
 
@@ -133,7 +136,7 @@ class ExperienceConfig(Section):
         description="Replay starts after a step whose batch Pass@1 exceeds this; 0 = at once.",
     )
     question_weight: Literal["gaussian", "uniform", "linear", "sqrt", "linear_clip", "random"] = Field(
-        "gaussian", description="Law by which buckets (success counts) are drawn; random: questions, whatever bucket."
+        "gaussian", description="Law by which success counts are drawn; random: questions, whatever their count."
     )
     mu: float = Field(0.5, ge=0, le=1, description="Centre of the Gaussian law as a fraction of K.")
     sigma: float = Field(1.0, gt=0, description="Width of the Gaussian law in success counts.")
@@ -145,15 +148,17 @@ class ExperienceConfig(Section):
     )
     retire: bool = Field(
         True,
-        description="Solved questions leave for good (if ratio > 0); False: they stay, buffered in the highest bucket.",
+        description="Questions that all fresh answers of a step solve, at least two, leave for good (if ratio > 0); "
+        "False: they stay, buffered with the highest count.",
     )
     bucket_by: Literal["success_count", "reward_deviation"] = Field(
         "success_count",
-        description="reward_deviation, for continuous rewards: buckets by the spread of a group's rewards, what beats "
-        "its group's mean is stored, and replay starts by the mean reward.",
+        description="reward_deviation, for continuous rewards: the spread of a group's rewards stands for its success "
+        "count, what beats its group's mean is stored, replay starts by the mean reward, and a question is solved "
+        "when every answer that counts is a success.",
     )
     max_per_question: int | None = Field(None, ge=1, description="Keep only the latest so many per question.")
-    max_age: int | None = Field(None, ge=1, description="Forget trajectories older than so many steps.")
+    max_age: int | None = Field(None, ge=1, description="Never replay what is older than so many steps.")
 
 
 class ObjectiveConfig(Section):
@@ -162,7 +167,7 @@ class ObjectiveConfig(Section):
     clip: tuple[float, float] | None = Field(
         (0.2, 0.2), description="eps_low eps_high for fresh tokens; None = no clipping."
     )
-    clip_with_replay: bool = Field(False, description="Keep clipping once replay has begun (the paper does not).")
+    clip_with_replay: bool = Field(False, description="Clip in steps that replay, too (the paper does not).")
     beta: float | None = Field(0.1, gt=0, description="f(w) = w/(w+beta) on replayed tokens; None = plain w.")
     importance_correction: bool = Field(
         True, description="Weigh replayed tokens against the policy that wrote them, not this step's."

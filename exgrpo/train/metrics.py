@@ -33,6 +33,7 @@ def step_metrics(
     step: int,
     groups: Sequence[Group],
     answers: Answers,
+    pass_rate: float,
     scores: Sequence[Score],
     updates: Sequence[UpdateStats],
     memory: ExperienceMemory,
@@ -46,7 +47,8 @@ def step_metrics(
 ) -> dict[str, float]:
     """One flat record per training step; entropies in nats per token, lengths in tokens, times in seconds.
 
-    Log-ratio quantiles, in nats, are over all tokens of the step.
+    Log-ratio quantiles, in nats, are over all tokens of the step. bucket/k: buffered questions by success count, which
+    is rounded for this.
     """
     rewards = answers.rewards
     lengths = np.array([len(rollout.response) for rollout in answers.rollouts])
@@ -56,7 +58,7 @@ def step_metrics(
     record: dict[str, float] = {
         "step": step,
         "reward": float(rewards.mean()),
-        "pass_rate": float(np.mean(rewards >= 1.0)),
+        "pass_rate": pass_rate,
         "entropy": float(np.concatenate([score.entropy for score in scores]).mean()),
         "response_tokens": float(lengths.mean()),
         "truncated": float(np.mean([not rollout.finished for rollout in answers.rollouts])),

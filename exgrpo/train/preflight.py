@@ -9,6 +9,7 @@ from exgrpo.train.data import Question
 from exgrpo.train.reward import Grader, form_of
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.seeds import derive_seed
+from exgrpo.train.success import is_success
 
 QUESTIONS = 32
 SHOWN_CHARACTERS = 300
@@ -77,7 +78,7 @@ def preflight(config: Config, answerer: Answerer, questions: Sequence[Question])
         answers=len(asked),
         finished=sum(rollout.finished for rollout in answers.rollouts),
         formed=answerer.world.gather(_formed(config, texts) if answerer.world.is_main else None)[0],
-        right=int((answers.rewards >= 1.0).sum()),
+        right=int(is_success(answers.rewards, config.reward.success).sum()),
         equal=len(set(answers.rewards.tolist())) == 1,
         example=texts[0][0][-SHOWN_CHARACTERS:],
     )

@@ -35,7 +35,7 @@ class Trajectory:
         response: [R] token ids (never text: re-encoding text would misalign `log_prob`).
         log_prob: [R] fp32 of the policy that wrote it, at the rollout temperature (pi_past once it is replayed).
         finished: whether it ends with EOS.
-        reward: what the verifier gave, 1 for a success.
+        reward: what the verifier gave.
         step: training step in which it was written.
         behaviour: who computed `log_prob`: the trainer, before that step's update, or the rollout engine, in sampling.
     """

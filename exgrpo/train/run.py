@@ -218,6 +218,8 @@ class Run:
                 if config.rollout.check_every and self.step % config.rollout.check_every == 0:
                     result.metrics["weight_gap"] = self._check_weights()
                 self._record(result, display)
+                for note in result.notes:
+                    display.say(note)
                 if config.evaluation.every and self.step % config.evaluation.every == 0 and self.step < config.steps:
                     self._evaluate(display.say)
                 if config.checkpoint.every and (self.step % config.checkpoint.every == 0 or self.step == config.steps):
@@ -298,8 +300,6 @@ class Run:
             return
         self._write(result.metrics)
         display.step(result.metrics)
-        for note in result.notes:
-            display.say(note)
         # Replayed groups come last: show some of either kind.
         shown = list(range(len(result.questions)))[:: max(1, len(result.questions) - 1)]
         for i in shown[: self.config.output.sample_groups]:

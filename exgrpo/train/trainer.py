@@ -20,10 +20,10 @@ from exgrpo.train.experience import (
     ExperienceMemory,
     FreshQuestions,
     StepPlan,
-    bucket_log_weights,
-    estimate_successes,
+    count_successes,
     in_band,
     plan_questions,
+    question_law,
     select_trajectory,
 )
 from exgrpo.train.idle import IdleSteps
@@ -33,6 +33,7 @@ from exgrpo.train.policy import Policy, Score, UpdateStats
 from exgrpo.train.records import Group, TokenIds, Trajectory
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.seeds import derive_seed, generator
+from exgrpo.train.success import RewardWatch, is_success
 
 SCORED_RULES = ("lowest_entropy", "highest_entropy", "lowest_nll")
 
@@ -106,16 +107,18 @@ class Trainer:
         self.memory = ExperienceMemory(
             len(self.questions),
             config.rollout.samples,
+            success=config.reward.success,
             count_replayed=experience.count_replayed,
             max_per_question=experience.max_per_question,
             max_age=experience.max_age,
             retire=experience.retire and experience.ratio > 0,  # plain GRPO retires nothing
             bucket_by=experience.bucket_by,
         )
-        self.law = bucket_log_weights(
+        self.law = question_law(
             experience.question_weight, config.rollout.samples, mu=experience.mu, sigma=experience.sigma
         )
         self.latch = DelayedStart(experience.start_pass_rate)
+        self.watch = RewardWatch(config.reward.success, "reward.success")
         self.pool = FreshQuestions(len(self.questions), generator(config.seed, "fresh questions"))
         self.replay_rng = generator(config.seed, "replay")
         self.batch_rng = generator(config.seed, "mini-batches")
@@ -142,14 +145,15 @@ class Trainer:
             answers = self.answerer.join(produced)
         with clock("score"):
             groups, scores = self._score_groups(questions, answers, of_group, step)
-        pass_rate = float(np.mean(answers.rewards >= 1.0))
+        pass_rate = float(np.mean(is_success(answers.rewards, self.config.reward.success)))
+        unfit = self.watch.observe(answers.rewards)
         self.memory.update(groups, step, collect=replay)
         # Continuous rewards may never be full ones; of 0 and 1 the mean is the pass rate.
         continuous = self.config.experience.bucket_by == "reward_deviation"
         self.latch.observe(float(answers.rewards.mean()) if continuous else pass_rate)
         self._ahead = self._begin_ahead(step + 1)
         with clock("update"):
-            updates, idle_updates = self._update(groups, replay)
+            updates, idle_updates = self._update(groups)
         with clock("rollout"):
             self._wait_ahead()  # the engine takes no weights while it generates
         with clock("push"):
@@ -159,6 +163,7 @@ class Trainer:
             step=step,
             groups=groups,
             answers=answers,
+            pass_rate=pass_rate,
             scores=scores,
             updates=updates,
             memory=self.memory,
@@ -171,8 +176,8 @@ class Trainer:
             seconds=clock.seconds,
         )
         metrics |= {"staleness": float(ahead.produced is not None), **self._mismatch(answers, scores)}
-        note = self.idle.observe(not updates, groups)
-        return StepResult(metrics, questions, answers, of_group, notes=(note,) if note else ())
+        notes = (unfit, self.idle.observe(not updates, groups))
+        return StepResult(metrics, questions, answers, of_group, tuple(filter(None, notes)))
 
     def _replays(self) -> bool:
         return self.latch.open and self.config.experience.ratio > 0
@@ -184,7 +189,7 @@ class Trainer:
             self.replay_rng,
             batch=self.config.questions,
             ratio=self.config.experience.ratio,
-            log_weights=self.law,
+            law=self.law,
             replay=self._replays(),
         )
 
@@ -221,12 +226,13 @@ class Trainer:
                 "pool_position": self.pool.position,
                 "skipped_updates": self.skipped_updates,
                 "generated_tokens": self.generated_tokens,
+                "rewards_seen": self.watch.state(),
                 "generators": {name: rng.bit_generator.state for name, rng in self._generators().items()},
                 # Answers that were generated ahead are generated again: by then the policy is a newer one.
                 "ahead": self._ahead and {name: of.tolist() for name, of in vars(self._ahead.plan).items()},
             },
             arrays={
-                "bucket": self.memory.bucket,
+                "count": self.memory.count,
                 "retired": self.memory.retired.astype(np.uint8),
                 "pool_order": self.pool.order,
             },
@@ -239,12 +245,13 @@ class Trainer:
         self.latch.open = values["replay_open"]
         self.pool.position, self.pool.order = values["pool_position"], arrays["pool_order"].copy()
         self.skipped_updates, self.generated_tokens = values["skipped_updates"], values["generated_tokens"]
+        self.watch.restore(values["rewards_seen"])
         for name, rng in self._generators().items():
             rng.bit_generator.state = values["generators"][name]
         if values["ahead"]:
             plan = StepPlan(**{name: np.array(of, np.int64) for name, of in values["ahead"].items()})
             self._ahead = _Ahead(plan, None)
-        self.memory.restore(arrays["bucket"], arrays["retired"].astype(bool), state.trajectories)
+        self.memory.restore(arrays["count"], arrays["retired"].astype(bool), state.trajectories)
 
     def _prompt(self, question: int) -> TokenIds:
         return np.array(self.questions[question].prompt, dtype=np.int32)
@@ -333,7 +340,7 @@ class Trainer:
             behaviour=behaviour,
         )
 
-    def _update(self, groups: Sequence[Group], replay: bool) -> tuple[list[UpdateStats], int]:
+    def _update(self, groups: Sequence[Group]) -> tuple[list[UpdateStats], int]:
         """One optimiser step per mini-batch, and the number of mini-batches that gave none.
 
         Without an advantage in it, a mini-batch has only its entropy bonus. AdamW would make a full step of that,
@@ -353,7 +360,7 @@ class Trainer:
             self.config.rollout.max_tokens,
         )
         minibatches = self._mask(minibatches, groups)
-        clip = objective.clip_with_replay or not replay
+        clip = objective.clip_with_replay or all(group.replayed is None for group in groups)
         active = [minibatch for minibatch in minibatches if minibatch.has_advantage]
         updates = [self.policy.update(minibatch, objective, clip=clip) for minibatch in active]
         self.skipped_updates += sum(not update.applied for update in updates)
@@ -364,17 +371,12 @@ class Trainer:
 
         So a step on one band is the part of a whole step that this band contributes, not a smaller batch.
         """
-        samples, count_replayed = self.config.rollout.samples, self.config.experience.count_replayed
-        masked = {
-            id(row.response)
-            for group in groups
-            if not in_band(
-                estimate_successes(group, samples, count_replayed=count_replayed),
-                samples,
-                self.config.objective.train_on,
-            )
-            for row in group.rows
-        }
+        config, samples = self.config, self.config.rollout.samples
+        masked = set()
+        for group in groups:
+            evidence = count_successes(group, config.reward.success, count_replayed=config.experience.count_replayed)
+            if not in_band(evidence.count(samples), samples, config.objective.train_on):
+                masked |= {id(row.response) for row in group.rows}
         return [
             dataclasses.replace(batch, rows=tuple(row for row in batch.rows if id(row.response) not in masked))
             for batch in minibatches

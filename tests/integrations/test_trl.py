@@ -291,6 +291,38 @@ def test_replayed_rows_carry_the_past_policy_and_share_the_mean(tmp_path: Path, 
         assert output["replayed"].nonzero().flatten().tolist() == sorted(output["stored"])
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_clipping_is_off_in_steps_that_replay_and_only_there(tmp_path: Path, model: Path, keep: bool) -> None:
+    trainer = exgrpo(tmp_path, model, max_steps=4, clip_with_replay=keep)
+    clips, objective = [], trainer._objective
+
+    def recorded(inputs: dict[str, Any]) -> trl_loss.Objective:
+        clips.append(objective(inputs).clip)
+        return objective(inputs)
+
+    trainer._objective = recorded
+    trainer.train()
+    replayed = [log["experience/replayed"] > 0 for log in trainer.state.log_history[:4]]
+    assert replayed[0] is False
+    assert any(replayed)
+    assert [clip is None for clip in clips] == [of_step and not keep for of_step in replayed]
+
+
+@pytest.mark.parametrize("success", [0.9, 1.0])
+def test_rewards_that_peak_below_one(tmp_path: Path, model: Path, success: float) -> None:
+    trainer = exgrpo(tmp_path, model, max_steps=2, success=success)
+    trainer.reward_funcs = [lambda **kwargs: [0.9 * one for one in reward(**kwargs)]]
+    trainer.replay.watch.patience = 16
+    if success == 1.0:
+        with pytest.warns(UserWarning, match=r"no answer is a success: .* between 0 and 0\.9, and success is 1"):
+            trainer.train()
+    else:
+        trainer.train()
+    pass_rates = [log["experience/pass_rate"] for log in trainer.state.log_history[:2]]
+    assert [rate > 0 for rate in pass_rates] == [success == 0.9] * 2
+    assert (len(trainer.replay.memory) > 0) == (success == 0.9)
+
+
 class SampledExGRPO(WrittenExGRPO):
     """As with vLLM, which says how probable what it sampled was."""
 
@@ -334,7 +366,7 @@ def test_a_resumed_run_goes_on_with_its_experience(tmp_path: Path, model: Path) 
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert resumed.state.global_step == 4
     found, expected = resumed.replay.memory, whole.replay.memory
-    np.testing.assert_array_equal(found.bucket, expected.bucket)
+    np.testing.assert_array_equal(found.count, expected.count)
     np.testing.assert_array_equal(found.retired, expected.retired)
     assert len(found) > 0
     for one, other in zip(found.all_trajectories(), expected.all_trajectories(), strict=True):
@@ -367,6 +399,7 @@ def test_training_stops_when_every_question_is_solved(tmp_path: Path, model: Pat
         ({"beta": 0.1}, r"beta=0\.1"),
         ({"ratio": 1.5}, "ratio"),
         ({"replay_beta": 0.0}, "replay_beta"),
+        ({"success": float("nan")}, "success: expected a finite number"),
         ({"per_device_train_batch_size": 64}, "lower generation_batch_size"),
     ],
     ids=str,

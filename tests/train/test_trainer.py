@@ -15,6 +15,7 @@ from tests.train.fakes import (
     answerer,
     engine_log_prob,
     fake_score,
+    marked,
     question_set,
 )
 
@@ -255,13 +256,17 @@ def test_replay_and_collection_begin_one_step_after_the_threshold_is_passed():
     assert fourth.metrics["replayed"] == 3
 
 
-@pytest.mark.parametrize(("keep", "expected"), [(False, [True, True, False, False]), (True, [True] * 4)])
-def test_clipping_ends_when_replay_begins_unless_it_is_kept(keep, expected):
-    skill = half(40)
-    trainer = make(skill, experience={"start_pass_rate": 0.3}, objective={"clip_with_replay": keep})
-    trainer.step(1)
-    trainer.step(2)
-    assert [clip for _, clip in trainer.policy.updates] == expected
+@pytest.mark.parametrize("start", [0.0, 0.3])
+@pytest.mark.parametrize("keep", [False, True])
+def test_clipping_is_off_in_steps_that_replay_and_only_there_unless_it_is_kept(keep, start):
+    trainer = make(half(40), experience={"start_pass_rate": start}, objective={"clip_with_replay": keep})
+    replayed = []
+    for step in range(1, 4):
+        trainer.policy.updates.clear()
+        replayed.append(trainer.step(step).metrics["replayed"])
+        assert [clip for _, clip in trainer.policy.updates] == [keep or not replayed[-1]] * 2
+    # Before anything is stored nothing can be replayed, however early replay may begin.
+    assert replayed == ([0, 3, 3] if start == 0 else [0, 0, 3])
 
 
 def test_ratio_zero_is_plain_grpo():
@@ -289,7 +294,7 @@ def test_without_retirement_solved_questions_come_again_and_are_replayed():
     first, second = trainer.step(1), trainer.step(2)
     assert set(first.questions) == set(second.questions)
     assert first.metrics["buffer_questions"] == 6
-    assert set(trainer.memory.bucket.tolist()) == {K - 1}
+    assert set(trainer.memory.count.tolist()) == {K - 1}
     assert second.metrics["replayed"] == 3
     assert second.metrics["retired"] == 0
 
@@ -322,19 +327,19 @@ def test_training_on_one_band_masks_the_other_groups(band, normalize):
 
 
 def test_a_band_counts_the_fresh_rows_of_mixed_groups():
-    # round(0.25 * 3) = 1 of 3 fresh rows are right, rounded to 1 of 4: hard. With the replayed row it is 2 of 4.
-    for count_replayed, kept in ((False, True), (True, False)):
+    # round(0.5 * 3) = 2 of 3 fresh rows are right, 67 %: medium. With the replayed row it is 3 of 4: easy, too.
+    for count_replayed, kept in ((False, False), (True, True)):
         trainer = make(
-            dict.fromkeys(range(20), 0.25),
+            half(20),
             experience={"count_replayed": count_replayed},
-            objective={"train_on": "hard"},
+            objective={"train_on": "easy"},
         )
         trainer.step(1)
         trainer.policy.updates.clear()
         trainer.step(2)
         rows = [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows]
         assert any(row.replayed for row in rows) == kept
-        assert len(rows) == (6 * K if kept else 3 * K)
+        assert len(rows) == (3 * K if kept else 0)
 
 
 def test_continuous_rewards_are_stored_replayed_and_start_replay_by_their_mean():
@@ -352,10 +357,51 @@ def test_continuous_rewards_are_stored_replayed_and_start_replay_by_their_mean()
         mean = np.mean([answer.reward for answer in answers])
         better = [answer.rollout.response.tolist() for answer in answers if answer.reward > mean]
         assert [t.response.tolist() for t in trainer.memory.trajectories(question)] == better
-    assert len(set(trainer.memory.bucket[trainer.memory.bucket > 0].tolist())) > 1
+    assert len(set(trainer.memory.count[trainer.memory.count > 0].tolist())) > 1
     third = trainer.step(3)
     assert third.metrics["replayed"] == 3
     assert all(0 < row.reward < 1 for row in third.replayed if row)
+
+
+def peak(top: float):
+    """A reward that peaks at `top`."""
+    return ScriptedGrader(lambda text: top * marked(text) or 0.1)
+
+
+@pytest.mark.parametrize(("success", "counts"), [(0.9, True), (1.0, False)])
+def test_a_success_is_what_the_configuration_says(success, counts):
+    trainer = make({**half(10), 3: 1.0}, reward={"success": success}, questions=10, experience={"start_pass_rate": 0.3})
+    trainer.answerer.grader = peak(0.9)
+    first = trainer.step(1)
+    assert first.metrics["pass_rate"] == (0.55 if counts else 0)
+    assert trainer.latch.open == counts
+    assert trainer.memory.retired.tolist() == [counts and q == 3 for q in range(10)]
+    trainer.step(2)
+    assert trainer.memory.trajectory_count == (18 if counts else 0)
+    masked = make(half(10), reward={"success": success}, questions=10, objective={"train_on": "medium"})
+    masked.answerer.grader = peak(0.9)
+    masked.step(1)
+    assert any(minibatch.rows for minibatch, _ in masked.policy.updates) == counts
+
+
+def test_it_is_said_once_that_no_reward_is_a_success_and_not_again_after_a_resume():
+    def begin():
+        trainer = make(half(80), questions=40)
+        trainer.answerer.grader = peak(0.9)
+        return trainer
+
+    trainer = begin()
+    notes = [trainer.step(step).notes for step in range(1, 5)]
+    assert notes[0] == notes[2] == notes[3] == ()
+    (said,) = notes[1]
+    assert "no answer is a success" in said
+    assert "between 0.1 and 0.9" in said
+    assert "set reward.success to it" in said
+    resumed = begin()
+    state = trainer.state()
+    resumed.restore(dataclasses.replace(state, values=json.loads(json.dumps(state.values))))
+    assert resumed.watch == trainer.watch
+    assert resumed.step(5).notes == ()
 
 
 def test_the_random_law_reaches_the_plan():

@@ -4,21 +4,22 @@ Pure decisions: numpy arrays and a random generator in, choices out. No model, n
 """
 
 from exgrpo.train.experience.memory import ExperienceMemory
-from exgrpo.train.experience.partition import deviation_buckets, estimate_successes, in_band
+from exgrpo.train.experience.partition import Evidence, count_successes, deviation_counts, in_band
 from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, StepPlan, plan_questions
-from exgrpo.train.experience.sampling import bucket_log_weights, draw_questions
+from exgrpo.train.experience.sampling import draw_questions, question_law
 from exgrpo.train.experience.selection import select_trajectory
 
 __all__ = [
     "DelayedStart",
+    "Evidence",
     "ExperienceMemory",
     "FreshQuestions",
     "StepPlan",
-    "bucket_log_weights",
-    "deviation_buckets",
+    "count_successes",
+    "deviation_counts",
     "draw_questions",
-    "estimate_successes",
     "in_band",
     "plan_questions",
+    "question_law",
     "select_trajectory",
 ]

@@ -1,35 +1,38 @@
-"""The experience buffer E, its buckets and the retired set S."""
+"""The experience buffer E, its success counts and the retired set S."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.experience.partition import EPSILON, deviation_buckets, estimate_successes
+from exgrpo.train.experience.partition import Evidence, count_successes, deviation_counts
 from exgrpo.train.records import Group, TokenIds, Trajectory
+from exgrpo.train.success import EPSILON, is_success
 
 
 class ExperienceMemory:
-    """Successful trajectories by question, each question's bucket, and the questions that are retired.
+    """Successful trajectories by question, each question's success count, and the questions that are retired.
 
     Invariants, after every operation:
-        a question has a bucket (1..K-1) if and only if it has stored trajectories;
+        a question has a success count, in [1, K-1], if and only if it has stored trajectories;
         a retired question has neither;
         the stored trajectories of a question are distinct successes of that question, oldest first.
 
-    A success has reward 1, its bucket is the question's latest success count. Where rewards are continuous
-    (bucket_by "reward_deviation", section 5.3 of the paper) a success is a row that is better than its group's
-    mean, so that its advantage was positive, and buckets are those of `deviation_buckets`. Either way a question is
-    solved when all rows that count have reward 1.
+    A success has a reward of at least `success`, and a question's count is that of its latest group, k = K m / F with
+    m successes of F rows that count: not rounded, and kept inside [1, K-1]. Where rewards are continuous (bucket_by
+    "reward_deviation", section 5.3 of the paper) what is stored are the rows that are better than their group's mean,
+    so that their advantage was positive, and counts are those of `deviation_counts`. Either way a question is
+    solved when all rows that count, at least two, have a reward of at least `success`.
 
     Args:
         questions: number of questions; they are known by index 0..questions-1.
         samples: K, answers per question.
-        count_replayed: see `estimate_successes`.
+        success: a reward of at least this is a success.
+        count_replayed: see `count_successes`.
         max_per_question: keep only the latest so many trajectories of a question.
-        max_age: forget trajectories written more than so many steps ago.
+        max_age: no step replays a trajectory that was written more than so many steps before it.
         retire: solved questions leave for good. Without it they stay: nothing is ever retired, and a group that
-            solves its question is one more group with successes, in the highest bucket.
+            solves its question is one more group with successes, of the highest count.
         bucket_by: "success_count" or "reward_deviation".
     """
 
@@ -38,6 +41,7 @@ class ExperienceMemory:
         questions: int,
         samples: int,
         *,
+        success: float = 1.0,
         count_replayed: bool = False,
         max_per_question: int | None = None,
         max_age: int | None = None,
@@ -45,12 +49,13 @@ class ExperienceMemory:
         bucket_by: str = "success_count",
     ) -> None:
         self.samples = samples
+        self.success = success
         self.count_replayed = count_replayed
         self.max_per_question = max_per_question
         self.max_age = max_age
         self.retire = retire
         self.bucket_by = bucket_by
-        self.bucket: npt.NDArray[np.int16] = np.zeros(questions, dtype=np.int16)
+        self.count: npt.NDArray[np.float64] = np.zeros(questions)
         self.retired: npt.NDArray[np.bool_] = np.zeros(questions, dtype=bool)
         self._stored: dict[int, tuple[Trajectory, ...]] = {}
 
@@ -67,10 +72,10 @@ class ExperienceMemory:
         return [trajectory for question in sorted(self._stored) for trajectory in self._stored[question]]
 
     def restore(
-        self, bucket: npt.NDArray[np.int16], retired: npt.NDArray[np.bool_], trajectories: Sequence[Trajectory]
+        self, count: npt.NDArray[np.float64], retired: npt.NDArray[np.bool_], trajectories: Sequence[Trajectory]
     ) -> None:
         """Take over the state of another memory of the same questions: its fields and `all_trajectories`."""
-        self.bucket, self.retired = bucket.copy(), retired.copy()
+        self.count, self.retired = count.copy(), retired.copy()
         self._stored = {}
         for trajectory in trajectories:
             self._stored[trajectory.question] = (*self.trajectories(trajectory.question), trajectory)
@@ -81,46 +86,46 @@ class ExperienceMemory:
         return sum(len(stored) for stored in self._stored.values())
 
     def bucket_sizes(self) -> npt.NDArray[np.int64]:
-        """[K+1] number of buffered questions by success count; entries 0 and K are always 0."""
-        sizes = np.bincount(self.bucket, minlength=self.samples + 1)
+        """[K+1] number of buffered questions by success count, rounded half up for people to read.
+
+        Entries 0 and K are always 0.
+        """
+        sizes = np.bincount((self.count + 0.5).astype(np.int64), minlength=self.samples + 1)
         sizes[0] = 0
         return sizes
 
     def update(self, groups: Sequence[Group], step: int, *, collect: bool) -> None:
-        """Take in the graded groups of one training step.
+        """Take in the graded groups of one training step, and forget what is too old for the next one.
 
         Solved questions retire before the delayed start too; successes are stored only where `collect` (after it).
         """
-        successes = [estimate_successes(group, self.samples, count_replayed=self.count_replayed) for group in groups]
-        for group, k, bucket in zip(groups, successes, self._buckets(groups, successes), strict=True):
-            if self.retire and k == self.samples:
+        shown = [count_successes(group, self.success, count_replayed=self.count_replayed) for group in groups]
+        for group, evidence, count in zip(groups, shown, self._counts(groups, shown), strict=True):
+            if self.retire and evidence.solved:
                 self._retire(group.question)
             elif not self.retired[group.question]:
                 if collect:
                     self._store(group)
                 if group.question in self._stored:
-                    self.bucket[group.question] = bucket
+                    self.count[group.question] = count
         if self.max_age is not None:
-            self._forget(oldest=step - self.max_age)
+            self._forget(oldest=step + 1 - self.max_age)
 
-    def _buckets(self, groups: Sequence[Group], successes: Sequence[int]) -> npt.NDArray[np.int64]:
+    def _counts(self, groups: Sequence[Group], shown: Sequence[Evidence]) -> npt.NDArray[np.float64]:
         if self.bucket_by == "reward_deviation":
-            return deviation_buckets(groups, self.samples, count_replayed=self.count_replayed)
-        return np.clip(np.array(successes, dtype=np.int64), 1, self.samples - 1)
+            counts = deviation_counts(groups, self.samples, count_replayed=self.count_replayed)
+        else:
+            counts = np.array([evidence.count(self.samples) for evidence in shown])
+        return np.clip(counts, 1, self.samples - 1)
 
     def _retire(self, question: int) -> None:
         self.retired[question] = True
-        self.bucket[question] = 0
+        self.count[question] = 0
         self._stored.pop(question, None)
 
     def _store(self, group: Group) -> None:
         kept = self.trajectories(group.question)
-        least = 1.0
-        if self.bucket_by == "reward_deviation":
-            least = float(np.mean([row.reward for row in group.rows])) + EPSILON
-        for row in group.fresh:
-            if row.reward < least:
-                continue
+        for row in self._worth_keeping(group):
             # Of two equal responses the newer log-probs stay: their policy is nearer to the current one.
             kept = (*(old for old in kept if not _same(old.response, row.response)), row)
         if self.max_per_question is not None:
@@ -128,12 +133,20 @@ class ExperienceMemory:
         if kept:
             self._stored[group.question] = kept
 
+    def _worth_keeping(self, group: Group) -> list[Trajectory]:
+        """The fresh rows to store; one without tokens has nothing to replay."""
+        rows = [row for row in group.fresh if len(row.response)]
+        if self.bucket_by == "reward_deviation":
+            mean = float(np.mean([row.reward for row in group.rows]))
+            return [row for row in rows if row.reward >= mean + EPSILON]
+        return [row for row in rows if is_success(row.reward, self.success)]
+
     def _forget(self, oldest: int) -> None:
         for question, stored in list(self._stored.items()):
             young = tuple(row for row in stored if row.step >= oldest)
             if not young:
                 del self._stored[question]
-                self.bucket[question] = 0
+                self.count[question] = 0
             elif len(young) < len(stored):
                 self._stored[question] = young
 

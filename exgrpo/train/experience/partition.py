@@ -1,14 +1,36 @@
-"""How hard a question is for the current policy, read from a graded group: its success count, its bucket, its band."""
+"""How hard a question is for the current policy, read from a graded group: its success count and its band."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.records import Group, Trajectory
+from exgrpo.train.success import EPSILON, is_success
 
-EPSILON = 1e-6
-"""Rewards that differ by less are equal."""
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a group shows about the current policy: m = `successes` of F = `rows` answers that count."""
+
+    successes: int
+    rows: int
+
+    @property
+    def solved(self) -> bool:
+        """Whether every row is a success, and there are at least two.
+
+        One row is too little to retire a question for good: with K = 2 a mixed group has only one fresh row.
+        """
+        return self.rows >= 2 and self.successes == self.rows
+
+    def count(self, samples: int) -> float:
+        """The success count on the scale of K = `samples`: k = K m / F in 0..K, not rounded.
+
+        Equal fractions give equal numbers, whatever their F.
+        """
+        return samples * self.successes / self.rows
 
 
 def counted_rows(group: Group, *, count_replayed: bool = False) -> Sequence[Trajectory]:
@@ -16,38 +38,33 @@ def counted_rows(group: Group, *, count_replayed: bool = False) -> Sequence[Traj
     return group.rows if count_replayed else group.fresh
 
 
-def estimate_successes(group: Group, samples: int, *, count_replayed: bool = False) -> int:
-    """The success count k in 0..K that a group shows for its question under the current policy.
+def count_successes(group: Group, success: float, *, count_replayed: bool = False) -> Evidence:
+    """The successes among the rows that count.
 
-    The replayed row is no evidence of the current policy: k is the count m over the F fresh rows rescaled to
-    K = `samples` and rounded half up. m of K stays m. `count_replayed` counts it instead (m + 1 of F + 1).
-    k is 0 exactly when nothing counted succeeded and K exactly when everything did (K >= 2).
+    The replayed row is no evidence of the current policy: of a mixed group the m successes of the K-1 fresh rows
+    count. `count_replayed` counts it too, m+1 of K. A row without tokens is never a success.
     """
     rows = counted_rows(group, count_replayed=count_replayed)
-    right = sum(row.reward >= 1.0 for row in rows)
-    if right in (0, len(rows)):
-        return samples if right else 0
-    rescaled = (2 * right * samples + len(rows)) // (2 * len(rows))
-    return min(max(rescaled, 1), samples - 1)
+    return Evidence(sum(len(row.response) > 0 and is_success(row.reward, success) for row in rows), len(rows))
 
 
-def deviation_buckets(groups: Sequence[Group], samples: int, *, count_replayed: bool = False) -> npt.NDArray[np.int64]:
-    """[len(groups)] buckets 1..K-1 for continuous rewards (arXiv 2510.02245, section 5.3).
+def deviation_counts(groups: Sequence[Group], samples: int, *, count_replayed: bool = False) -> npt.NDArray[np.float64]:
+    """[len(groups)] what stands for success counts where rewards are continuous (arXiv 2510.02245, section 5.3).
 
     round(K * (sigma_q - min) / max(max - min, eps)), sigma_q the standard deviation of a group's counted rewards, min
-    and max over the groups given (those of one step), rounded half up and kept inside 1..K-1.
+    and max over the groups given (those of one step), rounded half up: 0..K.
     """
     if not groups:
-        return np.empty(0, dtype=np.int64)
+        return np.empty(0)
     sigma = np.array(
         [np.std([row.reward for row in counted_rows(group, count_replayed=count_replayed)]) for group in groups]
     )
     scaled = samples * (sigma - sigma.min()) / max(sigma.max() - sigma.min(), EPSILON)
-    return np.clip(np.floor(scaled + 0.5).astype(np.int64), 1, samples - 1)
+    return np.floor(scaled + 0.5)
 
 
-def in_band(successes: int, samples: int, band: str) -> bool:
-    """Whether k of K successes fall into a band of the preliminary study (arXiv 2510.02245).
+def in_band(count: float, samples: int, band: str) -> bool:
+    """Whether a success count of K falls into a band of the preliminary study (arXiv 2510.02245).
 
     easy: [75, 100) %, medium: (25, 75] %, hard: (0, 25] %. Exactly 75 % is in two of them, as the paper has it;
     each of its runs trains on one band. all: always.
@@ -56,9 +73,9 @@ def in_band(successes: int, samples: int, band: str) -> bool:
         case "all":
             return True
         case "easy":
-            return 3 * samples <= 4 * successes < 4 * samples
+            return 3 * samples <= 4 * count < 4 * samples
         case "medium":
-            return samples < 4 * successes <= 3 * samples
+            return samples < 4 * count <= 3 * samples
         case "hard":
-            return 0 < 4 * successes <= samples
+            return 0 < 4 * count <= samples
     raise ValueError(f"band: unknown band {band!r}; expected all, easy, medium or hard")

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.experience.memory import ExperienceMemory
-from exgrpo.train.experience.sampling import draw_questions
+from exgrpo.train.experience.sampling import LogWeights, draw_questions
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ def plan_questions(
     *,
     batch: int,
     ratio: float,
-    log_weights: npt.NDArray[np.float64] | None,
+    law: LogWeights | None,
     replay: bool,
 ) -> StepPlan:
     """Choose the questions of a step: n = min(floor(ratio * batch), |E|) replayed, batch - n fresh.
@@ -71,7 +71,7 @@ def plan_questions(
     """
     # The small term keeps products such as 0.29 * 100 = 28.999999999999996 from losing a question.
     wanted = math.floor(ratio * batch + 1e-9) if replay else 0
-    replayed = draw_questions(rng, memory.bucket, min(wanted, len(memory)), log_weights)
+    replayed = draw_questions(rng, memory.count, min(wanted, len(memory)), law)
     excluded = memory.retired.copy()
     excluded[replayed] = True
     return StepPlan(fresh=pool.draw(batch - len(replayed), excluded), replayed=replayed)

@@ -1,68 +1,71 @@
-"""Which buffered questions are replayed: a law over buckets, uniform inside a bucket (section 3.2)."""
+"""Which buffered questions are replayed: a law over success counts, uniform among equal ones (section 3.2)."""
+
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 LAWS = ("gaussian", "uniform", "linear", "sqrt", "linear_clip", "random")
 
+LogWeights = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
+"""Success counts k, in [1, K-1] and not rounded, to logarithms of unnormalised weights."""
 
-def bucket_log_weights(
-    law: str, samples: int, *, mu: float = 0.5, sigma: float = 1.0
-) -> npt.NDArray[np.float64] | None:
-    """[K-1] logarithms of the unnormalised weights of the buckets k = 1..K-1.
+
+def question_law(name: str, samples: int, *, mu: float = 0.5, sigma: float = 1.0) -> LogWeights | None:
+    """The logarithm of the unnormalised weight of a success count k of K = `samples`.
 
     gaussian: -(k - mu K)^2 / (2 sigma^2), sigma in counts; uniform: 1; linear: k/K; sqrt: sqrt(k/K);
-    linear_clip: min(k/K, 1/2). Logarithms, so that no width makes every non-empty bucket's weight vanish.
-    random has none, which is None: buckets do not matter, every buffered question is equally likely.
+    linear_clip: min(k/K, 1/2). Logarithms, so that no width makes the weight of every count vanish.
+    random has none, which is None: counts do not matter, every buffered question is equally likely.
     """
-    k = np.arange(1, samples, dtype=np.float64)
-    fraction = k / samples
-    match law:
+    match name:
         case "gaussian":
-            return -((k - mu * samples) ** 2) / (2 * sigma**2)
+            return lambda k: -((k - mu * samples) ** 2) / (2 * sigma**2)
         case "uniform":
-            return np.zeros_like(k)
+            return np.zeros_like
         case "linear":
-            return np.log(fraction)
+            return lambda k: np.log(k / samples)
         case "sqrt":
-            return 0.5 * np.log(fraction)
+            return lambda k: 0.5 * np.log(k / samples)
         case "linear_clip":
-            return np.log(np.minimum(fraction, 0.5))
+            return lambda k: np.log(np.minimum(k / samples, 0.5))
         case "random":
             return None
-    raise ValueError(f"law: unknown sampling law {law!r}; expected one of {', '.join(LAWS)}")
+    raise ValueError(f"law: unknown sampling law {name!r}; expected one of {', '.join(LAWS)}")
 
 
 def draw_questions(
-    rng: np.random.Generator, bucket: npt.NDArray[np.int16], count: int, log_weights: npt.NDArray[np.float64] | None
+    rng: np.random.Generator, count: npt.NDArray[np.float64], wanted: int, law: LogWeights | None
 ) -> npt.NDArray[np.int64]:
-    """Draw `count` distinct buffered questions.
+    """Draw `wanted` distinct buffered questions.
 
-    Numbers per bucket are multinomial over the non-empty buckets; members uniform without replacement. What a
-    bucket cannot supply goes one at a time to buckets with room, by the same weights.
+    Numbers per success count are multinomial over the counts that occur; members uniform without replacement. What
+    the questions of a count cannot supply goes one at a time to counts with room, by the same weights.
 
     Args:
         rng: generator that is advanced.
-        bucket: [Q] bucket of each question, 0 where it is not buffered.
-        count: at most the number of buffered questions.
-        log_weights: [K-1] from `bucket_log_weights`; None: every buffered question is equally likely.
+        count: [Q] success count of each question in [1, K-1], 0 where it is not buffered.
+        wanted: at most the number of buffered questions.
+        law: from `question_law`; None: every buffered question is equally likely.
 
     Returns:
-        [count] indices of questions, ordered by bucket (None: in any order).
+        [wanted] indices of questions, ordered by success count (None: in any order).
     """
-    buffered = np.flatnonzero(bucket)
-    if count > len(buffered):
-        raise ValueError(f"count: {count} questions asked for, {len(buffered)} are buffered")
-    if count == 0:
+    buffered = np.flatnonzero(count)
+    if wanted > len(buffered):
+        raise ValueError(f"wanted: {wanted} questions asked for, {len(buffered)} are buffered")
+    if wanted == 0:
         return np.empty(0, dtype=np.int64)
-    if log_weights is None:
-        return rng.choice(buffered, count, replace=False).astype(np.int64)
-    members = [np.flatnonzero(bucket == k) for k in range(1, len(log_weights) + 1)]
-    room = np.array([len(of_bucket) for of_bucket in members], dtype=np.int64)
-    taken = np.minimum(rng.multinomial(count, _probabilities(log_weights, room)), room)
-    while taken.sum() < count:
+    if law is None:
+        return rng.choice(buffered, wanted, replace=False).astype(np.int64)
+    values = np.unique(count[buffered])
+    members = [np.flatnonzero(count == value) for value in values]
+    room = np.array([len(of_value) for of_value in members], dtype=np.int64)
+    log_weights = law(values)
+    taken = np.minimum(rng.multinomial(wanted, _probabilities(log_weights, room)), room)
+    while taken.sum() < wanted:
         taken[rng.choice(len(room), p=_probabilities(log_weights, room - taken))] += 1
-    drawn = [rng.choice(of_bucket, n, replace=False) for of_bucket, n in zip(members, taken, strict=True)]
+    drawn = [rng.choice(of_value, n, replace=False) for of_value, n in zip(members, taken, strict=True)]
     return np.concatenate(drawn).astype(np.int64)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.experience import ExperienceMemory, deviation_buckets, estimate_successes, in_band
+from exgrpo.train.experience import ExperienceMemory, count_successes, deviation_counts, in_band
 from exgrpo.train.records import Group, Trajectory
 
 K = 4
@@ -30,7 +30,7 @@ steps = st.lists(
     st.lists(
         st.tuples(
             st.integers(0, QUESTIONS - 1),
-            st.lists(st.sampled_from([0.0, 1.0]), min_size=K, max_size=K),
+            st.lists(st.sampled_from([0.0, 0.4, 1.0]), min_size=K, max_size=K),
             st.integers(0, 3),  # responses overlap between steps: duplicates happen
             st.booleans(),
         ),
@@ -44,63 +44,68 @@ steps = st.lists(
 
 @given(
     steps,
-    st.booleans(),
-    st.sampled_from([None, 1, 3]),
-    st.sampled_from([None, 2]),
-    st.booleans(),
+    st.sampled_from([2, K]),
+    st.fixed_dictionaries(
+        {
+            "success": st.sampled_from([0.4, 1.0]),
+            "count_replayed": st.booleans(),
+            "max_per_question": st.sampled_from([None, 1, 3]),
+            "max_age": st.sampled_from([None, 1, 2]),
+            "retire": st.booleans(),
+        }
+    ),
     st.integers(0, 5),
 )
-@settings(max_examples=200)
-def test_memory_follows_a_plain_model(history, count_replayed, max_per_question, max_age, retire, start):
-    memory = ExperienceMemory(
-        QUESTIONS, K, count_replayed=count_replayed, max_per_question=max_per_question, max_age=max_age, retire=retire
-    )
+@settings(max_examples=300)
+def test_memory_follows_a_plain_model(history, samples, options, start):
+    memory = ExperienceMemory(QUESTIONS, samples, **options)
+    success, max_per_question, max_age = options["success"], options["max_per_question"], options["max_age"]
     stored: dict[int, dict[tuple[int, ...], int]] = {}  # question -> response -> step, oldest first
-    bucket: dict[int, int] = {}
+    count: dict[int, Fraction] = {}
     retired: set[int] = set()
     for step, entries in enumerate(history):
         groups = []
         for question, rewards, first, mixed in entries:
             mixed = mixed and question in stored
-            groups.append(group(question, rewards[: K - mixed], replayed=mixed, step=step, first=first))
+            groups.append(group(question, rewards[: samples - mixed], replayed=mixed, step=step, first=first))
         memory.update(groups, step, collect=step >= start)
         for g in groups:
-            right, shown = sum(r.reward for r in g.fresh), len(g.fresh)
-            if count_replayed and g.replayed:
+            right, shown = sum(r.reward >= success for r in g.fresh), len(g.fresh)
+            if options["count_replayed"] and g.replayed:
                 right, shown = right + 1, shown + 1
-            k = int(np.floor(K * right / shown + 0.5))
-            if right == shown and retire:
+            if right == shown and shown >= 2 and options["retire"]:
                 retired.add(g.question)
                 stored.pop(g.question, None)
-                bucket.pop(g.question, None)
+                count.pop(g.question, None)
                 continue
             if g.question in retired:
                 continue
             if step >= start:
                 for row in g.fresh:
-                    if row.reward == 1.0:
+                    if row.reward >= success:
                         kept = stored.setdefault(g.question, {})
                         kept.pop(tuple(row.response), None)
                         kept[tuple(row.response)] = step
                         if max_per_question and len(kept) > max_per_question:
                             del kept[next(iter(kept))]
             if g.question in stored:
-                bucket[g.question] = min(max(k, 1), K - 1)
+                count[g.question] = min(max(Fraction(samples * right, shown), 1), samples - 1)
         if max_age is not None:
             for question in list(stored):
-                stored[question] = {k: v for k, v in stored[question].items() if v >= step - max_age}
+                stored[question] = {k: v for k, v in stored[question].items() if step + 1 - v <= max_age}
                 if not stored[question]:
-                    del stored[question], bucket[question]
+                    del stored[question], count[question]
 
         assert {q: [tuple(t.response) for t in memory.trajectories(q)] for q in range(QUESTIONS)} == {
             q: list(stored.get(q, {})) for q in range(QUESTIONS)
         }
-        assert memory.bucket.tolist() == [bucket.get(q, 0) for q in range(QUESTIONS)]
+        assert memory.count.tolist() == [float(count.get(q, 0)) for q in range(QUESTIONS)]
         assert set(np.flatnonzero(memory.retired)) == retired
         assert len(memory) == len(stored)
         assert memory.trajectory_count == sum(map(len, stored.values()))
-        assert memory.bucket_sizes().tolist() == [0] + [sum(b == k for b in bucket.values()) for k in range(1, K + 1)]
-        assert all(t.reward == 1.0 and t.question == q for q in stored for t in memory.trajectories(q))
+        shown = [math.floor(k + Fraction(1, 2)) for k in count.values()]
+        assert memory.bucket_sizes().tolist() == [shown.count(k) for k in range(samples + 1)]
+        assert all(t.reward >= success and t.question == q for q in stored for t in memory.trajectories(q))
 
 
 REWARDS = [-0.5, 0.0, 0.1, 0.25, 0.7, 1.0]
@@ -157,7 +162,7 @@ def test_memory_of_continuous_rewards_follows_a_plain_model(history, retire):
             q: list(stored.get(q, {})) for q in range(QUESTIONS)
         }
         assert all(t.reward == stored[q][tuple(t.response)] for q in stored for t in memory.trajectories(q))
-        assert memory.bucket.tolist() == [bucket.get(q, 0) for q in range(QUESTIONS)]
+        assert memory.count.tolist() == [bucket.get(q, 0) for q in range(QUESTIONS)]
         assert set(np.flatnonzero(memory.retired)) == retired
 
 
@@ -168,65 +173,109 @@ def test_binary_groups_store_the_same_by_either_rule():
         memory.update(groups, 0, collect=True)
     for question in range(3):
         assert by_count.trajectories(question) == by_spread.trajectories(question)
-    assert by_count.bucket.tolist() == [1, 2, 0]
+    assert by_count.count.tolist() == [1, 2, 0]
     # Deviations 0.433, 0.5 and 0 of a range of 0.5: 3.46 and 4 of 4, kept inside 1..3.
-    assert by_spread.bucket.tolist() == [3, 3, 0]
+    assert by_spread.count.tolist() == [3, 3, 0]
 
 
-def test_buckets_by_deviation_span_the_step():
+def test_counts_by_deviation_span_the_step():
     spreads = [0.0, 0.1, 0.2, 0.4]
     groups = [group(q, [0.5 - s, 0.5 + s] * 4) for q, s in enumerate(spreads)]
-    assert deviation_buckets(groups, 8).tolist() == [1, 2, 4, 7]  # 8 sigma / 0.4 = 0, 2, 4, 8
-    assert deviation_buckets(groups[:1], 8).tolist() == [1]
-    assert deviation_buckets([], 8).tolist() == []
+    assert deviation_counts(groups, 8).tolist() == [0, 2, 4, 8]  # 8 sigma / 0.4
+    assert deviation_counts(groups[:1], 8).tolist() == [0]
+    assert deviation_counts([], 8).tolist() == []
 
 
 @pytest.mark.parametrize("samples", [2, 3, 7, 8])
 def test_bands_are_the_papers(samples):
-    for k in range(samples + 1):
-        percent = Fraction(100 * k, samples)
-        assert in_band(k, samples, "all")
-        assert in_band(k, samples, "easy") == (75 <= percent < 100)
-        assert in_band(k, samples, "medium") == (25 < percent <= 75)
-        assert in_band(k, samples, "hard") == (0 < percent <= 25)
+    for shown in (samples, samples - 1):
+        for right in range(shown + 1):
+            k, percent = samples * right / shown, Fraction(100 * right, shown)
+            assert in_band(k, samples, "all")
+            assert in_band(k, samples, "easy") == (75 <= percent < 100)
+            assert in_band(k, samples, "medium") == (25 < percent <= 75)
+            assert in_band(k, samples, "hard") == (0 < percent <= 25)
     with pytest.raises(ValueError, match="unknown band 'simple'; expected all, easy"):
         in_band(1, samples, "simple")
 
 
-def test_without_retirement_a_solved_question_goes_to_the_highest_bucket_and_keeps_its_trajectories():
+def test_without_retirement_a_solved_question_has_the_highest_count_and_keeps_its_trajectories():
     memory = ExperienceMemory(2, K, retire=False)
     memory.update([group(0, [1.0, 0.0, 0.0, 0.0], first=10)], 0, collect=True)
     memory.update([group(0, [1.0] * 3, replayed=True), group(1, [1.0] * 4)], 1, collect=True)
     assert not memory.retired.any()
-    assert memory.bucket.tolist() == [K - 1, K - 1]
+    assert memory.count.tolist() == [K - 1, K - 1]
     assert [len(memory.trajectories(q)) for q in range(2)] == [4, 4]
 
 
-@pytest.mark.parametrize("right", range(8))
-def test_mixed_group_estimate_rescales_the_fresh_rows(right):
-    mixed = group(0, [1.0] * right + [0.0] * (7 - right), replayed=True)
-    # algorithm: m of 7 becomes round(8 m / 7)
-    assert estimate_successes(mixed, 8) == round(8 * right / 7)
-    assert estimate_successes(mixed, 8, count_replayed=True) == right + 1
+@given(st.integers(2, 16), st.booleans(), st.booleans(), st.data())
+def test_a_groups_count_is_the_fraction_of_its_counted_rows(samples, mixed, count_replayed, data):
+    right = data.draw(st.integers(0, samples - mixed))
+    rewards = [1.0] * right + [0.0] * (samples - mixed - right)
+    evidence = count_successes(group(0, rewards, replayed=mixed), 1.0, count_replayed=count_replayed)
+    more = mixed and count_replayed
+    assert (evidence.successes, evidence.rows) == (right + more, samples - mixed + more)
+    assert evidence.count(samples) == float(Fraction(samples * evidence.successes, evidence.rows))
+    assert evidence.solved == (evidence.successes == evidence.rows > 1)
 
 
-@given(st.integers(2, 16), st.data())
-def test_estimate_is_extreme_only_where_the_evidence_is(samples, data):
-    shown = data.draw(st.sampled_from([samples, samples - 1]))
-    right = data.draw(st.integers(0, shown))
-    k = estimate_successes(group(0, [1.0] * right + [0.0] * (shown - right), replayed=shown < samples), samples)
-    assert (k == 0) == (right == 0)
-    assert (k == samples) == (right == shown)
-    if shown == samples:
-        assert k == right
+def test_one_lucky_answer_does_not_retire_a_question():
+    memory = ExperienceMemory(2, 2)
+    memory.update([group(q, [1.0, 0.0]) for q in range(2)], 0, collect=True)
+    memory.update([group(q, [1.0], replayed=True) for q in range(2)], 1, collect=True)
+    assert not memory.retired.any()
+    assert memory.count.tolist() == [1, 1]
+    memory.update([group(0, [1.0, 1.0])], 2, collect=True)
+    assert memory.retired.tolist() == [True, False]
 
 
-def test_unsolved_buffered_question_moves_to_the_lowest_bucket_and_keeps_its_trajectories():
+@pytest.mark.parametrize("max_age", [1, 2, 3])
+def test_what_the_next_step_finds_is_at_most_max_age_steps_old(max_age):
+    memory = ExperienceMemory(1, K, max_age=max_age)
+    memory.update([group(0, [1.0, 0.0, 0.0, 0.0], step=5)], 5, collect=True)
+    for step in range(6, 6 + max_age):
+        assert memory.trajectory_count == 1, "at the selection of this step it is not too old"
+        memory.update([], step, collect=True)
+    assert memory.trajectory_count == 0
+    assert memory.count.tolist() == [0]
+
+
+@pytest.mark.parametrize(("success", "stored"), [(0.3, 3), (0.9, 2), (1.0, 0)])
+@pytest.mark.parametrize("right", [0.9, float(np.float32(0.9)), 0.2 + 0.7], ids=["exact", "fp32", "sum"])
+def test_a_success_is_what_the_setting_says(success, stored, right):
+    memory = ExperienceMemory(2, K, success=success)
+    memory.update([group(0, [right, right, 0.3, 0.0]), group(1, [right] * K)], 0, collect=True)
+    assert memory.trajectory_count == stored
+    assert memory.count[0] == stored
+    assert memory.retired.tolist() == [False, success < 1]
+
+
+def test_by_deviation_a_question_is_solved_when_all_answers_are_successes():
+    solved = {}
+    for success in (1.0, 5.0, 9.0):
+        memory = ExperienceMemory(3, K, bucket_by="reward_deviation", success=success)
+        memory.update(
+            [group(0, [2.0, 5.0, 9.0, 9.0]), group(1, [5.0, 9.0, 9.0, 9.0]), group(2, [9.0] * K)], 0, collect=True
+        )
+        solved[success] = memory.retired.tolist()
+    assert solved == {1.0: [True, True, True], 5.0: [False, True, True], 9.0: [False, False, True]}
+
+
+@pytest.mark.parametrize("bucket_by", ["success_count", "reward_deviation"])
+def test_an_answer_without_tokens_is_no_success_whatever_its_reward(bucket_by):
+    empty = Trajectory(0, np.empty(0, np.int32), np.empty(0, np.float32), False, 0.0, 0)
+    memory = ExperienceMemory(1, 2, success=-1.0, bucket_by=bucket_by)
+    memory.update([Group(0, (empty, trajectory(0, (1, 2), -0.5)))], 0, collect=True)
+    assert not memory.retired.any()
+    assert all(len(row.response) for row in memory.all_trajectories())
+
+
+def test_unsolved_buffered_question_has_the_lowest_count_and_keeps_its_trajectories():
     memory = ExperienceMemory(1, K)
     memory.update([group(0, [1.0, 1.0, 1.0, 0.0])], 0, collect=True)
-    assert memory.bucket[0] == 3
+    assert memory.count[0] == 3
     memory.update([group(0, [0.0] * 3, replayed=True)], 1, collect=True)
-    assert memory.bucket[0] == 1
+    assert memory.count[0] == 1
     assert memory.trajectory_count == 3
 
 

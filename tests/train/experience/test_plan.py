@@ -9,13 +9,13 @@ from exgrpo.train.experience import (
     DelayedStart,
     ExperienceMemory,
     FreshQuestions,
-    bucket_log_weights,
     plan_questions,
+    question_law,
     select_trajectory,
 )
 from tests.train.experience.test_memory import K, group, trajectory
 
-LAW = bucket_log_weights("gaussian", K)
+LAW = question_law("gaussian", K)
 
 
 def filled(questions: int, buffered: int, retired: int) -> ExperienceMemory:
@@ -37,7 +37,7 @@ def test_plan_mixes_replayed_and_fresh_questions(buffered, retired, other, batch
     memory = filled(questions, buffered, retired)
     rng = np.random.default_rng(0)
     pool = FreshQuestions(questions, rng)
-    plan = plan_questions(memory, pool, rng, batch=batch, ratio=ratio, log_weights=LAW, replay=True)
+    plan = plan_questions(memory, pool, rng, batch=batch, ratio=ratio, law=LAW, replay=True)
     assert len(plan.replayed) == min(int(ratio * batch), buffered)
     chosen = [*plan.fresh, *plan.replayed]
     assert len(chosen) == len(set(chosen)) == min(batch, max(questions - retired, 0))
@@ -46,13 +46,13 @@ def test_plan_mixes_replayed_and_fresh_questions(buffered, retired, other, batch
 
 def test_floor_of_the_ratio_is_not_lost_to_rounding():
     memory, rng = filled(200, 100, 0), np.random.default_rng(0)
-    plan = plan_questions(memory, FreshQuestions(200, rng), rng, batch=100, ratio=0.29, log_weights=LAW, replay=True)
+    plan = plan_questions(memory, FreshQuestions(200, rng), rng, batch=100, ratio=0.29, law=LAW, replay=True)
     assert len(plan.replayed) == 29
 
 
 def test_without_replay_all_questions_are_fresh():
     memory, rng = filled(20, 10, 0), np.random.default_rng(0)
-    plan = plan_questions(memory, FreshQuestions(20, rng), rng, batch=8, ratio=0.5, log_weights=LAW, replay=False)
+    plan = plan_questions(memory, FreshQuestions(20, rng), rng, batch=8, ratio=0.5, law=LAW, replay=False)
     assert len(plan.replayed) == 0
     assert len(plan.fresh) == 8
 

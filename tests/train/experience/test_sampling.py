@@ -1,101 +1,135 @@
 """The sampling law against closed forms and chi-square tests (seeded, so that they cannot flicker)."""
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from exgrpo.train.experience import bucket_log_weights, draw_questions
+from exgrpo.train.experience import ExperienceMemory, FreshQuestions, draw_questions, plan_questions, question_law
 from exgrpo.train.experience.sampling import LAWS
+from tests.train.experience.test_memory import group
 
 K = 8
+VALUES = sorted({float(Fraction(K * m, f)) for f in (K - 1, K) for m in range(1, f)})
+"""Every success count that a question which is neither solved nor hopeless can have."""
+
+CLOSED_FORMS = {
+    "gaussian": lambda k: math.exp(-((k - 4) ** 2) / 2),
+    "uniform": lambda k: 1.0,
+    "linear": lambda k: k / 8,
+    "sqrt": lambda k: math.sqrt(k / 8),
+    "linear_clip": lambda k: min(k / 8, 0.5),
+}
 
 
-def buckets(sizes: dict[int, int]) -> np.ndarray:
-    """Bucket of each question, in an order that mixes the buckets."""
-    bucket = np.repeat(list(sizes), list(sizes.values())).astype(np.int16)
-    return np.random.default_rng(0).permutation(np.concatenate([bucket, np.zeros(10, np.int16)]))
+def counts(sizes: dict[float, int]) -> np.ndarray:
+    """Success count of each question, in an order that mixes them; ten are not buffered."""
+    count = np.repeat(np.array(list(sizes), float), list(sizes.values()))
+    return np.random.default_rng(0).permutation(np.concatenate([count, np.zeros(10)]))
 
 
 def test_gaussian_law_has_the_papers_weights():
-    weights = np.exp(bucket_log_weights("gaussian", K))
+    weights = np.exp(question_law("gaussian", K)(np.arange(1.0, K)))
     expected = [0.0044, 0.054, 0.242, 0.399, 0.242, 0.054, 0.0044]
     np.testing.assert_allclose(weights / np.sqrt(2 * np.pi), expected, atol=5e-4)
 
 
-@pytest.mark.parametrize(
-    ("law", "expected"),
-    [
-        ("uniform", [1, 1, 1, 1, 1, 1, 1]),
-        ("linear", [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8]),
-        ("sqrt", np.sqrt(np.arange(1, 8) / 8)),
-        ("linear_clip", [1 / 8, 2 / 8, 3 / 8, 4 / 8, 4 / 8, 4 / 8, 4 / 8]),
-    ],
-)
-def test_other_laws(law, expected):
-    np.testing.assert_allclose(np.exp(bucket_log_weights(law, K)), expected)
+@pytest.mark.parametrize("law", CLOSED_FORMS)
+def test_laws_are_evaluated_between_whole_counts(law):
+    expected = [CLOSED_FORMS[law](k) for k in VALUES]
+    np.testing.assert_allclose(np.exp(question_law(law, K)(np.array(VALUES))), expected)
+
+
+def test_mu_and_sigma_of_the_gaussian():
+    ours = question_law("gaussian", K, mu=0.25, sigma=1.5)(np.array([2.0, 3.5, 24 / 7]))
+    np.testing.assert_allclose(ours, [0, -0.5, -((10 / 7) ** 2) / 4.5])
 
 
 def test_unknown_law_is_named():
     with pytest.raises(ValueError, match="unknown sampling law 'gauss'; expected one of gaussian"):
-        bucket_log_weights("gauss", K)
+        question_law("gauss", K)
 
 
-@pytest.mark.parametrize("law", [law for law in LAWS if law != "random"])
-def test_buckets_are_drawn_by_the_law_over_the_non_empty_ones(law):
-    sizes = {1: 50, 3: 50, 4: 200, 6: 400}
-    bucket, log_weights = buckets(sizes), bucket_log_weights(law, K)
-    rng = np.random.default_rng(1)
-    drawn = np.concatenate([draw_questions(rng, bucket, 5, log_weights) for _ in range(4000)])
-    observed = [np.sum(bucket[drawn] == k) for k in sizes]
-    weights = np.exp(log_weights[[k - 1 for k in sizes]])
+@pytest.mark.parametrize("law", CLOSED_FORMS)
+def test_counts_are_drawn_by_the_law_over_those_that_occur(law):
+    sizes = {1: 50, 16 / 7: 50, 3: 50, 24 / 7: 60, 4: 200, 6: 400}
+    count, rng = counts(sizes), np.random.default_rng(1)
+    drawn = np.concatenate([draw_questions(rng, count, 5, question_law(law, K)) for _ in range(4000)])
+    observed = [np.sum(count[drawn] == k) for k in sizes]
+    weights = np.array([CLOSED_FORMS[law](k) for k in sizes])
     assert stats.chisquare(observed, len(drawn) * weights / weights.sum()).pvalue > 0.01
 
 
+@pytest.mark.parametrize("with_fresh_groups", [False, True])
+def test_questions_of_medium_difficulty_get_the_replays_that_the_law_gives_them(with_fresh_groups):
+    """From graded groups to planned questions: mixed groups show m of 7 and never 4 of 8."""
+    shown = [(m, 7) for m in range(7)] + [(m, 8) for m in range(1, 8) if with_fresh_groups]
+    shown = [pair for pair in shown for _ in range(30)]
+    memory = ExperienceMemory(len(shown), K)
+    memory.update([group(q, [1.0] + [0.0] * 7) for q in range(len(shown))], 0, collect=True)
+    rewards = [[1.0] * m + [0.0] * (f - m) for m, f in shown]
+    memory.update([group(q, r, replayed=len(r) == 7) for q, r in enumerate(rewards)], 1, collect=True)
+    rng = np.random.default_rng(5)
+    pool = FreshQuestions(len(shown), rng)
+    options = {"batch": 8, "ratio": 0.5, "law": question_law("gaussian", K), "replay": True}
+    drawn = np.concatenate([plan_questions(memory, pool, rng, **options).replayed for _ in range(3000)])
+    observed: dict[Fraction, int] = dict.fromkeys((max(Fraction(K * m, f), Fraction(1)) for m, f in shown), 0)
+    for question in drawn:
+        m, f = shown[question]
+        observed[max(Fraction(K * m, f), Fraction(1))] += 1
+    weights = np.array([CLOSED_FORMS["gaussian"](k) for k in observed])
+    assert stats.chisquare(list(observed.values()), len(drawn) * weights / weights.sum()).pvalue > 0.01
+    near = sum(n for k, n in observed.items() if abs(k - 4) < 1) / len(drawn)
+    # 2 a / (2 (a + b + c) + d) with a, b, c, d = exp(-(4/7)^2 / 2), exp(-(12/7)^2 / 2), exp(-(20/7)^2 / 2), exp(-4.5);
+    # fresh groups add 1 above, and 1 + 2 exp(-1/2) + 2 exp(-2) + exp(-4.5) below.
+    assert near == pytest.approx(0.574 if with_fresh_groups else 0.771, abs=0.01)
+
+
 def test_the_random_law_draws_every_buffered_question_alike():
-    bucket, rng = buckets({1: 5, 4: 30, 7: 5}), np.random.default_rng(4)
-    assert bucket_log_weights("random", K) is None
-    drawn = np.concatenate([draw_questions(rng, bucket, 10, None) for _ in range(2000)])
-    counts = np.bincount(drawn, minlength=len(bucket))[bucket > 0]
-    statistic = np.sum((counts - counts.mean()) ** 2) / counts.mean() * 39 / 30
+    count, rng = counts({1: 5, 32 / 7: 30, 7: 5}), np.random.default_rng(4)
+    assert question_law("random", K) is None
+    drawn = np.concatenate([draw_questions(rng, count, 10, None) for _ in range(2000)])
+    times = np.bincount(drawn, minlength=len(count))[count > 0]
+    statistic = np.sum((times - times.mean()) ** 2) / times.mean() * 39 / 30
     assert 0.01 < stats.chi2(39).cdf(statistic) < 0.99
 
 
-def test_members_of_a_bucket_are_equally_likely():
-    bucket, rng = buckets({4: 40}), np.random.default_rng(2)
-    drawn = np.concatenate([draw_questions(rng, bucket, 10, bucket_log_weights("gaussian", K)) for _ in range(2000)])
-    counts = np.bincount(drawn, minlength=len(bucket))[bucket == 4]
-    # Without replacement the counts vary less than multinomial ones by the factor (N - n) / (N - 1).
-    statistic = np.sum((counts - counts.mean()) ** 2) / counts.mean() * 39 / 30
+def test_questions_of_equal_count_are_equally_likely():
+    count, rng = counts({24 / 7: 40}), np.random.default_rng(2)
+    drawn = np.concatenate([draw_questions(rng, count, 10, question_law("gaussian", K)) for _ in range(2000)])
+    times = np.bincount(drawn, minlength=len(count))[count > 0]
+    # Without replacement they vary less than multinomial ones by the factor (N - n) / (N - 1).
+    statistic = np.sum((times - times.mean()) ** 2) / times.mean() * 39 / 30
     assert 0.01 < stats.chi2(39).cdf(statistic) < 0.99
 
 
-def test_what_a_small_bucket_cannot_supply_goes_to_the_others():
-    # Equal weights, three draws, one member in bucket 3: it is drawn unless all three fall into bucket 5.
-    bucket, rng = buckets({3: 1, 5: 20}), np.random.default_rng(3)
-    log_weights = bucket_log_weights("uniform", K)
-    took = [np.sum(bucket[draw_questions(rng, bucket, 3, log_weights)] == 3) for _ in range(4000)]
+def test_what_a_count_cannot_supply_goes_to_the_others():
+    # Equal weights, three draws, one member with 24/7: it is drawn unless all three are given to 5.
+    count, rng = counts({24 / 7: 1, 5: 20}), np.random.default_rng(3)
+    law = question_law("uniform", K)
+    took = [np.sum(count[draw_questions(rng, count, 3, law)] == 24 / 7) for _ in range(4000)]
     assert stats.binomtest(int(sum(took)), 4000, 7 / 8).pvalue > 0.01
 
 
-@given(st.lists(st.integers(0, 6), min_size=K - 1, max_size=K - 1), st.data())
+@given(st.lists(st.integers(0, 6), min_size=len(VALUES), max_size=len(VALUES)), st.data())
 def test_draws_are_distinct_buffered_questions(sizes, data):
-    bucket = buckets(dict(enumerate(sizes, start=1)))
-    count = data.draw(st.integers(0, sum(sizes)))
-    law = data.draw(st.sampled_from(LAWS))
-    drawn = draw_questions(
-        np.random.default_rng(data.draw(st.integers(0, 99))), bucket, count, bucket_log_weights(law, K)
-    )
-    assert len(drawn) == len(set(drawn.tolist())) == count
-    assert (bucket[drawn] > 0).all()
+    count = counts(dict(zip(VALUES, sizes, strict=True)))
+    wanted = data.draw(st.integers(0, sum(sizes)))
+    law = question_law(data.draw(st.sampled_from(LAWS)), K)
+    drawn = draw_questions(np.random.default_rng(data.draw(st.integers(0, 99))), count, wanted, law)
+    assert len(drawn) == len(set(drawn.tolist())) == wanted
+    assert (count[drawn] > 0).all()
 
 
-def test_a_very_narrow_law_still_draws_from_far_buckets():
-    log_weights = bucket_log_weights("gaussian", K, sigma=1e-3)
-    assert len(draw_questions(np.random.default_rng(0), buckets({1: 2, 7: 3}), 5, log_weights)) == 5
+def test_a_very_narrow_law_still_draws_from_far_counts():
+    law = question_law("gaussian", K, sigma=1e-3)
+    assert len(draw_questions(np.random.default_rng(0), counts({1: 2, 48 / 7: 3}), 5, law)) == 5
 
 
-def test_too_large_a_count_is_refused():
+def test_too_large_a_number_is_refused():
     with pytest.raises(ValueError, match="6 questions asked for, 5 are buffered"):
-        draw_questions(np.random.default_rng(0), buckets({1: 5}), 6, bucket_log_weights("uniform", K))
+        draw_questions(np.random.default_rng(0), counts({1: 5}), 6, question_law("uniform", K))
