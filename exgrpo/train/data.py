@@ -35,10 +35,16 @@ class QuestionSet:
 
     questions: tuple[Question, ...]
     """[N], N >= 1."""
-    dropped_long: int
-    """Rows left out because their prompts are too long; with a limit, among the rows up to the last one taken."""
+    left_out: tuple[Question, ...] = ()
+    """Rows left out because their prompts are too long, with indices of their own; with a limit, among the rows up to
+    the last one taken."""
     beyond_limit: int = 0
     """Rows after the last one taken, which the limit leaves out."""
+
+    @property
+    def dropped_long(self) -> int:
+        """Number of rows left out because their prompts are too long."""
+        return len(self.left_out)
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -58,6 +64,18 @@ class QuestionSet:
             gold = question.gold.encode()
             digest.update(f"{len(ids)},{len(gold)};".encode() + ids.tobytes() + gold)
         return digest.hexdigest()
+
+
+class NoPromptFitsError(ValueError):
+    """All prompts of a data set are too long.
+
+    Attributes:
+        left_out: its rows.
+    """
+
+    def __init__(self, message: str, left_out: tuple[Question, ...]) -> None:
+        super().__init__(message)
+        self.left_out = left_out
 
 
 def load_questions(
@@ -88,38 +106,39 @@ def load_questions(
             "{question}\nPut the final answer within \\boxed{{}}."
         system_prompt: the system message of every chat.
         keep_system: use the row's own system message where it has one; by default only its question is used.
-        answer_prefix: text that opens every answer, such as "<think>\n"; it ends the prompt.
-        max_prompt_tokens: rows with longer prompts are dropped and counted.
+        answer_prefix: text that opens every answer, such as "<think>\\n"; it ends the prompt.
+        max_prompt_tokens: rows with longer prompts are left out.
         limit: take the first so many rows whose prompts fit. "builtin:arithmetic" needs it: how many to generate.
         seed: of the generated problems.
         progress: show a progress bar.
 
     Raises:
         FileNotFoundError: there is no such file.
+        NoPromptFitsError: no prompt fits.
         ValueError: the options contradict each other or the tokenizer; the data set is empty, cannot be read or
-            fetched, has malformed rows (the message names files, rows and causes) or no prompt that fits.
+            fetched, or has malformed rows (the message names files, rows and causes).
     """
     _check_options(tokenizer, chat, prompt_format, system_prompt, keep_system)
     if max_prompt_tokens < 1 or (limit is not None and limit < 1):
         raise ValueError(f"max_prompt_tokens and limit must be at least 1, got {max_prompt_tokens} and {limit}")
     rows = read_rows(source, split=split, limit=limit, seed=seed)
     questions: list[Question] = []
-    dropped, shortest = 0, None
+    left_out: list[Question] = []
     prompts = _with_prompts(rows, tokenizer, chat, prompt_format, system_prompt, keep_system, answer_prefix, progress)
     for row, prompt in prompts:
-        if len(prompt) > max_prompt_tokens:
-            dropped += 1
-            shortest = min(len(prompt), shortest or len(prompt))
-            continue
-        questions.append(Question(len(questions), tuple(prompt), row.question, row.gold, row.source))
+        among = questions if len(prompt) <= max_prompt_tokens else left_out
+        among.append(Question(len(among), tuple(prompt), row.question, row.gold, row.source))
         if len(questions) == limit:
             break
     if not questions:
-        raise ValueError(
-            f"{source}: all {dropped} prompts are longer than max_prompt_tokens = {max_prompt_tokens}; the shortest "
-            f"has {shortest} tokens"
+        shortest = min(len(question.prompt) for question in left_out)
+        raise NoPromptFitsError(
+            f"{source}: all {len(left_out)} prompts are longer than max_prompt_tokens = {max_prompt_tokens}; the "
+            f"shortest has {shortest} tokens",
+            tuple(left_out),
         )
-    return QuestionSet(tuple(questions), dropped, beyond_limit=len(rows) - len(questions) - dropped)
+    unread = len(rows) - len(questions) - len(left_out)
+    return QuestionSet(tuple(questions), tuple(left_out), beyond_limit=unread)
 
 
 def _check_options(

@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import tyro
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
@@ -21,8 +23,8 @@ from rich.progress import track
 from rich.table import Table
 
 from exgrpo.train.answers import Answer, Answerer
-from exgrpo.train.config import PROMPT_FORMAT, ConfigError, explain, read_recipe, split_recipe
-from exgrpo.train.data import Question, load_questions
+from exgrpo.train.config import PROMPT_FORMAT, ConfigError, RewardConfig, explain, read_recipe, split_recipe
+from exgrpo.train.data import NoPromptFitsError, Question, QuestionSet, load_questions
 from exgrpo.train.distributed import World, start
 from exgrpo.train.folder_lock import claim
 from exgrpo.train.pretrained import DTYPES, Pretrained, load_pretrained
@@ -31,21 +33,26 @@ from exgrpo.train.rollout import Sampling
 from exgrpo.train.rollout.choice import EngineSettings, choose_engine, open_engine
 from exgrpo.train.scores import SourceScore, average, score, score_all
 from exgrpo.train.seeds import derive_seed
+from exgrpo.train.success import RewardWatch, is_success
 
 ANSWERS, SCORES, OPTIONS = "answers.jsonl", "scores.json", "options.yaml"
 
 
 def evaluate(
-    answerer: Answerer, questions: Sequence[Question], samples: int, sampling: Sampling, seed: int
+    answerer: Answerer, questions: QuestionSet, samples: int, sampling: Sampling, seed: int, *, success: float
 ) -> tuple[SourceScore, dict[str, SourceScore]]:
-    """Answer every question `samples` times; all ranks work on it and get the same scores: of all, and by source."""
-    answers = answerer.answer(questions, [samples] * len(questions), sampling, seed)
+    """Answer every question `samples` times; all ranks work on it and get the same scores: of all, and by source.
+
+    An answer with a reward of at least `success` is right; all answers to a question that was left out are wrong.
+    """
+    answers = answerer.answer(questions.questions, [samples] * len(questions), sampling, seed)
     verdicts = [
-        (question.source, _identity(question), answer.reward >= 1.0)
+        (question.source, _identity(question), is_success(answer.reward, success))
         for question, of_question in zip(questions, answers.of_question, strict=True)
         for answer in of_question
     ]
-    return score_all(verdicts), score(verdicts)
+    left_out = [(question.source, _identity(question), samples) for question in questions.left_out]
+    return score_all(verdicts, left_out), score(verdicts, left_out)
 
 
 def _identity(question: Question) -> str:
@@ -70,7 +77,7 @@ class Options(BaseModel):
     temperature: float = Field(0.6, gt=0, description="Sampling temperature (the paper's 0.6).")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")
     max_tokens: int = Field(8192, ge=1, description="Longest response.")
-    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are not asked; they count as wrong.")
     chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message put before every question.")
     keep_system: bool = Field(False, description="Use the data row's own system message.")
@@ -80,6 +87,11 @@ class Options(BaseModel):
     )
     reward: str = Field(
         "math_no_think", description="math, math_no_think, package.module:function or file.py:function."
+    )
+    success: float = Field(
+        RewardConfig.model_fields["success"].default,
+        allow_inf_nan=False,
+        description="An answer with a reward of at least this is right.",
     )
     workers: int = Field(2, ge=1, description="Grading processes per rank.")
     time_limit: float = Field(5.0, gt=0, description="Seconds to grade an answer.")
@@ -116,27 +128,39 @@ def defaults(recipe: Path | None) -> Options:
     return checked.model_copy(update={key: tyro.MISSING for key in ("model", "data") if key not in values})
 
 
-def load(options: Options, tokenizer: Any) -> tuple[list[Question], int]:
-    """All questions of all data sets, and how many over-long ones were dropped."""
+def load(options: Options, tokenizer: Any) -> tuple[list[Question], list[Question]]:
+    """The questions of all data sets to be asked, and those that are left out because their prompts are too long.
+
+    Raises:
+        NoPromptFitsError: no prompt of any data set fits.
+    """
     questions: list[Question] = []
-    dropped = 0
+    left_out: list[Question] = []
+    problem: NoPromptFitsError | None = None
     for source in options.data:
-        of_source = load_questions(
-            source,
-            tokenizer,
-            split=options.split,
-            chat=options.chat,
-            prompt_format=options.prompt_format,
-            system_prompt=options.system_prompt,
-            keep_system=options.keep_system,
-            answer_prefix=options.answer_prefix,
-            max_prompt_tokens=options.max_prompt_tokens,
-            limit=options.limit,
-            seed=options.seed,
-        )
-        questions += of_source.questions
-        dropped += of_source.dropped_long
-    return questions, dropped
+        try:
+            of_source = load_questions(
+                source,
+                tokenizer,
+                split=options.split,
+                chat=options.chat,
+                prompt_format=options.prompt_format,
+                system_prompt=options.system_prompt,
+                keep_system=options.keep_system,
+                answer_prefix=options.answer_prefix,
+                max_prompt_tokens=options.max_prompt_tokens,
+                limit=options.limit,
+                seed=options.seed,
+            )
+        except NoPromptFitsError as error:
+            problem = error
+            left_out += error.left_out
+        else:
+            questions += of_source.questions
+            left_out += of_source.left_out
+    if problem and not questions:
+        raise problem
+    return questions, left_out
 
 
 def answers_per_row(questions: Sequence[Question], options: Options) -> list[int]:
@@ -206,9 +230,16 @@ class AnswerFile:
                     }
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
-    def scores(self) -> dict[str, SourceScore]:
-        """Scores of everything in the file."""
-        return score((r["source"], f"{r['question']}\0{r['gold']}", r["reward"] >= 1.0) for r in self._records())
+    def scores(self, left_out: Sequence[tuple[str, str, int]], success: float) -> dict[str, SourceScore]:
+        """Scores of everything in the file, and of the rows that were left out."""
+        verdicts = (
+            (r["source"], f"{r['question']}\0{r['gold']}", is_success(r["reward"], success)) for r in self._records()
+        )
+        return score(verdicts, left_out)
+
+    def rewards(self) -> npt.NDArray[np.float64]:
+        """[N] rewards of all answers in the file."""
+        return np.array([record["reward"] for record in self._records()], dtype=np.float64)
 
 
 def engine_settings(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> EngineSettings:
@@ -230,10 +261,11 @@ def engine_settings(options: Options, pretrained: Pretrained, questions: Sequenc
 def run(options: Options, world: World, resources: ExitStack) -> dict[str, SourceScore]:
     """Answer what is not answered yet, then score everything; the same on every rank."""
     pretrained = load_pretrained(options.model)
-    questions, dropped = load(options, pretrained.tokenizer)
+    questions, left_out = load(options, pretrained.tokenizer)
     chunks = [questions[i : i + options.chunk] for i in range(0, len(questions), options.chunk)]
-    counts = answers_per_row(questions, options)
-    of_chunk = [counts[i : i + options.chunk] for i in range(0, len(counts), options.chunk)]
+    counts = answers_per_row([*questions, *left_out], options)
+    wrong = [(q.source, _identity(q), count) for q, count in zip(left_out, counts[len(questions) :], strict=True)]
+    of_chunk = [counts[: len(questions)][i : i + options.chunk] for i in range(0, len(questions), options.chunk)]
     settings = engine_settings(options, pretrained, questions)
     choice = choose_engine(settings, world)
     # An evaluation keeps its engine: what is installed later changes nothing when it goes on.
@@ -250,27 +282,37 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world)
     sampling = Sampling(options.max_tokens, temperature=options.temperature, top_p=options.top_p)
     console = Console(quiet=not world.is_main)
-    console.print(f"{len(questions)} rows, {dropped} over-long ones dropped, {len(done)} of {len(chunks)} chunks done")
+    console.print(f"{len(questions)} rows, {len(done)} of {len(chunks)} chunks done")
     console.print(f"answers by {choice}")
-    if absent := sorted(set(options.avg) - {question.source for question in questions}):
+    for source, count in sorted(Counter(question.source for question in left_out).items()):
+        console.print(
+            f"{source}: {count} rows have prompts of more than {options.max_prompt_tokens} tokens and count as wrong "
+            "(max_prompt_tokens)",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if absent := sorted(set(options.avg) - {question.source for question in (*questions, *left_out)}):
         console.print(f"avg: no rows come from {', '.join(absent)}")
     for number in track([n for n in range(len(chunks)) if n not in done], "evaluating", console=console):
         seed = derive_seed(options.seed, "evaluation", number)
         answers = answerer.answer(chunks[number], of_chunk[number], sampling, seed)
         if file:
             file.append(number, chunks[number], answers.of_question)
-    return world.gather(file.scores() if file else {})[0]
+    watch = RewardWatch(options.success, "success", patience=1)
+    if file and (note := watch.observe(file.rewards())):
+        console.print(note, highlight=False, soft_wrap=True)
+    return world.gather(file.scores(wrong, options.success) if file else {})[0]
 
 
 def write(scores: dict[str, SourceScore], options: Options, console: Console) -> None:
-    """Print the scores as a table and write them to scores.json."""
+    """Print the scores as a table and write them to scores.json, with the questions that were left out by source."""
     ks = sorted({k for source in scores.values() for k in source.pass_at})
-    table = Table("source", "questions", "answers", "Pass@1", "± s.e.", *(f"pass@{k}" for k in ks))
+    table = Table("source", "questions", "left out", "answers", "Pass@1", "± s.e.", *(f"pass@{k}" for k in ks))
     for name, source in scores.items():
         pass_at = [f"{source.pass_at[k]:.3f}" if k in source.pass_at else "-" for k in ks]
-        cells = [str(source.questions), str(source.answers), f"{source.pass_rate:.3f}", f"{source.standard_error:.3f}"]
-        table.add_row(name, *cells, *pass_at)
-    table.add_row("average", "", "", f"{average(scores):.3f}", "")
+        counts = [str(source.questions), str(source.left_out), str(source.answers)]
+        table.add_row(name, *counts, f"{source.pass_rate:.3f}", f"{source.standard_error:.3f}", *pass_at)
+    table.add_row("average", "", "", "", f"{average(scores):.3f}", "")
     console.print(table)
     result = {"average": average(scores), "sources": {name: asdict(source) for name, source in scores.items()}}
     (options.output / SCORES).write_text(json.dumps(result, indent=2), encoding="utf-8")

@@ -267,7 +267,7 @@ class Run:
         start, tokens = time.perf_counter(), self.answerer.tokens
         overall, by_source = evaluate(
             self.answerer,
-            self.test_set.questions,
+            self.test_set,
             self.config.evaluation.samples,
             Sampling(
                 max_tokens=self.config.rollout.max_tokens,
@@ -275,6 +275,7 @@ class Run:
                 top_p=self.config.evaluation.top_p,
             ),
             derive_seed(self.config.seed, "evaluation", self.step),
+            success=self.config.reward.success,
         )
         if self.log:
             sources = {f"test/{name}": source.pass_rate for name, source in by_source.items()}
@@ -286,7 +287,8 @@ class Run:
             self._write({"step": self.step, "test/pass_rate": overall.pass_rate, **pass_at, **sources, **cost})
         say(
             f"held-out Pass@1 after {self.step} steps: {overall.pass_rate:.3f} ± {overall.standard_error:.3f} "
-            f"on {len(self.test_set.questions)} questions"
+            f"on {overall.questions} questions"
+            + (f", {overall.left_out} of them over-long and so wrong" if overall.left_out else "")
         )
         return overall.pass_rate
 

@@ -137,7 +137,7 @@ class RecordingPolicy:
 
 def question_set(count: int) -> QuestionSet:
     questions = tuple(Question(i, (i, 2), f"question {i}", "gold", "fake") for i in range(count))
-    return QuestionSet(questions, dropped_long=0)
+    return QuestionSet(questions)
 
 
 def answerer(engine: ScriptedEngine) -> Answerer:

@@ -311,18 +311,16 @@ def test_long_prompts_are_dropped_and_counted(
     loaded = load()
     assert [question.gold for question in loaded] == fits[:limit]
     assert [question.index for question in loaded] == list(range(len(loaded)))
-    assert loaded.dropped_long == int(loaded.questions[-1].gold) + 1 - len(loaded) or limit is None or len(fits) < limit
-    if limit is None or len(fits) < limit:
-        assert loaded.dropped_long == len(lengths) - len(fits)
-    # What is left out is known: a row is taken, too long, or beyond the limit.
-    assert loaded.beyond_limit == len(lengths) - 1 - (
-        int(loaded.questions[-1].gold) if len(fits) >= (limit or 99) else len(lengths) - 1
-    )
+    taken = int(loaded.questions[-1].gold) + 1 if len(loaded) == limit else len(lengths)
+    long = [(str(i), "x" * n, "lengths") for i, n in enumerate(lengths[:taken]) if n > longest]
+    assert [(question.gold, question.text, question.source) for question in loaded.left_out] == long
+    assert loaded.dropped_long == len(long)
+    assert loaded.beyond_limit == len(lengths) - taken
 
 
 def test_fingerprint_notices_any_change_and_lasts() -> None:
     def fingerprint(*pairs: tuple[tuple[int, ...], str]) -> str:
-        return QuestionSet(tuple(Question(i, p, "t", g, "s") for i, (p, g) in enumerate(pairs)), 0).fingerprint
+        return QuestionSet(tuple(Question(i, p, "t", g, "s") for i, (p, g) in enumerate(pairs))).fingerprint
 
     sets = [
         (((1, 2), "3"), ((4,), "5")),

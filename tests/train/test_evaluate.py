@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.config import ConfigError
+from exgrpo.train.data import QuestionSet
 from exgrpo.train.evaluate import Options, answers_per_row, defaults, evaluate, parse_options
 from exgrpo.train.folder_lock import claim
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.scores import average, pass_at_k, score, score_all
-from tests.train.fakes import ScriptedEngine, answerer, question_set
+from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, marked, question_set
 from tests.train.launch import ROOT, environment
 from tests.train.vllm_installed import real
 
@@ -63,10 +64,56 @@ def test_repeated_rows_are_more_answers_to_one_question():
 
 def test_in_training_all_questions_count_alike():
     skill = {0: 1.0, 1: 0.5, 2: 0.0, 3: 0.5}
-    overall, by_source = evaluate(answerer(ScriptedEngine(skill)), question_set(4).questions, 2, Sampling(8), seed=0)
+    overall, by_source = evaluate(answerer(ScriptedEngine(skill)), question_set(4), 2, Sampling(8), seed=0, success=1.0)
     assert overall.pass_rate == 0.5
     assert overall.pass_at == {2: 0.75}
     assert by_source == {"fake": overall}
+
+
+@pytest.mark.parametrize(("success", "pass_rate"), [(0.4, 1.0), (0.9, 0.5), (1.0, 0.0)])
+def test_in_training_an_answer_is_right_by_the_threshold(success, pass_rate):
+    asked = answerer(ScriptedEngine({0: 1.0, 1: 0.0}))
+    asked.grader = ScriptedGrader(lambda text: 0.9 if marked(text) else 0.5)
+    overall, _ = evaluate(asked, question_set(2), 2, Sampling(8), seed=0, success=success)
+    assert overall.pass_rate == pass_rate
+
+
+def test_in_training_questions_that_were_left_out_are_wrong():
+    asked = question_set(3)
+    left_out = tuple(
+        dataclasses.replace(q, text=f"long {q.index}", source=s) for q, s in zip(asked, "abb", strict=True)
+    )
+    overall, by_source = evaluate(
+        answerer(ScriptedEngine({0: 1.0, 1: 0.5, 2: 0.5})),
+        QuestionSet(asked.questions, left_out),
+        2,
+        Sampling(8),
+        seed=0,
+        success=1.0,
+    )
+    assert (overall.questions, overall.left_out) == (6, 3)
+    assert overall.pass_rate == pytest.approx(2 / 6)
+    assert overall.pass_at == {2: 0.5}
+    assert {name: (s.questions, s.left_out, s.pass_rate) for name, s in by_source.items()} == {
+        "a": (1, 1, 0.0),
+        "b": (2, 2, 0.0),
+        "fake": (3, 0, pytest.approx(2 / 3)),
+    }
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), VERDICTS, st.booleans()), min_size=1, max_size=8))
+def test_left_out_questions_score_as_if_all_their_answers_were_wrong(questions):
+    asked = [(s, str(i), right) for i, (s, rights, left) in enumerate(questions) if not left for right in rights]
+    left_out = [(s, str(i), len(rights)) for i, (s, rights, left) in enumerate(questions) if left]
+    wrong = [(s, name, False) for s, name, count in left_out for _ in range(count)]
+    for ours, expected in (
+        (score(asked, left_out), score([*asked, *wrong])),
+        ({"all": score_all(asked, left_out)}, {"all": score_all([*asked, *wrong])}),
+    ):
+        assert ours.keys() == expected.keys()
+        for name, of_source in ours.items():
+            assert of_source.left_out == sum(name in ("all", s) for s, _, _ in left_out)
+            assert str(dataclasses.replace(of_source, left_out=0)) == str(expected[name])
 
 
 @pytest.mark.parametrize(("repeats", "per_row"), [(1, 32), (8, 4), (32, 1), (5, 7)])
@@ -141,6 +188,53 @@ def test_an_interrupted_evaluation_ends_like_one_that_was_not(tmp_path):
     assert "2 of 4 chunks done" in done.stdout
     assert answers.read_text().splitlines() == lines
     assert (tmp_path / "scores.json").read_text() == scores
+
+
+def rewarded_by_gold(folder):
+    """Options of an evaluation: two sources in one file and one in another, long questions and rewards of 0.1 and 0.4.
+
+    Each question has two rows. Its answers get 0.4 where its gold answer, 0 to 5, is odd.
+    """
+    rows = []
+    for i, source in enumerate(["mixed"] * 4 + ["long"] * 2):
+        text = f"What is {i} + 1?" if i < 3 else "What is " + "1 + " * 90 + f"{i}?"
+        row = {"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": str(i)}}
+        rows += [{**row, "data_source": source}] * 2
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "only_long.jsonl").write_text(json.dumps({"question": "1 + " * 90, "answer": "1"}) + "\n")
+    (folder / "rewards.py").write_text("def score(response, gold):\n    return 0.4 if int(gold) % 2 else 0.1\n")
+    return [
+        *("--data", str(data), str(folder / "only_long.jsonl"), "--max_prompt_tokens=60"),
+        *("--reward", f"{folder / 'rewards.py'}:score", "--avg", "long", "8"),
+    ]
+
+
+def test_questions_that_are_too_long_are_wrong_and_rewards_that_do_not_fit_are_named(tmp_path):
+    options = rewarded_by_gold(tmp_path)
+    done = command(tmp_path / "strict", *options)
+    assert done.returncode == 0, done.stderr
+    printed = " ".join(done.stdout.split())
+    assert "mixed: 2 rows have prompts of more than 60 tokens and count as wrong" in printed
+    assert "no answer is a success: the rewards of 12 answers lie between 0.1 and 0.4, and success is 1" in printed
+    done = command(tmp_path / "fitting", *options, "--success=0.4")
+    assert done.returncode == 0, done.stderr
+    assert "is a success" not in done.stdout
+    result = json.loads((tmp_path / "fitting" / "scores.json").read_text())
+    found = {n: (s["questions"], s["left_out"], s["answers"], s["pass_rate"]) for n, s in result["sources"].items()}
+    # Of the four questions of `mixed` three were asked, and the answers to one of them are right.
+    assert found == {"mixed": (4, 1, 16, 0.25), "long": (2, 2, 16, 0.0), "only_long": (1, 1, 2, 0.0)}
+    assert result["average"] == pytest.approx(0.25 / 3)
+    assert result["sources"]["mixed"]["pass_at"] == {"2": 0.25, "4": 0.25}
+    assert result["sources"]["long"]["pass_at"] == {"2": 0.0, "4": 0.0, "8": 0.0}
+    assert len((tmp_path / "fitting" / "answers.jsonl").read_text().splitlines()) == 12
+
+
+def test_an_evaluation_in_which_nothing_fits_is_refused(tmp_path):
+    rewarded_by_gold(tmp_path)
+    refused = command(tmp_path / "new", "--data", str(tmp_path / "only_long.jsonl"), "--max_prompt_tokens=60")
+    assert refused.returncode == 2
+    assert "all 1 prompts are longer than max_prompt_tokens = 60" in refused.stderr
 
 
 def test_other_options_and_bad_input_are_refused(tmp_path):

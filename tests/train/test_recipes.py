@@ -176,6 +176,6 @@ def test_an_evaluation_recipe_asks_as_its_training_recipe_does(recipe):
     training = load_recipe(FOLDER / ("paper.yaml" if recipe.stem == "paper" else f"paper/{recipe.name}"))
     assert (options.temperature, options.top_p, options.max_tokens, options.samples) == (0.6, 1.0, 8192, 1)
     assert options.avg == {"aime": 32, "aime25": 32, "amc": 32}
-    assert options.reward == training.reward.function
+    assert (options.reward, options.success) == (training.reward.function, training.reward.success)
     for name in ("chat", "system_prompt", "keep_system", "prompt_format", "answer_prefix", "max_prompt_tokens"):
         assert getattr(options, name) == getattr(training.data, name)
