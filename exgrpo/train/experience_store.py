@@ -7,7 +7,6 @@ living trajectories written again, into the new one: segments never hold more th
 
 import dataclasses
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,18 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load, save
 
+from exgrpo.train.durable import DamagedFileError, write_whole
 from exgrpo.train.records import Trajectory
 
 SUFFIX = ".safetensors"
 
 
-class DamagedFileError(ValueError):
-    """A file is missing or does not have the content it was written with."""
+@dataclass(frozen=True)
+class Segment:
+    """A file of trajectories: how many, alive or not, and its size in bytes."""
+
+    rows: int
+    size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +43,7 @@ def write_checked(folder: Path, arrays: dict[str, np.ndarray]) -> str:
     """Write arrays to a file that is named by its SHA-256, whole or not at all, and return that name."""
     content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
     name = hashlib.sha256(content).hexdigest()
-    temporary = folder / f"{name}.tmp"
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / f"{name}{SUFFIX}")
+    write_whole(folder / f"{name}{SUFFIX}", content)
     return name
 
 
@@ -74,7 +73,7 @@ class ExperienceStore:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._places: WeakKeyDictionary[Trajectory, Place] = WeakKeyDictionary()
-        self._rows: dict[str, int] = {}  # of each segment, alive or not
+        self._segments: dict[str, Segment] = {}
 
     def save(self, trajectories: Iterable[Trajectory]) -> dict[str, np.ndarray]:
         """Write the trajectories that are new and return the index of all given ones, in their order.
@@ -86,7 +85,7 @@ class ExperienceStore:
         new = self._to_write(alive)
         if new:
             name = write_checked(self.folder, _pack(new))
-            self._rows[name] = len(new)
+            self._segments[name] = Segment(len(new), self.size(name))
             for row, trajectory in enumerate(new):
                 self._places[trajectory] = Place(name, row)
         places = [self._places[trajectory] for trajectory in alive]
@@ -99,14 +98,19 @@ class ExperienceStore:
         }
 
     def _to_write(self, alive: Sequence[Trajectory]) -> list[Trajectory]:
-        """Those that no segment holds, and those in segments of which less than half is alive."""
+        """Those that no segment holds, and those in segments that are not whole or of which less than half is alive."""
         segments = [place.segment if (place := self._places.get(t)) else None for t in alive]
         living = Counter(segments)
-        return [
-            trajectory
-            for trajectory, segment in zip(alive, segments, strict=True)
-            if segment is None or 2 * living[segment] < self._rows[segment]
-        ]
+        stay = {name for name, count in living.items() if name and self._may_stay(name, count)}
+        return [trajectory for trajectory, name in zip(alive, segments, strict=True) if name not in stay]
+
+    def _may_stay(self, name: str, living: int) -> bool:
+        segment = self._segments[name]
+        try:
+            # All checkpoints share a segment: one that was lost is written again while its rows are in memory.
+            return self.size(name) == segment.size and 2 * living >= segment.rows
+        except FileNotFoundError:
+            return False
 
     def load(self, index: dict[str, np.ndarray]) -> list[Trajectory]:
         """The trajectories of an index, in its order.
@@ -117,12 +121,16 @@ class ExperienceStore:
         trajectories: dict[int, Trajectory] = {}
         for number, name in enumerate(segment_names(index)):
             segment = _unpack(read_checked(self.folder, name))
-            self._rows[name] = len(segment)
+            self._segments[name] = Segment(len(segment), self.size(name))
             for position in np.flatnonzero(index["segment"] == number).tolist():
                 row = int(index["row"][position])
                 trajectories[position] = _own(segment[row])
                 self._places[trajectories[position]] = Place(name, row)
         return [trajectories[position] for position in range(len(trajectories))]
+
+    def size(self, name: str) -> int:
+        """Bytes of a file of this store."""
+        return (self.folder / f"{name}{SUFFIX}").stat().st_size
 
     def remove_unused(self, names: set[str]) -> None:
         """Delete the segments that are not among `names`."""

@@ -18,15 +18,20 @@ def claim(folder: Path) -> Iterator[None]:
     The system lets go of the lock when the process ends, however it ends; grading processes do not inherit it.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds it, or its file system has no locks.
     """
-    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+    with (folder / LOCK).open("a+", encoding="utf-8", errors="replace") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):  # file systems answer one or the other
             file.seek(0)
             raise ConfigError(
                 f"{folder} is in use by another process ({file.read().strip()}): wait for it or stop it first"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} cannot be locked against other processes ({error.strerror}): "
+                "choose an output.folder on a file system that has locks"
             ) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}\n")

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import numpy as np
 import torch
 
 from exgrpo.train.answers import Answers
+from exgrpo.train.config import ConfigError
 from exgrpo.train.experience import ExperienceMemory
+from exgrpo.train.log_files import METRICS, SAMPLES
 from exgrpo.train.policy import Score, UpdateStats
 from exgrpo.train.ratios import BINS, log_ratio_quantiles
 from exgrpo.train.records import Group
@@ -122,17 +125,22 @@ class RunLog:
         folder: of the run; it exists.
         trackers: they are closed with the log.
         resume: what `position` said at the step from which the run goes on; what was written later is cut off.
+
+    Raises:
+        ConfigError: a file is shorter than `resume` says.
     """
 
     def __init__(self, folder: Path, trackers: Sequence[Tracker] = (), *, resume: dict[str, int] | None = None) -> None:
         self._trackers = list(trackers)
         self._step = 0
-        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._samples = (folder / "samples.md").open("a", encoding="utf-8")
+        self._metrics = (folder / METRICS).open("a", encoding="utf-8")
+        self._samples = (folder / SAMPLES).open("a", encoding="utf-8")
         if resume is not None:
             self._step = resume["step"]
-            self._metrics.truncate(resume["metrics"])
-            self._samples.truncate(resume["samples"])
+            for file, size in ((self._metrics, resume["metrics"]), (self._samples, resume["samples"])):
+                if (now := os.fstat(file.fileno()).st_size) < size:  # truncate would fill it up with NUL bytes
+                    raise ConfigError(f"{file.name} is damaged: it has {now} bytes and had {size} at step {self._step}")
+                file.truncate(size)
 
     def metrics(self, record: dict[str, float]) -> None:
         """Append one record; numbers that do not exist (NaN) become null."""
@@ -152,7 +160,9 @@ class RunLog:
                 logger.warning("%s failed (%s) and gets no more numbers; metrics.jsonl has all of them", name, error)
 
     def position(self) -> dict[str, int]:
-        """The latest step, and the sizes of the files up to it."""
+        """The latest step, and the sizes of the files up to it; so much is on disk when this returns."""
+        for file in (self._metrics, self._samples):
+            os.fsync(file.fileno())
         return {"step": self._step, "metrics": self._metrics.tell(), "samples": self._samples.tell()}
 
     def sample(self, step: int, question: str, gold: str, answers: Sequence[tuple[str, str]]) -> None:

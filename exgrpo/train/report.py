@@ -25,6 +25,7 @@ from exgrpo.train.report_runs import ReportError, RunData, load_run
 
 # Options that say where a run is kept, not what it computes.
 ASIDE = ("output.", "checkpoint.")
+MAX_LINES = 8
 ABSENT = "\N{EN DASH}"
 KEYS = {"": "", "o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼"}
 HEADINGS = (
@@ -138,7 +139,7 @@ def _page(groups: Sequence[RunGroup]) -> str:
         rows=[row for i, group in enumerate(groups) for row in _rows(i, group)],
         notes=_notes(groups),
         warnings=[
-            f"{run.name}: unreadable lines of metrics.jsonl left out: {run.unreadable}"
+            f"{run.name}: unreadable lines of metrics.jsonl left out: {_lines(run.unreadable)}"
             for run in runs
             if run.unreadable
         ],
@@ -149,6 +150,11 @@ def _page(groups: Sequence[RunGroup]) -> str:
         differences=_differences(groups),
         configurations={run.name: yaml.safe_dump(run.config, sort_keys=False) for run in runs if run.config},
     )
+
+
+def _lines(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:MAX_LINES])) + (", ..." if len(numbers) > MAX_LINES else "")
+    return f"{len(numbers)} (line {shown})"
 
 
 def _notes(groups: Sequence[RunGroup]) -> list[str]:

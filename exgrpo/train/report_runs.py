@@ -1,6 +1,5 @@
 """A run's folder as columns of numbers."""
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,11 +9,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from exgrpo.train.log_files import METRICS, Record, read_records
 from exgrpo.train.report_curves import Columns
-
-Record = dict[str, float]
-
-HUGE = 1e300
 
 
 class ReportError(ValueError):
@@ -38,13 +34,13 @@ class RunData:
         name: of the folder, with as many parents as tell it from the other runs.
         config: config.yaml; empty where it cannot be read.
         columns: what can be plotted.
-        unreadable: number of lines of metrics.jsonl that are no records.
+        unreadable: the numbers, from 1, of the lines of metrics.jsonl that are no records.
     """
 
     name: str
     config: dict[str, Any]
     columns: RunColumns
-    unreadable: int
+    unreadable: list[int]
 
 
 def load_run(folder: Path, name: str) -> RunData:
@@ -53,33 +49,18 @@ def load_run(folder: Path, name: str) -> RunData:
     Raises:
         ReportError: where it holds no readable metrics.
     """
-    path = folder / "metrics.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        records, unreadable = read_records(folder / METRICS)
     except OSError as error:
-        raise ReportError(f"{folder} is not a run's folder: metrics.jsonl cannot be read ({error.strerror})") from error
-    records = [_record(line) for line in lines if line.strip()]
-    readable = [record for record in records if record is not None]
-    if not readable:
-        raise ReportError(f"{folder}: metrics.jsonl holds no readable record; nothing happened in this run")
+        raise ReportError(f"{folder} is not a run's folder: {METRICS} cannot be read ({error.strerror})") from error
+    if not records:
+        reason = "it is damaged" if unreadable else "nothing happened in this run"
+        raise ReportError(f"{folder}: {METRICS} holds no readable record; {reason}")
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         config = None
-    columns = _run_columns(readable)
-    return RunData(name, config if isinstance(config, dict) else {}, columns, len(records) - len(readable))
-
-
-def _record(line: str) -> Record | None:
-    """The numbers of a line; None where it is none of metrics.jsonl, as the cut last line of a killed run."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict):
-        return None
-    numbers = {key: value for key, value in record.items() if type(value) in (int, float) and abs(value) < HUGE}
-    return numbers if float(numbers.get("step", -1)).is_integer() and numbers.get("step", -1) >= 0 else None
+    return RunData(name, config if isinstance(config, dict) else {}, _run_columns(records), unreadable)
 
 
 def _run_columns(records: Iterable[Record]) -> RunColumns:

@@ -16,10 +16,11 @@ from rich.console import Console
 
 from exgrpo.train.answers import Answerer
 from exgrpo.train.checkpoint import CheckpointError, Checkpoints
-from exgrpo.train.config import Config, ConfigError, load_recipe, parse_args, to_yaml
+from exgrpo.train.config import Config, ConfigError, parse_args, to_yaml
 from exgrpo.train.data import QuestionSet, load_questions
 from exgrpo.train.display import Display
 from exgrpo.train.distributed import World, start
+from exgrpo.train.durable import write_whole
 from exgrpo.train.evaluate import evaluate
 from exgrpo.train.folder_lock import claim
 from exgrpo.train.metrics import RunLog
@@ -27,7 +28,7 @@ from exgrpo.train.policy import Policy
 from exgrpo.train.preflight import PreflightError, preflight
 from exgrpo.train.pretrained import Pretrained, load_pretrained
 from exgrpo.train.report import ReportError, write_report
-from exgrpo.train.resume import AUTO, FINISHED, check_continuation, locate
+from exgrpo.train.resume import AUTO, FINISHED, check_continuation, locate, saved_config
 from exgrpo.train.reward import Grader
 from exgrpo.train.rollout import RolloutError, Sampling
 from exgrpo.train.rollout.choice import Choice, choose_engine, open_engine, training_settings
@@ -62,7 +63,7 @@ def _configure(argv: list[str]) -> tuple[Config, Path | None]:
     config = parse_args(argv)
     folder = locate(config)
     if folder is not None:
-        saved = load_recipe(folder / "config.yaml")
+        saved = saved_config(folder)
         config = parse_args(argv, saved)
         check_continuation(config, saved)
     check_trackers(config.output.trackers)
@@ -122,7 +123,11 @@ class Run:
         self.answerer = Answerer(self.engine, self.grader, self.pretrained.tokenizer.decode, world)
         self.trainer = Trainer(config, self.train_set, self.policy, self.answerer)
         self.checkpoints = Checkpoints(
-            self.folder, world, fingerprint=self.train_set.fingerprint, keep=config.checkpoint.keep
+            self.folder,
+            world,
+            fingerprint=self.train_set.fingerprint,
+            config=config.model_dump(mode="json"),
+            keep=config.checkpoint.keep,
         )
         self.step = 0
         self.before: float | None = None
@@ -146,7 +151,7 @@ class Run:
         self.before = progress["before"]
         if self.world.is_main:
             (self.folder / FINISHED).unlink(missing_ok=True)
-            (self.folder / "config.yaml").write_text(to_yaml(self.config), encoding="utf-8")
+            write_whole(self.folder / "config.yaml", to_yaml(self.config).encode())
         return progress["log"]
 
     def _save(self) -> None:

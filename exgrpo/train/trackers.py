@@ -3,7 +3,6 @@
 A tracker is asked for by `output.trackers`, and its package is imported only then. Rank 0 alone opens trackers.
 """
 
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.log_files import METRICS, read_records
 
 # The extra of this package that brings a tracker.
 EXTRAS = {"tensorboard": "train", "wandb": "wandb", "trackio": "trackio"}
@@ -146,7 +146,7 @@ def open_trackers(config: Config, folder: Path, step: int | None) -> list[Tracke
     Raises:
         ConfigError: where one cannot start.
     """
-    sent = {} if step is None else _last_steps(folder / "metrics.jsonl")
+    sent = {} if step is None else _last_steps(folder / METRICS)
     kinds: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoard(folder, step),
         "wandb": lambda: Wandb(config, folder, sent),
@@ -176,8 +176,6 @@ def tracked(record: Mapping[str, Any]) -> dict[str, float]:
 def _last_steps(path: Path) -> dict[str, int]:
     """By tracked name, the last step that metrics.jsonl has it of."""
     last: dict[str, int] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError):  # the line that an interruption cut
-            record = json.loads(line)
-            last.update(dict.fromkeys(tracked(record), int(record["step"])))
+    for record in read_records(path)[0]:  # without the line that an interruption cut
+        last.update(dict.fromkeys(tracked(record), int(record["step"])))
     return last

@@ -313,10 +313,14 @@ def test_an_old_run_without_some_metrics_joins_a_newer_one(tmp_path):
     assert page.figures["Entropy"]["text"].startswith("old and 1 more seed, fresh: 1 at step 1")
 
 
-def test_damaged_lines_are_left_out_and_counted(tmp_path):
-    records = [*SHORT, "\n", "[1, 2]\n", '{"reward": 1}\n', '{"step": 1.5}\n', '{"step": 5, "rewa']
-    page = page_of(tmp_path, make_run(tmp_path / "one", records))
-    assert "one: unreadable lines of metrics.jsonl left out: 4" in page.source
+def test_damaged_lines_are_left_out_and_named(tmp_path):
+    records = [*SHORT, "\n", "[1, 2]\n", '{"reward": 1}\n', '{"step": 1.5}\n', "\0\0\0\n", '{"step": 5, "rewa']
+    run = make_run(tmp_path / "one", records)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\n{"step": ' * 5)
+    page = page_of(tmp_path, run)
+    numbers = range(len(SHORT) + 2, len(SHORT) + 10)
+    assert f"metrics.jsonl left out: 10 (line {', '.join(map(str, numbers))}, ...)" in page.source
     assert page.row("one")[:3] == ["1 of 4", "0.250", "0.500"]
 
 

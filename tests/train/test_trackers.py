@@ -138,8 +138,8 @@ def test_an_evaluation_that_the_interruption_prevented_is_sent(tmp_path, service
     position = log.position()
     log.metrics({"step": 1, "reward": 0.5})
     log.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1, "test/pa')
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\0\n[1]\n{}\n{"step": 1, "test/pa')
     log = RunLog(tmp_path, open_trackers(settings, tmp_path, 0), resume=position)
     log.metrics({"step": 1, "reward": 0.5})
     log.metrics({"step": 1, "test/pass_rate": 0.25})
