@@ -106,7 +106,7 @@ def load_questions(
             "{question}\nPut the final answer within \\boxed{{}}."
         system_prompt: the system message of every chat.
         keep_system: use the row's own system message where it has one; by default only its question is used.
-        answer_prefix: text that opens every answer, such as "<think>\\n"; it ends the prompt.
+        answer_prefix: text that opens every answer, such as "<think>\n"; it ends the prompt.
         max_prompt_tokens: rows with longer prompts are left out.
         limit: take the first so many rows whose prompts fit. "builtin:arithmetic" needs it: how many to generate.
         seed: of the generated problems.
