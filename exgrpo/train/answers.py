@@ -10,13 +10,13 @@ from exgrpo.train.data import Question
 from exgrpo.train.distributed import World
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.reward import Grader, Grading
-from exgrpo.train.rollout import EngineCounts, Finished, RolloutEngine, RolloutError, Sampling
+from exgrpo.train.rollout import EngineCounts, Finished, RolloutEngine, RolloutError, Sampling, text_of
 from exgrpo.train.seeds import derive_seed
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """A rollout, its text without the EOS token, and the verifier's reward."""
+    """A rollout, its text before the EOS token or stop string, and the verifier's reward."""
 
     rollout: Rollout
     text: str
@@ -115,7 +115,7 @@ class Answerer:
         try:
             for answer in finished:
                 if self.world.rank % ranks == 0:
-                    text = self._text(answer.rollout)
+                    text = text_of(answer.rollout, self.decode, sampling.stop.strings)
                     _, (question, _) = share[answer.prompt]
                     grading.add(text, question.gold)
                     answers.append((answer, text))
@@ -161,6 +161,3 @@ class Answerer:
                 asleep_seconds=max(of_rank.asleep_seconds for of_rank in counts),
             ),
         )
-
-    def _text(self, rollout: Rollout) -> str:
-        return self.decode(rollout.response[:-1] if rollout.finished else rollout.response)

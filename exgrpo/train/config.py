@@ -87,6 +87,9 @@ class RewardConfig(Section):
     time_limit: float = Field(5.0, gt=0, description="Seconds per answer; then it is killed and scores 0.")
 
 
+StopString = Annotated[str, Field(min_length=1)]
+
+
 class RolloutConfig(Section):
     """How answers are sampled."""
 
@@ -95,6 +98,9 @@ class RolloutConfig(Section):
         1.0, gt=0, description="Sampling temperature in training; the trained policy is the one at this temperature."
     )
     max_tokens: int = Field(2048, ge=1, description="Longest response; longer ones are cut and marked.")
+    stop: tuple[StopString, ...] = Field(
+        (), description="Strings that end an answer: their tokens are trained on, but are no part of the graded text."
+    )
     batch_tokens: int = Field(65536, ge=1, description="Prompt + response tokens generated at once per rank.")
     engine: Literal["auto", "transformers", "vllm", "server"] = Field(
         "auto", description="What generates; auto: rollout.servers if any, else vLLM where it can, else transformers."

@@ -23,13 +23,13 @@ from rich.progress import track
 from rich.table import Table
 
 from exgrpo.train.answers import Answer, Answerer
-from exgrpo.train.config import PROMPT_FORMAT, ConfigError, RewardConfig, explain, read_recipe, split_recipe
+from exgrpo.train.config import PROMPT_FORMAT, ConfigError, RewardConfig, StopString, explain, read_recipe, split_recipe
 from exgrpo.train.data import NoPromptFitsError, Question, QuestionSet, load_questions
 from exgrpo.train.distributed import World, start
 from exgrpo.train.folder_lock import claim
 from exgrpo.train.pretrained import DTYPES, Pretrained, load_pretrained
 from exgrpo.train.reward import Grader
-from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.rollout.choice import EngineSettings, choose_engine, open_engine
 from exgrpo.train.scores import SourceScore, average, score, score_all
 from exgrpo.train.seeds import derive_seed
@@ -77,6 +77,7 @@ class Options(BaseModel):
     temperature: float = Field(0.6, gt=0, description="Sampling temperature (the paper's 0.6).")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")
     max_tokens: int = Field(8192, ge=1, description="Longest response.")
+    stop: tuple[StopString, ...] = Field((), description="Strings that end an answer; they are no part of its text.")
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are not asked; they count as wrong.")
     chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message put before every question.")
@@ -280,7 +281,12 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     engine = open_engine(choice, settings, world)
     resources.callback(engine.close)
     answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world)
-    sampling = Sampling(options.max_tokens, temperature=options.temperature, top_p=options.top_p)
+    sampling = Sampling(
+        options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        stop=Stops(options.stop, pretrained.tokenizer.decode),
+    )
     console = Console(quiet=not world.is_main)
     console.print(f"{len(questions)} rows, {len(done)} of {len(chunks)} chunks done")
     console.print(f"answers by {choice}")

@@ -62,13 +62,13 @@ class Preflight:
         return None
 
 
-def preflight(config: Config, answerer: Answerer, questions: Sequence[Question]) -> Preflight:
-    """Answer the first questions once each and grade the answers; all ranks call it and get the same."""
+def preflight(config: Config, answerer: Answerer, questions: Sequence[Question], sampling: Sampling) -> Preflight:
+    """Answer the first questions once each, as in training, and grade the answers; all ranks get the same."""
     asked = questions[:QUESTIONS]
     answers = answerer.answer(
         asked,
         [1] * len(asked),
-        Sampling(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature),
+        sampling,
         derive_seed(config.seed, "preflight"),
     )
     texts = [

@@ -15,7 +15,9 @@ class Rollout:
     """One sampled answer.
 
     Attributes:
-        response: [R] token ids. The EOS token is the last one when, and only when, the answer is finished.
+        response: [R] token ids. A finished answer ends with the EOS token or with the token that completes a stop
+            string (and may hold more text behind it): the policy wrote that token, so it is scored, trained on and
+            stored as all others. Before it there is neither of them.
         finished: False where the answer was cut at the length limit.
         log_prob: [R] fp32, the engine's own log-probability of each token under the policy that it sampled from, at the
             sampling temperature; or None where it has none.
@@ -34,7 +36,7 @@ class Trajectory:
         question: index of its question.
         response: [R] token ids (never text: re-encoding text would misalign `log_prob`).
         log_prob: [R] fp32 of the policy that wrote it, at the rollout temperature (pi_past once it is replayed).
-        finished: whether it ends with EOS.
+        finished: whether it ends with EOS or a stop string, as of a `Rollout`.
         reward: what the verifier gave.
         step: training step in which it was written.
         behaviour: who computed `log_prob`: the trainer, before that step's update, or the rollout engine, in sampling.

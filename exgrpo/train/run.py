@@ -30,7 +30,7 @@ from exgrpo.train.pretrained import Pretrained, load_pretrained
 from exgrpo.train.report import ReportError, write_report
 from exgrpo.train.resume import AUTO, FINISHED, check_continuation, locate, saved_config
 from exgrpo.train.reward import Grader
-from exgrpo.train.rollout import RolloutError, Sampling
+from exgrpo.train.rollout import RolloutError, Sampling, text_of
 from exgrpo.train.rollout.choice import Choice, choose_engine, open_engine, training_settings
 from exgrpo.train.seeds import derive_seed
 from exgrpo.train.trackers import check_trackers, open_trackers
@@ -257,7 +257,7 @@ class Run:
     def _preflight(self, say: Callable[[str], None]) -> None:
         if self.config.preflight == "off":
             return
-        result = preflight(self.config, self.answerer, self.train_set.questions)
+        result = preflight(self.config, self.answerer, self.train_set.questions, self.trainer.sampling)
         say(str(result))
         problem = result.problem(self.config)
         if problem and self.config.preflight == "stop":
@@ -278,6 +278,7 @@ class Run:
                 max_tokens=self.config.rollout.max_tokens,
                 temperature=self.config.evaluation.temperature,
                 top_p=self.config.evaluation.top_p,
+                stop=self.trainer.sampling.stop,
             ),
             derive_seed(self.config.seed, "evaluation", self.step),
             success=self.config.reward.success,
@@ -314,7 +315,7 @@ class Run:
             answers = [(_label(a.reward, a.rollout.finished), a.text) for a in result.answers.of_question[i]]
             replayed = result.replayed[i]
             if replayed is not None:
-                text = str(self.pretrained.tokenizer.decode(replayed.response))
+                text = text_of(replayed, self.answerer.decode, self.config.rollout.stop)
                 answers.append((f"replayed from step {replayed.step}", text))
             self.log.sample(self.step, question.text, question.gold, answers)
 

@@ -31,7 +31,7 @@ from exgrpo.train.metrics import step_metrics
 from exgrpo.train.mismatch import mismatch_metrics
 from exgrpo.train.policy import Policy, Score, UpdateStats
 from exgrpo.train.records import Group, TokenIds, Trajectory
-from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.seeds import derive_seed, generator
 from exgrpo.train.success import RewardWatch, is_success
 
@@ -102,6 +102,7 @@ class Trainer:
             max_tokens=config.rollout.max_tokens,
             temperature=config.rollout.temperature,
             log_prob=config.rollout.behaviour == "engine" or answerer.engine.free_log_prob,
+            stop=Stops(config.rollout.stop, answerer.decode),
         )
         experience = config.experience
         self.memory = ExperienceMemory(

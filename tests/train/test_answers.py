@@ -8,11 +8,12 @@ from exgrpo.train.answers import Answerer
 from exgrpo.train.distributed import World
 from exgrpo.train.records import Rollout
 from exgrpo.train.reward import Grades
-from exgrpo.train.rollout import EngineCounts, Finished, RolloutError, Sampling
+from exgrpo.train.rollout import EngineCounts, Finished, RolloutError, Sampling, Stops
 from tests.train.fakes import EOS, LoneWorld, question_set
 
 QUESTIONS = question_set(2).questions
-WORDS = {3: "5", 4: " mm", 5: "<|im_end|>", EOS: "<|im_end|>"}
+STOP = 6
+WORDS = {3: "5", 4: " mm", 5: "<|im_end|>", STOP: "\n\nQuestion: 6", EOS: "<|im_end|>"}
 
 
 class FixedEngine:
@@ -60,14 +61,35 @@ class KeepingGrader:
         return Grades((0.0, 1.0, 2.0, 3.0), timed_out=2, failed=1)
 
 
+class StoppedEngine(FixedEngine):
+    def generate(self, prompts, counts, sampling, seed):
+        for i in range(len(prompts)):
+            yield Finished(i, 1, Rollout(np.array([3, 4, EOS], np.int32), finished=True))
+            yield Finished(i, 0, Rollout(np.array([3, 4, STOP], np.int32), finished=True))
+
+
+def spell(ids):
+    return "".join(WORDS[int(i)] for i in ids)
+
+
 def answering(engine, grader):
-    return Answerer(engine, grader, lambda ids: "".join(WORDS[int(i)] for i in ids), LoneWorld())
+    return Answerer(engine, grader, spell, LoneWorld())
 
 
 def test_only_the_final_eos_token_is_left_out_of_the_text():
     answers = answering(FixedEngine([]), KeepingGrader()).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
     # A cut answer keeps all its tokens, even one that is spelled like EOS.
     assert [[a.text for a in of_question] for of_question in answers.of_question] == [["5 mm", "5 mm<|im_end|>"]] * 2
+
+
+def test_what_is_graded_ends_before_the_stop_string_and_the_rollout_behind_it():
+    grader = KeepingGrader()
+    sampling = Sampling(3, stop=Stops(("\nQuestion:",), spell))
+    answers = answering(StoppedEngine([]), grader).answer(QUESTIONS, [2, 2], sampling, seed=0)
+    # The first of two line breaks is the answer's.
+    assert [[a.text for a in of_question] for of_question in answers.of_question] == [["5 mm\n", "5 mm"]] * 2
+    assert sorted(grader.seen) == ["5 mm", "5 mm", "5 mm\n", "5 mm\n", "finish"]
+    assert [a.rollout.response.tolist() for a in answers.of_question[0]] == [[3, 4, STOP], [3, 4, EOS]]
 
 
 def test_answers_are_graded_as_they_finish_and_stand_in_the_order_of_samples():

@@ -237,6 +237,22 @@ def test_an_evaluation_in_which_nothing_fits_is_refused(tmp_path):
     assert "all 1 prompts are longer than max_prompt_tokens = 60" in refused.stderr
 
 
+def test_what_is_written_down_and_graded_ends_before_a_stop_string(tmp_path):
+    of_run = []
+    for name, more in (("free", ()), ("stopped", ("--stop", "</think>", "never"))):
+        done = command(tmp_path / name, *more)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / name / "answers.jsonl").read_text().splitlines()
+        of_run.append([json.loads(line) for line in lines])
+    free, stopped = of_run
+    texts = [record["response"] for record in free]
+    assert [record["response"] for record in stopped] == [text.partition("</think>")[0] for text in texts]
+    assert [record["finished"] for record in stopped] == [
+        record["finished"] or "</think>" in record["response"] for record in free
+    ]
+    assert sum(record["reward"] for record in stopped) < sum(record["reward"] for record in free)
+
+
 def test_other_options_and_bad_input_are_refused(tmp_path):
     (tmp_path / "options.yaml").write_text("model: other\n")
     refused = command(tmp_path)

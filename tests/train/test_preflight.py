@@ -6,7 +6,7 @@ import re
 import pytest
 
 from exgrpo.train.preflight import QUESTIONS, preflight
-from exgrpo.train.rollout import Finished
+from exgrpo.train.rollout import Finished, Sampling
 from tests.train.configs import configured
 from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, question_set
 from tests.train.launch import MAIN, launch
@@ -46,7 +46,7 @@ def result(tmp_path, *, rewards=None, form=None, whole=40, count=40, name="score
     if form:
         asked.decode = lambda ids: f"{ids[0]} " + ("boxed" if ids[0] - 100 in form else "plain")
     config = configured({"reward": {"function": f"{tmp_path}/reward.py:{name}"}})
-    return preflight(config, asked, question_set(count).questions), config
+    return preflight(config, asked, question_set(count).questions, Sampling(max_tokens=8)), config
 
 
 def test_it_counts_what_became_of_one_answer_to_each_of_the_first_questions(tmp_path):

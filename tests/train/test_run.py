@@ -71,6 +71,7 @@ def test_results_can_be_used(run):
     samples = (folder / "samples.md").read_text()
     assert "## Step 1:" in samples
     assert "replayed from step" in samples
+    assert "<|end|>" not in samples
     assert list((folder / "tensorboard").iterdir())
     assert "<svg" in (folder / "report.html").read_text()
 

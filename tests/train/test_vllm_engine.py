@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from exgrpo.train.checkpoint import find
-from tests.train import tiny
+from tests.train import pieces, tiny
 from tests.train.launch import MAIN, ROOT, command, environment, launch
 from tests.train.test_checkpoint import untimed
 from tests.train.test_run import SMALL, records
 from tests.train.vllm_installed import real
-from tests.train.vllm_worker import COUNTS, EOS, LONG_PROMPT, LONG_SAMPLES, MAX_TOKENS
+from tests.train.vllm_worker import COUNTS, EOS, LONG_PROMPT, LONG_SAMPLES, MAX_TOKENS, STOPS
 
 pytestmark = real
 WORKER = ROOT / "tests" / "train" / "vllm_worker.py"
@@ -101,6 +101,28 @@ def test_finished_answers_end_with_their_first_eos_and_cut_ones_have_none(seen):
         assert finished or len(response) == MAX_TOKENS
         assert len(log_prob) == len(response)
     assert {response[-1] for response, finished, _ in everything if finished} == set(EOS)
+
+
+def test_stopped_answers_are_the_scan_of_those_that_run_on(seen):
+    pairs = [(pieces.ended(*free, STOPS), tuple(stopped)) for free, stopped in seen["stopped"]]
+    assert all(expected == stopped for expected, stopped in pairs)
+    at_stop = [length for (response, _, _), _ in pairs if (length := pieces.scan(response, STOPS))]
+    assert len(set(at_stop)) > 4
+    assert any(not finished for _, (_, finished, _) in pairs)
+    assert any(response[-1] in EOS for _, (response, _, _) in pairs)
+
+
+def test_stopped_answers_of_one_call_end_at_their_own_stops_and_leave_nothing(seen):
+    assert [len(of_prompt) for of_prompt in seen["stopped together"]] == COUNTS
+    assert seen["left by stops"] == 0
+    assert seen["steps"] < MAX_TOKENS / 2  # each token of theirs holds a stop string
+    everything = [answer for of_prompt in seen["stopped together"] for answer in of_prompt]
+    for response, finished, log_prob in everything:
+        length = pieces.scan(response, STOPS)
+        assert length in (None, len(response))
+        assert finished == (length is not None or response[-1] in EOS)
+        assert len(log_prob) == len(response)
+    assert len([response for response, _, _ in everything if pieces.scan(response, STOPS)]) > 20
 
 
 def test_samples_follow_the_models_distribution(seen):

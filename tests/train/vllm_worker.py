@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from exgrpo.train.distributed import start
 from exgrpo.train.pretrained import DTYPES
-from exgrpo.train.rollout import Sampling, collect
+from exgrpo.train.rollout import Sampling, Stops, collect
 from exgrpo.train.rollout.vllm_engine import VllmEngine, refusal
 from exgrpo.train.rollout.vllm_process import KEPT
 from exgrpo.train.weight_check import WeightMismatchError, check_engine
-from tests.train import tiny
+from tests.train import pieces, tiny
 from tests.train.test_weight_check import FullLogitPolicy
 
 CPU = torch.device("cpu")
@@ -28,6 +28,7 @@ EOS = (2, 5)
 PROMPTS = [tiny.prompt(question) for question in range(6)]
 COUNTS = [40, 1, 0, 3, 40, 40]
 MAX_TOKENS = 12
+STOPS = ("b\n", "→", "é:", ":Q", "x1")
 LONG_PROMPT, LONG_SAMPLES = np.arange(3, 43, dtype=np.int32), 5
 
 
@@ -114,6 +115,23 @@ def stop_early(engine, sampling, seed):
     return {"second call": second, "left by a closed call": len(scheduler.requests)}
 
 
+def stop(engine):
+    """Answers one at a time, which draw alike with and without stop strings, and all at once."""
+    free = Sampling(MAX_TOKENS, log_prob=True)
+    stopped = Sampling(MAX_TOKENS, log_prob=True, stop=Stops(STOPS, pieces.read))
+    one_by_one = [
+        [plain(sample(engine, sampling, seed, [PROMPTS[seed % 6]], [1]))[0][0] for sampling in (free, stopped)]
+        for seed in range(40)
+    ]
+    together = plain(sample(engine, stopped, 1))
+    steps, step = [], engine._engine.step
+    engine._engine.step = lambda: steps.append("step") or step()
+    sample(engine, Sampling(MAX_TOKENS, stop=Stops(tuple("abQ:x<\n\ufffdé→"), pieces.read)), 1, PROMPTS, [2] * 6)
+    engine._engine.step = step
+    left = len(engine._engine.engine_core.engine_core.scheduler.requests)
+    return {"stopped": one_by_one, "stopped together": together, "left by stops": left, "steps": len(steps)}
+
+
 def count_tokens(engine):
     engine.counts()
     sample(engine, Sampling(2), 0, [LONG_PROMPT, PROMPTS[0]], [LONG_SAMPLES, 1])
@@ -166,7 +184,7 @@ def observe(folder, dtype, ranks):
     seen = {"untouched by construction": process_state() == before, "ranks": engine.ranks}
     sampling = Sampling(MAX_TOKENS, log_prob=True)
     first = plain(sample(engine, sampling, 1))
-    seen |= watch_stream(engine, sampling, 1) | stop_early(engine, sampling, 2) | count_tokens(engine)
+    seen |= watch_stream(engine, sampling, 1) | stop_early(engine, sampling, 2) | stop(engine) | count_tokens(engine)
     seen["other seed"] = plain(sample(engine, sampling, 2)) != first
     seen["same seed"] = plain(sample(engine, sampling, 1)) == first
     seen["answers"] = first

@@ -1,6 +1,18 @@
 """Rollout engines behind one small interface."""
 
 from exgrpo.train.rollout.engine import EngineCounts, Finished, RolloutEngine, RolloutError, Sampling, collect
+from exgrpo.train.rollout.stops import NO_STOPS, Stops, text_of
 from exgrpo.train.rollout.transformers_engine import TransformersEngine
 
-__all__ = ["EngineCounts", "Finished", "RolloutEngine", "RolloutError", "Sampling", "TransformersEngine", "collect"]
+__all__ = [
+    "NO_STOPS",
+    "EngineCounts",
+    "Finished",
+    "RolloutEngine",
+    "RolloutError",
+    "Sampling",
+    "Stops",
+    "TransformersEngine",
+    "collect",
+    "text_of",
+]

@@ -7,16 +7,18 @@ from typing import Protocol
 import torch
 
 from exgrpo.train.records import Rollout, TokenIds
+from exgrpo.train.rollout.stops import NO_STOPS, Stops
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled: at most `max_tokens` each, temperature > 0, nucleus `top_p`."""
+    """How answers are sampled: at most `max_tokens` each, temperature > 0, nucleus `top_p`, ended by `stop` too."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     log_prob: bool = False
+    stop: Stops = NO_STOPS
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +67,10 @@ class RolloutEngine(Protocol):
     ) -> Iterator[Finished]:
         """Sample counts[i] answers to prompts[i] and give each as soon as it is finished, in any order.
 
-        The caller's random state stays as it was, between the answers too. A response ends with its EOS token
-        (finished), or was cut after `max_tokens` (not finished). With `sampling.log_prob` every rollout carries the
-        engine's own log-probs under the policy that was sampled from: at the temperature, and of the nucleus.
+        The caller's random state stays as it was, between the answers too. A response ends with its EOS token or with
+        the token that completes a string of `sampling.stop` (finished), or was cut after `max_tokens` (not finished).
+        With `sampling.log_prob` every rollout carries the engine's own log-probs under the policy that was sampled
+        from: at the temperature, and of the nucleus.
 
         It waits for no other rank and, where it runs elsewhere (servers), may be called in a thread of its own.
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
+from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.seeds import derive_seed, torch_seed
 
 
@@ -91,6 +92,7 @@ class TransformersEngine:
             top_k=0,
             eos_token_id=self.eos.tolist(),
             pad_token_id=self.pad,
+            stopping_criteria=StoppingCriteriaList([_Stopped(sampling.stop, width, self.eos)] if sampling.stop else []),
             # Ranks generate different amounts: they must not wait for each other token by token.
             synced_gpus=False,
             return_dict_in_generate=True,
@@ -99,7 +101,8 @@ class TransformersEngine:
         responses = output.sequences[:, width:].cpu().numpy().astype(np.int32)
         log_probs = _token_log_probs(output.scores, output.sequences[:, width:]) if sampling.log_prob else None
         return [
-            self._cut(response, None if log_probs is None else log_probs[i]) for i, response in enumerate(responses)
+            sampling.stop.cut(self._cut(response, None if log_probs is None else log_probs[i]))
+            for i, response in enumerate(responses)
         ]
 
     def _cut(self, response: TokenIds, log_prob: np.ndarray | None) -> Rollout:
@@ -153,6 +156,31 @@ class TransformersEngine:
     def close(self) -> None:
         """Drop the copy."""
         del self.model
+
+
+class _Stopped(StoppingCriteria):
+    """Ends the rows of a batch that hold a stop string; where each of them ends is found afterwards.
+
+    Args:
+        stop: the strings.
+        width: of the prompts.
+        eos: rows with one of these tokens have ended, and are filled up.
+    """
+
+    def __init__(self, stop: Stops, width: int, eos: TokenIds) -> None:
+        self._stop = stop
+        self._width = width
+        self._eos = eos
+        self._ended: set[int] = set()
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """[n] bool: which rows of [n, P + R] token ids have ended."""
+        for row, response in enumerate(input_ids[:, self._width :].cpu().numpy()):
+            if row not in self._ended and (response[-1] in self._eos or self._stop.reached(response)):
+                self._ended.add(row)
+        ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        ended[list(self._ended)] = True
+        return ended
 
 
 def _token_log_probs(scores: Sequence[torch.Tensor], tokens: torch.Tensor) -> np.ndarray:

@@ -106,15 +106,22 @@ class VllmEngine:
                 with self._guest:
                     outputs = self._engine.step()
                 for output in outputs:
+                    answer = output.outputs[0]
+                    if not output.finished:
+                        if not sampling.stop.reached(answer.token_ids):
+                            continue
+                        with self._guest:
+                            self._engine.abort_request([output.request_id])
                     i, sample = asked.pop(output.request_id)
                     self._prompt_tokens += len(prompts[i])
                     self._cached_tokens += output.num_cached_tokens or 0
-                    yield Finished(i, sample, _rollout(output.outputs[0], sampling))
+                    yield Finished(i, sample, _rollout(answer, sampling))
         finally:
             with self._guest:
                 self._engine.abort_request(list(asked))
 
     def _add(self, asked: dict[str, tuple[int, int]], prompts: Sequence[TokenIds], sampling: Sampling) -> None:
+        kind = self._vllm.sampling_params.RequestOutputKind
         parameters = self._vllm.SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
@@ -122,7 +129,8 @@ class VllmEngine:
             stop_token_ids=self.eos,
             logprobs=0 if sampling.log_prob else None,
             detokenize=False,
-            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            # Stop strings are looked for here, after each token: vLLM has no tokenizer.
+            output_kind=kind.CUMULATIVE if sampling.stop else kind.FINAL_ONLY,
         )
         for name, (i, _) in asked.items():
             tokens = self._vllm.inputs.tokens_input(prompts[i].tolist())
@@ -239,7 +247,8 @@ def _rollout(answer: Any, sampling: Sampling) -> Rollout:
     if sampling.log_prob:
         of_tokens = zip(tokens, answer.logprobs, strict=True)
         log_prob = np.array([candidates[token].logprob for token, candidates in of_tokens], np.float32)
-    return Rollout(np.array(tokens, np.int32), finished=answer.finish_reason == "stop", log_prob=log_prob)
+    rollout = Rollout(np.array(tokens, np.int32), finished=answer.finish_reason == "stop", log_prob=log_prob)
+    return sampling.stop.cut(rollout)
 
 
 def _explain(error: Exception, kv_cache_gib: float, length: int) -> str:
