@@ -63,7 +63,6 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
     if own.max_tokens is not None:
         options["--max-model-len"] = own.max_tokens
     switches = [
-        "--skip-tokenizer-init",
         "--enable-scale-out",  # token ids in, token ids out
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",

@@ -61,5 +61,12 @@ class Server:
 
     def asked(self) -> float:
         """Prompt tokens that it was asked for since it started."""
+        return self._counted("prompt_tokens_total")
+
+    def generated(self) -> float:
+        """Tokens that it generated since it started."""
+        return self._counted("generation_tokens_total")
+
+    def _counted(self, name: str) -> float:
         lines = requests.get(f"{self.url}/metrics", timeout=60).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prompt_tokens_total{"))
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))

@@ -11,12 +11,12 @@ import torch
 
 from exgrpo.train import serve
 from exgrpo.train.config import ConfigError
-from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.rollout.model_facts import model_facts
 from exgrpo.train.rollout.server_check import FRESH, VLLM, Wanted, check_server
 from exgrpo.train.rollout.server_client import ServerClient, ServerError
 from exgrpo.train.rollout.server_pool import Job, NoServerError, ServerPool
-from tests.train import tiny
+from tests.train import pieces, tiny
 
 PROMPT = np.array([3, 4, 5], np.int32)
 SAMPLING = Sampling(4, log_prob=True)
@@ -109,8 +109,8 @@ def in_turn(*answers):
     return lambda request: left.pop(0) if len(left) > 1 else left[0]
 
 
-def ask(fake, count=1):
-    return ServerClient(fake.url).generate("name", PROMPT, count, SAMPLING, [2, 5])
+def ask(fake, count=1, sampling=SAMPLING):
+    return ServerClient(fake.url).generate("name", PROMPT, count, sampling, [2, 5])
 
 
 def test_what_is_asked_and_what_comes_of_it(fakes):
@@ -131,6 +131,25 @@ def test_what_is_asked_and_what_comes_of_it(fakes):
     asked = request["sampling_params"]
     assert (asked["n"], asked["max_tokens"], asked["temperature"], asked["top_p"]) == (2, 4, 1.0, 1.0)
     assert (asked["stop_token_ids"], asked["ignore_eos"], asked["logprobs"]) == ([2, 5], True, 0)
+    assert (asked["stop"], asked["detokenize"]) == ([], False)
+
+
+def test_stop_strings_are_asked_for_and_what_a_server_writes_behind_one_is_cut(fakes):
+    fake = fakes()
+    # The server knew the first part of a broken character only when the next token was there.
+    late = pieces.tokens(b"a", b"b:\xe2", b"a", b"</s>").tolist()
+    at_limit = pieces.tokens(b"a", b"b", b"a", b":").tolist()
+    fake.generates(reply(choice(0, late), choice(1, at_limit, reason="length"), choice(2, late[:1], reason="length")))
+    stop = Stops(("b:", "a:"), pieces.read)
+    rollouts = ask(fake, count=3, sampling=Sampling(4, log_prob=True, stop=stop)).rollouts
+    assert [rollout.response.tolist() for rollout in rollouts] == [late[:2], at_limit, late[:1]]
+    assert [rollout.finished for rollout in rollouts] == [True, True, False]
+    assert [len(rollout.log_prob) for rollout in rollouts] == [2, 4, 1]
+    (request,) = fake.requests()
+    asked = request["sampling_params"]
+    assert (asked["stop"], asked["detokenize"]) == (["b:", "a:"], True)
+    # Special tokens are spelled as the trainer spells them.
+    assert (asked["skip_special_tokens"], asked["spaces_between_special_tokens"]) == (False, False)
 
 
 @pytest.mark.parametrize("trouble", [(503, {}), (None, None)], ids=["busy", "hangs up"])

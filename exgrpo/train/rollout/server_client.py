@@ -141,12 +141,15 @@ class ServerClient:
             "stop_token_ids": eos,
             "ignore_eos": True,  # the server's own idea of EOS
             "logprobs": 0 if sampling.log_prob else None,
-            "detokenize": False,
+            "stop": list(sampling.stop.strings),
+            "detokenize": bool(sampling.stop),
+            "skip_special_tokens": False,  # as the trainer reads an answer
+            "spaces_between_special_tokens": False,
         }
         body = {"request_id": request, "token_ids": prompt.tolist(), "sampling_params": parameters}
         reply = self._ask("POST", "inference/v1/generate", LONG_SECONDS, body)
         try:
-            return _reply(reply, count)
+            return _reply(reply, count, sampling)
         except (KeyError, TypeError, IndexError) as error:
             raise ServerError(f"an answer that is not understood ({error!r})") from None
 
@@ -218,7 +221,7 @@ def host_and_port(url: str) -> tuple[str, int]:
     return parts.hostname, parts.port
 
 
-def _reply(reply: Any, count: int) -> Reply:
+def _reply(reply: Any, count: int, sampling: Sampling) -> Reply:
     choices = sorted(reply["choices"], key=lambda choice: choice["index"])
     reasons = {choice["finish_reason"] for choice in choices}
     if len(choices) != count or not reasons <= {"stop", "length"}:
@@ -226,7 +229,7 @@ def _reply(reply: Any, count: int) -> Reply:
     details = reply["usage"].get("prompt_tokens_details") or {}
     cached = details.get("cached_tokens") or 0
     return Reply(
-        rollouts=tuple(_rollout(choice) for choice in choices),
+        rollouts=tuple(sampling.stop.cut(_rollout(choice)) for choice in choices),
         versions=frozenset(span["version"] for choice in choices for span in choice["weight_versions"]),
         # Told of one sample, not the one that came first and filled the cache for the others.
         cached_tokens=cached * max(1, count - 1),
