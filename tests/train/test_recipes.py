@@ -71,6 +71,7 @@ WEAK = {
     "data.keep_system": False,
     "data.answer_prefix": "",
     "data.prompt_format": "Question: {question}\nReason step by step and put the answer into \\boxed{{}}.\nAnswer:",
+    "rollout.stop": ("\nQuestion:",),
     "reward.function": "math_no_think",
     "experience.start_pass_rate": 0.0,
 }
@@ -179,3 +180,4 @@ def test_an_evaluation_recipe_asks_as_its_training_recipe_does(recipe):
     assert (options.reward, options.success) == (training.reward.function, training.reward.success)
     for name in ("chat", "system_prompt", "keep_system", "prompt_format", "answer_prefix", "max_prompt_tokens"):
         assert getattr(options, name) == getattr(training.data, name)
+    assert options.stop == training.rollout.stop
