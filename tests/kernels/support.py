@@ -67,6 +67,18 @@ def make_case(tokens, width, vocabulary, dtype, device, *, bias=False, ignored=T
     return case
 
 
+def coarsen(hidden: Tensor, weight: Tensor) -> None:
+    """Rounds hidden states to multiples of 1/8 and weights to multiples of 1/32, in place.
+
+    All partial sums of a narrow head's logits are exact in float32 then: they have the same bits in whatever order they
+    are added up. A matrix product promises no order. That of NumPy, which Triton's interpreter uses, depends on the
+    processor, on the number of rows and on where a row stands among them.
+    """
+    with torch.no_grad():
+        for values, step in ((hidden, 1 / 8), (weight, 1 / 32)):
+            values.copy_((values / step).round() * step)
+
+
 def make_tokens(case: Case, *, ratio_spread=0.3, replayed_share=0.3) -> tuple[Tensor, Tensor, Tensor]:
     """Old log-probs around the policy's own, advantages (a tenth of them 0) and replayed flags, per token."""
     with torch.no_grad():
