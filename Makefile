@@ -11,7 +11,7 @@ PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0 l
 OWNERS := openrlhf==0.11.2 peft==0.21.2 pylatexenc==2.11
 RECORD := benchmarks/results/latest.json
 
-.PHONY: train test bench lint clean
+.PHONY: train test test-processors bench lint clean
 
 # `make train ENGINE=vllm` installs vLLM's build for CPUs and generates with it.
 train: $(READY) $(if $(filter vllm,$(ENGINE)),$(VLLM))
@@ -25,6 +25,10 @@ test: $(READY) lint
 	[ "$$(uname -s)" != Linux ] || $(MAKE) $(VLLM)
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses 2 --dist loadfile tests/kernels -W ignore::RuntimeWarning
+
+# The kernels as on several processors: half an hour, ten times that on a busy machine. `make test-processors ARGS="-k bits"`
+test-processors: $(READY)
+	sh tests/kernels/processors.sh $(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 # `make bench ARGS="--sizes full"` for larger heads.
 bench: $(READY)

@@ -1,0 +1,27 @@
+# Runs the tests of the kernels as on several processors, by the pytest command that is given, and says of each how it ended.
+#
+# Torch, oneDNN and NumPy's BLAS choose their code by the processor: the bits of a product depend on it, and its error. Their
+# variables have them choose as on an older one. Only Triton's interpreter multiplies by NumPy, and not by oneDNN. What starts
+# a compiler and looks at what that has made is left to `make test`.
+unset OPENBLAS_CORETYPE OPENBLAS_L2_SIZE ATEN_CPU_CAPABILITY ONEDNN_MAX_CPU_ISA TRITON_INTERPRET
+output=$(mktemp) && trap 'rm -f "$output"' EXIT
+status=0
+while read -r setting; do
+	if env $setting "$@" tests/kernels -q -rfE -W ignore::RuntimeWarning \
+		--ignore-glob='*compile*' --ignore-glob='*sanitized.py' --ignore-glob='*extension.py' >"$output" 2>&1
+	then result=passed; else result=FAILED status=1; fi
+	echo "$result  ${setting:-as it is}: $(tail -n 1 "$output")"
+	[ $result = passed ] || grep -E '^(FAILED|ERROR)' "$output"
+done <<'SETTINGS'
+
+ATEN_CPU_CAPABILITY=default
+ATEN_CPU_CAPABILITY=avx2
+ONEDNN_MAX_CPU_ISA=AVX2
+taskset -c 0
+TRITON_INTERPRET=1
+TRITON_INTERPRET=1 OPENBLAS_CORETYPE=Haswell
+TRITON_INTERPRET=1 OPENBLAS_CORETYPE=Zen
+TRITON_INTERPRET=1 OPENBLAS_CORETYPE=SkylakeX
+TRITON_INTERPRET=1 OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 taskset -c 0
+SETTINGS
+exit $status
