@@ -4,7 +4,8 @@ Two environment variables say what is wanted, each auto, force or skip:
 
 - EXGRPO_BUILD: the extension for CPUs. auto builds it where a C++17 compiler and torch are there, and says once if they
   are not: the package is pure Python then.
-- EXGRPO_CUDA: the kernels for GPUs. auto builds them where nvcc is on PATH or in CUDA_HOME.
+- EXGRPO_CUDA: the kernels for GPUs. auto builds them where nvcc is on PATH or in CUDA_HOME and works, and says once if
+  it does not. Architectures that it does not know are left out, and named.
 
 The extension uses LibTorch's stable ABI: one file for every torch from 2.10 on and every Python from 3.11 on. It is
 built with the headers of the torch that is installed, so without isolation: `pip install --no-build-isolation .`
@@ -17,8 +18,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -64,6 +67,8 @@ CUDA_TARGETS = {
     "csrc/cuda/rows.cu": ("arch=compute_90a,code=sm_90a", "arch=compute_100,code=sm_100"),
     "csrc/cuda/product.cu": ("arch=compute_90a,code=sm_90a",),
 }
+"""What a source is compiled for, as far as nvcc knows it; with nothing left there are no kernels for GPUs."""
+CUDA_PROBE = "#include <cudaTypedefs.h>\n#include <cuda_runtime.h>\n__global__ void probe() {}\n"
 
 
 def switch(name: str) -> str:
@@ -118,9 +123,33 @@ def nvcc() -> str | None:
     return shutil.which("nvcc", path=str(Path(home, "bin"))) if home else shutil.which("nvcc")
 
 
+@cache
+def cuda_failure(target: str) -> str:
+    """What keeps nvcc from compiling for a target, in its words; empty where nothing does."""
+    with TemporaryDirectory() as folder:
+        probe = Path(folder, "probe.cu")
+        probe.write_text(CUDA_PROBE, encoding="utf-8")
+        command = [str(nvcc()), *CUDA_FLAGS, "-gencode", target, "-c", str(probe), "-o", str(probe.with_suffix(".o"))]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if not done.returncode:
+        return ""
+    said = [line.strip() for line in done.stdout.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+    return next((line for line in said if "error" in line or "fatal" in line), said[-1])
+
+
+def cuda_targets(source: str) -> list[str]:
+    """The targets of a source that nvcc can compile for."""
+    return [target for target in CUDA_TARGETS[source] if not cuda_failure(target)]
+
+
 def cuda_missing() -> str:
     """What the kernels for GPUs cannot be built without."""
-    return "" if nvcc() else "there is no nvcc; install CUDA, and put nvcc on PATH or set CUDA_HOME"
+    if not nvcc():
+        return "there is no nvcc; install CUDA, and put nvcc on PATH or set CUDA_HOME"
+    for source, targets in CUDA_TARGETS.items():
+        if not cuda_targets(source):
+            return f"{nvcc()} cannot compile {source}, set CUDA_HOME to another CUDA: {cuda_failure(targets[0])}"
+    return ""
 
 
 def variants() -> dict[str, list[str]]:
@@ -147,10 +176,10 @@ def cpu_objects(folder: Path) -> Iterator[tuple[list[str], Path]]:
 
 def cuda_objects(folder: Path) -> Iterator[tuple[list[str], Path]]:
     """The command for each object of the kernels for GPUs, and the object."""
-    for source, targets in CUDA_TARGETS.items():
+    for source in CUDA_TARGETS:
         if (ROOT / source).exists():
             made = folder / f"{Path(source).stem}.cuda.o"
-            code = [argument for target in targets for argument in ("-gencode", target)]
+            code = [argument for target in cuda_targets(source) for argument in ("-gencode", target)]
             yield [str(nvcc()), *CUDA_FLAGS, *code, "-c", str(ROOT / source), "-o", str(made)], made
 
 
@@ -189,20 +218,28 @@ class BuildExtensions(build_ext):
 
 
 class BuildPython(build_py):
-    """Says what the extension for CPUs was not built for."""
+    """Says what was not built, and why."""
 
     def run(self) -> None:
         """Copies the Python files."""
-        if MISSING and CPU not in EXTENSIONS and switch("EXGRPO_BUILD") == "auto":
+        if MISSING and switch("EXGRPO_BUILD") == "auto":
             self.warn(f"exgrpo will be pure Python, with slower kernels on CPUs: {MISSING}")
+        if CUDA_MISSING and nvcc():
+            self.warn(f"exgrpo will be without its CUDA C++ kernels: {CUDA_MISSING}")
+        if CUDA in EXTENSIONS:
+            targets = {target for source in CUDA_TARGETS for target in CUDA_TARGETS[source]}
+            unknown = sorted(target for target in targets if cuda_failure(target))
+            if unknown:
+                self.warn(f"{nvcc()} does not know {' '.join(unknown)}: the CUDA C++ kernels are built without")
         super().run()
 
 
 CPU = Extension("exgrpo.kernels._C", [], py_limited_api=True)
 CUDA = Extension("exgrpo.kernels.cuda_chunks._cuda", [], py_limited_api=True)
 MISSING = cpu_missing()
+CUDA_MISSING = "" if switch("EXGRPO_CUDA") == "skip" else cuda_missing()
 EXTENSIONS = [CPU] if wanted("EXGRPO_BUILD", MISSING) else []
-if wanted("EXGRPO_CUDA", cuda_missing()) and any((ROOT / source).exists() for source in CUDA_TARGETS):
+if wanted("EXGRPO_CUDA", CUDA_MISSING) and any((ROOT / source).exists() for source in CUDA_TARGETS):
     EXTENSIONS.append(CUDA)
 
 setup(

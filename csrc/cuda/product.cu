@@ -11,11 +11,14 @@ using Encode = PFN_cuTensorMapEncodeTiled_v12000;
 
 // The driver is asked for its function: where nothing is linked to it, machines without one can load this library.
 const char* find(Encode& encode) {
-  constexpr unsigned since = 12000;
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
   const char* name = "cuTensorMapEncodeTiled";
-  const auto error = cudaGetDriverEntryPointByVersion(name, &found, since, cudaEnableDefault, &result);
+#if CUDART_VERSION >= 12050
+  const auto error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+#else  // there is only this one, which gives what the driver had in the version that it is compiled with
+  const auto error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
   if (error != cudaSuccess) return failure("cudaGetDriverEntryPointByVersion(cuTensorMapEncodeTiled)", error);
   if (found == nullptr) return failure(name, "the driver does not have it; it is older than CUDA 12.0");
   encode = reinterpret_cast<Encode>(found);

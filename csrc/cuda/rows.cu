@@ -1,4 +1,5 @@
 // Launches the row kernel. Every function returns null, or a text that names the call that failed.
+#include "build.h"
 #include "launch.cuh"
 #include "rows_kernel.cuh"
 
@@ -34,6 +35,16 @@ const char* prepare(Kernel kernel, const RowsPlan& plan) {
 
 }  // namespace
 }  // namespace exgrpo
+
+#define EXGRPO_TEXT(...) #__VA_ARGS__
+#define EXGRPO_TEXT_OF(...) EXGRPO_TEXT(__VA_ARGS__)
+
+// May be called where there is no driver, or an old one.
+extern "C" exgrpo::Build exgrpo_build() {
+  exgrpo::Build build{CUDART_VERSION, 0, EXGRPO_TEXT_OF(__CUDA_ARCH_LIST__)};
+  if (cudaDriverGetVersion(&build.driver) != cudaSuccess) build.driver = 0;
+  return build;
+}
 
 extern "C" exgrpo::RowsPlan exgrpo_rows_plan(int64_t vocabulary) { return exgrpo::plan_rows(vocabulary); }
 

@@ -17,7 +17,7 @@ import triton
 
 from exgrpo.kernels.chunks.softmax import PolicyRows
 from exgrpo.kernels.cuda_chunks import binding
-from exgrpo.kernels.cuda_chunks.binding import Output, ProductArguments, RowsArguments
+from exgrpo.kernels.cuda_chunks.binding import Build, Output, ProductArguments, RowsArguments
 from exgrpo.kernels.cuda_chunks.product import TILE_COLUMNS, TILE_ROWS
 
 from .cuda_support import INTERPRETING, NVCC, ON_GPU, SOURCES, run
@@ -26,6 +26,8 @@ if INTERPRETING:
     pytest.skip("the process that interprets Triton kernels tests nothing else", allow_module_level=True)
 if NVCC is None:
     pytest.skip("to compile CUDA sources takes nvcc", allow_module_level=True)
+if "sm_100" not in run([NVCC, "--list-gpu-code"]).split():
+    pytest.skip("to compile them for all architectures takes nvcc 12.8 or later", allow_module_level=True)
 if not SOURCES.is_dir():
     pytest.skip(f"to compile them takes the sources in {SOURCES}", allow_module_level=True)
 
@@ -139,8 +141,8 @@ def test_nothing_to_do_is_no_error(shipped):
 
 
 def test_python_and_cuda_agree_about_the_arguments(tmp_path):
-    """Size and place of every field of the two structures, and what numbers stand for."""
-    names = {"rows.h": RowsArguments, "product.h": ProductArguments}
+    """Size and place of every field of the structures, and what numbers stand for."""
+    names = {"build.h": Build, "rows.h": RowsArguments, "product.h": ProductArguments}
     checks = [f'#include "{header}"' for header in names] + ["#include <cstddef>"]
     for structure in names.values():
         name = structure.__name__
@@ -164,6 +166,70 @@ def test_a_library_that_is_not_there_or_broken(monkeypatch, tmp_path):
         with pytest.raises(RuntimeError, match=rf"{path.name}.*EXGRPO_CUDA=force"):
             binding.load()
     binding.load.cache_clear()
+
+
+REPORT = """
+import ctypes, sys
+from exgrpo.kernels.cuda_chunks import binding
+build = binding.declared(ctypes.CDLL(sys.argv[1])).exgrpo_build()
+print(build.runtime, build.driver, build.architectures.decode())
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines with another driver")
+def test_what_it_is_built_with_and_the_drivers_version(built, tmp_path):
+    """Beside no driver, and beside one that can do nothing but tell its version; nvcc tells that of the runtime."""
+    found = re.search(r"release (\d+)\.(\d+)", run([NVCC, "--version"]))
+    runtime = 1000 * int(found[1]) + 10 * int(found[2])
+    source = tmp_path / "driver.c"
+    source.write_text("int cuDriverGetVersion(int* version) { *version = 12040; return 0; }\n", encoding="utf-8")
+    run(["gcc", "-shared", "-fPIC", source, "-o", tmp_path / "libcuda.so.1"])
+    for folder, driver in ((tmp_path / "none", 0), (tmp_path, 12040)):
+        command = [sys.executable, "-c", REPORT, str(built / "_cuda.so")]
+        told = subprocess.run(
+            command, env={**os.environ, "LD_LIBRARY_PATH": str(folder)}, capture_output=True, text=True, check=True
+        )
+        assert told.stdout.split() == [str(runtime), str(driver), "900,1000"]
+
+
+@pytest.mark.parametrize("runtime", [12000, 12080, 13000])
+@pytest.mark.parametrize("driver", [0, 11080, 12000, 12040, 12080, 13000, 13010, 14000])
+def test_a_driver_runs_its_own_major_release_and_earlier_ones(runtime, driver):
+    """NVIDIA's rule; machine code for a device stands in the library or not."""
+    reason = binding.unfit(Build(runtime, driver, b"900,1000"), (9, 0))
+    assert bool(reason) == (driver < runtime - runtime % 1000)
+    if reason:
+        assert f"built with CUDA {runtime // 1000}.{runtime % 1000 // 10} and the driver supports" in reason
+        assert f" CUDA {driver // 1000}.{driver % 1000 // 10} at most: " in reason
+        assert "update the driver, or install exgrpo anew with nvcc of" in reason
+
+
+def test_devices_that_it_is_not_compiled_for():
+    whole, part = Build(12080, 13000, b"900,1000"), Build(12040, 13000, b"900")
+    assert not any(binding.unfit(whole, device) for device in ((9, 0), (10, 0), (10, 3)))
+    assert not binding.unfit(part, (9, 0))
+    assert "compute capability 9.0; the device has 10.3; install exgrpo anew with" in binding.unfit(part, (10, 3))
+    assert binding.unfit(whole, (12, 0)) == "it is compiled for compute capability 9.0, 10.0, 10.3; the device has 12.0"
+
+
+@pytest.fixture
+def on_hopper(monkeypatch, tmp_path):
+    """A machine that seems to have one, and the path of its library."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(binding, "PATH", tmp_path / "_cuda.so")
+    binding.load.cache_clear()
+    yield binding.PATH
+    binding.load.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a driver")
+def test_the_driver_is_asked_before_anything_is_launched(on_hopper, built):
+    assert "not built" in binding.unavailable(torch.device("cuda"))
+    on_hopper.write_bytes(b"no library")
+    assert "build it anew with EXGRPO_CUDA=force" in binding.unavailable(torch.device("cuda"))
+    on_hopper.unlink()
+    on_hopper.symlink_to(built / "_cuda.so")
+    assert "the driver supports CUDA 0.0 at most" in binding.unavailable(torch.device("cuda"))
 
 
 def test_without_a_gpu_the_reason_is_given():

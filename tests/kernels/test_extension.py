@@ -81,6 +81,65 @@ def test_forced_without_a_compiler_is_an_error(build, tmp_path):
     assert "EXGRPO_CUDA=force: there is no nvcc" in result.stderr
 
 
+NVCC = r"""#!/bin/sh
+for refused in {refused}; do
+    case "$*" in *$refused*) echo "{message}" >&2; exit 1;; esac
+done
+while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
+"""
+UNSUPPORTED = "nvcc fatal   : Unsupported gpu architecture '$refused'"
+HOST = "host_config.h:143:2: error: #error -- unsupported GNU version! gcc versions later than 13 are not supported!"
+
+
+@pytest.fixture
+def cuda_home(tmp_path):
+    """Where an nvcc is that writes empty objects, but refuses some arguments in the words of a real one."""
+
+    def make(refused, message=UNSUPPORTED):
+        program = tmp_path / "cuda" / "bin" / "nvcc"
+        program.parent.mkdir(parents=True)
+        program.write_text(NVCC.format(refused=refused, message=message))
+        program.chmod(0o755)
+        return {"EXGRPO_BUILD": "skip", "EXGRPO_CUDA": "auto", "CUDA_HOME": str(tmp_path / "cuda")}
+
+    return make
+
+
+def test_what_nvcc_does_not_know_is_left_out(build, cuda_home, tmp_path):
+    """As CUDA 12.4 and 12.6, which know Hopper and not Blackwell."""
+    result = build(**cuda_home("compute_100"))
+    assert result.returncode == 0, result.stderr
+    assert compiled(tmp_path) == ["_cuda.so"]
+    told = [line for line in (result.stdout + result.stderr).splitlines() if "does not know" in line]
+    assert len(told) == 1
+    assert "arch=compute_100,code=sm_100" in told[0]
+    assert "90a" not in told[0]
+    commands = [line for line in result.stdout.splitlines() if line.endswith(".cuda.o")]
+    assert len(commands) == 2
+    assert all("compute_90a" in command and "compute_100" not in command for command in commands)
+
+
+@pytest.mark.parametrize(
+    ("refused", "message", "reason"),
+    [
+        ("compute_100 compute_90a", UNSUPPORTED, "Unsupported gpu architecture 'compute_90a'"),  # CUDA 11.8
+        ("-c", HOST, "unsupported GNU version! gcc versions later than 13 are not supported!"),
+    ],
+    ids=["old", "host compiler"],
+)
+def test_an_nvcc_that_is_of_no_use(refused, message, reason, build, cuda_home, tmp_path):
+    environment = cuda_home(refused, message)
+    result = build(**environment)
+    assert result.returncode == 0, result.stderr
+    assert not compiled(tmp_path)
+    assert (result.stdout + result.stderr).count(reason) == 1
+    assert "exgrpo will be without its CUDA C++ kernels: " in result.stdout + result.stderr
+    result = build(**{**environment, "EXGRPO_CUDA": "force"})
+    assert result.returncode
+    assert f"EXGRPO_CUDA=force: {environment['CUDA_HOME']}/bin/nvcc cannot compile csrc/cuda/" in result.stderr
+    assert reason in result.stderr
+
+
 def test_without_torch_it_says_how_to_build(build, tmp_path):
     """As in an isolated build, which would fetch a torch of its own."""
     # Python's site has torch in it, and setuptools: a finder in front hides the one.

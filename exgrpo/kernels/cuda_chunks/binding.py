@@ -11,8 +11,8 @@ import torch
 
 PATH = Path(__file__).with_name("_cuda.so")
 """Built by setup.py where nvcc is."""
-ROW_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
-"""Compute capabilities that csrc/cuda/rows.cu is compiled for."""
+ROW_CAPABILITIES = {(9, 0): 900, (10, 0): 1000, (10, 3): 1000}
+"""Compute capabilities that csrc/cuda/rows.cu can be compiled for, and the architecture that each runs."""
 PRODUCT_CAPABILITIES = ((9, 0),)
 """And csrc/cuda/product.cu: the matrix units of other GPUs are programmed in other ways."""
 
@@ -87,6 +87,12 @@ class RowsPlan(ctypes.Structure):
     _fields_ = (("cluster", c_int32), ("threads", c_int32), ("columns", c_int32), ("shared_bytes", c_int32))
 
 
+class Build(ctypes.Structure):
+    """What the library was built with, and the newest CUDA that the driver supports: csrc/cuda/build.h."""
+
+    _fields_ = (("runtime", c_int32), ("driver", c_int32), ("architectures", c_char_p))
+
+
 class Signature(NamedTuple):
     """Of one of the library's functions."""
 
@@ -95,6 +101,7 @@ class Signature(NamedTuple):
 
 
 SIGNATURES = {
+    "exgrpo_build": Signature(Build, ()),
     "exgrpo_rows_plan": Signature(RowsPlan, (c_int64,)),
     "exgrpo_rows": Signature(c_char_p, (POINTER(RowsArguments), c_void_p)),
     "exgrpo_product": Signature(c_char_p, (POINTER(ProductArguments), c_void_p)),
@@ -109,11 +116,38 @@ def unavailable(device: torch.device) -> str:
         return "it needs an NVIDIA GPU"
     if not PATH.exists():
         return f"{PATH.name} is not built: install exgrpo anew with nvcc on the PATH and EXGRPO_CUDA=force"
-    found = torch.cuda.get_device_capability(device)
-    if found not in ROW_CAPABILITIES:
-        known = ", ".join(f"{major}.{minor}" for major, minor in ROW_CAPABILITIES)
-        return f"it is compiled for compute capability {known}; the device has {found[0]}.{found[1]}"
+    try:
+        build = load().exgrpo_build()
+    except RuntimeError as error:
+        return str(error)
+    return unfit(build, torch.cuda.get_device_capability(device))
+
+
+def unfit(build: Build, capability: tuple[int, int]) -> str:
+    """Why a library cannot run with its driver on a device of this compute capability; empty where it can.
+
+    A runtime works with every driver of its own major release or a later one. What an older driver of the same release
+    lacks is not needed: it cannot compile PTX of later versions, but the library has only machine code; it has not all
+    functions, but those that are called here are of CUDA 12.0, the first that knows these devices' architectures.
+    """
+    if build.driver // 1000 < build.runtime // 1000:
+        return (
+            f"{PATH.name} was built with CUDA {_version(build.runtime)} and the driver supports CUDA "
+            f"{_version(build.driver)} at most: update the driver, or install exgrpo anew with nvcc of CUDA "
+            f"{build.driver // 1000} on the PATH and EXGRPO_CUDA=force"
+        )
+    built = [int(architecture) for architecture in build.architectures.split(b",")]
+    known = [found for found, architecture in ROW_CAPABILITIES.items() if architecture in built]
+    if capability not in known:
+        compiled, found = ", ".join(f"{major}.{minor}" for major, minor in known), "{}.{}".format(*capability)
+        newer = "; install exgrpo anew with a newer nvcc on the PATH and EXGRPO_CUDA=force"
+        remedy = newer if capability in ROW_CAPABILITIES else ""
+        return f"it is compiled for compute capability {compiled}; the device has {found}{remedy}"
     return ""
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 @cache
