@@ -1,12 +1,15 @@
 """The oracle: the public functions written plainly on full logits in the input's dtype, differentiated by autograd.
 
 Run it in float64. Memory is [tokens, vocabulary], several times over. Arguments and results are those of
-:mod:`exgrpo.kernels` without ``vocab_group`` and ``backend``; results have the input's dtype.
+:mod:`exgrpo.kernels` without ``vocab_group`` and ``backend``. The products of 16-bit inputs, and those under autocast,
+are rounded to 16 bits, as torch.nn.functional.linear does; all that follows is in float32. Derivatives of any order, in
+both modes of autograd and by torch.func, are right.
 """
 
 import torch
 from torch import Tensor
 
+from exgrpo.kernels.inputs import compute_dtype
 from exgrpo.kernels.results import LogProb, PolicyLoss
 
 MAX_LOG_RATIO = 20.0
@@ -24,21 +27,22 @@ def linear_log_prob(
     ignore_index: int = -100,
 ) -> LogProb:
     """See :func:`exgrpo.kernels.linear_log_prob`."""
-    active = target != ignore_index
-    logits = torch.nn.functional.linear(hidden[active], weight, bias)
+    dtype = compute_dtype(hidden.dtype)
+    active = (target != ignore_index).nonzero(as_tuple=True)
+    logits = torch.nn.functional.linear(hidden[active], weight).to(dtype)
+    if bias is not None:
+        logits = logits + bias.to(dtype)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if isinstance(temperature, Tensor):
-        logits = logits / temperature.expand(target.shape)[active].unsqueeze(-1)
-    else:
-        logits = logits / temperature
-    log_probs = torch.log_softmax(logits, -1)
+        temperature = temperature.detach().to(dtype).expand(target.shape)[active].unsqueeze(-1)
+    log_probs = torch.log_softmax(logits / temperature, -1)
     probs = log_probs.exp()
     # p log p is 0 at p = 0, where log p may be -inf.
     entropy = -(probs * log_probs.masked_fill(probs == 0, 0)).sum(-1)
     log_prob = log_probs.gather(-1, target[active].unsqueeze(-1)).squeeze(-1)
-    zeros = hidden.new_zeros(target.shape)
-    return LogProb(zeros.masked_scatter(active, log_prob), zeros.masked_scatter(active, entropy))
+    zeros = hidden.new_zeros(target.shape, dtype=dtype)
+    return LogProb(zeros.index_put(active, log_prob), zeros.index_put(active, entropy))
 
 
 def linear_policy_loss(
@@ -100,9 +104,9 @@ def policy_loss(
     mask = everywhere if mask is None else mask
     entropy = torch.zeros_like(log_prob) if entropy is None else entropy
     replayed = ~everywhere if replayed is None else _per_token(replayed, log_prob)
-    log_prob, entropy = log_prob.masked_fill(~mask, 0), entropy.masked_fill(~mask, 0)
-    old_log_prob = old_log_prob.detach().to(log_prob.dtype).masked_fill(~mask, 0)
-    advantage = _per_token(advantage.detach().to(log_prob.dtype), log_prob).masked_fill(~mask, 0)
+    tokens = (log_prob, entropy, old_log_prob.detach(), _per_token(advantage.detach(), log_prob))
+    dtype = compute_dtype(log_prob.dtype)
+    log_prob, entropy, old_log_prob, advantage = (values.to(dtype).masked_fill(~mask, 0) for values in tokens)
 
     ratio = importance_ratio(log_prob, old_log_prob)
     fresh = ratio * advantage
@@ -114,14 +118,16 @@ def policy_loss(
     past = ratio if beta is None else shape_ratio(ratio, beta)
     objective = torch.where(replayed, past * advantage, fresh)
     count = mask.sum().clamp(min=1) if normalizer is None else normalizer
+    count = count.detach() if isinstance(count, Tensor) else count
     loss = -(objective.sum() + entropy_coef * entropy.sum()) / count
-    metrics = (log_prob, entropy, ratio.masked_fill(~mask, 0), clipped.to(log_prob.dtype))
-    return PolicyLoss(loss, *(values.detach() for values in metrics))
+    metrics = (log_prob, entropy, ratio.masked_fill(~mask, 0), clipped.to(dtype))
+    return PolicyLoss(loss.to(dtype), *(values.detach() for values in metrics))
 
 
 def importance_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """See :func:`exgrpo.kernels.importance_ratio`."""
-    return (log_prob - old_log_prob).clamp(max=MAX_LOG_RATIO).exp()
+    dtype = compute_dtype(log_prob.dtype)
+    return (log_prob.to(dtype) - old_log_prob.to(dtype)).clamp(max=MAX_LOG_RATIO).exp()
 
 
 def shape_ratio(ratio: Tensor, beta: float) -> Tensor:
@@ -131,6 +137,7 @@ def shape_ratio(ratio: Tensor, beta: float) -> Tensor:
 
 def group_advantage(reward: Tensor, group: Tensor, *, scale_by_std: bool = False) -> Tensor:
     """See :func:`exgrpo.kernels.group_advantage`."""
+    reward = reward.to(compute_dtype(reward.dtype))
     advantage = torch.zeros_like(reward)
     for identity in group.unique():
         member = group == identity

@@ -1,14 +1,15 @@
 """The oracle against PyTorch's own functions and closed forms, so that it shares no error with what it judges."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.distributions import Categorical
 
-from exgrpo.kernels import reference
+from exgrpo.kernels import group_advantage, linear_policy_loss, reference
 
-from .support import make_case
+from .support import assert_as_good, make_case, make_tokens, relative_error
 
 
 def test_log_prob_and_entropy_agree_with_torch():
@@ -92,3 +93,82 @@ def test_normalizer_and_entropy_bonus():
     assert result.loss.item() == pytest.approx(-(2 + 0.1 * 2.5) / 2)
     result = reference.policy_loss(log_prob, log_prob, torch.ones(3), normalizer=12)
     assert result.loss.item() == pytest.approx(-3 / 12)
+
+
+def plain_torch(hidden, weight, target, bias, temperature):
+    """Log-probabilities and entropies as everybody writes them, with the dtypes that PyTorch gives them."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).float() / temperature.float().unsqueeze(-1)
+    log_prob = -torch.nn.functional.cross_entropy(logits, target, reduction="none")
+    return log_prob, Categorical(logits=logits).entropy()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+def test_as_good_as_plain_torch_in_every_dtype(autocast, dtype, device):
+    """With a temperature and a bias of other dtypes than the hidden states; results are float32."""
+    case = make_case(200, 64, 90, dtype, device, bias=True, ignored=False)
+    other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+    temperature = torch.linspace(0.5, 2, 200, device=device).to(other)
+    operand = autocast or dtype
+    exact_case = make_case(200, 64, 90, torch.float64, device, bias=True, ignored=False)
+    with torch.no_grad():
+        case.bias = case.bias.to(other).requires_grad_()
+        for name in ("hidden", "weight", "bias"):
+            value = getattr(case, name)
+            getattr(exact_case, name).copy_(value if name == "bias" else value.to(operand))
+    exact_case.target = case.target
+    exact_case.options = {"temperature": temperature.double()}
+    upstream = torch.randn(2, 200, device=device)
+
+    def gradients(of, log_prob, entropy):
+        return of.gradients((log_prob * upstream[0] + entropy * upstream[1]).sum())
+
+    with torch.autocast(device.type, autocast) if autocast else nullcontext():
+        ours = case.log_prob(backend="reference", temperature=temperature)
+        # Outside of autocast plain torch has no product with a bias of another dtype.
+        bias = case.bias if autocast else case.bias.to(dtype)
+        plain = plain_torch(case.hidden, case.weight, case.target, bias, temperature)
+    exact = exact_case.log_prob(reference.linear_log_prob)
+    assert all(values.dtype == torch.float32 for values in ours)
+    assert_as_good(ours, plain, exact)
+    found = gradients(case, *ours)
+    assert [x.dtype for x in found] == [dtype, dtype, other]
+    assert_as_good(found, gradients(case, *plain), gradients(exact_case, *exact), measure=relative_error)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_policy_loss_of_sixteen_bits_is_computed_in_float32(dtype, device):
+    """Ratios of tokens whose log-probabilities are exact in 16 bits are exact to float32's rounding."""
+    log_prob = (torch.linspace(-8, 0, 33, device=device)).to(dtype)
+    old = log_prob + torch.tensor([0.25, -0.125, 0.0], dtype=dtype, device=device).repeat(11)
+    advantage = torch.linspace(-1, 1, 33, device=device)
+    found = reference.policy_loss(log_prob, old, advantage, normalizer=torch.tensor(7, device=device))
+    exact = reference.policy_loss(log_prob.double(), old.double(), advantage.double(), normalizer=7)
+    assert all(values.dtype == torch.float32 for values in found)
+    torch.testing.assert_close([x.double() for x in found], list(exact), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(reference.importance_ratio(log_prob, old).double(), exact.ratio, rtol=1e-6, atol=0)
+
+
+def test_a_temperature_is_constant(device):
+    """By this backend too."""
+    case = make_case(6, 4, 9, torch.float64, device)
+    temperature = torch.rand(6, dtype=torch.float64, device=device).add(0.5).requires_grad_()
+    loss = case.log_prob(backend="reference", temperature=temperature).log_prob.sum()
+    assert torch.autograd.grad(loss, temperature, allow_unused=True) == (None,)
+    normalizer = torch.tensor(3.0, dtype=torch.float64, requires_grad=True, device=device)
+    case = make_case(6, 4, 9, torch.float64, device)
+    old, advantage, _ = make_tokens(case)
+    loss = linear_policy_loss(
+        case.hidden, case.weight, case.target, old, advantage, normalizer=normalizer, backend="reference"
+    ).loss
+    assert torch.autograd.grad(loss, normalizer, allow_unused=True) == (None,)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float64], ids=str)
+def test_rewards_of_any_dtype(dtype, device):
+    reward = torch.tensor([1, 0, 1, 1, 0], device=device).to(dtype)
+    group = torch.tensor([0, 0, 1, 1, 1], device=device)
+    found = reference.group_advantage(reward, group)
+    expected = torch.tensor([0.5, -0.5, 1 / 3, 1 / 3, -2 / 3], dtype=found.dtype, device=device)
+    assert found.dtype == group_advantage(reward, group).dtype
+    torch.testing.assert_close(found, expected)
