@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exgrpo.kernels import arguments, checks, dispatch, ops, reference
+from exgrpo.kernels import arguments, checks, derivatives, dispatch, ops, reference
 from exgrpo.kernels.inputs import IGNORED, LEFT_OUT, compute_dtype
 from exgrpo.kernels.results import LogProb, PolicyLoss
 
@@ -58,6 +58,8 @@ def linear_log_prob(
         ValueError: an argument has the wrong shape, device or value, or there is no such backend. Values on a GPU
             are checked without waiting for it, so there a bad target fails like one of
             ``torch.nn.functional.cross_entropy``; with ``EXGRPO_CHECK=1`` in the environment it is a ValueError.
+        NotImplementedError: the call is differentiated otherwise than once by torch.autograd: in forward mode, by
+            torch.func, or with ``create_graph=True``. With ``backend="reference"`` it may be.
 
     Shape:
         - hidden: ``[..., D]``, weight: ``[V, D]``, bias: ``[V]``
@@ -159,6 +161,7 @@ def linear_policy_loss(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device or value; see :func:`linear_log_prob`.
+        NotImplementedError: the call is differentiated otherwise than once by torch.autograd; see there too.
 
     Shape:
         - hidden: ``[..., D]``, weight: ``[V, D]``, bias: ``[V]``
@@ -254,6 +257,7 @@ def sequence_entropy(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device or value; see :func:`linear_log_prob`.
+        NotImplementedError: the call is differentiated in forward mode or by torch.func.
 
     Shape:
         - hidden: ``[T, D]``, weight: ``[V, D]``, bias: ``[V]``
@@ -274,6 +278,7 @@ def sequence_entropy(
     if target.dim() != 1:
         raise ValueError(f"target: expected shape [T], packed sequences, got {list(target.shape)}")
     checks.sequence_bounds(cu_seqlens, target)
+    derivatives.check_constant("sequence_entropy", hidden, weight, bias)
     with torch.no_grad():
         entropy = linear_log_prob(
             hidden,

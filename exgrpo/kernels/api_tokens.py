@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from exgrpo.kernels import arguments, checks, dispatch, objective, ops
+from exgrpo.kernels import arguments, checks, derivatives, dispatch, objective, ops
 from exgrpo.kernels.inputs import compute_dtype
 from exgrpo.kernels.results import PolicyLoss
 
@@ -55,6 +55,8 @@ def policy_loss(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device or value.
+        NotImplementedError: the call is differentiated otherwise than once by torch.autograd: in forward mode, by
+            torch.func, or with ``create_graph=True``. :func:`exgrpo.kernels.reference.policy_loss` may be.
 
     Shape:
         - log_prob, old_log_prob, entropy, mask: ``[...]``
@@ -156,7 +158,7 @@ def group_advantage(reward: Tensor, group: Tensor, *, scale_by_std: bool = False
     r"""Advantage of each response: its reward minus the mean reward of its group.
 
     Args:
-        reward: ``[N]``, floating, integer or bool.
+        reward: ``[N]``, floating, integer or bool. Constant.
         group: ``[N]``, int32 or int64: responses with the same number form a group. Groups may have any sizes and
             stand in any order.
         scale_by_std: divides by the group's sample standard deviation (N - 1 in the denominator) plus 1e-6. A group
@@ -168,6 +170,7 @@ def group_advantage(reward: Tensor, group: Tensor, *, scale_by_std: bool = False
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: the shapes or devices differ.
+        NotImplementedError: the call is differentiated in forward mode or by torch.func.
 
     Example::
 
@@ -184,5 +187,6 @@ def group_advantage(reward: Tensor, group: Tensor, *, scale_by_std: bool = False
         raise ValueError(f"reward: expected shape [N], got {list(reward.shape)}")
     checks.shape("group", group, reward.shape)
     checks.device("group", group, reward, "reward")
+    derivatives.check_constant("group_advantage", reward)
     name = dispatch.requested_for_tokens(reward.device)
     return ops.group_advantage(reward.detach(), group, scale_by_std, name).to(compute_dtype(reward.dtype))

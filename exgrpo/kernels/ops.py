@@ -1,7 +1,7 @@
 """The operations as PyTorch sees them: `torch.ops.exgrpo`, each with its fake and its derivative.
 
 torch.compile takes an operation as one node, without a graph break; what happens inside, chunks and the waits for their
-number included, is a backend's affair. No operation has a second derivative: to ask for one is an error.
+number included, is a backend's affair. Other derivatives than the first are refused: see `derivatives`.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from exgrpo.kernels import dispatch
+from exgrpo.kernels import derivatives, dispatch
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks import log_prob as log_prob_walks
 from exgrpo.kernels.chunks import policy_loss as policy_loss_walk
@@ -25,6 +25,7 @@ SCALED_AT_ONCE = 4 << 20
 
 def linear_log_prob(head: Head, backend: str) -> LogProb:
     """Log-probability and entropy of each token [T]."""
+    derivatives.check_reverse_mode("linear_log_prob", head.hidden, head.weight, head.bias)
     log_prob, entropy, _ = _linear_log_prob(*_flat(head), backend)
     return LogProb(log_prob, entropy)
 
@@ -32,8 +33,9 @@ def linear_log_prob(head: Head, backend: str) -> LogProb:
 def linear_policy_loss(head: Head, terms: PolicyTerms, backend: str) -> tuple[Tensor, Tensor]:
     """The loss; and log-probability, entropy, ratio and clipped of each token, detached, [4, T]."""
     tensors = (head.hidden, head.weight, head.bias)
+    derivatives.check_reverse_mode("linear_policy_loss", *tensors)
     enabled = torch.is_grad_enabled()
-    needed = [enabled and tensor is not None and tensor.requires_grad for tensor in tensors]
+    needed = [enabled and derivatives.requires_grad(tensor) for tensor in tensors]
     # Nobody keeps the gradients: their memory is the backward's.
     loss, per_token, *_ = _linear_policy_loss(*_flat(head), *terms, needed, True, backend)
     return loss, per_token
@@ -43,6 +45,7 @@ def token_objective(
     log_prob: Tensor, entropy: Tensor | None, terms: PolicyTerms, mask: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
     """The loss; and log-probability, entropy, ratio and clipped of each token, detached, [4, T]."""
+    derivatives.check_reverse_mode("policy_loss", log_prob, entropy)
     tokens = (log_prob, entropy, terms.old_log_prob, terms.advantage, terms.replayed, mask)
     sums, per_token, _ = _token_objective(*tokens, terms.clip, terms.beta, backend)
     value, entropies, count = sums.unbind()
@@ -171,6 +174,7 @@ def _log_prob_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 def _log_prob_backward(
     ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
+    derivatives.check_first("linear_log_prob")
     *tensors, saved = ctx.saved_tensors
     needed = list(ctx.needs_input_grad[:3])
     gradients = _linear_log_prob_backward(*tensors, *ctx.constants, saved, grad_log_prob, grad_entropy, needed)
@@ -279,6 +283,7 @@ def _policy_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
 def _policy_loss_backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_loss is None:
         return (None,) * 19
+    derivatives.check_first("linear_policy_loss")
     pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
     scale = _scaled if ctx.in_place else _scale_gradient
     gradients = [scale(gradient, grad_loss, dtype) for gradient, dtype in pairs]
@@ -319,6 +324,7 @@ def _objective_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _objective_backward(ctx: Any, grad_sums: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    derivatives.check_first("policy_loss")
     coefficient, mask = ctx.saved_tensors
     of_log_prob = of_entropy = None
     if ctx.needs_input_grad[0]:

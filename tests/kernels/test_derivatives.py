@@ -1,0 +1,208 @@
+"""Derivatives other than the first in reverse mode: an error that says so, or right. Never silently zero."""
+
+import pytest
+import torch
+from torch import func
+from torch.autograd import forward_ad
+
+from exgrpo.kernels import (
+    group_advantage,
+    importance_ratio,
+    linear_log_prob,
+    linear_policy_loss,
+    policy_loss,
+    reference,
+    sequence_entropy,
+    shape_ratio,
+)
+
+from .support import make_case, make_tokens
+
+NAMES = ["linear_log_prob", "linear_policy_loss", "policy_loss", "sequence_entropy", "group_advantage"]
+DIFFERENTIABLE = NAMES[:3]
+
+
+def scalar_of(name, device, backend=None, kernels=None):
+    """A function of one tensor that one of the operations is part of, and where to evaluate it.
+
+    ``kernels``: the module whose functions are taken in place of the public ones.
+    """
+    case = make_case(6, 4, 9, torch.float64, device)
+    hidden, weight, target = case.hidden.detach(), case.weight.detach(), case.target
+    old, advantage, replayed = make_tokens(case)
+    where = {} if kernels else {"backend": backend}
+    terms = {"replayed": replayed, "clip": None}
+    bounds = torch.tensor([0, 2, 6], device=device)
+
+    def taken(function):
+        return getattr(kernels, function.__name__) if kernels else function
+
+    def of_log_prob(x):
+        log_prob, entropy = taken(linear_log_prob)(x, weight, target, **where)
+        return (log_prob * advantage + entropy).sum()
+
+    def of_linear_policy_loss(x):
+        return taken(linear_policy_loss)(x, weight, target, old, advantage, entropy_coef=0.1, **terms, **where).loss
+
+    def of_policy_loss(x):
+        return taken(policy_loss)(x[:, 0], old, advantage, entropy=x[:, 1], entropy_coef=0.1, **terms).loss
+
+    def of_sequence_entropy(x):
+        return taken(sequence_entropy)(x, weight, target, bounds, **where).sum()
+
+    def of_group_advantage(x):
+        return taken(group_advantage)(x[:, 0], target % 2).square().sum()
+
+    functions = (of_log_prob, of_linear_policy_loss, of_policy_loss, of_sequence_entropy, of_group_advantage)
+    return dict(zip(NAMES, functions, strict=True))[name], hidden
+
+
+def dual(run, x):
+    with forward_ad.dual_level():
+        return run(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+FORWARD_MODE = {
+    "forward_ad": dual,
+    "forward_ad of a leaf": lambda run, x: dual(run, x.clone().requires_grad_()),
+    "jvp": lambda run, x: func.jvp(run, (x,), (torch.ones_like(x),)),
+    "jvp of vmap": lambda run, x: func.jvp(func.vmap(run), (x[None],), (x[None],)),
+    "jvp without grad": lambda run, x: func.jvp(torch.no_grad()(run), (x,), (torch.ones_like(x),)),
+    "jvp beneath grad": lambda run, x: func.jvp(lambda y: func.grad(lambda z: run(y) * z)(x[0, 0]), (x,), (x,)),
+    "jacfwd": lambda run, x: func.jacfwd(run)(x),
+    "hessian": lambda run, x: func.hessian(run)(x),
+    "compiled": lambda run, x: torch.compile(lambda y: func.jvp(run, (y,), (y,)), backend="aot_eager")(x),
+}
+TRANSFORMS = {
+    "grad": lambda run, x: func.grad(run)(x),
+    "grad of vmap": lambda run, x: func.grad(lambda y: func.vmap(run)(y[None]).sum())(x),
+    "jacrev": lambda run, x: func.jacrev(run)(x),
+    "vmap of grad": lambda run, x: func.vmap(func.grad(run))(x[None]),
+    "compiled": lambda run, x: torch.compile(func.grad(run), backend="aot_eager")(x),
+}
+
+
+@pytest.mark.parametrize("way", FORWARD_MODE.values(), ids=FORWARD_MODE)
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_mode_is_refused(name, way, backend, device):
+    run, x = scalar_of(name, device, backend)
+    expected = "has no forward-mode derivatives.*use exgrpo.kernels.reference" if name in DIFFERENTIABLE else "has no"
+    with pytest.raises(RuntimeError, match=f"{name} {expected}"):
+        way(run, x)
+
+
+@pytest.mark.parametrize("way", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_transforms_in_reverse_mode_are_refused(name, way, backend, device):
+    run, x = scalar_of(name, device, backend)
+    expected = r"has no derivatives by torch\.func.*only by torch\.autograd" if name in DIFFERENTIABLE else "has no"
+    with pytest.raises(RuntimeError, match=f"{name} {expected}"):
+        way(run, x)
+
+
+SECOND = {
+    "grad": lambda run, x: torch.autograd.grad(run(x), x, create_graph=True),
+    "backward": lambda run, x: run(x).backward(create_graph=True),
+    "hessian": torch.autograd.functional.hessian,
+    "of its square": lambda run, x: torch.autograd.grad(run(x).square(), x, create_graph=True),
+}
+
+
+@pytest.mark.parametrize("way", SECOND.values(), ids=SECOND)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_second_derivatives_are_refused(name, way, backend, device):
+    """As soon as a graph of the gradients is asked for, which would lack them."""
+    run, x = scalar_of(name, device, backend)
+    message = f"{name} has no second derivatives.*without create_graph=True.*reference.{name}"
+    with pytest.raises(RuntimeError, match=message):
+        way(run, x.requires_grad_())
+
+
+@pytest.mark.parametrize("name", NAMES[3:])
+def test_what_is_constant_has_no_graph(name, backend, device):
+    run, x = scalar_of(name, device, backend)
+    assert not run(x.requires_grad_()).requires_grad
+
+
+def test_tensors_that_nobody_differentiates_go_through_any_transform(backend, device):
+    """Old log-probabilities, metrics: constants within a function that is differentiated by all its other parts."""
+    runs = [scalar_of(name, device, backend) for name in NAMES]
+
+    def run(x):
+        constants = sum(value_of(given + (x.detach() - x.detach())) for value_of, given in runs)
+        return constants * x.square().sum()
+
+    x = torch.linspace(0.5, 2, 4, dtype=torch.float64, device=device)
+    constants = sum(value_of(given) for value_of, given in runs)
+    torch.testing.assert_close(func.jvp(run, (x,), (x,))[1], constants * 2 * x.square().sum())
+    torch.testing.assert_close(func.grad(run)(x), constants * 2 * x)
+    # The matrix of a quadratic form; x is alive in a forward and in a reverse mode, detached in both.
+    torch.testing.assert_close(func.hessian(run)(x), constants * 2 * torch.eye(4, dtype=x.dtype, device=device))
+
+
+@pytest.mark.parametrize("frozen", [(), ("hidden",), ("weight",)], ids=["none", "hidden", "weight"])
+@pytest.mark.parametrize("name", DIFFERENTIABLE[:2])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_vmap_gives_what_a_loop_gives(name, frozen, compiled, backend, device):
+    """Values and gradients, of what is mapped over and of what is not."""
+    case = make_case((3, 6), 4, 9, torch.float64, device)
+    target = case.target[0]
+    old, advantage, _ = (values[0] for values in make_tokens(case))
+
+    def run(hidden, weight):
+        if name == "linear_policy_loss":
+            return linear_policy_loss(hidden, weight, target, old, advantage, entropy_coef=0.1, backend=backend).loss
+        log_prob, entropy = linear_log_prob(hidden, weight, target, backend=backend)
+        return (log_prob * advantage + entropy).sum()
+
+    leaves = {"hidden": case.hidden, "weight": case.weight}
+    for leaf in frozen:
+        leaves[leaf].requires_grad_(False)
+    wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    factor = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64, device=device)
+    mapped = func.vmap(run, (0, None))
+    if compiled:
+        mapped = torch.compile(mapped, backend="aot_eager")
+    found = mapped(case.hidden, case.weight)
+    expected = torch.stack([run(one, case.weight) for one in case.hidden])
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad((values * factor).sum(), wanted) for values in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_ratios_have_all_derivatives(device):
+    """r = exp(l) is its own derivative; f = w / (w + b) has f' = b / (w + b)^2 and f'' = -2 b / (w + b)^3."""
+    log_ratio = torch.tensor([-3.0, -0.2, 0.0, 1.5], dtype=torch.float64, device=device)
+    old = torch.full_like(log_ratio, -2.0)
+    ratio, beta = log_ratio.exp(), 0.3
+
+    def check(run, x, first, second):
+        torch.testing.assert_close(func.jvp(run, (x,), (torch.ones_like(x),))[1], first)
+        torch.testing.assert_close(func.grad(lambda y: run(y).sum())(x), first)
+        torch.testing.assert_close(func.hessian(lambda y: run(y).sum())(x), second.diag())
+        torch.testing.assert_close(torch.autograd.functional.hessian(lambda y: run(y).sum(), x), second.diag())
+
+    check(lambda x: importance_ratio(x, old), old + log_ratio, ratio, ratio)
+    check(lambda w: shape_ratio(w, beta), ratio, beta / (ratio + beta) ** 2, -2 * beta / (ratio + beta) ** 3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reference_has_all_derivatives(name, device):
+    """What the errors send to. Finite differences of the values and of the gradients judge."""
+    run, x = scalar_of(name, device, kernels=reference)
+    tangent = torch.randn_like(x)
+    numeric = (run(x + 1e-6 * tangent) - run(x - 1e-6 * tangent)) / 2e-6
+    torch.testing.assert_close(func.jvp(run, (x,), (tangent,))[1], numeric, rtol=1e-6, atol=1e-8)
+    if name == "sequence_entropy":  # constant by torch.autograd
+        return
+    x.requires_grad_()
+    assert torch.autograd.gradcheck(run, x, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(run, x)
+    torch.testing.assert_close(func.hessian(run)(x.detach()), torch.autograd.functional.hessian(run, x.detach()))
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE[:2])
+def test_backend_reference_has_all_derivatives(name, device):
+    run, x = scalar_of(name, device, "reference")
+    assert torch.autograd.gradgradcheck(run, x.clone().requires_grad_())
+    torch.testing.assert_close(func.jvp(run, (x,), (x,))[1], func.grad(run)(x).flatten() @ x.flatten())
