@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import requests
 import torch
-from transformers import AutoModelForCausalLM
 
 from exgrpo.train.config import Config, ConfigError, parse_args
 from exgrpo.train.distributed import World, start
+from exgrpo.train.model_source import find_model
 from exgrpo.train.pretrained import DTYPES, load_pretrained
 from exgrpo.train.rollout import RolloutEngine, Sampling
 from exgrpo.train.rollout.choice import choose_engine, open_engine, training_settings
@@ -80,7 +80,7 @@ def open_all(config: Config, world: World, resources: ExitStack) -> tuple[dict[s
             servers = (start_server(config, resources),) if name == "server" else ()
             rollout = config.rollout.model_copy(update={"engine": name, "servers": servers})
             of_engine = config.model_copy(update={"rollout": rollout})
-            settings = training_settings(of_engine, load_pretrained(config.policy.path))
+            settings = training_settings(of_engine, load_pretrained(config.policy.path, config.policy.overrides))
             engines[name] = open_engine(choose_engine(settings, world), settings, world)
         except ConfigError as error:
             reasons[name] = str(error)
@@ -93,8 +93,8 @@ class Weights:
     """A trained model's weights, to be pushed as a policy would."""
 
     def __init__(self, config: Config) -> None:
-        path = load_pretrained(config.policy.path).path
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[config.policy.dtype])
+        source = find_model(config.policy.path, config.policy.overrides)
+        self.model = source.load(DTYPES[config.policy.dtype], config.policy.attention)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, parameter.data) for name, parameter in self.model.named_parameters())
@@ -128,7 +128,7 @@ def measure(config: Config, rounds: int) -> dict[str, Any]:
     with ExitStack() as resources:
         world = start(config.distributed.timeout_minutes)
         engines, reasons = open_all(config, world, resources)
-        questions, _ = load_data(config, load_pretrained(config.policy.path))
+        questions, _ = load_data(config, load_pretrained(config.policy.path, config.policy.overrides))
         prompts = [np.array(q.prompt, np.int32) for q in questions.questions[: config.questions]]
         weights = Weights(config)
         numbers: dict[str, list[dict[str, float]]] = {name: [] for name in engines}

@@ -15,6 +15,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tyro.conf import arg
 
+from exgrpo.train.overrides import Overrides
+
 Model = TypeVar("Model", bound=BaseModel)
 
 DEFAULT_RUN = Path(__file__).parent / "assets" / "arithmetic" / "recipe.yaml"
@@ -43,6 +45,10 @@ class PolicyConfig(Section):
     """The model that is trained."""
 
     path: str = Field(description="Folder or hub name of a causal LM, or builtin:NAME.")
+    overrides: Overrides = Field(
+        default_factory=dict,
+        description="Values of the model's configuration to change: max_position_embeddings=16384 rope_theta=40000.",
+    )
     dtype: Literal["fp32", "bf16"] = Field("bf16", description="Compute dtype; masters stay fp32.")
     gradient_checkpointing: bool = Field(True, description="Recompute activations in the backward pass.")
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
@@ -365,7 +371,8 @@ def _unfinished(values: dict[str, Any], origin: str, needed: Sequence[str]) -> C
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values of a YAML recipe, nested. Its keys may be nested or dotted ("experience.ratio: 0.25").
 
-    A recipe may name another under the key `base` (a path relative to its own) and then holds only what differs.
+    A recipe may name another under the key `base` (a path relative to its own) and then holds only what differs. An
+    empty mapping, such as `policy.overrides: {}`, takes back all that the base has there.
     `seen` are the recipes that led to this one.
 
     Raises:
@@ -399,7 +406,7 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
         target = into
         for section in sections:
             target = target.setdefault(section, {})
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             _merge(target.setdefault(name, {}), value)
         else:
             target[name] = value

@@ -380,7 +380,7 @@ def main(argv: Sequence[str]) -> int:
         config = parse_args(rest, needed=["policy.path"])
         hardware_of(options, config.policy.dtype)  # a wrong name is told before a model is looked for
         assumptions_of(options, config)
-        shape = read_shape(config.policy.path, options.config_json)
+        shape = read_shape(config.policy.path, options.config_json, config.policy.overrides)
     except (ConfigError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

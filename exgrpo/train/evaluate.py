@@ -27,6 +27,8 @@ from exgrpo.train.config import PROMPT_FORMAT, ConfigError, RewardConfig, StopSt
 from exgrpo.train.data import NoPromptFitsError, Question, QuestionSet, load_questions
 from exgrpo.train.distributed import World, start
 from exgrpo.train.folder_lock import claim
+from exgrpo.train.model_check import check_weights
+from exgrpo.train.overrides import Overrides
 from exgrpo.train.pretrained import DTYPES, Pretrained, load_pretrained
 from exgrpo.train.reward import Grader
 from exgrpo.train.rollout import Sampling, Stops
@@ -65,6 +67,10 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: Annotated[str, tyro.conf.Positional] = Field(description="Folder or hub name, or builtin:NAME.")
+    overrides: Overrides = Field(
+        default_factory=dict,
+        description="Values of the model's configuration to change: max_position_embeddings=16384 rope_theta=40000.",
+    )
     data: tuple[str, ...] = Field(min_length=1, description="JSONL, JSON or parquet files, hub or builtin names.")
     output: Path = Field(Path("evaluation"), description="Folder for answers.jsonl and scores.json.")
     split: str = Field("test", description="Split of hub and builtin data sets.")
@@ -247,7 +253,7 @@ def engine_settings(options: Options, pretrained: Pretrained, questions: Sequenc
     """What an evaluation asks of its engine."""
     return EngineSettings(
         engine=options.engine,
-        path=pretrained.path,
+        source=pretrained.model,
         dtype=DTYPES[options.dtype],
         eos=pretrained.eos,
         pad=pretrained.pad,
@@ -261,7 +267,7 @@ def engine_settings(options: Options, pretrained: Pretrained, questions: Sequenc
 
 def run(options: Options, world: World, resources: ExitStack) -> dict[str, SourceScore]:
     """Answer what is not answered yet, then score everything; the same on every rank."""
-    pretrained = load_pretrained(options.model)
+    pretrained = load_pretrained(options.model, options.overrides)
     questions, left_out = load(options, pretrained.tokenizer)
     chunks = [questions[i : i + options.chunk] for i in range(0, len(questions), options.chunk)]
     counts = answers_per_row([*questions, *left_out], options)
@@ -269,6 +275,7 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     of_chunk = [counts[: len(questions)][i : i + options.chunk] for i in range(0, len(questions), options.chunk)]
     settings = engine_settings(options, pretrained, questions)
     choice = choose_engine(settings, world)
+    check_weights(pretrained.model, world)
     # An evaluation keeps its engine: what is installed later changes nothing when it goes on.
     options = options.model_copy(update={"engine": choice.name})
     if world.is_main:

@@ -4,16 +4,16 @@ Counted for decoders of the Llama family (RMSNorm, rotary positions, gated MLP, 
 D width, F width of the MLP, H heads and G key/value heads of width d, V vocabulary.
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from exgrpo.train.pretrained import load_pretrained
+from exgrpo.train.model_source import ModelError, find_model, read_config
 
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 FP32 = 4
@@ -116,23 +116,23 @@ class ModelShape:
         return item * (3 * self.mlp + 2 * self.width)
 
 
-def read_shape(path: str, config_json: Path | None = None) -> ModelShape:
+def read_shape(path: str, config_json: Path | None = None, overrides: Mapping[str, Any] | None = None) -> ModelShape:
     """The shape of a model; no weights are read.
 
     Args:
         path: folder or hub name of the model, or builtin:NAME.
         config_json: its config.json or the folder that holds it, where the model itself is not at hand.
+        overrides: values of its configuration that are changed.
 
     Raises:
         ValueError: there is no such model, or it is not of the family that is counted here.
     """
     if config_json is not None:
-        config = _read_config(config_json)
-    else:
-        try:
-            config = AutoConfig.from_pretrained(load_pretrained(path).path)
-        except ValueError as error:
-            raise ValueError(f"{error}; or give its config.json by --model-config") from None
+        return shape_of(read_config(config_json, overrides or {}))
+    try:
+        config = find_model(path, overrides).config
+    except ModelError as error:
+        raise ModelError(f"{error}; or give its config.json by --model-config") from None
     return shape_of(config)
 
 
@@ -163,15 +163,3 @@ def shape_of(config: Any) -> ModelShape:
         vocabulary=config.vocab_size,
         tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     )
-
-
-def _read_config(path: Path) -> Any:
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"model-config: {file} does not exist: name a config.json or the folder that holds it")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        return AutoConfig.for_model(**values)
-    except (ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0][:120]
-        raise ValueError(f"model-config: {file} is no configuration of a causal LM: {reason}") from None

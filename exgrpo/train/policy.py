@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, get_scheduler
+from transformers import PreTrainedModel, get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
 from exgrpo.kernels import LogProb, PolicyLoss, linear_log_prob, linear_policy_loss
 from exgrpo.train.batch import MicroBatch, MiniBatch, Row, collate, schedule
 from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.distributed import World
+from exgrpo.train.model_source import ModelSource
 from exgrpo.train.pretrained import DTYPES
 from exgrpo.train.ratios import count_log_ratios
 
@@ -121,19 +122,17 @@ class Policy:
 
     Args:
         config: the run.
-        path: folder or hub name of the model.
+        source: the model to start from.
         world: the processes that share it.
     """
 
-    def __init__(self, config: Config, path: str, world: World) -> None:
+    def __init__(self, config: Config, source: ModelSource, world: World) -> None:
         self.world = world
         self.budget = config.optimizer.micro_batch_tokens
         self.temperature = config.rollout.temperature
         settings = deepspeed_settings(config)
         self._zero3 = HfDeepSpeedConfig(settings)  # alive: from_pretrained then loads each rank its shard
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[config.policy.dtype], attn_implementation=config.policy.attention
-        )
+        model = source.load(DTYPES[config.policy.dtype], config.policy.attention)
         if config.policy.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         wrapped = PolicyModel(model, config.policy.kernel_backend)

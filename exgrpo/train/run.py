@@ -24,6 +24,7 @@ from exgrpo.train.durable import write_whole
 from exgrpo.train.evaluate import evaluate
 from exgrpo.train.folder_lock import claim
 from exgrpo.train.metrics import RunLog
+from exgrpo.train.model_check import check_weights
 from exgrpo.train.policy import Policy
 from exgrpo.train.preflight import PreflightError, preflight
 from exgrpo.train.pretrained import Pretrained, load_pretrained
@@ -104,7 +105,7 @@ class Run:
     def __init__(self, config: Config, world: World, resources: ExitStack, *, resume: Path | None = None) -> None:
         self.world = world
         self.console = Console() if world.is_main else None
-        self.pretrained = load_pretrained(config.policy.path)
+        self.pretrained = load_pretrained(config.policy.path, config.policy.overrides)
         settings = training_settings(config, self.pretrained)
         self.choice = choose_engine(settings, world)
         # The run keeps its engine: what is installed later changes nothing when it goes on.
@@ -113,13 +114,14 @@ class Run:
         self.train_set, self.test_set = load_data(config, self.pretrained)
         self.grader = Grader(config.reward.function, workers=config.reward.workers, time_limit=config.reward.time_limit)
         resources.callback(self.grader.close)
+        check_weights(self.pretrained.model, world)
         # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
         self.engine = open_engine(self.choice, settings, world)
         resources.callback(self.engine.close)
         self.engine.sleep()  # its memory is the policy's while that is set up
         self.folder = resume or self._make_folder()
         self._on_main(lambda: resources.enter_context(claim(self.folder)))
-        self.policy = Policy(config, self.pretrained.path, world)
+        self.policy = Policy(config, self.pretrained.model, world)
         self.answerer = Answerer(self.engine, self.grader, self.pretrained.tokenizer.decode, world)
         self.trainer = Trainer(config, self.train_set, self.policy, self.answerer)
         self.checkpoints = Checkpoints(

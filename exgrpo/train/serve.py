@@ -12,7 +12,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from exgrpo.train.pretrained import DTYPES, load_pretrained
+from exgrpo.train.model_check import check_positions, check_weights
+from exgrpo.train.model_source import ModelSource, find_model
+from exgrpo.train.overrides import from_arguments
+from exgrpo.train.pretrained import DTYPES
 
 GIB = 2**30
 
@@ -36,18 +39,21 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
         on_cpu: for vLLM's build for CPUs, where this program sets what vLLM finds out by itself on GPUs.
 
     Raises:
-        ValueError: the model is missing.
+        ValueError: there is no such model, it is not whole, or an option does not suit it.
     """
     parser = argparse.ArgumentParser(prog="python -m exgrpo.train.serve", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", help="folder, hub name or builtin:NAME, as the trainer's policy.path")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="as the trainer's policy.dtype (%(default)s)")
     parser.add_argument("--max-tokens", type=int, help="longest prompt + response; the model's positions if left out")
+    parser.add_argument(
+        "--overrides", nargs="*", default=[], metavar="KEY=VALUE", help="as the trainer's policy.overrides"
+    )
     parser.add_argument("--kv-cache-gib", type=float, help="for keys and values; on CPUs 1 if left out")
     parser.add_argument("--host", default="127.0.0.1", help="interface to listen on (%(default)s: this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
     parser.add_argument("--seed", type=int, help="of its samples; random if left out")
     own, further = parser.parse_known_args(argv)
-    model = load_pretrained(own.model).path if own.model.startswith("builtin:") else own.model
+    source = _checked(own.model, own.overrides, own.max_tokens)
     # Servers with one seed would draw alike.
     seed = secrets.randbelow(2**31) if own.seed is None else own.seed
     options = {
@@ -62,6 +68,8 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
     }
     if own.max_tokens is not None:
         options["--max-model-len"] = own.max_tokens
+    if source.changes:
+        options["--hf-overrides"] = json.dumps(dict(source.changes))
     switches = [
         "--enable-scale-out",  # token ids in, token ids out
         "--enable-prefix-caching",
@@ -70,11 +78,11 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     # `vllm serve`; vLLM's build for CPUs has that command, but not under the name by which it asks for its version.
-    program = ["vllm.entrypoints.cli.main", "serve", model]
+    program = ["vllm.entrypoints.cli.main", "serve", source.path]
     if on_cpu:
         from exgrpo.train.rollout.vllm_engine import BLOCK_TOKENS
 
-        program = ["vllm.entrypoints.launchers.api_server.entry", "--model", model]
+        program = ["vllm.entrypoints.launchers.api_server.entry", "--model", source.path]
         switches.append("--enforce-eager")
         options["--block-size"] = BLOCK_TOKENS
         # By default each server would take most of the machine's memory, and the cores that the trainer has.
@@ -84,6 +92,15 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
         options["--kv-cache-memory-bytes"] = int(own.kv_cache_gib * GIB)
     pairs = [str(part) for option in options.items() for part in option]
     return [sys.executable, "-m", *program, *pairs, *switches, *further], environment
+
+
+def _checked(path: str, overrides: Sequence[str], length: int | None) -> ModelSource:
+    """The model, which is whole and has positions for so many tokens."""
+    source = find_model(path, from_arguments(overrides))
+    if length is not None:
+        check_positions(source, length, f"--max-tokens ({length})")
+    check_weights(source)
+    return source
 
 
 def _built_for_cpu() -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.distributed import start
+from exgrpo.train.model_source import find_model
 from exgrpo.train.policy import Policy
 from tests.train import tiny
 
@@ -20,7 +21,7 @@ def main(result: Path, cases: list[dict]) -> None:
         objective = ObjectiveConfig(**case.pop("objective"))
         clip = case.pop("clip", True)
         poison = case.pop("poison", False)
-        policy = Policy(tiny.config(folder, objective, **case), str(folder), world)
+        policy = Policy(tiny.config(folder, objective, **case), find_model(str(folder)), world)
         sharded = all(p.ds_tensor.numel() < p.ds_numel or world.size == 1 for p in policy.model.parameters())
         batches = tiny.minibatches(objective)
         if poison:

@@ -8,6 +8,7 @@ import torch
 
 from exgrpo.train.config import ConfigError, ObjectiveConfig
 from exgrpo.train.distributed import start
+from exgrpo.train.model_source import find_model
 from exgrpo.train.policy import Policy
 from exgrpo.train.rollout import Sampling, collect
 from exgrpo.train.rollout.server_engine import ServerEngine
@@ -17,7 +18,7 @@ from tests.train import tiny
 
 def observe(world, folder, urls):
     settings = {
-        "path": str(folder),
+        "source": find_model(str(folder)),
         "dtype": torch.float32,
         "eos": (2, 5),
         "max_prompt_tokens": 8,
@@ -31,7 +32,7 @@ def observe(world, folder, urls):
     except ConfigError as error:
         seen["unreachable"] = str(error)
     engine = ServerEngine(urls, **settings)
-    policy = Policy(tiny.config(folder, ObjectiveConfig()), str(folder), world)
+    policy = Policy(tiny.config(folder, ObjectiveConfig()), find_model(str(folder)), world)
     for minibatch in tiny.minibatches(ObjectiveConfig()):
         policy.update(minibatch, ObjectiveConfig(), clip=False)
     prompts = [tiny.prompt(question) for question in range(4)]

@@ -20,6 +20,7 @@ from exgrpo.train.budget_parts import MOMENTS, Hardware, peak
 from exgrpo.train.budget_rollout import asleep_bytes, rollout_memory, rollout_seconds, rows_at_once
 from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.model_shape import read_shape
+from exgrpo.train.model_source import find_model
 from exgrpo.train.policy import LossTerms, PolicyModel
 from exgrpo.train.pretrained import DTYPES
 from exgrpo.train.records import Trajectory
@@ -118,7 +119,12 @@ def test_the_peak_of_real_generation(dtype, kv_heads, tmp_path):
     model = llama(num_key_value_heads=kv_heads)
     model.save_pretrained(tmp_path)
     engine = TransformersEngine(
-        str(tmp_path), dtype=DTYPES[dtype], device=torch.device("cpu"), eos=[VOCABULARY], pad=0, batch_tokens=8 * 220
+        find_model(str(tmp_path)),
+        dtype=DTYPES[dtype],
+        device=torch.device("cpu"),
+        eos=[VOCABULARY],
+        pad=0,
+        batch_tokens=8 * 220,
     )
     prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (20, 17)]
     with PeakMemory() as measured:
@@ -142,6 +148,7 @@ import json, sys
 from pathlib import Path
 import torch
 from exgrpo.train.distributed import start
+from exgrpo.train.model_source import find_model
 from exgrpo.train.policy import Policy
 from tests.train import tiny
 from exgrpo.train.config import ObjectiveConfig
@@ -150,7 +157,7 @@ from exgrpo.train.config import ObjectiveConfig
 world = start(timeout_minutes=2)
 held = {}
 for dtype in ("fp32", "bf16"):
-    policy = Policy(tiny.config(Path(folder), ObjectiveConfig(), dtype=dtype), folder, world)
+    policy = Policy(tiny.config(Path(folder), ObjectiveConfig(), dtype=dtype), find_model(folder), world)
     policy.update(tiny.minibatches(ObjectiveConfig())[0], ObjectiveConfig(), clip=True)
     zero = policy.engine.optimizer
     def of(tensors):

@@ -9,6 +9,7 @@ import torch
 
 from exgrpo.train.config import ConfigError, load_recipe
 from exgrpo.train.evaluate import Options, engine_settings
+from exgrpo.train.model_source import find_model
 from exgrpo.train.pretrained import load_pretrained
 from exgrpo.train.rollout import choice
 from exgrpo.train.rollout.choice import choose_engine, training_settings
@@ -85,7 +86,7 @@ def test_vllm_that_is_asked_for_and_cannot_be_had_is_an_error(installed, version
 def test_a_model_that_its_attention_on_cpus_does_not_have_is_named(installed, tmp_path):
     installed(choice.VLLM)
     tiny.save_model(tmp_path, tied=True)
-    narrow = dataclasses.replace(settings(engine="vllm"), path=str(tmp_path))
+    narrow = dataclasses.replace(settings(engine="vllm"), source=find_model(str(tmp_path)))
     with pytest.raises(ConfigError, match="no heads of width 8"):
         chosen(narrow)
     assert chosen(narrow, GPU).name == "vllm"

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from exgrpo.train.model_source import find_model
 from exgrpo.train.rollout import Sampling, TransformersEngine
 from tests.train import tiny
 
@@ -22,7 +23,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def engine(folder):
     return TransformersEngine(
-        str(folder), dtype=torch.float32, device=torch.device("cpu"), eos=EOS, pad=0, batch_tokens=100
+        find_model(str(folder)), dtype=torch.float32, device=torch.device("cpu"), eos=EOS, pad=0, batch_tokens=100
     )
 
 
@@ -102,4 +103,6 @@ def test_weights_that_are_missing_or_unknown_are_named(engine, folder):
     with pytest.raises(ValueError, match=r"no parameter 'lm_head\.extra'"):
         engine.push_weights([*weights, ("lm_head.extra", weights[0][1])])
     with pytest.raises(ValueError, match="eos: a rollout engine needs at least one"):
-        TransformersEngine(str(folder), dtype=torch.float32, device=torch.device("cpu"), eos=(), pad=0, batch_tokens=9)
+        TransformersEngine(
+            find_model(str(folder)), dtype=torch.float32, device=torch.device("cpu"), eos=(), pad=0, batch_tokens=9
+        )

@@ -1,5 +1,6 @@
 """What the client does with servers that misbehave: played by a fake, since a real one cannot be made to."""
 
+import dataclasses
 import json
 import logging
 import threading
@@ -11,6 +12,7 @@ import torch
 
 from exgrpo.train import serve
 from exgrpo.train.config import ConfigError
+from exgrpo.train.model_source import find_model
 from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.rollout.model_facts import model_facts
 from exgrpo.train.rollout.server_check import FRESH, VLLM, Wanted, check_server
@@ -249,16 +251,14 @@ def test_weights_that_are_pushed_meanwhile_are_taken(fakes):
 @pytest.fixture
 def wanted(tmp_path):
     tiny.save_model(tmp_path, tied=True)
-    return Wanted(str(tmp_path), torch.float32, 64, (2, 5), torch.device("cpu"))
+    return Wanted(find_model(str(tmp_path)), torch.float32, 64, (2, 5), torch.device("cpu"))
 
 
 def proper(fake, wanted):
     """What a server in order says."""
-    from transformers import AutoConfig
-
     facts = {
-        "model": model_facts(AutoConfig.from_pretrained(wanted.path)),
-        "path": wanted.path,
+        "model": model_facts(wanted.source.config),
+        "path": wanted.source.path,
         "dtype": "float32",
         "max_model_len": 64,
         "logprobs_mode": "processed_logprobs",
@@ -298,7 +298,7 @@ def test_a_server_out_of_order_is_one_clear_error(fakes, wanted, route, answer, 
     fake = fakes()
     proper(fake, wanted)
     fake.answers[route] = answer
-    command = f"start it with `python -m exgrpo.train.serve {wanted.path} --dtype fp32 --max-tokens 64 --port "
+    command = f"start it with `python -m exgrpo.train.serve {wanted.source.path} --dtype fp32 --max-tokens 64 --port "
     with pytest.raises(ConfigError, match=f"^rollout.servers: {fake.url} {message}.*: {command}"):
         check_server(ServerClient(fake.url), wanted)
 
@@ -319,7 +319,22 @@ def test_options_that_rollouts_need_are_named(fakes, wanted, fact, value, messag
         check_server(ServerClient(fake.url), wanted)
 
 
-def test_the_command_of_a_server():
+def test_a_server_with_other_positions_is_refused_with_the_command_of_the_right_one(fakes, wanted):
+    fake = fakes()
+    proper(fake, wanted)
+    stretched = find_model(wanted.source.path, {"max_position_embeddings": 16384, "rope_theta": 40000})
+    other = dataclasses.replace(wanted, source=stretched)
+    command = "--overrides max_position_embeddings=16384 rope_theta=40000`"
+    with pytest.raises(ConfigError, match=f"max_position_embeddings is 2048 and not 16384: start it with .*{command}"):
+        check_server(ServerClient(fake.url), other)
+    proper(fake, other)["model"]["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"}
+    with pytest.raises(ConfigError, match="rope_parameters is .*10000.* and not .*40000"):
+        check_server(ServerClient(fake.url), other)
+    proper(fake, other)
+    assert check_server(ServerClient(fake.url), other).label == FRESH
+
+
+def test_the_command_of_a_server(tmp_path):
     command, environment = serve.build(
         ["builtin:arithmetic", "--max-tokens", "100", "--dtype=bf16", "--max-num-seqs=7"], on_cpu=True
     )
@@ -328,15 +343,17 @@ def test_the_command_of_a_server():
     assert command[command.index("--dtype") + 1] == "bfloat16"
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert command[-1] == "--max-num-seqs=7"
-    on_gpu, _ = serve.build(["folder"], on_cpu=False)
+    assert "--hf-overrides" not in command
+    tiny.save_model(tmp_path, tied=True)
+    on_gpu, _ = serve.build([str(tmp_path)], on_cpu=False)
     assert json.loads(on_gpu[on_gpu.index("--weight-transfer-config") + 1]) == {"backend": "nccl"}
     assert "--enforce-eager" not in on_gpu
-    assert on_gpu[on_gpu.index("serve") + 1] == "folder"
+    assert on_gpu[on_gpu.index("serve") + 1] == str(tmp_path)
 
 
 def test_servers_draw_differently_unless_told():
     def seed(*options):
-        command, _ = serve.build(["folder", *options], on_cpu=True)
+        command, _ = serve.build(["builtin:arithmetic", *options], on_cpu=True)
         return command[command.index("--seed") + 1]
 
     assert len({seed() for _ in range(3)}) == 3

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import requests
 import torch
 
 from exgrpo.train.config import ConfigError
+from exgrpo.train.model_source import find_model
+from exgrpo.train.overrides import to_arguments
 from exgrpo.train.pretrained import DTYPES
 from exgrpo.train.rollout import Sampling, Stops, collect
 from exgrpo.train.rollout.server_check import FRESH
@@ -68,10 +71,10 @@ def opened(fleet):
     """Engines that are closed at the end."""
     engines = []
 
-    def make(*servers, tied=True, dtype="fp32", max_tokens=LONGEST - 8):
+    def make(*servers, tied=True, dtype="fp32", max_tokens=LONGEST - 8, overrides=None):
         engine = ServerEngine(
             [server.ready() for server in servers],
-            path=str(fleet.models[tied]),
+            source=find_model(str(fleet.models[tied]), overrides),
             dtype=DTYPES[dtype],
             eos=EOS,
             max_prompt_tokens=8,
@@ -120,6 +123,27 @@ def test_log_probs_are_those_of_a_full_forward_before_and_after_a_push(fleet, op
             weight.mul_(1.5)
     expected = ["model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k_proj.weight"]
     assert engine.differing(policy.weights()) == expected
+
+
+def test_a_changed_configuration_is_computed_with(fleet, opened, tmp_path):
+    """Changed by options in server and trainer, the engine's policy is that of the edited copy and not the model's."""
+    model, edited = fleet.models[True], tmp_path / "edited"
+    shutil.copytree(model, edited)
+    values = json.loads((edited / "config.json").read_text())
+    values["rope_parameters"] |= {"rope_theta": 40000}
+    (edited / "config.json").write_text(json.dumps({**values, "max_position_embeddings": 16384}))
+    overrides = {"max_position_embeddings": 16384, "rope_theta": 40000}
+    options = f"--max-tokens={LONGEST}", "--kv-cache-gib=0.1", "--overrides", *to_arguments(overrides)
+    server = Server(model, tmp_path / "log", *options)
+    try:
+        engine = opened(server, overrides=overrides)
+        answers = sample(engine)
+        assert FullLogitPolicy(edited).gap(PROMPTS, answers)[0] < 1e-4
+        assert FullLogitPolicy(model).gap(PROMPTS, answers)[0] > 1e-2
+        with pytest.raises(ConfigError, match="max_position_embeddings is 16384 and not 2048: start it with"):
+            opened(server)
+    finally:
+        server.kill()
 
 
 def test_finished_answers_end_with_their_first_eos_and_cut_ones_have_none(fleet, opened):
@@ -346,7 +370,7 @@ def test_addresses_that_are_none(fleet, urls, message):
     with pytest.raises(ConfigError, match=f"rollout.servers: .*{message}"):
         ServerEngine(
             urls,
-            path=str(fleet.models[True]),
+            source=find_model(str(fleet.models[True])),
             dtype=torch.float32,
             eos=EOS,
             max_prompt_tokens=8,

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from exgrpo.train.display import COLUMNS, Display
 from exgrpo.train.distributed import World
 from exgrpo.train.metrics import RunLog
-from exgrpo.train.pretrained import ASSETS, load_pretrained
+from exgrpo.train.model_source import ASSETS
+from exgrpo.train.pretrained import load_pretrained
 from exgrpo.train.seeds import derive_seed, generator, torch_seed
 from tests.train import tiny
 
@@ -63,7 +64,7 @@ def test_every_eos_token_is_found(tmp_path, config_eos, generation_eos, expected
     for name, eos in (("config.json", config_eos), ("generation_config.json", generation_eos)):
         path = tmp_path / name
         values = json.loads(path.read_text())
-        path.write_text(json.dumps({**values, "eos_token_id": eos}))
+        path.write_text(json.dumps({**values, "eos_token_id": eos, "vocab_size": 320}))
     if generation_eos is None:
         (tmp_path / "generation_config.json").unlink()
     else:

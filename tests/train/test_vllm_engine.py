@@ -172,6 +172,15 @@ def test_what_it_cannot_do_is_named(observed, ranks, name):
         assert "(4000 + 97) exceed the 4096 positions" in seen["beyond scaled positions"]
 
 
+@pytest.mark.parametrize(("ranks", "name"), [(1, "tied,fp32"), (1, "untied,fp32"), (2, "tied,fp32")])
+def test_a_changed_configuration_is_computed_with(observed, ranks, name):
+    for seen in observed(ranks, name):
+        assert seen["gap to the edited copy"][0] < 1e-4
+        assert seen["gap to the model"][0] > 1e-2
+        assert seen["stretched"] is None
+        assert "exceed the 16384 positions" in seen["beyond stretched"]
+
+
 def started(folder, *arguments, ranks=2):
     done = launch(MAIN, *SMALL, "--rollout.engine=vllm", f"--output.folder={folder}", *arguments, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from exgrpo.train.batch import Row
+from exgrpo.train.model_source import find_model
 from exgrpo.train.policy import Score
 from exgrpo.train.rollout import RolloutError, TransformersEngine
 from exgrpo.train.weight_check import WeightMismatchError, check_engine
@@ -48,7 +49,7 @@ def test_check_tells_equal_from_unequal_weights(tmp_path, dtype):
     tiny.save_model(tmp_path, tied=True)
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     engine = TransformersEngine(
-        str(tmp_path), dtype=torch_dtype, device=torch.device("cpu"), eos=(2,), pad=0, batch_tokens=100
+        find_model(str(tmp_path)), dtype=torch_dtype, device=torch.device("cpu"), eos=(2,), pad=0, batch_tokens=100
     )
     policy = FullLogitPolicy(tmp_path, torch_dtype)
 
@@ -67,7 +68,7 @@ def test_check_tells_equal_from_unequal_weights(tmp_path, dtype):
 def test_a_model_that_computes_something_else_with_the_same_weights_is_refused(tmp_path):
     tiny.save_model(tmp_path, tied=False)
     engine = TransformersEngine(
-        str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), eos=(2,), pad=0, batch_tokens=100
+        find_model(str(tmp_path)), dtype=torch.float32, device=torch.device("cpu"), eos=(2,), pad=0, batch_tokens=100
     )
     policy = FullLogitPolicy(tmp_path)
     policy.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 2)
@@ -83,6 +84,8 @@ def test_an_engine_that_cannot_generate_is_its_own_error(tmp_path):
             raise RolloutError("no server is left")
             yield
 
-    engine = Lost(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), eos=(2,), pad=0, batch_tokens=100)
+    engine = Lost(
+        find_model(str(tmp_path)), dtype=torch.float32, device=torch.device("cpu"), eos=(2,), pad=0, batch_tokens=100
+    )
     with pytest.raises(RolloutError, match="no server is left"):
         check_engine(FullLogitPolicy(tmp_path), engine, [tiny.prompt(0)], dtype="fp32", max_tokens=16, seed=0)

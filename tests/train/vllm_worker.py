@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from exgrpo.train.distributed import start
+from exgrpo.train.model_source import find_model
 from exgrpo.train.pretrained import DTYPES
 from exgrpo.train.rollout import Sampling, Stops, collect
 from exgrpo.train.rollout.vllm_engine import VllmEngine, refusal
@@ -39,7 +40,7 @@ class Unpacked(VllmEngine):
         self._reload(weights)
 
 
-def make(folder, dtype, ranks, **changes):
+def make(source, dtype, ranks, **changes):
     arguments = {
         "dtype": DTYPES[dtype],
         "device": CPU,
@@ -50,7 +51,7 @@ def make(folder, dtype, ranks, **changes):
         "kv_cache_gib": 0.1,
         "tensor_parallel": ranks,
     }
-    return Unpacked(str(folder), **{**arguments, **changes})
+    return Unpacked(source, **{**arguments, **changes})
 
 
 def process_state():
@@ -180,7 +181,7 @@ def observe(folder, dtype, ranks):
     random.seed(7)
     np.random.seed(7)  # noqa: NPY002
     before = process_state()
-    engine = make(folder, dtype, ranks)
+    engine = make(find_model(str(folder)), dtype, ranks)
     seen = {"untouched by construction": process_state() == before, "ranks": engine.ranks}
     sampling = Sampling(MAX_TOKENS, log_prob=True)
     first = plain(sample(engine, sampling, 1))
@@ -208,12 +209,32 @@ def refusals(folder, ranks):
     shape["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
     (scaled / "config.json").write_text(json.dumps(shape))
     return {
-        "scaled positions": refusal(str(scaled), CPU, 4000, 96),
-        "beyond scaled positions": refusal(str(scaled), CPU, 4000, 97),
-        "small cache": refused(lambda: make(folder, "fp32", ranks, kv_cache_gib=1e-5)),
-        "large cache": refused(lambda: make(folder, "fp32", ranks, kv_cache_gib=1e5)),
-        "long": refusal(str(folder), CPU, 2000, 49),
-        "not too long": refusal(str(folder), CPU, 2000, 48),
+        "scaled positions": refusal(find_model(str(scaled)), CPU, 4000, 96),
+        "beyond scaled positions": refusal(find_model(str(scaled)), CPU, 4000, 97),
+        "small cache": refused(lambda: make(find_model(str(folder)), "fp32", ranks, kv_cache_gib=1e-5)),
+        "large cache": refused(lambda: make(find_model(str(folder)), "fp32", ranks, kv_cache_gib=1e5)),
+        "long": refusal(find_model(str(folder)), CPU, 2000, 49),
+        "not too long": refusal(find_model(str(folder)), CPU, 2000, 48),
+    }
+
+
+def stretched(folder, ranks):
+    """Differences, in nats, of an engine with overrides from the edited copy of its model and from the model itself."""
+    copy = folder / "edited"
+    copy.mkdir(exist_ok=True)
+    values = json.loads((folder / "config.json").read_text())
+    values["rope_parameters"] |= {"rope_theta": 40000}
+    (copy / "config.json").write_text(json.dumps({**values, "max_position_embeddings": 16384}))
+    (copy / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    source = find_model(str(folder), {"max_position_embeddings": 16384, "rope_theta": 40000})
+    engine = make(source, "fp32", ranks)
+    answers = sample(engine, Sampling(MAX_TOKENS, log_prob=True), 5)
+    engine.close()
+    return {
+        "gap to the edited copy": FullLogitPolicy(copy).gap(PROMPTS, answers),
+        "gap to the model": FullLogitPolicy(folder).gap(PROMPTS, answers),
+        "stretched": refusal(source, CPU, 16000, 384),
+        "beyond stretched": refusal(source, CPU, 16000, 385),
     }
 
 
@@ -224,6 +245,8 @@ def main(folder, ranks, *names):
         seen = observe(Path(folder) / name, name.split(",")[1], int(ranks))
         if name == names[-1]:
             seen |= refusals(Path(folder) / name, int(ranks))
+        if name.endswith("fp32"):
+            seen |= stretched(Path(folder) / name, int(ranks))
         (Path(folder) / name / f"seen.{world.rank}.json").write_text(json.dumps(seen))
 
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig
 
 from exgrpo.train.config import Config, ConfigError
 from exgrpo.train.distributed import World
+from exgrpo.train.model_check import check_positions
+from exgrpo.train.model_source import ModelSource
 from exgrpo.train.pretrained import DTYPES, Pretrained
 from exgrpo.train.rollout.engine import RolloutEngine
 from exgrpo.train.rollout.server_check import VLLM
@@ -33,7 +34,7 @@ class EngineSettings:
 
     Attributes:
         engine: which one; auto: servers if any, else vLLM where it can do it, else transformers.
-        path: folder or hub name of the model.
+        source: the model.
         dtype: compute dtype.
         eos: token ids that end a response.
         pad: token id that fills prompts up.
@@ -48,7 +49,7 @@ class EngineSettings:
     """
 
     engine: Literal["auto", "transformers", "vllm", "server"]
-    path: str
+    source: ModelSource
     dtype: torch.dtype
     eos: tuple[int, ...]
     pad: int
@@ -67,7 +68,7 @@ def training_settings(config: Config, pretrained: Pretrained) -> EngineSettings:
     rollout = config.rollout
     return EngineSettings(
         engine=rollout.engine,
-        path=pretrained.path,
+        source=pretrained.model,
         dtype=DTYPES[config.policy.dtype],
         eos=pretrained.eos,
         pad=pretrained.pad,
@@ -97,9 +98,14 @@ def choose_engine(settings: EngineSettings, world: World) -> Choice:
     """The engine that is meant here.
 
     Raises:
-        ConfigError: vLLM is asked for, by name or by `tensor_parallel`, and cannot do it; the message says why and
-            what to do.
+        ConfigError: vLLM is asked for, by name or by `tensor_parallel`, and cannot do it, or the model has too few
+            positions; the message says why and what to do.
     """
+    prompt, response = settings.max_prompt_tokens, settings.max_tokens
+    try:
+        check_positions(settings.source, prompt + response, f"max_prompt_tokens + max_tokens ({prompt} + {response})")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     choice = _choose(settings, world)
     if settings.tensor_parallel > 1 and choice.name != "vllm":
         raise ConfigError(
@@ -128,10 +134,10 @@ def open_engine(choice: Choice, settings: EngineSettings, world: World) -> Rollo
     common: dict[str, Any] = {"dtype": settings.dtype, "eos": settings.eos}
     lengths: dict[str, Any] = {"max_prompt_tokens": settings.max_prompt_tokens, "max_tokens": settings.max_tokens}
     if choice.name == "server":
-        return ServerEngine(settings.servers, path=settings.path, world=world, **common, **lengths)
+        return ServerEngine(settings.servers, source=settings.source, world=world, **common, **lengths)
     if choice.name == "vllm":
         return VllmEngine(
-            settings.path,
+            settings.source,
             device=world.device,
             batch_tokens=settings.batch_tokens,
             kv_cache_gib=settings.kv_cache_gib,
@@ -141,7 +147,7 @@ def open_engine(choice: Choice, settings: EngineSettings, world: World) -> Rollo
             **lengths,
         )
     return TransformersEngine(
-        settings.path,
+        settings.source,
         device=world.device,
         pad=settings.pad,
         batch_tokens=settings.batch_tokens,
@@ -152,8 +158,9 @@ def open_engine(choice: Choice, settings: EngineSettings, world: World) -> Rollo
 
 def _check_tensor_parallel(settings: EngineSettings, world: World) -> None:
     ranks = settings.tensor_parallel
-    heads = _shape(settings.path).num_attention_heads
-    for what, number in (("processes of this run", world.size), (f"attention heads of {settings.path}", heads)):
+    source = settings.source
+    heads = source.config.get_text_config().num_attention_heads
+    for what, number in (("processes of this run", world.size), (f"attention heads of {source.path}", heads)):
         if number % ranks:
             raise ConfigError(f"tensor_parallel ({ranks}) does not divide the {number} {what}: take one that does")
 
@@ -167,14 +174,14 @@ def _obstacle(settings: EngineSettings, device: torch.device) -> str | None:
         return f"vLLM is not installed: {install}"
     if version.partition("+")[0] != VLLM:
         return f"vLLM {version} is installed and {VLLM} was tested: {install}"
-    width = _head_width(settings.path)
+    width = _head_width(settings.source)
     if device.type == "cpu" and width not in HEAD_WIDTHS:
-        return f"vLLM's attention on CPUs has no heads of width {width}, as {settings.path} has"
+        return f"vLLM's attention on CPUs has no heads of width {width}, as {settings.source.path} has"
     try:
         import_vllm(device)
     except (ImportError, OSError, RuntimeError) as error:
         return f"vLLM {version} cannot be imported ({error}): {install}"
-    return refusal(settings.path, device, settings.max_prompt_tokens, settings.max_tokens)
+    return refusal(settings.source, device, settings.max_prompt_tokens, settings.max_tokens)
 
 
 def _installed(device: str) -> str | None:
@@ -186,10 +193,6 @@ def _installed(device: str) -> str | None:
     return None
 
 
-def _shape(path: str) -> Any:
-    return AutoConfig.from_pretrained(path).get_text_config()
-
-
-def _head_width(path: str) -> int:
-    shape = _shape(path)
+def _head_width(source: ModelSource) -> int:
+    shape = source.config.get_text_config()
     return getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads

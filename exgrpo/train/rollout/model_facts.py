@@ -11,10 +11,12 @@ NAMES = (
     "num_attention_heads",
     "num_key_value_heads",
     "tie_word_embeddings",
+    "max_position_embeddings",
+    "rope_parameters",
 )
 
 
 def model_facts(config: Any) -> dict[str, Any]:
-    """The architecture's type and sizes, of a Hugging Face configuration; those that it has."""
+    """The architecture's type, sizes and positions, of a Hugging Face configuration; those that it has."""
     text = config.get_text_config()
     return {name: getattr(text, name) for name in NAMES if hasattr(text, name)}

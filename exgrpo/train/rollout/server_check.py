@@ -1,14 +1,16 @@
 """Can a server generate for this run? Asked before training starts."""
 
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig
 
 from exgrpo.train.config import ConfigError
+from exgrpo.train.model_source import ModelSource
+from exgrpo.train.overrides import to_arguments
 from exgrpo.train.pretrained import DTYPES
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.model_facts import model_facts
@@ -43,7 +45,7 @@ class ServerFacts:
 class Wanted:
     """What a run needs of a server: the model and dtype, the longest prompt + response, where the trainer computes."""
 
-    path: str
+    source: ModelSource
     dtype: torch.dtype
     length: int
     eos: tuple[int, ...]
@@ -55,7 +57,9 @@ class Wanted:
         dtype = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
         listen = "" if host in ("localhost", "127.0.0.1") else " --host 0.0.0.0"
         options = f"--dtype {dtype} --max-tokens {self.length} --port {port}{listen}"
-        return f"`python -m exgrpo.train.serve {self.path} {options}`"
+        if self.source.overrides:
+            options += f" --overrides {shlex.join(to_arguments(self.source.overrides))}"
+        return f"`python -m exgrpo.train.serve {self.source.path} {options}`"
 
 
 def check_server(client: ServerClient, wanted: Wanted) -> ServerFacts:
@@ -109,7 +113,7 @@ def end_update(client: ServerClient) -> None:
 
 
 def _differs(facts: dict[str, Any], wanted: Wanted) -> str | None:
-    own = model_facts(AutoConfig.from_pretrained(wanted.path))
+    own = model_facts(wanted.source.config)
     for name, value in own.items():
         if facts["model"].get(name) != value:
             return f"has another model, {facts['path']}: {name} is {facts['model'].get(name)} and not {value}"

@@ -9,6 +9,7 @@ import torch
 
 from exgrpo.train.config import ConfigError
 from exgrpo.train.distributed import World
+from exgrpo.train.model_source import ModelSource
 from exgrpo.train.records import TokenIds
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
 from exgrpo.train.rollout.server_check import FRESH, Wanted
@@ -26,7 +27,7 @@ class ServerEngine:
 
     Args:
         urls: addresses of the servers, http://host:port each.
-        path: folder or hub name of the model.
+        source: the model.
         dtype: compute dtype.
         eos: token ids that end a response; at least one.
         max_prompt_tokens: longest prompt.
@@ -46,7 +47,7 @@ class ServerEngine:
         self,
         urls: Sequence[str],
         *,
-        path: str,
+        source: ModelSource,
         dtype: torch.dtype,
         eos: Sequence[int],
         max_prompt_tokens: int,
@@ -64,7 +65,7 @@ class ServerEngine:
         self._sender: WeightSender | None = None
         run, problem, facts = "", "", {}
         if world.is_main:
-            wanted = Wanted(path, dtype, max_prompt_tokens + max_tokens, tuple(sorted(set(eos))), world.device)
+            wanted = Wanted(source, dtype, max_prompt_tokens + max_tokens, tuple(sorted(set(eos))), world.device)
             self._sender = WeightSender(self._clients, wanted, bucket_bytes)
             run = uuid.uuid4().hex[:8]
             try:

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from exgrpo.train.model_source import ModelSource
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
 from exgrpo.train.rollout.stops import Stops
@@ -18,7 +19,7 @@ class TransformersEngine:
     """Batched, length-sorted generation.
 
     Args:
-        path: folder or hub name of the model. Load it before any HfDeepSpeedConfig exists, which would shard it.
+        source: the model. Load it before any HfDeepSpeedConfig exists, which would shard it.
         dtype: compute dtype.
         device: where to generate.
         eos: token ids that end a response; at least one.
@@ -33,7 +34,7 @@ class TransformersEngine:
 
     def __init__(
         self,
-        path: str,
+        source: ModelSource,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -48,12 +49,7 @@ class TransformersEngine:
         self.eos = np.array(sorted(set(eos)), dtype=np.int32)
         self.pad = pad
         self.batch_tokens = batch_tokens
-        self.model: PreTrainedModel = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
-            .to(device)
-            .eval()
-            .requires_grad_(False)
-        )
+        self.model: PreTrainedModel = source.load(dtype, attention).to(device).eval().requires_grad_(False)
         self._counts = EngineCounts()
         self._slept: float | None = None
 

@@ -1,12 +1,13 @@
 """Rollouts by vLLM inside the trainer's process: one engine per rank, or one per group of neighbouring ranks."""
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from exgrpo.train.model_source import ModelSource
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
 from exgrpo.train.rollout.vllm_probe import differing
@@ -29,7 +30,7 @@ class VllmEngine:
     their engines together.
 
     Args:
-        path: folder or hub name of the model. Load it before any HfDeepSpeedConfig exists, as the other engine.
+        source: the model. Load it before any HfDeepSpeedConfig exists, as the other engine.
         dtype: compute dtype.
         device: where to generate.
         eos: token ids that end a response; at least one.
@@ -49,7 +50,7 @@ class VllmEngine:
 
     def __init__(
         self,
-        path: str,
+        source: ModelSource,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -70,11 +71,11 @@ class VllmEngine:
         length = max_prompt_tokens + max_tokens
         self._vllm = import_vllm(device)
         self._guest = Guest(device)
-        arguments = _arguments(device, int(kv_cache_gib * GIB), tensor_parallel, sleep_level)
+        arguments = _arguments(device, int(kv_cache_gib * GIB), tensor_parallel, sleep_level, source.changes)
         try:
             with self._guest, kept_environment():
                 self._llm = self._vllm.LLM(
-                    path,
+                    source.path,
                     dtype=str(dtype).removeprefix("torch."),
                     max_model_len=length,
                     max_num_seqs=max(1, batch_tokens // length),
@@ -190,8 +191,10 @@ class VllmEngine:
         gc.collect()
 
 
-def _arguments(device: torch.device, cache: int, tensor_parallel: int, sleep_level: int) -> dict[str, Any]:
-    """What vLLM is told whatever the model; `cache` in bytes."""
+def _arguments(
+    device: torch.device, cache: int, tensor_parallel: int, sleep_level: int, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What vLLM is told beside the model's path and lengths; `cache` in bytes, `changes` of its configuration."""
     common = {
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
@@ -202,6 +205,7 @@ def _arguments(device: torch.device, cache: int, tensor_parallel: int, sleep_lev
         # Every rank calls its own engine; the launcher's ranks say on which GPU, and which of them share one.
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": tensor_parallel,
+        "hf_overrides": dict(changes),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
@@ -213,24 +217,25 @@ def _arguments(device: torch.device, cache: int, tensor_parallel: int, sleep_lev
         # A bound for the memory that must be free at the start, where the size of the cache is given.
         "gpu_memory_utilization": min(1.0, cache / torch.cuda.mem_get_info(device)[1]),
         # Sums of the head in fp32 as the trainer's, which on GPUs costs nothing and on CPUs a copy of it per token.
-        "hf_overrides": {"head_dtype": "float32"},
+        "hf_overrides": {**changes, "head_dtype": "float32"},
     }
 
 
-def refusal(path: str, device: torch.device, max_prompt_tokens: int, max_tokens: int) -> str | None:
+def refusal(source: ModelSource, device: torch.device, max_prompt_tokens: int, max_tokens: int) -> str | None:
     """Why vLLM's configuration has no place for the model, or not for sequences of this length; None: it has."""
     vllm = import_vllm(device)
     with Guest(device), kept_environment():
         try:
-            config = vllm.EngineArgs(model=path, skip_tokenizer_init=True).create_model_config()
+            arguments = vllm.EngineArgs(model=source.path, skip_tokenizer_init=True, hf_overrides=dict(source.changes))
+            config = arguments.create_model_config()
         except ValueError as error:
-            return f"vLLM cannot take {path}: {_one_line(error)}"
+            return f"vLLM cannot take {source.path}: {_one_line(error)}"
         try:
             config.get_and_verify_max_len(max_prompt_tokens + max_tokens)
         except ValueError:
             return (
                 f"max_prompt_tokens + max_tokens ({max_prompt_tokens} + {max_tokens}) exceed the "
-                f"{config.max_model_len} positions of {path}: lower one of them"
+                f"{config.max_model_len} positions of {source.path}: lower one of them"
             )
     return None
 

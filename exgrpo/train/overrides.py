@@ -1,0 +1,106 @@
+"""Values of a model's configuration that a run changes, in the place of an edited copy of the model."""
+
+import copy
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+from pydantic import Field, StrictBool, StrictInt
+from transformers import PreTrainedConfig
+from tyro.constructors import PrimitiveConstructorSpec
+
+# In this order: what reads as a number is one (YAML takes 1e6 for a text).
+Scalar = Annotated[StrictBool | StrictInt | float | str, Field(union_mode="left_to_right")]
+ROPE, LEGACY_ROPE = "rope_parameters", ("rope_theta", "rope_scaling")
+
+
+def to_arguments(overrides: Mapping[str, Any]) -> list[str]:
+    """The overrides as they stand on a command line: KEY=VALUE each."""
+    return [f"{key}={value}" for key, value in overrides.items()]
+
+
+def from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    """The inverse of `to_arguments`.
+
+    Raises:
+        ValueError: an argument is not KEY=VALUE.
+    """
+    overrides = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not (key and equals and value):
+            raise ValueError(f"overrides are KEY=VALUE, separated by spaces, and {argument!r} is not")
+        overrides[key] = yaml.safe_load(value)
+    return overrides
+
+
+# tyro's own way to write a mapping depends on what its default holds, and could not empty it.
+Overrides = Annotated[
+    dict[str, Scalar],
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="KEY=VALUE ...",
+        instance_from_str=from_arguments,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=to_arguments,
+    ),
+]
+
+
+def overridden(config: PreTrainedConfig, raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    """The configuration that a config.json with these values in it gives.
+
+    Args:
+        config: what the unchanged file gives.
+        raw: the content of the file.
+        overrides: values by key. A key of `rope_parameters`, such as rope_theta, is changed there, where transformers
+            takes it from, wherever the file has it.
+
+    Raises:
+        ValueError: the configuration has no such key, or no place for such a value; the message names it.
+    """
+    rope = dict(getattr(config, ROPE, None) or {})
+    known = config.to_dict()
+    values = copy.deepcopy(dict(raw))
+    for key, value in overrides.items():
+        name = config.attribute_map.get(key, key)
+        homes = [home for home in (known, rope) if name in home]
+        if not homes:
+            near = difflib.get_close_matches(key, [*known, *config.attribute_map, *rope], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"overrides: the configuration of a {config.model_type!r} model has no {key!r}{hint}")
+        for home in homes:
+            _check_kind(key, home[name], value)
+        if name in rope:
+            rope[name] = value
+            values = {ROPE: rope, **{k: v for k, v in values.items() if k not in (ROPE, *LEGACY_ROPE)}}
+        if name in known:
+            values[name] = value
+    try:
+        changed = type(config).from_dict(values, name_or_path=config.name_or_path)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise ValueError(f"overrides: {' '.join(str(error).split())}") from None
+    new_rope = getattr(changed, ROPE, None) or {}
+    for key, value in overrides.items():
+        found = new_rope[key] if key in new_rope else getattr(changed, key, None)
+        if found != value:
+            raise ValueError(f"overrides: {key}={value} has no effect on this configuration, which keeps {found!r}")
+    return changed
+
+
+def changes(before: PreTrainedConfig, after: PreTrainedConfig) -> dict[str, Any]:
+    """The values at the top level of a configuration that have changed, whole: what vLLM takes as `hf_overrides`."""
+    old = before.to_dict()
+    return {key: value for key, value in after.to_dict().items() if key not in old or old[key] != value}
+
+
+def _check_kind(key: str, old: Any, new: Any) -> None:
+    if old is not None and _kind(old) != _kind(new):
+        raise ValueError(f"overrides: {key} is {_kind(old)} in the model's configuration, and {new!r} is not")
+
+
+def _kind(value: Any) -> str:
+    kinds = {bool: "true or false", int: "a number", float: "a number", str: "a text"}
+    return kinds.get(type(value), f"a {type(value).__name__}")
