@@ -19,6 +19,7 @@ PAPER = {
     "steps": 700,
     "questions": 128,
     "policy.path": "Qwen/Qwen2.5-Math-7B",
+    "policy.overrides": {"max_position_embeddings": 16384, "rope_theta": 40000},
     "policy.dtype": "bf16",
     "policy.gradient_checkpointing": True,
     "data.max_prompt_tokens": 1024,
@@ -64,9 +65,12 @@ PAPER = {
 }
 
 ON_POLICY = {"experience.ratio": 0.0}
+# Only Qwen2.5-Math is stretched.
+PLAIN: dict[str, Any] = {"policy.overrides": {}}
 WEAK = {
     "steps": 500,
     "policy.path": "meta-llama/Llama-3.1-8B",
+    **PLAIN,
     "data.chat": False,
     "data.keep_system": False,
     "data.answer_prefix": "",
@@ -80,10 +84,10 @@ WEAK = {
 CHANGES: dict[str, dict[str, Any]] = {
     "paper/qwen2.5_math_7b.yaml": {},
     "paper/qwen2.5_math_1.5b.yaml": {"steps": 500, "policy.path": "Qwen/Qwen2.5-Math-1.5B"},
-    "paper/qwen2.5_7b_instruct.yaml": {"steps": 500, "policy.path": "Qwen/Qwen2.5-7B-Instruct"},
+    "paper/qwen2.5_7b_instruct.yaml": {"steps": 500, "policy.path": "Qwen/Qwen2.5-7B-Instruct", **PLAIN},
     "paper/llama3.1_8b.yaml": WEAK,
-    "paper/llama3.1_8b_instruct.yaml": {"steps": 500, "policy.path": "meta-llama/Llama-3.1-8B-Instruct"},
-    "paper/luffy_7b.yaml": {"steps": 500, "policy.path": "models/LUFFY-Qwen-Math-7B-Zero"},
+    "paper/llama3.1_8b_instruct.yaml": {"steps": 500, "policy.path": "meta-llama/Llama-3.1-8B-Instruct", **PLAIN},
+    "paper/luffy_7b.yaml": {"steps": 500, "policy.path": "models/LUFFY-Qwen-Math-7B-Zero", **PLAIN},
     "ablations/on_policy.yaml": ON_POLICY,
     "ablations/no_question_selection.yaml": {"experience.question_weight": "random"},
     "ablations/no_trajectory_selection.yaml": {"experience.trajectory": "random"},
@@ -109,7 +113,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     items: dict[str, Any] = {}
     for key, value in values.items():
-        items.update(flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+        section = isinstance(value, dict) and key != "overrides"
+        items.update(flat(value, f"{prefix}{key}.") if section else {prefix + key: value})
     return items
 
 
