@@ -22,10 +22,11 @@ import numpy as np
 import requests
 import torch
 
-from exgrpo.train.config import Config, ConfigError, parse_args
+from exgrpo.train.config import Config, ConfigError
 from exgrpo.train.distributed import World, start
 from exgrpo.train.model_source import find_model
 from exgrpo.train.pretrained import DTYPES, load_pretrained
+from exgrpo.train.recipe import parse_args
 from exgrpo.train.rollout import RolloutEngine, Sampling
 from exgrpo.train.rollout.choice import choose_engine, open_engine, training_settings
 from exgrpo.train.run import load_data

@@ -12,8 +12,9 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from exgrpo.train.config import Config, parse_args
+from exgrpo.train.config import Config
 from exgrpo.train.distributed import start
+from exgrpo.train.recipe import parse_args
 from exgrpo.train.run import Run
 from exgrpo.train.trainer import Trainer
 

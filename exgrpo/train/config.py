@@ -5,30 +5,15 @@ overrides them, and `--section.field VALUE` overrides both. Without a recipe, a 
 of the default run.
 """
 
-import difflib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self
 
-import tyro
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from tyro.conf import arg
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from exgrpo.train.overrides import Overrides
 
-Model = TypeVar("Model", bound=BaseModel)
-
-DEFAULT_RUN = Path(__file__).parent / "assets" / "arithmetic" / "recipe.yaml"
-NAMED = ("policy.path", "data.train")
-"""What has no default: a model and questions."""
 PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
 """Asks any model for what the reward math_no_think reads."""
-REFUSED = {
-    "rollout.top_p": "training samples from the whole distribution, because importance ratios compare probabilities "
-    "under it: leave this out, and lower rollout.temperature for likelier answers (evaluation.top_p is free)"
-}
-"""Keys that users of other trainers look for, and what to do instead."""
 
 
 class ConfigError(ValueError):
@@ -316,142 +301,3 @@ class Config(Section):
                 "rollout.ahead needs rollout.servers, which generate while the trainer updates, and "
                 "rollout.behaviour=engine, for the policy that wrote the answers is gone when they are scored"
             )
-
-
-def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of the configuration."""
-    keys = []
-    for name, field in model.model_fields.items():
-        keys.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += known_keys(field.annotation, f"{prefix}{name}.")
-    return keys
-
-
-def explain(error: ValidationError, model: type[BaseModel], origin: str) -> str:
-    """What is wrong with the values of a model, in one line; of an unknown key the near one."""
-    lines = []
-    for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden" and key in REFUSED:
-            lines.append(f"{key}: {REFUSED[key]}")
-        elif problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, known_keys(model), n=1, cutoff=0.5)
-            lines.append(f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        else:
-            message = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{key}: {message} (got {problem['input']!r})" if key else message)
-    return f"{origin}: " + "; ".join(lines)
-
-
-def validate(values: dict[str, Any], origin: str) -> Config:
-    """Check nested plain values; `origin` (a file or "command line") opens every error message."""
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(explain(error, Config, origin)) from None
-
-
-def load_recipe(path: Path) -> Config:
-    """Read a YAML recipe of a run; see `read_recipe`."""
-    return validate(read_recipe(path), str(path))
-
-
-def _unfinished(values: dict[str, Any], origin: str, needed: Sequence[str]) -> Config:
-    """The configuration of a recipe that may leave `NAMED` keys out: the `needed` ones to the command line."""
-    config = validate(merged(dict.fromkeys(NAMED, ""), values), origin)
-    for key in needed:
-        section, name = key.split(".")
-        if name not in values.get(section, {}):
-            open_section = getattr(config, section).model_copy(update={name: tyro.MISSING})
-            config = config.model_copy(update={section: open_section})
-    return config
-
-
-def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values of a YAML recipe, nested. Its keys may be nested or dotted ("experience.ratio: 0.25").
-
-    A recipe may name another under the key `base` (a path relative to its own) and then holds only what differs. An
-    empty mapping, such as `policy.overrides: {}`, takes back all that the base has there.
-    `seen` are the recipes that led to this one.
-
-    Raises:
-        ConfigError: it is missing or not a mapping, or its bases lead back to it.
-    """
-    if path in seen:
-        raise ConfigError(f"{path}: its chain of `base` recipes leads back to itself")
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such recipe")
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: a recipe is a mapping of keys to values, not a {type(raw).__name__}")
-    base = raw.pop("base", None)
-    return merged(read_recipe((path.parent / base).resolve(), (*seen, path)) if base else {}, raw)
-
-
-def merged(*layers: dict[str, Any]) -> dict[str, Any]:
-    """Nested values of several layers, keys nested or dotted; later layers beat earlier ones."""
-    values: dict[str, Any] = {}
-    for layer in layers:
-        _merge(values, layer)
-    return values
-
-
-def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
-    for dotted, value in values.items():
-        *sections, name = str(dotted).split(".")
-        target = into
-        for section in sections:
-            target = target.setdefault(section, {})
-        if isinstance(value, dict) and value:
-            _merge(target.setdefault(name, {}), value)
-        else:
-            target[name] = value
-
-
-class _RecipeArgument(BaseModel):
-    recipe: Annotated[Path | None, arg(help="YAML recipe that replaces the defaults below.")] = None
-
-
-def split_recipe(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The recipe that a command line names, and its other arguments."""
-    # The deepspeed launcher adds --local_rank; ranks are read from the environment.
-    argv = [argument for argument in argv if not argument.startswith("--local_rank")]
-    chosen, rest = tyro.cli(_RecipeArgument, args=argv, return_unknown_args=True, add_help=False)
-    return chosen.recipe, rest
-
-
-def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequence[str] = NAMED) -> Config:
-    """Resolve `[--recipe FILE] [--section.field VALUE ...]` into a configuration, on top of `default`.
-
-    Without a recipe and a default it is the default run's, unless a model or questions are named. `needed` are those
-    of the `NAMED` keys that must be given then.
-
-    Exits with status 2 and one message where an option is unknown (naming the near one) or a value impossible.
-
-    Raises:
-        ConfigError: the recipe is wrong, or an option is one of `REFUSED`.
-    """
-    recipe, rest = split_recipe(argv)
-    options = {argument.partition("=")[0].removeprefix("--").replace("-", "_") for argument in rest}
-    for key in options & set(REFUSED):
-        raise ConfigError(f"{key}: {REFUSED[key]}")
-    if recipe or default is None:
-        own = recipe or (None if options & set(NAMED) else DEFAULT_RUN)
-        default = _unfinished(read_recipe(own) if own else {}, str(own), needed)
-    return tyro.cli(
-        Config,
-        args=rest,
-        default=default,
-        prog="deepspeed exgrpo/train/main.py",
-        config=(tyro.conf.FlagConversionOff,),  # --policy.gradient_checkpointing True, as in a recipe
-        description=f"{Config.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",
-    )
-
-
-def to_yaml(config: Config) -> str:
-    """The resolved configuration as a recipe that repeats the run."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

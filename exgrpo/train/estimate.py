@@ -20,8 +20,9 @@ from rich.table import Table
 from exgrpo.train.budget import cpu_memory, disk, gpu_memory, phases, work
 from exgrpo.train.budget_parts import MOMENTS, Amount, Assumptions, Hardware, MemoryItem, Phase, peak
 from exgrpo.train.budget_rollout import GIB, engine_of, longest_sequence, rollout_seconds, rows_at_once
-from exgrpo.train.config import Config, ConfigError, parse_args, validate
+from exgrpo.train.config import Config, ConfigError
 from exgrpo.train.model_shape import ModelShape, read_shape
+from exgrpo.train.recipe import parse_args, validate
 
 ENGINES = {
     "transformers": "transformers",

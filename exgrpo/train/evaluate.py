@@ -23,13 +23,14 @@ from rich.progress import track
 from rich.table import Table
 
 from exgrpo.train.answers import Answer, Answerer
-from exgrpo.train.config import PROMPT_FORMAT, ConfigError, RewardConfig, StopString, explain, read_recipe, split_recipe
+from exgrpo.train.config import PROMPT_FORMAT, ConfigError, RewardConfig, StopString
 from exgrpo.train.data import NoPromptFitsError, Question, QuestionSet, load_questions
 from exgrpo.train.distributed import World, start
 from exgrpo.train.folder_lock import claim
 from exgrpo.train.model_check import check_weights
 from exgrpo.train.overrides import Overrides
 from exgrpo.train.pretrained import DTYPES, Pretrained, load_pretrained
+from exgrpo.train.recipe import explain, read_recipe, split_recipe
 from exgrpo.train.reward import Grader
 from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.rollout.choice import EngineSettings, choose_engine, open_engine

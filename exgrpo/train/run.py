@@ -16,7 +16,7 @@ from rich.console import Console
 
 from exgrpo.train.answers import Answerer
 from exgrpo.train.checkpoint import CheckpointError, Checkpoints
-from exgrpo.train.config import Config, ConfigError, parse_args, to_yaml
+from exgrpo.train.config import Config, ConfigError
 from exgrpo.train.data import QuestionSet, load_questions
 from exgrpo.train.display import Display
 from exgrpo.train.distributed import World, start
@@ -28,6 +28,7 @@ from exgrpo.train.model_check import check_weights
 from exgrpo.train.policy import Policy
 from exgrpo.train.preflight import PreflightError, preflight
 from exgrpo.train.pretrained import Pretrained, load_pretrained
+from exgrpo.train.recipe import parse_args, to_yaml
 from exgrpo.train.report import ReportError, write_report
 from exgrpo.train.resume import AUTO, FINISHED, check_continuation, locate, saved_config
 from exgrpo.train.reward import Grader

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from exgrpo.train.config import DEFAULT_RUN, Config, merged, read_recipe, validate
+from exgrpo.train.config import Config
+from exgrpo.train.recipe import DEFAULT_RUN, merged, read_recipe, validate
 
 
 def configured(*layers: dict[str, Any], **values: Any) -> Config:

@@ -11,7 +11,8 @@ import time
 import pytest
 
 from exgrpo.train.checkpoint import CheckpointError, Checkpoints, find
-from exgrpo.train.config import ConfigError, to_yaml
+from exgrpo.train.config import ConfigError
+from exgrpo.train.recipe import to_yaml
 from exgrpo.train.resume import FINISHED, check_continuation, locate
 from exgrpo.train.trainer import Trainer
 from tests.train.configs import configured

@@ -4,16 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from exgrpo.train.config import (
-    Config,
-    ConfigError,
-    ExperienceConfig,
-    known_keys,
-    load_recipe,
-    parse_args,
-    read_recipe,
-    to_yaml,
-)
+from exgrpo.train.config import Config, ConfigError, ExperienceConfig
+from exgrpo.train.recipe import known_keys, load_recipe, parse_args, read_recipe, to_yaml
 from exgrpo.train.reward import resolve_reward
 
 
@@ -124,7 +116,7 @@ def test_bad_values_are_named(tmp_path, text, message):
         ("a: [", "not valid YAML"),
         ("base: recipe.yaml", "leads back to itself"),
         ("base: other.yaml", "other.yaml: no such recipe"),
-        ("steps: 3", "policy: Field required"),
+        ("steps: 3", "policy is missing; data is missing"),
     ],
 )
 def test_recipes_that_cannot_be_read_are_named(tmp_path, text, message):

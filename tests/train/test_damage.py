@@ -9,9 +9,11 @@ import subprocess
 import pytest
 
 from exgrpo.train.checkpoint import CheckpointError, find, folders
-from exgrpo.train.config import Config, ConfigError, to_yaml
+from exgrpo.train.config import Config, ConfigError
 from exgrpo.train.folder_lock import LOCK, claim
+from exgrpo.train.recipe import to_yaml
 from exgrpo.train.resume import FINISHED, locate, saved_config
+from tests.train.configs import configured
 from tests.train.launch import MAIN, launch
 from tests.train.test_checkpoint import SMALL, SavingEngine, checkpoints, make_trainer, saved_run, story, untimed
 
@@ -212,7 +214,7 @@ def test_an_earlier_format_is_refused_with_one_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"step_00000006 was written by an earlier version .* cannot be verified"):
         load(tmp_path)
     with pytest.raises(ConfigError, match=r"no complete checkpoint .* earlier version"):
-        locate(Config.model_validate({"resume": str(tmp_path)}))
+        locate(configured({"resume": str(tmp_path)}))
 
 
 def test_auto_does_not_begin_anew_beside_a_run_whose_checkpoints_are_damaged(tmp_path):
@@ -221,7 +223,7 @@ def test_auto_does_not_begin_anew_beside_a_run_whose_checkpoints_are_damaged(tmp
     manifest = find(run)[0].folder / "manifest.json"
     manifest.write_text("{}")
     with pytest.raises(ConfigError, match=rf"{run} has no complete checkpoint to continue from; {manifest} is damaged"):
-        locate(Config.model_validate({"resume": "auto", "output": {"folder": tmp_path}}))
+        locate(configured({"resume": "auto", "output": {"folder": tmp_path}}))
 
 
 @pytest.mark.parametrize("content", [None, "", "seed: [", "sede: 0\n", "\0\0\0", "- 1\n"])

@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 
-from exgrpo.train.config import ConfigError, load_recipe
+from exgrpo.train.config import ConfigError
 from exgrpo.train.evaluate import Options, engine_settings
 from exgrpo.train.model_source import find_model
 from exgrpo.train.pretrained import load_pretrained
+from exgrpo.train.recipe import load_recipe
 from exgrpo.train.rollout import choice
 from exgrpo.train.rollout.choice import choose_engine, training_settings
 from tests.train import tiny

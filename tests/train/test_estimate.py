@@ -8,8 +8,8 @@ import pytest
 
 from exgrpo.train import estimate
 from exgrpo.train.budget import Hardware
-from exgrpo.train.config import load_recipe
 from exgrpo.train.model_shape import read_shape
+from exgrpo.train.recipe import load_recipe
 from tests.train.shapes import (
     ASSUMED,
     HARDWARE,

@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Qwen2Config
 
 from exgrpo.train import estimate, evaluate, serve
-from exgrpo.train.config import Config, ConfigError, load_recipe, parse_args, to_yaml
+from exgrpo.train.config import Config, ConfigError
 from exgrpo.train.model_check import check_weights
 from exgrpo.train.model_source import ASSETS, find_model
 from exgrpo.train.pretrained import load_pretrained
+from exgrpo.train.recipe import load_recipe, parse_args, to_yaml
 from exgrpo.train.resume import check_continuation
 from exgrpo.train.rollout.choice import Choice, open_engine, training_settings
 from tests.train import tiny

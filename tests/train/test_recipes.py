@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from exgrpo.train.config import load_recipe, to_yaml
 from exgrpo.train.evaluate import defaults
+from exgrpo.train.recipe import load_recipe, to_yaml
 from exgrpo.train.reward import resolve_reward
 from tests.train.test_trainer import make
 

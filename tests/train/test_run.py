@@ -7,8 +7,8 @@ import os
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from exgrpo.train.config import load_recipe
 from exgrpo.train.folder_lock import claim
+from exgrpo.train.recipe import load_recipe
 from tests.train.launch import MAIN, launch
 
 SMALL = (

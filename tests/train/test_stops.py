@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from exgrpo.train.answers import Answerer
-from exgrpo.train.config import Config, ConfigError, validate
+from exgrpo.train.config import ConfigError
 from exgrpo.train.records import Rollout
 from exgrpo.train.rollout import NO_STOPS, Sampling, Stops, TransformersEngine, text_of
 from exgrpo.train.trainer import Trainer
 from tests.train import pieces, tiny
+from tests.train.configs import configured
 from tests.train.fakes import LoneWorld, RecordingPolicy, ScriptedGrader, question_set
 
 EOS = (2, 5)
@@ -145,7 +146,7 @@ def test_a_step_trains_on_and_stores_the_stops_tokens_and_grades_the_text_before
         graded.append(text)
         return float(len(text) % 2)
 
-    config = Config.model_validate(
+    config = configured(
         {
             "questions": 6,
             "rollout": {"samples": 8, "max_tokens": MAX_TOKENS, "stop": STRINGS},
@@ -175,5 +176,5 @@ def test_a_step_trains_on_and_stores_the_stops_tokens_and_grades_the_text_before
 
 
 def test_an_empty_stop_string_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"^recipe: rollout\.stop\.1: .*at least 1 character"):
-        validate({"rollout": {"stop": ["\nQuestion:", ""]}}, "recipe")
+    with pytest.raises(ConfigError, match=r"^test: rollout\.stop\.1: .*at least 1 character"):
+        configured({"rollout": {"stop": ["\nQuestion:", ""]}})

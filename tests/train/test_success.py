@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.train.config import ConfigError, validate
+from exgrpo.train.config import ConfigError
 from exgrpo.train.evaluate import Options, parse_options
 from exgrpo.train.success import RewardWatch, is_success
+from tests.train.configs import configured
 
 numbers = st.integers(-1000, 1000).map(lambda hundredths: hundredths / 100)
 
@@ -62,11 +63,11 @@ def test_right_and_wrong_answers_are_nothing_to_speak_of(steps):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_the_threshold_is_a_finite_number(value):
     with pytest.raises(ConfigError, match=re.escape("reward.success: Input should be a finite number")):
-        validate({"reward": {"success": value}}, "recipe")
+        configured({"reward": {"success": value}})
     with pytest.raises(ValueError, match="finite number"):
         Options(model="m", data=("d",), success=value)
 
 
 def test_the_threshold_is_an_option_of_the_evaluation():
-    assert parse_options(["model", "--data", "a.jsonl"]).success == validate({}, "nothing").reward.success == 1.0
+    assert parse_options(["model", "--data", "a.jsonl"]).success == configured().reward.success == 1.0
     assert parse_options(["model", "--data", "a.jsonl", "--success", "0.5"]).success == 0.5

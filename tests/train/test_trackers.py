@@ -16,8 +16,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from exgrpo.train import run as program
-from exgrpo.train.config import Config, ConfigError, load_recipe, parse_args, to_yaml
+from exgrpo.train.config import Config, ConfigError
 from exgrpo.train.metrics import RunLog
+from exgrpo.train.recipe import load_recipe, parse_args, to_yaml
 from exgrpo.train.trackers import check_trackers, open_trackers
 from tests.train.configs import configured
 
