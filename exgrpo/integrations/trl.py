@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exgrpo.integrations.trl_loss import FusedLossMixin, Objective
+from exgrpo.integrations.trl_loss import FusedLossMixin, Objective, at_temperature
 from exgrpo.integrations.trl_replay import Replay
 from exgrpo.train.config import ExperienceConfig, ObjectiveConfig, RewardConfig, Section
 from exgrpo.train.experience import select_trajectory
@@ -143,8 +143,19 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             )
         if {"image", "images"} & set(self.train_dataset.column_names):
             raise ValueError("train_dataset: has images, and replay is of text; use GRPOTrainer with FusedLossMixin")
+        if truncated := self._truncated_sampling():
+            raise ValueError(
+                f"{', '.join(truncated)}: importance ratios compare probabilities under the whole distribution; leave "
+                "it at its default, and lower temperature for likelier answers"
+            )
         if beyond := self._beyond_kernel():
             raise ValueError(f"{', '.join(beyond)}: not part of the objective with replay; leave it at its default")
+
+    def _truncated_sampling(self) -> list[str]:
+        """The options, with their values, by which answers are not sampled from the whole distribution."""
+        whole = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
+        given = {name: getattr(self.args, name) for name in whole} | (self.args.generation_kwargs or {})
+        return [f"{name}={given[name]}" for name, values in whole.items() if given[name] not in values]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
@@ -262,7 +273,10 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return chosen
 
     def _score(self, trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:
-        """Mean entropy and negative log-prob of each trajectory under the current policy, on all processes."""
+        """Mean entropy and negative log-prob of each trajectory under the current policy, on all processes.
+
+        Trajectories are compared at temperature 1, whatever the temperature of sampling.
+        """
         count, size = self.accelerator.num_processes, self.args.per_device_train_batch_size
         longest_first = sorted(range(len(trajectories)), key=lambda i: -len(trajectories[i].response))
         # Every process makes as many passes: they gather parameters together.
@@ -271,7 +285,8 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         scores: list[tuple[int, float, float]] = []
         for start in range(0, len(mine), size):
             batch = self._collate([trajectories[i] for i in mine[start : start + size]])
-            log_prob, entropy = self._log_probs(batch, entropy=True)
+            with at_temperature(self._causal_lm(self.model), 1.0):
+                log_prob, entropy = self._log_probs(batch, entropy=True)
             tokens = batch["completion_mask"].sum(1)
             means = torch.stack([entropy.sum(1) / tokens, -log_prob.sum(1) / tokens], dim=1).tolist()
             scores += [(i, *of_row) for i, of_row in zip(mine[start : start + size], means, strict=True)]

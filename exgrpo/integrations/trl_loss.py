@@ -9,8 +9,8 @@ B rows, C completion tokens.
 
 import functools
 import types
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -88,7 +88,7 @@ def use_kernels(model: "PreTrainedModel", *, temperature: float, fp32_head: bool
         temperature: of the policy.
         fp32_head: multiply in fp32, outside autocast.
     """
-    scale = logit_scale(model.config.get_text_config(), temperature)
+    model.fused_scale = logit_scale(model.config.get_text_config(), temperature)
     _let_head_call(model.get_output_embeddings())
     plain = model.forward
 
@@ -97,9 +97,20 @@ def use_kernels(model: "PreTrainedModel", *, temperature: float, fp32_head: bool
     def forward(self: "PreTrainedModel", *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return plain(*args, **kwargs)
-        return _fused_forward(self, scale, fp32_head, *args, **kwargs)
+        return _fused_forward(self, self.fused_scale, fp32_head, *args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
+
+
+@contextmanager
+def at_temperature(model: "PreTrainedModel", temperature: float) -> Iterator[None]:
+    """Within it a model that `use_kernels` has changed computes at this temperature instead of its own."""
+    own = model.fused_scale
+    model.fused_scale = logit_scale(model.config.get_text_config(), temperature)
+    try:
+        yield
+    finally:
+        model.fused_scale = own
 
 
 def _let_head_call(head: Any) -> None:
@@ -195,12 +206,14 @@ class FusedLossMixin(GRPOTrainer):
         super().__init__(*args, **kwargs)
         for model in (self.model, self.ref_model):
             if model is not None:
-                model = self.accelerator.unwrap_model(model)
                 use_kernels(
-                    model.get_base_model() if hasattr(model, "get_base_model") else model,
-                    temperature=self.temperature,
-                    fp32_head=self.args.cast_lm_head_to_fp32,
+                    self._causal_lm(model), temperature=self.temperature, fp32_head=self.args.cast_lm_head_to_fp32
                 )
+
+    def _causal_lm(self, model: Any) -> "PreTrainedModel":
+        """What the wrappers of engines and adapters hold."""
+        model = self.accelerator.unwrap_model(model)
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def _beyond_kernel(self) -> list[str]:
         """The options, with their values, that make the objective another one than `linear_policy_loss` computes."""

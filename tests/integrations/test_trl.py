@@ -291,6 +291,25 @@ def test_replayed_rows_carry_the_past_policy_and_share_the_mean(tmp_path: Path, 
         assert output["replayed"].nonzero().flatten().tolist() == sorted(output["stored"])
 
 
+def test_trajectories_are_compared_at_temperature_1_and_stored_at_that_of_sampling(tmp_path: Path, model: Path) -> None:
+    trainer = exgrpo(tmp_path, model, max_steps=4, temperature=0.5, learning_rate=0.0)
+    trainer.train()
+    stored = trainer.replay.memory.all_trajectories()
+    assert stored
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    for row, (entropy, nll) in zip(stored, trainer._score(stored), strict=True):
+        prompt = tokenizer()(trainer.train_dataset[row.question]["prompt"])["input_ids"]
+        response = torch.from_numpy(row.response).long()
+        with torch.no_grad():
+            logits = plain(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        full = logits.log_softmax(-1)
+        # Plain torch in float32 is off by a few 1e-6 nats per token here.
+        assert entropy == pytest.approx(float(-(full.exp() * full).sum(-1).mean()), abs=2e-5)
+        assert nll == pytest.approx(float(-full.gather(1, response[:, None]).mean()), abs=2e-5)
+        sampled = (logits / 0.5).log_softmax(-1).gather(1, response[:, None])[:, 0]
+        np.testing.assert_allclose(row.log_prob, sampled.numpy(), atol=5e-5)
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_clipping_is_off_in_steps_that_replay_and_only_there(tmp_path: Path, model: Path, keep: bool) -> None:
     trainer = exgrpo(tmp_path, model, max_steps=4, clip_with_replay=keep)
@@ -399,6 +418,8 @@ def test_training_stops_when_every_question_is_solved(tmp_path: Path, model: Pat
         ({"beta": 0.1}, r"beta=0\.1"),
         ({"ratio": 1.5}, "ratio"),
         ({"replay_beta": 0.0}, "replay_beta"),
+        ({"top_p": 0.9}, r"top_p=0\.9: .*lower temperature"),
+        ({"generation_kwargs": {"top_k": 5}}, "top_k=5: "),
         ({"success": float("nan")}, "success: expected a finite number"),
         ({"per_device_train_batch_size": 64}, "lower generation_batch_size"),
     ],
