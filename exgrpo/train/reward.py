@@ -3,6 +3,10 @@
 A reward is a deterministic function (response, gold) -> finite number. Names: "math" and "math_no_think" (see
 exgrpo.train.grading), or a Python path: "package.module:function" for what can be imported, "path/to/file.py:function"
 for a file.
+
+A reward may have a form function beside it, of the same signature: 1.0 for a response that has the form in which the
+reward looks for an answer, whether it is right or wrong, else 0.0. It is named like the reward with "_form" behind
+("math_form" for "math", "my_rewards.py:score_form" for "my_rewards.py:score"), and `form_of` finds it.
 """
 
 import difflib
@@ -60,22 +64,37 @@ def resolve_reward(name: str) -> Reward:
     """
     if name in BUILTIN:
         return BUILTIN[name]
-    place, colon, attribute = name.rpartition(":")
-    if not colon or not place or not attribute:
+    module, attribute = _locate(name)
+    function = getattr(module, attribute, None)
+    if function is None:
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"reward {name!r}: there is no {attribute!r} in it{hint}")
+    _check_signature(function, name)
+    return function
+
+
+def form_of(name: str) -> str | None:
+    """The name of the form function of the reward called `name`, None when it has none.
+
+    Raises ValueError or FileNotFoundError for a module or file that cannot be loaded, as `resolve_reward` does.
+    """
+    path = f"{grading.__name__}:{name}" if name in BUILTIN else name
+    module, attribute = _locate(path)
+    return f"{path}_form" if callable(getattr(module, f"{attribute}_form", None)) else None
+
+
+def _locate(name: str) -> tuple[ModuleType, str]:
+    """The module or file of a Python path, loaded, and the attribute."""
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
         near = difflib.get_close_matches(name, BUILTIN, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"unknown reward {name!r}{hint} Known: {', '.join(BUILTIN)}, 'package.module:function' and "
             "'path/to/file.py:function'"
         )
-    module = _load_file(place, name) if place.endswith(".py") else _load_module(place, name)
-    function = getattr(module, attribute, None)
-    if function is None:
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"reward {name!r}: {place} has no {attribute!r}{hint}")
-    _check_signature(function, name)
-    return function
+    return (_load_file if place.endswith(".py") else _load_module)(place, name), attribute
 
 
 def _load_module(place: str, name: str) -> ModuleType:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train import grading
-from exgrpo.train.reward import Grader, Grades, resolve_reward
+from exgrpo.train.reward import Grader, Grades, form_of, resolve_reward
 
 SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -51,6 +51,11 @@ def slow_twice(response, gold):
 
 def one_argument(response):
     return 1.0
+
+def same_form(response, gold):
+    return float(response.islower())
+
+nasty_form = 3
 
 LIMIT = 3
 """
@@ -249,6 +254,37 @@ def test_bad_names_are_clear_errors_here_and_at_construction(name: str, message:
         resolve_reward(name)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         Grader(name, workers=1, time_limit=5)
+
+
+@pytest.mark.parametrize("name", ["math", "math_no_think"])
+def test_builtin_rewards_have_a_form(name: str) -> None:
+    form = form_of(name)
+    assert form == form_of(f"exgrpo.train.grading:{name}") == f"exgrpo.train.grading:{name}_form"
+    with Grader(form, workers=1, time_limit=30) as grader:
+        answers = ["<think>hm</think>\\boxed{4}", "\\boxed{4}", "<think>hm</think>4"]
+        expected = {"math": (1.0, 0.0, 0.0), "math_no_think": (1.0, 1.0, 0.0)}[name]
+        assert grader.grade([(answer, "5") for answer in answers]) == Grades(expected, 0, 0)
+
+
+def test_a_user_reward_may_have_a_form(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert form_of(f"{user_file}:nasty") is None  # nasty_form is no function
+    assert form_of(f"{user_file}:odd") is None
+    monkeypatch.syspath_prepend(user_file.parent)
+    assert form_of("mine:same") == "mine:same_form"
+    monkeypatch.chdir(user_file.parent)
+    form = form_of("mine.py:same")
+    assert form == "mine.py:same_form"
+    with Grader(form, workers=1, time_limit=5) as grader:
+        assert grader.grade([("abc", "x"), ("ABC", "ABC")]).reward == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("maths", "did you mean 'math'"), ("no_such_package:f", "cannot import"), ("missing.py:f", "there is no file")],
+)
+def test_the_form_of_a_bad_name_is_a_clear_error(name: str, message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        form_of(name)
 
 
 def test_a_reward_that_ends_its_process_while_loading_is_an_error_at_construction(tmp_path: Path) -> None:
