@@ -101,6 +101,26 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not(run, request)
     assert story("other") != story("small")
 
 
+def test_rewards_that_do_not_fit_and_held_out_questions_that_are_too_long_are_told(tmp_path):
+    (tmp_path / "rewards.py").write_text("def score(response, gold):\n    return 0.9 if gold[-1] in '13579' else 0.1\n")
+    rows = [{"question": "1 + 1", "answer": "2"}, {"question": "1 + " * 40 + "1", "answer": "41"}]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = launch(
+        MAIN,
+        *SMALL,
+        *("--steps=1", "--questions=64", "--data.train_limit=64", "--rollout.max_tokens=4"),
+        f"--reward.function={tmp_path / 'rewards.py'}:score",
+        f"--data.test={tmp_path / 'held_out.jsonl'}",
+        f"--output.folder={tmp_path / 'runs'}",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = " ".join(done.stdout.split())
+    assert "no answer is a success: the rewards of 256 answers lie between 0.1 and 0.9" in printed
+    assert "on 2 questions, 1 of them over-long and so wrong" in printed
+    test = [record for record in records(tmp_path / "runs" / "small") if "test/pass_rate" in record]
+    assert [record["test/held_out"] for record in test] == [0.0, 0.0]
+
+
 def test_a_run_in_use_is_not_continued_by_another_process(run):
     folder, _ = run
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "in_use_by"}
