@@ -23,14 +23,14 @@ from rich.progress import track
 from rich.table import Table
 
 from exgrpo.train.answers import Answer, Answerer
-from exgrpo.train.config import PROMPT_FORMAT, ConfigError, RewardConfig, StopString
+from exgrpo.train.config import PROMPT_FORMAT, Config, ConfigError, RewardConfig, StopString
 from exgrpo.train.data import NoPromptFitsError, Question, QuestionSet, load_questions
 from exgrpo.train.distributed import World, start
 from exgrpo.train.folder_lock import claim
 from exgrpo.train.model_check import check_weights
 from exgrpo.train.overrides import Overrides
 from exgrpo.train.pretrained import DTYPES, Pretrained, load_pretrained
-from exgrpo.train.recipe import explain, read_recipe, split_recipe
+from exgrpo.train.recipe import explain, read_recipe, split_recipe, unfinished
 from exgrpo.train.reward import Grader
 from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.rollout.choice import EngineSettings, choose_engine, open_engine
@@ -127,13 +127,37 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def defaults(recipe: Path | None) -> Options:
-    """The options in a YAML recipe, or the default ones; model and data, if not there, are left to the command line."""
+    """The options in a YAML recipe, or the default ones; model and data, if not there, are left to the command line.
+
+    The recipe of a training run, such as the config.yaml in its folder, means: ask and grade as that run does.
+    """
     values = read_recipe(recipe) if recipe else {}
+    if "policy" in values:
+        values = as_trained(unfinished(values, str(recipe)))
     try:
         checked = Options.model_validate({"model": "", "data": [""], **values})
     except ValidationError as error:
         raise ConfigError(explain(error, Options, str(recipe))) from None
     return checked.model_copy(update={key: tyro.MISSING for key in ("model", "data") if key not in values})
+
+
+def as_trained(config: Config) -> dict[str, Any]:
+    """The options with which a run's answers to its held-out questions are asked for and graded."""
+    data, rollout, reward, sampling = config.data, config.rollout, config.reward, config.evaluation
+    prompt = ("chat", "system_prompt", "keep_system", "prompt_format", "answer_prefix", "max_prompt_tokens")
+    return {
+        **{name: getattr(data, name) for name in prompt},
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "samples": sampling.samples,
+        "max_tokens": rollout.max_tokens,
+        "stop": rollout.stop,
+        "dtype": config.policy.dtype,
+        "reward": reward.function,
+        "success": reward.success,
+        "time_limit": reward.time_limit,
+        "overrides": config.policy.overrides,
+    }
 
 
 def load(options: Options, tokenizer: Any) -> tuple[list[Question], list[Question]]:

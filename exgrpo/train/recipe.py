@@ -65,7 +65,7 @@ def load_recipe(path: Path) -> Config:
     return validate(read_recipe(path), str(path))
 
 
-def _unfinished(values: dict[str, Any], origin: str, needed: Sequence[str]) -> Config:
+def unfinished(values: dict[str, Any], origin: str, needed: Sequence[str] = ()) -> Config:
     """The configuration of a recipe that may leave `NAMED` keys out: the `needed` ones to the command line."""
     config = validate(merged(dict.fromkeys(NAMED, ""), values), origin)
     for key in needed:
@@ -149,7 +149,7 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
         raise ConfigError(f"{key}: {REFUSED[key]}")
     if recipe or default is None:
         own = recipe or (None if options & set(NAMED) else DEFAULT_RUN)
-        default = _unfinished(read_recipe(own) if own else {}, str(own), needed)
+        default = unfinished(read_recipe(own) if own else {}, str(own), needed)
     return tyro.cli(
         Config,
         args=rest,

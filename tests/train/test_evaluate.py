@@ -17,8 +17,10 @@ from exgrpo.train.config import ConfigError
 from exgrpo.train.data import QuestionSet
 from exgrpo.train.evaluate import Options, answers_per_row, defaults, evaluate, parse_options
 from exgrpo.train.folder_lock import claim
+from exgrpo.train.recipe import DEFAULT_RUN, to_yaml
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.scores import average, pass_at_k, score, score_all
+from tests.train.configs import configured
 from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, marked, question_set
 from tests.train.launch import ROOT, environment
 from tests.train.vllm_installed import real
@@ -149,7 +151,8 @@ def test_the_command_line_beats_the_recipe(tmp_path):
 
 def command(folder, *more):
     arguments = ["builtin:arithmetic", "--data", "builtin:arithmetic", "--limit=20", "--samples=2", "--chunk=6"]
-    fixed = ["--temperature=1", "--max_tokens=80", "--dtype=fp32", "--engine=transformers", f"--output={folder}"]
+    # As the default run asks its model, which knows no other prompts.
+    fixed = [f"--recipe={DEFAULT_RUN}", "--engine=transformers", f"--output={folder}"]
     return subprocess.run(
         [sys.executable, "-m", "exgrpo.train.evaluate", *arguments, *fixed, *more],
         capture_output=True,
@@ -159,6 +162,25 @@ def command(folder, *more):
         timeout=200,
         check=False,
     )
+
+
+def test_the_recipe_of_a_run_asks_and_grades_as_the_run_does(tmp_path):
+    """The default run's model solves about four in ten of its problems asked like that, and none asked otherwise."""
+    done = command(tmp_path / "as trained")
+    assert done.returncode == 0, done.stderr
+    # Of 40 answers: 0.4, give or take four standard errors of 0.08.
+    assert 0.1 < json.loads((tmp_path / "as trained" / "scores.json").read_text())["average"] < 0.75
+    config = configured(
+        {"policy": {"overrides": {"rope_theta": 5.0}}, "data": {"answer_prefix": "<think>", "max_prompt_tokens": 61}},
+        {"reward": {"success": 0.5, "time_limit": 3.0}, "rollout": {"stop": ("Q:",), "temperature": 0.9}},
+        {"evaluation": {"temperature": 0.7, "top_p": 0.95, "samples": 3}},
+    )
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    options = parse_options(["m", "--data", "d", "--recipe", str(tmp_path / "config.yaml"), "--samples", "5"])
+    assert (options.answer_prefix, options.prompt_format, options.max_prompt_tokens) == ("<think>", "{question}", 61)
+    assert (options.reward, options.success, options.time_limit) == ("math", 0.5, 3.0)
+    assert (options.temperature, options.top_p, options.samples, options.max_tokens) == (0.7, 0.95, 5, 80)
+    assert (options.stop, options.dtype, options.overrides) == (("Q:",), "fp32", {"rope_theta": 5.0})
 
 
 @real
