@@ -31,7 +31,7 @@ _NOISE = Fraction(1, 10**40)
 
 def equal(gold: Written, answer: Written) -> bool:
     """Whether `answer` is `gold`."""
-    if not gold.latex or not answer.latex or (gold.base and answer.base and gold.base != answer.base):
+    if not gold.latex or not answer.latex or (answer.base and answer.base != (gold.base or "10")):
         return False
     if gold.key == answer.key and gold.percent == answer.percent:
         return True
