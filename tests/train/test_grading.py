@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from exgrpo.train import grading
 
@@ -44,6 +46,42 @@ def test_the_grade_depends_on_the_final_answer_alone() -> None:
             answer = grading.final_answer(response)
             assert grading.final_answer(answer) == answer
             assert grading.math_no_think(answer, gold) == WORTH[verdict]
+
+
+@given(st.text(alphabet="ab\\{} $,\n5") | st.lists(st.sampled_from(["\\boxed{", "}", " and ", "5", "x"])).map("".join))
+def test_final_answer_is_idempotent_and_decides(text: str) -> None:
+    answer = grading.final_answer(text)
+    assert grading.final_answer(answer) == answer
+    assert grading.math_no_think(text, "5") == grading.math_no_think(answer, "5")
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(-3, 3))
+def test_integers_are_graded_as_math_verify_grades_them(gold: int, difference: int) -> None:
+    from math_verify import parse, verify
+
+    answer = gold + difference
+    expected = verify(parse(f"${gold}$"), parse(f"$\\boxed{{{answer}}}$"))
+    assert grading.math_no_think(f"\\boxed{{{answer}}}", str(gold)) == float(expected)
+
+
+@pytest.mark.parametrize("name", ["math_benchmarks", "arc_challenge"])
+def test_real_gold_answers_equal_themselves_also_when_parsed(name: str) -> None:
+    path = SHARED_DATA / f"{name}.parquet"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    import pyarrow.parquet
+
+    column = pyarrow.parquet.read_table(path, columns=["reward_model"])["reward_model"].to_pylist()
+    golds = sorted({row["ground_truth"] for row in column})
+    assert all(grading.math(f"</think>\\boxed{{{gold}}}", gold) == 1.0 for gold in golds)
+    # Without its dollar signs and with a full stop it is another text, so this goes through the parser.
+    sample = golds[::4]
+    parsed = [grading.math(f"</think>\\boxed{{{_restyled(gold)}}}", gold) for gold in sample]
+    assert sum(parsed) >= 0.98 * len(sample)
+
+
+def _restyled(gold: str) -> str:
+    return gold.replace("\\$", "").replace("$", "").replace("\\frac", "\\dfrac").rstrip(".") + "."
 
 
 def test_a_gold_answer_is_right_when_it_is_stated_without_a_box() -> None:
