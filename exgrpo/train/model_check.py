@@ -69,6 +69,7 @@ def check_weights(model: ModelSource, world: World | None = None) -> None:
     try:
         headers = {file: _header(file) for file in _files(model.path)}
         problem = _misfit(empty, headers.values())
+        problem = problem or _torn(empty, headers)
         if not problem:
             weights = [(file, name) for file, header in headers.items() for name in header]
             bad = list(_not_finite([weight for _, weight in world.split(weights)] if world else weights))
@@ -134,6 +135,23 @@ def _misfit(empty: PreTrainedModel, headers: Iterable[Header]) -> str:
         "weights of another shape": shapes,
     }
     return "; ".join(f"{kind}: {_some(names)}" for kind, names in kinds.items() if names)
+
+
+def _torn(empty: PreTrainedModel, headers: dict[str, Header]) -> str:
+    """Which weights the configuration ties and the files hold apart; empty: none.
+
+    Transformers then leaves them apart with a warning, and other loaders take one of them for both.
+    """
+    home = {name: file for file, header in headers.items() for name in header}
+    for name, source in empty.all_tied_weights_keys.items():
+        if name in home and source in home:
+            (_, own), (_, other) = (next(_read(home[of], [of])) for of in (name, source))
+            if not torch.equal(own, other):
+                return (
+                    f"its configuration ties {name} to {source}, and its files hold different numbers for them: if the "
+                    "files are right, override tie_word_embeddings=false"
+                )
+    return ""
 
 
 @contextmanager

@@ -10,13 +10,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from exgrpo.train import evaluate, serve
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.config import ConfigError
 from exgrpo.train.distributed import World
 from exgrpo.train.model_check import check_weights
 from exgrpo.train.model_source import ASSETS, find_model
 from exgrpo.train.pretrained import load_pretrained
 from exgrpo.train.rollout.choice import choose_engine, training_settings
 from tests.train import tiny
+from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
 from tests.train.launch import MAIN, launch
 from tests.train.test_run import SMALL
@@ -110,6 +111,22 @@ def test_a_head_of_its_own_has_to_be_there(tmp_path):
     folder = rewritten(tmp_path, without(HEAD), tied=False)
     with pytest.raises(ValueError, match=f"missing weights: {HEAD}$"):
         check_weights(find_model(str(folder)))
+
+
+def test_a_tied_head_with_numbers_of_its_own_is_named_and_can_be_untied(tmp_path):
+    """The rollout engine may take the embedding for the head where the trainer does not."""
+    folder = rewritten(tmp_path, lambda state: {**state, HEAD: 2 * state["model.embed_tokens.weight"]}, tied=True)
+    with pytest.raises(ValueError, match=rf"ties {HEAD} to model.embed_tokens.weight, .* tie_word_embeddings=false"):
+        check_weights(find_model(str(folder)))
+    untied = find_model(str(folder), {"tie_word_embeddings": False})
+    check_weights(untied)
+    model = untied.load(torch.float32, "sdpa")
+    assert torch.equal(model.lm_head.weight, 2 * model.model.embed_tokens.weight)
+
+
+def test_a_tied_head_that_the_files_repeat_is_whole(tmp_path):
+    folder = rewritten(tmp_path, lambda state: {**state, HEAD: state["model.embed_tokens.weight"].clone()}, tied=True)
+    check_weights(find_model(str(folder)))
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
@@ -235,7 +252,7 @@ def test_a_tokenizer_that_is_larger_than_the_embedding_is_named(arithmetic):
 
 
 def chosen(length, path="builtin:arithmetic", overrides=None):
-    config = Config.model_validate({"data": {"max_prompt_tokens": 12}, "rollout": {"max_tokens": length - 12}})
+    config = configured({"data": {"max_prompt_tokens": 12}, "rollout": {"max_tokens": length - 12}})
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "transformers"})})
     return choose_engine(training_settings(config, load_pretrained(path, overrides)), LoneWorld()).name
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Qwen2Config
 
 from exgrpo.train import estimate, evaluate, serve
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.config import ConfigError
 from exgrpo.train.model_check import check_weights
 from exgrpo.train.model_source import ASSETS, find_model
 from exgrpo.train.pretrained import load_pretrained
@@ -16,6 +16,7 @@ from exgrpo.train.recipe import load_recipe, parse_args, to_yaml
 from exgrpo.train.resume import check_continuation
 from exgrpo.train.rollout.choice import Choice, open_engine, training_settings
 from tests.train import tiny
+from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
 from tests.train.launch import MAIN, launch
 from tests.train.test_checkpoint import untimed
@@ -77,7 +78,7 @@ def test_the_turning_of_positions_and_the_logits_are_those_of_the_edited_copy(fo
 
 def test_the_engine_computes_with_it(tmp_path):
     overrides = {"max_position_embeddings": 1024, "rope_theta": 40000}
-    config = Config.model_validate({"policy": {"overrides": overrides}, "rollout": {"engine": "transformers"}})
+    config = configured({"policy": {"overrides": overrides}, "rollout": {"engine": "transformers"}})
     settings = training_settings(config, load_pretrained(config.policy.path, config.policy.overrides))
     engine = open_engine(Choice("transformers"), settings, LoneWorld())
     shutil.copytree(ASSETS / "arithmetic", tmp_path / "plain")
@@ -184,10 +185,10 @@ def test_a_mistake_on_the_command_line_is_one_error(capsys):
 
 
 def test_a_run_goes_on_with_the_ones_that_it_began_with():
-    begun = Config.model_validate({"policy": {"overrides": STRETCHED}})
+    begun = configured({"policy": {"overrides": STRETCHED}})
     check_continuation(begun, begun)
     with pytest.raises(ConfigError, match=r"policy.overrides was .*40000.* and is now \{\}"):
-        check_continuation(Config(), begun)
+        check_continuation(configured(), begun)
 
 
 def test_programs_beside_training_take_them(tmp_path, capsys):
