@@ -18,6 +18,7 @@ FINISHED = "finished"
 FREE = (
     "steps",
     "resume",
+    "preflight",
     "checkpoint.",
     "distributed.",
     "evaluation.",
