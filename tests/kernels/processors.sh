@@ -4,10 +4,11 @@
 # variables have them choose as on an older one. Only Triton's interpreter multiplies by NumPy, and not by oneDNN. What starts
 # a compiler and looks at what that has made, and what measures memory, is left to `make test`.
 unset OPENBLAS_CORETYPE OPENBLAS_L2_SIZE ATEN_CPU_CAPABILITY ONEDNN_MAX_CPU_ISA TRITON_INTERPRET
-output=$(mktemp) && trap 'rm -f "$output"' EXIT
-status=0
+folder=$(mktemp -d) && trap 'rm -rf "$folder"' EXIT
+output=$folder/output status=0
 while read -r setting; do
-	if env $setting "$@" tests/kernels -q -rfE -W ignore::RuntimeWarning \
+	# What torch.compile has made for one setting it would take for the others too.
+	if env TORCHINDUCTOR_CACHE_DIR="$(mktemp -d "$folder/XXXX")" $setting "$@" tests/kernels -q -rfE -W ignore::RuntimeWarning \
 		--ignore-glob='*compile*' --ignore-glob='*sanitized.py' --ignore-glob='*extension.py' \
 		--ignore-glob='*memory.py' >"$output" 2>&1
 	then result=passed; else result=FAILED status=1; fi
