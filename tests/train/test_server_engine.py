@@ -138,8 +138,8 @@ def test_a_changed_configuration_is_computed_with(fleet, opened, tmp_path):
     try:
         engine = opened(server, overrides=overrides)
         answers = sample(engine)
-        assert FullLogitPolicy(edited).gap(PROMPTS, answers)[0] < 1e-4
-        assert FullLogitPolicy(model).gap(PROMPTS, answers)[0] > 1e-2
+        assert FullLogitPolicy(edited).gap(PROMPTS, answers, TEMPERATURE)[0] < 1e-4
+        assert FullLogitPolicy(model).gap(PROMPTS, answers, TEMPERATURE)[0] > 1e-2
         with pytest.raises(ConfigError, match="max_position_embeddings is 16384 and not 2048: start it with"):
             opened(server)
     finally:
@@ -175,7 +175,7 @@ def test_stopped_answers_end_at_their_first_stop_string_and_the_server_stops_the
         assert end in (None, len(rollout.response))
         assert rollout.finished == (end is not None or rollout.response[-1] in EOS)
         assert rollout.finished or len(rollout.response) == MAX_TOKENS
-    assert policy.gap(PROMPTS, answers)[0] < 1e-4
+    assert policy.gap(PROMPTS, answers, temperature=1.0)[0] < 1e-4
     # Rarely a broken character keeps the server from seeing its text for a token.
     assert fleet.first.generated() - start < 1.05 * sum(len(rollout.response) for rollout in everything)
 

@@ -231,8 +231,8 @@ def stretched(folder, ranks):
     answers = sample(engine, Sampling(MAX_TOKENS, log_prob=True), 5)
     engine.close()
     return {
-        "gap to the edited copy": FullLogitPolicy(copy).gap(PROMPTS, answers),
-        "gap to the model": FullLogitPolicy(folder).gap(PROMPTS, answers),
+        "gap to the edited copy": FullLogitPolicy(copy).gap(PROMPTS, answers, temperature=1.0),
+        "gap to the model": FullLogitPolicy(folder).gap(PROMPTS, answers, temperature=1.0),
         "stretched": refusal(source, CPU, 16000, 384),
         "beyond stretched": refusal(source, CPU, 16000, 385),
     }
