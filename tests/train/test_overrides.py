@@ -162,7 +162,7 @@ OPTION = "--policy.overrides"
 
 def test_recipes_and_the_command_line_give_them(tmp_path):
     base, recipe = tmp_path / "base.yaml", tmp_path / "recipe.yaml"
-    base.write_text("policy: {overrides: {max_position_embeddings: 16384, rope_theta: 4e4}}")
+    base.write_text("data.train: q\npolicy: {path: m, overrides: {max_position_embeddings: 16384, rope_theta: 4e4}}")
     recipe.write_text("base: base.yaml\npolicy.overrides.rope_theta: 50000\npolicy.overrides.rope_type: yarn")
     assert load_recipe(base).policy.overrides == STRETCHED
     merged = {"max_position_embeddings": 16384, "rope_theta": 50000, "rope_type": "yarn"}
