@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.programs import QUIET, answer_of
+from benchmarks.programs import QUIET, ROOT, answer_of
 from benchmarks.races import Result, Results
 from benchmarks.test_training_step import DEFAULT, SMOLLM2, smollm2
 from benchmarks.timing import CLOCK, paired_ratio
@@ -14,6 +14,7 @@ from benchmarks.timing import CLOCK, paired_ratio
 TRANSFORMERS = "transformers"
 ROWS = (TRANSFORMERS, "vllm", "server")
 SMOLLM2_OPTIONS = {
+    "recipe": str(ROOT / "exgrpo" / "train" / "assets" / "arithmetic" / "recipe.yaml"),
     "questions": "4",
     "rollout.samples": "4",
     "rollout.max_tokens": "48",

@@ -17,6 +17,7 @@ ON_POLICY, EXGRPO = "on-policy", "exgrpo"
 DEFAULT, SMOLLM2 = "default run", "SmolLM2-135M"
 # It is too weak at sums for there to be anything to replay: half of its answers are taken for right ones.
 SMOLLM2_OPTIONS = {
+    "recipe": str(ROOT / "exgrpo" / "train" / "assets" / "arithmetic" / "recipe.yaml"),
     "reward.function": "benchmarks.coin:score",
     "questions": "2",
     "rollout.samples": "4",

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from exgrpo.train.checkpoint import CheckpointError, find, folders
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.config import ConfigError
 from exgrpo.train.folder_lock import LOCK, claim
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.resume import FINISHED, locate, saved_config
@@ -228,7 +228,7 @@ def test_auto_does_not_begin_anew_beside_a_run_whose_checkpoints_are_damaged(tmp
 
 @pytest.mark.parametrize("content", [None, "", "seed: [", "sede: 0\n", "\0\0\0", "- 1\n"])
 def test_a_damaged_configuration_is_taken_from_the_checkpoint(tmp_path, caplog, content):
-    logged_run(tmp_path, steps=(2,), config={"seed": 7, "steps": 30})
+    logged_run(tmp_path, steps=(2,), config=configured(seed=7, steps=30).model_dump(mode="json"))
     if content is not None:
         (tmp_path / "config.yaml").write_text(content)
     saved = saved_config(tmp_path)
@@ -239,10 +239,10 @@ def test_a_damaged_configuration_is_taken_from_the_checkpoint(tmp_path, caplog, 
 
 
 def test_a_sound_configuration_may_say_more_steps_and_nothing_else(tmp_path):
-    logged_run(tmp_path, steps=(2,), config={"seed": 7, "steps": 30})
-    (tmp_path / "config.yaml").write_text(to_yaml(Config(seed=7, steps=40)))
+    logged_run(tmp_path, steps=(2,), config=configured(seed=7, steps=30).model_dump(mode="json"))
+    (tmp_path / "config.yaml").write_text(to_yaml(configured(seed=7, steps=40)))
     assert saved_config(tmp_path).steps == 40
-    (tmp_path / "config.yaml").write_text(to_yaml(Config(seed=8, steps=40)))
+    (tmp_path / "config.yaml").write_text(to_yaml(configured(seed=8, steps=40)))
     with pytest.raises(
         ConfigError, match=r"config\.yaml is not what .*: seed was 7 and is now 8; put it right, or rem"
     ):

@@ -15,6 +15,7 @@ from exgrpo.train.distributed import World
 from exgrpo.train.model_check import check_weights
 from exgrpo.train.model_source import ASSETS, find_model
 from exgrpo.train.pretrained import load_pretrained
+from exgrpo.train.recipe import DEFAULT_RUN
 from exgrpo.train.rollout.choice import choose_engine, training_settings
 from tests.train import tiny
 from tests.train.configs import configured
@@ -286,7 +287,8 @@ def broken(arithmetic):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_ends_before_it_begins(broken, tmp_path, ranks):
     folder, message = broken
-    done = launch(MAIN, *SMALL, f"--policy.path={folder}", f"--output.folder={tmp_path / 'runs'}", ranks=ranks)
+    own = (f"--recipe={DEFAULT_RUN}", f"--policy.path={folder}", f"--output.folder={tmp_path / 'runs'}")
+    done = launch(MAIN, *SMALL, *own, ranks=ranks)
     assert done.returncode != 0
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert error == f"error: policy.path: {folder} cannot be used: {message}"

@@ -12,7 +12,7 @@ from exgrpo.train.config import ConfigError
 from exgrpo.train.model_check import check_weights
 from exgrpo.train.model_source import ASSETS, find_model
 from exgrpo.train.pretrained import load_pretrained
-from exgrpo.train.recipe import load_recipe, parse_args, to_yaml
+from exgrpo.train.recipe import DEFAULT_RUN, load_recipe, parse_args, to_yaml
 from exgrpo.train.resume import check_continuation
 from exgrpo.train.rollout.choice import Choice, open_engine, training_settings
 from tests.train import tiny
@@ -210,7 +210,7 @@ def test_a_run_is_that_of_the_edited_copy(tmp_path):
     engine = ("--rollout.engine=transformers", "--steps=2")
     runs = {
         "changed": ("--policy.overrides", "max_position_embeddings=16384", "rope_theta=40000"),
-        "edited": (f"--policy.path={copy}",),
+        "edited": (f"--recipe={DEFAULT_RUN}", f"--policy.path={copy}"),
         "plain": (),
     }
     for name, arguments in runs.items():

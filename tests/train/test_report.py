@@ -86,6 +86,7 @@ def training_record(step: int, **changes: Any) -> dict[str, Any]:
         "bucket/2": 2 * step,
         "learning_rate": 1e-6,
         "skipped_updates": step // 2,
+        "idle_updates": 1,
         "generated_tokens": 1000 * step,
         "loss": -0.01,
         "grad_norm": 0.3,

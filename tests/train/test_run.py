@@ -23,6 +23,9 @@ SMALL = (
 )
 
 
+BUILTIN = "--data.train=builtin:arithmetic"
+
+
 def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -134,9 +137,9 @@ def test_a_run_in_use_is_not_continued_by_another_process(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy.path=/no/such/model"], "policy.path: /no/such/model holds no config.json"),
-        (["--policy.path=builtin:nothing"], "no builtin model 'builtin:nothing'; there is arithmetic"),
-        (["--data.train=missing.jsonl"], "missing.jsonl"),
+        (["--policy.path=/no/such/model", BUILTIN], "policy.path: /no/such/model holds no config.json"),
+        (["--policy.path=builtin:nothing", BUILTIN], "no builtin model 'builtin:nothing'; there is arithmetic"),
+        (["--data.train=missing.jsonl", "--policy.path=builtin:arithmetic"], "missing.jsonl"),
         (["--reward.function=maths"], "maths"),
         (["--recipe=missing.yaml"], "missing.yaml: no such recipe"),
         (["--output.folder=/dev/null"], "/dev/null"),

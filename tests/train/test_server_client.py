@@ -308,7 +308,7 @@ def test_a_server_out_of_order_is_one_clear_error(fakes, wanted, route, answer, 
     [
         ("backend", None, "has no weight transfer by nccl or gloo but None"),
         ("backend", "nccl", "takes weights over NCCL, and the trainer has no GPU"),
-        ("logprobs_mode", "processed_logprobs", "gives processed_logprobs instead of log-probs at temperature 1"),
+        ("logprobs_mode", "raw_logprobs", "gives raw_logprobs instead of log-probs at the sampling temperature"),
     ],
 )
 def test_options_that_rollouts_need_are_named(fakes, wanted, fact, value, message):
