@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo.train.folder_lock import claim
-from exgrpo.train.recipe import load_recipe
+from exgrpo.train.recipe import DEFAULT_RUN, load_recipe
 from tests.train.launch import MAIN, launch
 
 SMALL = (
@@ -139,7 +139,7 @@ def test_a_run_in_use_is_not_continued_by_another_process(run):
     [
         (["--policy.path=/no/such/model", BUILTIN], "policy.path: /no/such/model holds no config.json"),
         (["--policy.path=builtin:nothing", BUILTIN], "no builtin model 'builtin:nothing'; there is arithmetic"),
-        (["--data.train=missing.jsonl", "--policy.path=builtin:arithmetic"], "missing.jsonl"),
+        ([f"--recipe={DEFAULT_RUN}", "--data.train=missing.jsonl"], "missing.jsonl"),
         (["--reward.function=maths"], "maths"),
         (["--recipe=missing.yaml"], "missing.yaml: no such recipe"),
         (["--output.folder=/dev/null"], "/dev/null"),
