@@ -25,7 +25,7 @@ GPU = torch.device("cuda", 0)
 
 
 def settings(**rollout):
-    config = configured({"rollout": rollout})
+    config = configured({f"rollout.{name}": value for name, value in rollout.items()})
     return training_settings(config, load_pretrained("builtin:arithmetic"))
 
 
