@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from exgrpo.train.answers import Answerer
 from exgrpo.train.config import ConfigError
+from exgrpo.train.model_source import find_model
 from exgrpo.train.records import Rollout
 from exgrpo.train.rollout import NO_STOPS, Sampling, Stops, TransformersEngine, text_of
 from exgrpo.train.trainer import Trainer
@@ -105,7 +106,7 @@ class Unpushed(TransformersEngine):
 @pytest.fixture(params=[0, EOS[0]], ids=["own pad", "pad is EOS"])
 def engine(request, folder):
     common = {"dtype": torch.float32, "device": torch.device("cpu"), "eos": EOS}
-    return Unpushed(str(folder), pad=request.param, batch_tokens=1500, **common)
+    return Unpushed(find_model(str(folder)), pad=request.param, batch_tokens=1500, **common)
 
 
 def flat(answers):

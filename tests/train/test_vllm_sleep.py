@@ -70,6 +70,7 @@ class StandIn:
 
 class Output:
     num_cached_tokens = 0
+    finished = True
 
     def __init__(self, request_id, token):
         self.request_id = request_id
@@ -174,13 +175,13 @@ def test_the_time_asleep_ends_with_a_push_or_a_wake(level, monkeypatch):
 
 def test_what_vllm_is_told_on_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
-    told = _arguments(torch.device("cuda", 1), 20 * GIB, 2, 2)
+    told = _arguments(torch.device("cuda", 1), 20 * GIB, 2, 2, {})
     assert told["enable_sleep_mode"]
     assert "enforce_eager" not in told
     assert told["gpu_memory_utilization"] == 0.25
     assert (told["tensor_parallel_size"], told["distributed_executor_backend"]) == (2, "external_launcher")
-    assert not _arguments(torch.device("cuda", 1), 20 * GIB, 2, 0)["enable_sleep_mode"]
-    assert not {"enable_sleep_mode", "gpu_memory_utilization"} & set(_arguments(torch.device("cpu"), GIB, 1, 2))
+    assert not _arguments(torch.device("cuda", 1), 20 * GIB, 2, 0, {})["enable_sleep_mode"]
+    assert not {"enable_sleep_mode", "gpu_memory_utilization"} & set(_arguments(torch.device("cpu"), GIB, 1, 2, {}))
 
 
 def test_a_guest_has_random_numbers_of_its_own():
