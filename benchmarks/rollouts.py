@@ -24,8 +24,8 @@ import torch
 
 from exgrpo.train.config import Config, ConfigError
 from exgrpo.train.distributed import World, start
-from exgrpo.train.model_source import find_model
-from exgrpo.train.pretrained import DTYPES, load_pretrained
+from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.pretrained.tokenizer import DTYPES, load_pretrained
 from exgrpo.train.recipe import parse_args
 from exgrpo.train.rollout import RolloutEngine, Sampling
 from exgrpo.train.rollout.choice import choose_engine, open_engine, training_settings

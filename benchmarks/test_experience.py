@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from exgrpo.train.checkpoint.store import ExperienceStore
 from exgrpo.train.experience import ExperienceMemory, FreshQuestions, plan_questions, question_law
-from exgrpo.train.experience_store import ExperienceStore
 from exgrpo.train.records import Group, Trajectory
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)

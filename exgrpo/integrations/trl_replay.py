@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
 from exgrpo.train.config import ExperienceConfig
 from exgrpo.train.experience import (
     DelayedStart,
@@ -16,10 +17,9 @@ from exgrpo.train.experience import (
     plan_questions,
     question_law,
 )
-from exgrpo.train.experience_store import ExperienceStore, read_checked, write_checked
 from exgrpo.train.records import Group
+from exgrpo.train.reward.success import RewardWatch, is_success
 from exgrpo.train.seeds import generator
-from exgrpo.train.success import RewardWatch, is_success
 
 STATE = "state.json"
 

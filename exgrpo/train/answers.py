@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exgrpo.train.data import Question
+from exgrpo.train.data.questions import Question
 from exgrpo.train.distributed import World
 from exgrpo.train.records import Rollout, TokenIds
-from exgrpo.train.reward import Grader, Grading
+from exgrpo.train.reward.pool import Grader, Grading
 from exgrpo.train.rollout import EngineCounts, Finished, RolloutEngine, RolloutError, Sampling, text_of
 from exgrpo.train.seeds import derive_seed
 

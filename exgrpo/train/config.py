@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from exgrpo.train.overrides import Overrides
+from exgrpo.train.pretrained.overrides import Overrides
 
 PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
 """Asks any model for what the reward math_no_think reads."""

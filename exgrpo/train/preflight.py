@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from exgrpo.train.answers import Answerer
 from exgrpo.train.config import Config
-from exgrpo.train.data import Question
-from exgrpo.train.reward import Grader, form_of
+from exgrpo.train.data.questions import Question
+from exgrpo.train.reward.pool import Grader, form_of
+from exgrpo.train.reward.success import is_success
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.seeds import derive_seed
-from exgrpo.train.success import is_success
 
 QUESTIONS = 32
 SHOWN_CHARACTERS = 300

@@ -12,10 +12,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from exgrpo.train.model_check import check_positions, check_weights
-from exgrpo.train.model_source import ModelSource, find_model
-from exgrpo.train.overrides import from_arguments
-from exgrpo.train.pretrained import DTYPES
+from exgrpo.train.pretrained.check import check_positions, check_weights
+from exgrpo.train.pretrained.overrides import from_arguments
+from exgrpo.train.pretrained.source import ModelSource, find_model
+from exgrpo.train.pretrained.tokenizer import DTYPES
 
 GIB = 2**30
 
@@ -64,7 +64,7 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",  # of the policy that is sampled from, at its temperature
         "--weight-transfer-config": json.dumps({"backend": "gloo" if on_cpu else "nccl"}),
-        "--worker-extension-cls": "exgrpo.train.rollout.server_worker.RolloutWorker",
+        "--worker-extension-cls": "exgrpo.train.rollout.server.worker.RolloutWorker",
     }
     if own.max_tokens is not None:
         options["--max-model-len"] = own.max_tokens
@@ -80,7 +80,7 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
     # `vllm serve`; vLLM's build for CPUs has that command, but not under the name by which it asks for its version.
     program = ["vllm.entrypoints.cli.main", "serve", source.path]
     if on_cpu:
-        from exgrpo.train.rollout.vllm_engine import BLOCK_TOKENS
+        from exgrpo.train.rollout.vllm.engine import BLOCK_TOKENS
 
         program = ["vllm.entrypoints.launchers.api_server.entry", "--model", source.path]
         switches.append("--enforce-eager")

@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.answers import Answer, Answerer, Answers, Produced
-from exgrpo.train.batch import MiniBatch, Row, build_minibatches, build_rows
 from exgrpo.train.config import Config
-from exgrpo.train.data import QuestionSet
+from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.experience import (
     DelayedStart,
     ExperienceMemory,
@@ -26,14 +25,16 @@ from exgrpo.train.experience import (
     question_law,
     select_trajectory,
 )
-from exgrpo.train.idle import IdleSteps
-from exgrpo.train.metrics import step_metrics
-from exgrpo.train.mismatch import mismatch_metrics
-from exgrpo.train.policy import Policy, Score, UpdateStats
+from exgrpo.train.metrics.idle import IdleSteps
+from exgrpo.train.metrics.step import step_metrics
+from exgrpo.train.policy.batch import MiniBatch, Row, build_minibatches, build_rows
+from exgrpo.train.policy.mismatch import mismatch_metrics
+from exgrpo.train.policy.update import UpdateStats
+from exgrpo.train.policy.zero3 import Policy, Score
 from exgrpo.train.records import Group, TokenIds, Trajectory
+from exgrpo.train.reward.success import RewardWatch, is_success
 from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.seeds import derive_seed, generator
-from exgrpo.train.success import RewardWatch, is_success
 
 SCORED_RULES = ("lowest_entropy", "highest_entropy", "lowest_nll")
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from exgrpo.train.batch import Row
-from exgrpo.train.policy import Policy
+from exgrpo.train.policy.batch import Row
+from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout import RolloutEngine, RolloutError, Sampling, collect
 from exgrpo.train.seeds import derive_seed

@@ -31,7 +31,7 @@ from rich.table import Table
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from exgrpo.train.arithmetic import (
+from exgrpo.train.data.arithmetic import (
     LEVELS,
     MAX_RESPONSE_TOKENS,
     MODEL_FOLDER,

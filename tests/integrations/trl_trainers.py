@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
-from exgrpo.train.arithmetic import MODEL_FOLDER
+from exgrpo.train.data.arithmetic import MODEL_FOLDER
 
 QUESTIONS = 12
 COMPLETION = 9  # tokens at most

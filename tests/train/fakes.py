@@ -7,12 +7,13 @@ import numpy as np
 import torch
 
 from exgrpo.train.answers import Answerer
-from exgrpo.train.batch import MiniBatch, Row
-from exgrpo.train.data import Question, QuestionSet
-from exgrpo.train.policy import Score, UpdateStats
-from exgrpo.train.ratios import BINS
+from exgrpo.train.data.questions import Question, QuestionSet
+from exgrpo.train.policy.batch import MiniBatch, Row
+from exgrpo.train.policy.ratios import BINS
+from exgrpo.train.policy.update import UpdateStats
+from exgrpo.train.policy.zero3 import Score
 from exgrpo.train.records import Rollout, TokenIds
-from exgrpo.train.reward import Grades
+from exgrpo.train.reward.pool import Grades
 from exgrpo.train.rollout import EngineCounts, Finished, Sampling
 
 EOS = 1

@@ -8,10 +8,10 @@ import torch
 
 from exgrpo.train.config import ConfigError, ObjectiveConfig
 from exgrpo.train.distributed import start
-from exgrpo.train.model_source import find_model
-from exgrpo.train.policy import Policy
+from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.rollout import Sampling, collect
-from exgrpo.train.rollout.server_engine import ServerEngine
+from exgrpo.train.rollout.server.engine import ServerEngine
 from exgrpo.train.weight_check import check_engine
 from tests.train import tiny
 

@@ -7,7 +7,7 @@ import torch
 from exgrpo.train.answers import Answerer
 from exgrpo.train.distributed import World
 from exgrpo.train.records import Rollout
-from exgrpo.train.reward import Grades
+from exgrpo.train.reward.pool import Grades
 from exgrpo.train.rollout import EngineCounts, Finished, RolloutError, Sampling, Stops
 from tests.train.fakes import EOS, LoneWorld, question_set
 

@@ -6,7 +6,7 @@ import pytest
 
 from exgrpo.train.config import Config, ConfigError, ExperienceConfig
 from exgrpo.train.recipe import known_keys, load_recipe, parse_args, read_recipe, to_yaml
-from exgrpo.train.reward import resolve_reward
+from exgrpo.train.reward.pool import resolve_reward
 
 
 def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:

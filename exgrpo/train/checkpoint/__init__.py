@@ -1,0 +1,1 @@
+"""What an interrupted run goes on from, exactly."""

@@ -1,0 +1,318 @@
+"""Checkpoints that survive a kill at any moment and a damaged disk.
+
+    RUN/checkpoints/step_00000020/     one checkpoint; it exists under this name only when it is complete
+        manifest.json                  what the checkpoint is, and a checksum of everything, itself included
+        metrics.jsonl, samples.md      the run's logs up to this step
+        zero/                          DeepSpeed's shards of weights and optimiser
+    RUN/experience/                    buffer segments and state arrays, each named by its checksum
+
+Everything is written and flushed to disk under another name first; renaming the folder is the last act. A save believes
+the sizes of what is there already; a load believes nothing: it computes every checksum, each rank a share of them, and
+where one is wrong, all ranks take the checkpoint before.
+"""
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from exgrpo.train.checkpoint.durable import DamagedFileError, flush_file, flush_folder, sha256
+from exgrpo.train.checkpoint.log_files import DAMAGED, copy_logs, restore_logs
+from exgrpo.train.checkpoint.manifest import CheckpointError, Manifest, SavedFile, read_manifest, write_manifest
+from exgrpo.train.checkpoint.store import SUFFIX, ExperienceStore, read_checked, segment_names, write_checked
+from exgrpo.train.distributed import World
+from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.trainer import Trainer, TrainerState
+
+logger = logging.getLogger(__name__)
+
+FOLDER, EXPERIENCE, ZERO = "checkpoints", "experience", "zero"
+UNFINISHED = ".unfinished"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint and what its manifest says."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """The last training step that is in it."""
+        return self.manifest.step
+
+
+def folders(run: Path) -> list[Path]:
+    """The folders that pass for checkpoints of a run, newest first.
+
+    Raises:
+        OSError: they cannot be listed.
+    """
+    root = run / FOLDER
+    names = os.listdir(root) if root.is_dir() else []
+    return [root / name for name in sorted(names, reverse=True) if re.fullmatch(r"step_\d+", name)]
+
+
+def inspect(folder: Path) -> Found:
+    """Read a checkpoint's manifest and compare the sizes of its files, which takes no time.
+
+    Raises:
+        DamagedFileError: it is not complete, or its manifest is damaged.
+        CheckpointError: another version of this package wrote it.
+        OSError: it cannot be read.
+    """
+    manifest = read_manifest(folder)
+    experience = folder.parents[1] / EXPERIENCE
+    sizes = {folder / name: file.size for name, file in manifest.files.items()}
+    sizes |= {experience / f"{name}{SUFFIX}": size for name, size in manifest.experience.items()}
+    for path, size in sizes.items():
+        if not path.is_file():
+            raise DamagedFileError(f"{path} is missing")
+        if (now := path.stat().st_size) != size:
+            raise DamagedFileError(f"{path} is damaged: it has {now} bytes and was written with {size}")
+    return Found(folder, manifest)
+
+
+def survey(run: Path) -> tuple[list[Found], list[str]]:
+    """The complete checkpoints of a run, newest first, and what is wrong with its others."""
+    found, problems = [], []
+    for folder in folders(run):
+        try:
+            found.append(inspect(folder))
+        except (DamagedFileError, CheckpointError, OSError) as error:
+            problems.append(str(error))
+    return found, problems
+
+
+def find(run: Path) -> list[Found]:
+    """The complete checkpoints of a run, newest first; checksums are not computed."""
+    return survey(run)[0]
+
+
+class Checkpoints:
+    """Writes and reads the checkpoints of a run.
+
+    Args:
+        run: the run's folder.
+        world: its processes; all of them must call every method.
+        fingerprint: of the training questions: another data set cannot be continued on.
+        config: the configuration, plain values; every checkpoint keeps a copy.
+        keep: how many checkpoints stay; older ones are deleted after a newer one is complete.
+    """
+
+    def __init__(self, run: Path, world: World, *, fingerprint: str, config: dict[str, Any], keep: int) -> None:
+        self.run = run
+        self.world = world
+        self.fingerprint = fingerprint
+        self.config = config
+        self.keep = keep
+        self.store = ExperienceStore(run / EXPERIENCE)
+
+    def save(self, step: int, policy: Policy, trainer: Trainer, progress: dict[str, Any]) -> None:
+        """Write the checkpoint of a step.
+
+        Args:
+            step: the last finished training step.
+            policy: its weights, optimiser and schedule are saved.
+            trainer: its state is saved.
+            progress: plain values of the caller, returned by `load`.
+
+        Raises:
+            CheckpointError: it could not be written; the checkpoints before it are intact.
+        """
+        final = self.run / FOLDER / f"step_{step:08d}"
+        work = final.with_suffix(UNFINISHED)
+        self._on_main(lambda: self._clear(work, policy.checkpoint_bytes), step)
+        try:
+            policy.engine.save_checkpoint(str(work), tag=ZERO, save_latest=False)
+        except (OSError, RuntimeError) as error:
+            # The other ranks wait for this one inside DeepSpeed: its end lets the launcher end them.
+            free = shutil.disk_usage(self.run).free
+            raise self._failure(step, f"{str(error).splitlines()[0]} ({free / 1e9:.2f} GB are free)") from error
+        listings = self._on_every(lambda: _files(work), step)
+        names = sorted(set().union(*listings))  # a network file system may not show all of them everywhere yet
+        shares = self._on_every(lambda: _flush_and_hash(work, [name for _, name in self.world.split(names)]), step)
+        files = {name: share[name] for name in names for share in shares if name in share}
+        self._on_main(lambda: self._finish(final, work, self._manifest(step, files, trainer.state(), progress)), step)
+
+    def _clear(self, work: Path, needed: int) -> None:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        free = shutil.disk_usage(work).free
+        if needed > free:
+            raise OSError(f"it needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
+        copy_logs(self.run, work)
+
+    def _manifest(
+        self, step: int, files: dict[str, SavedFile], state: TrainerState, progress: dict[str, Any]
+    ) -> Manifest:
+        """Write the experience and say what belongs to the checkpoint."""
+        index = self.store.save(state.trajectories)
+        arrays = write_checked(self.store.folder, {**state.arrays, **index})
+        return Manifest(
+            step=step,
+            world_size=self.world.size,
+            fingerprint=self.fingerprint,
+            config=self.config,
+            files=files,
+            arrays=arrays,
+            experience={name: self.store.size(name) for name in (arrays, *segment_names(index))},
+            values=state.values,
+            progress=progress,
+        )
+
+    def _finish(self, final: Path, work: Path, manifest: Manifest) -> None:
+        write_manifest(work, manifest)
+        shutil.rmtree(final, ignore_errors=True)
+        work.replace(final)
+        flush_folder(final.parent)
+        flush_folder(self.run)
+        self._rotate()
+
+    def _rotate(self) -> None:
+        """Delete what a load has set aside, and what is older than the newest complete checkpoints."""
+        for aside in (self.run / FOLDER).glob(f"*{DAMAGED}"):
+            shutil.rmtree(aside)
+        kept = find(self.run)[: self.keep]
+        if len(kept) < self.keep:
+            return  # one that cannot be read now may be sound: nothing of it is deleted before others take its place
+        for folder in folders(self.run):
+            if folder.name < kept[-1].folder.name:
+                shutil.rmtree(folder)
+        self.store.remove_unused({name for found in kept for name in found.manifest.experience})
+
+    def load(self, policy: Policy, trainer: Trainer) -> tuple[int, dict[str, Any]]:
+        """Continue from the newest checkpoint whose files are sound, and put the run's logs right.
+
+        Damaged ones are named in a warning and set aside under another name until the next checkpoint is complete.
+
+        Returns:
+            its step and the caller's values.
+
+        Raises:
+            CheckpointError: there is none, or the newest sound one belongs to other data, another number of processes
+                or another version of this package, or may not be read.
+        """
+        found, state, problems = self._newest_sound()
+        self._agree(lambda: self._put_right(found, problems) if self.world.is_main else None)
+        if policy.engine.load_checkpoint(str(found.folder), tag=ZERO)[0] is None:
+            raise CheckpointError(
+                f"DeepSpeed finds no files of its own in {found.folder / ZERO}: is it another version?"
+            )
+        trainer.restore(state)
+        return found.step, found.manifest.progress
+
+    def _newest_sound(self) -> tuple[Found, TrainerState, dict[Path, str]]:
+        """The newest checkpoint without damage, and what is wrong with those after it."""
+        problems: dict[Path, str] = {}
+        for folder in self.world.gather(self._agree(lambda: folders(self.run)))[0]:
+            try:
+                return *self._open(folder), problems
+            except DamagedFileError as error:
+                problems[folder] = str(error)
+        raise CheckpointError(
+            f"{self.run} has no sound checkpoint to continue from"
+            + "".join(f"; {problem}" for problem in problems.values())
+            + ". Put a sound copy back, or start a new run"
+        )
+
+    def _open(self, folder: Path) -> tuple[Found, TrainerState]:
+        """A checkpoint of which everything is verified."""
+        found = self._agree(lambda: inspect(folder))
+        self._check(found)
+        self._agree(lambda: self._verify_share(found))
+        return found, self._agree(lambda: self._state(found.manifest))
+
+    def _verify_share(self, found: Found) -> None:
+        for _, (name, file) in self.world.split(list(found.manifest.files.items())):
+            if sha256(found.folder / name) != file.sha256:
+                raise DamagedFileError(f"{found.folder / name} is damaged: it does not have the checksum it had")
+
+    def _state(self, manifest: Manifest) -> TrainerState:
+        arrays = read_checked(self.store.folder, manifest.arrays)
+        return TrainerState(manifest.values, arrays, self.store.load(arrays))
+
+    def _put_right(self, found: Found, problems: dict[Path, str]) -> None:
+        for folder, problem in problems.items():
+            # Under its name it would take the place of a sound one when old checkpoints are deleted.
+            aside = folder.with_name(folder.name + DAMAGED)
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.replace(aside)
+            logger.warning("%s; going on with %s; %s is the damaged checkpoint now", problem, found.folder, aside)
+        restore_logs(self.run, found.folder)
+
+    def _check(self, found: Found) -> None:
+        manifest = found.manifest
+        if manifest.world_size != self.world.size:
+            raise CheckpointError(
+                f"{found.folder} was written by {manifest.world_size} processes and this is {self.world.size}: "
+                f"continue with --num_accelerators {manifest.world_size}"
+            )
+        if manifest.fingerprint != self.fingerprint:
+            raise CheckpointError(f"{found.folder} belongs to other training questions than the configuration names")
+
+    def _agree(self, read: Callable[[], T]) -> T:
+        """What reading gives on this rank; where it fails on any rank, it fails alike on all.
+
+        A file that may not be read is an error and no damage: a person can mend that, and no step is lost.
+        """
+        problem: DamagedFileError | CheckpointError | None = None
+        try:
+            result = read()
+        except (DamagedFileError, CheckpointError) as error:
+            problem = error
+        except PermissionError as error:
+            problem = CheckpointError(f"permission denied: {error.filename}; let this user read and write it")
+        except OSError as error:
+            problem = DamagedFileError(f"{error.filename} cannot be read or written: {error.strerror}")
+        problems = [p for p in self.world.gather(problem) if p]
+        for refusal in problems:
+            if isinstance(refusal, CheckpointError):
+                raise refusal
+        if problems:
+            raise DamagedFileError("; ".join(dict.fromkeys(map(str, problems))))
+        return result
+
+    def _on_main(self, action: Callable[[], None], step: int) -> None:
+        self._on_every(action if self.world.is_main else lambda: None, step)
+
+    def _on_every(self, action: Callable[[], T], step: int) -> list[T]:
+        """What an action gives on every rank; where it fails on any, fail on all with the same message."""
+        result, problem = None, ""
+        try:
+            result = action()
+        except OSError as error:
+            problem = error.strerror or str(error)
+        gathered = self.world.gather((result, problem))
+        problems = [problem for _, problem in gathered if problem]
+        if problems:
+            raise self._failure(step, problems[0])
+        return [result for result, _ in gathered]  # type: ignore[misc]
+
+    def _failure(self, step: int, problem: str) -> CheckpointError:
+        before = find(self.run)
+        last = f"the last complete one is {before[0].folder}" if before else "there is no earlier one"
+        return CheckpointError(
+            f"the checkpoint of step {step} in {self.run / FOLDER} cannot be written: {problem}; {last}. "
+            "Free space there and start again with --resume auto"
+        )
+
+
+def _files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def _flush_and_hash(folder: Path, names: list[str]) -> dict[str, SavedFile]:
+    """Force files to disk and say what they hold."""
+    files = {}
+    for path in (folder / name for name in names):
+        flush_file(path)
+        flush_folder(path.parent)
+        files[str(path.relative_to(folder))] = SavedFile(size=path.stat().st_size, sha256=sha256(path))
+    return files

@@ -1,0 +1,115 @@
+"""Which run `--resume` means, and what may differ when it goes on."""
+
+import logging
+import os
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from exgrpo.train.checkpoint.checkpoint import FOLDER, find, folders, survey
+from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.recipe import load_recipe, validate
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+FINISHED = "finished"
+"""File in the folder of a run that has nothing left to do, its last evaluation included."""
+FREE = (
+    "steps",
+    "resume",
+    "preflight",
+    "checkpoint.",
+    "distributed.",
+    "evaluation.",
+    "output.",
+    "reward.workers",
+    "reward.time_limit",
+    "rollout.servers",
+    "rollout.sleep_level",
+    "rollout.check_every",
+)
+
+
+def locate(config: Config) -> Path | None:
+    """The folder of the run to continue; None where `auto` finds no unfinished one and a new run begins.
+
+    Raises:
+        ConfigError: it has no complete checkpoint; damaged ones are named.
+    """
+    if config.resume is None:
+        return None
+    run = _newest_unfinished(config) if config.resume == AUTO else Path(config.resume)
+    if run is None:
+        return None
+    found, problems = survey(run)
+    if not found:
+        raise ConfigError(
+            f"resume: {run} has no complete checkpoint to continue from" + "".join(f"; {p}" for p in problems)
+        )
+    return run
+
+
+def _newest_unfinished(config: Config) -> Path | None:
+    """Of the runs with a checkpoint, be it a damaged one: to begin anew beside that would hide what happened."""
+    root, name = config.output.folder, config.output.name
+    runs = [root / name] if name else [path.parent for path in sorted(root.glob(f"*/{FOLDER}"))]
+    unfinished = []
+    for run in runs:
+        if not (run / FINISHED).exists() and (saved := folders(run)):
+            unfinished.append((saved[0].stat().st_mtime_ns, run))
+    return max(unfinished)[1] if unfinished else None
+
+
+def saved_config(run: Path) -> Config:
+    """The configuration of a run with a complete checkpoint: config.yaml, held against the checkpoint's copy.
+
+    Where config.yaml is lost or damaged, the copy is taken and a warning says so.
+
+    Raises:
+        ConfigError: config.yaml differs from the copy in what may not change; the keys are named.
+    """
+    newest, path = find(run)[0], run / "config.yaml"
+    copy = validate(newest.manifest.config, f"the configuration in {newest.folder}")
+    try:
+        if path.is_file() and not path.stat().st_size:
+            raise ConfigError(f"{path} is empty")
+        saved = load_recipe(path)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning("%s: the configuration is taken from %s", error, newest.folder)
+        return copy
+    if changed := _changes(saved, copy):
+        raise ConfigError(
+            f"{path} is not what the run was saved with: {changed}; "
+            "put it right, or remove it: the checkpoint has a copy"
+        )
+    return saved
+
+
+def check_continuation(config: Config, saved: Config) -> None:
+    """Refuse changes that would make the rest of a run another run.
+
+    Raises:
+        ConfigError: naming the keys.
+    """
+    if changed := _changes(config, saved):
+        raise ConfigError(f"resume: {changed}; a run goes on as it began: leave these out, or start a new run")
+
+
+def _changes(config: Config, saved: Config) -> str:
+    """What differs and may not, in words; empty where nothing does."""
+    old, new = _flat(saved), _flat(config)
+    changed = [key for key in new if new[key] != old[key] and not key.startswith(FREE)]
+    return ", ".join(f"{key} was {old[key]!r} and is now {new[key]!r}" for key in changed)
+
+
+def _flat(model: BaseModel, prefix: str = "") -> dict[str, object]:
+    values: dict[str, object] = {}
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            values |= _flat(value, f"{prefix}{name}.")
+        else:
+            values[prefix + name] = value
+    return values

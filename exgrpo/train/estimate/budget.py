@@ -1,0 +1,158 @@
+"""What a recipe takes on given GPUs: memory by moment, CPU memory, disk, seconds by phase. Arithmetic, no measurement.
+
+Pure functions of a configuration, a model shape, the hardware and stated assumptions. B bytes, N parameters.
+"""
+
+import math
+
+import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from exgrpo.kernels.chunks import chunking
+from exgrpo.train.config import Config
+from exgrpo.train.estimate.parts import Amount, Assumptions, Hardware, MemoryItem, Phase, Work
+from exgrpo.train.estimate.rollout import asleep_bytes, push_seconds, rollout_memory, rollout_seconds
+from exgrpo.train.estimate.shape import FP32, ModelShape
+from exgrpo.train.policy.zero3 import deepspeed_settings
+from exgrpo.train.pretrained.tokenizer import DTYPES
+from exgrpo.train.trainer import SCORED_RULES
+
+TRAJECTORY_OVERHEAD = 700
+"""Bytes of a stored trajectory beside its tokens: the object, two arrays, its place in a checkpoint."""
+
+
+def gpu_memory(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[MemoryItem, ...]:
+    """Every allocation of a rank on its GPU, in bytes."""
+    return (
+        *_states(config, shape, hardware.gpus),
+        *_passes(config, shape),
+        *rollout_memory(config, shape, hardware.gpus),
+    )
+
+
+def _states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
+    """What ZeRO-3 keeps all the time, and what its optimiser step adds."""
+    zero = _zero(config)
+    item = DTYPES[config.policy.dtype].itemsize
+    shard = shape.sharded(gpus)
+    on_gpu = 0 if config.distributed.offload_optimizer else FP32 * shard
+    whole = shape.whole(config.distributed.persistence_threshold)
+    # The gradients of a group of parameters are copied together, and AdamW makes one more tensor of their size.
+    group = 2 * min(on_gpu, FP32 * zero.sub_group_size)
+    return (
+        _always("weights, sharded", item * (shard + whole)),
+        _always("fp32 master weights, sharded", on_gpu),
+        _always("AdamW moments, sharded", 2 * on_gpu),
+        _always("gradients, fp32, sharded", on_gpu),
+        _always("gradient reduction bucket", item * zero.reduce_bucket_size),
+        MemoryItem("AdamW's own copies", step=group),
+    )
+
+
+def _passes(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
+    """What a micro-batch adds: gathered weights, activations, the head, a layer's backward."""
+    item = DTYPES[config.policy.dtype].itemsize
+    tokens, checkpointing = config.optimizer.micro_batch_tokens, config.policy.gradient_checkpointing
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    eager = longest if config.policy.attention == "eager" else 0
+    # ZeRO-3 keeps gathered what it needs again within this many elements.
+    gathered = item * min(shape.total, int(_zero(config).max_reuse_distance) + max(shape.parameters))
+    saved = tokens * shape.saved_bytes(item, checkpointing=checkpointing, eager_length=eager)
+    again = shape.layer_bytes(item, eager_length=eager) if checkpointing else 0
+    return (
+        MemoryItem("gathered weights", loss=gathered, backward=gathered),
+        MemoryItem("saved activations", loss=saved, backward=saved),
+        MemoryItem("fused head", loss=head_bytes(shape, item, tokens)),
+        MemoryItem("backward of one layer", backward=tokens * (again + shape.gradient_bytes(item))),
+    )
+
+
+def head_bytes(shape: ModelShape, item: int, tokens: int, device: str = "cuda") -> int:
+    """Peak bytes of loss, forward and backward of the fused head when every token is a target.
+
+    In the forward a chunk of logits with its scratch (on a GPU their exponentials in 16 bits) and its tiles, and the
+    sums of both gradients in fp32. In the backward the sums, and in 16 bits their products with the upstream gradient.
+    """
+    kind = torch.device(device)
+    if kind.type == "cuda":
+        chunk = min(tokens, chunking.GPU_ROWS) * (FP32 + (item if item < FP32 else 0))
+    else:
+        step = min(tokens, chunking.chunk_rows(shape.vocabulary, torch.float32, kind))
+        chunk = FP32 * (step + min(step, chunking.block_rows(shape.vocabulary, torch.float32, kind)))
+    sums = FP32 * shape.width * (shape.vocabulary + tokens)
+    per_token = 16 * FP32 * tokens  # inputs in fp32, statistics and results
+    forward = shape.vocabulary * chunk + 2 * chunking.TILE_BYTES + sums
+    scaled = item * shape.width * (shape.vocabulary + tokens) if item < FP32 else 0
+    return per_token + max(forward, sums + scaled)
+
+
+def _always(name: str, size: float) -> MemoryItem:
+    return MemoryItem(name, size, size, size, size)
+
+
+def _zero(config: Config) -> DeepSpeedZeroConfig:
+    return DeepSpeedZeroConfig(**deepspeed_settings(config)["zero_optimization"])
+
+
+def cpu_memory(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> tuple[Amount, ...]:
+    """What all ranks together hold in CPU memory beside the program itself."""
+    # Masters, two moments, gradients as they arrive and as AdamW takes them.
+    offloaded = 5 * FP32 * shape.sharded(gpus) * gpus if config.distributed.offload_optimizer else 0
+    return (
+        Amount("rollout engines asleep, their copies of the weights", asleep_bytes(config, shape, gpus)),
+        Amount("offloaded masters, moments and gradients", offloaded),
+        Amount("experience buffer at the end, a copy per rank", gpus * buffer_bytes(config, assumptions)),
+    )
+
+
+def buffer_bytes(config: Config, assumptions: Assumptions) -> float:
+    """Bytes of the experience buffer of one rank at the end of a run in which no solved question retires."""
+    if config.experience.ratio == 0:
+        return 0
+    age = config.experience.max_age
+    steps = config.steps if age is None else min(config.steps, age + 1)
+    stored = steps * work(config, assumptions).fresh * assumptions.success_rate
+    # Token id and log-prob, 4 bytes each.
+    return stored * (8 * assumptions.response_tokens + TRAJECTORY_OVERHEAD)
+
+
+def disk(config: Config, shape: ModelShape, assumptions: Assumptions) -> tuple[Amount, ...]:
+    """Bytes that a run leaves on disk, and one checkpoint more: the oldest goes when the newest is complete."""
+    item = DTYPES[config.policy.dtype].itemsize
+    checkpoint = 3 * FP32 * shape.total if config.checkpoint.every else 0
+    buffer = buffer_bytes(config, assumptions) if config.checkpoint.every else 0
+    kept = config.checkpoint.keep
+    return (
+        Amount(f"checkpoints, {kept} kept and one being written", (kept + 1) * checkpoint),
+        Amount("experience buffer at the end", buffer),
+        Amount("trained model", item * shape.total if config.output.save_model else 0),
+    )
+
+
+def work(config: Config, assumptions: Assumptions) -> Work:
+    """The sequences of one step; as many questions are replayed as the ratio allows."""
+    experience, rows = config.experience, config.questions * config.rollout.samples
+    replayed = math.floor(experience.ratio * config.questions + 1e-9)
+    stored = min(assumptions.candidates, experience.max_per_question or math.inf)
+    scored = experience.trajectory in SCORED_RULES or not config.objective.importance_correction
+    return Work(fresh=rows - replayed, rows=rows, candidates=replayed * stored if scored else 0)
+
+
+def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> tuple[Phase, ...]:
+    """Seconds of one step by phase; the optimiser's own arithmetic, grading and evaluations are not counted."""
+    sequence = assumptions.prompt_tokens + assumptions.response_tokens
+    decoder, head = shape.decoder_flops(sequence), shape.head_flops(assumptions.response_tokens)
+    of_step = work(config, assumptions)
+    # Forward once, backward twice that, and with checkpointing the layers forward once more. The head needs three
+    # products in all: its gradients are formed during the forward.
+    passes = 4 if config.policy.gradient_checkpointing else 3
+    flops = {
+        "select": of_step.candidates * (decoder + head),
+        "score": of_step.fresh * (decoder + head),
+        "update": of_step.rows * (passes * decoder + 3 * head),
+    }
+    speed = hardware.gpus * hardware.flops * assumptions.mfu
+    passes_of = {name: Phase(name, value / speed, value) for name, value in flops.items()}
+    push = Phase("push", push_seconds(config, shape, assumptions))
+    rollout = Phase("rollout", rollout_seconds(config, shape, hardware, assumptions))
+    return (passes_of["select"], rollout, passes_of["score"], passes_of["update"], push)

@@ -1,0 +1,165 @@
+"""The sizes of a causal LM, from its configuration alone, and what they take: parameters, FLOPs, bytes.
+
+Counted for decoders of the Llama family (RMSNorm, rotary positions, gated MLP, grouped-query attention).
+D width, F width of the MLP, H heads and G key/value heads of width d, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from exgrpo.train.pretrained.source import ModelError, find_model, read_config
+
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model. Bytes are per token where `item` is the bytes of an element in the compute dtype.
+
+    Attributes:
+        parameters: elements of each parameter, tied ones once.
+        linear: elements of all matrices of the decoder layers.
+        layers, width, mlp, heads, kv_heads, head_width, vocabulary: number of layers, D, F, H, G, d, V.
+        tied: whether the output embedding is the input embedding.
+    """
+
+    parameters: tuple[int, ...]
+    linear: int
+    layers: int
+    width: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    vocabulary: int
+    tied: bool
+
+    @property
+    def total(self) -> int:
+        """Number of parameters."""
+        return sum(self.parameters)
+
+    @property
+    def read_per_token(self) -> int:
+        """Parameters that one decoding step reads: all but an input embedding of its own, of which it reads rows."""
+        return self.total - (0 if self.tied else self.vocabulary * self.width)
+
+    def sharded(self, ranks: int) -> int:
+        """Elements of one rank's shard: ZeRO-3 cuts every parameter by itself and rounds up."""
+        return sum(-(-elements // ranks) for elements in self.parameters)
+
+    def whole(self, threshold: int) -> int:
+        """Elements of the parameters that are small enough to stay whole on every rank."""
+        return sum(elements for elements in self.parameters if elements <= threshold)
+
+    def decoder_flops(self, tokens: float) -> float:
+        """FLOPs of the decoder layers over one sequence, forward; causal attention counts half of its square."""
+        return 2 * self.linear * tokens + self.layers * 2 * self.heads * self.head_width * tokens**2
+
+    def head_flops(self, tokens: float) -> float:
+        """FLOPs of one product with the output embedding."""
+        return 2 * self.width * self.vocabulary * tokens
+
+    def kv_bytes(self, item: int) -> int:
+        """Bytes of keys and values that a cache holds per token."""
+        return 2 * self.layers * self.kv_heads * self.head_width * item
+
+    def kv_working_bytes(self, item: int) -> int:
+        """Bytes per token beside the cache itself while one layer of transformers' generate attends to it.
+
+        Its keys, then its values, are copied to grow by one token; then both are repeated for all heads where heads
+        share them (in batches with padding, which most are).
+        """
+        repeated = 2 * self.heads if self.heads > self.kv_heads else 0
+        return self.head_width * item * max(self.kv_heads, repeated)
+
+    def kv_traffic(self, item: int) -> int:
+        """Bytes per cached token that a decoding step reads and writes, all layers: those copies, then attention."""
+        repeat = self.kv_heads + self.heads if self.heads > self.kv_heads else 0
+        return 2 * self.layers * self.head_width * item * (2 * self.kv_heads + repeat + self.heads)
+
+    def layer_bytes(self, item: int, *, eager_length: int = 0) -> int:
+        """Bytes per token that one layer saves for its backward pass.
+
+        Each of the two norms: its input in fp32, its scale, its result before and after the weight. Attention: queries,
+        keys, values, result, one fp32 statistic per head. MLP: gate, its activation, the other factor, their product.
+
+        Args:
+            item: bytes of an element.
+            eager_length: tokens of a sequence, with eager attention, which repeats keys and values and saves its
+                probabilities [H, length] in fp32 and, where that is not fp32, in the compute dtype.
+        """
+        norms = 2 * (FP32 * self.width + FP32 + 2 * item * self.width)
+        keys = self.heads if eager_length else self.kv_heads
+        attention = 2 * item * self.head_width * (self.heads + keys)
+        if eager_length:
+            attention += self.heads * eager_length * (FP32 + (item if item != FP32 else 0))
+        else:
+            attention += FP32 * self.heads
+        return norms + attention + 4 * item * self.mlp
+
+    def saved_bytes(self, item: int, *, checkpointing: bool, eager_length: int = 0) -> int:
+        """Bytes per token that the decoder saves for its backward pass: of each layer all, or its input alone."""
+        layer = item * self.width if checkpointing else self.layer_bytes(item, eager_length=eager_length)
+        token_id, final_norm = 8, FP32 * self.width + FP32 + item * self.width
+        return token_id + self.layers * layer + final_norm
+
+    def gradient_bytes(self, item: int) -> int:
+        """Bytes per token of the gradients in flight inside a layer: three as wide as the MLP, two of width D."""
+        return item * (3 * self.mlp + 2 * self.width)
+
+
+def read_shape(path: str, config_json: Path | None = None, overrides: Mapping[str, Any] | None = None) -> ModelShape:
+    """The shape of a model; no weights are read.
+
+    Args:
+        path: folder or hub name of the model, or builtin:NAME.
+        config_json: its config.json or the folder that holds it, where the model itself is not at hand.
+        overrides: values of its configuration that are changed.
+
+    Raises:
+        ValueError: there is no such model, or it is not of the family that is counted here.
+    """
+    if config_json is not None:
+        return shape_of(read_config(config_json, overrides or {}))
+    try:
+        config = find_model(path, overrides).config
+    except ModelError as error:
+        raise ModelError(f"{error}; or give its config.json by --model-config") from None
+    return shape_of(config)
+
+
+def shape_of(config: Any) -> ModelShape:
+    """The shape of the model that a Hugging Face configuration describes, counted on the meta device.
+
+    Raises:
+        ValueError: it is not of the family that is counted here.
+    """
+    missing = [name for name in NEEDED if not isinstance(getattr(config, name, None), int)]
+    experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, name, None)]
+    if missing or experts:
+        why = f"has no {', '.join(missing)}" if missing else "is a mixture of experts"
+        raise ValueError(f"model {config.model_type!r} {why}: only dense decoders of the Llama family are estimated")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    decoder = model.get_decoder()
+    heads = config.num_attention_heads
+    return ModelShape(
+        parameters=tuple(parameter.numel() for parameter in model.parameters()),
+        linear=sum(module.weight.numel() for module in decoder.modules() if isinstance(module, nn.Linear)),
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        mlp=config.intermediate_size,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_width=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocabulary=config.vocab_size,
+        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+    )

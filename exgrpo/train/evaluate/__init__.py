@@ -1,0 +1,1 @@
+"""A model on held-out questions."""

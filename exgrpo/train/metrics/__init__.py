@@ -1,0 +1,1 @@
+"""The numbers of a step, and the files, screens and trackers that show them."""

@@ -1,0 +1,180 @@
+"""The numbers of a training step, and the files they go to."""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from exgrpo.train.answers import Answers
+from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
+from exgrpo.train.config import ConfigError
+from exgrpo.train.experience import ExperienceMemory
+from exgrpo.train.metrics.trackers import Tracker, tracked
+from exgrpo.train.policy.ratios import BINS, log_ratio_quantiles
+from exgrpo.train.policy.update import UpdateStats
+from exgrpo.train.policy.zero3 import Score
+from exgrpo.train.records import Group
+
+logger = logging.getLogger(__name__)
+UPDATE_MEANS = (
+    "loss",
+    "grad_norm",
+    "clip_fraction",
+    "fresh_ratio",
+    "fresh_ratio_max",
+    "replayed_ratio",
+    "replayed_weight",
+)
+
+
+def step_metrics(
+    *,
+    step: int,
+    groups: Sequence[Group],
+    answers: Answers,
+    pass_rate: float,
+    scores: Sequence[Score],
+    updates: Sequence[UpdateStats],
+    memory: ExperienceMemory,
+    replayed_entropy: float,
+    learning_rate: float,
+    replay_open: bool,
+    skipped_updates: int,
+    idle_updates: int,
+    generated_tokens: int,
+    seconds: dict[str, float],
+) -> dict[str, float]:
+    """One flat record per training step; entropies in nats per token, lengths in tokens, times in seconds.
+
+    Log-ratio quantiles, in nats, are over all tokens of the step. bucket/k: buffered questions by success count, which
+    is rounded for this.
+    """
+    rewards = answers.rewards
+    lengths = np.array([len(rollout.response) for rollout in answers.rollouts])
+    replayed = [group.replayed for group in groups if group.replayed is not None]
+    seconds = {**seconds, "generate": answers.generate_seconds, "grade": answers.grade_seconds}
+    total = sum(seconds[phase] for phase in ("select", "rollout", "score", "update", "push"))
+    record: dict[str, float] = {
+        "step": step,
+        "reward": float(rewards.mean()),
+        "pass_rate": pass_rate,
+        "entropy": float(np.concatenate([score.entropy for score in scores]).mean()),
+        "response_tokens": float(lengths.mean()),
+        "truncated": float(np.mean([not rollout.finished for rollout in answers.rollouts])),
+        "timed_out": answers.timed_out,
+        "reward_failed": answers.failed,
+        "groups": len(groups),
+        "replayed": len(replayed),
+        "replayed_entropy": replayed_entropy,
+        "replayed_age": float(np.mean([step - row.step for row in replayed])) if replayed else math.nan,
+        "replay_open": float(replay_open),
+        "buffer_questions": len(memory),
+        "buffer_trajectories": memory.trajectory_count,
+        "retired": int(memory.retired.sum()),
+        **{f"bucket/{k}": int(size) for k, size in enumerate(memory.bucket_sizes()) if 0 < k < memory.samples},
+        "learning_rate": learning_rate,
+        "skipped_updates": skipped_updates,
+        "idle_updates": idle_updates,
+        "generated_tokens": generated_tokens,
+        **_of_updates(updates),
+        **_of_engine(answers, int(lengths.sum())),
+        "tokens_per_second": float(lengths.sum()) / total,
+        "seconds": total,
+        **{f"seconds/{phase}": value for phase, value in seconds.items()},
+    }
+    return record
+
+
+def _of_engine(answers: Answers, tokens: int) -> dict[str, float]:
+    """What the rollout engine did: its own throughput, and the fraction of prompt tokens that it had cached."""
+    counts = answers.engine
+    return {
+        "rollout_tokens_per_second": tokens / answers.generate_seconds,
+        "prefix_cache_hits": counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else math.nan,
+        "seconds/asleep": counts.asleep_seconds,
+    }
+
+
+def _of_updates(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Means over the step's optimiser steps, of those where the number exists, and quantiles over its tokens.
+
+    A step without any has no numbers: NaN.
+    """
+    numbers = {}
+    for name in UPDATE_MEANS:
+        values = [value for update in updates if math.isfinite(value := getattr(update, name))]
+        numbers[name] = float(np.mean(values)) if values else math.nan
+    none = torch.zeros(2, BINS, dtype=torch.int64)
+    counts = torch.stack([none, *(update.log_ratios for update in updates)]).sum(0).numpy()
+    for kind, of_kind in zip(("fresh", "replayed"), counts, strict=True):
+        quantiles = log_ratio_quantiles(of_kind)
+        numbers |= {f"{kind}_log_ratio/{name}": value for name, value in quantiles.items()}
+    return numbers
+
+
+class RunLog:
+    """Writes metrics.jsonl and readable samples into a run's folder, and tells the trackers.
+
+    A tracker that fails is dropped with one warning: metrics.jsonl is what counts.
+
+    Args:
+        folder: of the run; it exists.
+        trackers: they are closed with the log.
+        resume: what `position` said at the step from which the run goes on; what was written later is cut off.
+
+    Raises:
+        ConfigError: a file is shorter than `resume` says.
+    """
+
+    def __init__(self, folder: Path, trackers: Sequence[Tracker] = (), *, resume: dict[str, int] | None = None) -> None:
+        self._trackers = list(trackers)
+        self._step = 0
+        self._metrics = (folder / METRICS).open("a", encoding="utf-8")
+        self._samples = (folder / SAMPLES).open("a", encoding="utf-8")
+        if resume is not None:
+            self._step = resume["step"]
+            for file, size in ((self._metrics, resume["metrics"]), (self._samples, resume["samples"])):
+                if (now := os.fstat(file.fileno()).st_size) < size:  # truncate would fill it up with NUL bytes
+                    raise ConfigError(f"{file.name} is damaged: it has {now} bytes and had {size} at step {self._step}")
+                file.truncate(size)
+
+    def metrics(self, record: dict[str, float]) -> None:
+        """Append one record; numbers that do not exist (NaN) become null."""
+        self._step = step = int(record["step"])
+        plain = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in record.items()}
+        self._metrics.write(json.dumps(plain) + "\n")
+        self._metrics.flush()
+        self._tell(lambda tracker: tracker.log(step, tracked(plain)))
+
+    def _tell(self, message: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                message(tracker)
+            except Exception as error:  # a service that fails must not end the training
+                self._trackers.remove(tracker)
+                name = type(tracker).__name__
+                logger.warning("%s failed (%s) and gets no more numbers; metrics.jsonl has all of them", name, error)
+
+    def position(self) -> dict[str, int]:
+        """The latest step, and the sizes of the files up to it; so much is on disk when this returns."""
+        for file in (self._metrics, self._samples):
+            os.fsync(file.fileno())
+        return {"step": self._step, "metrics": self._metrics.tell(), "samples": self._samples.tell()}
+
+    def sample(self, step: int, question: str, gold: str, answers: Sequence[tuple[str, str]]) -> None:
+        """Append one question with its (label, text) answers for people to read."""
+        self._samples.write(f"## Step {step}: {question}\n\nExpected: `{gold}`\n\n")
+        for label, text in answers:
+            self._samples.write(f"**{label}**\n\n~~~text\n{text}\n~~~\n\n")
+        self._samples.flush()
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._metrics.close()
+        self._samples.close()
+        self._tell(lambda tracker: tracker.close())

@@ -1,0 +1,81 @@
+"""What an optimiser step did, summed over micro-batches and ranks."""
+
+from dataclasses import dataclass
+
+import torch
+
+from exgrpo.kernels import PolicyLoss
+from exgrpo.train.distributed import World
+from exgrpo.train.policy.batch import MicroBatch
+from exgrpo.train.policy.ratios import count_log_ratios
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateStats:
+    """What one optimiser step did, over all ranks.
+
+    `applied` is False where the gradient norm was not finite and the step was skipped. Ratios are means over
+    tokens (and the largest fresh one); `replayed_weight` is the mean of what the ratio of a replayed token is shaped
+    to; a mean over no tokens is NaN. `log_ratios` [2, BINS] counts fresh and replayed tokens, see `ratios`.
+    """
+
+    loss: float
+    grad_norm: float
+    applied: bool
+    clip_fraction: float
+    fresh_ratio: float
+    fresh_ratio_max: float
+    replayed_ratio: float
+    replayed_weight: float
+    log_ratios: torch.Tensor
+
+
+class Tally:
+    """Sums over the micro-batches of one rank: loss, clipped, ratios, counts of tokens and of their log-ratios."""
+
+    def __init__(self, beta: float | None) -> None:
+        self.beta = beta
+        self.sums: list[torch.Tensor] = []
+        self.log_ratios: list[torch.Tensor] = []
+
+    def add(self, batch: MicroBatch, result: PolicyLoss) -> None:
+        """Take in a micro-batch; one without rows weighs nothing."""
+        active = batch.target >= 0
+        replayed = active & batch.replayed[:, None]
+        fresh = active & ~batch.replayed[:, None]
+        ratio = result.ratio.double()
+        weight = ratio if self.beta is None else ratio / (ratio + self.beta)
+        zero = ratio.new_zeros(())
+        self.sums.append(
+            torch.stack(
+                [
+                    result.loss.detach().double(),
+                    fresh.sum().double(),
+                    replayed.sum().double(),
+                    result.clipped.sum().double(),
+                    torch.where(fresh, ratio, zero).sum(),
+                    torch.where(replayed, ratio, zero).sum(),
+                    torch.where(replayed, weight, zero).sum(),
+                    torch.where(fresh, ratio, zero).amax(),
+                ]
+            )
+        )
+        self.log_ratios.append(count_log_ratios(result.log_prob - batch.old_log_prob, batch.replayed, active))
+
+    def stats(self, world: World, *, grad_norm: float | torch.Tensor, applied: bool) -> UpdateStats:
+        """What the step did, over all ranks, which call it together."""
+        stacked, counts = torch.stack(self.sums).cpu(), torch.stack(self.log_ratios).sum(0).cpu()
+        gathered = world.gather((torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)]), counts))
+        of_ranks = torch.stack([numbers for numbers, _ in gathered])
+        loss, fresh, replayed, clipped, fresh_ratio, replayed_ratio, weight = of_ranks[:, :-1].sum(0).tolist()
+        return UpdateStats(
+            loss=loss / world.size,
+            grad_norm=float(grad_norm),
+            applied=applied,
+            clip_fraction=clipped / fresh if fresh else float("nan"),
+            fresh_ratio=fresh_ratio / fresh if fresh else float("nan"),
+            fresh_ratio_max=float(of_ranks[:, -1].max()) if fresh else float("nan"),
+            replayed_ratio=replayed_ratio / replayed if replayed else float("nan"),
+            replayed_weight=weight / replayed if replayed else float("nan"),
+            log_ratios=torch.stack([counts for _, counts in gathered]).sum(0),
+        )

@@ -1,0 +1,183 @@
+"""The policy under DeepSpeed ZeRO-3: scores, optimiser steps, whole weights."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel, get_scheduler
+from transformers.integrations import HfDeepSpeedConfig
+
+from exgrpo.train.config import Config, ObjectiveConfig
+from exgrpo.train.distributed import World
+from exgrpo.train.policy.batch import MiniBatch, Row, collate, schedule
+from exgrpo.train.policy.model import LossTerms, PolicyModel
+from exgrpo.train.policy.update import Tally, UpdateStats
+from exgrpo.train.pretrained.source import ModelSource
+from exgrpo.train.pretrained.tokenizer import DTYPES
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """A response under the policy at some temperature: [R] fp32 log-prob and [R] fp32 entropy of each token."""
+
+    log_prob: npt.NDArray[np.float32]
+    entropy: npt.NDArray[np.float32]
+
+
+class Policy:
+    """The trained model, its optimiser and its schedule, sharded by DeepSpeed ZeRO-3.
+
+    Args:
+        config: the run.
+        source: the model to start from.
+        world: the processes that share it.
+    """
+
+    def __init__(self, config: Config, source: ModelSource, world: World) -> None:
+        self.world = world
+        self.budget = config.optimizer.micro_batch_tokens
+        self.temperature = config.rollout.temperature
+        settings = deepspeed_settings(config)
+        self._zero3 = HfDeepSpeedConfig(settings)  # alive: from_pretrained then loads each rank its shard
+        model = source.load(DTYPES[config.policy.dtype], config.policy.attention)
+        if config.policy.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        wrapped = PolicyModel(model, config.policy.kernel_backend)
+        optimizer = torch.optim.AdamW(
+            wrapped.parameters(),
+            lr=config.optimizer.lr,
+            betas=config.optimizer.betas,
+            weight_decay=config.optimizer.weight_decay,
+        )
+        scheduler = get_scheduler(
+            "constant_with_warmup" if config.optimizer.schedule == "constant" else config.optimizer.schedule,
+            optimizer,
+            num_warmup_steps=config.optimizer.warmup_steps,
+            num_training_steps=max(1, config.steps * config.optimizer.minibatches),
+        )
+        self.engine, *_ = deepspeed.initialize(
+            model=wrapped,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            config=settings,
+            dist_init_required=False,
+        )
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The wrapped causal LM."""
+        return self.engine.module.model
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next optimiser step."""
+        return float(self.engine.get_lr()[0])
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What the shards of a checkpoint take on disk at least: fp32 weights and both moments of AdamW."""
+        return 3 * 4 * sum(parameter.ds_numel for parameter in self.model.parameters())
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[Row], temperature: float) -> list[Score]:
+        """Log-probs and entropies of every row's response under the current policy at a temperature.
+
+        The work is spread over all ranks.
+        """
+        plan = schedule([row.length for row in rows], self.budget, self.world.size)
+        self.engine.eval()
+        mine: list[tuple[int, Score]] = []
+        for indices in plan[self.world.rank]:
+            batch = collate([rows[i] for i in indices], self.world.device)
+            result = self.engine(batch, temperature)
+            log_prob, entropy = result.log_prob.cpu().numpy(), result.entropy.cpu().numpy()
+            for line, i in enumerate(indices):
+                span = slice(len(rows[i].prompt) - 1, rows[i].length)
+                mine.append((i, Score(log_prob[line, span].copy(), entropy[line, span].copy())))
+        return self.world.join(mine)
+
+    def update(self, minibatch: MiniBatch, objective: ObjectiveConfig, *, clip: bool) -> UpdateStats:
+        """One optimiser step on the mini-batch, for the policy at the rollout temperature.
+
+        The loss is a sum over the mini-batch divided by constants of the whole of it, so neither the packing nor the
+        number of ranks changes it. (DeepSpeed averages gradients over ranks: hence normalizer / ranks.)
+        """
+        terms = LossTerms(
+            clip=objective.clip if clip else None,
+            beta=objective.beta,
+            entropy_coef=objective.entropy_coef * minibatch.normalizer / minibatch.tokens,
+            normalizer=minibatch.normalizer / self.world.size,
+            temperature=self.temperature,
+        )
+        plan = schedule([row.length for row in minibatch.rows], self.budget, self.world.size)
+        self.engine.train()
+        tally = Tally(terms.beta)
+        for indices in plan[self.world.rank] or [[]]:
+            batch = collate([minibatch.rows[i] for i in indices], self.world.device)
+            result = self.engine(batch, terms)
+            self.engine.backward(result.loss, scale_wrt_gas=False)
+            tally.add(batch, result)
+        skipped = self.engine.skipped_steps
+        self.engine.step()
+        return tally.stats(
+            self.world,
+            grad_norm=self.engine.get_global_grad_norm(),
+            applied=self.engine.skipped_steps == skipped,
+        )
+
+    def weights(self) -> "WholeWeights":
+        """Every parameter of the causal LM whole; see `WholeWeights`."""
+        return WholeWeights(self.model)
+
+    def save(self, folder: Path) -> None:
+        """Write the model in Hugging Face format (all ranks must call it; rank 0 writes)."""
+        state: dict[str, torch.Tensor] = {}
+        for name, weight in self.weights():
+            if self.world.is_main:
+                state[name] = weight.detach().cpu().clone()
+        if self.world.is_main:
+            self.model.save_pretrained(folder, state_dict=state)
+
+
+@dataclass(frozen=True, eq=False)
+class WholeWeights:
+    """Name and whole tensor of every parameter, one at a time; all ranks must run through them together.
+
+    Tied parameters appear once. A tensor is valid until the next one is asked for. They can be run through again, and
+    then are what they have become meanwhile.
+    """
+
+    model: PreTrainedModel
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.data
+
+
+def deepspeed_settings(config: Config) -> dict[str, Any]:
+    """The DeepSpeed configuration of a run."""
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": config.distributed.persistence_threshold,
+        "overlap_comm": False,
+    }
+    if config.distributed.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": config.optimizer.grad_clip,
+        "bf16": {"enabled": config.policy.dtype == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }

@@ -1,0 +1,1 @@
+"""Where a model comes from, and whether it is whole and fits."""

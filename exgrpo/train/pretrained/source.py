@@ -1,0 +1,137 @@
+"""Where a model comes from, and its configuration: read here alone, with what the run changes in it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from exgrpo.train.pretrained.overrides import changes, overridden
+
+ASSETS = Path(__file__).parents[1] / "assets"
+
+
+class ModelError(ValueError):
+    """Nothing can be loaded from a path; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSource:
+    """A causal LM that can be loaded.
+
+    Attributes:
+        path: folder or hub name for `from_pretrained`.
+        config: its configuration, with the overrides in it.
+        overrides: what the run changes in the configuration, as it was given.
+        changes: the values of `config` that differ for it from the model's own, as vLLM takes them.
+    """
+
+    path: str
+    config: PreTrainedConfig
+    overrides: Mapping[str, Any]
+    changes: Mapping[str, Any]
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model is made for; None where its configuration sets no bound."""
+        text = self.config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None)
+        rope = getattr(text, "rope_parameters", None) or {}
+        # With the other kinds of scaling max_position_embeddings is what comes out of it.
+        stretched = rope.get("rope_type") in ("linear", "dynamic")
+        return int(positions * rope["factor"]) if positions and stretched else positions
+
+    def empty(self) -> PreTrainedModel:
+        """The model without its weights, on the meta device.
+
+        Raises:
+            ModelError: it is no causal LM that transformers knows.
+        """
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
+        except ValueError as error:
+            raise explained(error, self.path) from None
+
+    def load(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+        """The model with its weights, sharded where an HfDeepSpeedConfig says so; `check_model` has to come first."""
+        return AutoModelForCausalLM.from_pretrained(
+            self.path, config=self.config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+
+
+def find_model(path: str, overrides: Mapping[str, Any] | None = None) -> ModelSource:
+    """Find a model and read its configuration; no weights are read.
+
+    Args:
+        path: a local folder, builtin:NAME for a model that ships with the package, or a hub name.
+        overrides: values of its configuration that are changed.
+
+    Raises:
+        ModelError: the model is missing or needs code of its own.
+        ValueError: an override does not suit it.
+    """
+    path = _resolved(path)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        raw, _ = PreTrainedConfig.get_config_dict(path)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise explained(error, path) from None
+    return _source(path, config, raw, overrides or {})
+
+
+def read_config(file: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    """The configuration in a config.json without its model.
+
+    Args:
+        file: it, or the folder that holds it.
+        overrides: values that are changed.
+
+    Raises:
+        ValueError: there is none, it is none, or an override does not suit it.
+    """
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(f"model-config: {file} does not exist: name a config.json or the folder that holds it")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        config = AutoConfig.for_model(**raw)
+    except (ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise ValueError(f"model-config: {file} is no configuration of a causal LM: {reason}") from None
+    return _source(str(file.parent), config, raw, overrides).config
+
+
+def explained(error: Exception, path: str) -> ModelError:
+    """Why a model or its tokenizer cannot be loaded, in one line."""
+    text = str(error)
+    if "trust_remote_code" in text:
+        return ModelError(
+            f"policy.path: {path!r} needs code of its own, and code from model folders is not run: take a model of a "
+            "type that transformers knows"
+        )
+    return ModelError(f"policy.path: {path!r} cannot be loaded: {text.splitlines()[0]}")
+
+
+def _resolved(path: str) -> str:
+    if path.startswith("builtin:"):
+        folder = ASSETS / path.removeprefix("builtin:")
+        if not (folder / "config.json").is_file():
+            names = sorted(found.parent.name for found in ASSETS.glob("*/config.json"))
+            raise ModelError(f"policy.path: no builtin model {path!r}; there is {', '.join(names) or 'none'}")
+        return str(folder)
+    if path.startswith((".", "/", "~")) or Path(path).exists():
+        folder = Path(path).expanduser()
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"policy.path: {folder} holds no config.json, so no Hugging Face model")
+        return str(folder)
+    return path
+
+
+def _source(path: str, config: PreTrainedConfig, raw: dict[str, Any], overrides: Mapping[str, Any]) -> ModelSource:
+    changed = overridden(config, raw, overrides) if overrides else config
+    return ModelSource(path, changed, overrides, changes(config, changed))

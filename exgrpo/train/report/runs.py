@@ -1,0 +1,110 @@
+"""A run's folder as columns of numbers."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from exgrpo.train.checkpoint.log_files import METRICS, Record, read_records
+from exgrpo.train.report.curves import Columns
+
+
+class ReportError(ValueError):
+    """A folder that cannot be reported on, or a page that cannot be written; the message names it."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunColumns:
+    """What can be plotted of one run: its training steps, its held-out evaluations, and both, merged by step."""
+
+    training: Columns
+    held_out: Columns
+    merged: Columns
+
+
+@dataclass(frozen=True, eq=False)
+class RunData:
+    """What a run's folder tells.
+
+    Attributes:
+        name: of the folder, with as many parents as tell it from the other runs.
+        config: config.yaml; empty where it cannot be read.
+        columns: what can be plotted.
+        unreadable: the numbers, from 1, of the lines of metrics.jsonl that are no records.
+    """
+
+    name: str
+    config: dict[str, Any]
+    columns: RunColumns
+    unreadable: list[int]
+
+
+def load_run(folder: Path, name: str) -> RunData:
+    """Read a run's folder.
+
+    Raises:
+        ReportError: where it holds no readable metrics.
+    """
+    try:
+        records, unreadable = read_records(folder / METRICS)
+    except OSError as error:
+        raise ReportError(f"{folder} is not a run's folder: {METRICS} cannot be read ({error.strerror})") from error
+    if not records:
+        reason = "it is damaged" if unreadable else "nothing happened in this run"
+        raise ReportError(f"{folder}: {METRICS} holds no readable record; {reason}")
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        config = None
+    return RunData(name, config if isinstance(config, dict) else {}, _run_columns(records), unreadable)
+
+
+def _run_columns(records: Iterable[Record]) -> RunColumns:
+    """One row per step. A run that was resumed repeats steps: what it had done beyond is no part of it."""
+    training: dict[int, Record] = {}
+    held_out: dict[int, Record] = {}
+    merged: dict[int, Record] = {}
+    last = 0
+    for record in records:
+        step = int(record["step"])
+        tested = {key: value for key, value in record.items() if key.startswith("test/")}
+        # Only training steps have numbers without a heading.
+        if any("/" not in key for key in record if key != "step"):
+            if step < last:
+                training, held_out, merged = (_until(step, rows) for rows in (training, held_out, merged))
+            last = step
+            training[step] = {**training.get(step, {}), **record}
+        if tested:
+            held_out[step] = {**held_out.get(step, {}), **tested, "step": step}
+        merged[step] = {**merged.get(step, {}), **record}
+    columns = _columns(training)
+    _add_totals(columns)
+    tests = _columns(held_out)
+    for name in ("generated_tokens", "seconds_so_far"):
+        # What had been spent at the last training step before the evaluation.
+        spent = np.concatenate([[0.0], columns.get(name, np.empty(0))])
+        if len(spent) == len(columns["step"]) + 1:
+            tests[name] = spent[np.searchsorted(columns["step"], tests["step"], side="right")]
+    return RunColumns(columns, tests, _columns(merged))
+
+
+def _until(step: int, rows: dict[int, Record]) -> dict[int, Record]:
+    return {other: row for other, row in rows.items() if other <= step}
+
+
+def _columns(rows: dict[int, Record]) -> Columns:
+    ordered = [rows[step] for step in sorted(rows)]
+    names = dict.fromkeys(["step", *(name for row in ordered for name in row)])
+    return {name: np.array([row.get(name, math.nan) for row in ordered], dtype=np.float64) for name in names}
+
+
+def _add_totals(columns: Columns) -> None:
+    for name in ("seconds", "timed_out", "reward_failed"):
+        if name in columns:
+            columns[f"{name}_so_far"] = np.nancumsum(columns[name])
+    if "replayed" in columns and "groups" in columns:
+        columns["replayed_share"] = columns["replayed"] / np.maximum(columns["groups"], 1)

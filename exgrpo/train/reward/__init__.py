@@ -1,0 +1,1 @@
+"""Named rewards, what a success is, and the processes that grade."""

@@ -1,0 +1,170 @@
+r"""The mathematics of grading: which part of a response is its answer, and whether it equals the gold answer.
+
+Reading a response
+    `math` grades what follows the LAST "</think>" (thinking ends where the answer begins; a response without the tag
+    is worth 0, so a truncated one is too). `math_no_think` takes the whole response.
+    In that text the last \boxed{...} (or \fbox{...}) is the answer. Boxes directly before it, joined by a comma, a
+    semicolon, "and" or "or", belong to it: "\boxed{1} and \boxed{2}" is the answer "1, 2". A last box that is never
+    closed is no answer. In text without any box the answer is what the last "the answer is ...", "Answer: ..." or
+    "#### ..." states up to the end of its sentence, else the text itself if it is nothing but a formula. What is left
+    goes to Math-Verify's own search (the last formula, the last number).
+
+Reading a gold answer
+    It is read as the content of a box, so "72", "1,000", "3/4", "\frac{3}{4}", "$69$, $84$", "[0, 1)" or "50\%"
+    need no delimiters. exgrpo.train.reward.notation says what is rewritten in both; units, "$" and degree signs are
+    left out.
+
+Comparing
+    exgrpo.train.reward.equality says what is equal, and states the tolerance of numbers. Of two mistakes the strict
+    one is preferred: an answer that is refused costs a little signal, one that is accepted wrongly is learned.
+    The gold answer repeated letter by letter is right even if it cannot be parsed. A gold answer that is one capital
+    letter A to J is a choice: "C", "(C)", "\text{C}", "C) 5 m" and "option C" count; naming several choices does not.
+
+Form
+    `math_form` and `math_no_think_form` say whether a response has the form that these rewards ask for, right or wrong.
+
+All functions return 1.0 or 0.0 and set no time limit: Math-Verify's own limits work through SIGALRM, which a call
+into C does not heed and threads cannot use, so they are off, and exgrpo.train.reward.pool.Grader sets a hard one.
+"""
+
+import re
+
+from exgrpo.train.reward.equality import equal, math_verify
+from exgrpo.train.reward.notation import closing_brace, qualified, understand
+
+END_OF_THINKING = "</think>"
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_CONNECTOR = re.compile(r"[\s$]*(?:[,;]|(?:,\s*)?(?:\\text\{\s*)?(?:and|or)(?:\s*\})?)[\s$]*")
+_INTEGER = re.compile(r"-?[0-9]{1,1000}")
+_STATEMENT = re.compile(r"(?i)(?:\banswers?\b\**[^.:=\n]{0,60}?(?:\b(?:is|are|be)\b|[:=])|####)[\s:*]*")
+_FORMULA = r"(?:\$\$.+?\$\$|(?<!\\)\$(?:(?![.!?]\s+[A-Z])(?:\\\$|[^$\n]))+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\])"
+_FORMULAS = re.compile(rf"{_FORMULA}(?:\s*(?:,|;|(?:,\s*)?(?:and|or)\b)\s*{_FORMULA})*", re.DOTALL)
+_SENTENCE = re.compile(
+    r".*?(?=(?<!\\)[.!?](?:[\s*]|$)|\n|$|"
+    r"(?<=\S)[,;]?\s+(?:because|since|as|which|so|where|for|when|if)\b|,\s+(?!(?:and|or)\b)[a-z]{2,})"
+)
+_PROSE = re.compile(r"((?:(?:[A-Za-z']{2,}|a|I)\s+){1,5})(?=-?\\?\$|-?\d)")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_MOST_WORDS = 4
+_CHOICE = re.compile(r"\(?([A-J])\)?")
+_CHOICE_MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit|rm|bf)\b|[{}$*]|\\ |~")
+_CHOICE_TEXT = re.compile(r"\s*(?i:option|choice)?\s*\(?\s*([A-J])\s*(?:[).:](.*))?", re.DOTALL)
+
+
+def math(response: str, gold: str) -> float:
+    """1.0 when the part of `response` after the last "</think>" holds the answer `gold`, else 0.0."""
+    answer = answer_after_thinking(response)
+    return 0.0 if answer is None else math_no_think(answer, gold)
+
+
+def math_no_think(response: str, gold: str) -> float:
+    """1.0 when `response`, with or without thinking, holds the answer `gold`, else 0.0."""
+    answer, gold = final_answer(response), gold.strip()
+    if not answer or not gold:
+        return 0.0
+    content = boxed_answer(answer)
+    if choice := _gold_choice(gold):
+        return float(content is not None and _choice(content) == choice)
+    if gold in (content, answer):
+        return 1.0
+    if content and _INTEGER.fullmatch(content) and _INTEGER.fullmatch(gold):
+        return float(int(content) == int(gold))  # the same, in a fraction of the time
+    boxed_gold = boxed_answer(gold)
+    written = understand(gold if boxed_gold is None else boxed_gold)
+    if content is None:
+        content = _found_answer(answer)
+    return float(content is not None and equal(written, understand(content)))
+
+
+def math_form(response: str, gold: str) -> float:
+    """1.0 when `response` ends its thinking and what follows has the form of `math_no_think_form`, else 0.0."""
+    _, tag, rest = response.rpartition(END_OF_THINKING)
+    return math_no_think_form(rest, gold) if tag else 0.0
+
+
+def math_no_think_form(response: str, gold: str) -> float:
+    """1.0 when `response` has an answer in a closed box, or states one shortly ("the answer is ..."), else 0.0.
+
+    `gold` is not looked at: the form of a wrong answer is as good.
+    """
+    content = boxed_answer(response)
+    if content is not None:
+        return float(content != "")
+    stated = _stated_answer(response) or ""
+    return float(stated != "" and len(_WORD.findall(stated)) <= _MOST_WORDS)
+
+
+def answer_after_thinking(response: str) -> str | None:
+    """`final_answer` of what follows the last "</think>"; None when the response never stops thinking."""
+    _, tag, rest = response.rpartition(END_OF_THINKING)
+    return final_answer(rest) if tag else None
+
+
+def final_answer(text: str) -> str:
+    r"""The least piece of `text` that decides its grade: "\boxed{...}", or the stripped text if it states no answer.
+
+    Empty when the last box is not closed. final_answer(final_answer(t)) == final_answer(t).
+    """
+    content = boxed_answer(text)
+    if content is None:
+        content = _stated_answer(text)
+    if content is None and not _WORD.search(text) and "\n" not in text.strip():
+        content = text.strip()
+    if content is None:
+        return text.strip()
+    return f"\\boxed{{{content}}}" if content and closing_brace(content + "}", 0) == len(content) else ""
+
+
+def boxed_answer(text: str) -> str | None:
+    """Content of the last box of `text` and of those joined to it; "" if it is not closed, None without a box."""
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    end = closing_brace(text, boxes[-1].end())
+    if end is None:
+        return ""
+    contents = [text[boxes[-1].end() : end].strip()]
+    start = boxes[-1].start()
+    for box in reversed(boxes[:-1]):
+        end = closing_brace(text, box.end())
+        if end is None or not _CONNECTOR.fullmatch(text, end + 1, max(start, end + 1)):
+            break
+        contents.append(text[box.end() : end].strip())
+        start = box.start()
+    return ", ".join(dict.fromkeys(reversed(contents)))
+
+
+def _stated_answer(text: str) -> str | None:
+    """What the last "the answer is ..." of `text` states; "" if nothing, None without such a phrase."""
+    statements = list(_STATEMENT.finditer(text))
+    if not statements:
+        return None
+    rest = text[statements[-1].end() :]
+    formulas = _FORMULAS.match(rest)
+    start = formulas.end() if formulas else 0
+    sentence = _SENTENCE.match(rest, start)
+    content = rest[: sentence.end() if sentence else start].strip(" *\n")
+    prose = _PROSE.match(content)
+    return content[prose.end() :] if prose and not qualified(prose[1]) else content
+
+
+def _found_answer(text: str) -> str | None:
+    """What Math-Verify's search finds in text that states no answer, as it is written."""
+    library = math_verify()
+    targets = [library.LatexExtractionConfig(boxed_match_priority=-1), library.ExprExtractionConfig()]
+    found = library.parse(text, targets, parsing_timeout=None)
+    return str(found[-1]) if found else None
+
+
+def _gold_choice(gold: str) -> str | None:
+    r"""The letter of a gold answer that is a choice: "C", "\text{(C)}"."""
+    match = _CHOICE.fullmatch(_CHOICE_MARKUP.sub("", gold).strip())
+    return match[1] if match else None
+
+
+def _choice(content: str) -> str | None:
+    """The one choice A to J that the content of a box names, None when it names none or several."""
+    match = _CHOICE_TEXT.fullmatch(_CHOICE_MARKUP.sub("", content))
+    several = match is not None and match[2] is not None and re.search(r"\b[A-J][).:]", match[2])
+    return match[1] if match and not several else None

@@ -1,0 +1,1 @@
+"""`vllm serve` instances as a rollout engine."""

@@ -1,0 +1,134 @@
+"""Can a server generate for this run? Asked before training starts."""
+
+import shlex
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from exgrpo.train.config import ConfigError
+from exgrpo.train.pretrained.overrides import to_arguments
+from exgrpo.train.pretrained.source import ModelSource
+from exgrpo.train.pretrained.tokenizer import DTYPES
+from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.rollout.server.client import ServerClient, ServerError, host_and_port
+from exgrpo.train.rollout.server.facts import model_facts
+
+VLLM = "0.32.0"
+"""The version that was tested."""
+FRESH = "default"
+"""What vLLM calls the weights with which a server starts."""
+INCOMPLETE = "incomplete"
+"""What a server's weights are called while they are replaced: answers that such weights write are of no use."""
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server is.
+
+    Attributes:
+        backend: the transport of its weight transfer.
+        workers: its worker processes.
+        sequences: answers that it generates at once.
+        label: of its weights.
+    """
+
+    backend: str
+    workers: int
+    sequences: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run needs of a server: the model and dtype, the longest prompt + response, where the trainer computes."""
+
+    source: ModelSource
+    dtype: torch.dtype
+    length: int
+    eos: tuple[int, ...]
+    device: torch.device
+
+    def command(self, url: str) -> str:
+        """What starts such a server, for messages."""
+        host, port = host_and_port(url)
+        dtype = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+        listen = "" if host in ("localhost", "127.0.0.1") else " --host 0.0.0.0"
+        options = f"--dtype {dtype} --max-tokens {self.length} --port {port}{listen}"
+        if self.source.overrides:
+            options += f" --overrides {shlex.join(to_arguments(self.source.overrides))}"
+        return f"`python -m exgrpo.train.serve {self.source.path} {options}`"
+
+
+def check_server(client: ServerClient, wanted: Wanted) -> ServerFacts:
+    """Ask a server for everything that a run depends on.
+
+    Raises:
+        ConfigError: it will not do; the message says why and what to do.
+    """
+    remedy = f"start it with {wanted.command(client.url)}"
+
+    def refuse(problem: str) -> ConfigError:
+        return ConfigError(f"rollout.servers: {client.url} {problem}: {remedy}")
+
+    try:
+        version = str(client.get("version")["version"])
+    except ServerError as error:
+        raise refuse(f"cannot be reached ({error})") from None
+    except (KeyError, TypeError):
+        raise refuse("is no vLLM server") from None
+    if version.partition("+")[0] != VLLM:
+        raise refuse(f"runs vLLM {version}, and {VLLM} was tested")
+    try:
+        facts = client.call_workers("rollout_facts")[0]
+    except ServerError as error:
+        why = "has vLLM's development routes off" if error.status == 404 else "lacks this package's worker extension"
+        raise refuse(f"{why} ({error})") from None
+    if problem := _differs(facts, wanted):
+        raise refuse(problem)
+    try:
+        label = str(client.get("weight_info")["weight_version"])
+        if label == INCOMPLETE:
+            end_update(client)
+        client.post("resume")  # whoever has paused it may be gone
+        probe = client.generate("check", np.array(wanted.eos[:1], np.int32), 1, Sampling(1), list(wanted.eos))
+    except ServerError as error:
+        raise refuse(f"does not generate ({error})") from None
+    if probe.versions != {label}:
+        raise refuse("does not say which weights wrote an answer")
+    return ServerFacts(facts["backend"], facts["workers"], facts["sequences"], label)
+
+
+def end_update(client: ServerClient) -> None:
+    """End an update of weights that has stopped halfway: until then the model cannot compute at all.
+
+    Raises:
+        ServerError: the server does not.
+    """
+    with suppress(ServerError):  # where it has not stopped by an error, it is under way
+        client.post("start_weight_update")
+    client.post("finish_weight_update")
+
+
+def _differs(facts: dict[str, Any], wanted: Wanted) -> str | None:
+    own = model_facts(wanted.source.config)
+    for name, value in own.items():
+        if facts["model"].get(name) != value:
+            return f"has another model, {facts['path']}: {name} is {facts['model'].get(name)} and not {value}"
+    dtype = str(wanted.dtype).removeprefix("torch.")
+    if facts["dtype"] != dtype:
+        return f"computes in {facts['dtype']}, the trainer in {dtype}"
+    if facts["max_model_len"] < wanted.length:
+        return (
+            f"takes {facts['max_model_len']} tokens, and data.max_prompt_tokens + rollout.max_tokens are "
+            f"{wanted.length}"
+        )
+    if facts["logprobs_mode"] != "processed_logprobs":
+        return f"gives {facts['logprobs_mode']} instead of log-probs at the sampling temperature"
+    if facts["backend"] not in ("gloo", "nccl"):
+        return f"has no weight transfer by nccl or gloo but {facts['backend']}"
+    if facts["backend"] == "nccl" and wanted.device.type != "cuda":
+        return "takes weights over NCCL, and the trainer has no GPU"
+    return None

@@ -1,0 +1,174 @@
+"""Rollouts by any number of `vllm serve` instances, on this machine or others; see docs/servers.md."""
+
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+
+import torch
+
+from exgrpo.train.config import ConfigError
+from exgrpo.train.distributed import World
+from exgrpo.train.pretrained.source import ModelSource
+from exgrpo.train.records import TokenIds
+from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
+from exgrpo.train.rollout.server.check import FRESH, Wanted
+from exgrpo.train.rollout.server.client import ServerClient, host_and_port
+from exgrpo.train.rollout.server.pool import Job, ServerPool
+from exgrpo.train.rollout.server.sender import WeightSender
+
+BUCKET_BYTES = 2**28
+
+
+class ServerEngine:
+    """Every rank asks the servers for its own answers; the first rank gives them their weights.
+
+    `generate` makes no collective call and may run in a thread beside those of the trainer.
+
+    Args:
+        urls: addresses of the servers, http://host:port each.
+        source: the model.
+        dtype: compute dtype.
+        eos: token ids that end a response; at least one.
+        max_prompt_tokens: longest prompt.
+        max_tokens: longest response.
+        world: the ranks; all of them make an engine together.
+        bucket_bytes: weights are copied and sent in parts of about this size.
+
+    Raises:
+        ConfigError: on all ranks, where a server cannot be reached or is not one for this run.
+    """
+
+    unrepeatable: str | None = "each server draws from a generator of its own, in an order that depends on timing"
+    free_log_prob = True
+    ranks = 1
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        source: ModelSource,
+        dtype: torch.dtype,
+        eos: Sequence[int],
+        max_prompt_tokens: int,
+        max_tokens: int,
+        world: World,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        if not eos:
+            raise ValueError("eos: a rollout engine needs at least one token id that ends a response")
+        self.world = world
+        self._clients = [ServerClient(url) for url in _distinct(urls)]
+        self._pool = ServerPool(self._clients, sorted(set(eos)))
+        self._counts = EngineCounts()
+        self._lock = threading.Lock()
+        self._sender: WeightSender | None = None
+        run, problem, facts = "", "", {}
+        if world.is_main:
+            wanted = Wanted(source, dtype, max_prompt_tokens + max_tokens, tuple(sorted(set(eos))), world.device)
+            self._sender = WeightSender(self._clients, wanted, bucket_bytes)
+            run = uuid.uuid4().hex[:8]
+            try:
+                facts = self._sender.open()
+            except ConfigError as error:
+                problem = str(error)
+        self._run, problem, facts = world.gather((run, problem, facts))[0]
+        if problem:
+            self.close()
+            raise ConfigError(problem)
+        self._sequences = min(of_server.sequences for of_server in facts.values())
+        self._pushes = 0
+        # Until the first push only servers that nobody has pushed anything to are of use.
+        self._pool.expect(FRESH)
+        other = "it has weights of another run until some are pushed; a server that is started anew has the model's"
+        self._pool.renew({url: "" if of_server.label == FRESH else other for url, of_server in facts.items()})
+
+    def generate(
+        self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seed: int
+    ) -> Iterator[Finished]:
+        """See `RolloutEngine.generate`; the seed is not used.
+
+        Raises:
+            NoServerError: no server is left.
+        """
+        # Answers of one request share their prompt's blocks in the server's cache.
+        most = self._sequences
+        jobs = [
+            Job(i, first, min(most, count - first), prompts[i])
+            for i, count in enumerate(counts)
+            for first in range(0, count, most)
+        ]
+        with closing(self._pool.generate(jobs, sampling)) as replies:
+            for job, reply in replies:
+                self._count(prompt_tokens=len(job.tokens) * job.count, cached_tokens=reply.cached_tokens)
+                for sample, rollout in enumerate(reply.rollouts, job.sample):
+                    yield Finished(job.prompt, sample, rollout)
+
+    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `RolloutEngine.push_weights`; a server that cannot be reached is left out, one that is back taken in.
+
+        Raises:
+            NoServerError: on all ranks, where no server holds the weights.
+        """
+        self._pushes += 1
+        label = f"{self._run}-{self._pushes}"
+        self._pool.expect(label)
+        said = {}
+        if self._sender is not None:
+            said = self._sender.push(weights, label)
+        else:
+            _run_through(weights)
+        self._pool.renew(self.world.gather(said)[0])
+        if error := self._pool.lost():
+            raise error
+
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """See `RolloutEngine.differing`; the first rank tells of all servers."""
+        if self._sender is not None:
+            return self._sender.differing(weights)
+        _run_through(weights)
+        return []
+
+    def counts(self) -> EngineCounts:
+        """See `RolloutEngine.counts`."""
+        with self._lock:
+            counts, self._counts = self._counts, EngineCounts()
+        return counts
+
+    def _count(self, *, prompt_tokens: int, cached_tokens: int) -> None:
+        with self._lock:
+            old = self._counts
+            self._counts = EngineCounts(old.prompt_tokens + prompt_tokens, old.cached_tokens + cached_tokens)
+
+    def sleep(self) -> None:
+        """Nothing: the servers' memory is their own."""
+
+    def wake(self) -> None:
+        """Nothing; see `sleep`."""
+
+    def close(self) -> None:
+        """Leave the servers as they are."""
+        if self._sender is not None:
+            self._sender.close()
+        for client in self._clients:
+            client.close()
+
+
+def _run_through(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """All ranks gather each weight together, whoever needs it."""
+    for _ in weights:
+        pass
+
+
+def _distinct(urls: Sequence[str]) -> list[str]:
+    if not urls:
+        raise ConfigError("rollout.servers: name at least one, like http://host:8000")
+    normal = [url.rstrip("/") for url in urls]
+    for url in normal:
+        try:
+            host_and_port(url)
+        except ValueError as error:
+            raise ConfigError(f"rollout.servers: {error}") from None
+        if normal.count(url) > 1:
+            raise ConfigError(f"rollout.servers: {url} is named twice")
+    return normal

@@ -1,0 +1,243 @@
+"""Weights from the trainer's first rank to all servers at once, by vLLM's weight-transfer routes."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from exgrpo.train.config import ConfigError
+from exgrpo.train.rollout.server.channel import WeightChannel
+from exgrpo.train.rollout.server.check import INCOMPLETE, ServerFacts, Wanted, check_server, end_update
+from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient, ServerError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Names, dtypes and shapes of weights, as vLLM's routes take them."""
+
+    names: list[str] = field(default_factory=list)
+    dtype_names: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Put a weight at the end."""
+        self.names.append(name)
+        self.dtype_names.append(str(weight.dtype).removeprefix("torch."))
+        self.shapes.append(list(weight.shape))
+
+
+@dataclass(eq=False)
+class Receiver:
+    """A server as the sender sees it.
+
+    Attributes:
+        client: to talk to it.
+        label: of the weights that it should have.
+        channel: to its workers, while there is one.
+        answer: of the request that tells it of what is sent.
+        against: what it had against the last push.
+    """
+
+    client: ServerClient
+    label: str = ""
+    channel: WeightChannel | None = None
+    answer: "Future[Any] | None" = None
+    against: str = ""
+
+
+class WeightSender:
+    """Sends weights to those of the servers that take them; one that fails is left out until the next push.
+
+    Args:
+        clients: all servers of the run.
+        wanted: what a server has to be.
+        bucket_bytes: so much is copied and sent at a time.
+    """
+
+    def __init__(self, clients: Sequence[ServerClient], wanted: Wanted, bucket_bytes: int) -> None:
+        self._wanted = wanted
+        self._bucket_bytes = bucket_bytes
+        self._receivers = [Receiver(client) for client in clients]
+        # A server is told of a bucket in one thread while it is sent in another.
+        self._threads = ThreadPoolExecutor(2 * len(clients), thread_name_prefix="weights")
+        self._layout = Layout()
+
+    def open(self) -> dict[str, ServerFacts]:
+        """Check all servers and connect to their workers; what each is, by address.
+
+        Raises:
+            ConfigError: one of them will not do.
+        """
+        facts = self._threads.map(self._connect, self._receivers)
+        return {receiver.client.url: of_server for receiver, of_server in zip(self._receivers, facts, strict=True)}
+
+    def _connect(self, receiver: Receiver) -> ServerFacts:
+        client = receiver.client
+        facts = check_server(client, self._wanted)
+        try:
+            receiver.channel = self._open_channel(client, facts)
+        except (ServerError, RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"rollout.servers: {client.url} and the trainer cannot open a channel over {facts.backend} for weights "
+                f"({_line(error)}): the server's machine must reach the trainer's, on any port"
+            ) from None
+        receiver.label = facts.label
+        return facts
+
+    def _open_channel(self, client: ServerClient, facts: ServerFacts) -> WeightChannel:
+        client.post("shutdown_weight_transfer_engine")
+        channel = WeightChannel(facts.backend, client.url, facts.workers, self._wanted.device)
+        invited = self._threads.submit(client.post, "init_weight_transfer_engine", {"init_info": channel.invitation})
+        try:
+            channel.connect()
+        except RuntimeError:
+            channel.close()
+            if invited.done():
+                invited.result()  # says more
+            raise
+        invited.result()
+        return channel
+
+    def push(self, weights: Iterable[tuple[str, torch.Tensor]], label: str) -> dict[str, str]:
+        """Replace the weights of all servers that can be reached; all weights are run through in any case.
+
+        Returns:
+            what each server had against it, by address; nothing where it holds the weights.
+        """
+        said: dict[str, str] = {}
+        live = self._each(self._begin, self._receivers, said)
+        self._layout = Layout()
+        for bucket in self._buckets(weights):
+            part = Layout()
+            for name, weight in bucket:
+                part.add(name, weight)
+                self._layout.add(name, weight)
+            live = self._each(partial(self._update, part=part, tensors=[weight for _, weight in bucket]), live, said)
+        live = self._each(partial(self._finish, label=label), live, said)
+        return said | {receiver.client.url: "" for receiver in live}
+
+    def _begin(self, receiver: Receiver) -> None:
+        client = receiver.client
+        client.knock()
+        if receiver.channel is None or client.get("weight_info")["weight_version"] != receiver.label:
+            self._leave(receiver)
+            self._connect(receiver)
+        client.post("pause?mode=wait", seconds=LONG_SECONDS)
+        # An answer that such weights write must not be taken for one of the weights before or after them.
+        client.post("update_weight_version", {"new_version": INCOMPLETE})
+        client.post("start_weight_update")
+
+    def _update(self, receiver: Receiver, part: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        receiver.answer = self._threads.submit(receiver.client.post, "update_weights", {"update_info": vars(part)})
+        self._send(receiver, tensors)
+        _hear(receiver)
+
+    def _finish(self, receiver: Receiver, label: str) -> None:
+        receiver.client.post("finish_weight_update", {"weight_version": label})
+        receiver.client.post("resume")
+        receiver.label, receiver.against = label, ""
+
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """Names of the weights that servers do not compute with; nothing before the first push."""
+        layout = self._layout
+        said: dict[str, str] = {}
+        live = [receiver for receiver in self._receivers if receiver.channel is not None and layout.names]
+        for receiver in live:
+            arguments = layout.names, layout.dtype_names, layout.shapes
+            receiver.answer = self._threads.submit(receiver.client.call_workers, "rollout_differing", *arguments)
+        for bucket in self._buckets(weights):
+            live = self._each(partial(self._send, tensors=[weight for _, weight in bucket]), live, said)
+        live = self._each(_hear, live, said)
+        found: dict[str, list[str]] = {}
+        for receiver in live:
+            of_workers = receiver.answer.result() if receiver.answer else []
+            for name in dict.fromkeys(name for names in of_workers for name in names):
+                found.setdefault(name, []).append(receiver.client.url)
+        return [name if len(at) == len(live) else f"{name} (at {', '.join(at)})" for name, at in found.items()]
+
+    def close(self) -> None:
+        """Leave all channels."""
+        for receiver in self._receivers:
+            self._leave(receiver)
+        self._threads.shutdown(wait=False)
+
+    def _send(self, receiver: Receiver, tensors: Sequence[torch.Tensor]) -> None:
+        channel, answer = receiver.channel, receiver.answer
+        assert channel is not None
+        assert answer is not None
+        try:
+            channel.send(tensors, cancelled=lambda: answer.done() and answer.exception() is not None)
+        except RuntimeError:
+            channel.close()  # the workers' part fails now, and says why
+            answer.result()
+            raise
+
+    def _each(
+        self, step: Callable[[Receiver], None], receivers: Sequence[Receiver], said: dict[str, str]
+    ) -> list[Receiver]:
+        """Do a step with all receivers at once; those with which it worked. What the others said is added."""
+
+        def attempt(receiver: Receiver) -> str:
+            try:
+                step(receiver)
+            except (ServerError, ConfigError, RuntimeError, OSError) as error:
+                self._forget(receiver)
+                return _line(error)
+            return ""
+
+        live = []
+        for receiver, against in zip(receivers, self._threads.map(attempt, receivers), strict=True):
+            if not against:
+                live.append(receiver)
+                continue
+            url = receiver.client.url
+            said[url] = against
+            if against != receiver.against:  # a server may be gone for many pushes
+                logger.warning("rollout server %s takes no weights and is left out until it does: %s", url, against)
+            receiver.against = against
+        return live
+
+    def _forget(self, receiver: Receiver) -> None:
+        self._leave(receiver)
+        # What waits at the server comes back with a label that nobody takes, and is asked of another one.
+        with suppress(ServerError):
+            receiver.client.knock()
+            if receiver.client.get("weight_info")["weight_version"] == INCOMPLETE:
+                end_update(receiver.client)
+            receiver.client.post("resume")
+
+    @staticmethod
+    def _leave(receiver: Receiver) -> None:
+        if receiver.channel is not None:
+            receiver.channel.close()
+        receiver.channel, receiver.label = None, ""
+
+    def _buckets(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Copies of the weights, each of which is valid only until the next one comes."""
+        bucket: list[tuple[str, torch.Tensor]] = []
+        size = 0
+        for name, weight in weights:
+            bucket.append((name, weight.detach().clone(memory_format=torch.contiguous_format)))
+            size += weight.nbytes
+            if size >= self._bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
+
+
+def _hear(receiver: Receiver) -> None:
+    """Wait for what a server says of what was sent."""
+    assert receiver.answer is not None
+    receiver.answer.result()
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

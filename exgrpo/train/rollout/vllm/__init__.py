@@ -1,0 +1,1 @@
+"""vLLM as a guest in the trainer's process."""

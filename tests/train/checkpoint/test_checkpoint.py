@@ -1,0 +1,257 @@
+"""Interrupted runs: killed at any moment, continued exactly, refused where they would become other runs."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from exgrpo.train.checkpoint.checkpoint import CheckpointError, Checkpoints, find
+from exgrpo.train.checkpoint.resume import FINISHED, check_continuation, locate
+from exgrpo.train.config import ConfigError
+from exgrpo.train.recipe import to_yaml
+from exgrpo.train.trainer import Trainer
+from tests.train.configs import configured
+from tests.train.fakes import LoneWorld, RecordingPolicy, ScriptedEngine, answerer, question_set
+from tests.train.launch import MAIN, command, environment, launch
+
+SMALL = (
+    "--steps=8",
+    "--questions=8",
+    "--rollout.samples=4",
+    "--data.train_limit=40",
+    "--data.test_limit=16",
+    "--experience.start_pass_rate=0",
+    "--rollout.engine=transformers",
+    "--checkpoint.every=2",
+    "--evaluation.every=3",
+    "--output.save_model=False",
+)
+
+
+class SavingEngine:
+    """Stands in for DeepSpeed: its state is the policy's version."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def save_checkpoint(self, folder, tag, save_latest):
+        assert not save_latest
+        os.makedirs(f"{folder}/{tag}")
+        with open(f"{folder}/{tag}/version", "w") as file:
+            file.write(str(self.policy.version))
+
+    def load_checkpoint(self, folder, tag):
+        with open(f"{folder}/{tag}/version") as file:
+            self.policy.version = int(file.read())
+        return folder, {}
+
+
+def make_trainer() -> Trainer:
+    skill = {question: (0.25, 0.5, 0.75, 1.0)[question % 4] for question in range(24)}
+    config = configured(
+        {
+            "questions": 6,
+            "rollout": {"samples": 4, "max_tokens": 8},
+            "data": {"max_prompt_tokens": 8},
+            "experience": {"start_pass_rate": 0.0},
+        }
+    )
+    policy = RecordingPolicy()
+    policy.engine = SavingEngine(policy)
+    policy.checkpoint_bytes = 1
+    return Trainer(config, question_set(24), policy, answerer(ScriptedEngine(skill)))
+
+
+def checkpoints(folder, *, keep=2, fingerprint="data", config=None, size=1) -> Checkpoints:
+    world = LoneWorld()
+    world.size = size
+    return Checkpoints(folder, world, fingerprint=fingerprint, config=config or {}, keep=keep)
+
+
+def story(trainer: Trainer, first: int, last: int) -> list[str]:
+    results = [trainer.step(step) for step in range(first, last)]
+    return [str({k: v for k, v in r.metrics.items() if "second" not in k} | {"q": r.questions}) for r in results]
+
+
+def test_a_continued_trainer_takes_the_same_steps(tmp_path):
+    whole = make_trainer()
+    expected = story(whole, 1, 11)
+    first = make_trainer()
+    assert story(first, 1, 6) == expected[:5]
+    checkpoints(tmp_path).save(5, first.policy, first, {"before": 0.5})
+    second = make_trainer()
+    assert checkpoints(tmp_path).load(second.policy, second) == (5, {"before": 0.5})
+    assert story(second, 6, 11) == expected[5:]
+
+
+def saved_run(folder, steps=(2, 4, 6), keep=2, config=None):
+    trainer, writer, done = make_trainer(), checkpoints(folder, keep=keep, config=config), 0
+    for step in steps:
+        story(trainer, done + 1, step + 1)
+        done = step
+        writer.save(step, trainer.policy, trainer, {})
+    return trainer
+
+
+def test_old_checkpoints_are_rotated_with_what_only_they_needed(tmp_path):
+    saved_run(tmp_path)
+    assert [found.step for found in find(tmp_path)] == [6, 4]
+    needed = {name for found in find(tmp_path) for name in found.manifest.experience}
+    assert {path.stem for path in (tmp_path / "experience").iterdir()} == needed
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "half a manifest", "missing shard", "short shard", "bad segment"])
+def test_a_broken_checkpoint_is_passed_over_for_the_one_before(tmp_path, damage):
+    saved_run(tmp_path)
+    newest = find(tmp_path)[0]
+    manifest, shard = newest.folder / "manifest.json", newest.folder / "zero" / "version"
+    match damage:
+        case "no manifest":
+            manifest.unlink()
+        case "half a manifest":
+            manifest.write_text(manifest.read_text()[:50])
+        case "missing shard":
+            shard.unlink()
+        case "short shard":
+            shard.write_text("")
+        case "bad segment":
+            (tmp_path / "experience" / f"{newest.manifest.arrays}.safetensors").write_bytes(b"damaged")
+    trainer = make_trainer()
+    step, _ = checkpoints(tmp_path).load(trainer.policy, trainer)
+    assert step == 4
+
+
+def test_without_a_sound_checkpoint_the_reason_is_given(tmp_path):
+    saved_run(tmp_path, steps=(2,))
+    shutil.rmtree(tmp_path / "experience")
+    trainer = make_trainer()
+    with pytest.raises(CheckpointError, match="no sound checkpoint to continue from.*is missing"):
+        checkpoints(tmp_path).load(trainer.policy, trainer)
+
+
+def test_other_data_and_other_world_sizes_are_refused(tmp_path):
+    trainer = saved_run(tmp_path, steps=(2,))
+    with pytest.raises(CheckpointError, match="other training questions"):
+        checkpoints(tmp_path, fingerprint="other").load(trainer.policy, trainer)
+    with pytest.raises(CheckpointError, match=r"written by 1 processes and this is 2: continue with --num_acc.* 1"):
+        checkpoints(tmp_path, size=2).load(trainer.policy, trainer)
+
+
+@pytest.mark.parametrize("where", ["shards", "segments", "space"])
+def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stays(tmp_path, monkeypatch, where):
+    trainer = saved_run(tmp_path, steps=(2, 4))
+    full = OSError(28, "No space left on device")
+
+    def fail(*_, **__):
+        raise full
+
+    if where == "shards":
+        monkeypatch.setattr(SavingEngine, "save_checkpoint", fail)
+    elif where == "segments":
+        monkeypatch.setattr("exgrpo.train.checkpoint.checkpoint.write_checked", fail)
+    else:
+        usage = shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    with pytest.raises(CheckpointError, match=r"step 6 .* cannot be written: .*; the last complete one is .*00000004"):
+        checkpoints(tmp_path).save(6, trainer.policy, trainer, {})
+    assert [found.step for found in find(tmp_path)] == [4, 2]
+    monkeypatch.undo()
+    checkpoints(tmp_path).save(6, trainer.policy, trainer, {})
+    assert find(tmp_path)[0].step == 6
+
+
+def write_config(folder, **values):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(to_yaml(configured(values)))
+
+
+def test_auto_means_the_newest_unfinished_run(tmp_path):
+    """Unfinished is, too, a run that was killed between its last step and its last evaluation, such as "b"."""
+
+    def config(**output):
+        return configured({"resume": "auto", "output": {"folder": tmp_path, **output}})
+
+    assert locate(config()) is None
+    for name, steps, done in (("a", 10, 4), ("b", 6, 6), ("finished", 4, 4), ("unsaved", 10, None)):
+        write_config(tmp_path / name, steps=steps)
+        if done:
+            saved_run(tmp_path / name, steps=(done,))
+            time.sleep(0.01)
+    (tmp_path / "finished" / FINISHED).touch()
+    assert locate(config()) == tmp_path / "b"
+    assert locate(config(name="a")) == tmp_path / "a"
+    assert locate(config(name="finished")) is None
+    assert locate(configured({"resume": str(tmp_path / "finished")})) == tmp_path / "finished"
+    with pytest.raises(ConfigError, match="unsaved has no complete checkpoint"):
+        locate(configured({"resume": str(tmp_path / "unsaved")}))
+
+
+def test_a_run_goes_on_as_it_began():
+    saved = configured()
+    check_continuation(saved.model_copy(update={"steps": 100, "resume": "auto"}), saved)
+    here, there = (configured({"rollout": {"servers": [url]}}) for url in ("http://a:8000", "http://b:8000"))
+    check_continuation(there, here)
+    changed = configured({"seed": 1, "experience": {"ratio": 0.25}})
+    with pytest.raises(ConfigError, match=r"seed was 0 and is now 1, experience.ratio was 0.5 and is now 0.25"):
+        check_continuation(changed, saved)
+
+
+def untimed(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if "second" not in k} for line in lines]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_killed_at_random_moments_gives_the_same_metrics(tmp_path, ranks):
+    arguments = (*SMALL, f"--output.folder={tmp_path}")
+    done = launch(MAIN, *arguments, "--output.name=whole", ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rng, kills = random.Random(ranks), 0
+    while kills < 3:
+        running = subprocess.Popen(
+            command(MAIN, *arguments, "--output.name=killed", "--resume=auto", ranks=ranks),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            _wait_for_progress(tmp_path / "killed", running, rng.uniform(0.0, 2.0))
+            if running.poll() is not None:
+                break
+            victims = subprocess.run(["pgrep", "-f", f"local_rank=.*{tmp_path}"], capture_output=True, text=True)
+            os.kill(int(rng.choice(victims.stdout.split())), signal.SIGKILL)
+            kills += 1
+            running.wait(timeout=120)
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)
+            running.communicate()
+        if not find(tmp_path / "killed"):
+            shutil.rmtree(tmp_path / "killed")  # killed before its first checkpoint: a new run needs the name
+    assert kills
+    if not (tmp_path / "killed" / FINISHED).exists():
+        done = launch(MAIN, "--resume=auto", f"--output.folder={tmp_path}", ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "going on with" in done.stdout
+    assert untimed(tmp_path / "killed") == untimed(tmp_path / "whole")
+    assert (tmp_path / "killed" / FINISHED).exists()
+    assert (tmp_path / "killed" / "samples.md").read_text() == (tmp_path / "whole" / "samples.md").read_text()
+
+
+def _wait_for_progress(folder, process, seconds):
+    """Until the run has a complete checkpoint more than it had, and then a random while."""
+    before = find(folder)[0].step if find(folder) else 0
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        found = find(folder)
+        if found and found[0].step > before:
+            time.sleep(seconds)
+            return
+        time.sleep(0.02)

@@ -1,0 +1,123 @@
+"""A manifest is what was written or it is refused, whichever byte of it changes."""
+
+import hashlib
+import json
+import math
+
+import numpy as np
+import pytest
+
+from exgrpo.train.checkpoint.durable import DamagedFileError
+from exgrpo.train.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    SavedFile,
+    read_manifest,
+    write_manifest,
+)
+
+WHOLE = Manifest(
+    step=20,
+    world_size=2,
+    fingerprint="data",
+    config={"seed": 0, "output": {"name": None, "trackers": ["tensorboard"]}},
+    files={"zero/shard.pt": SavedFile(size=1000, sha256="ab" * 32)},
+    arrays="cd" * 32,
+    experience={"cd" * 32: 17},
+    values={"open": True, "rng": np.random.default_rng(3).bit_generator.state, "rate": 0.1 + 0.2},
+    progress={"before": 5e-324, "log": {"step": 20, "metrics": 100}},
+)
+
+
+def signed(content: dict) -> str:
+    """A manifest whose checksum is right, whatever it says."""
+    return json.dumps({"sha256": hashlib.sha256(json.dumps(content).encode()).hexdigest(), **content})
+
+
+def plain(manifest: Manifest = WHOLE) -> dict:
+    return {"format": 2, **manifest.model_dump()}
+
+
+def test_what_is_written_is_read(tmp_path):
+    write_manifest(tmp_path, WHOLE)
+    assert read_manifest(tmp_path) == WHOLE
+    assert json.loads((tmp_path / MANIFEST).read_text()) == json.loads(signed(plain()))
+    write_manifest(tmp_path, WHOLE.model_copy(update={"progress": {"before": math.nan, "by step": {3: [math.inf]}}}))
+    progress = read_manifest(tmp_path).progress
+    assert math.isnan(progress["before"])
+    assert progress["by step"] == {"3": [math.inf]}
+
+
+@pytest.mark.parametrize("bit", [0, 5])  # the latter changes the case of letters
+def test_no_flipped_bit_goes_unseen(tmp_path, bit):
+    write_manifest(tmp_path, WHOLE)
+    content = (tmp_path / MANIFEST).read_bytes()
+    unseen = []
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << bit
+        (tmp_path / MANIFEST).write_bytes(damaged)
+        try:
+            if read_manifest(tmp_path) != WHOLE:
+                unseen.append(place)
+        except DamagedFileError:
+            pass
+    assert not unseen
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[]", b"null", b"3", b'"step"', b"{", b"\0" * 900, b"\xff\xfe", b"[" * 100_000, b"9" * 10_000],
+)
+def test_what_is_no_manifest_is_damaged(tmp_path, content):
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(DamagedFileError, match=rf"{tmp_path / MANIFEST} is damaged"):
+        read_manifest(tmp_path)
+
+
+def test_a_missing_one_is_damage_too(tmp_path):
+    with pytest.raises(DamagedFileError, match=rf"{tmp_path / MANIFEST} is missing"):
+        read_manifest(tmp_path)
+
+
+MISSING = object()
+ANY_NAMES = ("config", "values", "progress")  # mappings of whatever the caller needs
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (key, value)
+        for key in sorted(plain().keys() - {"format"})
+        for value in (MISSING, None, 1.5, [1], {"a": "b"})
+        if not (key in ANY_NAMES and isinstance(value, dict))
+    ]
+    + [("step", "20"), ("step", True), ("step", -1), ("world_size", 0), ("other", 1)],
+)
+def test_keys_are_needed_and_have_types_even_where_the_checksum_is_right(tmp_path, key, value):
+    content = {**plain(), key: value}
+    if value is MISSING:
+        del content[key]
+    (tmp_path / MANIFEST).write_text(signed(content))
+    with pytest.raises(DamagedFileError, match=rf"{tmp_path / MANIFEST} is damaged: {key}"):
+        read_manifest(tmp_path)
+
+
+def test_other_versions_are_refused_and_not_taken_for_damage(tmp_path):
+    first = {
+        "step": 2,
+        "world_size": 1,
+        "fingerprint": "data",
+        "files": {"zero/shard.pt": 1000},
+        "arrays": "ab" * 32,
+        "segments": [],
+        "values": {},
+        "progress": {},
+    }
+    (tmp_path / MANIFEST).write_text(json.dumps(first))
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} was written by an earlier version .* cannot be verified"):
+        read_manifest(tmp_path)
+    (tmp_path / MANIFEST).write_text(signed({"format": 3, "anything": 1}))
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} has format 3 and this version of exgrpo reads format 2"):
+        read_manifest(tmp_path)

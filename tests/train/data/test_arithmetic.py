@@ -1,0 +1,115 @@
+"""The default run's problems, their worked solutions, and the tokenizer and model that ship with the package."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from exgrpo.train.data import arithmetic
+from exgrpo.train.data.arithmetic import (
+    LEVELS,
+    MAX_PROMPT_TOKENS,
+    MAX_RESPONSE_TOKENS,
+    MODEL_FOLDER,
+    generate,
+    split_of,
+    worked_solution,
+)
+from exgrpo.train.reward import grading
+
+SPLITS = ("pretrain", "train", "test")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL_FOLDER)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_answers_are_right_and_problems_differ(split):
+    problems = generate(split, 600, seed=3)
+    assert len({problem.expression for problem in problems}) == 600
+    assert {problem.level for problem in problems} == set(LEVELS)
+    for problem in problems:
+        assert problem.expression in problem.question
+        assert int(problem.answer) == eval(problem.expression, {"__builtins__": {}}) >= 0
+        assert split_of(problem.expression) == split
+
+
+def test_splits_share_nothing_not_even_with_operands_exchanged():
+    def meaning(expression):
+        first, operator, second, *rest = expression.split()
+        operands = sorted([first, second]) if operator in "+*" and rest[:1] != ["*"] else [first, second]
+        return (operator, *operands, *rest)
+
+    seen = {split: {meaning(p.expression) for p in generate(split, 1500, seed=0)} for split in SPLITS}
+    assert not seen["pretrain"] & seen["train"]
+    assert not seen["pretrain"] & seen["test"]
+    assert not seen["train"] & seen["test"]
+
+
+def test_the_seed_decides():
+    assert generate("train", 50, seed=1) == generate("train", 50, seed=1)
+    assert generate("train", 50, seed=1) != generate("train", 50, seed=2)
+
+
+def test_too_many_problems_is_a_clear_error(monkeypatch):
+    monkeypatch.setattr(arithmetic, "_DRAWS_PER_PROBLEM", 1)
+    with pytest.raises(ValueError, match="too few different problems for a count of 500"):
+        generate("test", 500, seed=0)
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=50)
+def test_worked_solutions_are_right_and_those_with_slips_follow_from_them(seed):
+    (problem,) = generate("train", 1, seed=seed)
+    solution = worked_solution(problem.expression)
+    assert grading.math(solution, problem.answer) == 1.0
+    for column in solution.removeprefix("<think>").split("</think>")[0].replace("; ", ", ").split(", "):
+        left, _, right = column.split(": ")[-1].partition(" = ")
+        assert eval(left, {"__builtins__": {}}) == int(right)
+    # A slip in every column shows in some column, whatever becomes of the result.
+    assert worked_solution(problem.expression, lambda: True) != solution
+
+
+def test_texts_survive_the_tokenizer_and_fit(tokenizer):
+    for problem in generate("train", 300, seed=5):
+        solution = worked_solution(problem.expression)
+        ids = tokenizer(solution, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == solution
+        assert len(ids) + 1 <= MAX_RESPONSE_TOKENS
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem.question}], add_generation_prompt=True, return_dict=False
+        )
+        assert len(prompt) <= MAX_PROMPT_TOKENS
+        assert problem.question in tokenizer.decode(prompt)
+    for text in ("Grüße, 数学!\n\t x≠y", "</think> then \\boxed{12}"):
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_reloading_gives_the_same_tokens(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    text = "What is 31 + 4?" + worked_solution("31 + 4")
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+def test_the_model_answers_in_the_format_and_some_of_the_time_right(tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(MODEL_FOLDER)
+    assert sum(file.stat().st_size for file in MODEL_FOLDER.iterdir()) < 5e6
+    problems = generate("test", 64, seed=11)
+    tokenizer.padding_side = "left"
+    prompts = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": problem.question}] for problem in problems],
+        add_generation_prompt=True,
+        padding=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    torch.manual_seed(0)
+    output = model.generate(**prompts, do_sample=True, max_new_tokens=MAX_RESPONSE_TOKENS)
+    texts = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert sum("</think>" in text and "\\boxed{" in text for text in texts) > 0.9 * len(texts)
+    rewards = [grading.math(text, problem.answer) for text, problem in zip(texts, problems, strict=True)]
+    assert 0 < sum(rewards) < len(rewards)

@@ -1,0 +1,366 @@
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from exgrpo.train.data.files import Row, parse_row
+from exgrpo.train.data.questions import Question, QuestionSet, load_questions
+
+SHARED_DATA = Path(__file__).parents[4] / "shared" / "data"
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per byte, and a start-of-text token that the tokenizer puts before plain text."""
+    vocabulary = {"<s>": 0} | {byte: 1 + i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+TOKENIZER = make_tokenizer()
+BASE_TOKENIZER = make_tokenizer(None)
+
+PAPER_ROW = {
+    "data_source": "olympiad",
+    "prompt": [
+        {"role": "system", "content": "Think first."},
+        {"role": "user", "content": "An example?"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "What is 6 * 7?"},
+    ],
+    "ability": "math",
+    "reward_model": {"ground_truth": "42", "style": "rule"},
+    "extra_info": {"index": 0, "split": "default"},
+}
+
+
+def write_lines(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def decoded(question: Question) -> str:
+    return TOKENIZER.decode(question.prompt, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "lines.json", "parquet"])
+def test_the_same_rows_from_every_kind_of_file(tmp_path: Path, suffix: str) -> None:
+    rows = [PAPER_ROW, PAPER_ROW | {"reward_model": {"ground_truth": "\\frac12", "style": "rule"}}]
+    path = tmp_path / f"mine.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif suffix == "json":
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        write_lines(path, rows)
+    loaded = load_questions(str(path), TOKENIZER, max_prompt_tokens=100)
+    assert [(q.index, q.text, q.gold, q.source) for q in loaded] == [
+        (0, "What is 6 * 7?", "42", "olympiad"),
+        (1, "What is 6 * 7?", "\\frac12", "olympiad"),
+    ]
+    assert decoded(loaded[0]) == "<user>What is 6 * 7?\n<assistant>"
+    assert loaded.dropped_long == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "gold"),
+    [
+        ({"question": "q", "answer": "6*7=<<6*7=42>>42\n#### 42"}, "q", "42"),
+        ({"question": "q", "answer": "#### 1 #### 2 "}, "q", "2"),
+        ({"question": "q", "answer": "42"}, "q", "42"),
+        ({"problem": "p", "solution": "so #### 7"}, "p", "7"),
+        ({"problem": "p", "solution": "so \\boxed{\\frac{1}{2}}."}, "p", "\\frac{1}{2}"),
+        ({"problem": "p", "solution": "long \\boxed{1}", "answer": "5"}, "p", "5"),
+        ({"question": "q", "problem": None, "answer": 42, "solution": None}, "q", "42"),
+        ({"question": "q", "answer": 0.5}, "q", "0.5"),
+        ({"question": "q", "answer": ["C"]}, "q", "C"),
+        (PAPER_ROW | {"reward_model": {"ground_truth": [7]}}, "What is 6 * 7?", "7"),
+    ],
+)
+def test_row_formats(row: dict[str, Any], question: str, gold: str) -> None:
+    parsed = parse_row(row, "file")
+    assert (parsed.question, parsed.gold) == (question, gold)
+    assert parsed.source == row.get("data_source", "file")
+
+
+BAD_ROWS: list[tuple[Any, str]] = [
+    ([1, 2], "expected an object, got a list of 2"),
+    ({"text": "x"}, "has none of prompt, question, problem; its keys are text"),
+    ({"question": "q"}, "neither answer nor solution"),
+    ({"question": "q", "solution": "no mark"}, "neither #### nor"),
+    ({"question": 5, "answer": "1"}, "the question must be text, got int 5"),
+    ({"question": " ", "answer": "1"}, "the question is empty"),
+    ({"question": "q", "answer": "####"}, "the answer is empty"),
+    ({"question": "q", "answer": True}, "answer must be text, a finite number"),
+    ({"question": "q", "answer": float("nan")}, "answer must be text, a finite number"),
+    ({"question": "q", "answer": ["1", "2"]}, "got a list of 2"),
+    (PAPER_ROW | {"prompt": "text"}, "prompt must be a list"),
+    (PAPER_ROW | {"prompt": [{"role": "system", "content": "x"}]}, "no user message"),
+    (PAPER_ROW | {"reward_model": None}, "no reward_model.ground_truth"),
+    (PAPER_ROW | {"reward_model": {"ground_truth": None}}, "no reward_model.ground_truth"),
+]
+
+
+@pytest.mark.parametrize(("row", "problem"), BAD_ROWS)
+def test_malformed_rows_say_what_is_wrong(row: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_row(row, "file")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content"]), inner),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted({*PAPER_ROW, "question", "problem", "answer", "solution"})), json_values))
+def test_any_row_is_read_or_refused_by_name(row: dict[str, Any]) -> None:
+    try:
+        parsed = parse_row(row, "file")
+    except ValueError:
+        return
+    assert isinstance(parsed, Row)
+    assert parsed.question.strip()
+    assert parsed.gold == parsed.gold.strip() != ""
+
+
+def test_malformed_rows_are_reported_together_with_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    good = json.dumps({"question": "q", "answer": "1"})
+    path.write_text("\n".join([good, "", '{"question": "q', *["[]"] * 6, good, '{"question": "cut off", "ans']))
+    with pytest.raises(ValueError, match="8 of 10 rows are malformed") as caught:
+        load_questions(str(path), TOKENIZER, max_prompt_tokens=100)
+    lines = str(caught.value).split("\n")
+    assert lines[1].strip().startswith(f"{path} line 3: not valid JSON: Unterminated string")
+    assert lines[2].strip() == f"{path} line 4: expected an object, got a list of 0"
+    assert len(lines) == 7
+    assert lines[-1].strip() == "and 3 more"
+
+
+def test_malformed_parquet_rows_have_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "mine.parquet"
+    pq.write_table(pa.table({"question": ["a", "b"], "answer": ["1", None]}), path)
+    with pytest.raises(ValueError, match=r"mine.parquet row 2: has a question but neither answer nor solution"):
+        load_questions(str(path), TOKENIZER, max_prompt_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "the data set is empty"),
+        ("a.jsonl", b"\n \n", "the data set is empty"),
+        ("a.json", b"[]", "the data set is empty"),
+        ("a.json", b'[{"question": "q"', "not valid JSON"),
+        ("a.jsonl", b'{"question": "q", "answer": "1"}\n{"question": "\xff"}', "line 2 is not UTF-8"),
+        ("a.parquet", b"PAR1 rubbish", "cannot be read as parquet"),
+        ("a.parquet", b"", "cannot be read as parquet"),
+        ("a.csv", b"question,answer", "unknown kind of file; known are .jsonl, .json, .parquet"),
+    ],
+)
+def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name}: .*{message}"):
+        load_questions(str(path), TOKENIZER, max_prompt_tokens=100)
+
+
+def test_truncated_and_foreign_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "mine.parquet"
+    pq.write_table(pa.table({"text": ["a"]}), path)
+    with pytest.raises(ValueError, match=r"has none of the columns .*; it has text"):
+        load_questions(str(path), TOKENIZER, max_prompt_tokens=100)
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="cannot be read as parquet"):
+        load_questions(str(path), TOKENIZER, max_prompt_tokens=100)
+
+
+@pytest.mark.parametrize("source", ["missing.jsonl", "/no/such/place", "some/deep/folder", "data/*.parquet", "./here"])
+def test_missing_files_are_no_hub_names(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(FileNotFoundError, match="no such file|matches this pattern"):
+        load_questions(source, TOKENIZER, max_prompt_tokens=100)
+
+
+def test_a_folder_is_an_error_and_a_pattern_is_read_in_order(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "c.txt"):
+        write_lines(tmp_path / name, [{"question": name, "answer": "1"}])
+    with pytest.raises(ValueError, match="is a folder"):
+        load_questions(str(tmp_path), TOKENIZER, max_prompt_tokens=100)
+    loaded = load_questions(f"{tmp_path}/*", TOKENIZER, max_prompt_tokens=100)
+    assert [(q.index, q.text, q.source) for q in loaded] == [(0, "a.jsonl", "a"), (1, "b.jsonl", "b")]
+
+
+def test_hub_names_go_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def load_dataset(name: str, config: str | None, *, split: str) -> list[Any]:
+        calls.append((name, config, split))
+        if name == "owner/gone":
+            raise ConnectionError("cannot be reached\nmore")
+        return [{"question": "q", "answer": "#### 1"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    loaded = load_questions("owner/name:main", TOKENIZER, split="test", max_prompt_tokens=100)
+    assert calls == [("owner/name", "main", "test")]
+    assert (loaded[0].gold, loaded[0].source) == ("1", "owner/name:main")
+    with pytest.raises(
+        ValueError, match=r"owner/gone is no file here, .*'train' .*ConnectionError: cannot be reached$"
+    ):
+        load_questions("owner/gone", TOKENIZER, max_prompt_tokens=100)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install exgrpo\[train\]"):
+        load_questions("owner/name", TOKENIZER, max_prompt_tokens=100)
+
+
+def test_builtin_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(split: str, count: int, seed: int) -> list[Any]:
+        return [types.SimpleNamespace(question=f"{split} {seed} {i}", answer=str(i)) for i in range(count)]
+
+    monkeypatch.setattr("exgrpo.train.data.arithmetic.generate", generate)
+    loaded = load_questions("builtin:arithmetic", TOKENIZER, split="test", limit=3, seed=5, max_prompt_tokens=100)
+    assert [(q.text, q.gold, q.source) for q in loaded] == [(f"test 5 {i}", str(i), "arithmetic") for i in range(3)]
+    with pytest.raises(ValueError, match="needs a limit"):
+        load_questions("builtin:arithmetic", TOKENIZER, max_prompt_tokens=100)
+    with pytest.raises(ValueError, match="the only builtin one is 'builtin:arithmetic'"):
+        load_questions("builtin:algebra", TOKENIZER, limit=3, max_prompt_tokens=100)
+
+
+def prompt_of(tmp_path: Path, tokenizer: Any = TOKENIZER, **options: Any) -> str:
+    path = write_lines(tmp_path / "one.jsonl", [PAPER_ROW])
+    return decoded(load_questions(path, tokenizer, max_prompt_tokens=200, **options)[0])
+
+
+def test_templates(tmp_path: Path) -> None:
+    question = "What is 6 * 7?"
+    assert prompt_of(tmp_path, keep_system=True) == f"<system>Think first.\n<user>{question}\n<assistant>"
+    assert prompt_of(tmp_path, system_prompt="Be brief.") == f"<system>Be brief.\n<user>{question}\n<assistant>"
+    boxed = "{question}\nIn \\boxed{{}}."
+    assert prompt_of(tmp_path, prompt_format=boxed) == f"<user>{question}\nIn \\boxed{{}}.\n<assistant>"
+    opened = prompt_of(tmp_path, answer_prefix="<think>\n")
+    assert opened == f"<user>{question}\n<assistant><think>\n"
+    plain = prompt_of(tmp_path, BASE_TOKENIZER, chat=False, prompt_format="Q: {question}\nA:")
+    assert plain == f"<s>Q: {question}\nA:"  # the tokenizer's own special tokens
+
+
+def test_prompts_equal_the_chat_template_one_by_one(tmp_path: Path) -> None:
+    texts = ["a", "ünï ∑", "{braces}", "<s> as text"]
+    path = write_lines(tmp_path / "mine.jsonl", [{"question": text, "answer": "1"} for text in texts])
+    for text, question in zip(texts, load_questions(path, TOKENIZER, max_prompt_tokens=100), strict=True):
+        chat = [{"role": "user", "content": text}]
+        expected = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert list(question.prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "options", "message"),
+    [
+        (BASE_TOKENIZER, {}, "no chat template: use chat=False"),
+        (TOKENIZER, {"prompt_format": "Solve it."}, "does not contain {question}"),
+        (TOKENIZER, {"prompt_format": "{question} \\boxed{}"}, r"has the field {}.*braces are doubled"),
+        (TOKENIZER, {"prompt_format": "{quest}"}, "has the field {quest}"),
+        (TOKENIZER, {"prompt_format": "{question"}, "literal braces are doubled"),
+        (TOKENIZER, {"system_prompt": "a", "keep_system": True}, "exclude each other"),
+        (TOKENIZER, {"system_prompt": "a", "chat": False}, "has no system message"),
+        (TOKENIZER, {"limit": 0}, "must be at least 1"),
+        (make_tokenizer("{{ raise_exception('no!') }}"), {}, "refuses the messages: no!"),
+    ],
+)
+def test_options_that_cannot_be(tmp_path: Path, tokenizer: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prompt_of(tmp_path, tokenizer, **options)
+
+
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=30), longest=st.integers(1, 20), data=st.data())
+def test_long_prompts_are_dropped_and_counted(
+    lengths: list[int], longest: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    limit = data.draw(st.none() | st.integers(1, len(lengths)))
+    rows = [{"question": "x" * n, "answer": str(i)} for i, n in enumerate(lengths)]
+    path = write_lines(tmp_path_factory.getbasetemp() / "lengths.jsonl", rows)
+    fits = [str(i) for i, n in enumerate(lengths) if n <= longest]
+
+    def load() -> QuestionSet:
+        # One token more for <s>.
+        return load_questions(path, BASE_TOKENIZER, chat=False, max_prompt_tokens=longest + 1, limit=limit)
+
+    if not fits:
+        with pytest.raises(
+            ValueError, match=rf"all {len(lengths)} prompts are longer .* shortest has {min(lengths) + 1}"
+        ):
+            load()
+        return
+    loaded = load()
+    assert [question.gold for question in loaded] == fits[:limit]
+    assert [question.index for question in loaded] == list(range(len(loaded)))
+    taken = int(loaded.questions[-1].gold) + 1 if len(loaded) == limit else len(lengths)
+    long = [(str(i), "x" * n, "lengths") for i, n in enumerate(lengths[:taken]) if n > longest]
+    assert [(question.gold, question.text, question.source) for question in loaded.left_out] == long
+    assert loaded.dropped_long == len(long)
+    assert loaded.beyond_limit == len(lengths) - taken
+
+
+def test_fingerprint_notices_any_change_and_lasts() -> None:
+    def fingerprint(*pairs: tuple[tuple[int, ...], str]) -> str:
+        return QuestionSet(tuple(Question(i, p, "t", g, "s") for i, (p, g) in enumerate(pairs))).fingerprint
+
+    sets = [
+        (((1, 2), "3"), ((4,), "5")),
+        (((4,), "5"), ((1, 2), "3")),
+        (((1,), "3"), ((2, 4), "5")),
+        (((1, 2), "35"), ((4,), "")),
+        (((1, 2), "3"),),
+    ]
+    assert len({fingerprint(*pairs) for pairs in sets}) == len(sets)
+    # A fixed value: checkpoints carry it from one process to another.
+    expected = "021dccbe1955071d1cc725c33b2ce2e95c6cf0cb896feca18c1f5e31b955c6e4"
+    assert fingerprint(((1, 2), "3")) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "first_gold", "sources"),
+    [
+        ("gsm8k_train.jsonl", 7473, "72", {"gsm8k_train"}),
+        ("arc_challenge.parquet", 1172, "C", {"arc_c"}),
+        (
+            "math_benchmarks.parquet",
+            6023,
+            "\\left( 3, \\frac{\\pi}{2} \\right)",
+            {"math", "olympiad_bench", "minerva", "aime", "amc", "aime25"},
+        ),
+    ],
+)
+def test_real_data_sets(name: str, count: int, first_gold: str, sources: set[str]) -> None:
+    if not (SHARED_DATA / name).exists():
+        pytest.skip(f"{SHARED_DATA / name} is not there")
+    loaded = load_questions(str(SHARED_DATA / name), TOKENIZER, max_prompt_tokens=10_000)
+    assert (len(loaded), loaded.dropped_long) == (count, 0)
+    assert loaded[0].gold == first_gold
+    assert {question.source for question in loaded} == sources
+    assert "####" not in "".join(question.gold for question in loaded)
+    assert decoded(loaded[0]) == f"<user>{loaded[0].text}\n<assistant>"
+
+
+def test_a_progress_bar_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt_of(tmp_path)
+    assert capsys.readouterr().out == ""
+    prompt_of(tmp_path, progress=True)
+    assert "Tokenising" in capsys.readouterr().out

@@ -1,0 +1,103 @@
+"""Model shapes, hardware and small recipes for the tests of the estimate."""
+
+import dataclasses
+import json
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from exgrpo.train.config import Config
+from exgrpo.train.estimate.parts import Assumptions, Hardware
+from exgrpo.train.estimate.shape import ModelShape, shape_of
+from tests.train.configs import configured
+
+ROWS, LENGTH = 2, 40
+TOKENS = ROWS * LENGTH
+VOCABULARY = 97
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+QWEN_1_5B = {
+    **QWEN_7B,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+SHAPES = {"Qwen/Qwen2.5-Math-1.5B": QWEN_1_5B, "meta-llama/Llama-3.1-8B": LLAMA_8B}
+
+ASSUMED = Assumptions(
+    prompt_tokens=16,
+    response_tokens=20,
+    success_rate=0.5,
+    candidates=4,
+    mfu=0.4,
+    bandwidth_use=0.5,
+    layer_launch=1e-4,
+    host_bandwidth=1e10,
+)
+
+
+HARDWARE = Hardware(gpus=2, memory=1e9, flops=1e12, bandwidth=1e12)
+HARDWARE_OF_ONE = dataclasses.replace(HARDWARE, gpus=1)
+SMALL = ModelShape(
+    parameters=(97 * 64, *[64 * 64, 64 * 32, 64 * 32, 64 * 64, *[64 * 160] * 3, 64, 64] * 3, 64, 97 * 64),
+    linear=3 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 160 * 3),
+    layers=3,
+    width=64,
+    mlp=160,
+    heads=4,
+    kv_heads=2,
+    head_width=16,
+    vocabulary=97,
+    tied=False,
+)
+
+
+def config_json(folder, values):
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def llama(*, tied=False, dtype=torch.float32, attention="sdpa", **changes):
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**sizes, **changes}, tie_word_embeddings=tied, attn_implementation=attention)
+    return LlamaForCausalLM(config).to(dtype).train()
+
+
+def shape_like(model) -> ModelShape:
+    return shape_of(model.config)
+
+
+def recipe(**sections) -> Config:
+    """A valid small recipe with some sections changed."""
+    rollout = {"engine": "transformers", "max_tokens": 24, "batch_tokens": 400}
+    return configured({"data": {"max_prompt_tokens": 16}, "rollout": rollout}, sections)

@@ -1,0 +1,385 @@
+"""Memory, disk and time: whole allocations as they really happen, and what must hold for any recipe."""
+
+import dataclasses
+import json
+import re
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exgrpo.kernels import linear_policy_loss
+from exgrpo.kernels.chunks import chunking
+from exgrpo.train.config import ObjectiveConfig
+from exgrpo.train.estimate import budget
+from exgrpo.train.estimate import program as estimate
+from exgrpo.train.estimate.budget import gpu_memory, head_bytes, phases
+from exgrpo.train.estimate.parts import MOMENTS, Hardware, peak
+from exgrpo.train.estimate.rollout import asleep_bytes, rollout_memory, rollout_seconds, rows_at_once
+from exgrpo.train.estimate.shape import read_shape
+from exgrpo.train.policy.batch import Row, collate
+from exgrpo.train.policy.model import LossTerms, PolicyModel
+from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.pretrained.tokenizer import DTYPES
+from exgrpo.train.records import Trajectory
+from exgrpo.train.rollout import Sampling, TransformersEngine
+from tests.kernels.test_memory import PeakMemory
+from tests.train import tiny
+from tests.train.estimate.shapes import (
+    ASSUMED,
+    HARDWARE,
+    HARDWARE_OF_ONE,
+    ROWS,
+    SMALL,
+    VOCABULARY,
+    llama,
+    recipe,
+    shape_like,
+)
+from tests.train.launch import launch
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Sets chunks to 32 tokens and scratch and tiles to 8, so that the head's buffers have the proportions of a run."""
+
+    def set_for(vocabulary):
+        for kind in ("cpu", "cuda"):
+            monkeypatch.setitem(chunking.CHUNK_BYTES, kind, 32 * vocabulary * 4)
+            monkeypatch.setitem(chunking.BLOCK_BYTES, kind, 8 * vocabulary * 4)
+        monkeypatch.setattr(chunking, "TILE_BYTES", 8 * vocabulary * 4)
+        monkeypatch.setattr(chunking, "LEAST_ROWS", 1)
+
+    return set_for
+
+
+def sizes(items) -> dict[str, dict[str, float]]:
+    return {item.name: dataclasses.asdict(item) for item in items}
+
+
+def micro_batch(length: int, prompt: int):
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(3, VOCABULARY, n).astype(np.int32) for n in (prompt, length - prompt + 1)]
+    row = Row(ids[0], ids[1], np.full(len(ids[1]), -4.5, np.float32), 1.0)
+    return collate([row] * ROWS, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_peak_of_a_real_micro_batch(dtype, checkpointing, small_chunks):
+    """Forward, fused head and backward of one micro-batch, counted operation by operation.
+
+    The estimate is meant to be an upper bound that is not wasteful. Beside it the measured peak holds the weights'
+    gradients, which ZeRO-3 takes away into its bucket as they come.
+    """
+    model = llama(dtype=DTYPES[dtype], intermediate_size=320)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    wrapped = PolicyModel(model)
+    small_chunks(VOCABULARY)
+    batch = micro_batch(length=200, prompt=4)
+    with PeakMemory() as measured:
+        wrapped(
+            batch, LossTerms(clip=None, beta=0.1, entropy_coef=0.0, normalizer=400.0, temperature=1.0)
+        ).loss.backward()
+    gradients = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    config = recipe(
+        policy={"dtype": dtype, "gradient_checkpointing": checkpointing},
+        optimizer={"micro_batch_tokens": batch.tokens.numel()},
+    )
+    shape = shape_like(model)
+    found = sizes(gpu_memory(config, shape, HARDWARE_OF_ONE))
+    layers = found["saved activations"]["backward"] + found["backward of one layer"]["backward"]
+    head = found["saved activations"]["loss"] + head_bytes(shape, DTYPES[dtype].itemsize, batch.tokens.numel(), "cpu")
+    counted = max(layers, head)
+    assert measured.peak - gradients <= counted <= 1.2 * measured.peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "vocabulary"), [(16, 3000), (64, 3000), (256, 500)])
+def test_the_peak_of_the_head(dtype, width, vocabulary, small_chunks):
+    """An upper bound, whether the chunk of logits is largest or the gradients are."""
+    small_chunks(vocabulary)
+    hidden = torch.randn(600, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
+    target = torch.randint(0, vocabulary, (600,))
+    old, advantage = torch.full((600,), -8.0), torch.ones(600)
+    with PeakMemory() as measured:
+        linear_policy_loss(hidden, weight, target, old, advantage, clip=None, entropy_coef=0.01).loss.backward()
+    shape = dataclasses.replace(SMALL, width=width, vocabulary=vocabulary)
+    assert measured.peak <= head_bytes(shape, dtype.itemsize, 600, "cpu") <= 1.6 * measured.peak
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_the_peak_of_real_generation(dtype, kv_heads, tmp_path):
+    """Padded prompts; the EOS is a token that cannot be sampled. Prompts and cache peak apart: an upper bound."""
+    model = llama(num_key_value_heads=kv_heads)
+    model.save_pretrained(tmp_path)
+    engine = TransformersEngine(
+        find_model(str(tmp_path)),
+        dtype=DTYPES[dtype],
+        device=torch.device("cpu"),
+        eos=[VOCABULARY],
+        pad=0,
+        batch_tokens=8 * 220,
+    )
+    prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (20, 17)]
+    with PeakMemory() as measured:
+        answers = tiny.rollouts(engine, prompts, [4, 4], Sampling(200), seed=0)
+    assert max(len(rollout.response) for of_prompt in answers for rollout in of_prompt) == 200
+    config = recipe(
+        questions=2,
+        policy={"dtype": dtype},
+        data={"max_prompt_tokens": 20},
+        rollout={"samples": 4, "max_tokens": 200, "batch_tokens": 8 * 220},
+    )
+    found = sizes(gpu_memory(config, shape_like(model), HARDWARE_OF_ONE))
+    weights = found.pop("rollout engine, weights")["rollout"]
+    assert weights == sum(parameter.numel() * parameter.itemsize for parameter in engine.model.parameters())
+    counted = sum(found[f"rollout engine, {name}"]["rollout"] for name in ("key/value cache", "prompts and sampling"))
+    assert measured.peak <= counted <= 1.4 * measured.peak
+
+
+WORKER = """
+import json, sys
+from pathlib import Path
+import torch
+from exgrpo.train.distributed import start
+from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.policy.zero3 import Policy
+from tests.train import tiny
+from exgrpo.train.config import ObjectiveConfig
+
+*_, folder, result = sys.argv
+world = start(timeout_minutes=2)
+held = {}
+for dtype in ("fp32", "bf16"):
+    policy = Policy(tiny.config(Path(folder), ObjectiveConfig(), dtype=dtype), find_model(folder), world)
+    policy.update(tiny.minibatches(ObjectiveConfig())[0], ObjectiveConfig(), clip=True)
+    zero = policy.engine.optimizer
+    def of(tensors):
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    weights = [p.ds_tensor for p in policy.model.parameters()]
+    stored = {tensor.untyped_storage().data_ptr() for tensor in weights}
+    masters = [p for p in zero.fp32_partitioned_groups_flat if p.untyped_storage().data_ptr() not in stored]
+    held[dtype] = {
+        "weights, sharded": of(weights),
+        "fp32 master weights, sharded": of(masters),
+        "AdamW moments, sharded": of(v for s in zero.optimizer.state.values() for v in s.values() if v.dim()),
+        "gradients, fp32, sharded": of([zero.grad_partitions_flat_buffer]),
+        "gradient reduction bucket": of(bucket.buffer for bucket in zero.ipg_buckets.values()),
+    }
+if world.is_main:
+    Path(result).write_text(json.dumps(held))
+"""
+
+
+def test_states_are_those_that_zero_3_keeps(tmp_path):
+    """To the byte, on two ranks after a step."""
+    tiny.save_model(tmp_path, tied=False)
+    (tmp_path / "worker.py").write_text(WORKER)
+    done = launch(tmp_path / "worker.py", str(tmp_path), str(tmp_path / "held.json"), ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    held = json.loads((tmp_path / "held.json").read_text())
+    shape = read_shape(str(tmp_path), tmp_path)
+    for dtype, real in held.items():
+        config = tiny.config(tmp_path, ObjectiveConfig(), dtype=dtype)
+        counted = sizes(gpu_memory(config, shape, HARDWARE))
+        assert {name: counted[name]["step"] for name in real} == real
+
+
+def test_offloaded_states_leave_the_gpu():
+    shape = shape_like(llama())
+    on, off = (recipe(policy={"dtype": "bf16"}, distributed={"offload_optimizer": o}) for o in (False, True))
+    moved = peak(gpu_memory(on, shape, HARDWARE), "step") - peak(gpu_memory(off, shape, HARDWARE), "step")
+    copies = sizes(gpu_memory(on, shape, HARDWARE))["AdamW's own copies"]["step"]
+    shard = shape.sharded(HARDWARE.gpus)
+    assert moved == 16 * shard + copies
+    in_cpu = [sum(a.bytes for a in budget.cpu_memory(c, shape, HARDWARE.gpus, ASSUMED)) for c in (on, off)]
+    assert in_cpu[1] - in_cpu[0] == 20 * shard * HARDWARE.gpus
+
+
+def test_a_checkpoint_is_weights_and_moments_in_fp32():
+    shape = shape_like(llama())
+    of_run = {a.name: a.bytes for a in budget.disk(recipe(checkpoint={"keep": 3}), shape, ASSUMED)}
+    assert of_run["checkpoints, 3 kept and one being written"] == 4 * 12 * shape.total
+    assert budget.disk(recipe(checkpoint={"every": None}), shape, ASSUMED)[0].bytes == 0
+
+
+@pytest.mark.parametrize("tokens", [20, 2000])
+def test_stored_trajectories_take_what_the_estimate_says(tokens):
+    """Measured by Python's own count of its allocations; the overhead is what is estimated."""
+    count = 200
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        stored = [
+            Trajectory(i + 1000, np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), True, 1.0, i + 1000)
+            for i in range(count)
+        ]
+        real = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    config = recipe(steps=count, questions=1, rollout={"samples": 2}, optimizer={"minibatches": 1})
+    assumed = dataclasses.replace(ASSUMED, response_tokens=tokens, success_rate=0.5)
+    assert len(stored) == count
+    assert real <= budget.buffer_bytes(config, assumed) <= real + 500 * count
+
+
+def test_seconds_are_flops_over_speed():
+    config = recipe(questions=4, rollout={"samples": 4}, policy={"gradient_checkpointing": True})
+    shape = shape_like(llama())
+    found = {phase.name: phase for phase in phases(config, shape, HARDWARE, ASSUMED)}
+    assert list(found) == ["select", "rollout", "score", "update", "push"]
+    forward = shape.decoder_flops(36) + shape.head_flops(20)
+    # Half of four questions are replayed: 14 fresh answers, two of 16 rows come from the buffer.
+    assert found["score"].flops == 14 * forward
+    assert found["select"].flops == 2 * 4 * forward
+    assert found["update"].flops == 16 * (4 * shape.decoder_flops(36) + 3 * shape.head_flops(20))
+    assert found["update"].seconds == pytest.approx(found["update"].flops / (2 * 1e12 * 0.4))
+    plain = {
+        phase.name: phase for phase in phases(recipe(questions=4, rollout={"samples": 4}), shape, HARDWARE, ASSUMED)
+    }
+    assert found["update"].flops - plain["update"].flops == 16 * shape.decoder_flops(36)
+
+
+def test_nothing_is_scored_to_choose_at_random():
+    shape = shape_like(llama())
+    config = recipe(experience={"trajectory": "random"})
+    assert phases(config, shape, HARDWARE, ASSUMED)[0].flops == 0
+    config = recipe(experience={"trajectory": "random"}, objective={"importance_correction": False})
+    assert phases(config, shape, HARDWARE, ASSUMED)[0].flops > 0
+
+
+def test_decoding_one_answer_reads_the_weights_once_per_token():
+    """Without launches, and with memory too slow for anything else to matter."""
+    shape = shape_like(llama())
+    config = recipe(questions=1, rollout={"samples": 2, "batch_tokens": 40}, optimizer={"minibatches": 1})
+    slow = Hardware(1, 0, 1e18, 1e3)
+    assumed = dataclasses.replace(ASSUMED, layer_launch=0, bandwidth_use=1)
+    bytes_per_token = 4 * shape.read_per_token + (16 + 10) * shape.kv_traffic(4)
+    assert rollout_seconds(config, shape, slow, assumed) == pytest.approx(2 * 20 * bytes_per_token / 1e3)
+
+
+def test_a_batch_lasts_as_long_as_its_longest_answer():
+    """Against drawn lengths, where nothing but launches takes time: two batches of four answers of 4 tokens each."""
+    longest = np.random.default_rng(0).exponential(4.0, (20000, 4)).max(1).mean()
+    config = recipe(questions=2, rollout={"samples": 4, "max_tokens": 84, "batch_tokens": 400})
+    assumed = dataclasses.replace(ASSUMED, response_tokens=4, layer_launch=1.0)
+    found = rollout_seconds(config, SMALL, HARDWARE_OF_ONE, assumed)
+    assert found == pytest.approx(2 * longest * SMALL.layers, rel=0.02)
+
+
+VLLM = {"engine": "vllm", "samples": 4, "max_tokens": 84, "batch_tokens": 400}
+
+
+@pytest.mark.parametrize("questions", [1, 2, 16, 200])
+def test_vllm_fills_the_places_of_ended_answers(questions):
+    """Against a simulation of four places and drawn lengths, where nothing but reading the weights takes time."""
+    rng, simulated = np.random.default_rng(0), []
+    for _ in range(300):
+        ends = np.zeros(4)
+        for length in rng.exponential(4.0, 4 * questions):
+            ends[ends.argmin()] += length
+        simulated.append(ends.max())
+    slow = Hardware(1, 0, 1e18, 1e3)
+    assumed = dataclasses.replace(ASSUMED, response_tokens=4, bandwidth_use=1, layer_launch=1.0)
+    shape = dataclasses.replace(SMALL, heads=1, kv_heads=1, head_width=1)
+    config = recipe(questions=questions, rollout=VLLM, optimizer={"minibatches": 1})
+    found = rollout_seconds(config, shape, slow, assumed) / (4 * shape.read_per_token / 1e3)
+    # Both bounds of the estimate are lower ones; they are met where the places stay full, or one batch is enough.
+    assert 0.7 * np.mean(simulated) <= found <= 1.02 * np.mean(simulated)
+
+
+def test_vllms_cache_limits_what_it_generates_at_once():
+    small = recipe(questions=64, rollout={**VLLM, "batch_tokens": 40000, "kv_cache_gib": 1e-4})
+    held = (16 + 20 / 2) * SMALL.kv_bytes(4)
+    assert rows_at_once(small, SMALL, 1, ASSUMED) == int(1e-4 * 2**30 // held) < 64 * 4
+    (item,) = [item for item in rollout_memory(small, SMALL, 1) if "cache" in item.name]
+    assert item.rollout == 1e-4 * 2**30
+
+
+@pytest.mark.parametrize(("level", "on_gpu", "in_cpu"), [(0, True, False), (1, False, True), (2, False, False)])
+def test_where_a_sleeping_engine_keeps_its_weights(level, on_gpu, in_cpu):
+    config = recipe(rollout={**VLLM, "sleep_level": level})
+    weights = rollout_memory(config, SMALL, 2)[0]
+    assert weights.rollout == 4 * SMALL.total
+    assert weights.backward == (4 * SMALL.total if on_gpu else 0)
+    assert asleep_bytes(config, SMALL, 2) == (8 * SMALL.total if in_cpu else 0)
+
+
+def test_servers_take_nothing_of_the_trainers_gpus():
+    config = recipe(rollout={**VLLM, "engine": "server", "servers": ["http://elsewhere:8000"]})
+    assert rollout_memory(config, SMALL, 2) == ()
+    assert asleep_bytes(config, SMALL, 2) == 0
+
+
+RECIPE = st.fixed_dictionaries(
+    {
+        "questions": st.integers(2, 64),
+        "policy": st.fixed_dictionaries(
+            {"dtype": st.sampled_from(["fp32", "bf16"]), "gradient_checkpointing": st.booleans()}
+        ),
+        "rollout": st.fixed_dictionaries(
+            {
+                "engine": st.sampled_from(["transformers", "vllm"]),
+                "samples": st.integers(2, 8),
+                "batch_tokens": st.integers(40, 4000),
+                "kv_cache_gib": st.sampled_from([1e-5, 1e-3, 0.1]),
+                "sleep_level": st.sampled_from([0, 1, 2]),
+            }
+        ),
+        "optimizer": st.fixed_dictionaries({"micro_batch_tokens": st.integers(40, 4000)}),
+        "distributed": st.fixed_dictionaries({"offload_optimizer": st.booleans()}),
+    }
+)
+
+
+def peaks(config, gpus=2) -> list[float]:
+    memory = gpu_memory(config, SMALL, Hardware(gpus, 1e9, 1e12, 1e12))
+    return [peak(memory, moment) for moment in MOMENTS]
+
+
+def seconds(config, gpus=2) -> float:
+    return sum(phase.seconds for phase in phases(config, SMALL, Hardware(gpus, 1e9, 1e12, 1e12), ASSUMED))
+
+
+def never_more(less, more) -> bool:
+    return all(a <= b for a, b in zip(less, more, strict=True))
+
+
+@given(RECIPE, st.integers(1, 64), st.integers(1, 64))
+def test_more_gpus_never_take_more_memory_each_nor_more_time(sections, gpus, more):
+    config = recipe(**sections)
+    assert never_more(peaks(config, gpus + more), peaks(config, gpus))
+    assert seconds(config, gpus + more) <= seconds(config, gpus) * (1 + 1e-9)
+
+
+@given(RECIPE, st.integers(1, 4000))
+def test_smaller_batches_checkpointing_and_offloading_never_take_more_memory(sections, more):
+    config = recipe(**sections)
+    for section, key in (("optimizer", "micro_batch_tokens"), ("rollout", "batch_tokens")):
+        larger = recipe(**{**sections, section: {**sections[section], key: sections[section][key] + more}})
+        assert never_more(peaks(config), peaks(larger))
+    for section, key in (("policy", "gradient_checkpointing"), ("distributed", "offload_optimizer")):
+        off, on = (recipe(**{**sections, section: {**sections[section], key: value}}) for value in (False, True))
+        assert never_more(peaks(on), peaks(off))
+
+
+@given(RECIPE, st.floats(1e5, 1e10))
+def test_advice_is_true(sections, memory):
+    """The change that is named makes the recipe fit, or it is said that none does."""
+    config, hardware = recipe(**sections), Hardware(2, memory, 1e12, 1e12)
+    if max(peaks(config)) <= memory:
+        return
+    said = estimate.advise(config, SMALL, hardware)
+    if said.startswith("No option"):
+        return
+    changes = dict(re.findall(r"--(\S+) ([^\s:]+)", said))
+    on = re.search(r"on (\d+) GPUs", said)
+    gpus = int(on[1]) if on else 2
+    assert max(peaks(estimate._changed(config, changes), gpus)) <= memory

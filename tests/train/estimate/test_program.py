@@ -1,0 +1,116 @@
+"""The command: its answers, its advice, its errors."""
+
+import dataclasses
+import json
+
+import huggingface_hub.constants
+import pytest
+
+from exgrpo.train.estimate import program as estimate
+from exgrpo.train.estimate.budget import Hardware
+from exgrpo.train.estimate.shape import read_shape
+from exgrpo.train.recipe import load_recipe
+from tests.train.estimate.shapes import (
+    ASSUMED,
+    HARDWARE,
+    QWEN_7B,
+    SHAPES,
+    config_json,
+)
+from tests.train.test_recipes import FOLDER, RECIPES
+
+
+def run(capsys, monkeypatch, *arguments) -> tuple[int, str, str]:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    try:
+        status = estimate.main(arguments)
+    except SystemExit as stopped:
+        status = stopped.code
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_the_default_run_fits(capsys, monkeypatch):
+    status, out, _ = run(capsys, monkeypatch, "--gpus", "1", "--gpu", "rtx 4090")
+    assert status == 0
+    assert "It fits" in out
+    assert "nothing here was measured" in out
+    for name in ("AdamW moments", "key/value cache", "fused head", "checkpoints", "experience buffer", "Utilisation"):
+        assert name in out
+
+
+def test_a_recipe_that_does_not_fit_says_what_to_change(capsys, monkeypatch, tmp_path):
+    arguments = ("--recipe", str(FOLDER / "paper.yaml"), "--model-config", str(config_json(tmp_path, QWEN_7B)))
+    small = ("--gpus", "2", "--gpu", "A100-40", "--rollout.kv_cache_gib", "1")
+    status, out, _ = run(capsys, monkeypatch, *arguments, *small)
+    assert status == 0
+    assert "It does not fit" in out
+    assert "It fits with --distributed.offload_optimizer True" in out
+    status, out, _ = run(capsys, monkeypatch, *arguments, "--gpus", "8", "--gpu", "H100")
+    assert "It fits" in out
+    assert "7,615,616,512 parameters" in out
+
+
+def test_options_of_the_configuration_are_understood(capsys, monkeypatch):
+    assert "60 steps" in run(capsys, monkeypatch)[1]
+    assert "7 steps" in run(capsys, monkeypatch, "--steps", "7", "--gpu", "H200", "--rollout.max_tokens", "60")[1]
+
+
+def test_own_figures_replace_the_data_sheet():
+    options = estimate.Options(gpu="mine", memory_gib=10, tflops=5, bandwidth=100, reserve_gib=1, gpus=3)
+    assert estimate.hardware_of(options, "bf16") == Hardware(3, 9 * 2**30, 5e12, 100e9)
+    options = estimate.Options(gpu="A100-80", bandwidth=100, reserve_gib=0)
+    assert estimate.hardware_of(options, "fp32") == Hardware(8, 80 * 2**30, 19.5e12, 100e9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--gpu", "H1000"], ["'H1000' is not one of A100-40", "--memory-gib, --tflops and --bandwidth"]),
+        (["--gpus", "0"], ["gpus", "greater than or equal to 1"]),
+        (["--rollout.max_tokns", "5"], ["--rollout.max_tokns", "--rollout.max-tokens"]),
+        (["--recipe", "missing.yaml"], ["missing.yaml: no such recipe"]),
+        (["--policy.path", "./missing"], ["missing holds no config.json", "--model-config"]),
+        (["--policy.path", "builtin:missing"], ["no builtin model 'builtin:missing'", "arithmetic"]),
+        (["--policy.path", "nobody/no-such-model"], ["'nobody/no-such-model' cannot be loaded", "--model-config"]),
+        (["--model-config", "missing.json"], ["missing.json does not exist"]),
+        (["--response-tokens", "81"], ["response-tokens: 81 exceeds rollout.max_tokens (80)"]),
+        (["--prompt-tokens", "65"], ["prompt-tokens: 65 exceeds data.max_prompt_tokens (64)"]),
+    ],
+)
+def test_a_mistake_ends_with_one_clear_error(arguments, named, capsys, monkeypatch):
+    status, out, err = run(capsys, monkeypatch, *arguments)
+    assert status == 2
+    assert not out
+    assert "Traceback" not in err
+    for part in named:
+        assert part in err
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ("no json", "is no configuration"),
+        ({"hidden_size": 8}, "is no configuration"),
+        ({"model_type": "unheard of"}, "is no configuration"),
+        ({"model_type": "gpt2"}, "'gpt2' has no intermediate_size"),
+        ({"model_type": "mixtral"}, "'mixtral' is a mixture of experts"),
+    ],
+)
+def test_a_configuration_that_cannot_be_counted_is_refused(values, named, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(values if isinstance(values, str) else json.dumps(values))
+    with pytest.raises(ValueError, match=named):
+        read_shape("", file)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_can_be_estimated(name, tmp_path):
+    """With the shape of the model that it names; of the models that are no public ones, a 7B one's."""
+    config = load_recipe(FOLDER / name)
+    shape = read_shape("", config_json(tmp_path, SHAPES.get(config.policy.path, QWEN_7B)))
+    found = estimate.estimate(config, shape, HARDWARE, dataclasses.replace(ASSUMED, prompt_tokens=64))
+    assert found.peak > 0
+    assert found.seconds > 0
+    assert not found.fits  # one gigabyte is too little for any of them

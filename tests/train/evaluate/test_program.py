@@ -1,0 +1,291 @@
+"""Scores against enumeration, and the command as a user starts it: finished, interrupted, refused."""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exgrpo.train.checkpoint.folder_lock import claim
+from exgrpo.train.config import ConfigError
+from exgrpo.train.data.questions import QuestionSet
+from exgrpo.train.evaluate.program import Options, answers_per_row, defaults, evaluate, parse_options
+from exgrpo.train.evaluate.scores import average, pass_at_k, score, score_all
+from exgrpo.train.recipe import DEFAULT_RUN, to_yaml
+from exgrpo.train.rollout import Sampling
+from tests.train.configs import configured
+from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, marked, question_set
+from tests.train.launch import ROOT, environment
+from tests.train.rollout.vllm.installed import real
+
+VERDICTS = st.lists(st.booleans(), min_size=1, max_size=7)
+
+
+@given(VERDICTS, st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(verdicts, data):
+    k = data.draw(st.integers(1, len(verdicts)))
+    subsets = list(itertools.combinations(verdicts, k))
+    expected = sum(any(subset) for subset in subsets) / len(subsets)
+    assert pass_at_k(len(verdicts), sum(verdicts), k) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_pass_at_k_needs_enough_answers(k):
+    with pytest.raises(ValueError, match=f"k: {k} is not between 1 and the 3 answers"):
+        pass_at_k(3, 1, k)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), VERDICTS), min_size=1, max_size=8))
+def test_scores_are_means_over_questions(questions):
+    verdicts = [(source, str(i), right) for i, (source, rights) in enumerate(questions) for right in rights]
+    scores = score(verdicts)
+    for source in {source for source, _ in questions}:
+        rates = [np.mean(rights) for name, rights in questions if name == source]
+        assert scores[source].questions == len(rates)
+        assert scores[source].pass_rate == pytest.approx(np.mean(rates))
+        if len(rates) > 1:
+            assert scores[source].standard_error == pytest.approx(np.std(rates, ddof=1) / len(rates) ** 0.5)
+    assert score_all(verdicts).pass_rate == pytest.approx(np.mean([np.mean(rights) for _, rights in questions]))
+    assert average(scores) == pytest.approx(np.mean([s.pass_rate for s in scores.values()]))
+
+
+def test_repeated_rows_are_more_answers_to_one_question():
+    verdicts = [("aime", "q1", i < 8) for i in range(32)] + [("aime", "q2", False)] * 32
+    scores = score(verdicts)["aime"]
+    assert (scores.questions, scores.answers, scores.pass_rate) == (2, 64, 0.125)
+    assert list(scores.pass_at) == [2, 4, 8, 16, 32]
+    assert scores.pass_at[32] == 0.5
+
+
+def test_in_training_all_questions_count_alike():
+    skill = {0: 1.0, 1: 0.5, 2: 0.0, 3: 0.5}
+    overall, by_source = evaluate(answerer(ScriptedEngine(skill)), question_set(4), 2, Sampling(8), seed=0, success=1.0)
+    assert overall.pass_rate == 0.5
+    assert overall.pass_at == {2: 0.75}
+    assert by_source == {"fake": overall}
+
+
+@pytest.mark.parametrize(("success", "pass_rate"), [(0.4, 1.0), (0.9, 0.5), (1.0, 0.0)])
+def test_in_training_an_answer_is_right_by_the_threshold(success, pass_rate):
+    asked = answerer(ScriptedEngine({0: 1.0, 1: 0.0}))
+    asked.grader = ScriptedGrader(lambda text: 0.9 if marked(text) else 0.5)
+    overall, _ = evaluate(asked, question_set(2), 2, Sampling(8), seed=0, success=success)
+    assert overall.pass_rate == pass_rate
+
+
+def test_in_training_questions_that_were_left_out_are_wrong():
+    asked = question_set(3)
+    left_out = tuple(
+        dataclasses.replace(q, text=f"long {q.index}", source=s) for q, s in zip(asked, "abb", strict=True)
+    )
+    overall, by_source = evaluate(
+        answerer(ScriptedEngine({0: 1.0, 1: 0.5, 2: 0.5})),
+        QuestionSet(asked.questions, left_out),
+        2,
+        Sampling(8),
+        seed=0,
+        success=1.0,
+    )
+    assert (overall.questions, overall.left_out) == (6, 3)
+    assert overall.pass_rate == pytest.approx(2 / 6)
+    assert overall.pass_at == {2: 0.5}
+    assert {name: (s.questions, s.left_out, s.pass_rate) for name, s in by_source.items()} == {
+        "a": (1, 1, 0.0),
+        "b": (2, 2, 0.0),
+        "fake": (3, 0, pytest.approx(2 / 3)),
+    }
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), VERDICTS, st.booleans()), min_size=1, max_size=8))
+def test_left_out_questions_score_as_if_all_their_answers_were_wrong(questions):
+    asked = [(s, str(i), right) for i, (s, rights, left) in enumerate(questions) if not left for right in rights]
+    left_out = [(s, str(i), len(rights)) for i, (s, rights, left) in enumerate(questions) if left]
+    wrong = [(s, name, False) for s, name, count in left_out for _ in range(count)]
+    for ours, expected in (
+        (score(asked, left_out), score([*asked, *wrong])),
+        ({"all": score_all(asked, left_out)}, {"all": score_all([*asked, *wrong])}),
+    ):
+        assert ours.keys() == expected.keys()
+        for name, of_source in ours.items():
+            assert of_source.left_out == sum(name in ("all", s) for s, _, _ in left_out)
+            assert str(dataclasses.replace(of_source, left_out=0)) == str(expected[name])
+
+
+@pytest.mark.parametrize(("repeats", "per_row"), [(1, 32), (8, 4), (32, 1), (5, 7)])
+def test_avg_counts_the_answers_to_a_question_over_its_rows(repeats, per_row):
+    rows = [
+        dataclasses.replace(question, source="aime" if i == 0 else "math")
+        for i, question in enumerate(question_set(2).questions)
+        for _ in range(repeats)
+    ]
+    options = Options(model="m", data=("d",), samples=3, avg={"aime": 32})
+    assert answers_per_row(rows, options) == [per_row] * repeats + [3] * repeats
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("temperatur: 1", "unknown key 'temperatur'; did you mean 'temperature'?"),
+        ("avg: {aime: 0}", "avg.aime: Input should be greater than 0"),
+        ("samples: many", "samples: Input should be a valid integer"),
+    ],
+)
+def test_bad_recipes_are_named(tmp_path, text, message):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        defaults(tmp_path / "r.yaml")
+
+
+def test_the_command_line_beats_the_recipe(tmp_path):
+    (tmp_path / "r.yaml").write_text("data: [a.jsonl]\ntemperature: 0.7\nsamples: 4\n")
+    options = parse_options(["some/model", f"--recipe={tmp_path / 'r.yaml'}", "--samples", "2"])
+    assert (options.model, options.data, options.temperature, options.samples) == ("some/model", ("a.jsonl",), 0.7, 2)
+
+
+def command(folder, *more):
+    arguments = ["builtin:arithmetic", "--data", "builtin:arithmetic", "--limit=20", "--samples=2", "--chunk=6"]
+    # As the default run asks its model, which knows no other prompts.
+    fixed = [f"--recipe={DEFAULT_RUN}", "--engine=transformers", f"--output={folder}"]
+    return subprocess.run(
+        [sys.executable, "-m", "exgrpo.train.evaluate.program", *arguments, *fixed, *more],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_the_recipe_of_a_run_asks_and_grades_as_the_run_does(tmp_path):
+    """The default run's model solves about four in ten of its problems asked like that, and none asked otherwise."""
+    done = command(tmp_path / "as trained")
+    assert done.returncode == 0, done.stderr
+    # Of 40 answers: 0.4, give or take four standard errors of 0.08.
+    assert 0.1 < json.loads((tmp_path / "as trained" / "scores.json").read_text())["average"] < 0.75
+    config = configured(
+        {"policy": {"overrides": {"rope_theta": 5.0}}, "data": {"answer_prefix": "<think>", "max_prompt_tokens": 61}},
+        {"reward": {"success": 0.5, "time_limit": 3.0}, "rollout": {"stop": ("Q:",), "temperature": 0.9}},
+        {"evaluation": {"temperature": 0.7, "top_p": 0.95, "samples": 3}},
+    )
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    options = parse_options(["m", "--data", "d", "--recipe", str(tmp_path / "config.yaml"), "--samples", "5"])
+    assert (options.answer_prefix, options.prompt_format, options.max_prompt_tokens) == ("<think>", "{question}", 61)
+    assert (options.reward, options.success, options.time_limit) == ("math", 0.5, 3.0)
+    assert (options.temperature, options.top_p, options.samples, options.max_tokens) == (0.7, 0.95, 5, 80)
+    assert (options.stop, options.dtype, options.overrides) == (("Q:",), "fp32", {"rope_theta": 5.0})
+
+
+@real
+def test_the_real_vllm_answers(tmp_path):
+    done = command(tmp_path, "--engine=vllm", "--kv_cache_gib=0.1")
+    assert done.returncode == 0, done.stderr
+    assert "answers by vllm" in done.stdout
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 40
+    # Solved about as often as by the other engine: half of the problems, give or take four standard errors.
+    assert 0.1 < json.loads((tmp_path / "scores.json").read_text())["average"] < 0.9
+
+
+def test_an_interrupted_evaluation_ends_like_one_that_was_not(tmp_path):
+    done = command(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "arithmetic" in done.stdout
+    answers, scores = tmp_path / "answers.jsonl", (tmp_path / "scores.json").read_text()
+    lines = answers.read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert len(records) == 40
+    right = np.mean([record["reward"] for record in records])
+    assert json.loads(scores)["sources"]["arithmetic"]["pass_rate"] == pytest.approx(right)
+    assert json.loads(scores)["average"] == pytest.approx(right)
+    # Killed while it wrote the third chunk of twelve answers.
+    answers.write_text("\n".join(lines[:27]) + "\n" + lines[27][:30])
+    done = command(tmp_path)
+    assert "2 of 4 chunks done" in done.stdout
+    assert answers.read_text().splitlines() == lines
+    assert (tmp_path / "scores.json").read_text() == scores
+
+
+def rewarded_by_gold(folder):
+    """Options of an evaluation: two sources in one file and one in another, long questions and rewards of 0.1 and 0.4.
+
+    Each question has two rows. Its answers get 0.4 where its gold answer, 0 to 5, is odd.
+    """
+    rows = []
+    for i, source in enumerate(["mixed"] * 4 + ["long"] * 2):
+        text = f"What is {i} + 1?" if i < 3 else "What is " + "1 + " * 90 + f"{i}?"
+        row = {"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": str(i)}}
+        rows += [{**row, "data_source": source}] * 2
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "only_long.jsonl").write_text(json.dumps({"question": "1 + " * 90, "answer": "1"}) + "\n")
+    (folder / "rewards.py").write_text("def score(response, gold):\n    return 0.4 if int(gold) % 2 else 0.1\n")
+    return [
+        *("--data", str(data), str(folder / "only_long.jsonl"), "--max_prompt_tokens=60"),
+        *("--reward", f"{folder / 'rewards.py'}:score", "--avg", "long", "8"),
+    ]
+
+
+def test_questions_that_are_too_long_are_wrong_and_rewards_that_do_not_fit_are_named(tmp_path):
+    options = rewarded_by_gold(tmp_path)
+    done = command(tmp_path / "strict", *options)
+    assert done.returncode == 0, done.stderr
+    printed = " ".join(done.stdout.split())
+    assert "mixed: 2 rows have prompts of more than 60 tokens and count as wrong" in printed
+    assert "no answer is a success: the rewards of 12 answers lie between 0.1 and 0.4, and success is 1" in printed
+    done = command(tmp_path / "fitting", *options, "--success=0.4")
+    assert done.returncode == 0, done.stderr
+    assert "is a success" not in done.stdout
+    result = json.loads((tmp_path / "fitting" / "scores.json").read_text())
+    found = {n: (s["questions"], s["left_out"], s["answers"], s["pass_rate"]) for n, s in result["sources"].items()}
+    # Of the four questions of `mixed` three were asked, and the answers to one of them are right.
+    assert found == {"mixed": (4, 1, 16, 0.25), "long": (2, 2, 16, 0.0), "only_long": (1, 1, 2, 0.0)}
+    assert result["average"] == pytest.approx(0.25 / 3)
+    assert result["sources"]["mixed"]["pass_at"] == {"2": 0.25, "4": 0.25}
+    assert result["sources"]["long"]["pass_at"] == {"2": 0.0, "4": 0.0, "8": 0.0}
+    assert len((tmp_path / "fitting" / "answers.jsonl").read_text().splitlines()) == 12
+
+
+def test_an_evaluation_in_which_nothing_fits_is_refused(tmp_path):
+    rewarded_by_gold(tmp_path)
+    refused = command(tmp_path / "new", "--data", str(tmp_path / "only_long.jsonl"), "--max_prompt_tokens=60")
+    assert refused.returncode == 2
+    assert "all 1 prompts are longer than max_prompt_tokens = 60" in refused.stderr
+
+
+def test_what_is_written_down_and_graded_ends_before_a_stop_string(tmp_path):
+    of_run = []
+    for name, more in (("free", ()), ("stopped", ("--stop", "</think>", "never"))):
+        done = command(tmp_path / name, *more)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / name / "answers.jsonl").read_text().splitlines()
+        of_run.append([json.loads(line) for line in lines])
+    free, stopped = of_run
+    texts = [record["response"] for record in free]
+    assert [record["response"] for record in stopped] == [text.partition("</think>")[0] for text in texts]
+    assert [record["finished"] for record in stopped] == [
+        record["finished"] or "</think>" in record["response"] for record in free
+    ]
+    assert sum(record["reward"] for record in stopped) < sum(record["reward"] for record in free)
+
+
+def test_other_options_and_bad_input_are_refused(tmp_path):
+    (tmp_path / "options.yaml").write_text("model: other\n")
+    refused = command(tmp_path)
+    assert refused.returncode == 2
+    assert f"error: output: {tmp_path} holds an evaluation with other options" in refused.stderr
+    (tmp_path / "busy").mkdir()
+    with claim(tmp_path / "busy"):
+        busy = command(tmp_path / "busy")
+    assert busy.returncode == 2
+    assert f"error: {tmp_path / 'busy'} is in use by another process (process {os.getpid()} on " in busy.stderr
+    missing = command(tmp_path / "new", "--data", "missing.jsonl")
+    assert missing.returncode == 2
+    assert "error: " in missing.stderr
+    assert "missing.jsonl" in missing.stderr

@@ -1,0 +1,319 @@
+"""TensorBoard, wandb and trackio: what they are told, also where a run is continued or a service fails.
+
+The stand-ins have the signatures of the real packages, which tests at the end compare where those are installed.
+"""
+
+import importlib
+import inspect
+import json
+import struct
+import sys
+import time
+import types
+from importlib.machinery import ModuleSpec
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from exgrpo.train import run as program
+from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.metrics.step import RunLog
+from exgrpo.train.metrics.trackers import check_trackers, open_trackers
+from exgrpo.train.recipe import load_recipe, parse_args, to_yaml
+from tests.train.configs import configured
+
+NAMES = ("tensorboard", "wandb", "trackio")
+
+
+class FakeWandbRun:
+    def __init__(self, known):
+        self.known, self.step, self.finished = known, 0, False
+
+    def log(self, data, step=None, commit=None):
+        assert step >= self.step
+        self.step = step
+        self.known.append((step, dict(data)))
+
+    def finish(self, exit_code=None):
+        self.finished = True
+
+
+class FakeTrackioRun:
+    def __init__(self, known):
+        self.known, self.finished = known, False
+
+    def log(self, metrics, step=None):
+        self.known.append((step, dict(metrics)))
+
+    def finish(self):
+        self.finished = True
+
+
+class FakeService:
+    """A module whose `init` gives a run; what runs of one name or id were told stays here."""
+
+    def __init__(self, run_type, key):
+        self.run_type, self.key = run_type, key
+        self.known, self.inits, self.runs, self.failure = {}, [], [], None
+
+    def init(self, **arguments):
+        if self.failure:
+            raise self.failure
+        self.inits.append(arguments)
+        self.runs.append(self.run_type(self.known.setdefault(arguments[self.key], [])))
+        return self.runs[-1]
+
+    def finish(self):
+        self.runs[-1].finish()
+
+
+@pytest.fixture
+def services(monkeypatch):
+    fakes = {"wandb": FakeService(FakeWandbRun, "id"), "trackio": FakeService(FakeTrackioRun, "name")}
+    for name, fake in fakes.items():
+        module = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, origin="stand-in")
+        module.init, module.finish = fake.init, fake.finish
+        monkeypatch.setitem(sys.modules, name, module)
+    return fakes
+
+
+def config(*names, **options) -> Config:
+    return configured({"output": {"trackers": names, "project": "sums"}, **options})
+
+
+def train(log, first, last, scale=1.0):
+    for step in range(first, last + 1):
+        log.metrics({"step": step, "reward": scale * step, "replayed_ratio": float("nan"), "bucket/1": step})
+        if step % 2 == 0:
+            log.metrics({"step": step, "test/pass_rate": scale * step})
+
+
+def interrupted_and_continued(folder, settings):
+    """Steps 1 to 5 with a checkpoint after step 2, an end without warning, and steps 3 to 7."""
+    first = RunLog(folder, open_trackers(settings, folder, None))
+    train(first, 1, 2)
+    position = first.position()
+    train(first, 3, 5)
+    first.close()
+    second = RunLog(folder, open_trackers(settings, folder, position["step"]), resume=position)
+    train(second, 3, 7, scale=10.0)
+    second.close()
+
+
+def told(known, name):
+    return {step: values[name] for step, values in known if name in values}
+
+
+ONCE = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0, 6: 60.0, 7: 70.0}
+
+
+def test_tensorboard_has_the_numbers_and_forgets_what_a_continued_run_repeats(tmp_path):
+    interrupted_and_continued(tmp_path, config("tensorboard"))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == {"train/reward", "bucket/1", "test/pass_rate"}
+    rewards = [(event.step, event.value) for event in events.Scalars("train/reward")]
+    assert rewards == [(1, 1), (2, 2), (3, 30), (4, 40), (5, 50), (6, 60), (7, 70)]
+    assert [event.step for event in events.Scalars("test/pass_rate")] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_continued_run_goes_on_in_the_same_tracker_run_and_repeats_nothing(tmp_path, services, name):
+    interrupted_and_continued(tmp_path, config(name, seed=3))
+    service = services[name]
+    ((_, known),) = service.known.items()
+    assert told(known, "train/reward") == ONCE
+    assert told(known, "test/pass_rate") == {2: 2.0, 4: 4.0, 6: 60.0}
+    assert len([values for _, values in known if "train/reward" in values]) == 7
+    assert not any("train/replayed_ratio" in values for _, values in known)
+    assert all(run.finished for run in service.runs)
+    first, second = service.inits
+    assert first == second
+    assert (first["project"], first["resume"], first["config"]["seed"]) == ("sums", "allow", 3)
+    assert json.dumps(first["config"])
+
+
+def test_an_evaluation_that_the_interruption_prevented_is_sent(tmp_path, services):
+    settings = config("trackio")
+    log = RunLog(tmp_path, open_trackers(settings, tmp_path, None))
+    position = log.position()
+    log.metrics({"step": 1, "reward": 0.5})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\0\n[1]\n{}\n{"step": 1, "test/pa')
+    log = RunLog(tmp_path, open_trackers(settings, tmp_path, 0), resume=position)
+    log.metrics({"step": 1, "reward": 0.5})
+    log.metrics({"step": 1, "test/pass_rate": 0.25})
+    log.close()
+    ((_, known),) = services["trackio"].known.items()
+    assert known == [(1, {"train/reward": 0.5}), (1, {"test/pass_rate": 0.25})]
+
+
+def test_runs_in_folders_of_one_name_stay_apart(tmp_path, services):
+    for parent in "ab":
+        (tmp_path / parent / "run").mkdir(parents=True)
+        interrupted_and_continued(tmp_path / parent / "run", config("wandb", "trackio"))
+    assert all(len(service.known) == 2 for service in services.values())
+
+
+@pytest.mark.parametrize("when", ["log", "finish"])
+def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path, services, caplog, when):
+    trackers = open_trackers(config("wandb", "trackio"), tmp_path, None)
+    log = RunLog(tmp_path, trackers)
+    train(log, 1, 1)
+
+    def fail(*_, **__):
+        raise ConnectionError("no route to host")
+
+    setattr(services["wandb"].runs[0], when, fail)
+    train(log, 2, 4)
+    log.close()
+    (warning,) = caplog.messages
+    assert warning == "Wandb failed (no route to host) and gets no more numbers; metrics.jsonl has all of them"
+    ((_, known),) = services["trackio"].known.items()
+    assert sorted(told(known, "train/reward")) == [1, 2, 3, 4]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_tracker_that_cannot_start_is_one_error_and_the_others_are_closed(tmp_path, services):
+    services["trackio"].failure = RuntimeError("not logged in")
+    with pytest.raises(ConfigError, match=r"output\.trackers: trackio cannot start: not logged in"):
+        open_trackers(config("wandb", "trackio"), tmp_path, None)
+    assert services["wandb"].runs[0].finished
+
+
+def test_a_missing_package_is_one_clear_error_before_anything_is_set_up(tmp_path, monkeypatch, capsys):
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, name, None)
+    folder = tmp_path / "runs"
+    assert program.main(["--output.trackers", "tensorboard", "wandb", "trackio", f"--output.folder={folder}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "wandb and trackio cannot be imported; run pip install 'exgrpo[wandb,trackio]'" in error
+    assert not folder.exists()
+
+
+def test_a_folder_named_like_a_package_does_not_pass_for_it(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match="wandb cannot be imported"):
+        check_trackers(["wandb"])
+
+
+def test_packages_of_trackers_that_are_not_asked_for_are_not_imported(tmp_path, monkeypatch):
+    for name in NAMES:
+        monkeypatch.setitem(sys.modules, name, None)
+    check_trackers([])
+    assert open_trackers(config(), tmp_path, None) == []
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ("tensorboard",)),
+        (["--output.trackers"], ()),
+        (["--output.trackers", "--steps=3"], ()),
+        (["--output.trackers", "wandb", "trackio", "--steps=3"], ("wandb", "trackio")),
+        (["--output.trackers=wandb"], ("wandb",)),
+    ],
+)
+def test_trackers_on_the_command_line(tmp_path, arguments, expected):
+    chosen = parse_args(arguments)
+    assert chosen.output.trackers == expected
+    (tmp_path / "recipe.yaml").write_text(to_yaml(chosen))
+    assert load_recipe(tmp_path / "recipe.yaml") == chosen
+
+
+@pytest.fixture
+def real(request, tmp_path, monkeypatch):
+    """The real package, kept from the network, with its storage in the test's folder."""
+    for key, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "HF_HUB_OFFLINE": "1",
+    }.items():
+        monkeypatch.setenv(key, value)
+    return pytest.importorskip(request.param, reason=f"{request.param} is not installed: exgrpo[{request.param}]")
+
+
+@pytest.mark.parametrize("real", ["wandb", "trackio"], indirect=True)
+def test_the_stand_ins_are_like_the_real_packages(tmp_path, real, monkeypatch):
+    calls = []
+    with monkeypatch.context() as patch:
+        patch.setattr(real, "init", lambda **arguments: calls.append(arguments))
+        open_trackers(config(real.__name__), tmp_path, None)
+    inspect.signature(real.init).bind(**calls[0])
+    run_type, fake = (real.Run, FakeWandbRun) if real.__name__ == "wandb" else (real.run.Run, FakeTrackioRun)
+    for method in ("log", "finish"):
+        assert list(inspect.signature(getattr(run_type, method)).parameters) == list(
+            inspect.signature(getattr(fake, method)).parameters
+        )
+
+
+def wandb_records(path):
+    """The records of a .wandb file: LevelDB's log format after a header of 7 bytes. Another process writes it."""
+    deadline = time.monotonic() + 30
+    while not (records := list(_parsed(path))) or not any(record.HasField("exit") for record in records):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return records
+
+
+def _parsed(path):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, whole = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        if (left := 32768 - position % 32768) < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        if position + 7 + length > len(data):
+            return
+        whole += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # full, or the last part
+            yield Record.FromString(whole)
+            whole = b""
+
+
+@pytest.mark.parametrize("real", ["wandb"], indirect=True)
+def test_wandb_for_real(tmp_path, real):
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    interrupted_and_continued(folder, config("wandb", seed=3))
+    files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
+    assert {path.stem for path in files} == {f"run-{(folder / 'run_id').read_text()}"}
+    records = [record for path in files for record in wandb_records(path)]
+    known = [
+        (
+            record.history.step.num,
+            {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item},
+        )
+        for record in records
+        if record.HasField("history")
+    ]
+    assert told(known, "train/reward") == ONCE
+    assert told(known, "test/pass_rate") == {2: 2.0, 4: 4.0, 6: 60.0}
+    runs = [record.run for record in records if record.HasField("run")]
+    assert {(run.project, run.display_name) for run in runs} == {("sums", "my run")}
+    assert any(item.key == "seed" and item.value_json == "3" for run in runs for item in run.config.update)
+
+
+@pytest.mark.parametrize("real", ["trackio"], indirect=True)
+def test_trackio_for_real(tmp_path, real):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    interrupted_and_continued(folder, config("trackio", seed=3))
+    (name,) = SQLiteStorage.get_runs("sums")
+    logs = SQLiteStorage.get_logs("sums", name)
+    assert told([(log["step"], log) for log in logs], "train/reward") == ONCE
+    assert [log["step"] for log in logs if "train/reward" in log] == list(ONCE)
+    assert [log["step"] for log in logs if "test/pass_rate" in log] == [2, 4, 6]
+    assert SQLiteStorage.get_run_config("sums", name)["seed"] == 3

@@ -1,0 +1,47 @@
+"""Three optimiser steps under ZeRO-3; rank 0 saves what came out. Arguments: model folder, result file, JSON cases."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from exgrpo.train.config import ObjectiveConfig
+from exgrpo.train.distributed import start
+from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.pretrained.source import find_model
+from tests.train import tiny
+
+
+def main(result: Path, cases: list[dict]) -> None:
+    world = start(timeout_minutes=2)
+    outcomes = []
+    for case in cases:
+        folder = Path(case.pop("folder"))
+        objective = ObjectiveConfig(**case.pop("objective"))
+        clip = case.pop("clip", True)
+        poison = case.pop("poison", False)
+        policy = Policy(tiny.config(folder, objective, **case), find_model(str(folder)), world)
+        sharded = all(p.ds_tensor.numel() < p.ds_numel or world.size == 1 for p in policy.model.parameters())
+        batches = tiny.minibatches(objective)
+        if poison:
+            batches[0] = tiny.poisoned(batches[0])
+        stats = [policy.update(minibatch, objective, clip=clip) for minibatch in batches]
+        rows = [row for minibatch in tiny.minibatches(objective) for row in minibatch.rows]
+        scores = policy.score(rows, policy.temperature)
+        outcomes.append(
+            {
+                "stats": [vars(s) for s in stats],
+                "sharded": sharded,
+                "weights": {name: weight.clone() for name, weight in policy.weights()},
+                "log_prob": torch.cat([torch.from_numpy(score.log_prob) for score in scores]),
+                "entropy": torch.cat([torch.from_numpy(score.entropy) for score in scores]),
+            }
+        )
+    if world.is_main:
+        torch.save(outcomes, result)
+
+
+if __name__ == "__main__":
+    *_, result, cases = sys.argv  # the launcher puts --local_rank first
+    main(Path(result), json.loads(cases))

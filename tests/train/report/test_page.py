@@ -1,0 +1,406 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import yaml
+
+from exgrpo.train.report import curves as report_curves
+from exgrpo.train.report import page as report
+from exgrpo.train.report import plots as report_plots
+from exgrpo.train.report.page import ABSENT, ReportError, write_report
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Page(HTMLParser):
+    """A page as its reader sees it: rows of the summary, plots by title, text; and what it would load."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.loads: list[str] = []
+        self.rows: list[list[str]] = []
+        self.figures: dict[str, dict[str, str]] = {}
+        self._heading = ""
+        self.feed(self.source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset") and value]
+        assert tag not in ("script", "link", "iframe", "object", "embed", "img", "image")
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag == "h3":
+            self._heading = ""
+        if tag == "svg" and "figure" in self.open:
+            self.figures[self._heading] = {"role": values.get("role") or "", "text": ""}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open or "th" in self.open:
+            self.rows[-1][-1] += data
+        if self.open and self.open[-1] == "h3":
+            self._heading += data
+        if self.open and self.open[-1] == "desc" and "figure" in self.open:
+            self.figures[self._heading]["text"] += data
+
+    def row(self, name: str) -> list[str]:
+        return next(row[1:] for row in self.rows if row[0].strip() == name)
+
+
+def training_record(step: int, **changes: Any) -> dict[str, Any]:
+    record = {
+        "step": step,
+        "reward": 0.1 * step,
+        "pass_rate": 0.1 * step,
+        "entropy": 1.0 / step,
+        "response_tokens": 20.0 + step,
+        "truncated": 0.25,
+        "timed_out": 1,
+        "reward_failed": 0,
+        "groups": 8,
+        "replayed": 4 if step > 1 else 0,
+        "replayed_entropy": 0.5 if step > 1 else None,
+        "replayed_age": step - 1.0 if step > 1 else None,
+        "buffer_questions": 3 * step,
+        "buffer_trajectories": 5 * step,
+        "retired": step,
+        "bucket/1": step,
+        "bucket/2": 2 * step,
+        "learning_rate": 1e-6,
+        "skipped_updates": step // 2,
+        "idle_updates": 1,
+        "generated_tokens": 1000 * step,
+        "loss": -0.01,
+        "grad_norm": 0.3,
+        "clip_fraction": 0.0,
+        "fresh_ratio": 1.0,
+        "fresh_ratio_max": 1.5,
+        "replayed_ratio": 1.25 if step > 1 else None,
+        "replayed_weight": 0.9 if step > 1 else None,
+        **{f"fresh_log_ratio/q{q:02}": (q - 50) / 1000 * step for q in (1, 10, 50, 90, 99)},
+        **{f"replayed_log_ratio/q{q:02}": (q - 50) / 100 if step > 1 else None for q in (1, 10, 50, 90, 99)},
+        "mismatch/mean": 1e-6 * step,
+        "mismatch/p99": 1e-5 * step,
+        "mismatch/kl_k3": 1e-9,
+        "mismatch/ess": 0.999,
+        "staleness": 0.0,
+        "rollout_tokens_per_second": 250.0,
+        "prefix_cache_hits": 0.75,
+        "tokens_per_second": 100.0,
+        "seconds": 25.0,
+        "seconds/asleep": 14.0,
+        "seconds/select": 1.0,
+        "seconds/rollout": 10.0,
+        "seconds/score": 4.0,
+        "seconds/update": 9.0,
+        "seconds/push": 1.0,
+        "seconds/generate": 8.0,
+        "seconds/grade": 2.0,
+    }
+    return {**record, **changes}
+
+
+def held_out(step: int, rate: float) -> dict[str, Any]:
+    cost = {"tokens/evaluation": 300, "seconds/evaluation": 6.0, **({"seconds/checkpoint": 0.5} if step else {})}
+    return {"step": step, "test/pass_rate": rate, "pass_at/2": rate, "test/gsm8k": rate, **cost}
+
+
+def make_run(folder: Path, records: list[Any], *, seed: int = 0, **options: Any) -> Path:
+    folder.mkdir(parents=True)
+    config = {"seed": seed, "steps": 4, "experience": {"ratio": 0.5}, "output": {"name": folder.name}, **options}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [record if isinstance(record, str) else json.dumps(record) + "\n" for record in records]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+def whole_run(after: float = 0.75, **changes: Any) -> list[dict[str, Any]]:
+    return [held_out(0, 0.25), *(training_record(step, **changes) for step in range(1, 5)), held_out(4, after)]
+
+
+# Two steps and few metrics: quickly drawn, where a test is about something else.
+SHORT = [held_out(0, 0.25), {"step": 1, "reward": 0.5, "seconds": 2.0, "seconds/update": 1.0}, held_out(1, 0.5)]
+
+
+@pytest.fixture(scope="module")
+def whole_page(tmp_path_factory) -> Page:
+    folder = tmp_path_factory.mktemp("runs")
+    return page_of(folder, make_run(folder / "one", whole_run()))
+
+
+def page_of(tmp_path: Path, *runs: Path) -> Page:
+    write_report(runs, tmp_path / "page.html")
+    return Page(tmp_path / "page.html")
+
+
+def test_the_summary_of_a_run_says_what_its_metrics_say(whole_page):
+    # 12 of 32 groups had a replayed trajectory; 4 steps of 25 s.
+    expected = ["4", "0.250", "0.750", "+0.500", "4,000", "1:40 min", "37.5%", "2 skipped, 4 timed out"]
+    assert whole_page.row("one") == expected
+
+
+def test_curves_carry_the_values_of_the_metrics_over_every_axis(whole_page):
+    figures = whole_page.figures
+
+    assert figures["Held-out Pass@1 against steps"]["text"] == "one: 0.25 at step 0, 0.75 at step 4"
+    assert figures["Held-out Pass@1 against generated tokens"]["text"] == "one: 0.25 at token 0, 0.75 at token 4000"
+    assert figures["Held-out Pass@1 against training time"]["text"] == "one: 0.25 at second 0, 0.75 at second 100"
+    assert figures["Reward in training against training time"]["text"] == "one: 0.1 at second 25, 0.4 at second 100"
+    assert "one, replayed: 1.25 at step 2, 1.25 at step 4" in figures["Mean ratio"]["text"]
+    assert "one, timed out: 1 at step 1, 4 at step 4" in figures["Failures so far"]["text"]
+    assert figures["Buckets over time"]["text"] == "one at step 4: bucket 1 4, bucket 2 8"
+    phases = "one at step 4: select 1, rollout 10, score 4, update 9, push 1"
+    assert figures["Time by phase"]["text"] == phases
+    total = "one at step 4: select 4, rollout 40, score 16, update 36, push 4, evaluation 12, checkpoint 0.5"
+    assert figures["Time by phase so far"]["text"] == total
+
+
+def test_fans_carry_the_quantiles_of_the_metrics(whole_page):
+    assert whole_page.figures["Log-ratios of fresh tokens"]["text"] == (
+        "one, median: 0 at step 1, 0 at step 4; 1 to 99 % at step 4: -0.196 to 0.196; "
+        "10 to 90 % at step 4: -0.16 to 0.16"
+    )
+    assert "median: 0 at step 2, 0 at step 4" in whole_page.figures["Log-ratios of replayed tokens"]["text"]
+
+
+def test_evaluations_are_no_training_steps(tmp_path):
+    columns = report.load_run(make_run(tmp_path / "one", whole_run()), "one").columns
+    assert columns.training["step"].tolist() == [1, 2, 3, 4]
+    assert columns.held_out["generated_tokens"].tolist() == [0, 4000]
+    assert columns.merged["step"].tolist() == [0, 1, 2, 3, 4]
+    np.testing.assert_equal(columns.merged["seconds/evaluation"], [6.0, np.nan, np.nan, np.nan, 6.0])
+
+
+def test_every_plot_of_a_complete_run_is_drawn_named_and_described(whole_page):
+    planned = yaml.safe_load((report.ASSETS / "plots.yaml").read_text())
+    titles = [panel["title"] for section in planned for panel in section["panels"]]
+    titles += [plot["title"] for section in planned for kind in ("fans", "stacks") for plot in section.get(kind, [])]
+    assert set(whole_page.figures) == set(titles)
+    assert all(figure["role"] == "img" and figure["text"] for figure in whole_page.figures.values())
+
+
+def test_a_page_stands_alone(tmp_path):
+    page = page_of(tmp_path, make_run(tmp_path / "a", whole_run()), make_run(tmp_path / "b", whole_run(), seed=1))
+
+    assert page.loads
+    assert all(load.startswith("#") for load in page.loads)
+    assert {load[1:] for load in page.loads} <= set(page.ids)
+    assert {name.strip("#)") for name in re.findall(r"url\(([^)]*\))", page.source)} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert "@import" not in page.source
+
+
+def test_equal_runs_give_equal_pages(tmp_path):
+    run = make_run(tmp_path / "one", SHORT)
+    write_report([run], tmp_path / "first.html")
+    write_report([run], tmp_path / "second.html")
+    assert (tmp_path / "first.html").read_bytes() == (tmp_path / "second.html").read_bytes()
+
+
+def test_seeds_become_a_mean_with_its_confidence_interval(tmp_path):
+    after = [0.6, 0.7, 0.95]
+    folders = [
+        make_run(tmp_path / f"s{i}", [held_out(0, 0.25), held_out(4, rate)], seed=i) for i, rate in enumerate(after)
+    ]
+    page = page_of(tmp_path, *folders)
+
+    low, high = scipy.stats.t.interval(0.95, 2, np.mean(after), scipy.stats.sem(after))
+    cells = page.row("s0 and 2 more seeds")
+    assert cells[2] == f"{np.mean(after):.3f} ± {(high - low) / 2:.3f}"
+    assert cells[3] == f"{np.mean(after) - 0.25:+.3f} ± {(high - low) / 2:.3f}"
+    assert page.row("s2")[2] == "0.950"
+    assert f"0.75 ± {(high - low) / 2:.3g} at step 4" in page.figures["Held-out Pass@1 against steps"]["text"]
+    assert "95 % confidence intervals" in page.source
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 9, 10, 11, 15, 40, 1000])
+def test_student_t(freedom):
+    assert report_curves.student_t(freedom) == pytest.approx(scipy.stats.t.ppf(0.975, freedom), abs=6e-4)
+
+
+def test_means_stand_at_the_steps_all_seeds_reached_and_at_their_mean_cost():
+    nan = float("nan")
+    first = {"step": np.array([1.0, 2, 3]), "y": np.array([1.0, 2, 3]), "cost": np.array([10.0, 20, 30])}
+    second = {"step": np.array([1.0, 2, 3]), "y": np.array([nan, 4, 7]), "cost": np.array([20.0, 40, 60])}
+    without = {"step": np.array([1.0])}
+
+    curve = report_curves.mean_curve([first, second, without], "cost", "y")
+
+    assert curve.x.tolist() == [30, 45]
+    assert curve.y.tolist() == [3, 5]
+    assert curve.half is not None
+    np.testing.assert_allclose(curve.half, 12.706 * np.array([1.0, 2.0]), rtol=1e-6)
+
+
+def test_what_differs_in_more_than_the_seed_is_not_averaged(tmp_path):
+    runs = [
+        make_run(tmp_path / "replay", whole_run(), seed=0, resume=None),
+        make_run(tmp_path / "policy", whole_run(), seed=0, experience={"ratio": 0.0}),
+        make_run(tmp_path / "resumed", whole_run(), seed=1, resume="auto", checkpoint={"every": 5}),
+        make_run(tmp_path / "again", whole_run(), seed=1),
+        make_run(tmp_path / "unknown", whole_run(), seed=2),
+    ]
+    (tmp_path / "unknown" / "config.yaml").unlink()
+    data = [report.load_run(run, run.name) for run in runs]
+
+    groups = [[run.name for run in group.runs] for group in report.group_runs(data)]
+
+    assert groups == [["replay", "resumed"], ["policy"], ["again"], ["unknown"]]
+
+
+def test_several_runs_are_overlaid_named_and_compared(tmp_path):
+    runs = [make_run(tmp_path / f"run{i}", SHORT, experience={"ratio": i / 10}) for i in range(9)]
+    page = page_of(tmp_path, *runs)
+
+    text = page.figures["Reward in training against steps"]["text"]
+    assert [part.split(":")[0] for part in text.split("; ")] == [f"run{i}" for i in range(9)]
+    assert {f"Time by phase: run{i}" for i in range(9)} <= set(page.figures)
+    assert ["experience.ratio", *(f"{i / 10}" for i in range(9))] in page.rows
+    assert all(colour in page.source.lower() for colour in map(str.lower, report_plots.COLOURS))
+
+
+def test_folders_of_one_name_are_told_apart_and_named_once(tmp_path):
+    runs = [make_run(tmp_path / parent / "run", SHORT, x=parent) for parent in "ab"]
+    page = page_of(tmp_path, *runs, runs[0])
+    assert [row[0].strip() for row in page.rows[:3]] == ["Run", "a/run", "b/run"]
+
+
+def test_names_cannot_break_the_page(tmp_path):
+    name = "<b>$x_1$ & {{ 'co'"
+    page = page_of(tmp_path, make_run(tmp_path / name, SHORT), make_run(tmp_path / "b", SHORT, a="<i>"))
+    assert page.row(name)[0] == "1 of 4"
+    assert f"Time by phase: {name}" in page.figures
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([held_out(0, 0.5)], ["0 of 4", "0.500", ABSENT, ABSENT, ABSENT, ABSENT, ABSENT, ABSENT]),
+        ([training_record(1)], ["1 of 4", ABSENT, ABSENT, ABSENT, "1,000", "0:25 min", "0.0%", "1 timed out"]),
+        ([{"step": 1, "reward": 0.5}], ["1 of 4", ABSENT, ABSENT, ABSENT, ABSENT, ABSENT, ABSENT, ABSENT]),
+        ([{"step": 1, "reward": None}, {"step": 2, "reward": "?"}], ["0 of 4", *[ABSENT] * 7]),
+        ([dict.fromkeys(training_record(1), None) | {"step": 1}], ["0 of 4", *[ABSENT] * 7]),
+        ([held_out(0, float("nan")), {"step": 1, "grad_norm": float("inf"), "loss": 10**400, "reward": 1}], None),
+    ],
+)
+def test_little_or_nothing_to_show_breaks_nothing(tmp_path, records, expected):
+    page = page_of(tmp_path, make_run(tmp_path / "one", records))
+    assert expected is None or page.row("one") == expected
+
+
+def test_an_old_run_without_some_metrics_joins_a_newer_one(tmp_path):
+    old = [{"step": step, "reward": 0.5, "generated_tokens": None} for step in (1, 2)]
+    page = page_of(tmp_path, make_run(tmp_path / "old", old), make_run(tmp_path / "new", whole_run(), seed=1))
+
+    assert page.row("old and 1 more seed")[2] == "0.750 (1 of 2)"
+    assert page.figures["Entropy"]["text"].startswith("old and 1 more seed, fresh: 1 at step 1")
+
+
+def test_damaged_lines_are_left_out_and_named(tmp_path):
+    records = [*SHORT, "\n", "[1, 2]\n", '{"reward": 1}\n', '{"step": 1.5}\n', "\0\0\0\n", '{"step": 5, "rewa']
+    run = make_run(tmp_path / "one", records)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\n{"step": ' * 5)
+    page = page_of(tmp_path, run)
+    numbers = range(len(SHORT) + 2, len(SHORT) + 10)
+    assert f"metrics.jsonl left out: 10 (line {', '.join(map(str, numbers))}, ...)" in page.source
+    assert page.row("one")[:3] == ["1 of 4", "0.250", "0.500"]
+
+
+def test_steps_that_a_resumed_run_repeats_count_once(tmp_path):
+    lost = [training_record(step, seconds=1000.0) for step in (2, 3)] + [held_out(3, 0.9)]
+    records = [held_out(0, 0.25), training_record(1), *lost, training_record(2)]
+    columns = report.load_run(make_run(tmp_path / "one", records), "one").columns
+    assert columns.training["step"].tolist() == [1, 2]
+    assert columns.training["seconds_so_far"].tolist() == [25, 50]
+    assert columns.held_out["step"].tolist() == [0]
+
+
+def test_long_runs_are_drawn_with_fewer_points(tmp_path):
+    steps = 4 * report_curves.MAX_POINTS - 2
+    curve = report_curves.thin(report_curves.Curve(np.arange(steps) + 1.0, np.ones(steps), np.ones(steps)))
+    assert len(curve.x) == report_curves.MAX_POINTS
+    assert curve.x[0] == 2.5
+    assert curve.x[-1] == steps - 0.5
+    assert curve.half is not None
+    assert set(curve.y) == set(curve.half) == {1.0}
+
+
+def test_sources_are_shown_where_there_are_several(tmp_path):
+    records = [{"step": step, "test/pass_rate": 0.5, "test/math": 0.25, "test/code": 0.75} for step in (0, 4)]
+    figures = page_of(tmp_path, make_run(tmp_path / "one", records)).figures
+    assert figures["Held-out math"]["text"] == "one: 0.25 at step 0, 0.25 at step 4"
+    assert "Held-out code" in figures
+
+
+@pytest.mark.parametrize("text", [None, "", "no json\n", "[]\n", '{"step": -1}\n'])
+def test_a_folder_without_readable_metrics_is_named(tmp_path, text):
+    good = make_run(tmp_path / "good", whole_run())
+    bad = make_run(tmp_path / "bad", [])
+    if text is None:
+        (bad / "metrics.jsonl").unlink()
+    else:
+        (bad / "metrics.jsonl").write_text(text)
+    with pytest.raises(ReportError, match=rf"{re.escape(str(bad))}.*metrics\.jsonl"):
+        write_report([good, bad], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_what_cannot_be_written_is_named_and_nothing_is_overwritten(tmp_path):
+    run = make_run(tmp_path / "one", SHORT)
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(ReportError, match=r"metrics\.jsonl: .*\.html"):
+        write_report([run], run / "metrics.jsonl")
+    with pytest.raises(ReportError, match=r"config\.yaml/page\.html cannot be written"):
+        write_report([run], run / "config.yaml" / "page.html")
+    with pytest.raises(ReportError, match="at least one"):
+        write_report([], tmp_path / "page.html")
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert sorted(os.listdir(run)) == ["config.yaml", "metrics.jsonl"]
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    runs = [make_run(tmp_path / name, SHORT, seed=i) for i, name in enumerate("ab")]
+    monkeypatch.chdir(tmp_path)
+
+    assert report.main([str(runs[0])]) == 0
+    assert report.main([*map(str, runs), "--output", "deep/both.html"]) == 0
+    assert report.main([*map(str, runs)]) == 0
+    assert all(Path(page).is_file() for page in ("a/report.html", "deep/both.html", "report.html"))
+    assert "a/report.html" in capsys.readouterr().out
+
+    assert report.main(["missing"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert str(tmp_path / "missing") in error
+
+
+def test_the_module_runs_without_the_training_stack(tmp_path):
+    run = make_run(tmp_path / "one", SHORT)
+    script = (
+        "import sys; from exgrpo.train.report.page import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules and 'matplotlib.pyplot' not in sys.modules; sys.exit(code)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(run)], check=True, timeout=60)
+    assert (run / "report.html").stat().st_size > 10_000

@@ -1,0 +1,142 @@
+"""The grades of several hundred answers, by families, and the form that the rewards ask for."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exgrpo.train.reward import grading
+
+CASES = Path(__file__).with_name("grading_cases.txt")
+WORTH = {"right": 1.0, "wrong": 0.0, "refused": 0.0, "accepted": 1.0}
+SHARED_DATA = Path(__file__).parents[4] / "shared" / "data"
+
+
+def cases() -> dict[str, list[tuple[str, str, str, bool]]]:
+    """Of each family: verdict, gold, response, and whether it is graded with thinking."""
+    families: dict[str, list[tuple[str, str, str, bool]]] = {}
+    for line in CASES.read_text().splitlines():
+        if line.startswith("["):
+            family, _, kind = line.strip("[]").partition(": ")
+            families[family] = []
+        elif line and not line.startswith("#"):
+            verdict, _, case = line.partition(" ")
+            gold, response = (part.strip(" ") for part in f"{case} ".split(" ::"))
+            response = response.replace("⏎", "\n") if kind else f"So it is $\\boxed{{{response}}}$."
+            families[family].append((verdict, gold, response, kind == "thinking"))
+    return families
+
+
+@pytest.mark.parametrize("family", cases())
+def test_grades(family: str) -> None:
+    table = cases()[family]
+    assert {"right", "wrong"} <= {verdict for verdict, *_ in table} <= set(WORTH)
+    off = [
+        f"{verdict} {gold} :: {response}"
+        for verdict, gold, response, thinking in table
+        if (grading.math if thinking else grading.math_no_think)(response, gold) != WORTH[verdict]
+    ]
+    assert off == []
+
+
+def test_the_grade_depends_on_the_final_answer_alone() -> None:
+    for verdict, gold, response, thinking in (case for table in cases().values() for case in table):
+        if not thinking:
+            answer = grading.final_answer(response)
+            assert grading.final_answer(answer) == answer
+            assert grading.math_no_think(answer, gold) == WORTH[verdict]
+
+
+@given(st.text(alphabet="ab\\{} $,\n5") | st.lists(st.sampled_from(["\\boxed{", "}", " and ", "5", "x"])).map("".join))
+def test_final_answer_is_idempotent_and_decides(text: str) -> None:
+    answer = grading.final_answer(text)
+    assert grading.final_answer(answer) == answer
+    assert grading.math_no_think(text, "5") == grading.math_no_think(answer, "5")
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(-3, 3))
+def test_integers_are_graded_as_math_verify_grades_them(gold: int, difference: int) -> None:
+    from math_verify import parse, verify
+
+    answer = gold + difference
+    expected = verify(parse(f"${gold}$"), parse(f"$\\boxed{{{answer}}}$"))
+    assert grading.math_no_think(f"\\boxed{{{answer}}}", str(gold)) == float(expected)
+
+
+@pytest.mark.parametrize("name", ["math_benchmarks", "arc_challenge"])
+def test_real_gold_answers_equal_themselves_also_when_parsed(name: str) -> None:
+    path = SHARED_DATA / f"{name}.parquet"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    import pyarrow.parquet
+
+    column = pyarrow.parquet.read_table(path, columns=["reward_model"])["reward_model"].to_pylist()
+    golds = sorted({row["ground_truth"] for row in column})
+    assert all(grading.math(f"</think>\\boxed{{{gold}}}", gold) == 1.0 for gold in golds)
+    # Without its dollar signs and with a full stop it is another text, so this goes through the parser.
+    sample = golds[::4]
+    parsed = [grading.math(f"</think>\\boxed{{{_restyled(gold)}}}", gold) for gold in sample]
+    assert sum(parsed) >= 0.98 * len(sample)
+
+
+def _restyled(gold: str) -> str:
+    return gold.replace("\\$", "").replace("$", "").replace("\\frac", "\\dfrac").rstrip(".") + "."
+
+
+def test_a_gold_answer_is_right_when_it_is_stated_without_a_box() -> None:
+    path = SHARED_DATA / "math_benchmarks.parquet"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    import pyarrow.parquet
+
+    column = pyarrow.parquet.read_table(path, columns=["reward_model"])["reward_model"].to_pylist()
+    golds = sorted({row["ground_truth"] for row in column})
+    refused = [gold for gold in golds if grading.math_no_think(f"The answer is {gold}", gold) != 1.0]
+    # A sentence of its own, which is read up to the first comma.
+    assert [gold for gold in refused if "where" not in gold] == []
+    assert len(refused) <= 1
+
+
+FORM = [
+    ("\\boxed{5}", 1.0),
+    ("So $x = \\boxed{\\frac{1}{2}}$, I think.", 1.0),
+    ("\\boxed{anything at all}", 1.0),
+    ("The answer is 5.", 1.0),
+    ("The answer is 72 clips.", 1.0),
+    ("**Answer:** $\\frac{1}{2}$", 1.0),
+    ("#### 5", 1.0),
+    ("The answer is Evelyn.", 1.0),
+    ("The correct answer is option C.", 1.0),
+    ("", 0.0),
+    ("5", 0.0),
+    ("$5$", 0.0),
+    ("\\boxed{}", 0.0),
+    ("\\boxed{ }", 0.0),
+    ("\\boxed{5", 0.0),
+    ("\\boxed{5} and \\boxed{6", 0.0),
+    ("We add 2 and 3 and get 5", 0.0),
+    ("2 + 3 = 5", 0.0),
+    ("I do not know the answer", 0.0),
+    ("The answer is", 0.0),
+    ("The answer is one of those that nobody could ever find without a table of 5 logarithms", 0.0),
+]
+
+
+@pytest.mark.parametrize(("response", "form"), FORM)
+def test_form(response: str, form: float) -> None:
+    for gold in ("5", "6", "\\text{Evelyn}"):
+        assert grading.math_no_think_form(response, gold) == form
+        assert grading.math_form(f"<think>\\boxed{{7}}</think>\n{response}", gold) == form
+        assert grading.math_form(response, gold) == 0.0
+        assert grading.math_form(f"<think>{response}", gold) == 0.0
+        assert grading.math_form(f"<think>{response}</think>", gold) == 0.0
+
+
+@pytest.mark.parametrize("text", [" ", "answer ", "answer is ", "$", "$1 ", "\\(", "#", "a ", "1 ", ",", "{", "5 , "])
+def test_long_nonsense_is_read_in_linear_time(text: str) -> None:
+    # The trainer's own process reads it, without a time limit: what is not linear hangs here.
+    for begin in ("", "The answer is 5"):
+        nonsense = begin + text * (400_000 // len(text))
+        assert grading.math_no_think_form(nonsense, "5") in (0.0, 1.0)
+        assert len(grading.final_answer(nonsense)) <= len(nonsense) + len("\\boxed{}")

@@ -1,0 +1,244 @@
+import os
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from exgrpo.train.reward import grading
+from exgrpo.train.reward.pool import Grader, Grades, form_of, resolve_reward
+
+USER_REWARDS = r"""
+import ctypes, os, re, sys, time
+
+def same(response, gold):
+    return response == gold
+
+def nasty(response, gold):
+    if response == "loop":
+        while True:
+            try:
+                while True:
+                    pass
+            except BaseException:
+                pass
+    if response == "hang in C":
+        re.match(r"(a+)+$", "a" * 50 + "b")
+    if response == "exit":
+        os._exit(3)
+    if response == "segfault":
+        ctypes.string_at(0)
+    if response == "sys.exit":
+        sys.exit(4)
+    if response == "raise":
+        raise KeyError("no such thing")
+    return float(response == gold)
+
+def odd(response, gold):
+    return {"none": None, "nan": float("nan"), "text": "1"}[response]
+
+def imports_torch(response, gold):
+    return "torch" in sys.modules or "deepspeed" in sys.modules
+
+def slow_twice(response, gold):
+    with open(gold, "a") as file:
+        file.write("x")
+    return 0.5
+
+def one_argument(response):
+    return 1.0
+
+def same_form(response, gold):
+    return float(response.islower())
+
+nasty_form = 3
+
+LIMIT = 3
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(USER_REWARDS)
+    return path
+
+
+def test_names_and_paths_resolve(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_reward("math") is grading.math
+    assert resolve_reward("exgrpo.train.reward.grading:math_no_think") is grading.math_no_think
+    assert resolve_reward(f"{user_file}:same")("a", "a")
+    monkeypatch.chdir(user_file.parent)
+    with Grader("mine.py:same", workers=1, time_limit=5) as grader:
+        assert grader.grade([("a", "a"), ("a", "b")]).reward == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("maths", "did you mean 'math'"),
+        ("nothing alike", "math, math_no_think, 'package.module:function'"),
+        ("exgrpo.train.reward.grading:math_nothink", "did you mean 'math_no_think'"),
+        ("no_such_package.rewards:f", "cannot import no_such_package.rewards: ModuleNotFoundError"),
+        ("{file}:samee", "did you mean 'same'"),
+        ("{file}:LIMIT", "is not callable: it is a int"),
+        ("{file}:one_argument", r"must take \(response, gold\)"),
+        ("{folder}/broken.py:f", "cannot run .*broken.py: ZeroDivisionError"),
+        ("{folder}/missing.py:f", "there is no file .*missing.py"),
+    ],
+)
+def test_bad_names_are_clear_errors_here_and_at_construction(name: str, message: str, user_file: Path) -> None:
+    (user_file.parent / "broken.py").write_text("1 / 0")
+    name = name.format(file=user_file, folder=user_file.parent)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        resolve_reward(name)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        Grader(name, workers=1, time_limit=5)
+
+
+@pytest.mark.parametrize("name", ["math", "math_no_think"])
+def test_builtin_rewards_have_a_form(name: str) -> None:
+    form = form_of(name)
+    assert form == form_of(f"exgrpo.train.reward.grading:{name}") == f"exgrpo.train.reward.grading:{name}_form"
+    with Grader(form, workers=1, time_limit=30) as grader:
+        answers = ["<think>hm</think>\\boxed{4}", "\\boxed{4}", "<think>hm</think>4"]
+        expected = {"math": (1.0, 0.0, 0.0), "math_no_think": (1.0, 1.0, 0.0)}[name]
+        assert grader.grade([(answer, "5") for answer in answers]) == Grades(expected, 0, 0)
+
+
+def test_a_user_reward_may_have_a_form(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert form_of(f"{user_file}:nasty") is None  # nasty_form is no function
+    assert form_of(f"{user_file}:odd") is None
+    monkeypatch.syspath_prepend(user_file.parent)
+    assert form_of("mine:same") == "mine:same_form"
+    monkeypatch.chdir(user_file.parent)
+    form = form_of("mine.py:same")
+    assert form == "mine.py:same_form"
+    with Grader(form, workers=1, time_limit=5) as grader:
+        assert grader.grade([("abc", "x"), ("ABC", "ABC")]).reward == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("maths", "did you mean 'math'"), ("no_such_package:f", "cannot import"), ("missing.py:f", "there is no file")],
+)
+def test_the_form_of_a_bad_name_is_a_clear_error(name: str, message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        form_of(name)
+
+
+def test_a_reward_that_ends_its_process_while_loading_is_an_error_at_construction(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os; os._exit(1)")
+    with pytest.raises(RuntimeError, match=r"died while it loaded reward .*dies.py:f"):
+        Grader(f"{tmp_path}/dies.py:f", workers=1, time_limit=5)
+
+
+@pytest.mark.parametrize(("workers", "limit"), [(0, 1.0), (1, 0.0), (1, float("nan"))])
+def test_impossible_limits(workers: int, limit: float) -> None:
+    with pytest.raises(ValueError, match="workers|time_limit"):
+        Grader("math", workers=workers, time_limit=limit)
+
+
+def test_grades_come_in_order_and_agree_with_the_function() -> None:
+    answers = [(f"<think>{i}</think>\\boxed{{{i % 3}}}", "1") for i in range(20)]
+    answers += [("\\boxed{1}", "1"), ("</think>", "1"), ("<think>a</think>\\boxed{\\frac{1}{2}}", "0.5")]
+    with Grader("math", workers=2, time_limit=30) as grader:
+        assert grader.grade([]) == Grades((), 0, 0)
+        expected = tuple(grading.math(response, gold) for response, gold in answers)
+        assert grader.grade(answers) == Grades(expected, 0, 0)
+        assert 1.0 in expected
+
+
+def test_equal_answers_are_graded_once(user_file: Path, tmp_path: Path) -> None:
+    with Grader(f"{user_file}:slow_twice", workers=2, time_limit=30) as grader:
+        answers = [("a", str(tmp_path / "count")), ("b", str(tmp_path / "count"))] * 10
+        assert grader.grade(answers).reward == (0.5,) * 20
+    assert (tmp_path / "count").read_text() == "xx"
+
+
+def test_hangs_and_crashes_cost_only_their_own_answer(user_file: Path) -> None:
+    nasty = ["loop", "hang in C", "exit", "segfault", "sys.exit", "raise"]
+    answers = [(text, "gold") for text in nasty]
+    for position in range(0, 30, 3):
+        answers.insert(position, (str(position), str(position)))
+    with Grader(f"{user_file}:nasty", workers=2, time_limit=1.0) as grader:
+        with pytest.warns(UserWarning, match="worth 0") as caught:
+            grades = grader.grade([*answers, ("loop", "gold")])
+        assert len(caught) == 1
+        assert grades.reward == (*(float(response == gold) for response, gold in answers), 0.0)
+        assert (grades.timed_out, grades.failed) == (3, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # shown once only
+            assert grader.grade([("raise", "x"), ("1", "1")]) == Grades((0.0, 1.0), 0, 1)
+
+
+def test_expressions_that_hang_math_verify_are_killed() -> None:
+    answers = [(f"\\boxed{{{text}}}", "5") for text in ("9^{9^{9^9}}", "5", "10^{10^{10}}")]
+    with Grader("math_no_think", workers=2, time_limit=1.0) as grader:
+        assert grader.grade(answers).reward == (0.0, 1.0, 0.0)
+        assert grader.grade([("\\boxed{5}", "5")]) == Grades((1.0,), 0, 0)
+
+
+def test_grading_goes_on_when_idle_processes_are_killed(user_file: Path) -> None:
+    with Grader(f"{user_file}:same", workers=2, time_limit=5) as grader:
+        for pause in (0.0, 0.5, 0.0):  # the pool notices before the next call, or during it
+            for pid in list(grader._pool._pool_manager.worker_manager.workers):
+                os.kill(pid, 9)
+            time.sleep(pause)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                grades = grader.grade([(str(i), str(i)) for i in range(50)])
+            assert sum(grades.reward) >= 48  # an answer may have been in the hands of a killed process
+
+
+def test_answers_are_graded_while_more_of_them_come(user_file: Path, tmp_path: Path) -> None:
+    with Grader(f"{user_file}:slow_twice", workers=1, time_limit=30) as grader:
+        grading_begun = grader.begin()
+        grading_begun.add("a", str(tmp_path / "count"))
+        while not (tmp_path / "count").exists():  # pytest's time limit ends a grader that waits for the end
+            time.sleep(0.01)
+        grading_begun.add("b", str(tmp_path / "count"))
+        grading_begun.add("a", str(tmp_path / "count"))
+        assert grading_begun.finish() == Grades((0.5, 0.5, 0.5), 0, 0)
+    assert (tmp_path / "count").read_text() == "xx"
+
+
+def test_two_gradings_at_once_survive_the_death_of_the_processes(user_file: Path) -> None:
+    with Grader(f"{user_file}:same", workers=2, time_limit=5) as grader:
+        first, second = grader.begin(), grader.begin()
+        for i in range(40):
+            first.add(str(i), str(i))
+            second.add(f"x{i}", f"x{i}")
+        for pid in list(grader._pool._pool_manager.worker_manager.workers):
+            os.kill(pid, 9)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Two answers of all may have been in the hands of the killed processes.
+            assert sum(first.finish().reward) + sum(second.finish().reward) >= 78
+
+
+@pytest.mark.parametrize("response", ["none", "nan", "text"])
+def test_a_reward_must_return_a_finite_number(response: str, user_file: Path) -> None:
+    with (
+        Grader(f"{user_file}:odd", workers=1, time_limit=5) as grader,
+        pytest.raises(TypeError, match=r"odd' returned .* must return a finite number"),
+    ):
+        grader.grade([(response, "1")])
+
+
+def test_grading_processes_import_no_trainer(user_file: Path) -> None:
+    with Grader(f"{user_file}:imports_torch", workers=1, time_limit=5) as grader:
+        assert grader.grade([("a", "b")]).reward == (0.0,)
+
+
+def test_close_twice() -> None:
+    grader = Grader("math", workers=1, time_limit=5)
+    grader.close()
+    grader.close()
+    with pytest.raises(ValueError, match="closed"):
+        grader.grade([("a", "b")])
+
+
+def test_a_user_reward_sees_the_whole_response(user_file: Path) -> None:
+    with Grader(f"{user_file}:same", workers=1, time_limit=5) as grader:
+        assert grader.grade([("", ""), ("a</think>b", "b"), (" a", "a")]).reward == (1.0, 0.0, 0.0)

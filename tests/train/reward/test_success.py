@@ -1,0 +1,73 @@
+"""What a success is, and when rewards are said not to fit it."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exgrpo.train.config import ConfigError
+from exgrpo.train.evaluate.program import Options, parse_options
+from exgrpo.train.reward.success import RewardWatch, is_success
+from tests.train.configs import configured
+
+numbers = st.integers(-1000, 1000).map(lambda hundredths: hundredths / 100)
+
+
+@given(st.lists(numbers, min_size=1), numbers)
+def test_a_reward_of_at_least_the_threshold_is_a_success(rewards, threshold):
+    # Whole hundredths compare exactly.
+    expected = [round(100 * reward) >= round(100 * threshold) for reward in rewards]
+    assert is_success(np.array(rewards), threshold).tolist() == expected
+    assert is_success(np.array(rewards, np.float32).astype(float), threshold).tolist() == expected
+    assert [is_success(reward, threshold) for reward in rewards] == expected
+
+
+def told(watch: RewardWatch, steps: list[list[float]]) -> list[str | None]:
+    return [watch.observe(np.array(rewards)) for rewards in steps]
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.3, 0.9, 2.0, 5.0]), min_size=1, max_size=6), max_size=8), numbers)
+def test_the_watch_speaks_once_where_rewards_differ_and_all_or_none_are_successes(steps, threshold):
+    watch = RewardWatch(threshold, "the.option", patience=8)
+    seen: list[float] = []
+    said = False
+    for rewards, note in zip(steps, told(watch, steps), strict=True):
+        seen += rewards
+        successes = sum(reward >= threshold for reward in seen)
+        expected = not said and len(seen) >= 8 and len(set(seen)) > 1 and successes in (0, len(seen))
+        assert (note is not None) == expected
+        said |= expected
+
+
+def test_the_sentences_name_what_was_seen_and_the_option():
+    (note,) = told(RewardWatch(1.0, "reward.success", patience=3), [[0.0, 0.25, 0.9]])
+    assert note == (
+        "no answer is a success: the rewards of 3 answers lie between 0 and 0.9, and reward.success is 1; if 0.9 is "
+        "the reward of a right answer, set reward.success to it"
+    )
+    (note,) = told(RewardWatch(1.0, "success", patience=3), [[2.0, 5.0, 9.0]])
+    assert note == (
+        "every answer is a success: the rewards of 3 answers lie between 2 and 9, and success is 1; set success to "
+        "the reward of a right answer"
+    )
+
+
+@pytest.mark.parametrize("steps", [[[0.0]] * 300, [[1.0]] * 300, [[0.0, 1.0]] * 150])
+def test_right_and_wrong_answers_are_nothing_to_speak_of(steps):
+    assert not any(told(RewardWatch(1.0, "success"), steps))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_threshold_is_a_finite_number(value):
+    with pytest.raises(ConfigError, match=re.escape("reward.success: Input should be a finite number")):
+        configured({"reward": {"success": value}})
+    with pytest.raises(ValueError, match="finite number"):
+        Options(model="m", data=("d",), success=value)
+
+
+def test_the_threshold_is_an_option_of_the_evaluation():
+    assert parse_options(["model", "--data", "a.jsonl"]).success == configured().reward.success == 1.0
+    assert parse_options(["model", "--data", "a.jsonl", "--success", "0.5"]).success == 0.5

@@ -1,0 +1,360 @@
+"""What the client does with servers that misbehave: played by a fake, since a real one cannot be made to."""
+
+import dataclasses
+import json
+import logging
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import torch
+
+from exgrpo.train import serve
+from exgrpo.train.config import ConfigError
+from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.rollout import Sampling, Stops
+from exgrpo.train.rollout.server.check import FRESH, VLLM, Wanted, check_server
+from exgrpo.train.rollout.server.client import ServerClient, ServerError
+from exgrpo.train.rollout.server.facts import model_facts
+from exgrpo.train.rollout.server.pool import Job, NoServerError, ServerPool
+from tests.train import pieces, tiny
+
+PROMPT = np.array([3, 4, 5], np.int32)
+SAMPLING = Sampling(4, log_prob=True)
+
+
+def choice(index, tokens=(7, 2), version=FRESH, reason="stop"):
+    content = [{"token_id": token, "logprob": -0.5} for token in tokens]
+    return {
+        "index": index,
+        "finish_reason": reason,
+        "token_ids": list(tokens),
+        "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+        "logprobs": {"content": content},
+    }
+
+
+def reply(*choices, cached=None):
+    return {"choices": list(choices), "usage": {"prompt_tokens_details": cached and {"cached_tokens": cached}}}
+
+
+class Listener(ThreadingHTTPServer):
+    request_queue_size = 1000
+
+
+class FakeServer:
+    """Gives what `answers` has for a route: an object, a function of the request, or (status, object); else 404."""
+
+    def __init__(self):
+        self.answers = {}
+        self.asked = []
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                route = self.path.strip("/")
+                request = json.loads(body or b"{}")
+                fake.asked.append((route, request))
+                answer = fake.answers.get(route, (404, {"detail": "Not Found"}))
+                answer = answer(request) if callable(answer) else answer
+                status, given = answer if isinstance(answer, tuple) else (200, answer)
+                if status is None:  # hang up
+                    self.close_connection = True
+                    return
+                text = json.dumps(given).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.send_header("Connection", "close")  # as uvicorn does where it was asked to
+                self.end_headers()
+                self.wfile.write(text)
+
+            do_GET = do_POST = answer
+
+            def log_message(self, *arguments):
+                pass
+
+        self._server = Listener(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def generates(self, answer):
+        self.answers["inference/v1/generate"] = answer
+
+    def requests(self, route="inference/v1/generate"):
+        return [request for asked, request in self.asked if asked == route]
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def fakes():
+    made = []
+
+    def make():
+        made.append(FakeServer())
+        return made[-1]
+
+    yield make
+    for fake in made:
+        fake.close()
+
+
+def in_turn(*answers):
+    """One answer after the other, the last one for ever."""
+    left = list(answers)
+    return lambda request: left.pop(0) if len(left) > 1 else left[0]
+
+
+def ask(fake, count=1, sampling=SAMPLING):
+    return ServerClient(fake.url).generate("name", PROMPT, count, sampling, [2, 5])
+
+
+def test_what_is_asked_and_what_comes_of_it(fakes):
+    fake = fakes()
+    fake.generates(reply(choice(1, (7, 8, 9, 10), reason="length"), choice(0), cached=32))
+    got = ask(fake, count=2)
+    first, second = got.rollouts
+    assert first.response.tolist() == [7, 2]
+    assert first.response.dtype == np.int32
+    assert first.finished
+    assert not second.finished
+    assert second.log_prob.tolist() == [-0.5] * 4
+    assert second.log_prob.dtype == np.float32
+    assert got.versions == {FRESH}
+    assert got.cached_tokens == 32
+    (request,) = fake.requests()
+    assert request["token_ids"] == PROMPT.tolist()
+    asked = request["sampling_params"]
+    assert (asked["n"], asked["max_tokens"], asked["temperature"], asked["top_p"]) == (2, 4, 1.0, 1.0)
+    assert (asked["stop_token_ids"], asked["ignore_eos"], asked["logprobs"]) == ([2, 5], True, 0)
+    assert (asked["stop"], asked["detokenize"]) == ([], False)
+
+
+def test_stop_strings_are_asked_for_and_what_a_server_writes_behind_one_is_cut(fakes):
+    fake = fakes()
+    # The server knew the first part of a broken character only when the next token was there.
+    late = pieces.tokens(b"a", b"b:\xe2", b"a", b"</s>").tolist()
+    at_limit = pieces.tokens(b"a", b"b", b"a", b":").tolist()
+    fake.generates(reply(choice(0, late), choice(1, at_limit, reason="length"), choice(2, late[:1], reason="length")))
+    stop = Stops(("b:", "a:"), pieces.read)
+    rollouts = ask(fake, count=3, sampling=Sampling(4, log_prob=True, stop=stop)).rollouts
+    assert [rollout.response.tolist() for rollout in rollouts] == [late[:2], at_limit, late[:1]]
+    assert [rollout.finished for rollout in rollouts] == [True, True, False]
+    assert [len(rollout.log_prob) for rollout in rollouts] == [2, 4, 1]
+    (request,) = fake.requests()
+    asked = request["sampling_params"]
+    assert (asked["stop"], asked["detokenize"]) == (["b:", "a:"], True)
+    # Special tokens are spelled as the trainer spells them.
+    assert (asked["skip_special_tokens"], asked["spaces_between_special_tokens"]) == (False, False)
+
+
+@pytest.mark.parametrize("trouble", [(503, {}), (None, None)], ids=["busy", "hangs up"])
+def test_a_passing_trouble_is_retried_in_silence(fakes, trouble, caplog):
+    fake = fakes()
+    fake.generates(in_turn(trouble, reply(choice(0))))
+    assert len(ask(fake).rollouts) == 1
+    assert len(fake.requests()) == 2
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_what_changes_a_server_is_sent_once(fakes):
+    fake = fakes()
+    fake.answers["update_weights"] = (503, {})
+    with pytest.raises(ServerError, match="503"):
+        ServerClient(fake.url).post("update_weights", {})
+    assert len(fake.requests("update_weights")) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (reply(choice(0)), "1 answers of 2"),
+        (reply(choice(0), choice(1, reason="abort")), "abort"),
+        ({"choices": [{}]}, "not understood"),
+        ((400, {"error": {"message": "the prompt is\ntoo long"}}), "400 the prompt is too long"),
+        ((404, {"detail": "Not Found"}), "404 Not Found"),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_an_error_in_one_line(fakes, answer, message):
+    fake = fakes()
+    fake.generates(answer)
+    with pytest.raises(ServerError, match=message) as caught:
+        ask(fake, count=2)
+    assert "\n" not in str(caught.value)
+
+
+def pool_of(*servers):
+    pool = ServerPool([ServerClient(fake.url) for fake in servers], [2])
+    pool.expect(FRESH)
+    pool.renew({fake.url: "" for fake in servers})
+    return pool
+
+
+def jobs(number):
+    return [Job(i, 0, 1, PROMPT) for i in range(number)]
+
+
+def test_the_idle_server_is_asked(fakes):
+    slow, quick = fakes(), fakes()
+    released = threading.Event()
+
+    def wait(request):
+        released.wait(60)
+        return reply(choice(0))
+
+    slow.generates(wait)
+    quick.generates(reply(choice(0)))
+    done = pool_of(slow, quick).generate(jobs(400), SAMPLING)
+    first = [next(done)[0].prompt for _ in range(200)]
+    released.set()
+    assert sorted(first + [job.prompt for job, _ in done]) == list(range(400))
+    assert len(slow.requests()) < len(quick.requests())
+
+
+def test_what_one_server_does_not_answer_another_does_once(fakes, caplog):
+    bad, good = fakes(), fakes()
+    bad.generates(in_turn(reply(choice(0)), reply(choice(0)), (500, {"error": {"message": "engine dead"}})))
+    good.generates(reply(choice(0)))
+    got = [job.prompt for job, _ in pool_of(bad, good).generate(jobs(300), SAMPLING)]
+    assert sorted(got) == list(range(300))
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"{bad.url} is left out until the next push of weights: 500 engine dead" in warning
+
+
+def test_answers_by_other_weights_are_not_taken(fakes):
+    fake = fakes()
+    fake.generates(in_turn(reply(choice(0)), reply(choice(0, version="other"))))
+    pool = pool_of(fake)
+    assert len(list(pool.generate(jobs(1), SAMPLING))) == 1
+    with pytest.raises(NoServerError, match=f"{fake.url}: it has other weights \\(other\\)"):
+        list(pool.generate(jobs(1), SAMPLING))
+
+
+def test_weights_that_are_pushed_meanwhile_are_taken(fakes):
+    fake = fakes()
+    pool = pool_of(fake)
+
+    def push_first(request):
+        pool.expect("run-1")
+        return reply(choice(0, version="run-1"))
+
+    fake.generates(push_first)
+    assert len(list(pool.generate(jobs(1), SAMPLING))) == 1
+
+
+@pytest.fixture
+def wanted(tmp_path):
+    tiny.save_model(tmp_path, tied=True)
+    return Wanted(find_model(str(tmp_path)), torch.float32, 64, (2, 5), torch.device("cpu"))
+
+
+def proper(fake, wanted):
+    """What a server in order says."""
+    facts = {
+        "model": model_facts(wanted.source.config),
+        "path": wanted.source.path,
+        "dtype": "float32",
+        "max_model_len": 64,
+        "logprobs_mode": "processed_logprobs",
+        "backend": "gloo",
+        "workers": 1,
+        "sequences": 128,
+    }
+    fake.answers |= {
+        "version": {"version": f"{VLLM}+cpu"},
+        "collective_rpc": {"results": [facts]},
+        "weight_info": {"weight_version": FRESH},
+        "resume": {},
+    }
+    fake.generates(reply(choice(0)))
+    return facts
+
+
+def test_a_server_in_order_is_taken(fakes, wanted):
+    fake = fakes()
+    proper(fake, wanted)
+    facts = check_server(ServerClient(fake.url), wanted)
+    assert (facts.backend, facts.workers, facts.sequences, facts.label) == ("gloo", 1, 128, FRESH)
+
+
+@pytest.mark.parametrize(
+    ("route", "answer", "message"),
+    [
+        ("version", {"version": "0.31.0"}, "runs vLLM 0.31.0, and 0.32.0 was tested"),
+        ("version", ["what?"], "is no vLLM server"),
+        ("collective_rpc", (404, {"detail": "Not Found"}), "has vLLM's development routes off"),
+        ("collective_rpc", (500, {"error": {"message": "no rollout_facts"}}), "lacks this package's worker extension"),
+        ("inference/v1/generate", (403, {"error": {"message": "disabled"}}), r"does not generate \(403 disabled\)"),
+        ("inference/v1/generate", reply(choice(0, version="other")), "does not say which weights wrote an answer"),
+    ],
+)
+def test_a_server_out_of_order_is_one_clear_error(fakes, wanted, route, answer, message):
+    fake = fakes()
+    proper(fake, wanted)
+    fake.answers[route] = answer
+    command = f"start it with `python -m exgrpo.train.serve {wanted.source.path} --dtype fp32 --max-tokens 64 --port "
+    with pytest.raises(ConfigError, match=f"^rollout.servers: {fake.url} {message}.*: {command}"):
+        check_server(ServerClient(fake.url), wanted)
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "message"),
+    [
+        ("backend", None, "has no weight transfer by nccl or gloo but None"),
+        ("backend", "nccl", "takes weights over NCCL, and the trainer has no GPU"),
+        ("logprobs_mode", "raw_logprobs", "gives raw_logprobs instead of log-probs at the sampling temperature"),
+    ],
+)
+def test_options_that_rollouts_need_are_named(fakes, wanted, fact, value, message):
+    fake = fakes()
+    facts = proper(fake, wanted)
+    facts[fact] = value
+    with pytest.raises(ConfigError, match=message):
+        check_server(ServerClient(fake.url), wanted)
+
+
+def test_a_server_with_other_positions_is_refused_with_the_command_of_the_right_one(fakes, wanted):
+    fake = fakes()
+    proper(fake, wanted)
+    stretched = find_model(wanted.source.path, {"max_position_embeddings": 16384, "rope_theta": 40000})
+    other = dataclasses.replace(wanted, source=stretched)
+    command = "--overrides max_position_embeddings=16384 rope_theta=40000`"
+    with pytest.raises(ConfigError, match=f"max_position_embeddings is 2048 and not 16384: start it with .*{command}"):
+        check_server(ServerClient(fake.url), other)
+    proper(fake, other)["model"]["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"}
+    with pytest.raises(ConfigError, match="rope_parameters is .*10000.* and not .*40000"):
+        check_server(ServerClient(fake.url), other)
+    proper(fake, other)
+    assert check_server(ServerClient(fake.url), other).label == FRESH
+
+
+def test_the_command_of_a_server(tmp_path):
+    command, environment = serve.build(
+        ["builtin:arithmetic", "--max-tokens", "100", "--dtype=bf16", "--max-num-seqs=7"], on_cpu=True
+    )
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert command[command.index("--model") + 1].endswith("assets/arithmetic")
+    assert command[command.index("--dtype") + 1] == "bfloat16"
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    assert command[-1] == "--max-num-seqs=7"
+    assert "--hf-overrides" not in command
+    tiny.save_model(tmp_path, tied=True)
+    on_gpu, _ = serve.build([str(tmp_path)], on_cpu=False)
+    assert json.loads(on_gpu[on_gpu.index("--weight-transfer-config") + 1]) == {"backend": "nccl"}
+    assert "--enforce-eager" not in on_gpu
+    assert on_gpu[on_gpu.index("serve") + 1] == str(tmp_path)
+
+
+def test_servers_draw_differently_unless_told():
+    def seed(*options):
+        command, _ = serve.build(["builtin:arithmetic", *options], on_cpu=True)
+        return command[command.index("--seed") + 1]
+
+    assert len({seed() for _ in range(3)}) == 3
+    assert seed("--seed=0") == "0"

@@ -1,0 +1,386 @@
+"""The server engine with real servers on CPUs, which run in processes of their own."""
+
+import json
+import logging
+import shutil
+
+import numpy as np
+import pytest
+import requests
+import torch
+
+from exgrpo.train.config import ConfigError
+from exgrpo.train.pretrained.overrides import to_arguments
+from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.pretrained.tokenizer import DTYPES
+from exgrpo.train.rollout import Sampling, Stops, collect
+from exgrpo.train.rollout.server.check import FRESH
+from exgrpo.train.rollout.server.client import ServerClient
+from exgrpo.train.rollout.server.engine import ServerEngine
+from exgrpo.train.rollout.server.pool import NoServerError
+from exgrpo.train.weight_check import WeightMismatchError, check_engine
+from tests.train import pieces, tiny
+from tests.train.fakes import LoneWorld
+from tests.train.launch import ROOT, free_port, launch
+from tests.train.rollout.server.servers import LONGEST, Server
+from tests.train.rollout.vllm.installed import real
+from tests.train.test_weight_check import FullLogitPolicy
+
+pytestmark = real
+
+EOS = (2, 5)
+PROMPTS = [tiny.prompt(question) for question in range(6)]
+COUNTS = [40, 1, 0, 3, 140, 40]  # 140 are more than a server takes at once
+MAX_TOKENS = 12
+TEMPERATURE = 0.7
+
+
+class Fleet:
+    """Servers of two models, all started together; whoever kills one leaves it to the next to start it again."""
+
+    def __init__(self, folder):
+        self.models = {tied: folder / f"tied={tied}" for tied in (True, False)}
+        for tied, model in self.models.items():
+            tiny.save_model(model, tied=tied, heads=1)
+            pieces.save_tokenizer(model)
+        switchable = "--worker-extension-cls=tests.train.rollout.server.unpacked_worker.SwitchableWorker"
+        self.first = self._server(folder, "first", True, switchable)
+        self.second = self._server(folder, "second", True)
+        self.bf16 = self._server(folder, "bf16", False, "--dtype=bf16")
+        self.servers = [self.first, self.second, self.bf16]
+
+    def _server(self, folder, name, tied, *options):
+        common = f"--max-tokens={LONGEST}", "--kv-cache-gib=0.1"
+        return Server(self.models[tied], folder / f"{name}.log", *common, *options)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    fleet = Fleet(tmp_path_factory.mktemp("servers"))
+    try:
+        for server in fleet.servers:
+            server.start()
+        yield fleet
+    finally:
+        for server in fleet.servers:
+            server.kill()
+
+
+@pytest.fixture
+def opened(fleet):
+    """Engines that are closed at the end."""
+    engines = []
+
+    def make(*servers, tied=True, dtype="fp32", max_tokens=LONGEST - 8, overrides=None):
+        engine = ServerEngine(
+            [server.ready() for server in servers],
+            source=find_model(str(fleet.models[tied]), overrides),
+            dtype=DTYPES[dtype],
+            eos=EOS,
+            max_prompt_tokens=8,
+            max_tokens=max_tokens,
+            world=LoneWorld(),
+            bucket_bytes=3000,  # several buckets, of one weight and of several
+        )
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def moved(fleet, *, tied=True, dtype="fp32"):
+    """A policy some steps away from the model."""
+    policy = FullLogitPolicy(fleet.models[tied], DTYPES[dtype])
+    generator = torch.Generator().manual_seed(0)
+    for _, weight in policy.weights():
+        weight.add_(torch.randn(weight.shape, generator=generator).to(weight.dtype), alpha=0.03)
+    return policy
+
+
+def sample(engine, counts=COUNTS, temperature=TEMPERATURE, **changes):
+    sampling = Sampling(MAX_TOKENS, temperature=temperature, log_prob=True, **changes)
+    return collect(counts, engine.generate(PROMPTS, counts, sampling, seed=0))
+
+
+@pytest.mark.parametrize(("name", "tied", "dtype"), [("first", True, "fp32"), ("bf16", False, "bf16")])
+def test_log_probs_are_those_of_a_full_forward_before_and_after_a_push(fleet, opened, name, tied, dtype):
+    largest, mean = {"fp32": (1e-4, 1e-5), "bf16": (0.2, 3e-2)}[dtype]
+    engine = opened(getattr(fleet, name), tied=tied, dtype=dtype)
+    gap = FullLogitPolicy(fleet.models[tied], DTYPES[dtype]).gap(PROMPTS, sample(engine), TEMPERATURE)
+    assert gap[0] < largest
+    assert gap[1] < mean
+    policy = moved(fleet, tied=tied, dtype=dtype)
+    engine.push_weights(policy.weights())
+    assert check_engine(policy, engine, PROMPTS, dtype=dtype, max_tokens=MAX_TOKENS, seed=0) < mean
+    gap = policy.gap(PROMPTS, sample(engine), TEMPERATURE)
+    assert gap[0] < largest
+    assert gap[1] < mean
+    assert engine.differing(policy.weights()) == []
+    for weight_name, weight in policy.weights():
+        if weight_name.endswith(("layers.1.self_attn.k_proj.weight", "layers.0.input_layernorm.weight")):
+            weight.mul_(1.5)
+    expected = ["model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k_proj.weight"]
+    assert engine.differing(policy.weights()) == expected
+
+
+def test_a_changed_configuration_is_computed_with(fleet, opened, tmp_path):
+    """Changed by options in server and trainer, the engine's policy is that of the edited copy and not the model's."""
+    model, edited = fleet.models[True], tmp_path / "edited"
+    shutil.copytree(model, edited)
+    values = json.loads((edited / "config.json").read_text())
+    values["rope_parameters"] |= {"rope_theta": 40000}
+    (edited / "config.json").write_text(json.dumps({**values, "max_position_embeddings": 16384}))
+    overrides = {"max_position_embeddings": 16384, "rope_theta": 40000}
+    options = f"--max-tokens={LONGEST}", "--kv-cache-gib=0.1", "--overrides", *to_arguments(overrides)
+    server = Server(model, tmp_path / "log", *options)
+    try:
+        engine = opened(server, overrides=overrides)
+        answers = sample(engine)
+        assert FullLogitPolicy(edited).gap(PROMPTS, answers, TEMPERATURE)[0] < 1e-4
+        assert FullLogitPolicy(model).gap(PROMPTS, answers, TEMPERATURE)[0] > 1e-2
+        with pytest.raises(ConfigError, match="max_position_embeddings is 16384 and not 2048: start it with"):
+            opened(server)
+    finally:
+        server.kill()
+
+
+def test_finished_answers_end_with_their_first_eos_and_cut_ones_have_none(fleet, opened):
+    engine = opened(fleet.first)
+    engine.push_weights(moved(fleet).weights())
+    answers = sample(engine, temperature=1.0)
+    assert [len(of_prompt) for of_prompt in answers] == COUNTS
+    everything = [rollout for of_prompt in answers for rollout in of_prompt]
+    assert {rollout.finished for rollout in everything} == {True, False}
+    for rollout in everything:
+        ends = np.flatnonzero(np.isin(rollout.response, EOS)).tolist()
+        assert ends == ([len(rollout.response) - 1] if rollout.finished else [])
+        assert rollout.finished or len(rollout.response) == MAX_TOKENS
+        assert len(rollout.log_prob) == len(rollout.response)
+    assert {rollout.response[-1] for rollout in everything if rollout.finished} == set(EOS)
+
+
+def test_stopped_answers_end_at_their_first_stop_string_and_the_server_stops_there(fleet, opened):
+    engine = opened(fleet.first)
+    policy = moved(fleet)
+    engine.push_weights(policy.weights())
+    strings = ("b\n", "é:", ":Q", "x1", "</s>")  # none of which can be complete before its last character is whole
+    start = fleet.first.generated()
+    answers = sample(engine, temperature=1.0, stop=Stops(strings, pieces.read))
+    everything = [rollout for of_prompt in answers for rollout in of_prompt]
+    ends = [pieces.scan(rollout.response, strings) for rollout in everything]
+    assert sum(end is not None for end in ends) > 20
+    for rollout, end in zip(everything, ends, strict=True):
+        assert end in (None, len(rollout.response))
+        assert rollout.finished == (end is not None or rollout.response[-1] in EOS)
+        assert rollout.finished or len(rollout.response) == MAX_TOKENS
+    assert policy.gap(PROMPTS, answers, temperature=1.0)[0] < 1e-4
+    # Rarely a broken character keeps the server from seeing its text for a token.
+    assert fleet.first.generated() - start < 1.05 * sum(len(rollout.response) for rollout in everything)
+
+
+def test_prompts_that_share_a_block_come_from_the_cache_until_a_push(fleet, opened):
+    engine = opened(fleet.first)
+    policy = moved(fleet)
+    prompt = np.arange(3, 3 + 40, dtype=np.int32)  # a block has 32 tokens
+    cached = []
+    for push in (True, False, True):
+        if push:
+            engine.push_weights(policy.weights())
+        collect([1], engine.generate([prompt], [1], Sampling(2), seed=0))
+        counts = engine.counts()
+        assert counts.prompt_tokens == 40
+        cached.append(counts.cached_tokens)
+    assert cached == [0, 32, 0]
+
+
+def test_a_consumer_that_has_enough_leaves_no_request_behind(fleet, opened):
+    engine = opened(fleet.first)
+    engine.push_weights(moved(fleet).weights())
+    answers = engine.generate(PROMPTS * 20, [4] * 120, Sampling(LONGEST - 8), seed=0)
+    next(answers)
+    answers.close()
+    # A push waits for all requests that are still there.
+    engine.push_weights(moved(fleet).weights())
+    assert len(sample(engine)[0]) == COUNTS[0]
+
+
+def test_the_check_notices_a_tied_head_that_a_push_did_not_reach(fleet, opened):
+    engine = opened(fleet.first)
+    policy = moved(fleet)
+    for _, weight in policy.weights():
+        weight.mul_(1.1)
+    client = ServerClient(fleet.first.url)
+    client.call_workers("remedy", False)
+    try:
+        engine.push_weights(policy.weights())
+        with pytest.raises(WeightMismatchError, match=r"lm_head \(tied to model.embed_tokens.weight\)"):
+            check_engine(policy, engine, PROMPTS, dtype="fp32", max_tokens=MAX_TOKENS, seed=0)
+    finally:
+        client.call_workers("remedy", True)
+
+
+def test_a_killed_server_loses_no_answer_and_comes_back_with_the_next_push(fleet, opened, caplog):
+    engine = opened(fleet.first, fleet.second)
+    policy = moved(fleet)
+    engine.push_weights(policy.weights())
+    counts = [4] * 300
+    answers = engine.generate([PROMPTS[i % 6] for i in range(300)], counts, Sampling(LONGEST - 8), seed=0)
+    got = [next(answers)]
+    fleet.second.kill()
+    got += answers
+    assert [len(of_prompt) for of_prompt in collect(counts, got)] == counts
+    assert len(got) == sum(counts)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([text for text in warnings if fleet.second.url in text]) == 1
+
+    fleet.second.ready()
+    idle = fleet.second.asked()
+    sample(engine)
+    assert fleet.second.asked() == idle
+    policy = moved(fleet)
+    engine.push_weights(policy.weights())
+    assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
+    assert fleet.second.asked() > idle
+
+
+def test_answers_of_a_server_that_was_restarted_unnoticed_are_not_taken(fleet, opened, caplog):
+    engine = opened(fleet.first, fleet.second)
+    policy = moved(fleet)
+    engine.push_weights(policy.weights())
+    # What a new process says of its weights.
+    ServerClient(fleet.second.url).post("update_weight_version", {"new_version": FRESH})
+    assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"{fleet.second.url} is left out until the next push of weights: it has other weights (default)" in warning
+
+
+def test_a_trainer_that_died_during_a_push_leaves_servers_that_the_next_one_can_use(fleet, opened):
+    engine = opened(fleet.first)
+    policy = moved(fleet)
+
+    class Died(Exception):
+        pass
+
+    def weights():
+        for i, pair in enumerate(policy.weights()):
+            if i == 5:
+                raise Died
+            yield pair
+
+    with pytest.raises(Died):
+        engine.push_weights(weights())
+    engine.close()
+    again = opened(fleet.first)
+    again.push_weights(policy.weights())
+    assert policy.gap(PROMPTS, sample(again), TEMPERATURE)[0] < 1e-4
+
+
+def test_weights_that_no_server_takes_are_a_clear_error_and_all_run_through(fleet, opened):
+    engine = opened(fleet.first)
+    policy = moved(fleet)
+    seen = []
+
+    def weights():
+        yield "model.layers.9.mlp.down_proj.weight", torch.zeros(1000)
+        for name, weight in policy.weights():
+            seen.append(name)
+            yield name, weight
+
+    with pytest.raises(NoServerError, match=f"no rollout server is left \\({fleet.first.url}: 500 .*layers.9"):
+        engine.push_weights(weights())
+    assert seen == [name for name, _ in policy.weights()]
+    with pytest.raises(NoServerError, match=r"layers\.9"):
+        sample(engine)
+    engine.push_weights(policy.weights())
+    assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
+
+
+def test_weights_of_another_run_are_not_used(fleet, opened):
+    engine = opened(fleet.first)
+    engine.push_weights(moved(fleet).weights())
+    engine.close()
+    other = opened(fleet.first)
+    with pytest.raises(NoServerError, match="weights of another run"):
+        sample(other)
+
+
+def test_two_ranks_with_sharded_weights(fleet, tmp_path):
+    urls = [fleet.first.ready(), fleet.second.ready()]
+    worker = ROOT / "tests" / "train" / "ranks_worker.py"
+    done = launch(worker, str(fleet.models[True]), str(tmp_path), *urls, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for seen in ranks:
+        assert "rollout.servers: http://127.0.0.1:1 cannot be reached" in seen["unreachable"]
+        assert seen["before"] in ("NoServerError", "WeightMismatchError")  # by what other tests left behind
+        assert seen["after"] < 1e-5
+        assert seen["answers"] == 10
+        assert seen["differing"] == []
+
+
+def test_what_cannot_be_used_is_one_clear_error_with_the_command_that_helps(fleet, opened):
+    command = "start it with `python -m exgrpo.train.serve "
+    with pytest.raises(ConfigError, match=f"{fleet.first.url} has another model.*tie_word_embeddings.*{command}"):
+        opened(fleet.first, tied=False)
+    with pytest.raises(ConfigError, match=f"takes 64 tokens.*are 65: {command}.*--max-tokens 65 --port"):
+        opened(fleet.first, max_tokens=57)
+    with pytest.raises(ConfigError, match=f"computes in float32, the trainer in bfloat16: {command}.*--dtype bf16"):
+        opened(fleet.first, dtype="bf16")
+
+
+def test_a_server_that_dies_during_a_push_does_not_stop_it(fleet, opened, caplog):
+    engine = opened(fleet.first, fleet.second)
+    policy = moved(fleet)
+
+    def weights():
+        for i, pair in enumerate(policy.weights()):
+            if i == 5:
+                fleet.second.kill()
+            yield pair
+
+    engine.push_weights(weights())
+    assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"{fleet.second.url} takes no weights and is left out until it does: " in warning
+
+
+def test_no_server_left_names_each_and_what_it_said(fleet, opened):
+    engine = opened(fleet.bf16, tied=False, dtype="bf16")
+    policy = moved(fleet, tied=False, dtype="bf16")
+    engine.push_weights(policy.weights())
+    fleet.bf16.kill()
+    with pytest.raises(NoServerError, match=f"{fleet.bf16.url}: .*[Cc]onnection refused.*start them again"):
+        sample(engine)
+    with pytest.raises(NoServerError, match=fleet.bf16.url):
+        engine.push_weights(policy.weights())
+
+
+@pytest.mark.parametrize(
+    ("urls", "message"),
+    [
+        ([], "name at least one"),
+        (["localhost"], "'localhost' is not an address like"),
+        (["http://localhost:8000", "http://localhost:8000/"], "http://localhost:8000 is named twice"),
+        ([f"http://127.0.0.1:{free_port()}"], "cannot be reached"),
+    ],
+)
+def test_addresses_that_are_none(fleet, urls, message):
+    with pytest.raises(ConfigError, match=f"rollout.servers: .*{message}"):
+        ServerEngine(
+            urls,
+            source=find_model(str(fleet.models[True])),
+            dtype=torch.float32,
+            eos=EOS,
+            max_prompt_tokens=8,
+            max_tokens=8,
+            world=LoneWorld(),
+        )
+
+
+def test_routes_that_change_a_server_are_not_open_to_other_machines(fleet):
+    fleet.first.ready()
+    address = "127.0.0.2"
+    with pytest.raises(requests.ConnectionError):
+        requests.get(f"http://{address}:{fleet.first.port}/health", timeout=5)

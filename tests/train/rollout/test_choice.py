@@ -1,0 +1,148 @@
+"""The choice of a rollout engine, without vLLM."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from exgrpo.train.config import ConfigError
+from exgrpo.train.evaluate.program import Options, engine_settings
+from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.pretrained.tokenizer import load_pretrained
+from exgrpo.train.recipe import load_recipe
+from exgrpo.train.rollout import choice
+from exgrpo.train.rollout.choice import choose_engine, training_settings
+from tests.train import tiny
+from tests.train.configs import configured
+from tests.train.fakes import LoneWorld
+from tests.train.launch import MAIN, environment, launch
+from tests.train.test_run import SMALL
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+def settings(**rollout):
+    config = configured({f"rollout.{name}": value for name, value in rollout.items()})
+    return training_settings(config, load_pretrained("builtin:arithmetic"))
+
+
+def chosen(asked, device=CPU, size=1):
+    world = LoneWorld()
+    world.device, world.size = device, size
+    return choose_engine(asked, world)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend that a version is installed (None: none), that its import raises something, that it takes no model."""
+
+    def pretend(version, error=None, refusal=None):
+        def imported(device):
+            if error:
+                raise error
+
+        monkeypatch.setattr(choice, "_installed", lambda device: version)
+        monkeypatch.setattr(choice, "import_vllm", imported)
+        monkeypatch.setattr(choice, "refusal", lambda *_: refusal)
+
+    return pretend
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_auto_takes_vllm_where_it_can_and_says_otherwise_why_not(installed, device):
+    installed(choice.VLLM + "+cpu")
+    assert str(chosen(settings(), device)) == "vllm"
+    assert str(chosen(settings(engine="transformers"), device)) == "transformers"
+    installed(None)
+    assert str(chosen(settings(), device)).startswith("transformers (vLLM is not installed")
+
+
+def test_servers_that_are_named_are_taken(installed):
+    installed(choice.VLLM)
+    for engine in ("auto", "server"):
+        assert chosen(settings(engine=engine, servers=("http://localhost:8000",))).name == "server"
+
+
+@pytest.mark.parametrize(
+    ("version", "error", "refusal", "device", "message"),
+    [
+        (None, None, None, CPU, "vLLM is not installed: `make train ENGINE=vllm` .*; or take the engine transformers"),
+        (None, None, None, GPU, "vLLM is not installed: `pip install vllm==0.32.0`"),
+        ("0.31.2", None, None, CPU, "vLLM 0.31.2 is installed and 0.32.0 was tested"),
+        (choice.VLLM, ImportError("no libnuma"), None, CPU, r"cannot be imported \(no libnuma\)"),
+        (choice.VLLM, None, "max_tokens exceed", CPU, "max_tokens exceed"),
+        (choice.VLLM, None, None, torch.device("xpu", 0), "vLLM was not tried on xpu"),
+    ],
+)
+def test_vllm_that_is_asked_for_and_cannot_be_had_is_an_error(installed, version, error, refusal, device, message):
+    installed(version, error, refusal)
+    with pytest.raises(ConfigError, match=f"engine: .*{message}"):
+        chosen(settings(engine="vllm"), device)
+    assert chosen(settings(), device).name == "transformers"
+
+
+def test_a_model_that_its_attention_on_cpus_does_not_have_is_named(installed, tmp_path):
+    installed(choice.VLLM)
+    tiny.save_model(tmp_path, tied=True)
+    narrow = dataclasses.replace(settings(engine="vllm"), source=find_model(str(tmp_path)))
+    with pytest.raises(ConfigError, match="no heads of width 8"):
+        chosen(narrow)
+    assert chosen(narrow, GPU).name == "vllm"
+
+
+def test_tensor_parallelism_must_divide_and_needs_vllm(installed):
+    installed(choice.VLLM)
+    assert chosen(settings(tensor_parallel=2), size=4).name == "vllm"
+    with pytest.raises(ConfigError, match=r"tensor_parallel \(2\) does not divide the 3 processes of this run"):
+        chosen(settings(tensor_parallel=2), size=3)
+    with pytest.raises(ConfigError, match=r"tensor_parallel \(3\) does not divide the 4 attention heads of"):
+        chosen(settings(tensor_parallel=3), size=3)
+    with pytest.raises(ConfigError, match=r"tensor_parallel \(2\) is for vLLM .* the engine is transformers: take"):
+        chosen(settings(tensor_parallel=2, engine="transformers"), size=2)
+    installed(None)
+    with pytest.raises(ConfigError, match=r"the engine is transformers \(vLLM is not installed"):
+        chosen(settings(tensor_parallel=2), size=2)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"engine": "server"}, "engine=server needs rollout.servers"),
+        ({"engine": "vllm", "servers": ("http://a:1",)}, "rollout.servers are given and rollout.engine is vllm"),
+        ({"ahead": True, "servers": ("http://a:1",)}, "rollout.ahead needs .* rollout.behaviour=engine"),
+        ({"ahead": True, "behaviour": "engine"}, "rollout.ahead needs rollout.servers"),
+        ({"mismatch_cap": 0}, "greater than 0"),
+    ],
+)
+def test_options_that_exclude_each_other_are_named(rollout, message):
+    with pytest.raises(ValueError, match=message):
+        configured({"rollout": rollout})
+
+
+def test_an_evaluation_makes_room_for_its_longest_question():
+    class Question:
+        prompt = (1,) * 7
+
+    pretrained = load_pretrained("builtin:arithmetic")
+    options = Options(model="m", data=("d",), engine="vllm", kv_cache_gib=2.5, max_tokens=80)
+    asked = engine_settings(options, pretrained, [Question, Question])
+    assert (asked.engine, asked.kv_cache_gib, asked.max_prompt_tokens, asked.max_tokens) == ("vllm", 2.5, 7, 80)
+    assert asked.sleep_level == 0
+
+
+def test_the_run_keeps_the_engine_that_it_began_with(tmp_path):
+    done = launch(
+        MAIN, *SMALL, "--steps=0", "--data.test=None", "--output.save_model=False", f"--output.folder={tmp_path}"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    engine = load_recipe(tmp_path / "small" / "config.yaml").rollout.engine
+    assert engine in ("transformers", "vllm")
+    assert f"rollouts by {engine}" in done.stdout
+
+
+def test_nothing_imports_vllm_before_it_is_chosen():
+    program = "import sys, exgrpo.train.run, exgrpo.train.evaluate.program; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], env=environment(), check=False).returncode == 0

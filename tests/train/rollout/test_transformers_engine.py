@@ -1,0 +1,108 @@
+"""The transformers engine: ends, cuts, log-probs, weights and random state."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.rollout import Sampling, TransformersEngine
+from tests.train import tiny
+
+EOS = (2, 5)
+PROMPTS = [tiny.prompt(question) for question in range(6)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny.save_model(path, tied=True)
+    return path
+
+
+@pytest.fixture
+def engine(folder):
+    return TransformersEngine(
+        find_model(str(folder)), dtype=torch.float32, device=torch.device("cpu"), eos=EOS, pad=0, batch_tokens=100
+    )
+
+
+def ids(answers):
+    return [[rollout.response.tolist() for rollout in of_prompt] for of_prompt in answers]
+
+
+def test_finished_answers_end_with_their_first_eos_and_cut_ones_have_none(engine):
+    counts = [40, 1, 0, 3, 40, 40]
+    answers = tiny.rollouts(engine, PROMPTS, counts, Sampling(max_tokens=12), seed=0)
+    assert [len(of_prompt) for of_prompt in answers] == counts
+    everything = [rollout for of_prompt in answers for rollout in of_prompt]
+    assert {rollout.finished for rollout in everything} == {True, False}
+    for rollout in everything:
+        ends = np.flatnonzero(np.isin(rollout.response, EOS))
+        if rollout.finished:
+            assert ends.tolist() == [len(rollout.response) - 1]
+        else:
+            assert len(ends) == 0
+            assert len(rollout.response) == 12
+    # Both EOS tokens end answers, and a pad that the model says itself stays in the response.
+    assert {rollout.response[-1] for rollout in everything if rollout.finished} == set(EOS)
+    assert any(0 in rollout.response[:-1] for rollout in everything)
+
+
+def test_log_probs_are_those_of_a_full_forward_at_the_temperature(engine, folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answers = tiny.rollouts(engine, PROMPTS, [3] * 6, Sampling(max_tokens=12, temperature=0.7, log_prob=True), seed=0)
+    for prompt, of_prompt in zip(PROMPTS, answers, strict=True):
+        for rollout in of_prompt:
+            tokens = torch.tensor([*prompt, *rollout.response])
+            with torch.no_grad():
+                full = (model(tokens[None, :-1]).logits[0, len(prompt) - 1 :] / 0.7).log_softmax(-1)
+            expected = full[torch.arange(len(rollout.response)), torch.from_numpy(rollout.response).long()]
+            torch.testing.assert_close(torch.from_numpy(rollout.log_prob), expected, atol=1e-4, rtol=0)
+
+
+def test_samples_follow_the_models_distribution(engine, folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(PROMPTS[0])[None].long()).logits[0, -1].softmax(-1).double()
+    answers = tiny.rollouts(engine, PROMPTS[:1], [5000], Sampling(max_tokens=1), seed=1)
+    counts = torch.bincount(torch.tensor([int(r.response[0]) for r in answers[0]]), minlength=tiny.VOCABULARY).double()
+    statistic = ((counts - 5000 * expected) ** 2 / (5000 * expected)).sum()
+    # Chi-square with V - 1 degrees of freedom has mean V - 1 and standard deviation sqrt(2 (V - 1)).
+    assert abs(statistic - (tiny.VOCABULARY - 1)) < 4 * (2 * (tiny.VOCABULARY - 1)) ** 0.5
+
+
+def test_the_seed_decides_and_the_callers_random_state_stays(engine):
+    sampling = Sampling(max_tokens=8)
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    first = ids(tiny.rollouts(engine, PROMPTS, [2] * 6, sampling, seed=1))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert ids(tiny.rollouts(engine, PROMPTS, [2] * 6, sampling, seed=1)) == first
+    assert ids(tiny.rollouts(engine, PROMPTS, [2] * 6, sampling, seed=2)) != first
+
+
+def test_pushed_weights_take_effect(engine, folder):
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    engine.push_weights((name, parameter.data) for name, parameter in model.named_parameters())
+    (rollout,) = tiny.rollouts(engine, PROMPTS[:1], [1], Sampling(max_tokens=6, log_prob=True), seed=0)[0]
+    tokens = torch.tensor([*PROMPTS[0], *rollout.response])
+    with torch.no_grad():
+        full = model(tokens[None, :-1]).logits[0, len(PROMPTS[0]) - 1 :].log_softmax(-1)
+    expected = full[torch.arange(len(rollout.response)), torch.from_numpy(rollout.response).long()]
+    torch.testing.assert_close(torch.from_numpy(rollout.log_prob), expected, atol=1e-4, rtol=0)
+
+
+def test_weights_that_are_missing_or_unknown_are_named(engine, folder):
+    weights = [(name, p.data) for name, p in engine.model.named_parameters()]
+    with pytest.raises(ValueError, match=f"nothing came for {weights[0][0]}"):
+        engine.push_weights(weights[1:])
+    with pytest.raises(ValueError, match=r"no parameter 'lm_head\.extra'"):
+        engine.push_weights([*weights, ("lm_head.extra", weights[0][1])])
+    with pytest.raises(ValueError, match="eos: a rollout engine needs at least one"):
+        TransformersEngine(
+            find_model(str(folder)), dtype=torch.float32, device=torch.device("cpu"), eos=(), pad=0, batch_tokens=9
+        )

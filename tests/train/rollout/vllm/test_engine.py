@@ -1,0 +1,227 @@
+"""The real vLLM engine in processes of its own: alone, over two ranks, in training, in evaluation."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from exgrpo.train.checkpoint.checkpoint import find
+from tests.train import pieces, tiny
+from tests.train.checkpoint.test_checkpoint import untimed
+from tests.train.launch import MAIN, ROOT, command, environment, launch
+from tests.train.rollout.vllm.installed import real
+from tests.train.rollout.vllm.worker import COUNTS, EOS, LONG_PROMPT, LONG_SAMPLES, MAX_TOKENS, STOPS
+from tests.train.test_run import SMALL, records
+
+pytestmark = real
+WORKER = ROOT / "tests" / "train" / "rollout" / "vllm" / "worker.py"
+ALONE = ("tied,fp32", "untied,fp32", "tied,bf16")
+TOGETHER = ("tied,fp32",)
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    """What was seen of an engine by its name, on each rank; observed when it is first asked for."""
+    found = {}
+
+    def observe(ranks, names):
+        folder = tmp_path_factory.mktemp("models")
+        for name in names:
+            # Heads as wide as vLLM's attention needs; two of them share keys and values, which two ranks then repeat.
+            tiny.save_model(folder / name, tied=name.startswith("tied"), heads=2, head_width=32)
+        arguments = (str(folder), str(ranks), *names)
+        start = [sys.executable, str(WORKER), *arguments] if ranks == 1 else command(WORKER, *arguments, ranks=ranks)
+        done = subprocess.run(start, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for name in names:
+            found[ranks, name] = [
+                json.loads((folder / name / f"seen.{rank}.json").read_text()) for rank in range(ranks)
+            ]
+
+    def of(ranks, name):
+        names = ALONE if ranks == 1 else TOGETHER
+        if (ranks, name) not in found:
+            observe(ranks, names)
+        return found[ranks, name]
+
+    return of
+
+
+@pytest.fixture(
+    params=[*((1, name) for name in ALONE), *((2, name) for name in TOGETHER)],
+    ids=lambda param: f"{param[1]},{param[0]}",
+)
+def seen(request, observed):
+    ranks, name = request.param
+    return {"name": name, "world": ranks, **observed(ranks, name)[0]}
+
+
+def test_the_process_stays_as_it_was(seen):
+    assert seen["untouched by construction"]
+    assert seen["untouched by generate"]
+    assert seen["untouched by push"]
+    assert seen["world after close"] == seen["world"]
+
+
+def test_the_seed_decides_whatever_the_process_draws_meanwhile(seen):
+    assert seen["same seed"]
+    assert seen["other seed"]
+    assert seen["streamed"] == seen["answers"]
+
+
+def test_answers_come_as_they_are_finished(seen):
+    unfinished = seen["unfinished at answers"]
+    assert unfinished[0] > sum(COUNTS) / 2
+    assert unfinished == sorted(unfinished, reverse=True)
+    assert unfinished[-1] == 0
+
+
+def test_a_call_that_is_closed_leaves_nothing_and_two_calls_do_not_mix(seen):
+    assert seen["left by a closed call"] == 0
+    assert "still generates for an earlier call" in seen["second call"]
+
+
+def test_answers_to_one_prompt_share_its_blocks(seen):
+    assert seen["prompt tokens"] == [len(LONG_PROMPT) * LONG_SAMPLES + len(tiny.prompt(0)), 0]
+    assert seen["cached tokens"] == [32 * (LONG_SAMPLES - 1), 0]
+
+
+def test_finished_answers_end_with_their_first_eos_and_cut_ones_have_none(seen):
+    assert [len(of_prompt) for of_prompt in seen["answers"]] == COUNTS
+    everything = [answer for of_prompt in seen["answers"] for answer in of_prompt]
+    assert {finished for _, finished, _ in everything} == {True, False}
+    for response, finished, log_prob in everything:
+        ends = np.flatnonzero(np.isin(response, EOS)).tolist()
+        assert ends == ([len(response) - 1] if finished else [])
+        assert finished or len(response) == MAX_TOKENS
+        assert len(log_prob) == len(response)
+    assert {response[-1] for response, finished, _ in everything if finished} == set(EOS)
+
+
+def test_stopped_answers_are_the_scan_of_those_that_run_on(seen):
+    pairs = [(pieces.ended(*free, STOPS), tuple(stopped)) for free, stopped in seen["stopped"]]
+    assert all(expected == stopped for expected, stopped in pairs)
+    at_stop = [length for (response, _, _), _ in pairs if (length := pieces.scan(response, STOPS))]
+    assert len(set(at_stop)) > 4
+    assert any(not finished for _, (_, finished, _) in pairs)
+    assert any(response[-1] in EOS for _, (response, _, _) in pairs)
+
+
+def test_stopped_answers_of_one_call_end_at_their_own_stops_and_leave_nothing(seen):
+    assert [len(of_prompt) for of_prompt in seen["stopped together"]] == COUNTS
+    assert seen["left by stops"] == 0
+    assert seen["steps"] < MAX_TOKENS / 2  # each token of theirs holds a stop string
+    everything = [answer for of_prompt in seen["stopped together"] for answer in of_prompt]
+    for response, finished, log_prob in everything:
+        length = pieces.scan(response, STOPS)
+        assert length in (None, len(response))
+        assert finished == (length is not None or response[-1] in EOS)
+        assert len(log_prob) == len(response)
+    assert len([response for response, _, _ in everything if pieces.scan(response, STOPS)]) > 20
+
+
+def test_samples_follow_the_models_distribution(seen):
+    expected = 3000 * np.array(seen["first probabilities"])
+    statistic = ((np.array(seen["first tokens"]) - expected) ** 2 / expected).sum()
+    # Chi-square with V - 1 degrees of freedom has mean V - 1 and standard deviation sqrt(2 (V - 1)).
+    assert abs(statistic - (tiny.VOCABULARY - 1)) < 4 * (2 * (tiny.VOCABULARY - 1)) ** 0.5
+
+
+@pytest.mark.parametrize("moment", ["gap at start", "gap after push"])
+def test_log_probs_are_those_of_a_full_forward_at_the_sampling_temperature(seen, moment):
+    # bf16: logits of size 4 are rounded to steps of 2^-6 on either side, and divided by 0.7.
+    largest, mean = (0.2, 3e-2) if seen["name"].endswith("bf16") else (1e-4, 1e-5)
+    assert seen[moment][0] < largest
+    assert seen[moment][1] < mean
+
+
+def test_the_check_notices_a_tied_head_that_a_push_did_not_reach(seen):
+    assert isinstance(seen["with remedy"], float), seen["with remedy"]
+    if seen["name"].startswith("tied"):
+        assert "other weights on rank 0: lm_head (tied to model.embed_tokens.weight): " in seen["without remedy"]
+    else:
+        assert isinstance(seen["without remedy"], float)
+
+
+def test_weights_that_differ_are_named(seen):
+    assert seen["differing at start"] == seen["differing after push"] == []
+    assert seen["differing"] == ["model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k_proj.weight"]
+
+
+def test_ranks_that_share_an_engine_give_the_same_answers(observed):
+    (name,) = TOGETHER
+    first, second = observed(2, name)
+    assert first["ranks"] == second["ranks"] == 2
+    assert first["answers"] == second["answers"]
+    assert first["first tokens"] == second["first tokens"]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, ALONE[-1]), (2, TOGETHER[-1])])
+def test_what_it_cannot_do_is_named(observed, ranks, name):
+    for seen in observed(ranks, name):
+        assert "kv_cache_gib (1e-05) does not suit sequences of 52 tokens" in seen["small cache"]
+        assert "kv_cache_gib (100000) does not suit" in seen["large cache"]
+        assert "max_prompt_tokens + max_tokens (2000 + 49) exceed the 2048 positions of" in seen["long"]
+        assert seen["not too long"] is None
+        assert seen["scaled positions"] is None
+        assert "(4000 + 97) exceed the 4096 positions" in seen["beyond scaled positions"]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "tied,fp32"), (1, "untied,fp32"), (2, "tied,fp32")])
+def test_a_changed_configuration_is_computed_with(observed, ranks, name):
+    for seen in observed(ranks, name):
+        assert seen["gap to the edited copy"][0] < 1e-4
+        assert seen["gap to the model"][0] > 1e-2
+        assert seen["stretched"] is None
+        assert "exceed the 16384 positions" in seen["beyond stretched"]
+
+
+def started(folder, *arguments, ranks=2):
+    done = launch(MAIN, *SMALL, "--rollout.engine=vllm", f"--output.folder={folder}", *arguments, ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rollouts by vllm\n" in done.stdout
+    return records(folder / "small")
+
+
+def check_gaps(story, steps):
+    assert all(record["skipped_updates"] == 0 for record in story if "reward" in record)
+    gaps = {record["step"]: record["weight_gap"] for record in story if "weight_gap" in record}
+    assert list(gaps) == steps
+    assert max(gaps.values()) < 1e-5
+
+
+def test_a_killed_run_goes_on_to_the_same_metrics(tmp_path):
+    arguments = ("--steps=6", "--rollout.check_every=3", "--checkpoint.every=2", "--output.save_model=False")
+    check_gaps(started(tmp_path / "whole", *arguments), [0, 3, 6])
+    killed = (*SMALL, *arguments, "--rollout.engine=vllm", f"--output.folder={tmp_path / 'killed'}", "--resume=auto")
+    running = subprocess.Popen(
+        command(MAIN, *killed, ranks=2), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 240
+    while running.poll() is None and not find(tmp_path / "killed" / "small") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    victims = subprocess.run(["pgrep", "-f", f"local_rank=1.*{tmp_path}"], capture_output=True, text=True, check=True)
+    os.kill(int(victims.stdout.split()[0]), signal.SIGKILL)
+    assert running.wait(timeout=120) != 0
+    done = launch(MAIN, "--resume=auto", f"--output.folder={tmp_path / 'killed'}", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on with" in done.stdout
+    assert untimed(tmp_path / "killed" / "small") == untimed(tmp_path / "whole" / "small")
+
+
+def test_two_ranks_train_with_one_engine(tmp_path):
+    check_gaps(started(tmp_path, "--steps=2", "--rollout.tensor_parallel=2", "--output.save_model=False"), [0])
+
+
+def test_what_it_cannot_do_is_one_clear_error_before_training(tmp_path):
+    done = launch(MAIN, *SMALL, "--rollout.engine=vllm", "--rollout.kv_cache_gib=1e-4", f"--output.folder={tmp_path}")
+    assert done.returncode != 0
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "kv_cache_gib (0.0001)" in error
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,254 @@
+"""What the real vLLM engine does, observed in processes of its own.
+
+`worker.py FOLDER RANKS NAME ...` observes one engine after another, over as many ranks as there are, and writes
+FOLDER/NAME/seen.RANK.json. A name is tied or untied, a comma and a dtype; FOLDER/NAME holds its model.
+"""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from exgrpo.train.distributed import start
+from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.pretrained.tokenizer import DTYPES
+from exgrpo.train.rollout import Sampling, Stops, collect
+from exgrpo.train.rollout.vllm.engine import VllmEngine, refusal
+from exgrpo.train.rollout.vllm.process import KEPT
+from exgrpo.train.weight_check import WeightMismatchError, check_engine
+from tests.train import pieces, tiny
+from tests.train.test_weight_check import FullLogitPolicy
+
+CPU = torch.device("cpu")
+EOS = (2, 5)
+PROMPTS = [tiny.prompt(question) for question in range(6)]
+COUNTS = [40, 1, 0, 3, 40, 40]
+MAX_TOKENS = 12
+STOPS = ("b\n", "→", "é:", ":Q", "x1")
+LONG_PROMPT, LONG_SAMPLES = np.arange(3, 43, dtype=np.int32), 5
+
+
+class Unpacked(VllmEngine):
+    """Pushes weights without the remedy for tied heads."""
+
+    def push_weights(self, weights):
+        self._reload(weights)
+
+
+def make(source, dtype, ranks, **changes):
+    arguments = {
+        "dtype": DTYPES[dtype],
+        "device": CPU,
+        "eos": EOS,
+        "max_prompt_tokens": len(LONG_PROMPT),
+        "max_tokens": MAX_TOKENS,
+        "batch_tokens": 5000,
+        "kv_cache_gib": 0.1,
+        "tensor_parallel": ranks,
+    }
+    return Unpacked(source, **{**arguments, **changes})
+
+
+def process_state():
+    """Everything global that an engine might change."""
+    legacy = np.random.get_state()  # noqa: NPY002
+    return [
+        torch.random.get_rng_state().tolist(),
+        repr(random.getstate()),
+        repr((legacy[0], legacy[1].tolist(), *legacy[2:])),
+        torch.get_num_threads(),
+        torch.set_num_threads.__name__,
+        str(torch.get_default_dtype()),
+        torch.is_grad_enabled(),
+        dist.get_world_size(),
+        {name: os.environ.get(name) for name in KEPT},
+    ]
+
+
+def sample(engine, sampling, seed, prompts=PROMPTS, counts=COUNTS):
+    return collect(counts, engine.generate(prompts, counts, sampling, seed))
+
+
+def plain(answers):
+    return [
+        [(r.response.tolist(), r.finished, None if r.log_prob is None else r.log_prob.tolist()) for r in of_prompt]
+        for of_prompt in answers
+    ]
+
+
+def refused(action):
+    try:
+        action()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def watch_stream(engine, sampling, seed):
+    """The answers one by one, while this process draws random numbers of its own."""
+    before = process_state()
+    untouched, unfinished, finished = [], [], []
+    for answer in engine.generate(PROMPTS, COUNTS, sampling, seed):
+        untouched.append(process_state() == before)
+        random.random()
+        torch.rand(3)
+        before = process_state()
+        unfinished.append(engine._engine.get_num_unfinished_requests())
+        finished.append(answer)
+    return {
+        "untouched by generate": all(untouched) and process_state() == before,
+        "unfinished at answers": unfinished,
+        "streamed": plain(collect(COUNTS, finished)),
+    }
+
+
+def stop_early(engine, sampling, seed):
+    stream = engine.generate(PROMPTS, COUNTS, sampling, seed)
+    next(stream)
+    second = refused(lambda: next(engine.generate(PROMPTS, COUNTS, sampling, seed)))
+    stream.close()
+    scheduler = engine._engine.engine_core.engine_core.scheduler
+    return {"second call": second, "left by a closed call": len(scheduler.requests)}
+
+
+def stop(engine):
+    """Answers one at a time, which draw alike with and without stop strings, and all at once."""
+    free = Sampling(MAX_TOKENS, log_prob=True)
+    stopped = Sampling(MAX_TOKENS, log_prob=True, stop=Stops(STOPS, pieces.read))
+    one_by_one = [
+        [plain(sample(engine, sampling, seed, [PROMPTS[seed % 6]], [1]))[0][0] for sampling in (free, stopped)]
+        for seed in range(40)
+    ]
+    together = plain(sample(engine, stopped, 1))
+    steps, step = [], engine._engine.step
+    engine._engine.step = lambda: steps.append("step") or step()
+    sample(engine, Sampling(MAX_TOKENS, stop=Stops(tuple("abQ:x<\n\ufffdé→"), pieces.read)), 1, PROMPTS, [2] * 6)
+    engine._engine.step = step
+    left = len(engine._engine.engine_core.engine_core.scheduler.requests)
+    return {"stopped": one_by_one, "stopped together": together, "left by stops": left, "steps": len(steps)}
+
+
+def count_tokens(engine):
+    engine.counts()
+    sample(engine, Sampling(2), 0, [LONG_PROMPT, PROMPTS[0]], [LONG_SAMPLES, 1])
+    counts, again = engine.counts(), engine.counts()
+    return {
+        "prompt tokens": [counts.prompt_tokens, again.prompt_tokens],
+        "cached tokens": [counts.cached_tokens, again.cached_tokens],
+    }
+
+
+def gap(policy, engine, temperature=0.7):
+    """Largest and mean difference of the engine's log-probs from a full forward at the sampling temperature."""
+    answers = sample(engine, Sampling(MAX_TOKENS, temperature=temperature, log_prob=True), 3)
+    return policy.gap(PROMPTS, answers, temperature)
+
+
+def check(policy, engine, dtype):
+    try:
+        return check_engine(policy, engine, PROMPTS, dtype=dtype, max_tokens=MAX_TOKENS, seed=0)
+    except WeightMismatchError as error:
+        return str(error)
+
+
+def watch_weights(engine, policy, dtype):
+    seen = {"gap at start": gap(policy, engine), "differing at start": engine.differing(policy.weights())}
+    generator = torch.Generator().manual_seed(0)
+    for _, weight in policy.weights():
+        weight.add_(torch.randn(weight.shape, generator=generator).to(weight.dtype), alpha=0.03)
+    before = process_state()
+    engine.push_weights(policy.weights())
+    seen["without remedy"] = check(policy, engine, dtype)
+    VllmEngine.push_weights(engine, policy.weights())
+    seen["untouched by push"] = process_state() == before
+    seen["with remedy"] = check(policy, engine, dtype)
+    seen["gap after push"] = gap(policy, engine)
+    seen["differing after push"] = engine.differing(policy.weights())
+    for name, weight in policy.weights():
+        if name.endswith(("layers.1.self_attn.k_proj.weight", "layers.0.input_layernorm.weight")):
+            weight.mul_(1.5)
+    seen["differing"] = engine.differing(policy.weights())
+    return seen
+
+
+def observe(folder, dtype, ranks):
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)  # noqa: NPY002
+    before = process_state()
+    engine = make(find_model(str(folder)), dtype, ranks)
+    seen = {"untouched by construction": process_state() == before, "ranks": engine.ranks}
+    sampling = Sampling(MAX_TOKENS, log_prob=True)
+    first = plain(sample(engine, sampling, 1))
+    seen |= watch_stream(engine, sampling, 1) | stop_early(engine, sampling, 2) | stop(engine) | count_tokens(engine)
+    seen["other seed"] = plain(sample(engine, sampling, 2)) != first
+    seen["same seed"] = plain(sample(engine, sampling, 1)) == first
+    seen["answers"] = first
+    (draws,) = sample(engine, Sampling(1), 4, PROMPTS[:1], [3000])
+    seen["first tokens"] = np.bincount([r.response[0] for r in draws], minlength=tiny.VOCABULARY).tolist()
+    policy = FullLogitPolicy(folder, DTYPES[dtype])
+    with torch.no_grad():
+        logits = policy.model(torch.from_numpy(PROMPTS[0])[None].long()).logits[0, -1]
+    seen["first probabilities"] = logits.float().softmax(-1).tolist()
+    seen |= watch_weights(engine, policy, dtype)
+    engine.close()
+    seen["world after close"] = dist.is_initialized() and dist.get_world_size()
+    return seen
+
+
+def refusals(folder, ranks):
+    """What engines that cannot be say."""
+    scaled = folder / "scaled"
+    scaled.mkdir(exist_ok=True)
+    shape = json.loads((folder / "config.json").read_text())
+    shape["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
+    (scaled / "config.json").write_text(json.dumps(shape))
+    return {
+        "scaled positions": refusal(find_model(str(scaled)), CPU, 4000, 96),
+        "beyond scaled positions": refusal(find_model(str(scaled)), CPU, 4000, 97),
+        "small cache": refused(lambda: make(find_model(str(folder)), "fp32", ranks, kv_cache_gib=1e-5)),
+        "large cache": refused(lambda: make(find_model(str(folder)), "fp32", ranks, kv_cache_gib=1e5)),
+        "long": refusal(find_model(str(folder)), CPU, 2000, 49),
+        "not too long": refusal(find_model(str(folder)), CPU, 2000, 48),
+    }
+
+
+def stretched(folder, ranks):
+    """Differences, in nats, of an engine with overrides from the edited copy of its model and from the model itself."""
+    copy = folder / "edited"
+    copy.mkdir(exist_ok=True)
+    values = json.loads((folder / "config.json").read_text())
+    values["rope_parameters"] |= {"rope_theta": 40000}
+    (copy / "config.json").write_text(json.dumps({**values, "max_position_embeddings": 16384}))
+    (copy / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    source = find_model(str(folder), {"max_position_embeddings": 16384, "rope_theta": 40000})
+    engine = make(source, "fp32", ranks)
+    answers = sample(engine, Sampling(MAX_TOKENS, log_prob=True), 5)
+    engine.close()
+    return {
+        "gap to the edited copy": FullLogitPolicy(copy).gap(PROMPTS, answers, temperature=1.0),
+        "gap to the model": FullLogitPolicy(folder).gap(PROMPTS, answers, temperature=1.0),
+        "stretched": refusal(source, CPU, 16000, 384),
+        "beyond stretched": refusal(source, CPU, 16000, 385),
+    }
+
+
+def main(folder, ranks, *names):
+    world = start(timeout_minutes=2)
+    torch.set_num_threads(1)  # tiny products: threads would wait for each other
+    for name in names:
+        seen = observe(Path(folder) / name, name.split(",")[1], int(ranks))
+        if name == names[-1]:
+            seen |= refusals(Path(folder) / name, int(ranks))
+        if name.endswith("fp32"):
+            seen |= stretched(Path(folder) / name, int(ranks))
+        (Path(folder) / name / f"seen.{world.rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*(argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")))
