@@ -1,1 +1,1 @@
-"""What the kernels and the experience module are worth on this machine; README.md describes the methods."""
+"""What the kernels and the experience module are worth on this machine; docs/benchmarks.md describes the methods."""

@@ -1,24 +1,26 @@
 """The plots of a record: heads against the floor, scaling, the phases of a training step."""
 
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
 from benchmarks.races import FLOOR
+from benchmarks.record import Row, groups_of
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-Row = dict[str, Any]
 SCALED = {"T": "tokens", "D": "width", "V": "vocabulary"}
+ERRORS = {"log_prob_error", "gradient_error"}
+"""What only rows of heads report."""
 OURS, OTHERS = "#0b6e4f", "#b8b8b8"
 
 
 def draw(rows: list[Row], path: Path) -> bool:
     """Draw what there is of a record into one file; returns whether there is anything."""
-    heads = [group for group in _groups(rows) if any("gradient_error" in row for row in _groups(rows)[group])]
+    groups = groups_of(rows)
+    heads = [name for name, of_group in groups.items() if any(ERRORS & row.keys() for row in of_group)]
     scaling = [name for name in SCALED if any(row["group"].startswith(f"scaling of {name}") for row in rows)]
     steps = [row for row in rows if "phases" in row]
     panels = len(heads) + 2 * len(scaling) + bool(steps)
@@ -28,7 +30,7 @@ def draw(rows: list[Row], path: Path) -> bool:
     figure, grid = plt.subplots(lines, 2, figsize=(13, 3.4 * lines), squeeze=False, layout="constrained")
     axes = iter(grid.flat)
     for group in heads:
-        _bars(next(axes), group, _groups(rows)[group])
+        _bars(next(axes), group, groups[group])
     for name in scaling:
         of_sweep = [row for row in rows if row["group"].startswith(f"scaling of {name}")]
         _lines(next(axes), of_sweep, SCALED[name], "median", "seconds")
@@ -40,13 +42,6 @@ def draw(rows: list[Row], path: Path) -> bool:
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     return True
-
-
-def _groups(rows: list[Row]) -> dict[str, list[Row]]:
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row["group"], []).append(row)
-    return groups
 
 
 def _bars(axes: Axes, group: str, rows: list[Row]) -> None:

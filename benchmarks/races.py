@@ -62,7 +62,7 @@ class Races:
         self.deadline = deadline
         self.results: dict[str, Results] = {}
         self.rows: list[dict[str, Any]] = []
-        """What was reported, in the form of `render.rows_of`."""
+        """What was reported, in the form of `record.Record.rows`."""
 
     def run(self, group: str, row: str, measure: Callable[[], Results], benchmark: Any) -> None:
         """Report a row of a group to pytest-benchmark; `measure` gives the group's results where it is a new one.

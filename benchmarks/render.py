@@ -1,10 +1,10 @@
-"""From a record of pytest-benchmark to a page that people read: `python -m benchmarks.render RECORD.json`.
+"""Tables and plots of a record: `python -m benchmarks.render RECORD.json`.
 
-Writes DATE_DEVICE.json (the record), .md (tables) and .svg (plots) into benchmarks/results/.
+RECORD.json is what pytest-benchmark wrote, or a record that this program wrote before. It writes DATE_DEVICE.json
+(the record), .md (tables) and .svg (plots) into benchmarks/results/.
 """
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -14,8 +14,10 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.record import Record, Row, groups_of, read
+from benchmarks.record import write as write_record
+
 RESULTS = Path(__file__).parent / "results"
-Row = dict[str, Any]
 
 
 def seconds(value: float) -> str:
@@ -68,22 +70,6 @@ class Grid:
     lines: list[list[str]]
 
 
-def rows_of(record: dict[str, Any]) -> list[Row]:
-    """The rows of a record: group, median and what the benchmark said besides."""
-    return [
-        {"group": b["group"], "median": b["stats"]["median"], "iqr": b["stats"]["iqr"], **b["extra_info"]}
-        for b in record["benchmarks"]
-    ]
-
-
-def groups_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows by group, in the order of their first appearance."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row["group"], []).append(row)
-    return groups
-
-
 def grids(rows: Iterable[Row]) -> list[Grid]:
     """One table for each group, with the columns that any of its rows has; the fastest row first."""
     result = []
@@ -109,23 +95,21 @@ def tables(rows: Iterable[Row]) -> list[Table]:
     return drawn
 
 
-def markdown(record: dict[str, Any], plots: str | None) -> str:
-    """The page of a record; `plots` is the file of its plots."""
-    machine, commit = record["machine_info"], record["commit_info"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    dirty = " with changes" if commit.get("dirty") else ""
-    revision = "no commit known" if commit["id"] in ("unversioned", "unknown") else f"commit {commit['id'][:10]}{dirty}"
+def markdown(record: Record) -> str:
+    """The page of a record."""
+    machine = record.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    dirty = " with changes" if record.dirty else ""
+    revision = f"commit {record.commit[:10]}{dirty}" if record.commit else "no commit known"
     lines = [
-        f"# Benchmarks, {record['datetime'][:10]}, {machine['device']}",
+        f"# Benchmarks, {record.date}, {machine.device}",
         "",
-        f"{machine['cpu'].get('brand_raw', machine['processor'])}, {machine['threads']} threads"
-        f" ({machine['cpu_capability']}), Python {machine['python']}, {versions}, {revision}.",
-        "[How it was measured](../README.md). Rows of one table took turns in one process; ratios are medians over"
-        " rounds of the ratio within a round. Errors are against float64 on the same inputs.",
+        f"{machine.cpu}, {machine.threads} threads"
+        f" ({machine.cpu_capability}), Python {machine.python}, {versions}, {revision}.",
+        "[How it was measured](../../docs/benchmarks.md). The rows of one table took turns in one process. Ratios are"
+        " medians, over the rounds, of the ratio within a round. Errors are against float64 on the same inputs.",
     ]
-    if plots:
-        lines += ["", f"![plots]({plots})"]
-    for grid in grids(rows_of(record)):
+    for grid in grids(record.rows):
         lines += ["", f"## {grid.title}", "", f"| {' | '.join(grid.header)} |"]
         lines.append("|---" + "|---:" * (len(grid.header) - 1) + "|")
         lines += [f"| {' | '.join(line)} |" for line in grid.lines]
@@ -137,36 +121,32 @@ def stem_of(date: str, device: str) -> str:
     return f"{date}_{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}"
 
 
-def write(record: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Write the record, its page and its plots; returns the page."""
+def write(record: Record, folder: Path = RESULTS) -> Path:
+    """Write the record, its page and, where it has anything to plot, its plots; returns the page."""
     from benchmarks.plots import draw
 
-    stem = stem_of(record["datetime"][:10], record["machine_info"]["device"])
+    stem = stem_of(record.date, record.machine.device)
     folder.mkdir(parents=True, exist_ok=True)
-    plots = f"{stem}.svg"
-    drawn = draw(rows_of(record), folder / plots)
-    for benchmark in record["benchmarks"]:
-        benchmark.pop("fullname", None)
-    (folder / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    draw(record.rows, folder / f"{stem}.svg")
+    write_record(record, folder / f"{stem}.json")
     page = folder / f"{stem}.md"
-    page.write_text(markdown(record, plots if drawn else None), encoding="utf-8")
+    page.write_text(markdown(record), encoding="utf-8")
     return page
 
 
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("record", type=Path, help="what --benchmark-json wrote")
+    parser.add_argument("record", type=Path, help="a record, or what --benchmark-json wrote")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for them (%(default)s)")
     options = parser.parse_args(argv)
     path = options.record
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        page = write(record, options.output)
-    except (OSError, ValueError, KeyError) as error:
+        record = read(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"error: {path} is no record of these benchmarks: {error}", file=sys.stderr)
         return 2
-    print(page)
+    print(write(record, options.output))
     return 0
 
 

@@ -30,7 +30,8 @@ from benchmarks.memory import peak_bytes
 from benchmarks.peers import PEERS
 from benchmarks.plots import draw
 from benchmarks.races import Races, Result
-from benchmarks.render import grids, rows_of, seconds, write
+from benchmarks.record import Machine, Record, read, summarize, write
+from benchmarks.render import RESULTS, grids, main, markdown, seconds
 from benchmarks.test_head import ROWS, measure
 from benchmarks.timing import CLOCK, interleave, paired_ratio, replay
 from exgrpo.kernels import linear_policy_loss
@@ -278,14 +279,63 @@ def test_the_command_writes_a_record_that_becomes_a_page(tmp_path):
     loaded = json.loads(record.read_text())
     assert "node" not in loaded["machine_info"]
     assert loaded["machine_info"]["versions"]["torch"] == torch.__version__
-    rows = rows_of(loaded)
-    slow = next(row for row in rows if row["row"] == "a loop over groups")
+    small = summarize(loaded)
+    slow = next(row for row in small.rows if row["row"] == "a loop over groups")
     assert slow["times_ours"] > 1
     stats = next(b for b in loaded["benchmarks"] if b["extra_info"]["row"] == "a loop over groups")["stats"]
-    assert stats["median"] == statistics.median(stats["data"])
-    page = write(loaded, tmp_path / "results")
-    assert "a loop over groups" in page.read_text()
-    assert "svg" not in page.read_text()  # these groups have no plot
+    assert slow["median"] == statistics.median(stats["data"])
+    assert slow["iqr"] == stats["iqr"]
+    assert main([str(record), "--output", str(tmp_path / "results")]) == 0
+    written = {path.suffix: path for path in (tmp_path / "results").iterdir()}
+    assert set(written) == {".json", ".md"}  # these groups have no plot
+    assert written[".md"].read_text() == markdown(small) == markdown(read(written[".json"]))
+    assert "a loop over groups" in written[".md"].read_text()
+    assert written[".json"].stat().st_size < record.stat().st_size / 4
+
+
+FACTS = {
+    "row": "exgrpo cpu",
+    "median": 1 / 3,
+    "iqr": 0.1,
+    "peak_bytes": 123_456_789,
+    "replayed": 0,
+    "phases": {"a": 2 / 3},
+}
+
+
+def a_record(rows):
+    machine = Machine("cpu", "a processor", "AVX512", 2, "3.11.7", {"torch": "2.13.0"})
+    return Record("2026-11-21", "0123456789abcdef", False, machine, rows)
+
+
+def test_a_record_is_read_as_it_was_written_to_nine_digits(tmp_path):
+    written = a_record(
+        [{"group": "g", **FACTS, "log_prob_error": None, "wrong": False}, {"group": "h", **FACTS, "wrong": True}]
+    )
+    write(written, tmp_path / "record.json")
+    again = read(tmp_path / "record.json")
+    facts = {**FACTS, "median": 0.333333333, "phases": {"a": 0.666666667}}
+    assert again == a_record([{"group": "g", **facts}, {"group": "h", **facts, "wrong": True}])
+    assert markdown(again) == markdown(written)
+    lines = (tmp_path / "record.json").read_text().splitlines()
+    assert ['"row"' in line for line in lines].count(True) == 2  # a line for each row
+
+
+def test_records_in_the_repository_are_their_pages(tmp_path):
+    records = sorted(RESULTS.glob("*_*.json"))
+    assert records
+    for record in records:
+        assert record.with_suffix(".md").read_text() == markdown(read(record))
+        write(read(record), tmp_path / record.name)
+        assert (tmp_path / record.name).read_text() == record.read_text()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"benchmarks": []}', '{"machine": {}, "rows": []}'])
+def test_a_file_that_is_no_record_is_refused(text, tmp_path, capsys):
+    (tmp_path / "other.json").write_text(text)
+    assert main([str(tmp_path / "other.json"), "--output", str(tmp_path / "results")]) == 2
+    assert "other.json is no record of these benchmarks" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
 
 
 def test_plots_show_heads_scaling_and_phases(tmp_path):

@@ -1,7 +1,6 @@
 """The command for GPU machines, on a CPU: every phase runs, and one that fails is reported and stops no other."""
 
 import io
-import json
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from benchmarks import run_gpu
+from benchmarks import record, run_gpu
 from benchmarks.run_gpu import Phase, Session
 from exgrpo.kernels.triton_chunks import launch
 from tests.benchmarks.support import ENVIRONMENT
@@ -46,9 +45,8 @@ def test_a_dry_run_leaves_everything_there_is_to_leave(tmp_path):
     assert {path.name.split(".", 1)[1] for path in tmp_path.iterdir()} == {"json", "md", "svg", "launch.toml", "log"}
     (table,) = tmp_path.glob("*.launch.toml")
     assert "cpu" in launch.TABLE.read(table)
-    (record,) = tmp_path.glob("*.json")
-    rows = {benchmark["extra_info"]["row"] for benchmark in json.loads(record.read_text())["benchmarks"]}
-    assert {"floor", "exgrpo torch"} <= rows
+    (written,) = tmp_path.glob("*.json")
+    assert {"floor", "exgrpo torch"} <= {row["row"] for row in record.read(written).rows}
     (log,) = tmp_path.glob("*.log")
     for name in ("test", "tune", "bench", "page"):
         assert [line for line in log.read_text().splitlines() if line.startswith(name) and line.endswith("succeeded")]
