@@ -10,8 +10,8 @@ Training stops early, so that the model knows both manners and is sure of neithe
 temperature 1 it answers some of the problems right, and reinforcement learning has something to select from. The
 problems are those of the `pretrain` split, which shares none with the `train` and `test` splits.
 
-Run it from the repository: `python recipes/arithmetic/pretrain.py`. The result depends on the seed and on nothing else
-but the machine's arithmetic.
+Run it from the repository: `python recipes/arithmetic/pretrain.py`. The result depends only on the seed and
+on the arithmetic of the machine.
 """
 
 import math

