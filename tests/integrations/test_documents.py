@@ -1,4 +1,4 @@
-"""What users read runs: the examples of the pages in docs/ and those of the kernels' documentation."""
+"""What users read is right: examples run, links lead somewhere, options and modules of commands exist."""
 
 import ast
 import doctest
@@ -12,12 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import BaseModel
 
 from exgrpo import kernels
+from exgrpo.train.config import Config
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARK = "# runs in the tests"
+SECTIONS = {
+    name: field.annotation.model_fields
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+}
 FUNCTIONS = [getattr(kernels, name) for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))]
 
 
@@ -73,6 +80,30 @@ def test_examples_keep_their_lines_and_unmarked_ones_are_left_out():
     page = f"text\n```python\n{MARK}\nx = 1\n```\n```python\nno python\n```\n```python\n{MARK}\ny = x\n```\n"
     assert examples(page).splitlines() == ["", "", MARK, "x = 1", "", "", "", "", "", MARK, "y = x"]
     assert missing("import torch.nn\nfrom exgrpo import kernels\nimport no_such_package.x") == ["no_such_package"]
+
+
+def unknown(text, folder):
+    """What a page names that is not there: files it links to, options of training, modules that its commands run."""
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    options = re.findall(rf"--({'|'.join(SECTIONS)})\.(\w+)", text)
+    modules = re.findall(r"python -m ((?:exgrpo|benchmarks)[\w.]*)", text)
+    return [
+        *(link for link in links if not (folder / link).exists()),
+        *(f"--{section}.{name}" for section, name in options if name not in SECTIONS[section]),
+        *(module for module in modules if find_spec(module) is None),
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_options_and_modules_that_a_page_names_exist(page):
+    assert not unknown(page.read_text(), page.parent)
+
+
+def test_files_options_and_modules_that_are_not_there_are_found():
+    right = "[x](docs/trl.md#y) [z](https://example.org) --policy.path M `python -m benchmarks.render`"
+    assert not unknown(right, ROOT)
+    wrong = "[x](docs/none.md#y) --policy.place M --rollout.samples 8 python -m exgrpo.train.nothing"
+    assert unknown(wrong, ROOT) == ["docs/none.md", "--policy.place", "exgrpo.train.nothing"]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
