@@ -42,7 +42,7 @@ class Experience:
 
     def plan(self) -> object:
         """The questions of a step."""
-        options = {"batch": QUESTIONS_PER_STEP, "ratio": RATIO, "law": self.law, "replay": True}
+        options = {"batch": QUESTIONS_PER_STEP, "ratio": RATIO, "law": self.law}
         return plan_questions(self.memory, self.pool, self.rng, **options)
 
     def groups(self) -> list[Group]:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from exgrpo.integrations.trl_loss import FusedLossMixin, Objective, at_temperature
-from exgrpo.integrations.trl_replay import Replay
+from exgrpo.integrations.trl_replay import load_replay, plan_generation, save_replay
 from exgrpo.train.config import ExperienceConfig, ObjectiveConfig, RewardConfig, Section
-from exgrpo.train.experience import select_trajectory
+from exgrpo.train.experience import MeanScore, Replay
 from exgrpo.train.records import Group, Trajectory
 
 try:
@@ -37,8 +37,6 @@ __all__ = ["ExGRPOConfig", "ExGRPOTrainer", "FusedLossMixin"]
 
 EXPERIENCE = "experience"
 """Folder of the experience in a checkpoint."""
-
-UNSCORED_RULES = ("shortest", "random")
 
 
 def _of_recipe(section: type[Section], name: str) -> Any:
@@ -102,6 +100,8 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
 
     Attributes:
         replay: what is stored, which questions are solved, and whether replay has begun.
+        generation: number of generations taken in so far. What is a training step to `exgrpo.train` is one here, so
+            this is the step of a trajectory, and what `max_age` counts.
 
     Raises:
         TypeError: `args` is no ExGRPOConfig, or `train_dataset` no `datasets.Dataset`.
@@ -118,6 +118,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             self.args.seed,
             success=self.args.success,
         )
+        self.generation = 0
         self._stored: dict[int, Trajectory] = {}  # by row of this process, while a generation is made
         self._rewards = np.empty(0)  # of all rows of all processes in that generation
         self._mixed = False  # whether any process has a replayed row in it
@@ -161,10 +162,10 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
         samples, first = self.num_generations, self.accelerator.process_index * len(inputs)
-        plan = self.replay.plan(len(inputs) * self.accelerator.num_processes // samples)
-        chosen = self._select(plan.replayed.tolist())
+        plan = plan_generation(self.replay, len(inputs) * self.accelerator.num_processes // samples)
+        chosen = [one.trajectory for one in self.replay.select(plan.replayed, self._score)]
         self._mixed = len(chosen) > 0
-        questions = np.concatenate([plan.fresh, plan.replayed])
+        questions = plan.questions
         # The last answer of a question that is replayed is the stored one.
         stored = {(len(plan.fresh) + i) * samples + samples - 1: row for i, row in enumerate(chosen)}
         self._stored = {i: stored[first + i] for i in range(len(inputs)) if first + i in stored}
@@ -175,9 +176,10 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         written = gather_object(self._written(output, of_row, first))
         groups = [
             Group(question, tuple(row for row in written[end - samples : end] if row), stored.get(end - 1))
-            for question, end in zip(questions.tolist(), range(samples, len(written) + 1, samples), strict=True)
+            for question, end in zip(questions, range(samples, len(written) + 1, samples), strict=True)
         ]
-        taken_in = self.replay.take_in(groups)
+        taken_in = self.replay.take_in(groups, self.generation)
+        self.generation += 1
         if taken_in.note and self.accelerator.is_main_process:
             warnings.warn(taken_in.note, stacklevel=2)
         self._log_experience(taken_in.pass_rate, chosen)
@@ -239,7 +241,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
                 finished=length > 0 and int(ids[i, length - 1]) in self.eos_token_ids,
                 # What mask_truncated_completions leaves out has no token to learn from.
                 reward=float(self._rewards[first + i]) if length else 0.0,
-                step=self.replay.generation,
+                step=self.generation,
             )
             rows.append(None if i in self._stored else row)
         return rows
@@ -260,19 +262,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         clip = objective.clip if self.args.clip_with_replay or not self._mixed else None
         return objective._replace(replayed=inputs["replayed"], beta=self.args.replay_beta, clip=clip)
 
-    def _select(self, questions: Sequence[int]) -> list[Trajectory]:
-        """The stored success that is replayed for each question."""
-        candidates = [self.replay.memory.trajectories(question) for question in questions]
-        rule = self.args.trajectory
-        scores = iter([] if rule in UNSCORED_RULES else self._score([row for rows in candidates for row in rows]))
-        chosen = []
-        for rows in candidates:
-            of_rows = np.array([score for _, score in zip(rows, scores, strict=False)], np.float32).reshape(-1, 2)
-            entropy, nll = of_rows.T
-            chosen.append(select_trajectory(rule, rows, entropy=entropy, nll=nll, rng=self.replay.rng))
-        return chosen
-
-    def _score(self, trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:
+    def _score(self, trajectories: Sequence[Trajectory]) -> list[MeanScore]:
         """Mean entropy and negative log-prob of each trajectory under the current policy, on all processes.
 
         Trajectories are compared at temperature 1, whatever the temperature of sampling.
@@ -290,7 +280,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             tokens = batch["completion_mask"].sum(1)
             means = torch.stack([entropy.sum(1) / tokens, -log_prob.sum(1) / tokens], dim=1).tolist()
             scores += [(i, *of_row) for i, of_row in zip(mine[start : start + size], means, strict=True)]
-        by_index = {i: (entropy, nll) for i, entropy, nll in gather_object(scores)}
+        by_index = {i: MeanScore(entropy, nll) for i, entropy, nll in gather_object(scores)}
         return [by_index[i] for i in range(len(trajectories))]
 
     def _collate(self, rows: Sequence[Trajectory]) -> dict[str, Tensor]:
@@ -321,10 +311,10 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.args.should_save:  # first, so that a checkpoint with a trainer state has its experience
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self.replay.save(folder / EXPERIENCE)
+            save_replay(folder / EXPERIENCE, self.replay, self.generation)
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.replay.load(Path(checkpoint) / EXPERIENCE)
+            self.generation = load_replay(Path(checkpoint) / EXPERIENCE, self.replay)

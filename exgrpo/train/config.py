@@ -6,11 +6,24 @@ of the default run.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from exgrpo.train.experience.buckets import BUCKETS
+from exgrpo.train.experience.difficulty import BANDS
+from exgrpo.train.experience.sampling import LAWS
+from exgrpo.train.experience.selection import RULES
 from exgrpo.train.pretrained.overrides import Overrides
+
+if TYPE_CHECKING:
+    QuestionLaw = str
+    TrajectoryRule = str
+    BucketBy = str
+    Band = str
+else:  # the choices are the entries of tables, which a type checker cannot read
+    QuestionLaw, TrajectoryRule = Literal[tuple(LAWS)], Literal[tuple(RULES)]
+    BucketBy, Band = Literal[tuple(BUCKETS)], Literal[tuple(BANDS)]
 
 PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
 """Asks any model for what the reward math_no_think reads."""
@@ -132,12 +145,12 @@ class ExperienceConfig(Section):
         le=1,
         description="Replay starts after a step whose batch Pass@1 exceeds this; 0 = at once.",
     )
-    question_weight: Literal["gaussian", "uniform", "linear", "sqrt", "linear_clip", "random"] = Field(
+    question_weight: QuestionLaw = Field(
         "gaussian", description="Law by which success counts are drawn; random: questions, whatever their count."
     )
     mu: float = Field(0.5, ge=0, le=1, description="Centre of the Gaussian law as a fraction of K.")
     sigma: float = Field(1.0, gt=0, description="Width of the Gaussian law in success counts.")
-    trajectory: Literal["lowest_entropy", "highest_entropy", "lowest_nll", "shortest", "random"] = Field(
+    trajectory: TrajectoryRule = Field(
         "lowest_entropy", description="Which stored success of a drawn question is replayed."
     )
     count_replayed: bool = Field(
@@ -148,7 +161,7 @@ class ExperienceConfig(Section):
         description="Questions that all fresh answers of a step solve, at least two, leave for good (if ratio > 0); "
         "False: they stay, buffered with the highest count.",
     )
-    bucket_by: Literal["success_count", "reward_deviation"] = Field(
+    bucket_by: BucketBy = Field(
         "success_count",
         description="reward_deviation, for continuous rewards: the spread of a group's rewards stands for its success "
         "count, what beats its group's mean is stored, replay starts by the mean reward, and a question is solved "
@@ -175,7 +188,7 @@ class ObjectiveConfig(Section):
         description="constant: sequences * max_tokens (Dr.GRPO); token: all tokens; sequence: mean of means.",
     )
     entropy_coef: float = Field(0.001, ge=0, description="Weight of the mean token entropy bonus.")
-    train_on: Literal["all", "easy", "medium", "hard"] = Field(
+    train_on: Band = Field(
         "all",
         description="Learn only from groups with a success rate in [75,100) / (25,75] / (0,25] %; others are masked.",
     )

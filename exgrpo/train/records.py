@@ -29,6 +29,19 @@ class Rollout:
 
 
 @dataclass(frozen=True, eq=False)
+class Score:
+    """A response under a policy, token by token.
+
+    Attributes:
+        log_prob: [R] fp32 log-probability of each token, at the temperature that was asked for.
+        entropy: [R] fp32 entropy in nats where the token was predicted, at the same temperature.
+    """
+
+    log_prob: npt.NDArray[np.float32]
+    entropy: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
 class Trajectory:
     """A graded answer with the log-probabilities of the policy that wrote it.
 
@@ -59,14 +72,14 @@ class Group:
         question: index of the question.
         fresh: answers of this step.
         replayed: from the experience buffer, or None.
-        recomputed: for each fresh answer [R] fp32, the trainer's log-probs before the update, where the trajectories
-            hold the engine's; else None.
+        scores: of each fresh answer under the trainer's policy before the step's update, at the rollout temperature.
+            Rows whose log-probs are the engine's need them; empty where nobody computed them.
     """
 
     question: int
     fresh: tuple[Trajectory, ...]
     replayed: Trajectory | None = None
-    recomputed: tuple[npt.NDArray[np.float32], ...] | None = None
+    scores: tuple[Score, ...] = ()
 
     @property
     def rows(self) -> tuple[Trajectory, ...]:

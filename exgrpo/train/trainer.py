@@ -1,42 +1,25 @@
 """The training loop (arXiv 2510.02245, algorithm 1), readable from top to bottom."""
 
 import dataclasses
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
 from exgrpo.train.answers import Answer, Answerer, Answers, Produced
 from exgrpo.train.config import Config
 from exgrpo.train.data.questions import QuestionSet
-from exgrpo.train.experience import (
-    DelayedStart,
-    ExperienceMemory,
-    FreshQuestions,
-    StepPlan,
-    count_successes,
-    in_band,
-    plan_questions,
-    question_law,
-    select_trajectory,
-)
+from exgrpo.train.experience import MeanScore, Replay, ReplayState, Selected, StepPlan, in_band
+from exgrpo.train.metrics.clock import PhaseClock
 from exgrpo.train.metrics.idle import IdleSteps
-from exgrpo.train.metrics.step import step_metrics
-from exgrpo.train.policy.batch import MiniBatch, Row, build_minibatches, build_rows
-from exgrpo.train.policy.mismatch import mismatch_metrics
-from exgrpo.train.policy.update import UpdateStats
-from exgrpo.train.policy.zero3 import Policy, Score
-from exgrpo.train.records import Group, TokenIds, Trajectory
-from exgrpo.train.reward.success import RewardWatch, is_success
+from exgrpo.train.metrics.step import OptimiserSteps, StepRecord, step_metrics
+from exgrpo.train.policy.batch import TokenSequence, build_minibatches, build_rows
+from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.records import Group, Score, TokenIds, Trajectory
 from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.seeds import derive_seed, generator
-
-SCORED_RULES = ("lowest_entropy", "highest_entropy", "lowest_nll")
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,33 +42,25 @@ class StepResult:
 
 
 @dataclass(frozen=True, eq=False)
-class _Ahead:
-    """The next step's questions, and its answers where they are already being generated."""
+class PlannedStep:
+    """The questions of a step, and its answers where they are generated while the step before updates."""
 
     plan: StepPlan
-    produced: Future[Produced] | None
+    produced: Future[Produced] | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class TrainerState:
+class TrainerState(ReplayState):
     """Everything a trainer needs to go on exactly where it was, besides the policy.
 
-    Attributes:
-        values: plain numbers, and the states of the generators.
-        arrays: of the memory and the question pool.
-        trajectories: the experience buffer, by question and oldest first.
+    It is the state of the replay, with the trainer's own counters, generator and plan among the values.
     """
-
-    values: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-    trajectories: list[Trajectory]
 
 
 class Trainer:
     """The state of a run between steps, and the step.
 
-    Every rank holds the same memory, latch and generators and takes the same decisions from the same data; only
-    generation, grading and the passes through the model are shared out.
+    Every rank holds the same replay and generators and takes the same decisions from the same data; only generation,
+    grading and the passes through the model are shared out.
 
     Args:
         config: the run.
@@ -105,232 +80,133 @@ class Trainer:
             log_prob=config.rollout.behaviour == "engine" or answerer.engine.free_log_prob,
             stop=Stops(config.rollout.stop, answerer.decode),
         )
-        experience = config.experience
-        self.memory = ExperienceMemory(
+        self.replay = Replay(
+            config.experience,
             len(self.questions),
             config.rollout.samples,
+            config.seed,
             success=config.reward.success,
-            count_replayed=experience.count_replayed,
-            max_per_question=experience.max_per_question,
-            max_age=experience.max_age,
-            retire=experience.retire and experience.ratio > 0,  # plain GRPO retires nothing
-            bucket_by=experience.bucket_by,
+            success_option="reward.success",
         )
-        self.law = question_law(
-            experience.question_weight, config.rollout.samples, mu=experience.mu, sigma=experience.sigma
-        )
-        self.latch = DelayedStart(experience.start_pass_rate)
-        self.watch = RewardWatch(config.reward.success, "reward.success")
-        self.pool = FreshQuestions(len(self.questions), generator(config.seed, "fresh questions"))
-        self.replay_rng = generator(config.seed, "replay")
         self.batch_rng = generator(config.seed, "mini-batches")
         self.idle = IdleSteps()
         self.skipped_updates = 0
         self.generated_tokens = 0
-        self._ahead: _Ahead | None = None
+        self._next: PlannedStep | None = None
         self._background = ThreadPoolExecutor(1, "rollouts")
 
     def step(self, step: int) -> StepResult | None:
         """One training step; None where every question is retired and nothing is left to learn from."""
-        clock = _Clock()
-        replay = self._replays()
+        clock = PhaseClock()
         with clock("select"):
-            ahead = self._ahead or _Ahead(self._plan(), None)
-            plan = ahead.plan
-            replayed, replayed_entropy = self._select(plan.replayed)
-        questions = [*plan.fresh.tolist(), *plan.replayed.tolist()]
+            planned = self._next or PlannedStep(self.replay.plan(self.config.questions))
+            questions = planned.plan.questions
+            selected = self._select(planned.plan)
         if not questions:
             return None
-        of_group: list[Trajectory | None] = [*([None] * len(plan.fresh)), *replayed]
+        replayed = [*([None] * len(planned.plan.fresh)), *(one.trajectory for one in selected)]
         with clock("rollout"):
-            produced = ahead.produced.result() if ahead.produced else self._produce(plan, step)
+            produced = planned.produced.result() if planned.produced else self._produce(planned.plan, step)
             answers = self.answerer.join(produced)
         with clock("score"):
-            groups, scores = self._score_groups(questions, answers, of_group, step)
-        pass_rate = float(np.mean(is_success(answers.rewards, self.config.reward.success)))
-        unfit = self.watch.observe(answers.rewards)
-        self.memory.update(groups, step, collect=replay)
-        # Continuous rewards may never be full ones; of 0 and 1 the mean is the pass rate.
-        continuous = self.config.experience.bucket_by == "reward_deviation"
-        self.latch.observe(float(answers.rewards.mean()) if continuous else pass_rate)
-        self._ahead = self._begin_ahead(step + 1)
+            groups = self._groups(questions, answers, replayed, step)
+        taken_in = self.replay.take_in(groups, step)
+        self._next = self._begin_next(step + 1)
         with clock("update"):
-            updates, idle_updates = self._update(groups)
+            optimised = self._update(groups)
         with clock("rollout"):
-            self._wait_ahead()  # the engine takes no weights while it generates
+            self._wait_for_next()  # the engine takes no weights while it generates
         with clock("push"):
             self.answerer.engine.push_weights(self.policy.weights())
         self.generated_tokens += sum(len(rollout.response) for rollout in answers.rollouts)
-        metrics = step_metrics(
+        record = StepRecord(
             step=step,
             groups=groups,
             answers=answers,
-            pass_rate=pass_rate,
-            scores=scores,
-            updates=updates,
-            memory=self.memory,
-            replayed_entropy=replayed_entropy,
-            learning_rate=self.policy.learning_rate,
-            replay_open=self.latch.open,
-            skipped_updates=self.skipped_updates,
-            idle_updates=idle_updates,
+            stale=planned.produced is not None,
+            selected=selected,
+            pass_rate=taken_in.pass_rate,
+            replay=self.replay,
+            optimised=optimised,
             generated_tokens=self.generated_tokens,
             seconds=clock.seconds,
         )
-        metrics |= {"staleness": float(ahead.produced is not None), **self._mismatch(answers, scores)}
-        notes = (unfit, self.idle.observe(not updates, groups))
-        return StepResult(metrics, questions, answers, of_group, tuple(filter(None, notes)))
+        notes = (taken_in.note, self.idle.observe(not optimised.updates, groups))
+        return StepResult(step_metrics(record), questions, answers, replayed, tuple(filter(None, notes)))
 
-    def _replays(self) -> bool:
-        return self.latch.open and self.config.experience.ratio > 0
+    def _select(self, plan: StepPlan) -> list[Selected]:
+        """The trajectory to replay for each replayed question."""
+        selected = self.replay.select(plan.replayed, self._mean_scores)
+        if self.config.objective.importance_correction:
+            return selected
+        # Ablation: the past policy is taken to be the one before this step's update.
+        present = self._score([one.trajectory for one in selected], self.sampling.temperature)
+        return [
+            dataclasses.replace(
+                one, trajectory=dataclasses.replace(one.trajectory, log_prob=score.log_prob, behaviour="trainer")
+            )
+            for one, score in zip(selected, present, strict=True)
+        ]
 
-    def _plan(self) -> StepPlan:
-        return plan_questions(
-            self.memory,
-            self.pool,
-            self.replay_rng,
-            batch=self.config.questions,
-            ratio=self.config.experience.ratio,
-            law=self.law,
-            replay=self._replays(),
+    def _mean_scores(self, trajectories: Sequence[Trajectory]) -> list[MeanScore]:
+        """Trajectories are compared at temperature 1, whatever the rollout temperature."""
+        scores = self._score(trajectories, 1.0)
+        return [MeanScore(float(score.entropy.mean()), float(-score.log_prob.mean())) for score in scores]
+
+    def _score(self, trajectories: Sequence[Trajectory], temperature: float) -> list[Score]:
+        sequences = [TokenSequence(self._prompt(row.question), row.response) for row in trajectories]
+        return self.policy.score(sequences, temperature)
+
+    def _prompt(self, question: int) -> TokenIds:
+        return np.array(self.questions[question].prompt, dtype=np.int32)
+
+    def _produce(self, plan: StepPlan, step: int) -> Produced:
+        """K fresh answers to each question, one fewer where a replayed one takes a place in the group."""
+        samples = self.config.rollout.samples
+        return self.answerer.produce(
+            [self.questions[question] for question in plan.questions],
+            [*([samples] * len(plan.fresh)), *([samples - 1] * len(plan.replayed))],
+            self.sampling,
+            derive_seed(self.config.seed, "rollouts", step),
         )
 
-    def _begin_ahead(self, step: int) -> _Ahead | None:
+    def _begin_next(self, step: int) -> PlannedStep | None:
         """Begin to generate for a step with the policy as it is before the present step's update.
 
         Everything that its plan depends on is settled by then; only which success is replayed is not.
         """
         if not self.config.rollout.ahead or step > self.config.steps:
             return None
-        plan = self._plan()
-        return _Ahead(plan, self._background.submit(self._produce, plan, step))
+        plan = self.replay.plan(self.config.questions)
+        return PlannedStep(plan, self._background.submit(self._produce, plan, step))
 
-    def _wait_ahead(self) -> None:
-        if self._ahead and self._ahead.produced:
-            self._ahead.produced.exception()
+    def _wait_for_next(self) -> None:
+        if self._next and self._next.produced:
+            self._next.produced.exception()
 
-    def _mismatch(self, answers: Answers, scores: Sequence[Score]) -> dict[str, float]:
-        """How far the engine's log-probs are from the trainer's; nothing where the engine gave none."""
-        of_engine = [rollout.log_prob for rollout in answers.rollouts if rollout.log_prob is not None]
-        if not of_engine:
-            return {}
-        numbers = mismatch_metrics([score.log_prob for score in scores], of_engine)
-        return {f"mismatch/{name}": value for name, value in numbers.items()}
-
-    def _generators(self) -> dict[str, np.random.Generator]:
-        return {"pool": self.pool.rng, "replay": self.replay_rng, "batch": self.batch_rng}
-
-    def state(self) -> TrainerState:
-        """The state between two steps."""
-        return TrainerState(
-            values={
-                "replay_open": self.latch.open,
-                "pool_position": self.pool.position,
-                "skipped_updates": self.skipped_updates,
-                "generated_tokens": self.generated_tokens,
-                "rewards_seen": self.watch.state(),
-                "generators": {name: rng.bit_generator.state for name, rng in self._generators().items()},
-                # Answers that were generated ahead are generated again: by then the policy is a newer one.
-                "ahead": self._ahead and {name: of.tolist() for name, of in vars(self._ahead.plan).items()},
-            },
-            arrays={
-                "count": self.memory.count,
-                "retired": self.memory.retired.astype(np.uint8),
-                "pool_order": self.pool.order,
-            },
-            trajectories=self.memory.all_trajectories(),
-        )
-
-    def restore(self, state: TrainerState) -> None:
-        """Go on from a state of a trainer with the same configuration and questions."""
-        values, arrays = state.values, state.arrays
-        self.latch.open = values["replay_open"]
-        self.pool.position, self.pool.order = values["pool_position"], arrays["pool_order"].copy()
-        self.skipped_updates, self.generated_tokens = values["skipped_updates"], values["generated_tokens"]
-        self.watch.restore(values["rewards_seen"])
-        for name, rng in self._generators().items():
-            rng.bit_generator.state = values["generators"][name]
-        if values["ahead"]:
-            plan = StepPlan(**{name: np.array(of, np.int64) for name, of in values["ahead"].items()})
-            self._ahead = _Ahead(plan, None)
-        self.memory.restore(arrays["count"], arrays["retired"].astype(bool), state.trajectories)
-
-    def _prompt(self, question: int) -> TokenIds:
-        return np.array(self.questions[question].prompt, dtype=np.int32)
-
-    def _score(self, trajectories: Sequence[tuple[int, TokenIds]], temperature: float) -> list[Score]:
-        return self.policy.score(
-            [Row(self._prompt(q), response, np.zeros(len(response), np.float32)) for q, response in trajectories],
-            temperature,
-        )
-
-    def _select(self, questions: npt.NDArray[np.int64]) -> tuple[list[Trajectory], float]:
-        """The trajectory to replay for each drawn question, and their mean entropy (NaN where not computed).
-
-        Candidates are compared at temperature 1, whatever the rollout temperature.
-        """
-        rule = self.config.experience.trajectory
-        candidates = [self.memory.trajectories(int(question)) for question in questions]
-        scored = [c for of_question in candidates for c in of_question] if rule in SCORED_RULES else []
-        scores = dict(zip(map(id, scored), self._score([(c.question, c.response) for c in scored], 1.0), strict=True))
-        chosen = []
-        for of_question in candidates:
-            of_candidates = [scores[id(c)] for c in of_question] if scored else []
-            trajectory = select_trajectory(
-                rule,
-                of_question,
-                entropy=np.array([score.entropy.mean() for score in of_candidates]),
-                nll=np.array([-score.log_prob.mean() for score in of_candidates]),
-                rng=self.replay_rng,
-            )
-            chosen.append(trajectory)
-        entropy = [float(scores[id(c)].entropy.mean()) for c in chosen if scored]
-        if not self.config.objective.importance_correction:
-            # Ablation: the past policy is taken to be the one before this step's update.
-            present = self._score([(c.question, c.response) for c in chosen], self.sampling.temperature)
-            chosen = [
-                dataclasses.replace(trajectory, log_prob=score.log_prob, behaviour="trainer")
-                for trajectory, score in zip(chosen, present, strict=True)
-            ]
-        return chosen, float(np.mean(entropy)) if entropy else float("nan")
-
-    def _produce(self, plan: StepPlan, step: int) -> Produced:
-        """K fresh answers to each question, one fewer where a replayed one takes a place in the group."""
-        samples = self.config.rollout.samples
-        return self.answerer.produce(
-            [self.questions[question] for question in (*plan.fresh, *plan.replayed)],
-            [*([samples] * len(plan.fresh)), *([samples - 1] * len(plan.replayed))],
-            self.sampling,
-            derive_seed(self.config.seed, "rollouts", step),
-        )
-
-    def _score_groups(
+    def _groups(
         self, questions: Sequence[int], answers: Answers, replayed: Sequence[Trajectory | None], step: int
-    ) -> tuple[list[Group], list[Score]]:
+    ) -> list[Group]:
         """Groups of trajectories with the log-probs of the policy that wrote them, and scores before the update."""
-        scores = self._score(
-            [
-                (question, answer.rollout.response)
-                for question, of_question in zip(questions, answers.of_question, strict=True)
-                for answer in of_question
-            ],
-            self.sampling.temperature,
-        )
-        rest = iter(scores)
+        sequences = [
+            TokenSequence(self._prompt(question), answer.rollout.response)
+            for question, of_question in zip(questions, answers.of_question, strict=True)
+            for answer in of_question
+        ]
+        scores = iter(self.policy.score(sequences, self.sampling.temperature))
         groups = []
-        for question, of_question, row in zip(questions, answers.of_question, replayed, strict=True):
-            own = tuple(next(rest).log_prob for _ in of_question)
+        for question, of_question, past in zip(questions, answers.of_question, replayed, strict=True):
+            of_group = tuple(islice(scores, len(of_question)))
             fresh = tuple(
-                self._trajectory(question, answer, log_prob, step)
-                for answer, log_prob in zip(of_question, own, strict=True)
+                self._trajectory(question, answer, score, step)
+                for answer, score in zip(of_question, of_group, strict=True)
             )
-            by_engine = self.config.rollout.behaviour == "engine"
-            groups.append(Group(question, fresh, row, recomputed=own if by_engine else None))
-        return groups, scores
+            groups.append(Group(question, fresh, past, of_group))
+        return groups
 
-    def _trajectory(self, question: int, answer: Answer, recomputed: npt.NDArray[np.float32], step: int) -> Trajectory:
+    def _trajectory(self, question: int, answer: Answer, score: Score, step: int) -> Trajectory:
         behaviour = self.config.rollout.behaviour
-        log_prob = recomputed if behaviour == "trainer" else answer.rollout.log_prob
+        log_prob = score.log_prob if behaviour == "trainer" else answer.rollout.log_prob
         assert log_prob is not None  # the engine was asked for them
         return Trajectory(
             question=question,
@@ -342,57 +218,54 @@ class Trainer:
             behaviour=behaviour,
         )
 
-    def _update(self, groups: Sequence[Group]) -> tuple[list[UpdateStats], int]:
-        """One optimiser step per mini-batch, and the number of mini-batches that gave none.
+    def _update(self, groups: Sequence[Group]) -> OptimiserSteps:
+        """One optimiser step per mini-batch that has an advantage.
 
-        Without an advantage in it, a mini-batch has only its entropy bonus. AdamW would make a full step of that,
-        however small its gradient is.
+        Without one, a mini-batch has only its entropy bonus. AdamW would make a full step of that, however small its
+        gradient is.
         """
         objective = self.config.objective
-        minibatches = build_minibatches(
-            build_rows(
-                groups,
-                self._prompt,
-                scale_by_std=objective.scale_by_std,
-                mismatch_cap=self.config.rollout.mismatch_cap,
-            ),
-            self.config.optimizer.minibatches,
-            self.batch_rng,
-            objective,
-            self.config.rollout.max_tokens,
+        rows = build_rows(
+            groups,
+            self._prompt,
+            scale_by_std=objective.scale_by_std,
+            mismatch_cap=self.config.rollout.mismatch_cap,
+            trained=self._trained,
         )
-        minibatches = self._mask(minibatches, groups)
+        minibatches = build_minibatches(
+            rows, self.config.optimizer.minibatches, self.batch_rng, objective, self.config.rollout.max_tokens
+        )
         clip = objective.clip_with_replay or all(group.replayed is None for group in groups)
         active = [minibatch for minibatch in minibatches if minibatch.has_advantage]
         updates = [self.policy.update(minibatch, objective, clip=clip) for minibatch in active]
         self.skipped_updates += sum(not update.applied for update in updates)
-        return updates, len(minibatches) - len(active)
+        idle = len(minibatches) - len(active)
+        return OptimiserSteps(updates, idle, self.skipped_updates, self.policy.learning_rate)
 
-    def _mask(self, minibatches: list[MiniBatch], groups: Sequence[Group]) -> list[MiniBatch]:
-        """Leave out the rows of groups outside the trained band; what the losses are divided by stays.
+    def _trained(self, group: Group) -> bool:
+        """Whether a group is in the trained band.
 
-        So a step on one band is the part of a whole step that this band contributes, not a smaller batch.
+        A step on one band is the part of a whole step that this band contributes, not a smaller batch.
         """
-        config, samples = self.config, self.config.rollout.samples
-        masked = set()
-        for group in groups:
-            evidence = count_successes(group, config.reward.success, count_replayed=config.experience.count_replayed)
-            if not in_band(evidence.count(samples), samples, config.objective.train_on):
-                masked |= {id(row.response) for row in group.rows}
-        return [
-            dataclasses.replace(batch, rows=tuple(row for row in batch.rows if id(row.response) not in masked))
-            for batch in minibatches
-        ]
+        samples = self.config.rollout.samples
+        count = self.replay.memory.evidence(group).count(samples)
+        return in_band(count, samples, self.config.objective.train_on)
 
+    def state(self) -> TrainerState:
+        """The state between two steps."""
+        replay = self.replay.state()
+        generators = {**replay.values["generators"], "batch": self.batch_rng.bit_generator.state}
+        # Answers that were generated ahead are generated again: by then the policy is a newer one.
+        ahead = self._next and {name: of.tolist() for name, of in vars(self._next.plan).items()}
+        own = {"skipped_updates": self.skipped_updates, "generated_tokens": self.generated_tokens, "ahead": ahead}
+        return TrainerState({**replay.values, **own, "generators": generators}, replay.arrays, replay.trajectories)
 
-class _Clock:
-    """Seconds by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+    def restore(self, state: TrainerState) -> None:
+        """Go on from a state of a trainer with the same configuration and questions."""
+        self.replay.restore(state)
+        values = state.values
+        self.skipped_updates, self.generated_tokens = values["skipped_updates"], values["generated_tokens"]
+        self.batch_rng.bit_generator.state = values["generators"]["batch"]
+        if values["ahead"]:
+            plan = StepPlan(**{name: np.array(of, np.int64) for name, of in values["ahead"].items()})
+            self._next = PlannedStep(plan)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from exgrpo.train.policy.batch import Row
+from exgrpo.train.policy.batch import TokenSequence
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout import RolloutEngine, RolloutError, Sampling, collect
@@ -57,7 +57,7 @@ def check_engine(
         raise RolloutError(next(filter(None, problems)))
     everything = [pair for pairs in of_ranks for pair in pairs]
     scores = policy.score(
-        [Row(prompt, r.response, np.zeros(len(r.response), np.float32)) for prompt, r in everything],
+        [TokenSequence(prompt, r.response) for prompt, r in everything],
         sampling.temperature,
     )
     gaps = [

@@ -8,11 +8,10 @@ import torch
 
 from exgrpo.train.answers import Answerer
 from exgrpo.train.data.questions import Question, QuestionSet
-from exgrpo.train.policy.batch import MiniBatch, Row
+from exgrpo.train.policy.batch import MiniBatch, TokenSequence
 from exgrpo.train.policy.ratios import BINS
 from exgrpo.train.policy.update import UpdateStats
-from exgrpo.train.policy.zero3 import Score
-from exgrpo.train.records import Rollout, TokenIds
+from exgrpo.train.records import Rollout, Score, TokenIds
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.rollout import EngineCounts, Finished, Sampling
 
@@ -120,11 +119,11 @@ class RecordingPolicy:
         self.version = 0
         self.learning_rate = 1e-3
         self.updates: list[tuple[MiniBatch, bool]] = []
-        self.scored: list[tuple[list[Row], float]] = []
+        self.scored: list[tuple[list[TokenSequence], float]] = []
 
-    def score(self, rows: Sequence[Row], temperature: float) -> list[Score]:
-        self.scored.append((list(rows), temperature))
-        return [fake_score(row.response, self.version, temperature) for row in rows]
+    def score(self, sequences: Sequence[TokenSequence], temperature: float) -> list[Score]:
+        self.scored.append((list(sequences), temperature))
+        return [fake_score(one.response, self.version, temperature) for one in sequences]
 
     def update(self, minibatch: MiniBatch, objective, *, clip: bool) -> UpdateStats:
         self.updates.append((minibatch, clip))

@@ -173,7 +173,7 @@ def test_every_recipe_drives_the_loop(recipe):
     )
     results = [trainer.step(step) for step in (1, 2, 3)]
     assert (results[-1].metrics["replayed"] > 0) == (values.experience.ratio > 0)
-    assert bool(trainer.memory.retired.any()) == (values.experience.retire and values.experience.ratio > 0)
+    assert bool(trainer.replay.memory.retired.any()) == (values.experience.retire and values.experience.ratio > 0)
 
 
 @pytest.mark.parametrize("recipe", EVALUATION, ids=lambda path: path.stem)

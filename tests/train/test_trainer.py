@@ -83,9 +83,9 @@ def test_ratios_refer_to_the_policy_that_wrote_the_tokens():
 def test_ratios_are_at_the_rollout_temperature_and_the_selection_at_1(correct):
     trainer = make(half(20), rollout={"temperature": 0.5}, objective={"importance_correction": correct})
     trainer.step(1)
-    for stored in (t for q in range(20) for t in trainer.memory.trajectories(q)):
+    for stored in (t for q in range(20) for t in trainer.replay.memory.trajectories(q)):
         np.testing.assert_array_equal(stored.log_prob, fake_score(stored.response, 0, 0.5).log_prob)
-    candidates = {q: trainer.memory.trajectories(q) for q in range(20)}
+    candidates = {q: trainer.replay.memory.trajectories(q) for q in range(20)}
     version = trainer.policy.version
     trainer.policy.updates.clear()
     replayed = [t for t in trainer.step(2).replayed if t is not None]
@@ -103,7 +103,7 @@ def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_ref
     cap = 1.05
     trainer = make(half(20), rollout={"behaviour": "engine", "mismatch_cap": cap})
     trainer.step(1)
-    stored = [t for q in range(20) for t in trainer.memory.trajectories(q)]
+    stored = [t for q in range(20) for t in trainer.replay.memory.trajectories(q)]
     assert stored
     for trajectory in stored:
         assert trajectory.behaviour == "engine"
@@ -129,7 +129,7 @@ def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_ref
 def test_by_default_the_trainers_log_probs_are_stored_whatever_the_engine_says():
     trainer = make(half(20), free_log_prob=True)
     metrics = trainer.step(1).metrics
-    for trajectory in (t for q in range(20) for t in trainer.memory.trajectories(q)):
+    for trajectory in (t for q in range(20) for t in trainer.replay.memory.trajectories(q)):
         assert trajectory.behaviour == "trainer"
         np.testing.assert_array_equal(trajectory.log_prob, fake_score(trajectory.response, 0).log_prob)
     assert all(row.weight is None for minibatch, _ in trainer.policy.updates for row in minibatch.rows)
@@ -197,7 +197,7 @@ def test_without_importance_correction_they_refer_to_this_steps_policy():
 def test_the_replayed_trajectory_is_the_best_under_the_current_policy(rule, key):
     trainer = make(half(12), experience={"trajectory": rule, "ratio": 0.75})
     for step in range(1, 5):
-        stored = {q: trainer.memory.trajectories(q) for q in range(12)}
+        stored = {q: trainer.replay.memory.trajectories(q) for q in range(12)}
         version = trainer.policy.version
         result = trainer.step(step)
         for question, row in zip(result.questions, result.replayed, strict=True):
@@ -211,14 +211,14 @@ def test_replay_and_collection_begin_one_step_after_the_threshold_is_passed():
     skill = half(40)
     trainer = make(skill, experience={"start_pass_rate": 0.5})
     trainer.step(1)  # Pass@1 is 0.5, which does not exceed 0.5
-    assert not trainer.latch.open
+    assert not trainer.replay.latch.open
     skill.update(dict.fromkeys(skill, 0.75))
     trainer.step(2)
-    assert trainer.latch.open
-    assert len(trainer.memory) == 0
+    assert trainer.replay.latch.open
+    assert len(trainer.replay.memory) == 0
     third, fourth = trainer.step(3), trainer.step(4)
     assert third.metrics["replayed"] == 0
-    assert len(trainer.memory) > 0
+    assert len(trainer.replay.memory) > 0
     assert fourth.metrics["replayed"] == 3
 
 
@@ -240,8 +240,8 @@ def test_ratio_zero_is_plain_grpo():
     for step in range(1, 4):
         result = trainer.step(step)
         assert result.metrics["replayed"] == 0
-    assert len(trainer.memory) == 0
-    assert not trainer.memory.retired.any()
+    assert len(trainer.replay.memory) == 0
+    assert not trainer.replay.memory.retired.any()
     assert all(clip for _, clip in trainer.policy.updates)
 
 
@@ -260,7 +260,7 @@ def test_without_retirement_solved_questions_come_again_and_are_replayed():
     first, second = trainer.step(1), trainer.step(2)
     assert set(first.questions) == set(second.questions)
     assert first.metrics["buffer_questions"] == 6
-    assert set(trainer.memory.count.tolist()) == {K - 1}
+    assert set(trainer.replay.memory.count.tolist()) == {K - 1}
     assert second.metrics["replayed"] == 3
     assert second.metrics["retired"] == 0
 
@@ -315,15 +315,15 @@ def test_continuous_rewards_are_stored_replayed_and_start_replay_by_their_mean()
     first = trainer.step(1)
     assert first.metrics["pass_rate"] == 0
     assert first.metrics["reward"] > 0.3
-    assert trainer.latch.open
+    assert trainer.replay.latch.open
     second = trainer.step(2)
     groups = dict(zip(second.questions, second.answers.of_question, strict=True))
-    assert len(trainer.memory) == 6
+    assert len(trainer.replay.memory) == 6
     for question, answers in groups.items():
         mean = np.mean([answer.reward for answer in answers])
         better = [answer.rollout.response.tolist() for answer in answers if answer.reward > mean]
-        assert [t.response.tolist() for t in trainer.memory.trajectories(question)] == better
-    assert len(set(trainer.memory.count[trainer.memory.count > 0].tolist())) > 1
+        assert [t.response.tolist() for t in trainer.replay.memory.trajectories(question)] == better
+    assert len(set(trainer.replay.memory.count[trainer.replay.memory.count > 0].tolist())) > 1
     third = trainer.step(3)
     assert third.metrics["replayed"] == 3
     assert all(0 < row.reward < 1 for row in third.replayed if row)
@@ -340,10 +340,10 @@ def test_a_success_is_what_the_configuration_says(success, counts):
     trainer.answerer.grader = peak(0.9)
     first = trainer.step(1)
     assert first.metrics["pass_rate"] == (0.55 if counts else 0)
-    assert trainer.latch.open == counts
-    assert trainer.memory.retired.tolist() == [counts and q == 3 for q in range(10)]
+    assert trainer.replay.latch.open == counts
+    assert trainer.replay.memory.retired.tolist() == [counts and q == 3 for q in range(10)]
     trainer.step(2)
-    assert trainer.memory.trajectory_count == (18 if counts else 0)
+    assert trainer.replay.memory.trajectory_count == (18 if counts else 0)
     masked = make(half(10), reward={"success": success}, questions=10, objective={"train_on": "medium"})
     masked.answerer.grader = peak(0.9)
     masked.step(1)
@@ -366,14 +366,14 @@ def test_it_is_said_once_that_no_reward_is_a_success_and_not_again_after_a_resum
     resumed = begin()
     state = trainer.state()
     resumed.restore(dataclasses.replace(state, values=json.loads(json.dumps(state.values))))
-    assert resumed.watch == trainer.watch
+    assert resumed.replay.watch == trainer.replay.watch
     assert resumed.step(5).notes == ()
 
 
 def test_the_random_law_reaches_the_plan():
     trainer = make(half(20), experience={"question_weight": "random"})
     trainer.step(1)
-    assert trainer.law is None
+    assert trainer.replay.law is None
     assert trainer.step(2).metrics["replayed"] == 3
 
 
@@ -409,8 +409,8 @@ def test_metrics_describe_the_step():
     assert metrics["reward"] == pytest.approx((3 * 2 + 3 * round(0.5 * (K - 1))) / (3 * K + 3 * (K - 1)))
     assert metrics["response_tokens"] == pytest.approx(np.mean(lengths))
     assert metrics["replayed_age"] == 1
-    assert metrics["buffer_questions"] == len(trainer.memory)
-    assert metrics["buffer_trajectories"] == trainer.memory.trajectory_count
+    assert metrics["buffer_questions"] == len(trainer.replay.memory)
+    assert metrics["buffer_trajectories"] == trainer.replay.memory.trajectory_count
     assert metrics["generated_tokens"] > sum(lengths)
     assert metrics["rollout_tokens_per_second"] == pytest.approx(sum(lengths) / metrics["seconds/generate"])
     assert metrics["prefix_cache_hits"] == pytest.approx(0.4)

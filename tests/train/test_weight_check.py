@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exgrpo.train.policy.batch import Row
-from exgrpo.train.policy.zero3 import Score
+from exgrpo.train.policy.batch import TokenSequence
 from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.records import Score
 from exgrpo.train.rollout import RolloutError, TransformersEngine
 from exgrpo.train.weight_check import WeightMismatchError, check_engine
 from tests.train import tiny
@@ -39,7 +39,7 @@ class FullLogitPolicy:
     def gap(self, prompts, answers, temperature):
         """Largest and mean difference of the answers' log-probs from a full forward, in nats."""
         pairs = [(prompt, rollout) for prompt, rs in zip(prompts, answers, strict=True) for rollout in rs]
-        own = self.score([Row(prompt, r.response, np.zeros_like(r.log_prob)) for prompt, r in pairs], temperature)
+        own = self.score([TokenSequence(prompt, r.response) for prompt, r in pairs], temperature)
         of_tokens = np.concatenate([np.abs(s.log_prob - r.log_prob) for s, (_, r) in zip(own, pairs, strict=True)])
         return float(of_tokens.max()), float(of_tokens.mean())
 

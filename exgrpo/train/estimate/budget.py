@@ -13,9 +13,9 @@ from exgrpo.train.config import Config
 from exgrpo.train.estimate.parts import Amount, Assumptions, Hardware, MemoryItem, Phase, Work
 from exgrpo.train.estimate.rollout import asleep_bytes, push_seconds, rollout_memory, rollout_seconds
 from exgrpo.train.estimate.shape import FP32, ModelShape
+from exgrpo.train.experience.selection import RULES
 from exgrpo.train.policy.zero3 import deepspeed_settings
 from exgrpo.train.pretrained.tokenizer import DTYPES
-from exgrpo.train.trainer import SCORED_RULES
 
 TRAJECTORY_OVERHEAD = 700
 """Bytes of a stored trajectory beside its tokens: the object, two arrays, its place in a checkpoint."""
@@ -134,7 +134,7 @@ def work(config: Config, assumptions: Assumptions) -> Work:
     experience, rows = config.experience, config.questions * config.rollout.samples
     replayed = math.floor(experience.ratio * config.questions + 1e-9)
     stored = min(assumptions.candidates, experience.max_per_question or math.inf)
-    scored = experience.trajectory in SCORED_RULES or not config.objective.importance_correction
+    scored = RULES[experience.trajectory].scored or not config.objective.importance_correction
     return Work(fresh=rows - replayed, rows=rows, candidates=replayed * stored if scored else 0)
 
 

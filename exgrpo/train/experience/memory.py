@@ -1,13 +1,37 @@
 """The experience buffer E, its success counts and the retired set S."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.experience.difficulty import Evidence, count_successes, deviation_counts
+from exgrpo.train.experience.buckets import BUCKETS
+from exgrpo.train.experience.difficulty import Evidence, count_successes
+from exgrpo.train.experience.tables import look_up
 from exgrpo.train.records import Group, TokenIds, Trajectory
-from exgrpo.train.reward.success import EPSILON, is_success
+
+
+@dataclass(frozen=True)
+class MemoryRules:
+    """What is stored, for how long, and when a question leaves.
+
+    Attributes:
+        success: a reward of at least this is a success.
+        count_replayed: see `count_successes`.
+        max_per_question: keep only the latest so many trajectories of a question.
+        max_age: no step replays a trajectory that was written more than so many steps before it.
+        retire: solved questions leave for good. Without it they stay: nothing is ever retired, and a group that
+            solves its question is one more group with successes, of the highest count.
+        bucket_by: one of `BUCKETS`.
+    """
+
+    success: float = 1.0
+    count_replayed: bool = False
+    max_per_question: int | None = None
+    max_age: int | None = None
+    retire: bool = True
+    bucket_by: str = "success_count"
 
 
 class ExperienceMemory:
@@ -27,36 +51,15 @@ class ExperienceMemory:
     Args:
         questions: number of questions; they are known by index 0..questions-1.
         samples: K, answers per question.
-        success: a reward of at least this is a success.
-        count_replayed: see `count_successes`.
-        max_per_question: keep only the latest so many trajectories of a question.
-        max_age: no step replays a trajectory that was written more than so many steps before it.
-        retire: solved questions leave for good. Without it they stay: nothing is ever retired, and a group that
-            solves its question is one more group with successes, of the highest count.
-        bucket_by: "success_count" or "reward_deviation".
+        rules: what is stored, and for how long.
     """
 
-    def __init__(
-        self,
-        questions: int,
-        samples: int,
-        *,
-        success: float = 1.0,
-        count_replayed: bool = False,
-        max_per_question: int | None = None,
-        max_age: int | None = None,
-        retire: bool = True,
-        bucket_by: str = "success_count",
-    ) -> None:
+    def __init__(self, questions: int, samples: int, rules: MemoryRules = MemoryRules()) -> None:
         self.samples = samples
-        self.success = success
-        self.count_replayed = count_replayed
-        self.max_per_question = max_per_question
-        self.max_age = max_age
-        self.retire = retire
-        self.bucket_by = bucket_by
+        self.rules = rules
         self.count: npt.NDArray[np.float64] = np.zeros(questions)
         self.retired: npt.NDArray[np.bool_] = np.zeros(questions, dtype=bool)
+        self._buckets = look_up(BUCKETS, rules.bucket_by, "bucket_by")
         self._stored: dict[int, tuple[Trajectory, ...]] = {}
 
     def __len__(self) -> int:
@@ -99,24 +102,22 @@ class ExperienceMemory:
 
         Solved questions retire before the delayed start too; successes are stored only where `collect` (after it).
         """
-        shown = [count_successes(group, self.success, count_replayed=self.count_replayed) for group in groups]
-        for group, evidence, count in zip(groups, shown, self._counts(groups, shown), strict=True):
-            if self.retire and evidence.solved:
+        shown = [self.evidence(group) for group in groups]
+        counts = np.clip(self._buckets.counts(shown, self.samples), 1, self.samples - 1)
+        for group, evidence, count in zip(groups, shown, counts, strict=True):
+            if self.rules.retire and evidence.solved:
                 self._retire(group.question)
             elif not self.retired[group.question]:
                 if collect:
                     self._store(group)
                 if group.question in self._stored:
                     self.count[group.question] = count
-        if self.max_age is not None:
-            self._forget(oldest=step + 1 - self.max_age)
+        if self.rules.max_age is not None:
+            self._forget(oldest=step + 1 - self.rules.max_age)
 
-    def _counts(self, groups: Sequence[Group], shown: Sequence[Evidence]) -> npt.NDArray[np.float64]:
-        if self.bucket_by == "reward_deviation":
-            counts = deviation_counts(groups, self.samples, count_replayed=self.count_replayed)
-        else:
-            counts = np.array([evidence.count(self.samples) for evidence in shown])
-        return np.clip(counts, 1, self.samples - 1)
+    def evidence(self, group: Group) -> Evidence:
+        """What a group shows about the current policy."""
+        return count_successes(group, self.rules.success, count_replayed=self.rules.count_replayed)
 
     def _retire(self, question: int) -> None:
         self.retired[question] = True
@@ -125,21 +126,14 @@ class ExperienceMemory:
 
     def _store(self, group: Group) -> None:
         kept = self.trajectories(group.question)
-        for row in self._worth_keeping(group):
-            # Of two equal responses the newer log-probs stay: their policy is nearer to the current one.
-            kept = (*(old for old in kept if not _same(old.response, row.response)), row)
-        if self.max_per_question is not None:
-            kept = kept[-self.max_per_question :]
+        for row in self._buckets.admitted(group, self.rules.success):
+            if len(row.response):  # without tokens there is nothing to replay
+                # Of two equal responses the newer log-probs stay: their policy is nearer to the current one.
+                kept = (*(old for old in kept if not _same(old.response, row.response)), row)
+        if self.rules.max_per_question is not None:
+            kept = kept[-self.rules.max_per_question :]
         if kept:
             self._stored[group.question] = kept
-
-    def _worth_keeping(self, group: Group) -> list[Trajectory]:
-        """The fresh rows to store; one without tokens has nothing to replay."""
-        rows = [row for row in group.fresh if len(row.response)]
-        if self.bucket_by == "reward_deviation":
-            mean = float(np.mean([row.reward for row in group.rows]))
-            return [row for row in rows if row.reward >= mean + EPSILON]
-        return [row for row in rows if is_success(row.reward, self.success)]
 
     def _forget(self, oldest: int) -> None:
         for question, stored in list(self._stored.items()):

@@ -17,6 +17,11 @@ class StepPlan:
     fresh: npt.NDArray[np.int64]
     replayed: npt.NDArray[np.int64]
 
+    @property
+    def questions(self) -> list[int]:
+        """All of them, fresh ones first."""
+        return [*self.fresh.tolist(), *self.replayed.tolist()]
+
 
 class DelayedStart:
     """A one-way latch: closed until a step's batch Pass@1 exceeds the threshold, then open for good."""
@@ -63,14 +68,14 @@ def plan_questions(
     batch: int,
     ratio: float,
     law: LogWeights | None,
-    replay: bool,
 ) -> StepPlan:
     """Choose the questions of a step: n = min(floor(ratio * batch), |E|) replayed, batch - n fresh.
 
-    A question is in the batch once at most. Where too few are left unretired, the batch is smaller.
+    A question is in the batch once at most. Where too few are left unretired, the batch is smaller. Before replay has
+    begun, `ratio` is 0.
     """
     # The small term keeps products such as 0.29 * 100 = 28.999999999999996 from losing a question.
-    wanted = math.floor(ratio * batch + 1e-9) if replay else 0
+    wanted = math.floor(ratio * batch + 1e-9)
     replayed = draw_questions(rng, memory.count, min(wanted, len(memory)), law)
     excluded = memory.retired.copy()
     excluded[replayed] = True

@@ -1,41 +1,54 @@
 """Which buffered questions are replayed: a law over success counts, uniform among equal ones (section 3.2)."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-LAWS = ("gaussian", "uniform", "linear", "sqrt", "linear_clip", "random")
+from exgrpo.train.experience.tables import look_up
 
-LogWeights = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
+Floats = npt.NDArray[np.float64]
+LogWeights = Callable[[Floats], Floats]
 """Success counts k, in [1, K-1] and not rounded, to logarithms of unnormalised weights."""
 
 
-def question_law(name: str, samples: int, *, mu: float = 0.5, sigma: float = 1.0) -> LogWeights | None:
-    """The logarithm of the unnormalised weight of a success count k of K = `samples`.
+@dataclass(frozen=True)
+class LawSettings:
+    """K = `samples`, and the centre (as a fraction of K) and width (in counts) of the Gaussian law."""
 
-    gaussian: -(k - mu K)^2 / (2 sigma^2), sigma in counts; uniform: 1; linear: k/K; sqrt: sqrt(k/K);
-    linear_clip: min(k/K, 1/2). Logarithms, so that no width makes the weight of every count vanish.
-    random has none, which is None: counts do not matter, every buffered question is equally likely.
+    samples: int
+    mu: float
+    sigma: float
+
+
+LAWS: dict[str, Callable[[LawSettings, Floats], Floats] | None] = {
+    "gaussian": lambda of, k: -((k - of.mu * of.samples) ** 2) / (2 * of.sigma**2),
+    "uniform": lambda of, k: np.zeros_like(k),
+    "linear": lambda of, k: np.log(k / of.samples),
+    "sqrt": lambda of, k: 0.5 * np.log(k / of.samples),
+    "linear_clip": lambda of, k: np.log(np.minimum(k / of.samples, 0.5)),
+    "random": None,  # counts do not matter: every buffered question is equally likely
+}
+"""By the name that `experience.question_weight` gives the law: success counts k to logarithms of unnormalised weights.
+
+Logarithms, so that no width makes the weight of every count vanish.
+"""
+
+
+def question_law(name: str, samples: int, *, mu: float = 0.5, sigma: float = 1.0) -> LogWeights | None:
+    """The law of that name for K = `samples`; None where counts do not matter.
+
+    Raises:
+        ValueError: no law has that name.
     """
-    match name:
-        case "gaussian":
-            return lambda k: -((k - mu * samples) ** 2) / (2 * sigma**2)
-        case "uniform":
-            return np.zeros_like
-        case "linear":
-            return lambda k: np.log(k / samples)
-        case "sqrt":
-            return lambda k: 0.5 * np.log(k / samples)
-        case "linear_clip":
-            return lambda k: np.log(np.minimum(k / samples, 0.5))
-        case "random":
-            return None
-    raise ValueError(f"law: unknown sampling law {name!r}; expected one of {', '.join(LAWS)}")
+    law = look_up(LAWS, name, "sampling law")
+    return None if law is None else partial(law, LawSettings(samples, mu, sigma))
 
 
 def draw_questions(
-    rng: np.random.Generator, count: npt.NDArray[np.float64], wanted: int, law: LogWeights | None
+    rng: np.random.Generator, count: Floats, wanted: int, law: LogWeights | None
 ) -> npt.NDArray[np.int64]:
     """Draw `wanted` distinct buffered questions.
 
@@ -69,7 +82,7 @@ def draw_questions(
     return np.concatenate(drawn).astype(np.int64)
 
 
-def _probabilities(log_weights: npt.NDArray[np.float64], room: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def _probabilities(log_weights: Floats, room: npt.NDArray[np.int64]) -> Floats:
     masked = np.where(room > 0, log_weights, -np.inf)
     weights = np.exp(masked - masked.max())
     return weights / weights.sum()

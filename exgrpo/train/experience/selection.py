@@ -1,40 +1,69 @@
 """Which stored success of a drawn question is replayed (section 3.2: the lowest entropy now)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from exgrpo.train.records import Trajectory
 
-RULES = ("lowest_entropy", "highest_entropy", "lowest_nll", "shortest", "random")
+
+class MeanScore(NamedTuple):
+    """A response under the current policy at temperature 1: means over its tokens, in nats."""
+
+    entropy: float
+    nll: float
+    """Negative log-probability."""
 
 
-def select_trajectory(
-    rule: str,
-    candidates: Sequence[Trajectory],
-    *,
-    entropy: npt.NDArray[np.float32] | None = None,
-    nll: npt.NDArray[np.float32] | None = None,
-    rng: np.random.Generator,
-) -> Trajectory:
-    """Choose one of the stored successes of a question; among equals the oldest.
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The C stored successes of a drawn question, and their scores where the rule asks for them.
 
-    Args:
-        rule: one of `RULES`.
-        candidates: non-empty.
-        entropy: [len(candidates)] mean token entropy under the current policy, for the entropy rules.
-        nll: [len(candidates)] mean negative log-probability under the current policy, for lowest_nll.
-        rng: advanced by `random` only.
+    Attributes:
+        trajectories: [C], at least one, oldest first.
+        scores: [C] of each; empty without scores.
     """
-    if rule == "lowest_entropy" and entropy is not None:
-        return candidates[int(np.argmin(entropy))]
-    if rule == "highest_entropy" and entropy is not None:
-        return candidates[int(np.argmax(entropy))]
-    if rule == "lowest_nll" and nll is not None:
-        return candidates[int(np.argmin(nll))]
-    if rule == "shortest":
-        return min(candidates, key=lambda candidate: len(candidate.response))
-    if rule == "random":
-        return candidates[int(rng.integers(len(candidates)))]
-    raise ValueError(f"rule: {rule!r} is unknown or lacks its scores; rules are {', '.join(RULES)}")
+
+    trajectories: Sequence[Trajectory]
+    scores: Sequence[MeanScore] = ()
+
+    @property
+    def entropy(self) -> list[float]:
+        """[C] mean token entropy of each."""
+        return [score.entropy for score in self.scores]
+
+    @property
+    def nll(self) -> list[float]:
+        """[C] mean negative log-probability of each."""
+        return [score.nll for score in self.scores]
+
+    @property
+    def lengths(self) -> list[int]:
+        """[C] response tokens of each."""
+        return [len(trajectory.response) for trajectory in self.trajectories]
+
+
+@dataclass(frozen=True)
+class SelectionRule:
+    """One way to choose.
+
+    Attributes:
+        choose: index of the chosen candidate, among equals the first, which is the oldest; the generator is for
+            rules that draw.
+        scored: whether the candidates need scores, which takes a pass through the model.
+    """
+
+    choose: Callable[[Candidates, np.random.Generator], int]
+    scored: bool = False
+
+
+RULES = {
+    "lowest_entropy": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.entropy)), scored=True),
+    "highest_entropy": SelectionRule(lambda candidates, rng: int(np.argmax(candidates.entropy)), scored=True),
+    "lowest_nll": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.nll)), scored=True),
+    "shortest": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.lengths))),
+    "random": SelectionRule(lambda candidates, rng: int(rng.integers(len(candidates.trajectories)))),
+}
+"""By the name that `experience.trajectory` gives it."""

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,12 @@ import torch
 from exgrpo.train.answers import Answers
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
 from exgrpo.train.config import ConfigError
-from exgrpo.train.experience import ExperienceMemory
+from exgrpo.train.experience import Replay, Selected
 from exgrpo.train.metrics.trackers import Tracker, tracked
+from exgrpo.train.policy.mismatch import mismatch_metrics
 from exgrpo.train.policy.ratios import BINS, log_ratio_quantiles
 from exgrpo.train.policy.update import UpdateStats
-from exgrpo.train.policy.zero3 import Score
-from exgrpo.train.records import Group
+from exgrpo.train.records import Group, Score
 
 logger = logging.getLogger(__name__)
 UPDATE_MEANS = (
@@ -32,62 +33,118 @@ UPDATE_MEANS = (
 )
 
 
-def step_metrics(
-    *,
-    step: int,
-    groups: Sequence[Group],
-    answers: Answers,
-    pass_rate: float,
-    scores: Sequence[Score],
-    updates: Sequence[UpdateStats],
-    memory: ExperienceMemory,
-    replayed_entropy: float,
-    learning_rate: float,
-    replay_open: bool,
-    skipped_updates: int,
-    idle_updates: int,
-    generated_tokens: int,
-    seconds: dict[str, float],
-) -> dict[str, float]:
+@dataclass(frozen=True, eq=False)
+class OptimiserSteps:
+    """What the optimiser did in a training step.
+
+    Attributes:
+        updates: one for each optimiser step.
+        idle: mini-batches that gave none, because nothing could be learnt from them.
+        skipped: optimiser steps of the run so far whose gradient was not finite.
+        learning_rate: of the next optimiser step.
+    """
+
+    updates: list[UpdateStats]
+    idle: int
+    skipped: int
+    learning_rate: float
+
+
+@dataclass(frozen=True, eq=False)
+class StepRecord:
+    """What a training step did, for its numbers.
+
+    Attributes:
+        step: its number, from 1.
+        groups: with the scores of their fresh answers.
+        answers: the fresh answers of each group.
+        stale: whether the answers were generated while the step before was updating.
+        selected: what was replayed.
+        pass_rate: fraction of the fresh answers that are successes.
+        replay: the experience, after it took in the groups.
+        optimised: what the optimiser did.
+        generated_tokens: response tokens of the run so far.
+        seconds: by phase: select, rollout, score, update, push.
+    """
+
+    step: int
+    groups: Sequence[Group]
+    answers: Answers
+    stale: bool
+    selected: Sequence[Selected]
+    pass_rate: float
+    replay: Replay
+    optimised: OptimiserSteps
+    generated_tokens: int
+    seconds: dict[str, float]
+
+
+def step_metrics(record: StepRecord) -> dict[str, float]:
     """One flat record per training step; entropies in nats per token, lengths in tokens, times in seconds.
 
     Log-ratio quantiles, in nats, are over all tokens of the step. bucket/k: buffered questions by success count, which
     is rounded for this.
     """
-    rewards = answers.rewards
+    answers, optimised = record.answers, record.optimised
+    scores = [score for group in record.groups for score in group.scores]
     lengths = np.array([len(rollout.response) for rollout in answers.rollouts])
-    replayed = [group.replayed for group in groups if group.replayed is not None]
-    seconds = {**seconds, "generate": answers.generate_seconds, "grade": answers.grade_seconds}
-    total = sum(seconds[phase] for phase in ("select", "rollout", "score", "update", "push"))
-    record: dict[str, float] = {
-        "step": step,
-        "reward": float(rewards.mean()),
-        "pass_rate": pass_rate,
+    total = sum(record.seconds.values())
+    seconds = {**record.seconds, "generate": answers.generate_seconds, "grade": answers.grade_seconds}
+    return {
+        "step": record.step,
+        "reward": float(answers.rewards.mean()),
+        "pass_rate": record.pass_rate,
         "entropy": float(np.concatenate([score.entropy for score in scores]).mean()),
         "response_tokens": float(lengths.mean()),
         "truncated": float(np.mean([not rollout.finished for rollout in answers.rollouts])),
         "timed_out": answers.timed_out,
         "reward_failed": answers.failed,
-        "groups": len(groups),
-        "replayed": len(replayed),
-        "replayed_entropy": replayed_entropy,
-        "replayed_age": float(np.mean([step - row.step for row in replayed])) if replayed else math.nan,
-        "replay_open": float(replay_open),
-        "buffer_questions": len(memory),
-        "buffer_trajectories": memory.trajectory_count,
-        "retired": int(memory.retired.sum()),
-        **{f"bucket/{k}": int(size) for k, size in enumerate(memory.bucket_sizes()) if 0 < k < memory.samples},
-        "learning_rate": learning_rate,
-        "skipped_updates": skipped_updates,
-        "idle_updates": idle_updates,
-        "generated_tokens": generated_tokens,
-        **_of_updates(updates),
+        "groups": len(record.groups),
+        **_of_selected(record.selected, record.step),
+        **_of_replay(record.replay),
+        "learning_rate": optimised.learning_rate,
+        "skipped_updates": optimised.skipped,
+        "idle_updates": optimised.idle,
+        "generated_tokens": record.generated_tokens,
+        **_of_updates(optimised.updates),
         **_of_engine(answers, int(lengths.sum())),
         "tokens_per_second": float(lengths.sum()) / total,
         "seconds": total,
         **{f"seconds/{phase}": value for phase, value in seconds.items()},
+        "staleness": float(record.stale),
+        **_of_mismatch(answers, scores),
     }
-    return record
+
+
+def _of_selected(selected: Sequence[Selected], step: int) -> dict[str, float]:
+    """How many trajectories are replayed, with their mean entropy and age in steps; NaN of what does not exist."""
+    ages = [step - one.trajectory.step for one in selected]
+    entropies = [one.entropy for one in selected if one.entropy is not None]
+    return {
+        "replayed": len(selected),
+        "replayed_entropy": float(np.mean(entropies)) if entropies else math.nan,
+        "replayed_age": float(np.mean(ages)) if ages else math.nan,
+    }
+
+
+def _of_replay(replay: Replay) -> dict[str, float]:
+    memory = replay.memory
+    return {
+        "replay_open": float(replay.latch.open),
+        "buffer_questions": len(memory),
+        "buffer_trajectories": memory.trajectory_count,
+        "retired": int(memory.retired.sum()),
+        **{f"bucket/{k}": int(size) for k, size in enumerate(memory.bucket_sizes()) if 0 < k < memory.samples},
+    }
+
+
+def _of_mismatch(answers: Answers, scores: Sequence[Score]) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's; nothing where the engine gave none."""
+    of_engine = [rollout.log_prob for rollout in answers.rollouts if rollout.log_prob is not None]
+    if not of_engine:
+        return {}
+    numbers = mismatch_metrics([score.log_prob for score in scores], of_engine)
+    return {f"mismatch/{name}": value for name, value in numbers.items()}
 
 
 def _of_engine(answers: Answers, tokens: int) -> dict[str, float]:

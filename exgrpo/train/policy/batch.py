@@ -5,8 +5,9 @@ B rows of a micro-batch, L padded length, P prompt tokens, R response tokens.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,32 +19,50 @@ from exgrpo.train.policy.mismatch import truncated_weight
 from exgrpo.train.records import Group, TokenIds
 
 IGNORED = -100
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
-    """One trajectory as the policy sees it.
+class TokenSequence:
+    """A prompt and a response to it, as the policy reads them.
 
     Attributes:
         prompt: [P] token ids.
         response: [R] token ids, R >= 1.
-        old_log_prob: [R] fp32 log-probs of the policy its ratios refer to.
-        advantage: the same for all its tokens.
-        replayed: whether it comes from the experience buffer.
-        weight: [R] fp32 factors of the advantage, by token; None: 1.
     """
 
     prompt: TokenIds
     response: TokenIds
-    old_log_prob: npt.NDArray[np.float32]
-    advantage: float = 0.0
-    replayed: bool = False
-    weight: npt.NDArray[np.float32] | None = None
 
     @property
     def length(self) -> int:
         """Tokens the model reads: the last response token is predicted, never read."""
         return len(self.prompt) + len(self.response) - 1
+
+    @property
+    def predicting(self) -> slice:
+        """The R positions that predict the response."""
+        return slice(len(self.prompt) - 1, self.length)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingRow(TokenSequence):
+    """One trajectory as the loss takes it.
+
+    Attributes:
+        old_log_prob: [R] fp32 log-probs of the policy its ratios refer to.
+        advantage: the same for all its tokens.
+        replayed: whether it comes from the experience buffer.
+        weight: [R] fp32 factors of the advantage, by token; None: 1.
+        masked: whether its group is outside the trained band. It then counts in what losses are divided by, and
+            carries no gradient.
+    """
+
+    old_log_prob: Floats
+    advantage: float = 0.0
+    replayed: bool = False
+    weight: Floats | None = None
+    masked: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +75,7 @@ class MiniBatch:
         tokens: response tokens of all rows, left-out ones included.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[TrainingRow, ...]
     normalizer: float
     tokens: int
 
@@ -67,21 +86,30 @@ class MiniBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatch:
+class TokenBatch:
     """Tensors of one forward pass. Position t predicts the token at t + 1.
 
-    Rows are padded on the right. Causal attention then needs no mask: no real token can see a pad.
+    Sequences are padded on the right. Causal attention then needs no mask: no real token can see a pad.
 
     Attributes:
         tokens: [B, L] int64 input ids.
         target: [B, L] int64, the response token predicted there, -100 elsewhere.
+    """
+
+    tokens: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch(TokenBatch):
+    """Tensors of one forward pass with a loss.
+
+    Attributes:
         old_log_prob: [B, L] fp32, 0 where target is -100.
         advantage: [B] fp32, or [B, L] where tokens have weights of their own.
         replayed: [B] bool.
     """
 
-    tokens: torch.Tensor
-    target: torch.Tensor
     old_log_prob: torch.Tensor
     advantage: torch.Tensor
     replayed: torch.Tensor
@@ -93,33 +121,49 @@ def build_rows(
     *,
     scale_by_std: bool = False,
     mismatch_cap: float = math.inf,
-) -> list[list[Row]]:
+    trained: Callable[[Group], bool] = lambda group: True,
+) -> list[list[TrainingRow]]:
     """The rows of each group with their advantages: reward minus the mean over all K rows (Dr.GRPO).
 
-    Where a group has recomputed log-probs, the ratios of its fresh rows refer to those, and the step from the engine
-    that sampled to the trainer is weighed by truncated importance sampling: min(pi_trainer / pi_engine, mismatch_cap).
+    Where the log-probs of a fresh row are the engine's, its ratios refer to the trainer's, which the group's scores
+    hold, and the step from the engine that sampled to the trainer is weighed by truncated importance sampling:
+    min(pi_trainer / pi_engine, mismatch_cap).
+
+    Args:
+        groups: graded groups of one step.
+        prompt: [P] token ids of a question, by its index.
+        scale_by_std: divide advantages by the standard deviation of the group's rewards.
+        mismatch_cap: see above.
+        trained: whether a group is in the trained band; the rows of others are masked.
     """
     reward = torch.tensor([row.reward for group in groups for row in group.rows], dtype=torch.float32)
     index = torch.tensor([i for i, group in enumerate(groups) for _ in group.rows], dtype=torch.int64)
     advantages = iter(group_advantage(reward, index, scale_by_std=scale_by_std).tolist())
-    return [_rows_of(group, prompt(group.question), advantages, mismatch_cap) for group in groups]
-
-
-def _rows_of(group: Group, prompt: TokenIds, advantages: Iterator[float], mismatch_cap: float) -> list[Row]:
     rows = []
-    for i, trajectory in enumerate(group.rows):
-        replayed = trajectory is group.replayed
-        row = Row(prompt, trajectory.response, trajectory.log_prob, next(advantages), replayed)
-        if group.recomputed is not None and not replayed:
-            own = group.recomputed[i]
-            weight = truncated_weight(own, trajectory.log_prob, mismatch_cap)
-            row = dataclasses.replace(row, old_log_prob=own, weight=weight)
-        rows.append(row)
+    for group in groups:
+        asked, masked = prompt(group.question), not trained(group)
+        terms = zip(group.rows, _ratio_terms(group, mismatch_cap), strict=True)
+        rows.append(
+            [
+                TrainingRow(asked, row.response, old, next(advantages), row is group.replayed, weight, masked)
+                for row, (old, weight) in terms
+            ]
+        )
     return rows
 
 
+def _ratio_terms(group: Group, mismatch_cap: float) -> list[tuple[Floats, Floats | None]]:
+    """For each row of a group the log-probs [R] that its ratios refer to, and its weights [R] if it has any."""
+    terms: list[tuple[Floats, Floats | None]] = [(row.log_prob, None) for row in group.rows]
+    for i, row in enumerate(group.fresh):
+        if row.behaviour == "engine":
+            own = group.scores[i].log_prob
+            terms[i] = (own, truncated_weight(own, row.log_prob, mismatch_cap))
+    return terms
+
+
 def build_minibatches(
-    rows: Sequence[Sequence[Row]],
+    rows: Sequence[Sequence[TrainingRow]],
     count: int,
     rng: np.random.Generator,
     objective: ObjectiveConfig,
@@ -138,7 +182,7 @@ def build_minibatches(
     return [_minibatch([row for i in part for row in rows[i]], objective, max_tokens) for part in parts]
 
 
-def _minibatch(rows: list[Row], objective: ObjectiveConfig, max_tokens: int) -> MiniBatch:
+def _minibatch(rows: list[TrainingRow], objective: ObjectiveConfig, max_tokens: int) -> MiniBatch:
     tokens = sum(len(row.response) for row in rows)
     if objective.normalize == "constant":
         normalizer = len(rows) * max_tokens
@@ -148,9 +192,8 @@ def _minibatch(rows: list[Row], objective: ObjectiveConfig, max_tokens: int) -> 
         # The objective is positively homogeneous in the advantage, so 1/|o| may be put there.
         normalizer = len(rows)
         rows = [dataclasses.replace(row, advantage=row.advantage / len(row.response)) for row in rows]
-    if objective.entropy_coef == 0:
-        rows = [row for row in rows if row.advantage != 0]
-    return MiniBatch(tuple(rows), float(normalizer), tokens)
+    learnt = [row for row in rows if not row.masked and (row.advantage != 0 or objective.entropy_coef > 0)]
+    return MiniBatch(tuple(learnt), float(normalizer), tokens)
 
 
 def schedule(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
@@ -184,23 +227,32 @@ def _group(indices: Sequence[int], lengths: Sequence[int], budget: int) -> list[
     return groups
 
 
-def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
-    """Pad rows to a micro-batch. No rows: one row of two tokens without a target, which weighs nothing."""
-    length = max((row.length for row in rows), default=2)
-    shape = (max(len(rows), 1), length)
+def collate_tokens(sequences: Sequence[TokenSequence], device: torch.device) -> TokenBatch:
+    """Pad sequences to a batch. No sequences: one of two tokens without a target, which weighs nothing."""
+    length = max((sequence.length for sequence in sequences), default=2)
+    shape = (max(len(sequences), 1), length)
     tokens, target = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+    for i, sequence in enumerate(sequences):
+        tokens[i, : sequence.length] = np.concatenate([sequence.prompt, sequence.response[:-1]])
+        target[i, sequence.predicting] = sequence.response
+    return TokenBatch(*_moved(device, tokens, target))
+
+
+def collate(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
+    """Pad rows to a micro-batch; no rows are padded as by `collate_tokens`."""
+    batch = collate_tokens(rows, device)
+    shape = tuple(batch.tokens.shape)
     old_log_prob = np.zeros(shape, np.float32)
-    for i, row in enumerate(rows):
-        tokens[i, : row.length] = np.concatenate([row.prompt, row.response[:-1]])
-        span = slice(len(row.prompt) - 1, row.length)
-        target[i, span] = row.response
-        old_log_prob[i, span] = row.old_log_prob
     advantage = np.array([row.advantage for row in rows] or [0.0], np.float32)
     if any(row.weight is not None for row in rows):
-        advantage = np.repeat(advantage[:, None], length, axis=1)
-        for i, row in enumerate(rows):
-            if row.weight is not None:
-                advantage[i, len(row.prompt) - 1 : row.length] *= row.weight
+        advantage = np.repeat(advantage[:, None], shape[1], axis=1)
+    for i, row in enumerate(rows):
+        old_log_prob[i, row.predicting] = row.old_log_prob
+        if row.weight is not None:
+            advantage[i, row.predicting] *= row.weight
     replayed = np.array([row.replayed for row in rows] or [False])
-    arrays = (tokens, target, old_log_prob, advantage, replayed)
-    return MicroBatch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays))
+    return MicroBatch(batch.tokens, batch.target, *_moved(device, old_log_prob, advantage, replayed))
+
+
+def _moved(device: torch.device, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)

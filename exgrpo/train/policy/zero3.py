@@ -6,27 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel, get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
 from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.distributed import World
-from exgrpo.train.policy.batch import MiniBatch, Row, collate, schedule
+from exgrpo.train.policy.batch import MiniBatch, TokenSequence, collate, collate_tokens, schedule
 from exgrpo.train.policy.model import LossTerms, PolicyModel
 from exgrpo.train.policy.update import Tally, UpdateStats
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.pretrained.tokenizer import DTYPES
-
-
-@dataclass(frozen=True, eq=False)
-class Score:
-    """A response under the policy at some temperature: [R] fp32 log-prob and [R] fp32 entropy of each token."""
-
-    log_prob: npt.NDArray[np.float32]
-    entropy: npt.NDArray[np.float32]
+from exgrpo.train.records import Score
 
 
 class Policy:
@@ -84,20 +75,20 @@ class Policy:
         return 3 * 4 * sum(parameter.ds_numel for parameter in self.model.parameters())
 
     @torch.no_grad()
-    def score(self, rows: Sequence[Row], temperature: float) -> list[Score]:
-        """Log-probs and entropies of every row's response under the current policy at a temperature.
+    def score(self, sequences: Sequence[TokenSequence], temperature: float) -> list[Score]:
+        """Log-probs and entropies of every sequence's response under the current policy at a temperature.
 
         The work is spread over all ranks.
         """
-        plan = schedule([row.length for row in rows], self.budget, self.world.size)
+        plan = schedule([sequence.length for sequence in sequences], self.budget, self.world.size)
         self.engine.eval()
         mine: list[tuple[int, Score]] = []
         for indices in plan[self.world.rank]:
-            batch = collate([rows[i] for i in indices], self.world.device)
+            batch = collate_tokens([sequences[i] for i in indices], self.world.device)
             result = self.engine(batch, temperature)
             log_prob, entropy = result.log_prob.cpu().numpy(), result.entropy.cpu().numpy()
             for line, i in enumerate(indices):
-                span = slice(len(rows[i].prompt) - 1, rows[i].length)
+                span = sequences[i].predicting
                 mine.append((i, Score(log_prob[line, span].copy(), entropy[line, span].copy())))
         return self.world.join(mine)
 

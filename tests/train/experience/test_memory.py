@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.experience import ExperienceMemory, count_successes, deviation_counts, in_band
+from exgrpo.train.experience import ExperienceMemory, MemoryRules, count_successes, deviation_counts, in_band
 from exgrpo.train.records import Group, Trajectory
 
 K = 4
@@ -58,7 +58,7 @@ steps = st.lists(
 )
 @settings(max_examples=300)
 def test_memory_follows_a_plain_model(history, samples, options, start):
-    memory = ExperienceMemory(QUESTIONS, samples, **options)
+    memory = ExperienceMemory(QUESTIONS, samples, MemoryRules(**options))
     success, max_per_question, max_age = options["success"], options["max_per_question"], options["max_age"]
     stored: dict[int, dict[tuple[int, ...], int]] = {}  # question -> response -> step, oldest first
     count: dict[int, Fraction] = {}
@@ -129,7 +129,7 @@ continuous_steps = st.lists(
 @given(continuous_steps, st.booleans())
 @settings(max_examples=200)
 def test_memory_of_continuous_rewards_follows_a_plain_model(history, retire):
-    memory = ExperienceMemory(QUESTIONS, K, bucket_by="reward_deviation", retire=retire)
+    memory = ExperienceMemory(QUESTIONS, K, MemoryRules(bucket_by="reward_deviation", retire=retire))
     stored: dict[int, dict[tuple[int, ...], float]] = {}  # question -> response -> reward, oldest first
     bucket: dict[int, int] = {}
     retired: set[int] = set()
@@ -167,7 +167,7 @@ def test_memory_of_continuous_rewards_follows_a_plain_model(history, retire):
 
 
 def test_binary_groups_store_the_same_by_either_rule():
-    by_count, by_spread = ExperienceMemory(3, K), ExperienceMemory(3, K, bucket_by="reward_deviation")
+    by_count, by_spread = ExperienceMemory(3, K), ExperienceMemory(3, K, MemoryRules(bucket_by="reward_deviation"))
     groups = [group(0, [1.0, 0.0, 0.0, 0.0]), group(1, [1.0, 1.0, 0.0, 0.0]), group(2, [0.0] * 4)]
     for memory in (by_count, by_spread):
         memory.update(groups, 0, collect=True)
@@ -181,8 +181,9 @@ def test_binary_groups_store_the_same_by_either_rule():
 def test_counts_by_deviation_span_the_step():
     spreads = [0.0, 0.1, 0.2, 0.4]
     groups = [group(q, [0.5 - s, 0.5 + s] * 4) for q, s in enumerate(spreads)]
-    assert deviation_counts(groups, 8).tolist() == [0, 2, 4, 8]  # 8 sigma / 0.4
-    assert deviation_counts(groups[:1], 8).tolist() == [0]
+    shown = [count_successes(one, 1.0) for one in groups]
+    assert deviation_counts(shown, 8).tolist() == [0, 2, 4, 8]  # 8 sigma / 0.4
+    assert deviation_counts(shown[:1], 8).tolist() == [0]
     assert deviation_counts([], 8).tolist() == []
 
 
@@ -195,12 +196,12 @@ def test_bands_are_the_papers(samples):
             assert in_band(k, samples, "easy") == (75 <= percent < 100)
             assert in_band(k, samples, "medium") == (25 < percent <= 75)
             assert in_band(k, samples, "hard") == (0 < percent <= 25)
-    with pytest.raises(ValueError, match="unknown band 'simple'; expected all, easy"):
+    with pytest.raises(ValueError, match="unknown band 'simple'; expected one of all, easy"):
         in_band(1, samples, "simple")
 
 
 def test_without_retirement_a_solved_question_has_the_highest_count_and_keeps_its_trajectories():
-    memory = ExperienceMemory(2, K, retire=False)
+    memory = ExperienceMemory(2, K, MemoryRules(retire=False))
     memory.update([group(0, [1.0, 0.0, 0.0, 0.0], first=10)], 0, collect=True)
     memory.update([group(0, [1.0] * 3, replayed=True), group(1, [1.0] * 4)], 1, collect=True)
     assert not memory.retired.any()
@@ -231,7 +232,7 @@ def test_one_lucky_answer_does_not_retire_a_question():
 
 @pytest.mark.parametrize("max_age", [1, 2, 3])
 def test_what_the_next_step_finds_is_at_most_max_age_steps_old(max_age):
-    memory = ExperienceMemory(1, K, max_age=max_age)
+    memory = ExperienceMemory(1, K, MemoryRules(max_age=max_age))
     memory.update([group(0, [1.0, 0.0, 0.0, 0.0], step=5)], 5, collect=True)
     for step in range(6, 6 + max_age):
         assert memory.trajectory_count == 1, "at the selection of this step it is not too old"
@@ -243,7 +244,7 @@ def test_what_the_next_step_finds_is_at_most_max_age_steps_old(max_age):
 @pytest.mark.parametrize(("success", "stored"), [(0.3, 3), (0.9, 2), (1.0, 0)])
 @pytest.mark.parametrize("right", [0.9, float(np.float32(0.9)), 0.2 + 0.7], ids=["exact", "fp32", "sum"])
 def test_a_success_is_what_the_setting_says(success, stored, right):
-    memory = ExperienceMemory(2, K, success=success)
+    memory = ExperienceMemory(2, K, MemoryRules(success=success))
     memory.update([group(0, [right, right, 0.3, 0.0]), group(1, [right] * K)], 0, collect=True)
     assert memory.trajectory_count == stored
     assert memory.count[0] == stored
@@ -253,7 +254,7 @@ def test_a_success_is_what_the_setting_says(success, stored, right):
 def test_by_deviation_a_question_is_solved_when_all_answers_are_successes():
     solved = {}
     for success in (1.0, 5.0, 9.0):
-        memory = ExperienceMemory(3, K, bucket_by="reward_deviation", success=success)
+        memory = ExperienceMemory(3, K, MemoryRules(bucket_by="reward_deviation", success=success))
         memory.update(
             [group(0, [2.0, 5.0, 9.0, 9.0]), group(1, [5.0, 9.0, 9.0, 9.0]), group(2, [9.0] * K)], 0, collect=True
         )
@@ -264,7 +265,7 @@ def test_by_deviation_a_question_is_solved_when_all_answers_are_successes():
 @pytest.mark.parametrize("bucket_by", ["success_count", "reward_deviation"])
 def test_an_answer_without_tokens_is_no_success_whatever_its_reward(bucket_by):
     empty = Trajectory(0, np.empty(0, np.int32), np.empty(0, np.float32), False, 0.0, 0)
-    memory = ExperienceMemory(1, 2, success=-1.0, bucket_by=bucket_by)
+    memory = ExperienceMemory(1, 2, MemoryRules(success=-1.0, bucket_by=bucket_by))
     memory.update([Group(0, (empty, trajectory(0, (1, 2), -0.5)))], 0, collect=True)
     assert not memory.retired.any()
     assert all(len(row.response) for row in memory.all_trajectories())

@@ -6,13 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.experience import (
+    Candidates,
     DelayedStart,
     ExperienceMemory,
     FreshQuestions,
+    MeanScore,
     plan_questions,
     question_law,
-    select_trajectory,
 )
+from exgrpo.train.experience.selection import RULES
 from tests.train.experience.test_memory import K, group, trajectory
 
 LAW = question_law("gaussian", K)
@@ -37,7 +39,7 @@ def test_plan_mixes_replayed_and_fresh_questions(buffered, retired, other, batch
     memory = filled(questions, buffered, retired)
     rng = np.random.default_rng(0)
     pool = FreshQuestions(questions, rng)
-    plan = plan_questions(memory, pool, rng, batch=batch, ratio=ratio, law=LAW, replay=True)
+    plan = plan_questions(memory, pool, rng, batch=batch, ratio=ratio, law=LAW)
     assert len(plan.replayed) == min(int(ratio * batch), buffered)
     chosen = [*plan.fresh, *plan.replayed]
     assert len(chosen) == len(set(chosen)) == min(batch, max(questions - retired, 0))
@@ -46,13 +48,13 @@ def test_plan_mixes_replayed_and_fresh_questions(buffered, retired, other, batch
 
 def test_floor_of_the_ratio_is_not_lost_to_rounding():
     memory, rng = filled(200, 100, 0), np.random.default_rng(0)
-    plan = plan_questions(memory, FreshQuestions(200, rng), rng, batch=100, ratio=0.29, law=LAW, replay=True)
+    plan = plan_questions(memory, FreshQuestions(200, rng), rng, batch=100, ratio=0.29, law=LAW)
     assert len(plan.replayed) == 29
 
 
 def test_without_replay_all_questions_are_fresh():
     memory, rng = filled(20, 10, 0), np.random.default_rng(0)
-    plan = plan_questions(memory, FreshQuestions(20, rng), rng, batch=8, ratio=0.5, law=LAW, replay=False)
+    plan = plan_questions(memory, FreshQuestions(20, rng), rng, batch=8, ratio=0, law=LAW)
     assert len(plan.replayed) == 0
     assert len(plan.fresh) == 8
 
@@ -84,22 +86,25 @@ def test_the_start_is_a_one_way_latch():
     assert DelayedStart(0.0).open
 
 
-@given(st.lists(st.floats(0, 5, width=32), min_size=1, max_size=6), st.integers(0, 9))
-def test_selection_equals_brute_force(values, seed):
-    rows = [trajectory(0, tuple(range(1 + (7 * i + seed) % 5)), 1.0) for i in range(len(values))]
-    scores, rng = np.array(values, np.float32), np.random.default_rng(seed)
-    by_value = sorted(range(len(values)), key=lambda i: (values[i], i))
-    assert select_trajectory("lowest_entropy", rows, entropy=scores, rng=rng) is rows[by_value[0]]
-    assert select_trajectory("lowest_nll", rows, nll=scores, rng=rng) is rows[by_value[0]]
-    highest = max(range(len(values)), key=lambda i: (values[i], -i))
-    assert select_trajectory("highest_entropy", rows, entropy=scores, rng=rng) is rows[highest]
-    shortest = min(range(len(rows)), key=lambda i: (len(rows[i].response), i))
-    assert select_trajectory("shortest", rows, rng=rng) is rows[shortest]
-    assert select_trajectory("random", rows, rng=rng) in rows
+@given(st.lists(st.tuples(st.floats(0, 5, width=32), st.floats(0, 5, width=32)), min_size=1, max_size=6))
+def test_selection_equals_brute_force(values):
+    rows = tuple(trajectory(0, tuple(range(1 + 7 * i % 5)), 1.0) for i in range(len(values)))
+    unscored, scored = Candidates(rows), Candidates(rows, [MeanScore(entropy, nll) for entropy, nll in values])
+    rng, order = np.random.default_rng(0), range(len(rows))
+    expected = {
+        "lowest_entropy": min(order, key=lambda i: (values[i][0], i)),
+        "highest_entropy": min(order, key=lambda i: (-values[i][0], i)),
+        "lowest_nll": min(order, key=lambda i: (values[i][1], i)),
+        "shortest": min(order, key=lambda i: (len(rows[i].response), i)),
+    }
+    for name, best in expected.items():
+        assert RULES[name].choose(scored if RULES[name].scored else unscored, rng) == best
+    assert RULES["random"].choose(unscored, rng) in order
+    assert set(RULES) == {*expected, "random"}
 
 
 def test_random_selection_is_uniform():
-    rows = [trajectory(0, (i,), 1.0) for i in range(4)]
+    candidates = Candidates([trajectory(0, (i,), 1.0) for i in range(4)])
     rng = np.random.default_rng(0)
-    counts = np.bincount([int(select_trajectory("random", rows, rng=rng).response[0]) for _ in range(4000)])
+    counts = np.bincount([RULES["random"].choose(candidates, rng) for _ in range(4000)])
     assert abs(counts - 1000).max() < 4 * np.sqrt(4000 * 0.25 * 0.75)

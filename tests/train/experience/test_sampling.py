@@ -75,7 +75,7 @@ def test_questions_of_medium_difficulty_get_the_replays_that_the_law_gives_them(
     memory.update([group(q, r, replayed=len(r) == 7) for q, r in enumerate(rewards)], 1, collect=True)
     rng = np.random.default_rng(5)
     pool = FreshQuestions(len(shown), rng)
-    options = {"batch": 8, "ratio": 0.5, "law": question_law("gaussian", K), "replay": True}
+    options = {"batch": 8, "ratio": 0.5, "law": question_law("gaussian", K)}
     drawn = np.concatenate([plan_questions(memory, pool, rng, **options).replayed for _ in range(3000)])
     observed: dict[Fraction, int] = dict.fromkeys((max(Fraction(K * m, f), Fraction(1)) for m, f in shown), 0)
     for question in drawn:
@@ -119,7 +119,7 @@ def test_what_a_count_cannot_supply_goes_to_the_others():
 def test_draws_are_distinct_buffered_questions(sizes, data):
     count = counts(dict(zip(VALUES, sizes, strict=True)))
     wanted = data.draw(st.integers(0, sum(sizes)))
-    law = question_law(data.draw(st.sampled_from(LAWS)), K)
+    law = question_law(data.draw(st.sampled_from(list(LAWS))), K)
     drawn = draw_questions(np.random.default_rng(data.draw(st.integers(0, 99))), count, wanted, law)
     assert len(drawn) == len(set(drawn.tolist())) == wanted
     assert (count[drawn] > 0).all()

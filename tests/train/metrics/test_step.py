@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from exgrpo.kernels import PolicyLoss
-from exgrpo.train.policy.batch import Row, collate, schedule
+from exgrpo.train.policy.batch import TrainingRow, collate, schedule
 from exgrpo.train.policy.ratios import BINS, NEAR_ZERO, PERCENT, RESOLUTION, count_log_ratios, log_ratio_quantiles
 from exgrpo.train.policy.update import Tally, UpdateStats
 from tests.train.test_trainer import half, make
@@ -60,11 +60,11 @@ class GatheringWorld:
         return self.held
 
 
-def rows(count: int) -> list[Row]:
+def rows(count: int) -> list[TrainingRow]:
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 30, count)
     return [
-        Row(
+        TrainingRow(
             np.arange(3, dtype=np.int32),
             rng.integers(3, 9, n).astype(np.int32),
             rng.normal(-1, 1, n).astype("f"),
@@ -75,7 +75,7 @@ def rows(count: int) -> list[Row]:
     ]
 
 
-def stats(batch: list[Row], *, budget: int, ranks: int, beta: float | None) -> UpdateStats:
+def stats(batch: list[TrainingRow], *, budget: int, ranks: int, beta: float | None) -> UpdateStats:
     """Of an update after which the log-prob of every token is -0.9."""
     world = GatheringWorld(ranks)
     for share in schedule([row.length for row in batch], budget, ranks):

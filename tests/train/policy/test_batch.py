@@ -1,5 +1,7 @@
 """Rows, mini-batches, the schedule of micro-batches and their tensors."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.config import ObjectiveConfig
-from exgrpo.train.policy.batch import IGNORED, Row, build_minibatches, build_rows, collate, schedule
-from exgrpo.train.records import Group, Trajectory
+from exgrpo.train.policy.batch import (
+    IGNORED,
+    TrainingRow,
+    build_minibatches,
+    build_rows,
+    collate,
+    collate_tokens,
+    schedule,
+)
+from exgrpo.train.records import Group, Score, Trajectory
 
 
 def trajectory(length: int, reward: float, first: int = 10) -> Trajectory:
@@ -58,7 +68,7 @@ def test_with_an_entropy_bonus_every_row_stays():
 
 @given(st.integers(1, 9), st.integers(1, 12))
 def test_minibatches_partition_the_groups(count, groups):
-    rows = [[Row(prompt(0), np.array([i], np.int32), np.zeros(1, np.float32), 1.0)] for i in range(groups)]
+    rows = [[TrainingRow(prompt(0), np.array([i], np.int32), np.zeros(1, np.float32), 1.0)] for i in range(groups)]
     parts = build_minibatches(rows, count, np.random.default_rng(0), ObjectiveConfig(), 5)
     sizes = [len(part.rows) for part in parts]
     assert len(parts) == min(count, groups)
@@ -81,8 +91,8 @@ def test_schedule_covers_every_row_once_within_the_budget(lengths, budget, ranks
 
 def test_collated_targets_sit_one_position_before_their_token():
     rows = [
-        Row(np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32), np.array([-1, -2], np.float32), 0.5),
-        Row(np.array([6], np.int32), np.array([7, 8, 9, 10], np.int32), np.full(4, -3, np.float32), -1.0, True),
+        TrainingRow(np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32), np.array([-1, -2], np.float32), 0.5),
+        TrainingRow(np.array([6], np.int32), np.array([7, 8, 9, 10], np.int32), np.full(4, -3, np.float32), -1.0, True),
     ]
     batch = collate(rows, torch.device("cpu"))
     assert batch.tokens.tolist() == [[1, 2, 3, 4], [6, 7, 8, 9]]
@@ -98,11 +108,13 @@ def test_an_empty_microbatch_has_no_target():
     assert (batch.target == IGNORED).all()
 
 
-def test_recomputed_log_probs_make_weights_by_token_and_leave_the_advantage():
-    fresh = tuple(trajectory(n, float(n == 2), first=5 * n) for n in (2, 3))
+def test_log_probs_of_the_engine_make_weights_by_token_and_leave_the_advantage():
+    fresh = tuple(dataclasses.replace(trajectory(n, float(n == 2), first=5 * n), behaviour="engine") for n in (2, 3))
     own = tuple(t.log_prob + np.linspace(-1, 1, len(t.log_prob), dtype=np.float32) for t in fresh)
-    group = Group(0, fresh, trajectory(1, 1.0), recomputed=own)
-    (plain,) = build_rows([Group(0, fresh, group.replayed)], prompt)
+    past = dataclasses.replace(trajectory(1, 1.0), behaviour="engine")
+    group = Group(0, fresh, past, scores=tuple(Score(of_own, np.zeros_like(of_own)) for of_own in own))
+    as_trainers = tuple(dataclasses.replace(t, behaviour="trainer") for t in fresh)
+    (plain,) = build_rows([Group(0, as_trainers, past)], prompt)
     (rows,) = build_rows([group], prompt, mismatch_cap=2.0)
     assert [row.advantage for row in rows] == [row.advantage for row in plain]
     for row, of_own in zip(rows, own, strict=False):
@@ -115,3 +127,20 @@ def test_recomputed_log_probs_make_weights_by_token_and_leave_the_advantage():
     real = batch.target != IGNORED
     torch.testing.assert_close(batch.advantage[real], expected[real].float())
     assert collate(plain, torch.device("cpu")).advantage.shape == (3,)
+
+
+def test_masked_rows_count_and_carry_no_gradient():
+    groups = [Group(q, (trajectory(2, 1.0), trajectory(4, 0.0))) for q in range(2)]
+    objective = ObjectiveConfig(normalize="token", entropy_coef=0.1)
+    rows = build_rows(groups, prompt, trained=lambda group: group.question == 1)
+    (minibatch,) = build_minibatches(rows, 1, np.random.default_rng(0), objective, 50)
+    assert (minibatch.normalizer, minibatch.tokens) == (12, 12)
+    assert list(minibatch.rows) == rows[1]
+
+
+def test_tokens_are_padded_alike_with_and_without_a_loss():
+    rows = [TrainingRow(prompt(0)[:n], np.arange(n, 9, dtype=np.int32), np.zeros(9 - n, np.float32)) for n in (1, 3)]
+    plain, whole = collate_tokens(rows, torch.device("cpu")), collate(rows, torch.device("cpu"))
+    assert torch.equal(plain.tokens, whole.tokens)
+    assert torch.equal(plain.target, whole.target)
+    assert [row.predicting for row in rows] == [slice(0, 8), slice(2, 8)]

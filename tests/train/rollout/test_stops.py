@@ -165,7 +165,7 @@ def test_a_step_trains_on_and_stores_the_stops_tokens_and_grades_the_text_before
     assert all(pieces.scan(response, STRINGS) == len(response) for response in at_stop)
     rows = [row.response.tolist() for minibatch, _ in trainer.policy.updates for row in minibatch.rows]
     assert sorted(rows) == sorted(responses)
-    stored = [t.response.tolist() for question in range(20) for t in trainer.memory.trajectories(question)]
+    stored = [t.response.tolist() for question in range(20) for t in trainer.replay.memory.trajectories(question)]
     assert any(response in stored for response in at_stop)
     assert sorted(graded) == sorted(answer.text for answer in answers)
     for answer in answers:
