@@ -1,5 +1,8 @@
 """What models do with their logits, against their configurations and known maps."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -122,3 +125,20 @@ def test_options_of_the_kernels_are_the_map_and_then_the_temperature():
     capped = options["softcap"] * torch.tanh(logits / options["softcap"])
     torch.testing.assert_close(capped / options["temperature"], logit_map(logits) / 0.7)
     assert LogitMap().options(0.7) == {"temperature": 0.7, "softcap": None}
+
+
+def test_heads_need_torch_alone():
+    """The room lies below the trainer and the drop-ins, and is there without transformers."""
+    program = """
+import sys
+for name in ("numpy", "transformers", "peft", "deepspeed"):
+    sys.modules[name] = None
+import torch
+from exgrpo.heads import forwards, inputs, inside, logit_map
+from exgrpo.integrations import heads
+head = torch.nn.Linear(4, 6)
+inside.open_head(head)
+assert inside.compute(head, torch.zeros(3, 4), lambda head: torch.nn.functional.linear(*head)).shape == (3, 6)
+assert not any(name.startswith(("exgrpo.train", "exgrpo.integrations.t")) for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
