@@ -3,12 +3,16 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from exgrpo.kernels import linear_log_prob
+from exgrpo.heads.inputs import HeadInputs
+from exgrpo.heads.inside import close_head, compute_during, open_head
+from exgrpo.heads.logit_map import LogitMap, measure
+from exgrpo.kernels import LogProb, linear_log_prob
 from exgrpo.kernels.inputs import IGNORED
 
 if TYPE_CHECKING:
@@ -45,7 +49,8 @@ def patch_actor(actor: Any) -> Callable[[], None]:
     ``return_output`` the model's output with ``entropy``, whose ``logits`` are None. Without sample packing, positions
     that the action mask leaves out do not enter the head; their entropies are 0. A call that asks for logits (no
     action mask, no ``return_logprobs``) gets them from OpenRLHF's forward. The head's own weight is used in its own
-    forward, so that DeepSpeed's hooks gather it.
+    forward, so that DeepSpeed's hooks gather it. A softcap or a scale that the model gives its logits is measured here,
+    and the results have it.
 
     Args:
         actor: an ``openrlhf.models.Actor`` of a text model whose head is a plain ``torch.nn.Linear``, before or
@@ -56,15 +61,17 @@ def patch_actor(actor: Any) -> Callable[[], None]:
 
     Raises:
         TypeError: the head is no plain linear layer: one with LoRA, or a quantised one.
-        ValueError: the actor is patched already, or of a vision-language model. In the forward: the model changes the
-            results of its head, by a softcap or a scale.
+        ValueError: the actor is patched already, or of a vision-language model, or its model does more with its logits
+            than a softcap and a scale.
     """
-    head = _plain_head(actor)
-    scored = _ScoredActor(actor, head)
-    actor.forward, head.forward = scored.forward, scored.score
+    model = _text_model(actor)
+    head = _plain_head(model)
+    actor.forward = _ScoredActor(actor, head, measure(model, direct=False)).forward
+    open_head(head)
 
     def undo() -> None:
-        del actor.forward, head.forward
+        del actor.forward
+        close_head(head)
 
     return undo
 
@@ -81,21 +88,11 @@ class _Tokens:
 
 
 class _ScoredActor:
-    """The forwards of an actor and of its head, and between them the labels of the call."""
+    """An actor whose forward has log-probabilities and entropies computed in its head."""
 
-    def __init__(self, actor: Any, head: Any) -> None:
-        self.actor, self.head = actor, head
-        self.actor_forward, self.head_forward = actor.forward, head.forward
-        self.labels: Tensor | None = None
-        self.scores: Tensor | None = None
-
-    def score(self, hidden: Tensor) -> Tensor:
-        """The head's forward: log-probabilities and entropies [..., 2] where there are labels, else logits."""
-        if self.labels is None:
-            return self.head_forward(hidden)
-        options = {"bias": self.head.bias, "temperature": self.actor.temperature}
-        self.scores = torch.stack(linear_log_prob(hidden, self.head.weight, self.labels, **options), dim=-1)
-        return self.scores
+    def __init__(self, actor: Any, head: nn.Module, logit_map: LogitMap) -> None:
+        self.actor, self.head, self.logit_map = actor, head, logit_map
+        self.actor_forward = actor.forward
 
     def forward(
         self,
@@ -126,8 +123,11 @@ class _ScoredActor:
             tokens = _packed(sequences, attention_mask, ring_attn_group)
         else:
             tokens = _padded(sequences, attention_mask, action_mask)
-        output = self._scores(tokens)
-        log_probs, entropy = (tokens.restore(x)[:, :-1] for x in output["logits"].unbind(-1))
+        inputs = {"attention_mask": tokens.attention_mask, "position_ids": tokens.position_ids}
+        output, scores = compute_during(
+            self.head, partial(self._score, tokens.labels), lambda: self.actor.model(tokens.sequences, **inputs)
+        )
+        log_probs, entropy = (tokens.restore(x)[:, :-1] for x in scores)
         output["logits"] = None
         if return_entropy:
             output.entropy = entropy
@@ -135,20 +135,9 @@ class _ScoredActor:
             log_probs = log_probs[:, -action_mask.shape[1] :] * action_mask.float()
         return (log_probs, output) if return_output else log_probs
 
-    def _scores(self, tokens: _Tokens) -> Any:
-        """The model's output, whose logits are the head's scores."""
-        self.labels = tokens.labels
-        try:
-            inputs = {"attention_mask": tokens.attention_mask, "position_ids": tokens.position_ids}
-            output = self.actor.model(tokens.sequences, **inputs)
-            if self.scores is None or output["logits"].data_ptr() != self.scores.data_ptr():
-                raise ValueError(
-                    "actor: its model changes what its head returns (a softcap or a scale of the logits); "
-                    "use OpenRLHF's own forward, or exgrpo.kernels.linear_log_prob with softcap and temperature"
-                )
-        finally:
-            self.labels = self.scores = None
-        return output
+    def _score(self, labels: Tensor, head: HeadInputs) -> LogProb:
+        options = self.logit_map.options(self.actor.temperature)
+        return linear_log_prob(head.hidden, head.weight, labels, bias=head.bias, **options)
 
 
 def _padded(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor | None) -> _Tokens:
@@ -172,13 +161,16 @@ def _packed(sequences: Tensor, attention_mask: Tensor, ring_attn_group: "Process
     return _Tokens(packed, None, position_ids, labels, restore)
 
 
-def _plain_head(actor: Any) -> Any:
-    """The output embedding of the actor's model, which DeepSpeed or PEFT may have wrapped."""
+def _text_model(actor: Any) -> Any:
+    """The actor's model without DeepSpeed's wrapper; one of peft may be around it."""
     if "forward" in vars(actor):
         raise ValueError("actor: its forward is replaced already; call what patch_actor returned to undo that")
     if getattr(actor, "is_vlm", False):
         raise ValueError("actor: expected a text model, got a vision-language model; use OpenRLHF's own forward")
-    model = getattr(actor.model, "module", actor.model)
+    return getattr(actor.model, "module", actor.model)
+
+
+def _plain_head(model: Any) -> nn.Linear:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise TypeError(

@@ -1,8 +1,7 @@
 """Causal LMs of transformers that return log-probabilities and entropies instead of logits."""
 
 import functools
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,12 +10,17 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from exgrpo.integrations.heads import head_inputs, is_partitioned
-from exgrpo.integrations.logit_map import PROBES, LogitMap, fitted, probes
+from exgrpo.heads.forwards import Replacement, replace_forward, with_signature
+from exgrpo.heads.inputs import HeadInputs, is_partitioned
+from exgrpo.heads.inside import close_head, compute_during, is_open, is_outermost, open_head
+from exgrpo.heads.logit_map import LogitMap, measure
 from exgrpo.kernels import LogProb, linear_log_prob
 from exgrpo.kernels.inputs import IGNORED
 
 MARK = "_exgrpo"
+"""Attribute of a patched model."""
+COMPARED = 8
+"""Tokens for which the results are compared with the model's own logits."""
 
 
 @dataclass
@@ -47,32 +51,14 @@ class TokenOutput(ModelOutput):
     aux_loss: Tensor | None = None
 
 
-@dataclass(eq=False)
-class _Patched:
-    """How to undo a patch. Kept on the module, so that a deep copy of the module has its own."""
+@dataclass(frozen=True, eq=False)
+class _PatchedModel:
+    """Kept on the model, so that a deep copy of it has its own."""
 
-    own: Callable[..., Any]
-    """Its forward as it was."""
-    attribute: Callable[..., Any] | None
-    """What the instance had as forward; None: nothing, the class's is its own."""
-    function: Callable[..., Any]
-    """What its forward calls now."""
-
-
-@dataclass(eq=False)
-class _PatchedModel(_Patched):
+    forward: Replacement
     head: nn.Module
-
-
-@dataclass(eq=False)
-class _PatchedHead(_Patched):
-    logits: LogitMap
+    logit_map: LogitMap
     backend: str
-    hook: int
-    """Key of `_take_result` among the head's forward hooks."""
-    request: tuple[Tensor, float | Tensor] | None = None
-    """Target [B, L] and temperature of the labelled forward that is under way."""
-    result: LogProb | None = None
 
 
 def patch_lm_head(model: nn.Module, *, backend: str = "auto") -> nn.Module:
@@ -85,8 +71,8 @@ def patch_lm_head(model: nn.Module, *, backend: str = "auto") -> nn.Module:
 
     The model's own code runs up to the head. What it does with the logits afterwards (a softcap, a scale) is measured
     here, on numbers sent through that code; then the results for a few tokens are compared with the model's own logits.
-    So a model that computes its logits in another way is refused, and no list of architectures is needed. Both take
-    three forwards of a few tokens, collective where the parameters are sharded.
+    So a model that computes its logits in another way is refused, and no list of architectures is needed. This takes
+    two forwards of a few tokens, collective where the parameters are sharded.
 
     Args:
         model: causal LM of transformers, also one with adapters of peft. Patch after adding adapters and
@@ -109,17 +95,17 @@ def patch_lm_head(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         (output.loss - 0.01 * output.entropy.mean()).backward()
     """
     head = _head(model)
-    if hasattr(model, MARK) or hasattr(head, MARK):
+    if hasattr(model, MARK) or is_open(head):
         raise ValueError(f"model: {type(model).__name__} is patched already; unpatch_lm_head undoes it")
     if any(is_partitioned(p) for p in head.parameters()) and not head._forward_pre_hooks:
         raise RuntimeError("model: ZeRO-3 has it partitioned; patch engine.module, after deepspeed.initialize")
-    tokens = torch.arange(PROBES, device=next(model.parameters()).device)[None] % _vocabulary(model)
+    tokens = _compared_tokens(model)
     with _evaluating(model):
         logits = model(input_ids=tokens).logits
-        _install(model, head, _measured(model, head, tokens, logits.shape[-1]), backend)
+        _install(model, head, measure(model, direct=False), backend)
         try:
-            found = model(input_ids=tokens, labels=tokens)
-            _compare(LogProb(found.log_prob, found.entropy), logits, tokens, type(model).__name__)
+            result = model(input_ids=tokens, labels=tokens)
+            _compare(LogProb(result.log_prob, result.entropy), logits, tokens, type(model).__name__)
         except BaseException:
             unpatch_lm_head(model)
             raise
@@ -140,17 +126,13 @@ def unpatch_lm_head(model: nn.Module) -> nn.Module:
     """
     if not hasattr(model, MARK):
         raise ValueError(f"model: {type(model).__name__} is not patched")
-    modules = (model, vars(model)[MARK].head)
-    for module in modules:
-        if getattr(module.forward, "__func__", None) is not vars(module)[MARK].function:
+    patched: _PatchedModel = vars(model)[MARK]
+    for module, outermost in ((model, patched.forward.is_outermost(model)), (patched.head, is_outermost(patched.head))):
+        if not outermost:
             raise ValueError(f"{type(module).__name__}.forward was replaced after patch_lm_head; undo that first")
-    for module in modules:
-        patched = vars(module).pop(MARK)
-        if isinstance(patched, _PatchedHead):
-            del module._forward_hooks[patched.hook]
-        del module.forward
-        if patched.attribute is not None:
-            module.forward = patched.attribute
+    patched.forward.undo(model)
+    del vars(model)[MARK]
+    close_head(patched.head)
     return model
 
 
@@ -167,23 +149,16 @@ def _model_forward(
     if labels is None and shift_labels is None:
         if isinstance(temperature, Tensor) or temperature != 1:
             raise ValueError("temperature: expected with labels only; without them the model's own logits are returned")
-        return patched.own(*args, **kwargs)
+        return patched.forward.own(*args, **kwargs)
     if _head(model) is not patched.head:
         raise RuntimeError("model: its head was replaced after patch_lm_head; unpatch_lm_head, then patch it again")
     if labels is not None and shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     target = cast(Tensor, shift_labels)
-    head: _PatchedHead = vars(patched.head)[MARK]
-    hooks = patched.head._forward_hooks
-    if list(hooks)[-1] != head.hook:  # those of an engine that came after the patch have to see the results first
-        hooks.move_to_end(head.hook)  # type: ignore[attr-defined]
-    head.request = (target, temperature)
-    try:
-        output, result = patched.own(*args, **kwargs), head.result
-    finally:
-        head.request = head.result = None
-    if result is None:
-        raise RuntimeError("model: its forward did not call its head")
+    compute = functools.partial(
+        _log_prob, target=target, options=patched.logit_map.options(temperature), backend=patched.backend
+    )
+    output, result = compute_during(patched.head, compute, lambda: patched.forward.own(*args, **kwargs))
     loss = _own_loss(
         model, result.log_prob, target.to(result.log_prob.device), num_items_in_batch, output.get("aux_loss")
     )
@@ -194,41 +169,15 @@ def _model_forward(
 _PASSED_ON = ("past_key_values", "hidden_states", "attentions", "router_logits", "aux_loss")
 
 
-def _head_forward(head: nn.Module, hidden: Tensor) -> Tensor | LogProb:
-    # The fused call is made within the head's own forward and its results are the head's outputs: there ZeRO-3 and FSDP
-    # gather its parameters, once for the forward and for the backward too.
-    patched: _PatchedHead = vars(head)[MARK]
-    if patched.request is None:
-        return patched.own(hidden)
-    target, temperature = patched.request
-    if target.shape != hidden.shape[:-1]:
-        expected = f"{list(hidden.shape[:-1])}, that of the hidden states"
+def _log_prob(head: HeadInputs, target: Tensor, options: dict[str, Any], backend: str) -> LogProb:
+    if target.shape != head.hidden.shape[:-1]:
+        expected = f"{list(head.hidden.shape[:-1])}, that of the hidden states"
         raise ValueError(
             f"labels: expected shape {expected}, got {list(target.shape)}; instead of logits_to_keep, label what "
             "shall be left out -100: it costs nothing"
         )
-    inputs = head_inputs(head, hidden)
-    return linear_log_prob(
-        inputs.hidden,
-        inputs.weight,
-        target.to(hidden.device),
-        bias=inputs.bias,
-        temperature=temperature * patched.logits.temperature,
-        softcap=patched.logits.softcap,
-        backend=patched.backend,
-    )
-
-
-def _take_result(head: nn.Module, args: tuple[Tensor, ...], output: Tensor | LogProb) -> Tensor | None:
-    """Forward hook: keeps the results as the engines' hooks have left them, and hands on logits without any column.
-
-    So what the model does with its logits costs nothing and meets nothing.
-    """
-    patched: _PatchedHead = vars(head)[MARK]
-    if patched.request is None:
-        return None
-    patched.result = LogProb(*output)
-    return args[0].detach()[..., :0]
+    target = target.to(head.hidden.device)
+    return linear_log_prob(head.hidden, head.weight, target, bias=head.bias, backend=backend, **options)
 
 
 def _own_loss(
@@ -243,16 +192,10 @@ def _own_loss(
     return loss if aux_loss is None else loss + model.router_aux_loss_coef * aux_loss.to(loss.device)
 
 
-def _install(model: nn.Module, head: nn.Module, logits: LogitMap, backend: str) -> None:
-    # The signature is the model's own: generate() and trainers look at it.
-    forward = functools.wraps(type(model).forward)(lambda *args, **kwargs: _model_forward(*args, **kwargs))
-    hook = head.register_forward_hook(_take_result).id
-    for module, function, kind, more in (
-        (head, _head_forward, _PatchedHead, (logits, backend, hook)),
-        (model, forward, _PatchedModel, (head,)),
-    ):
-        vars(module)[MARK] = kind(module.forward, vars(module).get("forward"), function, *more)
-        module.forward = types.MethodType(function, module)
+def _install(model: nn.Module, head: nn.Module, logit_map: LogitMap, backend: str) -> None:
+    forward = replace_forward(model, with_signature(_model_forward, type(model).forward))
+    vars(model)[MARK] = _PatchedModel(forward, head, logit_map, backend)
+    open_head(head)
 
 
 def _head(model: Any) -> nn.Module:
@@ -267,40 +210,17 @@ def _head(model: Any) -> nn.Module:
     return head
 
 
-def _vocabulary(model: Any) -> int:
-    return int(model.config.get_text_config().vocab_size)
+def _compared_tokens(model: Any) -> Tensor:
+    device = next(model.parameters()).device
+    return torch.arange(COMPARED, device=device)[None] % model.config.get_text_config().vocab_size
 
 
-def _measured(model: nn.Module, head: nn.Module, tokens: Tensor, vocabulary: int) -> LogitMap:
-    """What the model does with what its head returns."""
-    sent = probes(vocabulary, tokens.device)
-    attribute, calls = vars(head).get("forward"), 0
-
-    def answer(hidden: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return sent
-
-    head.forward = answer
-    try:
-        received = model(input_ids=tokens).logits
-    finally:
-        del head.forward
-        if attribute is not None:
-            head.forward = attribute
-    found = fitted(sent, received) if calls == 1 else None
-    if found is None:
-        what = "does more with its logits than a softcap and a scale" if calls == 1 else f"calls its head {calls} times"
-        raise ValueError(f"model: {type(model).__name__} {what}; use its logits with exgrpo.kernels.policy_loss")
-    return found
-
-
-def _compare(found: LogProb, logits: Tensor, tokens: Tensor, name: str) -> None:
+def _compare(result: LogProb, logits: Tensor, tokens: Tensor, name: str) -> None:
     """The fused results against the model's own logits, to what rounding to its dtype explains."""
     exact = logits[0, :-1].double().log_softmax(-1)
     log_prob = exact.gather(-1, tokens[0, 1:, None]).squeeze(-1)
     entropy = -(exact.exp() * exact).sum(-1)
-    pairs = zip(found, (log_prob, entropy), strict=True)
+    pairs = zip(result, (log_prob, entropy), strict=True)
     error = max(float((ours[0, :-1].double() - own).abs().max()) for ours, own in pairs)
     # At least 2^-13 a number: matrix products of a GPU may take float32 as TF32.
     allowed = 4 * max(torch.finfo(logits.dtype).eps, 2**-13) * (1 + float(logits.abs().max()))

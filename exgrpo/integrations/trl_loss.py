@@ -7,16 +7,19 @@ passes over the head instead of four.
 B rows, C completion tokens.
 """
 
-import functools
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from exgrpo.integrations.heads import head_inputs
+from exgrpo.heads.forwards import Replacement, replace_forward, with_signature
+from exgrpo.heads.inputs import HeadInputs
+from exgrpo.heads.inside import compute, open_head
+from exgrpo.heads.logit_map import LogitMap, measure
 from exgrpo.kernels import LogProb, PolicyLoss, linear_log_prob, linear_policy_loss
 
 if TYPE_CHECKING:
@@ -53,28 +56,18 @@ class Objective(NamedTuple):
     beta: float | None = None
 
 
-class Scale(NamedTuple):
-    """How a model and a trainer scale logits: `tanh` cap (or None), then the temperature."""
+MARK = "_exgrpo_trl"
+"""Attribute of a model that :func:`use_kernels` has changed."""
 
+
+@dataclass(eq=False)
+class _FusedModel:
+    """Kept on the model, so that a deep copy of it has its own."""
+
+    forward: Replacement
+    logit_map: LogitMap
     temperature: float
-    softcap: float | None
-
-
-def logit_scale(config: Any, temperature: float) -> Scale:
-    """The cap and temperature that act on `hidden @ weight.T` of a model as its own factors and TRL's temperature do.
-
-    A factor s before a cap c is a cap of c / s and a temperature that is s times smaller.
-    """
-    divisor = getattr(config, "logits_scaling", None)  # Granite divides by it, HyperCLOVA X multiplies
-    if divisor is not None and config.model_type != "hyperclovax":
-        divisor = 1 / divisor
-    names = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-    factors = [getattr(config, name, None) for name in names]
-    factor = next((value for value in (*factors, divisor) if value is not None), 1.0)
-    if factor <= 0:
-        raise ValueError(f"model.config: its logits are scaled by {factor}; the fused head needs a factor above 0")
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return Scale(temperature / factor, None if softcap is None else softcap / factor)
+    fp32_head: bool
 
 
 def use_kernels(model: "PreTrainedModel", *, temperature: float, fp32_head: bool = False) -> None:
@@ -87,51 +80,35 @@ def use_kernels(model: "PreTrainedModel", *, temperature: float, fp32_head: bool
         model: causal LM of transformers that has TRL's fused head, not wrapped.
         temperature: of the policy.
         fp32_head: multiply in fp32, outside autocast.
+
+    Raises:
+        ValueError: the model's code does more between its decoder and its logits than its head, a softcap and a scale.
     """
-    model.fused_scale = logit_scale(model.config.get_text_config(), temperature)
-    _let_head_call(model.get_output_embeddings())
-    plain = model.forward
-
-    # `generate` looks for its arguments in the signature.
-    @functools.wraps(type(model).forward)
-    def forward(self: "PreTrainedModel", *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not fused_lm_head:
-            return plain(*args, **kwargs)
-        return _fused_forward(self, self.fused_scale, fp32_head, *args, **kwargs)
-
-    model.forward = types.MethodType(forward, model)
+    logit_map = measure(model, direct=True)
+    forward = replace_forward(model, with_signature(_model_forward, type(model).forward))
+    vars(model)[MARK] = _FusedModel(forward, logit_map, temperature, fp32_head)
+    open_head(model.get_output_embeddings())
 
 
 @contextmanager
 def at_temperature(model: "PreTrainedModel", temperature: float) -> Iterator[None]:
     """Within it a model that `use_kernels` has changed computes at this temperature instead of its own."""
-    own = model.fused_scale
-    model.fused_scale = logit_scale(model.config.get_text_config(), temperature)
+    fused: _FusedModel = vars(model)[MARK]
+    own, fused.temperature = fused.temperature, temperature
     try:
         yield
     finally:
-        model.fused_scale = own
+        fused.temperature = own
 
 
-def _let_head_call(head: Any) -> None:
-    """Give the head's forward an argument `fused`: what to call with (hidden, weight, bias) instead of multiplying.
-
-    Engines that shard parameters gather a module's own around its forward, so the kernel must run inside it.
-    """
-    plain = head.forward
-
-    def forward(
-        self: nn.Linear, hidden: Tensor, *, fused: Callable[[Tensor, Tensor, Tensor | None], Any] | None = None
-    ) -> Any:
-        return plain(hidden) if fused is None else fused(*head_inputs(self, hidden))
-
-    head.forward = types.MethodType(forward, head)
+def _model_forward(model: "PreTrainedModel", *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    fused: _FusedModel = vars(model)[MARK]
+    return _fused_forward(model, fused, *args, **kwargs) if fused_lm_head else fused.forward.own(*args, **kwargs)
 
 
 def _fused_forward(
     model: "PreTrainedModel",
-    scale: Scale,
-    fp32_head: bool,
+    fused: _FusedModel,
     *args: Any,
     labels: Tensor,
     objective: Objective | None = None,
@@ -149,25 +126,24 @@ def _fused_forward(
     aux_loss = None
     if kwargs.get("output_router_logits"):
         aux_loss = _load_balancing_loss(outputs.router_logits, config, kwargs.get("attention_mask"))
-    with torch.autocast(hidden.device.type, enabled=False) if fp32_head else nullcontext():
+    options = fused.logit_map.options(fused.temperature)
+    with torch.autocast(hidden.device.type, enabled=False) if fused.fp32_head else nullcontext():
         hidden = hidden if torch.is_autocast_enabled(hidden.device.type) else hidden.to(head.weight.dtype)
         if objective is None:
-            result = head(hidden, fused=functools.partial(_log_prob, target=target, scale=scale))
-            return FusedCausalLMOutput(log_probs=result.log_prob, entropy=result.entropy, aux_loss=aux_loss)
+            scores = compute(head, hidden, partial(_log_prob, target=target, options=options))
+            return FusedCausalLMOutput(log_probs=scores.log_prob, entropy=scores.entropy, aux_loss=aux_loss)
         tokens = objective.mask.shape[1]
-        fused = functools.partial(_policy_loss, target=target[:, -tokens:], scale=scale, objective=objective)
-        result = head(hidden[:, -tokens:], fused=fused)
+        policy_loss = partial(_policy_loss, target=target[:, -tokens:], objective=objective, options=options)
+        result = compute(head, hidden[:, -tokens:], policy_loss)
     return FusedCausalLMOutput(loss=result.loss, log_probs=result.log_prob, entropy=result.entropy, aux_loss=aux_loss)
 
 
-def _log_prob(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, target: Tensor, scale: Scale) -> LogProb:
-    return linear_log_prob(hidden, weight, target, bias=bias, **scale._asdict())
+def _log_prob(head: HeadInputs, target: Tensor, options: dict[str, Any]) -> LogProb:
+    return linear_log_prob(head.hidden, head.weight, target, bias=head.bias, **options)
 
 
-def _policy_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, target: Tensor, scale: Scale, objective: Objective
-) -> PolicyLoss:
-    return linear_policy_loss(hidden, weight, target, bias=bias, **objective._asdict(), **scale._asdict())
+def _policy_loss(head: HeadInputs, target: Tensor, objective: Objective, options: dict[str, Any]) -> PolicyLoss:
+    return linear_policy_loss(head.hidden, head.weight, target, bias=head.bias, **objective._asdict(), **options)
 
 
 def _load_balancing_loss(router_logits: Any, config: Any, attention_mask: Tensor | None) -> Tensor:
@@ -199,7 +175,7 @@ class FusedLossMixin(GRPOTrainer):
     Arguments, metrics and checkpoints are those of GRPOTrainer.
 
     Raises:
-        ValueError: the model's logits are scaled by a factor that is not above 0.
+        ValueError: the model's code does more between its decoder and its logits than its head, a softcap and a scale.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,11 +1,11 @@
 import pytest
-import torch
 
 
-@pytest.fixture
-def one_thread():
-    """Tiny models are faster so."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """Folder of the tiny model that trainers of TRL start from."""
+    from .trl_trainers import save_model
+
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder)
+    return folder

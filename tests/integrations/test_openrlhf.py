@@ -156,14 +156,36 @@ def test_it_has_the_actors_signature(openrlhf):
     assert list(inspect.signature(actor.forward).parameters) == theirs
 
 
-def test_a_model_that_changes_its_logits_is_refused(openrlhf):
-    actor = make_actor(openrlhf, "Gemma2", head_dim=8, final_logit_softcapping=5.0)
-    sequences, attention_mask, action_mask = rollouts()
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 5.0}),
+        ("Cohere", {"logit_scale": 0.3}),
+        ("Granite", {"logits_scaling": 4.0}),
+    ],
+)
+def test_a_softcap_and_a_scale_are_those_of_the_model(openrlhf, name, config):
+    actor = make_actor(openrlhf, name, initializer_range=0.3, **config)
+    batch, upstream = rollouts(), tuple(torch.randn(2, 3, 6))
+    expected = learn(actor, *batch, upstream)
     patch_actor(actor)
-    with pytest.raises(ValueError, match="softcap or a scale.*OpenRLHF's own forward"):
-        actor(sequences, action_mask, attention_mask=attention_mask)
-    logits = actor(sequences, attention_mask=attention_mask, return_output=True).logits
-    assert logits.shape == (3, 13, 211)
+    torch.testing.assert_close(learn(actor, *batch, upstream), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_does_more_with_its_logits_is_refused(openrlhf):
+    actor = make_actor(openrlhf)
+    own = actor.model.forward
+
+    def forward(*args, **kwargs):
+        output = own(*args, **kwargs)
+        output["logits"] = output["logits"] + 1
+        return output
+
+    actor.model.forward = forward
+    with pytest.raises(ValueError, match="more with its logits than a softcap and a scale"):
+        patch_actor(actor)
+    sequences, attention_mask, _ = rollouts()
+    assert actor(sequences, attention_mask=attention_mask, return_output=True).logits.shape == (3, 13, 211)
 
 
 def test_a_head_with_lora_is_refused_and_one_below_it_is_right(openrlhf):

@@ -8,7 +8,6 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from exgrpo.integrations.logit_map import LogitMap, fitted, probes  # noqa: E402
 from exgrpo.integrations.transformers import MARK, patch_lm_head, unpatch_lm_head  # noqa: E402
 
 from . import tiny  # noqa: E402
@@ -51,47 +50,6 @@ def test_an_architecture_gives_what_its_own_logits_give(name):
     torch.testing.assert_close(found.loss.double(), loss.double(), rtol=1e-6, atol=1e-6)  # theirs: always in float32
     ours = gradients(model, found.loss + (upstream[0] * found.log_prob + upstream[1] * found.entropy).sum())
     torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("gemma2", LogitMap(1.0, 3.0)),
-        ("cohere", LogitMap(1 / 0.3)),
-        ("granite", LogitMap(4.0)),
-        ("falcon_h1", LogitMap(2.0)),
-        ("nanochat", LogitMap(1.0, 15.0)),
-        ("mamba", LogitMap()),
-    ],
-)
-def test_scale_and_softcap_are_found_to_the_last_digit(name, expected):
-    model = patch_lm_head(tiny.model(name))
-    found = vars(model.get_output_embeddings())[MARK].logits
-    assert found == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_map_is_found_or_refused(dtype):
-    sent = probes(5, torch.device("cpu"))
-    for known in (LogitMap(), LogitMap(0.3), LogitMap(4.0, 30.0), LogitMap(0.25, 3.0)):
-        found = fitted(sent, known(sent.to(dtype)))
-        precision = {"rel": 1e-6 if dtype == torch.float32 else 1e-11}
-        assert found.temperature == pytest.approx(known.temperature, **precision)
-        assert (found.softcap or 0) == pytest.approx(known.softcap or 0, **precision)
-    raised = sent.clone()
-    raised[..., 3] += 0.01
-    masked = sent.masked_fill(torch.arange(5) == 2, -torch.inf)
-    for unknown in (
-        sent + 1,
-        -sent,
-        sent.tanh() * 2 + sent,
-        sent.clamp(-30, 30),
-        sent * 0,
-        raised,
-        masked,
-        sent[..., :4],
-    ):
-        assert fitted(sent, unknown.to(dtype)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

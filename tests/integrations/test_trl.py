@@ -1,63 +1,33 @@
-"""The loss and ExGRPO in TRL, against TRL's own trainer and float64 on full logits.
-
-Tolerances. In fp32 a result may be off by what TRL's own fp32 result is off, doubled for another order of summation,
-and by one part in a million of its size, where TRL's happens to be nearly exact.
-"""
+"""ExGRPO in TRL, on written answers: what is replayed, the loss of mixed batches, checkpoints and refusals."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,<2'", exc_type=ImportError)
 
 from datasets import IterableDataset
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    GraniteConfig,
-    PhiConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
-from trl.trainer.utils import add_fused_lm_head
 
 from exgrpo.integrations import trl_loss
-from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer, FusedLossMixin
-from exgrpo.integrations.trl_loss import use_kernels
+from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
 from tests.integrations.trl_trainers import (
+    ACCUMULATION,
     COMPLETION,
     WrittenAnswers,
     grpo,
     options,
+    outcome,
     questions,
     reward,
-    save_model,
     tokenizer,
 )
 
-ROWS, PROMPT = 8, 5
-ACCUMULATION = 2
-
-
-class FusedTrainer(FusedLossMixin, GRPOTrainer):
-    """TRL's trainer with our loss."""
-
-
-class FullLogitsTrainer(GRPOTrainer):
-    """TRL's trainer on log-probs from full logits, in the model's dtype."""
-
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **_: Any
-    ) -> tuple[Tensor, Tensor, None]:
-        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
-        log_probs = (logits / self.temperature).log_softmax(-1)
-        own = log_probs.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0]
-        return own, -(log_probs.exp() * log_probs).sum(-1), None
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class WrittenExGRPO(ExGRPOTrainer, WrittenAnswers):
@@ -69,200 +39,6 @@ class WrittenExGRPO(ExGRPOTrainer, WrittenAnswers):
         output = super()._generate_and_score_completions(inputs)
         self.outputs = [*getattr(self, "outputs", []), {**output, "stored": dict(self._stored)}]
         return output
-
-
-class Outcome(NamedTuple):
-    loss: Tensor
-    gradient: Tensor
-    metrics: dict[str, float]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder)
-    return folder
-
-
-def batch(*, old: bool = True) -> dict[str, Tensor]:
-    """A micro-batch as TRL prepares it: prompts padded on the left, completions on the right."""
-    draw = torch.Generator().manual_seed(1)
-    prompt_ids = torch.randint(3, 290, (ROWS, PROMPT), generator=draw)
-    completion_ids = torch.randint(3, 290, (ROWS, COMPLETION), generator=draw)
-    lengths = torch.tensor([COMPLETION, 1, 4, 7, 3, COMPLETION, 2, 5])
-    inputs = {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": (torch.arange(PROMPT) >= torch.arange(ROWS)[:, None] % 4).long(),
-        "completion_ids": completion_ids,
-        "completion_mask": (torch.arange(COMPLETION) < lengths[:, None]).long(),
-        "advantages": torch.tensor([0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5]),
-        "num_items_in_batch": torch.tensor(77),
-        "ref_per_token_logps": -5.5 + torch.randn(ROWS, COMPLETION, generator=draw),
-        "importance_sampling_ratio": 0.5 + torch.rand(ROWS, COMPLETION, generator=draw),
-        "tool_mask": (torch.rand(ROWS, COMPLETION, generator=draw) < 0.8).long(),
-    }
-    return {**inputs, "old_per_token_logps": torch.empty(0)} if old else inputs
-
-
-def outcome(trainer: GRPOTrainer, inputs: dict[str, Tensor]) -> Outcome:
-    trainer.model.train()
-    trainer.model.zero_grad()
-    trainer.current_gradient_accumulation_steps = ACCUMULATION
-    loss = trainer._compute_loss(trainer.model, inputs)
-    loss.backward()
-    gradient = torch.cat([parameter.grad.double().flatten() for parameter in trainer.model.parameters()])
-    metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
-    return Outcome(loss.detach().double(), gradient, metrics)
-
-
-def three_outcomes(
-    folder: Path, model: Path, inputs: dict[str, Tensor], *, vllm: bool = False, **changes: Any
-) -> tuple[Outcome, Outcome, Outcome]:
-    """Ours, TRL's, and TRL's formula in float64 on full logits."""
-    changes = {"gradient_accumulation_steps": ACCUMULATION, **changes}
-    trainers = [grpo(kind, folder, model, **changes) for kind in (FusedTrainer, GRPOTrainer, FullLogitsTrainer)]
-    exact = trainers[-1]
-    exact.model.double()
-    if "old_per_token_logps" in inputs:
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        with torch.no_grad():
-            now, _, _ = exact._get_per_token_logps_and_entropies(exact.model, ids, mask, COMPLETION)
-        noise = torch.randn(now.shape, generator=torch.Generator().manual_seed(2))
-        inputs = {**inputs, "old_per_token_logps": (now + 0.3 * noise).float()}
-    for trainer in trainers:
-        trainer.use_vllm = vllm
-    ours, trl = (outcome(trainer, inputs) for trainer in trainers[:2])
-    wide = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
-    return ours, trl, outcome(exact, wide)
-
-
-def assert_as_exact(ours: Outcome, trl: Outcome, exact: Outcome) -> None:
-    assert_near_exact(ours, trl, exact)
-    assert ours.metrics.keys() == trl.metrics.keys()
-    for name, value in trl.metrics.items():
-        assert ours.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-
-
-def assert_near_exact(ours: Outcome, trl: Outcome, exact: Outcome) -> None:
-    for name in ("loss", "gradient"):
-        right = getattr(exact, name)
-        error, of_trl = ((getattr(one, name) - right).norm() for one in (ours, trl))
-        assert error <= 2 * of_trl + 1e-6 * right.norm(), (name, error, of_trl, right.norm())
-    assert exact.gradient.norm() > 0
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.02])
-@pytest.mark.parametrize("old", [True, False])
-def test_loss_is_that_of_trl(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path, loss_type: str, entropy_coef: float, old: bool
-) -> None:
-    # Where the policy of before is known one kernel forms the loss, and nothing is computed twice.
-    monkeypatch.setattr(trl_loss, "linear_log_prob" if old else "linear_policy_loss", None)
-    inputs = batch(old=old)
-    del inputs["tool_mask"]
-    outcomes = three_outcomes(
-        tmp_path, model, inputs, loss_type=loss_type, entropy_coef=entropy_coef, epsilon=0.1, epsilon_high=0.3
-    )
-    assert_as_exact(*outcomes)
-    if old:
-        assert 0 < outcomes[0].metrics["clip_ratio/region_mean"] < 1
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"temperature": 0.7, "steps_per_generation": 4},
-        {"vllm": True, "loss_type": "grpo"},
-        {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 3.0},
-        {"loss_type": "cispo", "epsilon_high": 2.0},
-        {"loss_type": "sapo"},
-        {"loss_type": "vespo"},
-        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-        {"beta": 0.1},
-        {"delta": 1.5},
-        {"top_entropy_quantile": 0.5, "entropy_coef": 0.02},
-        {"off_policy_mask_threshold": 0.01},
-    ],
-    ids=str,
-)
-def test_every_objective_of_trl(tmp_path: Path, model: Path, changes: dict[str, Any]) -> None:
-    assert_as_exact(*three_outcomes(tmp_path, model, batch(), **changes))
-
-
-@pytest.mark.parametrize("changes", [{"bf16": True}, {"bf16": True, "cast_lm_head_to_fp32": True}], ids=str)
-def test_mixed_precision_is_as_near_as_that_of_trl(tmp_path: Path, model: Path, changes: dict[str, Any]) -> None:
-    assert_near_exact(*three_outcomes(tmp_path, model, batch(), entropy_coef=0.01, **changes))
-
-
-def test_a_row_that_is_masked_whole(tmp_path: Path, model: Path) -> None:
-    inputs = batch()
-    inputs["completion_mask"][0] = 0
-    assert_as_exact(*three_outcomes(tmp_path, model, inputs, loss_type="grpo", entropy_coef=0.01))
-
-
-SMALL = {
-    "vocab_size": 120,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
-HEADS = {
-    "softcap": Gemma2Config(**SMALL, final_logit_softcapping=2.0),
-    "scaled": CohereConfig(**SMALL, logit_scale=0.5),
-    "divided": GraniteConfig(**SMALL, logits_scaling=3.0),
-    "bias": PhiConfig(**SMALL),
-    "experts": Qwen3MoeConfig(
-        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, output_router_logits=True
-    ),
-}
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_heads(head: str) -> None:
-    torch.manual_seed(0)
-    tokens = torch.randint(1, 120, (2, 7))
-    ours, trl = (AutoModelForCausalLM.from_config(HEADS[head]) for _ in range(2))
-    ours.load_state_dict(trl.state_dict())
-    for model in (ours, trl):
-        add_fused_lm_head(model, temperature=0.8, outputs=("log_probs", "entropy"))
-    use_kernels(ours, temperature=0.8)
-    results = [
-        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens, fused_lm_head=True)
-        for model in (ours, trl)
-    ]
-    for name in ("log_probs", "entropy", "aux_loss"):
-        torch.testing.assert_close(getattr(results[0], name), getattr(results[1], name), rtol=1e-5, atol=1e-5)
-    plain = ours(input_ids=tokens).logits.shape
-    assert plain == (2, 7, 120)
-
-
-def test_load_balancing_loss(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(**{**HEADS["experts"].to_dict(), "vocab_size": len(tokenizer())})
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    inputs = {**batch(), "old_per_token_logps": torch.full((ROWS, COMPLETION), -5.7)}
-    ours, trl = (
-        outcome(grpo(kind, tmp_path, tmp_path / "model", router_aux_loss_coef=0.5), inputs)
-        for kind in (FusedTrainer, GRPOTrainer)
-    )
-    torch.testing.assert_close(ours.loss, trl.loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(ours.gradient, trl.gradient, rtol=1e-4, atol=1e-6)
-    assert ours.metrics["aux_loss"] == pytest.approx(trl.metrics["aux_loss"])
 
 
 def exgrpo(folder: Path, model: Path, kind: type[ExGRPOTrainer] = WrittenExGRPO, **changes: Any) -> ExGRPOTrainer:

@@ -3,10 +3,11 @@
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
@@ -14,6 +15,7 @@ from exgrpo.train.data.arithmetic import MODEL_FOLDER
 
 QUESTIONS = 12
 COMPLETION = 9  # tokens at most
+ACCUMULATION = 2
 
 
 @lru_cache
@@ -87,3 +89,20 @@ class WrittenAnswers(GRPOTrainer):
             length = int(torch.randint(2, COMPLETION, (1,), generator=draw))
             answers.append([*torch.randint(3, 290, (length,), generator=draw).tolist(), tokenizer().eos_token_id])
         return answers, self.log_prob and [[self.log_prob] * len(answer) for answer in answers]
+
+
+class Outcome(NamedTuple):
+    loss: Tensor
+    gradient: Tensor
+    metrics: dict[str, float]
+
+
+def outcome(trainer: GRPOTrainer, inputs: dict[str, Tensor]) -> Outcome:
+    trainer.model.train()
+    trainer.model.zero_grad()
+    trainer.current_gradient_accumulation_steps = ACCUMULATION
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    gradient = torch.cat([parameter.grad.double().flatten() for parameter in trainer.model.parameters()])
+    metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
+    return Outcome(loss.detach().double(), gradient, metrics)

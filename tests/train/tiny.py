@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.policy.batch import MiniBatch, build_minibatches, build_rows
@@ -18,9 +18,13 @@ STEPS = 3
 LEARNING_RATE = 1e-3
 
 
-def save_model(folder: Path, *, tied: bool, heads: int = 4, head_width: int | None = None) -> None:
+def save_model(
+    folder: Path, *, tied: bool, heads: int = 4, head_width: int | None = None, logits_scaling: float | None = None
+) -> None:
+    """A Llama, or, where the logits are divided by a number, a Granite."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    kind, more = (LlamaConfig, {}) if logits_scaling is None else (GraniteConfig, {"logits_scaling": logits_scaling})
+    config = kind(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
@@ -33,8 +37,9 @@ def save_model(folder: Path, *, tied: bool, heads: int = 4, head_width: int | No
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
+        **more,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def prompt(question: int) -> TokenIds:

@@ -1,13 +1,14 @@
 """A causal LM whose head computes log-probs and the loss without any logits."""
 
-import types
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from exgrpo.heads.inputs import HeadInputs
+from exgrpo.heads.inside import compute, open_head
+from exgrpo.heads.logit_map import measure
 from exgrpo.kernels import LogProb, PolicyLoss, linear_log_prob, linear_policy_loss
 from exgrpo.train.policy.batch import MicroBatch
 
@@ -26,52 +27,55 @@ class LossTerms:
 class PolicyModel(nn.Module):
     """A Hugging Face causal LM that returns per-token results instead of logits.
 
+    Its probabilities are those of the model's own logits, with the model's own scale and softcap.
+
     Args:
-        model: any causal LM with `get_decoder()` and an output embedding.
+        model: causal LM with `get_decoder()` and an output embedding; its parameters may be partitioned by ZeRO-3.
         backend: backend of exgrpo.kernels.
+
+    Raises:
+        ValueError: the model's code does more between its decoder and its logits than its head, a softcap and a scale.
     """
 
     def __init__(self, model: PreTrainedModel, backend: str = "auto") -> None:
         super().__init__()
         self.model = model
-        self.softcap = getattr(model.config, "final_logit_softcapping", None)
-        head = model.get_output_embeddings()
+        self.backend = backend
+        self.logit_map = measure(model, direct=True)
         # ZeRO-3 gathers a module's parameters around its own forward, so the fused call must happen inside it.
-        head.forward = types.MethodType(partial(_fused_head, softcap=self.softcap, backend=backend), head)
+        open_head(model.get_output_embeddings())
 
     def forward(self, batch: MicroBatch, terms: float | LossTerms) -> LogProb | PolicyLoss:
         """Log-probs and entropies [B, L] of the targets at a temperature; of `LossTerms`, the loss and its parts."""
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=batch.tokens, use_cache=False).last_hidden_state
-        return self.model.get_output_embeddings()(hidden, batch, terms)
+        if isinstance(terms, LossTerms):
+            return compute(self.model.get_output_embeddings(), hidden, partial(self._loss, batch, terms))
+        return compute(self.model.get_output_embeddings(), hidden, partial(self._log_prob, batch, terms))
 
-
-def _fused_head(
-    head: nn.Linear,
-    hidden: torch.Tensor,
-    batch: MicroBatch,
-    terms: float | LossTerms,
-    *,
-    softcap: float | None,
-    backend: str,
-) -> LogProb | PolicyLoss:
-    if not isinstance(terms, LossTerms):
+    def _log_prob(self, batch: MicroBatch, temperature: float, head: HeadInputs) -> LogProb:
         return linear_log_prob(
-            hidden, head.weight, batch.target, bias=head.bias, temperature=terms, softcap=softcap, backend=backend
+            head.hidden,
+            head.weight,
+            batch.target,
+            bias=head.bias,
+            backend=self.backend,
+            **self.logit_map.options(temperature),
         )
-    return linear_policy_loss(
-        hidden,
-        head.weight,
-        batch.target,
-        batch.old_log_prob,
-        batch.advantage,
-        replayed=batch.replayed,
-        clip=terms.clip,
-        beta=terms.beta,
-        entropy_coef=terms.entropy_coef,
-        normalizer=terms.normalizer,
-        bias=head.bias,
-        temperature=terms.temperature,
-        softcap=softcap,
-        backend=backend,
-    )
+
+    def _loss(self, batch: MicroBatch, terms: LossTerms, head: HeadInputs) -> PolicyLoss:
+        return linear_policy_loss(
+            head.hidden,
+            head.weight,
+            batch.target,
+            batch.old_log_prob,
+            batch.advantage,
+            replayed=batch.replayed,
+            clip=terms.clip,
+            beta=terms.beta,
+            entropy_coef=terms.entropy_coef,
+            normalizer=terms.normalizer,
+            bias=head.bias,
+            backend=self.backend,
+            **self.logit_map.options(terms.temperature),
+        )

@@ -27,6 +27,7 @@ CASES = {
     # Three steps in all: from 0 to the peak in one, then down to half of it.
     "schedule": {"model": "tied", "objective": {}, "schedule": "linear", "warmup_steps": 1, "rates": (0, 1, 0.5)},
     "temperature": {"model": "tied", "objective": {"entropy_coef": 0.01}, "temperature": 0.6},
+    "scaled logits": {"model": "granite", "objective": {"entropy_coef": 0.01}, "temperature": 0.6},
     "poison": {"model": "tied", "objective": {}, "poison": True},
     "bf16": {"model": "tied", "objective": {}, "dtype": "bf16"},
 }
@@ -37,6 +38,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     for tied in (True, False):
         tiny.save_model(root / ("tied" if tied else "untied"), tied=tied)
+    tiny.save_model(root / "granite", tied=True, head_width=8, logits_scaling=2.0)
     return root
 
 

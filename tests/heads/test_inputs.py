@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exgrpo.integrations.heads import head_inputs, vocab_shard
+from exgrpo.heads.inputs import head_inputs, vocab_shard
 from exgrpo.kernels import linear_log_prob, linear_policy_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def peft_model(**options):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    from . import tiny
+    from tests.integrations import tiny
 
     assert transformers
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 12, "init_lora_weights": False, **options})
@@ -96,7 +96,7 @@ def test_other_adapters_are_refused():
     with pytest.raises(ValueError, match="Dora.*no plain LoRA; leave lm_head out"):
         head_inputs(model.get_output_embeddings(), torch.zeros(3, 32).double())
     peft = pytest.importorskip("peft")
-    from . import tiny
+    from tests.integrations import tiny
 
     other = peft.get_peft_model(tiny.model("llama"), peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]))
     with pytest.raises(ValueError, match="no plain LoRA"):
@@ -106,8 +106,7 @@ def test_other_adapters_are_refused():
 def test_adapters_added_after_the_patch_are_noticed():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     from exgrpo.integrations.transformers import patch_lm_head
-
-    from . import tiny
+    from tests.integrations import tiny
 
     model = peft.get_peft_model(patch_lm_head(tiny.model("llama")), peft.LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(RuntimeError, match="head was replaced after patch_lm_head"):
@@ -185,8 +184,15 @@ def test_plain_tensors_are_no_shards():
 def test_the_example_of_the_documentation_runs():
     import doctest
 
-    from exgrpo.integrations import heads
+    from exgrpo.heads import inputs
 
-    failed, run = doctest.testmod(heads, extraglobs={"torch": torch, "linear_log_prob": linear_log_prob})
+    failed, run = doctest.testmod(inputs, extraglobs={"torch": torch, "linear_log_prob": linear_log_prob})
     assert not failed
     assert run
+
+
+def test_the_public_module_has_the_same_functions():
+    from exgrpo.integrations import heads
+
+    assert heads.head_inputs is head_inputs
+    assert heads.vocab_shard is vocab_shard

@@ -1,0 +1,144 @@
+"""What models do with their logits, against their configurations and known maps."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from exgrpo.heads.logit_map import LogitMap, fitted, measure, probes
+from tests.integrations import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MAPS = {
+    "gemma2": LogitMap(1.0, 3.0),
+    "cohere": LogitMap(1 / 0.3),
+    "granite": LogitMap(4.0),
+    "falcon_h1": LogitMap(2.0),
+    "nanochat": LogitMap(1.0, 15.0),
+    "mamba": LogitMap(),
+    "llama": LogitMap(),
+    "mixtral": LogitMap(),
+    "gpt2": LogitMap(),
+    "opt": LogitMap(),
+}
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_scale_and_softcap_are_found_to_the_last_digit(name, direct):
+    assert measure(tiny.model(name), direct=direct) == MAPS[name]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "granite", "llama"])
+def test_no_weight_is_needed(name):
+    """Parameters are on the meta device, or empty as ZeRO-3 leaves them."""
+    assert measure(tiny.model(name).to("meta"), direct=True) == MAPS[name]
+    empty = tiny.model(name)
+    for parameter in empty.parameters():
+        parameter.data = torch.empty(0)
+    assert measure(empty, direct=True) == MAPS[name]
+
+
+def test_the_model_is_left_as_it_was():
+    model, batch = tiny.model("gemma2"), tiny.batch()
+    logits = model(batch["input_ids"]).logits
+    measure(model, direct=True)
+    assert torch.equal(model(batch["input_ids"]).logits, logits)
+    assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
+
+
+def test_hidden_states_that_change_before_the_head_are_refused_where_they_are_not_seen():
+    model = tiny.model("minicpm3")  # which divides them
+    assert measure(model, direct=False) == LogitMap()
+    with pytest.raises(ValueError, match="MiniCPM3ForCausalLM changes its hidden states between its decoder and its"):
+        measure(model, direct=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda logits: logits + 1, "LlamaForCausalLM does more with its logits"),
+        (lambda logits: -logits, "does more with its logits"),
+        (lambda logits: logits[:, -1:], "does more with its logits"),
+        (lambda logits: logits.mul_(2), None),
+    ],
+    ids=["moved", "negative", "last", "in place"],
+)
+def test_another_map_is_refused(change, message):
+    model = tiny.model("llama")
+    own = model.forward
+
+    def forward(*args, **kwargs):
+        output = own(*args, **kwargs)
+        output.logits = change(output.logits)
+        return output
+
+    model.forward = forward
+    if message is None:
+        assert measure(model, direct=True) == LogitMap(0.5)
+    else:
+        with pytest.raises(ValueError, match=message):
+            measure(model, direct=True)
+    assert model.forward is forward
+
+
+def test_a_head_that_is_called_twice_is_refused():
+    model = tiny.model("llama")
+    own = model.forward
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs) and own(*args, **kwargs)
+    with pytest.raises(ValueError, match="calls its head 2 times"):
+        measure(model, direct=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_map_is_found_or_refused(dtype):
+    sent = probes(5, torch.device("cpu"))
+    for known in (LogitMap(), LogitMap(0.3), LogitMap(4.0, 30.0), LogitMap(0.25, 3.0)):
+        found = fitted(sent, known(sent.to(dtype)))
+        precision = {"rel": 1e-6 if dtype == torch.float32 else 1e-11}
+        assert found.temperature == pytest.approx(known.temperature, **precision)
+        assert (found.softcap or 0) == pytest.approx(known.softcap or 0, **precision)
+    raised = sent.clone()
+    raised[..., 3] += 0.01
+    masked = sent.masked_fill(torch.arange(5) == 2, -torch.inf)
+    for unknown in (
+        sent + 1,
+        -sent,
+        sent.tanh() * 2 + sent,
+        sent.clamp(-30, 30),
+        sent * 0,
+        raised,
+        masked,
+        sent[..., :4],
+    ):
+        assert fitted(sent, unknown.to(dtype)) is None
+
+
+def test_options_of_the_kernels_are_the_map_and_then_the_temperature():
+    logits = torch.linspace(-9, 9, 7, dtype=torch.float64)
+    logit_map = LogitMap(0.25, 3.0)
+    options = logit_map.options(0.7)
+    capped = options["softcap"] * torch.tanh(logits / options["softcap"])
+    torch.testing.assert_close(capped / options["temperature"], logit_map(logits) / 0.7)
+    assert LogitMap().options(0.7) == {"temperature": 0.7, "softcap": None}
+
+
+def test_heads_need_torch_alone():
+    """The room lies below the trainer and the drop-ins, and is there without transformers."""
+    program = """
+import sys
+for name in ("numpy", "transformers", "peft", "deepspeed"):
+    sys.modules[name] = None
+import torch
+from exgrpo.heads import forwards, inputs, inside, logit_map
+from exgrpo.integrations import heads
+head = torch.nn.Linear(4, 6)
+inside.open_head(head)
+assert inside.compute(head, torch.zeros(3, 4), lambda head: torch.nn.functional.linear(*head)).shape == (3, 6)
+assert not any(name.startswith(("exgrpo.train", "exgrpo.integrations.t")) for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)

@@ -1,0 +1,113 @@
+"""PolicyModel against the model's own logits, also of models that scale or cap them.
+
+Tolerance: twice what plain torch in float32 on the model's own logits is off, and one part in a million, for
+another order of summation.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from exgrpo.train.policy import model as policy_model
+from exgrpo.train.policy.batch import MicroBatch
+from exgrpo.train.policy.model import LossTerms, PolicyModel
+from tests.integrations import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODELS = ["granite", "cohere", "gemma2", "llama"]  # divided, multiplied, capped, none of these
+CLIP, BETA, COEF, NORMALIZER = (0.2, 0.2), 0.1, 0.02, 13.0
+
+
+def micro_batch(model, temperature):
+    """Two rows, the second one replayed; the old log-probs are near the model's, on both sides of the clip range."""
+    inputs = tiny.batch()
+    target = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+    batch = MicroBatch(
+        inputs["input_ids"], target, torch.zeros(0), torch.tensor([0.7, -0.4]), torch.tensor([False, True])
+    )
+    log_prob = own_scores(model, batch, temperature)[0].detach()
+    noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(3))
+    old = ((log_prob + 0.3 * noise) * (target >= 0)).float()
+    return MicroBatch(batch.tokens, target, old, batch.advantage, batch.replayed)
+
+
+def own_scores(model, batch, temperature):
+    """Log-probs and entropies from the model's own logits, [B, L] in the model's dtype."""
+    log_probs = (model(batch.tokens).logits / temperature).log_softmax(-1)
+    active = batch.target >= 0
+    own = log_probs.gather(-1, batch.target.clamp(min=0)[..., None])[..., 0]
+    return own * active, -(log_probs.exp() * log_probs).sum(-1) * active
+
+
+def own_loss(model, batch, temperature):
+    """The paper's objective, written out."""
+    log_prob, entropy = own_scores(model, batch, temperature)
+    active = (batch.target >= 0).to(log_prob.dtype)
+    ratio = torch.exp(log_prob - batch.old_log_prob.to(log_prob.dtype))
+    advantage = batch.advantage.to(log_prob.dtype)[:, None]
+    clipped = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP[0], 1 + CLIP[1]) * advantage)
+    surrogate = torch.where(batch.replayed[:, None], ratio / (ratio + BETA) * advantage, clipped)
+    return -((surrogate + COEF * entropy) * active).sum() / NORMALIZER
+
+
+def gradient(model):
+    return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()])
+
+
+def assert_as_near(found, plain, exact):
+    error, of_plain = ((value.double() - exact).norm() for value in (found, plain))
+    assert exact.norm() > 0
+    assert error <= 2 * of_plain + 1e-6 * exact.norm(), (error, of_plain, exact.norm())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_and_loss_are_those_of_the_models_own_logits(name, temperature):
+    plain = tiny.model(name)
+    model, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    batch = micro_batch(exact, temperature)
+    policy = PolicyModel(model)
+
+    scores = policy(batch, temperature)
+    for values in zip(
+        scores, own_scores(plain, batch, temperature), own_scores(exact, batch, temperature), strict=True
+    ):
+        assert_as_near(*values)
+
+    result = policy(batch, LossTerms(CLIP, BETA, COEF, NORMALIZER, temperature))
+    losses = [own_loss(one, batch, temperature) for one in (plain, exact)]
+    assert_as_near(result.loss, *losses)
+    assert 0 < result.clipped.sum() < (batch.target >= 0).sum()
+    for loss in (result.loss, *losses):
+        loss.backward()
+    assert_as_near(*(gradient(one) for one in (model, plain, exact)))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_plain_model_gives_the_kernels_its_own_weight_and_the_bare_temperature(monkeypatch, temperature):
+    model, calls = tiny.model("llama"), []
+    policy, batch = PolicyModel(model, "torch"), micro_batch(tiny.model("llama"), temperature)
+    for name in ("linear_log_prob", "linear_policy_loss"):
+        own = getattr(policy_model, name)
+        monkeypatch.setattr(
+            policy_model, name, lambda *args, own=own, **options: calls.append((args, options)) or own(*args, **options)
+        )
+    policy(batch, temperature)
+    policy(batch, LossTerms(CLIP, BETA, COEF, NORMALIZER, temperature))
+    for args, options in calls:
+        assert args[1] is model.lm_head.weight
+        assert args[2] is batch.target
+        assert (options["temperature"], options["softcap"], options["bias"]) == (temperature, None, None)
+        assert options["backend"] == "torch"
+    assert len(calls) == 2
+
+
+def test_a_model_that_does_more_is_refused():
+    with pytest.raises(ValueError, match="MiniCPM3ForCausalLM changes its hidden states between its decoder and its"):
+        PolicyModel(tiny.model("minicpm3"))
+    shifted = tiny.model("llama")
+    shifted.lm_head.register_forward_hook(lambda head, args, logits: logits + torch.arange(logits.shape[-1]))
+    with pytest.raises(ValueError, match="LlamaForCausalLM does more with its logits than a softcap and a scale"):
+        PolicyModel(shifted)
