@@ -9,7 +9,7 @@
 - ``reference``: full logits and plain autograd. The oracle; only on request, since its memory is [T, V].
 
 The argument ``backend`` decides; where it is ``"auto"``, the environment variable EXGRPO_BACKEND does, and else a table
-by architecture, dtype and size, `choice`. EXGRPO_DEBUG=1 has each kind of call say what it took.
+by architecture, dtype and size, `backend_choice`. EXGRPO_DEBUG=1 has each kind of call say what it took.
 """
 
 import os
@@ -21,9 +21,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from exgrpo.kernels import choice, debug, extension
+from exgrpo.kernels import backend_choice, debug, extension
 from exgrpo.kernels.chunks.head import ChunkedHead
-from exgrpo.kernels.chunks.operations import RowOperations
+from exgrpo.kernels.chunks.passes import Passes
 
 ENVIRONMENT = "EXGRPO_BACKEND"
 AUTO, REFERENCE = "auto", "reference"
@@ -32,7 +32,7 @@ AUTO, REFERENCE = "auto", "reference"
 class Backend(Protocol):
     """What a backend provides; a module of plain functions is one. All inputs are checked already."""
 
-    def rows_of(self, head: ChunkedHead) -> RowOperations:
+    def passes_of(self, head: ChunkedHead) -> Passes:
         """The passes over the logits of a head."""
 
     def token_objective(
@@ -120,7 +120,7 @@ def requested_for_tokens(device: torch.device) -> str:
 
 def automatic(device: torch.device, operand: torch.dtype, logits: int) -> str:
     """What ``auto`` is for operands of a dtype on a device, and so many logits."""
-    able = (name for name in choice.order(device, operand, logits) if not unavailable(name, device))
+    able = (name for name in backend_choice.order(device, operand, logits) if not unavailable(name, device))
     return next(able, "torch")
 
 
@@ -133,6 +133,6 @@ def take(
     """
     taken = automatic(device, operand, tokens * vocabulary) if name == AUTO else name
     if debug.wanted():
-        size = choice.size_class(tokens * vocabulary)
+        size = backend_choice.size_class(tokens * vocabulary)
         debug.say(f"{operation}, {size}, {operand} on {device.type}: {taken} ({name} requested)")
     return load(taken)

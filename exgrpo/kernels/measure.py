@@ -2,7 +2,7 @@
 
     python -m exgrpo.kernels.measure --output FILE
 
-EXGRPO_BACKEND_TABLE=FILE has it used; its sections may also replace those of choice.toml. Training never runs this.
+EXGRPO_BACKEND_TABLE=FILE has it used; its sections may also replace the shipped ones. Training never runs this.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from exgrpo.kernels import choice, dispatch
+from exgrpo.kernels import backend_choice, dispatch
 from exgrpo.kernels.tables import DTYPES, architecture
 from exgrpo.kernels.workload import Clock, Sections, Shape, make_workload, off, origin, seconds_of, shape_of, text
 
@@ -67,7 +67,7 @@ def tabulate(dtypes: Sequence[str], shapes: Sequence[Shape], device: torch.devic
         of_class: dict[str, dict[Shape, dict[str, float]]] = {}
         for shape in shapes:
             times = measure(shape, dtype, device, clock)
-            of_class.setdefault(choice.size_class(shape.tokens * shape.vocabulary), {})[shape] = times
+            of_class.setdefault(backend_choice.size_class(shape.tokens * shape.vocabulary), {})[shape] = times
             print(f"{dtype} {shape}: {', '.join(f'{k} {v * 1e3:.2f} ms' for k, v in times.items())}", flush=True)
         for size, measured in of_class.items():
             sections[name, dtype, size] = section(measured)

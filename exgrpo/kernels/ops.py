@@ -119,8 +119,8 @@ def _linear_log_prob(
     """Log-probability and entropy [T], and the statistics [4, T] of the backward."""
     head = _head(hidden, weight, bias, target, temperature, softcap, operand, shard, group)
     with _plain(hidden):
-        rows_of = _of_head("linear_log_prob", head, backend).rows_of
-        result, saved = log_prob_walks.log_prob_forward(head, rows_of)
+        passes_of = _of_head("linear_log_prob", head, backend).passes_of
+        result, saved = log_prob_walks.log_prob_forward(head, passes_of)
     return result.log_prob, result.entropy, saved
 
 
@@ -150,9 +150,9 @@ def _linear_log_prob_backward(
     """The needed ones of the gradients of hidden, weight and bias."""
     head = _head(hidden, weight, bias, target, temperature, softcap, operand, shard, group)
     with _plain(hidden):
-        rows_of = _of_head("linear_log_prob", head, backend).rows_of
+        passes_of = _of_head("linear_log_prob", head, backend).passes_of
         upstream = (grad_log_prob, grad_entropy)
-        gradients = log_prob_walks.log_prob_backward(head, saved, *upstream, Needed(*needed), rows_of)
+        gradients = log_prob_walks.log_prob_backward(head, saved, *upstream, Needed(*needed), passes_of)
     return _wanted(gradients, (hidden, weight, bias))
 
 
@@ -214,8 +214,8 @@ def _linear_policy_loss(
     pair = None if clip is None else (clip[0], clip[1])
     terms = PolicyTerms(old_log_prob, advantage, replayed, pair, beta, entropy_coef, normalizer)
     with _plain(hidden):
-        rows_of = _of_head("linear_policy_loss", head, backend).rows_of
-        loss, per_token, gradients = policy_loss_walk.policy_loss_forward(head, terms, Needed(*needed), rows_of)
+        passes_of = _of_head("linear_policy_loss", head, backend).passes_of
+        loss, per_token, gradients = policy_loss_walk.policy_loss_forward(head, terms, Needed(*needed), passes_of)
     of_hidden, of_weight, of_bias = (
         loss.new_empty(0) if gradient is None or tensor is None else gradient.to(_held_dtype(tensor))
         for gradient, tensor in zip(gradients, (hidden, weight, bias), strict=True)

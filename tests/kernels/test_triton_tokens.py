@@ -22,7 +22,7 @@ import triton.language as tl
 from exgrpo.kernels import reference
 from exgrpo.kernels.chunks.softmax import PolicyRows, Sums, Upstream, finished, row_factors
 from exgrpo.kernels.objective import MAX_LOG_RATIO, policy_objective
-from exgrpo.kernels.triton_chunks import tokens
+from exgrpo.kernels.triton_chunks import triton_tokens
 from exgrpo.kernels.triton_chunks.token_kernels import expm1, log1p
 
 from .conftest import DEVICE
@@ -106,7 +106,7 @@ def statistics(gap, rest, moment):
 @pytest.mark.parametrize("rows", [0, 1, 127, 128, 300])
 def test_statistics(rows, dtype, device):
     sums = make_sums(rows, dtype, device)
-    found = tokens.finish(*sums)
+    found = triton_tokens.finish(*sums)
     assert all(values.dtype == dtype for values in found)
     for ours, true in zip(found, statistics(*sums)[:3], strict=True):
         torch.testing.assert_close(ours.double(), true, **tolerance(dtype))
@@ -116,7 +116,7 @@ def test_a_certain_target_keeps_its_digits(dtype, device):
     """log p_y = -log1p(S) and H = log1p(S) - M / (1 + S) to a few ulps, however small S is."""
     rest = torch.logspace(-30, 0, 61, dtype=torch.float64).to(dtype).to(device)
     moment = -8 * rest
-    mean, log_prob, entropy = tokens.finish(torch.zeros_like(rest), rest, moment)
+    mean, log_prob, entropy = triton_tokens.finish(torch.zeros_like(rest), rest, moment)
     s, m = rest.double(), moment.double()
     for ours, true in ((mean, m / (1 + s)), (log_prob, -s.log1p()), (entropy, s.log1p() - m / (1 + s))):
         torch.testing.assert_close(ours.double(), true, rtol=8 * torch.finfo(dtype).eps, atol=0)
@@ -125,7 +125,7 @@ def test_a_certain_target_keeps_its_digits(dtype, device):
 def test_an_impossible_target(dtype, device):
     """A logit of -inf: the probability is 0, the entropy that of the other words."""
     gap, rest, moment = torch.tensor([[-math.inf], [2.0], [-1.0]], dtype=dtype, device=device)
-    mean, log_prob, entropy = tokens.finish(gap, rest, moment)
+    mean, log_prob, entropy = triton_tokens.finish(gap, rest, moment)
     assert log_prob.item() == -math.inf
     assert mean.item() == -0.5
     assert entropy.item() == pytest.approx(math.log(2) + 0.5)
@@ -193,7 +193,7 @@ def test_policy_rows(variant, dtype, device):
     terms["normalizer"] = terms["normalizer"].to(device)
     if terms["temperature"]:
         terms["temperature"] = (0.5 + torch.rand(200)).to(dtype).to(device)
-    found = tokens.policy_rows(*sums, old, advantage, replayed, **terms)
+    found = triton_tokens.policy_rows(*sums, old, advantage, replayed, **terms)
     exact = oracle_rows(sums, old, advantage, replayed, **terms)
     assert exact.clipped.any() == (terms["clip"] is not None)
     for ours, true in zip(found, exact, strict=True):
@@ -204,7 +204,7 @@ def test_policy_rows(variant, dtype, device):
 @pytest.mark.parametrize("rows", [0, 1, 129])
 def test_any_number_of_rows(rows, dtype, device):
     sums, old, advantage, replayed = make_rows(rows, dtype, device)
-    found = tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
+    found = triton_tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
     exact = oracle_rows(sums, old, advantage, replayed, **ROWS)
     for ours, true in zip(found, exact, strict=True):
         torch.testing.assert_close(ours.double(), true, **tolerance(dtype))
@@ -216,7 +216,7 @@ def test_ratios_out_of_bounds(dtype, device):
     old = torch.tensor([-25.0, -math.inf, -math.inf, -25.0], dtype=dtype, device=device)
     advantage = torch.tensor([-1.0, -1.0, 1.0, 2.0], dtype=dtype, device=device)
     replayed = torch.tensor([False, False, True, True], device=device)
-    found = tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
+    found = triton_tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
     exact = oracle_rows(sums, old, advantage, replayed, **ROWS)
     assert found.coefficient[:3].tolist() == [0, 0, 0]
     for ours, true in zip(found, exact, strict=True):
@@ -226,8 +226,8 @@ def test_ratios_out_of_bounds(dtype, device):
 
 def test_the_policy_itself_has_ratio_one(dtype, device):
     sums, _, advantage, _ = make_rows(64, dtype, device)
-    old = tokens.finish(*sums)[1]
-    found = tokens.policy_rows(*sums, old, advantage, None, **ROWS)
+    old = triton_tokens.finish(*sums)[1]
+    found = triton_tokens.policy_rows(*sums, old, advantage, None, **ROWS)
     assert (found.ratio == 1).all()
     assert not found.clipped.any()
     assert torch.equal(found.value, advantage)
@@ -236,7 +236,7 @@ def test_the_policy_itself_has_ratio_one(dtype, device):
 def test_a_broken_row_shows_and_stays_alone(dtype, device):
     sums, old, advantage, replayed = make_rows(5, dtype, device)
     sums[1][2] = math.nan
-    found = tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
+    found = triton_tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
     assert found.log_prob[2].isnan()
     assert found.value[2].isnan()
     assert torch.stack(found)[:, [0, 1, 3, 4]].isfinite().all()
@@ -245,10 +245,10 @@ def test_a_broken_row_shows_and_stays_alone(dtype, device):
 def test_rows_repeat_to_the_bit_from_any_strides_and_dtypes(device):
     sums, old, advantage, replayed = make_rows(150, torch.float32, device)
     old, advantage = old.bfloat16(), advantage.double()
-    first = tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
+    first = triton_tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
     apart = [torch.stack((x, x), dim=1)[:, 0] for x in (*sums, old.float(), advantage.float(), replayed)]
-    assert_same_bits(first, tokens.policy_rows(*sums, old, advantage, replayed, **ROWS))
-    assert_same_bits(first, tokens.policy_rows(*apart, **ROWS))
+    assert_same_bits(first, triton_tokens.policy_rows(*sums, old, advantage, replayed, **ROWS))
+    assert_same_bits(first, triton_tokens.policy_rows(*apart, **ROWS))
 
 
 # ---- tokens whose log-probability is known
@@ -279,7 +279,7 @@ class Objective(NamedTuple):
 
 
 def objective_of(*args, **kwargs):
-    sums, per_token, coefficient = tokens.token_objective(*args, **kwargs)
+    sums, per_token, coefficient = triton_tokens.token_objective(*args, **kwargs)
     return Objective(*per_token, coefficient, *sums)
 
 

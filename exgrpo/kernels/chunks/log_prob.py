@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels.chunks.head import ChunkedHead, GradientSums
-from exgrpo.kernels.chunks.operations import RowOperations
+from exgrpo.kernels.chunks.passes import Passes
 from exgrpo.kernels.chunks.softmax import Statistics, Upstream, row_factors
 from exgrpo.kernels.inputs import Gradients, Head, Needed
 from exgrpo.kernels.results import LogProb
 
 
-def log_prob_forward(head: Head, operations: Callable[[ChunkedHead], RowOperations]) -> tuple[LogProb, Tensor]:
+def log_prob_forward(head: Head, operations: Callable[[ChunkedHead], Passes]) -> tuple[LogProb, Tensor]:
     """Log-probability and entropy of each token [T], and the statistics [4, T] that the backward wants saved."""
     walk = ChunkedHead(head)
     passes = operations(walk)
@@ -31,7 +31,7 @@ def log_prob_backward(
     grad_log_prob: Tensor | None,
     grad_entropy: Tensor | None,
     needed: Needed,
-    operations: Callable[[ChunkedHead], RowOperations],
+    operations: Callable[[ChunkedHead], Passes],
 ) -> Gradients:
     """Gradients from those of the two outputs [T]; None stands for zero. Tokens without gradient are skipped."""
     upstream = Upstream(torch.zeros_like(saved[0]) if grad_log_prob is None else grad_log_prob, grad_entropy)

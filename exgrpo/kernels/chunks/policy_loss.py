@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, GradientSums, packing, positions
-from exgrpo.kernels.chunks.operations import RowOperations
+from exgrpo.kernels.chunks.passes import Passes
 from exgrpo.kernels.chunks.softmax import (
     Factors,
     PolicyRows,
@@ -24,7 +24,7 @@ from exgrpo.kernels.inputs import Gradients, Head, Needed, PolicyTerms
 
 
 def policy_loss_forward(
-    head: Head, terms: PolicyTerms, needed: Needed, operations: Callable[[ChunkedHead], RowOperations]
+    head: Head, terms: PolicyTerms, needed: Needed, operations: Callable[[ChunkedHead], Passes]
 ) -> tuple[Tensor, Tensor, Gradients]:
     """The loss, log-probability, entropy, ratio and clipped [4, T], and the gradients."""
     everywhere = bool(terms.entropy_coef)
@@ -60,7 +60,7 @@ def _tokens(walk: ChunkedHead, terms: PolicyTerms) -> PolicyTokens:
 
 
 def _add_gradients(
-    gradients: GradientSums, passes: RowOperations, chunk: Chunk, sums: Sums, rows: PolicyRows, upstream: Upstream
+    gradients: GradientSums, passes: Passes, chunk: Chunk, sums: Sums, rows: PolicyRows, upstream: Upstream
 ) -> None:
     """Adds those tokens of a chunk that have a gradient: not the clipped ones, where the backend takes them out."""
     statistics = Statistics(sums.anchor, sums.gap, sums.rest, rows.mean)

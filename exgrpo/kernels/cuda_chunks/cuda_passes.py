@@ -10,11 +10,11 @@ from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, PolicyTokens, Sta
 from exgrpo.kernels.cuda_chunks.binding import Call, Output, RowsArguments, load
 from exgrpo.kernels.inputs import PolicyTerms
 from exgrpo.kernels.triton_chunks.launch import Plan
-from exgrpo.kernels.triton_chunks.rows import TritonRows, padded
-from exgrpo.kernels.triton_chunks.tokens import ratio_bounds
+from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses, padded
+from exgrpo.kernels.triton_chunks.triton_tokens import ratio_bounds
 
 
-class CudaRows(TritonRows):
+class CudaPasses(TritonPasses):
     """F with the first reading of the raw products, whatever the head.
 
     Where F needs the row's coefficient, for an entropy's gradient or a cap's slope, the kernel is launched by `policy`,
@@ -29,7 +29,7 @@ class CudaRows(TritonRows):
         self._formed: Tensor | None = None
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
-        """See `RowOperations`."""
+        """See `Passes`."""
         self._deferred = self._formed = None
         if not self._held:
             return super().sums(chunk, gradient_follows=gradient_follows, with_entropy=with_entropy)
@@ -50,7 +50,7 @@ class CudaRows(TritonRows):
         return sums
 
     def policy(self, sums: Sums, chunk: Chunk, own: PolicyTokens, terms: PolicyTerms, normalizer: Tensor) -> PolicyRows:
-        """See `RowOperations`."""
+        """See `Passes`."""
         if self._deferred is None:
             return super().policy(sums, chunk, own, terms, normalizer)
         rows = PolicyRows(*sums.gap.new_empty(len(PolicyRows._fields), sums.gap.numel()))
@@ -60,12 +60,12 @@ class CudaRows(TritonRows):
         return rows
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
-        """See `RowOperations`."""
+        """See `Passes`."""
         self._deferred = self._formed = None
         super().recall(chunk, statistics)
 
     def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
-        """See `RowOperations`."""
+        """See `Passes`."""
         return super().gradient(chunk, statistics, factors) if self._formed is None else self._formed
 
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from exgrpo.kernels.chunks import softmax
 from exgrpo.kernels.chunks.softmax import PolicyRows, PolicyTokens, Statistics, Sums, Upstream
 from exgrpo.kernels.cuda_chunks.binding import Output
-from exgrpo.kernels.cuda_chunks.rows import rows_call, set_output, set_policy
+from exgrpo.kernels.cuda_chunks.cuda_passes import rows_call, set_output, set_policy
 from exgrpo.kernels.inputs import PolicyTerms
 
 from .cuda_support import INTERPRETING, ON_GPU, emulate_rows, emulated_plan

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels.cuda_chunks.binding import PRODUCT_CAPABILITIES, Call, ProductArguments
-from exgrpo.kernels.triton_chunks.anchored import Listed, Product
+from exgrpo.kernels.triton_chunks.fused_product import FusedProduct, Listed
 from exgrpo.kernels.triton_chunks.launch import Tile
-from exgrpo.kernels.triton_chunks.rows import FusedRows
+from exgrpo.kernels.triton_chunks.triton_fused import FusedTritonPasses
 
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 128, 64
 """Those of csrc/cuda/product.h; the Triton kernels that redo a few rows add to the sums of the same column tiles."""
 
 
-class CudaProduct(Product):
+class FusedCudaProduct(FusedProduct):
     """bfloat16 operands that a tensor map describes, without a cap; anything else takes the Triton kernels.
 
     The rows that are done again do, too: there are few of them, or none.
@@ -29,7 +29,7 @@ class CudaProduct(Product):
     def exponentials(
         self, target: Tensor, anchor: Tensor, temperature: Tensor | None, out: Tensor | None, listed: Listed | None
     ) -> None:
-        """See `Product`."""
+        """See `FusedProduct`."""
         described = self.describable(out) and (out is None or out.dtype == torch.bfloat16)
         if self._chosen and described and listed is None and self.weight.numel():
             call = product_call(self.hidden, self.weight, self.bias, target, anchor, temperature, out, self.partial)
@@ -38,10 +38,10 @@ class CudaProduct(Product):
             super().exponentials(target, anchor, temperature, out, listed)
 
 
-class CudaFusedRows(FusedRows):
-    """`FusedRows` around this product."""
+class FusedCudaPasses(FusedTritonPasses):
+    """`FusedTritonPasses` around this product."""
 
-    product = CudaProduct
+    product = FusedCudaProduct
 
 
 def product_call(

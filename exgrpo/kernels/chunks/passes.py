@@ -38,7 +38,7 @@ class TokenKernels(Protocol):
         """`softmax.policy_rows`."""
 
 
-class RowOperations(Protocol):
+class Passes(Protocol):
     """The passes over a chunk's logits [rows, V], made anew for every call.
 
     A chunk is begun by `sums` or `recall`; what they keep of its logits is their own affair. `select` may follow, and
@@ -82,14 +82,14 @@ class ByTokenKernels:
     head: "ChunkedHead"
 
     def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
-        """See `RowOperations`."""
+        """See `Passes`."""
         mean, log_prob, entropy = self.tokens.finish(sums.gap, sums.rest, sums.moment)
         return Statistics(sums.anchor, sums.gap, sums.rest, mean), LogProb(log_prob, entropy)
 
     def policy(
         self, sums: Sums, chunk: "Chunk", own: PolicyTokens, terms: "PolicyTerms", normalizer: Tensor
     ) -> PolicyRows:
-        """See `RowOperations`."""
+        """See `Passes`."""
         return self.tokens.policy_rows(
             *sums[1:],
             *own,

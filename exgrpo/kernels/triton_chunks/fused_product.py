@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from exgrpo.kernels.chunks.softmax import Sums
-from exgrpo.kernels.triton_chunks.anchored_kernels import anchored_kernel, largest_kernel, target_logit_kernel
+from exgrpo.kernels.triton_chunks.fused_kernels import exponentials_kernel, largest_kernel, target_logit_kernel
 from exgrpo.kernels.triton_chunks.launch import Tile, architecture
 from exgrpo.kernels.vocab_parallel import VocabShard
 
@@ -30,7 +30,7 @@ ALIGNMENT = 16
 """Bytes that have to divide a matrix's address and its row stride for a tensor descriptor."""
 
 
-def anchored_exponentials(
+def fused_sums(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -40,7 +40,7 @@ def anchored_exponentials(
     shard: VocabShard,
     tile: Tile,
     out: Tensor | None,
-    product: "type[Product] | None" = None,
+    product: "type[FusedProduct] | None" = None,
 ) -> Sums:
     """Writes the exponentials of a head's shifted logits, and returns their sums.
 
@@ -64,7 +64,7 @@ def anchored_exponentials(
     if not rows:
         empty = torch.empty(0, dtype=torch.float32, device=hidden.device)
         return Sums(empty, empty, empty, empty)
-    made = (product or Product)(hidden, weight, bias, softcap, tile)
+    made = (product or FusedProduct)(hidden, weight, bias, softcap, tile)
     at_target = made.target_logits(target)
     (at_target,) = shard.largest_of(at_target)
     made.exponentials(target, at_target, temperature, out, None)
@@ -123,7 +123,7 @@ class Listed(NamedTuple):
         return cls(torch.searchsorted(found, number), found)
 
 
-class Product:
+class FusedProduct:
     """hidden @ weight.T in tiles, and what the tiles leave behind for each of their rows."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, tile: Tile) -> None:
@@ -168,7 +168,7 @@ class Product:
             if out is not None:
                 written = TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // parts])
         self._launch(
-            anchored_kernel,
+            exponentials_kernel,
             tile,
             hidden,
             weight,

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels.cuda_chunks.binding import PRODUCT_CAPABILITIES
-from exgrpo.kernels.cuda_chunks.product import TILE_COLUMNS, product_call
+from exgrpo.kernels.cuda_chunks.cuda_fused import TILE_COLUMNS, product_call
 
 from .cuda_support import INTERPRETING, ON_GPU, emulate_product
 
