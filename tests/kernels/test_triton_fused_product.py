@@ -11,7 +11,7 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
 
 from exgrpo.kernels.chunks.softmax import Sums
 from exgrpo.kernels.triton_chunks import fused_product
-from exgrpo.kernels.triton_chunks.fused_product import fused_sums
+from exgrpo.kernels.triton_chunks.fused_product import FusedProduct, Operands, fused_sums
 from exgrpo.kernels.triton_chunks.launch import Tile
 from exgrpo.kernels.vocab_parallel import VocabShard
 
@@ -31,8 +31,8 @@ def inputs(case):
 
 
 def run(hidden, weight, bias, target, *, temperature=None, softcap=None, shard=None, tile=TILE, out=None) -> Sums:
-    shard = shard or VocabShard.whole(weight.shape[0])
-    return fused_sums(hidden, weight, bias, target, temperature, softcap, shard, tile, out)
+    product = FusedProduct(Operands(hidden, weight, bias), softcap, tile)
+    return fused_sums(product, target, temperature, shard or VocabShard.whole(weight.shape[0]), out)
 
 
 def oracle(anchor, hidden, weight, bias, target, *, temperature=None, softcap=None):

@@ -1,48 +1,23 @@
-"""What a backend does with the rows of a chunk; everything else about a chunk is the same for all of them."""
+"""What a backend does with the logits of a chunk; everything else about a chunk is the same for all backends."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from exgrpo.kernels.chunks.products import Products
-from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, PolicyTokens, Statistics, Sums
+from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
+from exgrpo.kernels.inputs import PolicyTokens
 from exgrpo.kernels.results import LogProb
 
 if TYPE_CHECKING:
     from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
-    from exgrpo.kernels.inputs import PolicyTerms
-
-
-class TokenKernels(Protocol):
-    """One kernel for each of the formulas of `softmax`; a module of plain functions is one."""
-
-    def finish(self, gap: Tensor, rest: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """U, log p_y and H [rows]: `softmax.finished`."""
-
-    def policy_rows(
-        self,
-        gap: Tensor,
-        rest: Tensor,
-        moment: Tensor,
-        old_log_prob: Tensor,
-        advantage: Tensor,
-        replayed: Tensor | None,
-        *,
-        clip: tuple[float, float] | None,
-        beta: float | None,
-        entropy_coef: float,
-        normalizer: Tensor,
-        temperature: Tensor | None,
-        softcapped: bool,
-    ) -> PolicyRows:
-        """`softmax.policy_rows`."""
 
 
 class Passes(Protocol):
-    """The passes over a chunk's logits [rows, V], made anew for every call.
+    """The passes over a chunk's logits [rows, V]; each call makes them anew.
 
-    A chunk is begun by `sums` or `recall`; what they keep of its logits is their own affair. `select` may follow, and
-    `gradient` comes last.
+    `sums` or `recall` begins a chunk and keeps what it needs of the logits; `select` may follow; `gradient` is last.
     """
 
     compacts: bool
@@ -60,10 +35,8 @@ class Passes(Protocol):
     def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
         """Statistics, log-probabilities and entropies."""
 
-    def policy(
-        self, sums: Sums, chunk: "Chunk", own: PolicyTokens, terms: "PolicyTerms", normalizer: Tensor
-    ) -> PolicyRows:
-        """The objective of the chunk's tokens, ``own``, and the factors of its gradient."""
+    def policy(self, sums: Sums, chunk: "Chunk", tokens: PolicyTokens, terms: RowTerms) -> PolicyRows:
+        """The objective of the chunk's ``tokens``, and the factors of its gradient."""
 
     def recall(self, chunk: "Chunk", statistics: Statistics) -> None:
         """Begin a chunk whose statistics are known: only `gradient` follows."""
@@ -75,28 +48,29 @@ class Passes(Protocol):
         """F [rows, V]: the gradient of the raw products is r[:, None] * F."""
 
 
-class ByTokenKernels:
-    """What is done with tokens whose sums are known, for those operations that have kernels for it."""
+PassesOf = Callable[["ChunkedHead"], Passes]
+"""Makes the passes for a head."""
 
-    tokens: TokenKernels
-    head: "ChunkedHead"
+
+class Formulas(Protocol):
+    """The formulas of `softmax` for rows whose sums are known; a module of plain functions is one."""
+
+    def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
+        """See `softmax.finished`."""
+
+    def policy_rows(self, sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None) -> PolicyRows:
+        """See `softmax.policy_rows`."""
+
+
+class ByFormulas:
+    """The passes that read no logits, by a backend's formulas."""
+
+    formulas: Formulas
 
     def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
         """See `Passes`."""
-        mean, log_prob, entropy = self.tokens.finish(sums.gap, sums.rest, sums.moment)
-        return Statistics(sums.anchor, sums.gap, sums.rest, mean), LogProb(log_prob, entropy)
+        return self.formulas.finished(sums)
 
-    def policy(
-        self, sums: Sums, chunk: "Chunk", own: PolicyTokens, terms: "PolicyTerms", normalizer: Tensor
-    ) -> PolicyRows:
+    def policy(self, sums: Sums, chunk: "Chunk", tokens: PolicyTokens, terms: RowTerms) -> PolicyRows:
         """See `Passes`."""
-        return self.tokens.policy_rows(
-            *sums[1:],
-            *own,
-            clip=terms.clip,
-            beta=terms.beta,
-            entropy_coef=terms.entropy_coef,
-            normalizer=normalizer,
-            temperature=chunk.temperature,
-            softcapped=self.head.options.softcap is not None,
-        )
+        return self.formulas.policy_rows(sums, tokens, terms, chunk.temperature)

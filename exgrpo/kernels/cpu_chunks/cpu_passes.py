@@ -3,17 +3,16 @@
 from torch import Tensor
 
 from exgrpo.kernels.chunks.head import Chunk
-from exgrpo.kernels.chunks.passes import ByTokenKernels
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
 from exgrpo.kernels.cpu_chunks import cpu_tokens
 from exgrpo.kernels.extension import OPERATORS
 from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 
 
-class CpuPasses(ByTokenKernels, TorchPasses):
+class CpuPasses(TorchPasses):
     """All that is done with a row is done while it is in cache; what no gradient follows is not written back."""
 
-    tokens = cpu_tokens
+    formulas = cpu_tokens
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
         """See `Passes`."""

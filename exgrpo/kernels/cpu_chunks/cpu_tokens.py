@@ -3,73 +3,48 @@
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.chunks.softmax import PolicyRows
+from exgrpo.kernels.chunks.softmax import PolicyRows, RowTerms, Statistics, Sums
 from exgrpo.kernels.extension import OPERATORS
+from exgrpo.kernels.inputs import PolicyTokens, ScoredTokens, Surrogate
+from exgrpo.kernels.objective import TokenObjective
+from exgrpo.kernels.results import LogProb
 
 
-def finish(gap: Tensor, rest: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U, log p_y and H from the sums of each row, all [rows] fp32 or fp64: `chunks.softmax.finished`."""
+def finished(sums: Sums) -> tuple[Statistics, LogProb]:
+    """Statistics, log-probabilities and entropies from the sums, fp32 or fp64: `chunks.softmax.finished`."""
+    anchor, gap, rest, moment = sums
     mean, log_prob, entropy = OPERATORS.finish(gap.contiguous(), rest.contiguous(), moment.contiguous())
-    return mean, log_prob, entropy
+    return Statistics(anchor, gap, rest, mean), LogProb(log_prob, entropy)
 
 
-def policy_rows(
-    gap: Tensor,
-    rest: Tensor,
-    moment: Tensor,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    replayed: Tensor | None,
-    *,
-    clip: tuple[float, float] | None,
-    beta: float | None,
-    entropy_coef: float,
-    normalizer: Tensor,
-    temperature: Tensor | None,
-    softcapped: bool,
-) -> PolicyRows:
+def policy_rows(sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None) -> PolicyRows:
     """Statistics, objective and row factors of each row: `chunks.softmax.policy_rows`."""
-    like = gap.dtype
+    like = sums.gap.dtype
     results = OPERATORS.policy_rows(
-        gap.contiguous(),
-        rest.contiguous(),
-        moment.contiguous(),
-        _vector(old_log_prob, like),
-        _vector(advantage, like),
-        _vector(replayed, torch.bool),
+        sums.gap.contiguous(),
+        sums.rest.contiguous(),
+        sums.moment.contiguous(),
+        *_vectors(tokens, like),
         _vector(temperature, like),
-        normalizer.to(like),
-        *_bounds(clip),
-        beta,
-        entropy_coef,
-        not entropy_coef and not softcapped,
+        terms.normalizer.to(like),
+        *_numbers(terms.surrogate),
+        terms.entropy_coef,
+        terms.plain,
     )
     return PolicyRows(*results)
 
 
-def token_objective(
-    log_prob: Tensor,
-    entropy: Tensor | None,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    replayed: Tensor | None,
-    mask: Tensor | None,
-    clip: tuple[float, float] | None,
-    beta: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The objective of tokens [T] whose log-probabilities are known: `objective.token_objective`."""
-    like = log_prob.dtype
-    sums, results, derivatives = OPERATORS.token_objective(
-        _vector(log_prob, like),
-        _vector(entropy, like),
-        _vector(old_log_prob, like),
-        _vector(advantage, like),
-        _vector(replayed, torch.bool),
-        _vector(mask, torch.bool),
-        *_bounds(clip),
-        beta,
+def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjective:
+    """The objective of tokens whose log-probabilities are known: `objective.token_objective`."""
+    like = scored.log_prob.dtype
+    results = OPERATORS.token_objective(
+        _vector(scored.log_prob, like),
+        _vector(scored.entropy, like),
+        *_vectors(scored.policy, like),
+        _vector(scored.mask, torch.bool),
+        *_numbers(surrogate),
     )
-    return sums, results, derivatives
+    return TokenObjective(*results)
 
 
 def centre_groups(reward: Tensor, group: Tensor, scale_by_std: bool) -> Tensor:
@@ -83,10 +58,16 @@ def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _vector(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """As the kernels take it."""
+    """A vector as the kernels take it."""
     return None if tensor is None else tensor.detach().to(dtype).contiguous()
 
 
-def _bounds(clip: tuple[float, float] | None) -> tuple[float | None, float | None]:
-    """The lowest and the highest ratio that are not clipped."""
-    return (None, None) if clip is None else (1 - clip[0], 1 + clip[1])
+def _vectors(tokens: PolicyTokens, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """The fields of tokens as the kernels take them, numbers in ``dtype``."""
+    return _vector(tokens.old_log_prob, dtype), _vector(tokens.advantage, dtype), _vector(tokens.replayed, torch.bool)
+
+
+def _numbers(surrogate: Surrogate) -> tuple[float | None, float | None, float | None]:
+    """The lowest and the highest ratio that are not clipped, and beta."""
+    low, high = surrogate.bounds or (None, None)
+    return low, high, surrogate.beta

@@ -4,9 +4,8 @@ from torch import Tensor
 
 from exgrpo.kernels.chunks import chunking, softmax
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, PolicyTokens, Statistics, Sums
-from exgrpo.kernels.inputs import PolicyTerms
-from exgrpo.kernels.results import LogProb
+from exgrpo.kernels.chunks.passes import ByFormulas, Formulas
+from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
 from exgrpo.kernels.torch_chunks.in_place import (
     compact,
     exponentials,
@@ -16,9 +15,10 @@ from exgrpo.kernels.torch_chunks.in_place import (
 )
 
 
-class TorchPasses:
+class TorchPasses(ByFormulas):
     """In place, a block of rows that stays in cache at a time: the chunk's logits become exp(d), then F."""
 
+    formulas: Formulas = softmax
     compacts = True
 
     def __init__(self, head: ChunkedHead) -> None:
@@ -35,23 +35,6 @@ class TorchPasses:
         """See `Passes`."""
         logits = self._logits(chunk)
         return exponentials(logits, chunk.target, chunk.temperature, self.head.shard)
-
-    def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
-        """See `Passes`."""
-        return softmax.finished(sums)
-
-    def policy(self, sums: Sums, chunk: Chunk, own: PolicyTokens, terms: PolicyTerms, normalizer: Tensor) -> PolicyRows:
-        """See `Passes`."""
-        return softmax.policy_rows(
-            sums,
-            own,
-            clip=terms.clip,
-            beta=terms.beta,
-            entropy_coef=terms.entropy_coef,
-            normalizer=normalizer,
-            temperature=chunk.temperature,
-            softcap=self.head.options.softcap,
-        )
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
         """See `Passes`."""

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
-from exgrpo.kernels.triton_chunks.fused_product import FusedProduct, fused_sums
+from exgrpo.kernels.triton_chunks.fused_product import FusedProduct, Operands, fused_sums
 from exgrpo.kernels.triton_chunks.launch import Plan
 from exgrpo.kernels.triton_chunks.row_kernels import entropy_kernel
 from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses
@@ -27,18 +27,9 @@ class FusedTritonPasses(TritonPasses):
             dtype = head.options.operand if head.products.mixed_gradients else head.dtype
             out = self._memory(chunk, dtype)
             self._exponential = out
-        return fused_sums(
-            chunk.hidden.contiguous(),
-            head.head.weight,
-            self.bias,
-            chunk.target.local(),
-            chunk.temperature,
-            self.softcap,
-            head.shard,
-            self.plan.tile,
-            out,
-            self.product,
-        )
+        operands = Operands(chunk.hidden.contiguous(), head.head.weight, self.bias)
+        product = self.product(operands, self.softcap, self.plan.tile)
+        return fused_sums(product, chunk.target.local(), chunk.temperature, head.shard, out)
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
         """See `Passes`: the same product finds the same anchors again."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from exgrpo.kernels import debug
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.chunks.passes import ByTokenKernels
+from exgrpo.kernels.chunks.passes import ByFormulas
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
 from exgrpo.kernels.triton_chunks import triton_tokens
 from exgrpo.kernels.triton_chunks.launch import Plan, plan
@@ -28,13 +28,13 @@ def plan_of(head: ChunkedHead) -> Plan:
     return replace(chosen, fused=fused)
 
 
-class TritonPasses(ByTokenKernels):
+class TritonPasses(ByFormulas):
     """Sums in one reading of the raw products; F in a second one, or during the first where it can be.
 
     F goes into a matrix of the operands' dtype where the gradient products take that, else over the products.
     """
 
-    tokens = triton_tokens
+    formulas = triton_tokens
     compacts = False
     """To know how many rows of a chunk have a gradient, the host would have to wait for the device."""
 
