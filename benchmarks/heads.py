@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.inputs import LanguageModelInputs, make_inputs
 from benchmarks.races import OURS
 from exgrpo import kernels
-from exgrpo.kernels import choice, dispatch
+from exgrpo.kernels import backend_choice, dispatch
 from exgrpo.kernels.inputs import IGNORED
 
 CLIP = 0.2
@@ -196,7 +196,7 @@ def default_backend() -> str:
     """What `auto` means here for a head of a language model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = dispatch.requested(dispatch.AUTO, device)
-    return dispatch.automatic(device, torch.bfloat16, choice.LARGE + 1) if name == dispatch.AUTO else name
+    return dispatch.automatic(device, torch.bfloat16, backend_choice.LARGE + 1) if name == dispatch.AUTO else name
 
 
 class FullLogits(Implementation):

@@ -4,7 +4,7 @@
 // weight.
 //
 // x_v is a raw product, z_v = x_v + b_v the logit, y the target, a the row's anchor, d_v = (z_v - a) / tau. As
-// triton_chunks/anchored_kernels.py.
+// triton_chunks/fused_kernels.py.
 #ifndef EXGRPO_CUDA_PRODUCT_KERNEL_CUH
 #define EXGRPO_CUDA_PRODUCT_KERNEL_CUH
 

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from exgrpo.kernels import choice, dispatch, linear_policy_loss
+from exgrpo.kernels import backend_choice, dispatch, linear_policy_loss
 from exgrpo.kernels.tables import dtype_name
 
 SHAPE = (33, 48, 301)
@@ -40,7 +40,7 @@ def main() -> int:
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     wrong = False
     for device in map(torch.device, kinds):
-        default = dispatch.automatic(device, torch.float32, choice.LARGE + 1)
+        default = dispatch.automatic(device, torch.float32, backend_choice.LARGE + 1)
         for name in dispatch.BACKENDS:
             reason = dispatch.unavailable(name, device)
             if reason:

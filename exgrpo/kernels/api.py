@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from exgrpo.kernels import arguments, checks, derivatives, dispatch, ops, reference
+from exgrpo.kernels import arguments, checks, derivatives, dispatch, operators, reference
 from exgrpo.kernels.inputs import IGNORED, LEFT_OUT, compute_dtype
 from exgrpo.kernels.results import LogProb, PolicyLoss
 
@@ -99,7 +99,7 @@ def linear_log_prob(
             ignore_index=ignore_index,
         )
     else:
-        result = ops.linear_log_prob(head, name)
+        result = operators.linear_log_prob(head, name)
     dtype = compute_dtype(hidden.dtype)
     return LogProb(*(values.to(dtype).reshape(target.shape) for values in result))
 
@@ -194,13 +194,14 @@ def linear_policy_loss(
     checks.tensor("old_log_prob", old_log_prob)
     checks.shape("old_log_prob", old_log_prob, target.shape)
     checks.device("old_log_prob", old_log_prob, target, "target")
-    terms = arguments.terms(target, old_log_prob, advantage, replayed, clip, beta, entropy_coef, normalizer)
+    tokens = arguments.policy_tokens(old_log_prob, advantage, replayed, target, "target")
+    terms = arguments.policy_terms(tokens, clip, beta, entropy_coef, normalizer)
     dtype = compute_dtype(hidden.dtype)
     if mask is not None:
         checks.mask(mask, target)
         head = head._replace(target=head.target.masked_fill(~mask.reshape(-1), LEFT_OUT))
     if name != dispatch.REFERENCE:
-        loss, per_token = ops.linear_policy_loss(head, terms, name)
+        loss, per_token = operators.linear_policy_loss(head, terms, name)
     else:
         loss, *whole = reference.linear_policy_loss(
             hidden,
@@ -292,4 +293,4 @@ def sequence_entropy(
             backend=backend,
         ).entropy
         name = dispatch.requested_for_tokens(target.device)
-        return ops.segment_mean(entropy, target != ignore_index, cu_seqlens, name)
+        return operators.segment_mean(entropy, target != ignore_index, cu_seqlens, name)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from exgrpo.kernels import arguments, checks, derivatives, dispatch, objective, ops
+from exgrpo.kernels import arguments, checks, derivatives, dispatch, objective, operators
 from exgrpo.kernels.inputs import compute_dtype
 from exgrpo.kernels.results import PolicyLoss
 
@@ -78,9 +78,8 @@ def policy_loss(
         Mixed-policy objective with policy shaping of ExGRPO, arXiv 2510.02245; constant normaliser of Dr.GRPO.
     """
     arguments.same_tokens(log_prob, old_log_prob)
-    terms = arguments.terms(
-        log_prob, old_log_prob, advantage, replayed, clip, beta, entropy_coef, normalizer, "log_prob"
-    )
+    tokens = arguments.policy_tokens(old_log_prob, advantage, replayed, log_prob, "log_prob")
+    terms = arguments.policy_terms(tokens, clip, beta, entropy_coef, normalizer)
     dtype = compute_dtype(log_prob.dtype)
     if entropy is not None:
         checks.tensor("entropy", entropy)
@@ -93,7 +92,7 @@ def policy_loss(
         mask = mask.reshape(-1)
     entropy = None if entropy is None else entropy.to(dtype).reshape(-1)
     name = dispatch.requested_for_tokens(log_prob.device)
-    loss, per_token = ops.token_objective(log_prob.to(dtype).reshape(-1), entropy, terms, mask, name)
+    loss, per_token = operators.policy_loss(log_prob.to(dtype).reshape(-1), entropy, terms, mask, name)
     return PolicyLoss(loss.to(dtype), *(values.reshape(log_prob.shape) for values in per_token))
 
 
@@ -189,4 +188,4 @@ def group_advantage(reward: Tensor, group: Tensor, *, scale_by_std: bool = False
     checks.device("group", group, reward, "reward")
     derivatives.check_constant("group_advantage", reward)
     name = dispatch.requested_for_tokens(reward.device)
-    return ops.group_advantage(reward.detach(), group, scale_by_std, name).to(compute_dtype(reward.dtype))
+    return operators.group_advantage(reward.detach(), group, scale_by_std, name).to(compute_dtype(reward.dtype))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels import checks
-from exgrpo.kernels.inputs import LEFT_OUT, Head, HeadOptions, PolicyTerms, compute_dtype
+from exgrpo.kernels.inputs import LEFT_OUT, Head, HeadOptions, PolicyTerms, PolicyTokens, Surrogate, compute_dtype
 from exgrpo.kernels.vocab_parallel import VocabShard
 
 if TYPE_CHECKING:
@@ -41,32 +41,30 @@ def head(
     return Head(flat, weight, bias, kept, options)
 
 
-def terms(
-    tokens: Tensor,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    replayed: Tensor | None,
+def policy_tokens(
+    old_log_prob: Tensor, advantage: Tensor, replayed: Tensor | None, like: Tensor, name: str
+) -> PolicyTokens:
+    """The checked per-token arguments of the objective, flattened; ``like`` [...], by its ``name``, has all tokens."""
+    checks.tensor("advantage", advantage)
+    spread = checks.per_token("advantage", advantage, like, name)
+    if replayed is not None:
+        checks.tensor("replayed", replayed, (torch.bool,))
+        replayed = checks.per_token("replayed", replayed, like, name).reshape(-1)
+    return PolicyTokens(old_log_prob.detach().reshape(-1), spread.detach().reshape(-1), replayed)
+
+
+def policy_terms(
+    tokens: PolicyTokens,
     clip: tuple[float, float] | None,
     beta: float | None,
     entropy_coef: float,
     normalizer: float | Tensor | None,
-    tokens_name: str = "target",
 ) -> PolicyTerms:
-    """The checked terms of the objective, tokens flattened."""
-    checks.tensor("advantage", advantage)
-    spread = checks.per_token("advantage", advantage, tokens, tokens_name)
-    if replayed is not None:
-        checks.tensor("replayed", replayed, (torch.bool,))
-        replayed = checks.per_token("replayed", replayed, tokens, tokens_name).reshape(-1)
-    return PolicyTerms(
-        old_log_prob=old_log_prob.detach().reshape(-1),
-        advantage=spread.detach().reshape(-1),
-        replayed=replayed,
-        clip=checks.clip(clip),
-        beta=None if beta is None else checks.number("beta", beta, positive=True),
-        entropy_coef=checks.number("entropy_coef", entropy_coef),
-        normalizer=_scalar(checks.normalizer(normalizer, tokens), tokens),
-    )
+    """The checked terms of the objective."""
+    surrogate = Surrogate(checks.clip(clip), None if beta is None else checks.number("beta", beta, positive=True))
+    coefficient = checks.number("entropy_coef", entropy_coef)
+    divisor = _scalar(checks.normalizer(normalizer, tokens.advantage), tokens.advantage)
+    return PolicyTerms(tokens, surrogate, coefficient, divisor)
 
 
 def same_tokens(log_prob: Tensor, old_log_prob: Tensor) -> None:

@@ -9,7 +9,7 @@
 - ``reference``: full logits and plain autograd. The oracle; only on request, since its memory is [T, V].
 
 The argument ``backend`` decides; where it is ``"auto"``, the environment variable EXGRPO_BACKEND does, and else a table
-by architecture, dtype and size, `choice`. EXGRPO_DEBUG=1 has each kind of call say what it took.
+by architecture, dtype and size, `backend_choice`. EXGRPO_DEBUG=1 has each kind of call say what it took.
 """
 
 import os
@@ -21,9 +21,11 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from exgrpo.kernels import choice, debug, extension
+from exgrpo.kernels import backend_choice, debug, extension
 from exgrpo.kernels.chunks.head import ChunkedHead
-from exgrpo.kernels.chunks.operations import RowOperations
+from exgrpo.kernels.chunks.passes import Passes
+from exgrpo.kernels.inputs import Head, ScoredTokens, Surrogate
+from exgrpo.kernels.objective import TokenObjective
 
 ENVIRONMENT = "EXGRPO_BACKEND"
 AUTO, REFERENCE = "auto", "reference"
@@ -32,21 +34,11 @@ AUTO, REFERENCE = "auto", "reference"
 class Backend(Protocol):
     """What a backend provides; a module of plain functions is one. All inputs are checked already."""
 
-    def rows_of(self, head: ChunkedHead) -> RowOperations:
-        """The passes over the logits of a head."""
+    def passes_of(self, head: ChunkedHead) -> Passes:
+        """Makes the passes over the logits of a head."""
 
-    def token_objective(
-        self,
-        log_prob: Tensor,
-        entropy: Tensor | None,
-        old_log_prob: Tensor,
-        advantage: Tensor,
-        replayed: Tensor | None,
-        mask: Tensor | None,
-        clip: tuple[float, float] | None,
-        beta: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Float64 sums of objectives, entropies and tokens [3]; the per-token results [4, T]; the derivatives [T]."""
+    def token_objective(self, scored: ScoredTokens, surrogate: Surrogate) -> TokenObjective:
+        """The objective of tokens whose log-probabilities are known."""
 
     def centre_groups(self, reward: Tensor, group: Tensor, scale_by_std: bool) -> Tensor:
         """Reward [N] minus the mean of its group in float64, divided by the sample deviation if asked for."""
@@ -120,19 +112,24 @@ def requested_for_tokens(device: torch.device) -> str:
 
 def automatic(device: torch.device, operand: torch.dtype, logits: int) -> str:
     """What ``auto`` is for operands of a dtype on a device, and so many logits."""
-    able = (name for name in choice.order(device, operand, logits) if not unavailable(name, device))
+    able = (name for name in backend_choice.order(device, operand, logits) if not unavailable(name, device))
     return next(able, "torch")
 
 
-def take(
-    name: str, operation: str, device: torch.device, operand: torch.dtype, tokens: int, vocabulary: int
-) -> Backend:
-    """The backend that was requested; ``auto`` becomes one here, when the call's size is known.
+def take(name: str, operation: str, device: torch.device, operand: torch.dtype, logits: int) -> Backend:
+    """The backend that was requested; ``auto`` becomes one here, when the number of logits is known.
 
-    ``vocabulary`` is the largest part of any rank: all ranks of a group have to take the same backend.
+    All ranks of a group have to take the same backend: their ``logits`` is the largest number of any rank.
     """
-    taken = automatic(device, operand, tokens * vocabulary) if name == AUTO else name
+    taken = automatic(device, operand, logits) if name == AUTO else name
     if debug.wanted():
-        size = choice.size_class(tokens * vocabulary)
+        size = backend_choice.size_class(logits)
         debug.say(f"{operation}, {size}, {operand} on {device.type}: {taken} ({name} requested)")
     return load(taken)
+
+
+def take_for_head(name: str, operation: str, head: Head) -> Backend:
+    """The same for an operation on a head."""
+    options = head.options
+    logits = head.target.numel() * options.shard.largest
+    return take(name, operation, head.hidden.device, options.operand, logits)

@@ -48,18 +48,54 @@ class Head(NamedTuple):
     options: HeadOptions
 
 
+class PolicyTokens(NamedTuple):
+    """What the objective knows of some tokens beside their log-probabilities, all [T]."""
+
+    old_log_prob: Tensor
+    """Under the policy that generated the tokens."""
+    advantage: Tensor
+    replayed: Tensor | None
+    """bool; None: no token is replayed."""
+
+    def select(self, rows: slice) -> "PolicyTokens":
+        """Some of the tokens."""
+        replayed = None if self.replayed is None else self.replayed[rows]
+        return PolicyTokens(self.old_log_prob[rows], self.advantage[rows], replayed)
+
+
+class Surrogate(NamedTuple):
+    """What the objective makes of an importance ratio w."""
+
+    clip: tuple[float, float] | None
+    """Of fresh tokens w is clipped to [1 - clip[0], 1 + clip[1]]; None: w is not clipped."""
+    beta: float | None
+    """Of replayed tokens w is shaped to w / (w + beta); None: w is not shaped."""
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The lowest and the highest ratio that are not clipped."""
+        return None if self.clip is None else (1 - self.clip[0], 1 + self.clip[1])
+
+
+class ScoredTokens(NamedTuple):
+    """Tokens whose log-probabilities are known."""
+
+    log_prob: Tensor
+    """[T], float32 or float64: the dtype of all results."""
+    entropy: Tensor | None
+    """[T], any floating dtype, as the fields of ``policy``; None: 0."""
+    policy: PolicyTokens
+    mask: Tensor | None
+    """[T] bool; where it is False, a token counts as 0 whatever it holds. None: all tokens take part."""
+
+
 class PolicyTerms(NamedTuple):
     """What turns log-probabilities into the loss."""
 
-    old_log_prob: Tensor
-    """[T]"""
-    advantage: Tensor
-    """[T]"""
-    replayed: Tensor | None
-    """[T] bool; None: no token is replayed."""
-    clip: tuple[float, float] | None
-    beta: float | None
+    tokens: PolicyTokens
+    surrogate: Surrogate
     entropy_coef: float
+    """Weight of the sum of entropies."""
     normalizer: Tensor | None
     """Without dimensions; None: the number of tokens that take part."""
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from exgrpo.kernels.inputs import PolicyTokens, ScoredTokens, Surrogate
+
 MAX_LOG_RATIO = 20.0
 """Log-ratios count as at most this much: exp stays finite, and beyond it the ratio has no gradient."""
 
@@ -25,66 +27,60 @@ class Objective(NamedTuple):
     """Bool: the minimum picked the clipped, constant branch."""
 
 
+class TokenObjective(NamedTuple):
+    """The objective of tokens [T] whose log-probabilities are known, and its derivative."""
+
+    sums: Tensor
+    """[3] float64: of the objectives, of the entropies, and the number of tokens that take part."""
+    per_token: Tensor
+    """[4, T]: log-probability, entropy, ratio and clipped; 0 where a token is left out."""
+    coefficient: Tensor
+    """[T]: derivatives of the objectives with respect to the log-probabilities."""
+
+
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
     """exp(log_ratio), the exponent cut off at MAX_LOG_RATIO."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
-def policy_objective(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    replayed: Tensor | None,
-    clip: tuple[float, float] | None,
-    beta: float | None,
-) -> Objective:
-    """Objective and derivative of every token. All tensors have one shape, ``replayed`` is bool or None."""
+def policy_objective(log_prob: Tensor, tokens: PolicyTokens, surrogate: Surrogate) -> Objective:
+    """Objective and derivative of every token. All tensors have the shape of ``log_prob``."""
+    old_log_prob, advantage, replayed = tokens
     log_ratio = log_prob - old_log_prob
     ratio = bounded_ratio(log_ratio)
     value = ratio * advantage
     coefficient = value.masked_fill(log_ratio > MAX_LOG_RATIO, 0)
     clipped = torch.zeros_like(ratio, dtype=torch.bool)
-    if clip is not None:
-        low, high = 1 - clip[0], 1 + clip[1]
+    if surrogate.bounds is not None:
+        low, high = surrogate.bounds
         clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
         if replayed is not None:
             clipped &= ~replayed
         value = torch.where(clipped, ratio.clamp(low, high) * advantage, value)
         coefficient = coefficient.masked_fill(clipped, 0)
-    if replayed is not None and beta is not None:
+    if replayed is not None and surrogate.beta is not None:
         # f(w) = w / (w + beta) = sigmoid(log w - log beta), hence df / dlog w = f (1 - f): no exponential, no bound.
-        logit = log_ratio - math.log(beta)
+        logit = log_ratio - math.log(surrogate.beta)
         shaped = advantage * torch.sigmoid(logit)
         value = torch.where(replayed, shaped, value)
         coefficient = torch.where(replayed, shaped * torch.sigmoid(-logit), coefficient)
     return Objective(value, coefficient, ratio, clipped)
 
 
-def token_objective(
-    log_prob: Tensor,
-    entropy: Tensor | None,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    replayed: Tensor | None,
-    mask: Tensor | None,
-    clip: tuple[float, float] | None,
-    beta: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The objective of tokens [T] whose log-probabilities are known; ``mask`` False leaves a position out.
-
-    Returns the float64 sums of objectives, entropies and tokens [3]; log-probability, entropy, ratio and clipped
-    [4, T], 0 where left out; and the derivatives of the objectives [T].
-    """
+def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjective:
+    """The objective of tokens whose log-probabilities are known."""
+    log_prob, entropy, (old_log_prob, advantage, replayed), mask = scored
     dtype = log_prob.dtype
     entropy = torch.zeros_like(log_prob) if entropy is None else entropy
-    tokens = [values.to(dtype) for values in (log_prob, old_log_prob, advantage, entropy)]
+    values = [value.to(dtype) for value in (log_prob, old_log_prob, advantage, entropy)]
     if mask is not None:
         # Whatever stands at positions left out, NaN and inf included, is replaced before any arithmetic.
-        tokens = [values.masked_fill(~mask, 0) for values in tokens]
-    log_prob, old_log_prob, advantage, entropy = tokens
-    value, coefficient, ratio, clipped = policy_objective(log_prob, old_log_prob, advantage, replayed, clip, beta)
+        values = [value.masked_fill(~mask, 0) for value in values]
+    log_prob, old_log_prob, advantage, entropy = values
+    tokens = PolicyTokens(old_log_prob, advantage, replayed)
+    value, coefficient, ratio, clipped = policy_objective(log_prob, tokens, surrogate)
     counted = torch.ones_like(ratio) if mask is None else mask
-    sums = torch.stack([values.sum(dtype=torch.float64) for values in (value, entropy, counted)])
+    sums = torch.stack([terms.sum(dtype=torch.float64) for terms in (value, entropy, counted)])
     if mask is not None:
         ratio = ratio.masked_fill(~mask, 0)
-    return sums, torch.stack((log_prob, entropy, ratio, clipped.to(dtype))), coefficient
+    return TokenObjective(sums, torch.stack((log_prob, entropy, ratio, clipped.to(dtype))), coefficient)

@@ -16,9 +16,9 @@ if os.environ.get("TRITON_INTERPRET"):
     from .interpreting import correct_bfloat16_dot
 
     correct_bfloat16_dot()
-    collect_ignore_glob = ["test_cpu_*", "test_choice.py", "test_extension.py", "test_memory.py"]
+    collect_ignore_glob = ["test_cpu_*", "test_backend_*.py", "test_extension.py", "test_memory.py"]
 if "triton" in BACKENDS:
-    from exgrpo.kernels.triton_chunks.rows import TritonRows
+    from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses
 
 
 @pytest.fixture(params=BACKENDS)
@@ -57,7 +57,7 @@ def set_chunk_bytes(monkeypatch, chunk, block=None, tile=None):
     monkeypatch.setattr(chunking, "TILE_BYTES", tile or chunk)
     monkeypatch.setattr(chunking, "LEAST_ROWS", 1)
     if "triton" in BACKENDS:  # its chunks come from a launch table
-        monkeypatch.setattr(TritonRows, "chunk_rows", lambda rows: chunk_rows_of(rows.head))
+        monkeypatch.setattr(TritonPasses, "chunk_rows", lambda rows: chunk_rows_of(rows.head))
 
 
 def chunk_rows_of(head):

@@ -10,9 +10,10 @@ if extension.MISSING:
 
 from exgrpo.kernels import objective, segments
 from exgrpo.kernels.chunks import softmax
-from exgrpo.kernels.chunks.softmax import PolicyTokens, Sums
-from exgrpo.kernels.cpu_chunks import tokens
+from exgrpo.kernels.chunks.softmax import RowTerms, Sums
+from exgrpo.kernels.cpu_chunks import cpu_tokens
 from exgrpo.kernels.extension import OPERATORS
+from exgrpo.kernels.inputs import PolicyTokens, ScoredTokens, Surrogate
 
 from .support import check_schema
 
@@ -47,9 +48,10 @@ def assert_close(found, exact, dtype, roundings=32):
 def test_finish_keeps_relative_precision(dtype):
     """However close p is to 1, each result keeps its digits."""
     sums = make_sums(dtype)
-    mean, log_prob, entropy = tokens.finish(*sums[1:])
+    found, (log_prob, entropy) = cpu_tokens.finished(sums)
     statistics, exact = softmax.finished(Sums(*(value.double() for value in sums)))
-    assert_close(mean, statistics.mean, dtype)
+    assert_close(found.mean, statistics.mean, dtype)
+    assert all(mine is given for mine, given in zip(found[:3], sums[:3], strict=True))
     assert_close(log_prob, exact.log_prob, dtype)
     assert_close(entropy, exact.entropy, dtype)
 
@@ -63,18 +65,16 @@ def test_policy_rows(clip, beta, entropy_coef, tempered, dtype):
     old, advantage, replayed, _ = make_tokens(dtype, rows)
     old = softmax.finished(sums)[1].log_prob + old / 4
     temperature = torch.linspace(0.5, 2, rows, dtype=dtype) if tempered else None
-    more = {"clip": clip, "beta": beta, "entropy_coef": entropy_coef}
+    tokens = PolicyTokens(old, advantage, replayed)
+    terms = RowTerms(Surrogate(clip, beta), entropy_coef, torch.tensor(7), softcap=None)
 
     def exact_rows(to):
-        own = PolicyTokens(old.to(to), advantage.to(to), replayed)
         tau = None if temperature is None else temperature.to(to)
-        normalizer = torch.tensor(7.0, dtype=to)
         values = Sums(*(value.to(to) for value in sums))
-        return softmax.policy_rows(values, own, normalizer=normalizer, temperature=tau, softcap=None, **more)
+        own = PolicyTokens(old.to(to), advantage.to(to), replayed)
+        return softmax.policy_rows(values, own, terms._replace(normalizer=torch.tensor(7.0, dtype=to)), tau)
 
-    normalizer = torch.tensor(7)
-    own = (old, advantage, replayed)
-    ours = tokens.policy_rows(*sums[1:], *own, normalizer=normalizer, temperature=temperature, softcapped=False, **more)
+    ours = cpu_tokens.policy_rows(sums, tokens, terms, temperature)
     for name, mine, plain, true in zip(ours._fields, ours, exact_rows(dtype), exact_rows(torch.float64), strict=True):
         # As near to the truth as the same formulas in torch; log-probabilities down to -1000 are rounded on the way. In
         # float64 that happens to the truth too: a rounding of theirs is a relative error of the ratio.
@@ -91,11 +91,13 @@ def test_objective(clip, beta, masked, dtype):
     if masked:
         for value in (old, advantage, log_prob, entropy):
             value[~mask] = torch.nan
-    arguments = (log_prob, entropy, old, advantage, replayed, mask if masked else None, clip, beta)
-    found = tokens.token_objective(*arguments)
-    exact = objective.token_objective(
-        *(x.double() if x is not None and x.is_floating_point() else x for x in arguments[:6]), clip, beta
-    )
+
+    def scored(to):
+        own = PolicyTokens(old.to(to), advantage.to(to), replayed)
+        return ScoredTokens(log_prob.to(to), entropy.to(to), own, mask if masked else None)
+
+    found = cpu_tokens.token_objective(scored(dtype), Surrogate(clip, beta))
+    exact = objective.token_objective(scored(torch.float64), Surrogate(clip, beta))
     for mine, true in zip(found[1:], exact[1:], strict=True):
         assert_close(mine, true, dtype, roundings=100)
     # The sum of terms of both signs: as wrong as its terms are.
@@ -108,8 +110,8 @@ def test_groups(scale_by_std):
     reward, group = torch.rand(1000), torch.randint(-5, 40, (1000,), dtype=torch.int32)
     group[:3] = torch.tensor([100, -(2**31), 2**31 - 1])
     exact = segments.centre_groups(reward, group, scale_by_std)
-    torch.testing.assert_close(tokens.centre_groups(reward, group, scale_by_std), exact, rtol=1e-12, atol=1e-12)
-    assert tokens.centre_groups(reward[:0], group[:0], scale_by_std).shape == (0,)
+    torch.testing.assert_close(cpu_tokens.centre_groups(reward, group, scale_by_std), exact, rtol=1e-12, atol=1e-12)
+    assert cpu_tokens.centre_groups(reward[:0], group[:0], scale_by_std).shape == (0,)
 
 
 def test_same_bits_for_any_number_of_threads(set_threads, dtype):
@@ -117,9 +119,10 @@ def test_same_bits_for_any_number_of_threads(set_threads, dtype):
     offsets = torch.arange(0, 50_001, 500)
 
     def everything():
-        mean, log_prob, entropy = tokens.finish(*sums[1:])
-        rest = tokens.token_objective(log_prob, entropy, old, advantage, replayed, mask, (0.2, 0.2), 0.1)
-        return [mean, log_prob, entropy, *rest, tokens.segment_mean(entropy, mask, offsets)]
+        statistics, (log_prob, entropy) = cpu_tokens.finished(sums)
+        scored = ScoredTokens(log_prob, entropy, PolicyTokens(old, advantage, replayed), mask)
+        rest = cpu_tokens.token_objective(scored, Surrogate((0.2, 0.2), 0.1))
+        return [statistics.mean, log_prob, entropy, *rest, cpu_tokens.segment_mean(entropy, mask, offsets)]
 
     set_threads(1)
     alone = everything()

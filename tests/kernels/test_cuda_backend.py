@@ -12,7 +12,7 @@ if not (ON_GPU or INTERPRETING):
     pytest.skip(reason, allow_module_level=True)
 
 from exgrpo.kernels import dispatch, linear_log_prob
-from exgrpo.kernels.cuda_chunks import binding, product, rows
+from exgrpo.kernels.cuda_chunks import binding, cuda_fused, cuda_passes
 from exgrpo.kernels.cuda_chunks.binding import Call, Output
 from exgrpo.kernels.triton_chunks import launch
 
@@ -43,9 +43,9 @@ def launched(monkeypatch):
     if not ON_GPU:
         monkeypatch.setattr(binding, "unavailable", lambda device: "")
         monkeypatch.setattr(
-            rows, "_fits", lambda vocabulary: vocabulary > 0 and bool(emulated_plan(vocabulary).cluster)
+            cuda_passes, "_fits", lambda vocabulary: vocabulary > 0 and bool(emulated_plan(vocabulary).cluster)
         )
-        monkeypatch.setattr(product, "_capable", lambda device: True)
+        monkeypatch.setattr(cuda_fused, "_capable", lambda device: True)
     return seen
 
 
@@ -90,7 +90,7 @@ def test_log_prob(options, with_entropy, device, launched):
 
 def test_what_the_row_kernel_cannot_hold_is_left_to_triton(device, launched, monkeypatch):
     check(make_case(20, 16, 40, torch.float64, device), "cuda")
-    monkeypatch.setattr(rows, "_fits", lambda vocabulary: False)
+    monkeypatch.setattr(cuda_passes, "_fits", lambda vocabulary: False)
     check(make_case(20, 16, 40, torch.float32, device), "cuda", entropy_coef=0.1)
     assert launched == []
 

@@ -18,7 +18,7 @@ import triton
 from exgrpo.kernels.chunks.softmax import PolicyRows
 from exgrpo.kernels.cuda_chunks import binding
 from exgrpo.kernels.cuda_chunks.binding import Build, Output, ProductArguments, RowsArguments
-from exgrpo.kernels.cuda_chunks.product import TILE_COLUMNS, TILE_ROWS
+from exgrpo.kernels.cuda_chunks.cuda_fused import TILE_COLUMNS, TILE_ROWS
 
 from .cuda_support import INTERPRETING, NVCC, ON_GPU, SOURCES, run
 
@@ -102,7 +102,7 @@ def test_the_product_is_on_the_matrix_units(disassembled):
 
 
 def test_shared_memory_is_within_limits(tmp_path):
-    """Of the product; that of the rows is planned, see test_cuda_rows."""
+    """Of the product; that of the rows is planned, see test_cuda_passes."""
     source = tmp_path / "limits.cpp"
     source.write_text('#include "product.h"\nstatic_assert(exgrpo::PRODUCT_SHARED <= 227 << 10);\n', encoding="utf-8")
     run([NVCC, "-std=c++17", f"-I{SOURCES}", "-c", source, "-o", tmp_path / "limits.o"])

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from exgrpo.kernels import debug, dispatch, linear_log_prob, linear_policy_loss, ops, sequence_entropy
+from exgrpo.kernels import debug, dispatch, linear_log_prob, linear_policy_loss, operators, sequence_entropy
 
 from .support import error, make_case, make_tokens
 
@@ -38,8 +38,8 @@ def test_reference_keeps_the_contract(dtype, monkeypatch):
     old, advantage, replayed = make_tokens(case)
     arguments = {"replayed": replayed[:, 0], "mask": old < -1.0, "normalizer": 5.0, "entropy_coef": 0.1}
     ours = case.log_prob(), case.policy_loss(old, advantage, **arguments)
-    monkeypatch.delattr(ops, "linear_log_prob")
-    monkeypatch.delattr(ops, "linear_policy_loss")
+    monkeypatch.delattr(operators, "linear_log_prob")
+    monkeypatch.delattr(operators, "linear_policy_loss")
     oracle = case.log_prob(backend="reference"), case.policy_loss(old, advantage, backend="reference", **arguments)
     for mine, true in zip(ours, oracle, strict=True):
         assert type(mine) is type(true)

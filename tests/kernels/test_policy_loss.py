@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.kernels import importance_ratio, policy_loss, reference, shape_ratio
+from exgrpo.kernels.inputs import PolicyTokens, Surrogate
 from exgrpo.kernels.objective import policy_objective
 
 TERMS = [
@@ -106,7 +107,7 @@ def test_coefficient_is_the_derivative(log_ratio, advantage, replayed, clip, bet
     log_prob = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
     zero, flags = torch.zeros(1, dtype=torch.float64), torch.tensor([replayed])
     a = torch.tensor([advantage], dtype=torch.float64)
-    ours = policy_objective(log_prob.detach(), zero, a, flags, clip, beta)
+    ours = policy_objective(log_prob.detach(), PolicyTokens(zero, a, flags), Surrogate(clip, beta))
     loss = reference.policy_loss(log_prob, zero, a, replayed=flags, clip=clip, beta=beta).loss
     loss.backward()
     assert ours.value.item() == pytest.approx(-loss.item(), rel=1e-9, abs=1e-12)

@@ -16,16 +16,16 @@ if os.environ.get("TRITON_INTERPRET"):
 
 from exgrpo.kernels.tables import DEFAULT
 from exgrpo.kernels.triton_chunks import launch as launching
-from exgrpo.kernels.triton_chunks.anchored import half_tile, traits
-from exgrpo.kernels.triton_chunks.anchored_kernels import anchored_kernel, largest_kernel, target_logit_kernel
-from exgrpo.kernels.triton_chunks.kernels import gradient_kernel, statistics_kernel
+from exgrpo.kernels.triton_chunks.fused_kernels import exponentials_kernel, largest_kernel, target_logit_kernel
+from exgrpo.kernels.triton_chunks.fused_product import half_tile, traits
+from exgrpo.kernels.triton_chunks.row_kernels import gradient_kernel, statistics_kernel
 
 from .compiling import SHARED_LIMIT, TARGETS, assert_runs_well, compile_kernel
 
 ITEMSIZE = {"fp32": 4, "fp64": 8}
 VECTOR = 16  # bytes of the widest load that all architectures have
 
-# What TritonRows asks for: the logits' dtype, out's, the bias's (None: there is none), and the switches. F goes into
+# What TritonPasses asks for: the logits' dtype, out's, the bias's (None: there is none), and the switches. F goes into
 # bf16 where the operands have it; the bias may be fp32 then too, under autocast. WRITE and PLAIN exclude a softcap.
 # With GIVEN there is one reading instead of three, without it every bias is tried.
 STATISTICS = [
@@ -125,7 +125,7 @@ def test_a_broken_logit_is_not_taken_for_an_impossible_word(architecture, kernel
     assert "max.f32" not in ptx
 
 
-# The product with the anchored epilogue: bias, whether there are a softcap and temperatures, out's dtype, whether it is
+# The fused product: bias, whether there are a softcap and temperatures, out's dtype, whether it is
 # all rows or some. Anchored anew, rows are read through pointers, as all are on machines without descriptors.
 ANCHORED = [
     (None, False, "bf16", False),
@@ -152,7 +152,7 @@ def product_tile(architecture):
 
 
 def compiled_product(architecture, kernel, tile, constants, **dtypes):
-    """As `anchored` has it compiled for operands that 16 bytes divide; what has no dtype is None."""
+    """As `fused_product` has it compiled for operands that 16 bytes divide; what has no dtype is None."""
     constants = {"width_stride": 1, **constants}
     types = {}
     for argument in kernel.arg_names:
@@ -170,7 +170,7 @@ def compiled_product(architecture, kernel, tile, constants, **dtypes):
 
 
 @cache
-def compiled_anchored(architecture, bias, shaped, out, some):
+def compiled_exponentials(architecture, bias, shaped, out, some):
     tile, trait = product_tile(architecture), traits(architecture)
     described = trait.described and not some
     dtypes = {"bias": bias, "out": out, "softcap": "fp32" if shaped else None}
@@ -191,13 +191,13 @@ def compiled_anchored(architecture, bias, shaped, out, some):
         "COLUMNS": tile.columns,
         "DEPTH": tile.depth,
     }
-    return compiled_product(architecture, anchored_kernel, tile, constants, **dtypes)
+    return compiled_product(architecture, exponentials_kernel, tile, constants, **dtypes)
 
 
 @pytest.mark.parametrize("architecture", TARGETS)
 @pytest.mark.parametrize(("bias", "shaped", "out", "some"), ANCHORED)
-def test_the_product_with_the_anchored_epilogue_keeps_its_logits_in_registers(architecture, bias, shaped, out, some):
-    machine = compiled_anchored(architecture, bias, shaped, out, some)
+def test_the_fused_product_keeps_its_logits_in_registers(architecture, bias, shaped, out, some):
+    machine = compiled_exponentials(architecture, bias, shaped, out, some)
     assert some or machine.spilled == 0  # few rows are anchored anew
     assert machine.shared <= SHARED_LIMIT[architecture]
     assert not machine.atomics
@@ -210,7 +210,7 @@ def test_the_product_with_the_anchored_epilogue_keeps_its_logits_in_registers(ar
 @pytest.mark.parametrize("architecture", [name for name in TARGETS if traits(name).described])
 def test_descriptors_move_whole_tiles(architecture):
     """Nothing but the numbers of a row goes through a thread's own loads and stores."""
-    code = compiled_anchored(architecture, None, False, "bf16", False).code
+    code = compiled_exponentials(architecture, None, False, "bf16", False).code
     assert "cp.async.bulk.tensor" in code
     assert "cp.async.ca" not in code
     assert "cp.async.cg" not in code

@@ -10,7 +10,7 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
     pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
 from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference
-from exgrpo.kernels.triton_chunks import launch, rows
+from exgrpo.kernels.triton_chunks import launch, triton_fused, triton_passes
 
 from .conftest import DEVICE
 from .support import assert_as_good, coarsen, make_case, make_tokens, relative_error
@@ -38,9 +38,9 @@ def dtype(request, tmp_path, monkeypatch):
 def made(monkeypatch):
     """The rows that were made, by class."""
     seen = []
-    forget = rows.TritonRows.__init__
+    forget = triton_passes.TritonPasses.__init__
     monkeypatch.setattr(
-        rows.TritonRows, "__init__", lambda self, *rest: (seen.append(type(self)), forget(self, *rest))[1]
+        triton_passes.TritonPasses, "__init__", lambda self, *rest: (seen.append(type(self)), forget(self, *rest))[1]
     )
     return seen
 
@@ -71,7 +71,7 @@ def test_log_prob(name, with_entropy, dtype, device, made, set_chunk):
         return [log_prob.detach(), entropy.detach()], some.gradients(loss)
 
     compare(case, call)
-    assert set(made) == {rows.FusedRows}
+    assert set(made) == {triton_fused.FusedTritonPasses}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -88,7 +88,7 @@ def test_policy_loss(name, entropy_coef, dtype, device, made, set_chunk):
         return [result.log_prob, result.entropy, result.ratio], some.gradients(result.loss)
 
     compare(case, call)
-    assert set(made) == {rows.FusedRows}
+    assert set(made) == {triton_fused.FusedTritonPasses}
 
 
 def test_impossible_targets_and_certain_ones(dtype, device):
@@ -112,7 +112,7 @@ def test_a_cap_and_autocast_take_the_librarys_product(dtype, device, made):
     linear_log_prob(case.hidden, case.weight, case.target, softcap=5.0, backend="triton")
     with torch.autocast(device.type, dtype):
         linear_log_prob(case.hidden.float(), case.weight.float(), case.target, backend="triton")
-    assert set(made) == {rows.TritonRows}
+    assert set(made) == {triton_passes.TritonPasses}
 
 
 def policy_loss_of(case):

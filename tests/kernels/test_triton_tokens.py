@@ -16,14 +16,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
     pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
-import triton
-import triton.language as tl
-
 from exgrpo.kernels import reference
-from exgrpo.kernels.chunks.softmax import PolicyRows, Sums, Upstream, finished, row_factors
+from exgrpo.kernels.chunks.softmax import PolicyRows, RowTerms, Sums, Upstream, finished, row_factors
+from exgrpo.kernels.inputs import PolicyTokens, ScoredTokens, Surrogate
 from exgrpo.kernels.objective import MAX_LOG_RATIO, policy_objective
-from exgrpo.kernels.triton_chunks import tokens
-from exgrpo.kernels.triton_chunks.token_kernels import expm1, log1p
+from exgrpo.kernels.triton_chunks import triton_tokens
 
 from .conftest import DEVICE
 
@@ -46,44 +43,6 @@ def assert_same_bits(first, second):
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-# ---- log1p and expm1
-
-
-@triton.jit
-def apply_kernel(x, out, size, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + index, mask=index < size, other=0.0)
-    tl.store(out + index, log1p(value) if FUNCTION == "log1p" else expm1(value), mask=index < size)
-
-
-def apply(function, x):
-    out = torch.empty_like(x)
-    apply_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), FUNCTION=function, BLOCK=1024)
-    return out
-
-
-@pytest.mark.parametrize(
-    ("function", "largest", "smallest"), [("log1p", 1e30, 1e-30), ("log1p", -0.9, -1e-30), ("expm1", -1e4, -1e-30)]
-)
-def test_small_arguments_keep_their_digits(function, largest, smallest, dtype, device):
-    """To a few ulps of the result, from where it is the argument itself to where the 1 is lost."""
-    sign = math.copysign(1.0, largest)
-    size = torch.logspace(math.log10(abs(smallest)), math.log10(abs(largest)), 4096, dtype=torch.float64)
-    x = (sign * size).to(dtype).to(device)
-    exact = getattr(torch, function)(x.double())
-    # Of 1 + x, the rounding counts for more the nearer it is to 0.
-    conditioning = (x.double() / (1 + x.double()) / exact).abs().clamp(min=1) if function == "log1p" else 1
-    error = (apply(function, x).double() - exact).abs() / exact.abs()
-    assert (error <= 4 * torch.finfo(dtype).eps * conditioning).all(), error.max()
-
-
-def test_zero_and_the_far_end(dtype, device):
-    x = torch.tensor([0.0, -math.inf, -1e30, math.nan], dtype=dtype, device=device)
-    assert apply("expm1", x)[:3].tolist() == [0.0, -1.0, -1.0]
-    assert apply("expm1", x)[3].isnan()
-    assert apply("log1p", x[:1]).tolist() == [0.0]
-
-
 # ---- statistics
 
 
@@ -94,21 +53,33 @@ def make_sums(rows, dtype, device):
     small = 10 ** (9 * torch.rand(rows, dtype=torch.float64) - 8)
     rest = torch.where(anchored, small, 1 + small)
     moment = -small * (1 + 5 * torch.rand(rows, dtype=torch.float64))
-    return [values.to(dtype).to(device) for values in (gap, rest, moment)]
+    return sums_of(*(values.to(dtype).to(device) for values in (gap, rest, moment)))
 
 
-def statistics(gap, rest, moment):
+def sums_of(gap, rest, moment):
+    """With anchors that no result depends on."""
+    return Sums(torch.full_like(gap, 3.0), gap, rest, moment)
+
+
+def statistics(sums):
     """U, log p_y and H in float64, and all statistics."""
-    found, result = finished(Sums(*(values.double() for values in (gap, gap, rest, moment))))
+    found, result = finished(Sums(*(values.double() for values in sums)))
     return found.mean, *result, found
+
+
+def finished_by_kernel(sums):
+    """U, log p_y and H."""
+    found, result = triton_tokens.finished(sums)
+    assert all(mine is given for mine, given in zip(found[:3], sums[:3], strict=True))
+    return found.mean, *result
 
 
 @pytest.mark.parametrize("rows", [0, 1, 127, 128, 300])
 def test_statistics(rows, dtype, device):
     sums = make_sums(rows, dtype, device)
-    found = tokens.finish(*sums)
+    found = finished_by_kernel(sums)
     assert all(values.dtype == dtype for values in found)
-    for ours, true in zip(found, statistics(*sums)[:3], strict=True):
+    for ours, true in zip(found, statistics(sums)[:3], strict=True):
         torch.testing.assert_close(ours.double(), true, **tolerance(dtype))
 
 
@@ -116,7 +87,7 @@ def test_a_certain_target_keeps_its_digits(dtype, device):
     """log p_y = -log1p(S) and H = log1p(S) - M / (1 + S) to a few ulps, however small S is."""
     rest = torch.logspace(-30, 0, 61, dtype=torch.float64).to(dtype).to(device)
     moment = -8 * rest
-    mean, log_prob, entropy = tokens.finish(torch.zeros_like(rest), rest, moment)
+    mean, log_prob, entropy = finished_by_kernel(sums_of(torch.zeros_like(rest), rest, moment))
     s, m = rest.double(), moment.double()
     for ours, true in ((mean, m / (1 + s)), (log_prob, -s.log1p()), (entropy, s.log1p() - m / (1 + s))):
         torch.testing.assert_close(ours.double(), true, rtol=8 * torch.finfo(dtype).eps, atol=0)
@@ -125,7 +96,7 @@ def test_a_certain_target_keeps_its_digits(dtype, device):
 def test_an_impossible_target(dtype, device):
     """A logit of -inf: the probability is 0, the entropy that of the other words."""
     gap, rest, moment = torch.tensor([[-math.inf], [2.0], [-1.0]], dtype=dtype, device=device)
-    mean, log_prob, entropy = tokens.finish(gap, rest, moment)
+    mean, log_prob, entropy = finished_by_kernel(sums_of(gap, rest, moment))
     assert log_prob.item() == -math.inf
     assert mean.item() == -0.5
     assert entropy.item() == pytest.approx(math.log(2) + 0.5)
@@ -134,14 +105,14 @@ def test_an_impossible_target(dtype, device):
 # ---- rows of the policy loss
 
 
-def oracle_rows(sums, old_log_prob, advantage, replayed, *, entropy_coef, normalizer, temperature, softcapped, **terms):
+def oracle_rows(sums, tokens, terms, temperature):
     """The same by the functions of the plain backend, in float64."""
-    mean, log_prob, its_entropy, exact = statistics(*sums)
-    objective = policy_objective(log_prob, double(old_log_prob), double(advantage), replayed, **terms)
-    coefficient = -objective.coefficient / normalizer
-    entropy = torch.full_like(coefficient, -entropy_coef) / normalizer if entropy_coef else None
-    upstream = Upstream(coefficient, entropy)
-    scale, at_target, _ = row_factors(double(temperature), 30.0 if softcapped else None, exact, upstream)
+    mean, log_prob, its_entropy, exact = statistics(sums)
+    objective = policy_objective(log_prob, PolicyTokens(*map(double, tokens)), terms.surrogate)
+    coefficient = -objective.coefficient / terms.normalizer
+    coef = terms.entropy_coef
+    entropy = torch.full_like(coefficient, -coef) / terms.normalizer if coef else None
+    scale, at_target, _ = row_factors(double(temperature), terms.softcap, exact, Upstream(coefficient, entropy))
     return PolicyRows(
         value=objective.value,
         log_prob=log_prob,
@@ -156,22 +127,21 @@ def oracle_rows(sums, old_log_prob, advantage, replayed, *, entropy_coef, normal
 
 
 def make_rows(rows, dtype, device):
-    """Sums, old log-probs around the policy's own, advantages (a tenth 0), and replayed flags."""
+    """Sums; and tokens with old log-probs around the policy's own, advantages (a tenth 0) and replayed flags."""
     sums = make_sums(rows, dtype, device)
-    old = statistics(*sums)[1] + 0.4 * torch.randn(rows, dtype=torch.float64).to(device)
+    old = statistics(sums)[1] + 0.4 * torch.randn(rows, dtype=torch.float64).to(device)
     advantage = torch.randn(rows, dtype=torch.float64)
     advantage[torch.rand(rows) < 0.1] = 0
-    return sums, old.to(dtype), advantage.to(dtype).to(device), (torch.rand(rows) < 0.4).to(device)
+    replayed = (torch.rand(rows) < 0.4).to(device)
+    return sums, PolicyTokens(old.to(dtype), advantage.to(dtype).to(device), replayed)
 
 
-ROWS = {
-    "clip": (0.2, 0.2),
-    "beta": 0.1,
-    "entropy_coef": 0.0,
-    "normalizer": torch.tensor(7.0, device=DEVICE),
-    "temperature": None,
-    "softcapped": False,
-}
+def row_terms(*, clip=(0.2, 0.2), beta=0.1, entropy_coef=0.0, normalizer=7.0, softcap=None):
+    """Terms of rows on the device under test."""
+    return RowTerms(Surrogate(clip, beta), entropy_coef, torch.as_tensor(normalizer, device=DEVICE), softcap)
+
+
+TERMS = row_terms()
 VARIANTS = [
     {},
     {"clip": None},
@@ -179,23 +149,22 @@ VARIANTS = [
     {"clip": (0.1, 0.3), "beta": 2.0, "replayed": None},
     {"clip": None, "beta": None, "replayed": None},
     {"temperature": True, "normalizer": torch.tensor(3.5)},
-    {"softcapped": True, "normalizer": torch.tensor(11)},
-    {"softcapped": True, "temperature": True, "entropy_coef": 0.02},
+    {"softcap": 30.0, "normalizer": torch.tensor(11)},
+    {"softcap": 30.0, "temperature": True, "entropy_coef": 0.02},
     {"entropy_coef": 0.3, "normalizer": torch.tensor(5.0, dtype=torch.float64)},
 ]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_policy_rows(variant, dtype, device):
-    sums, old, advantage, replayed = make_rows(200, dtype, device)
-    terms = {**ROWS, **variant}
-    replayed = terms.pop("replayed", replayed)
-    terms["normalizer"] = terms["normalizer"].to(device)
-    if terms["temperature"]:
-        terms["temperature"] = (0.5 + torch.rand(200)).to(dtype).to(device)
-    found = tokens.policy_rows(*sums, old, advantage, replayed, **terms)
-    exact = oracle_rows(sums, old, advantage, replayed, **terms)
-    assert exact.clipped.any() == (terms["clip"] is not None)
+    sums, tokens = make_rows(200, dtype, device)
+    given = dict(variant)
+    tokens = tokens._replace(replayed=given.pop("replayed", tokens.replayed))
+    temperature = (0.5 + torch.rand(200)).to(dtype).to(device) if given.pop("temperature", False) else None
+    terms = row_terms(**given)
+    found = triton_tokens.policy_rows(sums, tokens, terms, temperature)
+    exact = oracle_rows(sums, tokens, terms, temperature)
+    assert exact.clipped.any() == (terms.surrogate.clip is not None)
     for ours, true in zip(found, exact, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), true, **tolerance(dtype))
@@ -203,21 +172,22 @@ def test_policy_rows(variant, dtype, device):
 
 @pytest.mark.parametrize("rows", [0, 1, 129])
 def test_any_number_of_rows(rows, dtype, device):
-    sums, old, advantage, replayed = make_rows(rows, dtype, device)
-    found = tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
-    exact = oracle_rows(sums, old, advantage, replayed, **ROWS)
+    sums, tokens = make_rows(rows, dtype, device)
+    found = triton_tokens.policy_rows(sums, tokens, TERMS, None)
+    exact = oracle_rows(sums, tokens, TERMS, None)
     for ours, true in zip(found, exact, strict=True):
         torch.testing.assert_close(ours.double(), true, **tolerance(dtype))
 
 
 def test_ratios_out_of_bounds(dtype, device):
     """Beyond the bound, -inf included, fresh tokens have no gradient; a replayed one's goes to 0 by itself."""
-    sums = [torch.tensor([x, x, x, x], dtype=dtype, device=device) for x in (0.0, 1e-3, -4e-3)]
+    sums = sums_of(*(torch.tensor([x, x, x, x], dtype=dtype, device=device) for x in (0.0, 1e-3, -4e-3)))
     old = torch.tensor([-25.0, -math.inf, -math.inf, -25.0], dtype=dtype, device=device)
     advantage = torch.tensor([-1.0, -1.0, 1.0, 2.0], dtype=dtype, device=device)
     replayed = torch.tensor([False, False, True, True], device=device)
-    found = tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
-    exact = oracle_rows(sums, old, advantage, replayed, **ROWS)
+    tokens = PolicyTokens(old, advantage, replayed)
+    found = triton_tokens.policy_rows(sums, tokens, TERMS, None)
+    exact = oracle_rows(sums, tokens, TERMS, None)
     assert found.coefficient[:3].tolist() == [0, 0, 0]
     for ours, true in zip(found, exact, strict=True):
         assert ours.isfinite().all()
@@ -225,30 +195,34 @@ def test_ratios_out_of_bounds(dtype, device):
 
 
 def test_the_policy_itself_has_ratio_one(dtype, device):
-    sums, _, advantage, _ = make_rows(64, dtype, device)
-    old = tokens.finish(*sums)[1]
-    found = tokens.policy_rows(*sums, old, advantage, None, **ROWS)
+    sums, (_, advantage, _) = make_rows(64, dtype, device)
+    old = triton_tokens.finished(sums)[1].log_prob
+    found = triton_tokens.policy_rows(sums, PolicyTokens(old, advantage, None), TERMS, None)
     assert (found.ratio == 1).all()
     assert not found.clipped.any()
     assert torch.equal(found.value, advantage)
 
 
 def test_a_broken_row_shows_and_stays_alone(dtype, device):
-    sums, old, advantage, replayed = make_rows(5, dtype, device)
-    sums[1][2] = math.nan
-    found = tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
+    sums, tokens = make_rows(5, dtype, device)
+    sums.rest[2] = math.nan
+    found = triton_tokens.policy_rows(sums, tokens, TERMS, None)
     assert found.log_prob[2].isnan()
     assert found.value[2].isnan()
     assert torch.stack(found)[:, [0, 1, 3, 4]].isfinite().all()
 
 
 def test_rows_repeat_to_the_bit_from_any_strides_and_dtypes(device):
-    sums, old, advantage, replayed = make_rows(150, torch.float32, device)
-    old, advantage = old.bfloat16(), advantage.double()
-    first = tokens.policy_rows(*sums, old, advantage, replayed, **ROWS)
-    apart = [torch.stack((x, x), dim=1)[:, 0] for x in (*sums, old.float(), advantage.float(), replayed)]
-    assert_same_bits(first, tokens.policy_rows(*sums, old, advantage, replayed, **ROWS))
-    assert_same_bits(first, tokens.policy_rows(*apart, **ROWS))
+    sums, (old, advantage, replayed) = make_rows(150, torch.float32, device)
+    tokens = PolicyTokens(old.bfloat16(), advantage.double(), replayed)
+    first = triton_tokens.policy_rows(sums, tokens, TERMS, None)
+    assert_same_bits(first, triton_tokens.policy_rows(sums, tokens, TERMS, None))
+
+    def apart(x):
+        return torch.stack((x, x), dim=1)[:, 0]
+
+    own = PolicyTokens(apart(tokens.old_log_prob.float()), apart(tokens.advantage.float()), apart(replayed))
+    assert_same_bits(first, triton_tokens.policy_rows(Sums(*map(apart, sums)), own, TERMS, None))
 
 
 # ---- tokens whose log-probability is known
@@ -278,8 +252,9 @@ class Objective(NamedTuple):
     tokens: torch.Tensor
 
 
-def objective_of(*args, **kwargs):
-    sums, per_token, coefficient = tokens.token_objective(*args, **kwargs)
+def objective_of(log_prob, entropy, old_log_prob, advantage, replayed, mask, clip, beta):
+    scored = ScoredTokens(log_prob, entropy, PolicyTokens(old_log_prob, advantage, replayed), mask)
+    sums, per_token, coefficient = triton_tokens.token_objective(scored, Surrogate(clip, beta))
     return Objective(*per_token, coefficient, *sums)
 
 
@@ -351,7 +326,7 @@ def test_every_branch(log_ratio, advantage, replayed, clip, beta):
     inputs = (torch.zeros_like(log_prob), torch.full_like(log_prob, advantage))
     flags = torch.full_like(log_prob, replayed, dtype=torch.bool)
     found = objective_of(log_prob, None, *inputs, flags, clear, clip, beta)
-    exact = policy_objective(log_prob, *inputs, flags, clip, beta)
+    exact = policy_objective(log_prob, PolicyTokens(*inputs, flags), Surrogate(clip, beta))
     for ours, true in (
         (found.ratio, exact.ratio),
         (found.clipped, exact.clipped.double()),

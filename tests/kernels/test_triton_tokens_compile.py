@@ -10,14 +10,14 @@ pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET"):
     pytest.skip("with TRITON_INTERPRET a process can only interpret kernels, not compile them", allow_module_level=True)
 
-from exgrpo.kernels.triton_chunks import token_kernels, tokens
+from exgrpo.kernels.triton_chunks import token_kernels, triton_tokens
 
 from .compiling import TARGETS, assert_runs_well, compile_kernel
 
 LENGTHS = ("rows", "tokens", "responses")  # not specialised for: nothing is known of them
 NUMBERS = ("clip_low", "clip_high", "log_beta", "entropy_coef")
-BLOCK = {"BLOCK": tokens.BLOCK}
-TILE = dict(zip(("ROWS", "COLUMNS"), tokens.GROUP_TILE, strict=True))
+BLOCK = {"BLOCK": triton_tokens.BLOCK}
+TILE = dict(zip(("ROWS", "COLUMNS"), triton_tokens.GROUP_TILE, strict=True))
 
 
 POLICY = ("HAS_REPLAYED", "HAS_TEMPERATURE", "HAS_CLIP", "HAS_BETA", "PLAIN")
@@ -44,8 +44,8 @@ CASES = [
     (token_kernels.centre_groups_kernel, "fp32", {"group": "i64"}, {"SCALE_BY_STD": True, **TILE}),
     (token_kernels.centre_groups_kernel, "fp64", {"group": "i32"}, {"SCALE_BY_STD": True, **TILE}),
     (token_kernels.centre_groups_kernel, "u1", {"group": "i64"}, {"SCALE_BY_STD": True, **TILE}),
-    (token_kernels.segment_mean_kernel, "fp32", {"offsets": "i32"}, {"BLOCK": tokens.SEGMENT_BLOCK}),
-    (token_kernels.segment_mean_kernel, "fp64", {"offsets": "i64"}, {"BLOCK": tokens.SEGMENT_BLOCK}),
+    (token_kernels.segment_mean_kernel, "fp32", {"offsets": "i32"}, {"BLOCK": triton_tokens.SEGMENT_BLOCK}),
+    (token_kernels.segment_mean_kernel, "fp64", {"offsets": "i64"}, {"BLOCK": triton_tokens.SEGMENT_BLOCK}),
 ]
 
 
@@ -57,7 +57,7 @@ def name(value):
 
 @cache
 def compiled(architecture, kernel, dtype, others, constants):
-    """A kernel as `tokens` has it compiled."""
+    """A kernel as `triton_tokens` has it compiled."""
     dtypes = {"replayed": "u1", "counted": "u1", "partials": "fp64", "centred": "fp64", **dict(others)}
     types = {x: "*" + dtypes.get(x, dtype) for x in kernel.arg_names}
     types |= dict.fromkeys(LENGTHS, "i32") | dict.fromkeys(NUMBERS, "fp64")

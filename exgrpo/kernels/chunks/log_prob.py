@@ -1,21 +1,19 @@
 """Log-probabilities and entropies by chunks; the backward recomputes each chunk's logits."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from exgrpo.kernels.chunks.head import ChunkedHead, GradientSums
-from exgrpo.kernels.chunks.operations import RowOperations
+from exgrpo.kernels.chunks.passes import PassesOf
 from exgrpo.kernels.chunks.softmax import Statistics, Upstream, row_factors
 from exgrpo.kernels.inputs import Gradients, Head, Needed
 from exgrpo.kernels.results import LogProb
 
 
-def log_prob_forward(head: Head, operations: Callable[[ChunkedHead], RowOperations]) -> tuple[LogProb, Tensor]:
+def log_prob_forward(head: Head, passes_of: PassesOf) -> tuple[LogProb, Tensor]:
     """Log-probability and entropy of each token [T], and the statistics [4, T] that the backward wants saved."""
     walk = ChunkedHead(head)
-    passes = operations(walk)
+    passes = passes_of(walk)
     statistics = head.weight.new_empty(4, walk.count, dtype=walk.dtype)
     results = head.weight.new_empty(2, walk.count, dtype=walk.dtype)
     for chunk in walk.chunks(0, walk.count, passes.chunk_rows()):
@@ -31,12 +29,12 @@ def log_prob_backward(
     grad_log_prob: Tensor | None,
     grad_entropy: Tensor | None,
     needed: Needed,
-    operations: Callable[[ChunkedHead], RowOperations],
+    passes_of: PassesOf,
 ) -> Gradients:
     """Gradients from those of the two outputs [T]; None stands for zero. Tokens without gradient are skipped."""
     upstream = Upstream(torch.zeros_like(saved[0]) if grad_log_prob is None else grad_log_prob, grad_entropy)
     walk = ChunkedHead(head, upstream.active)
-    passes = operations(walk)
+    passes = passes_of(walk)
     statistics = Statistics(*walk.of_tokens(saved.t()).t())
     log_prob = walk.of_tokens(upstream.log_prob).to(walk.dtype)
     entropy = None if grad_entropy is None else walk.of_tokens(grad_entropy).to(walk.dtype)

@@ -4,63 +4,61 @@ The normaliser and the advantages are known beforehand, so a token's coefficient
 log-probability is: three products over tokens, width and vocabulary, where recomputing the logits takes four.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, GradientSums, packing, positions
-from exgrpo.kernels.chunks.operations import RowOperations
+from exgrpo.kernels.chunks.passes import Passes, PassesOf
 from exgrpo.kernels.chunks.softmax import (
     Factors,
     PolicyRows,
-    PolicyTokens,
+    RowTerms,
     Statistics,
     Sums,
     Upstream,
-    entropy_upstream,
 )
-from exgrpo.kernels.inputs import Gradients, Head, Needed, PolicyTerms
+from exgrpo.kernels.inputs import Gradients, Head, Needed, PolicyTerms, PolicyTokens
 
 
 def policy_loss_forward(
-    head: Head, terms: PolicyTerms, needed: Needed, operations: Callable[[ChunkedHead], RowOperations]
+    head: Head, terms: PolicyTerms, needed: Needed, passes_of: PassesOf
 ) -> tuple[Tensor, Tensor, Gradients]:
     """The loss, log-probability, entropy, ratio and clipped [4, T], and the gradients."""
     everywhere = bool(terms.entropy_coef)
-    walk = ChunkedHead(head, None if everywhere else terms.advantage != 0)
-    passes = operations(walk)
+    walk = ChunkedHead(head, None if everywhere else terms.tokens.advantage != 0)
+    passes = passes_of(walk)
     normalizer = terms.normalizer
     if normalizer is None:
         normalizer = head.weight.new_full((), max(1, walk.count), dtype=torch.float64)
-    tokens = _tokens(walk, terms)
+    row_terms = RowTerms(terms.surrogate, terms.entropy_coef, normalizer, head.options.softcap)
+    tokens = _in_order(walk, terms.tokens)
     gradients = GradientSums(walk, needed, passes.products, once=walk.active <= passes.chunk_rows())
     results = head.weight.new_empty(5, walk.count, dtype=walk.dtype)
     active = walk.active if any(needed) else 0
     for start, end, with_gradient in ((0, active, True), (active, walk.count, False)):
         for chunk in walk.chunks(start, end, passes.chunk_rows()):
             sums = passes.sums(chunk, gradient_follows=with_gradient, with_entropy=everywhere)
-            rows = passes.policy(sums, chunk, tokens.select(chunk.rows), terms, normalizer)
+            rows = passes.policy(sums, chunk, tokens.select(chunk.rows), row_terms)
             torch.stack(rows[:5], out=results[:, chunk.rows])
             if with_gradient:
-                entropy = entropy_upstream(rows.coefficient, terms.entropy_coef, normalizer)
-                _add_gradients(gradients, passes, chunk, sums, rows, Upstream(rows.coefficient, entropy))
+                upstream = Upstream(rows.coefficient, row_terms.entropy_upstream(rows.coefficient))
+                _add_gradients(gradients, passes, chunk, sums, rows, upstream)
     value, _, entropies, *_ = results
     loss = -(value.sum() + terms.entropy_coef * entropies.sum()) / normalizer
     return loss.to(walk.dtype), walk.all_tokens(results[1:]), gradients.finish()
 
 
-def _tokens(walk: ChunkedHead, terms: PolicyTerms) -> PolicyTokens:
-    """What the objective knows of the walk's tokens, in its order."""
+def _in_order(walk: ChunkedHead, tokens: PolicyTokens) -> PolicyTokens:
+    """The walk's tokens, in its order and dtype."""
     return PolicyTokens(
-        walk.of_tokens(terms.old_log_prob).to(walk.dtype),
-        walk.of_tokens(terms.advantage).to(walk.dtype),
-        None if terms.replayed is None else walk.of_tokens(terms.replayed),
+        walk.of_tokens(tokens.old_log_prob).to(walk.dtype),
+        walk.of_tokens(tokens.advantage).to(walk.dtype),
+        None if tokens.replayed is None else walk.of_tokens(tokens.replayed),
     )
 
 
 def _add_gradients(
-    gradients: GradientSums, passes: RowOperations, chunk: Chunk, sums: Sums, rows: PolicyRows, upstream: Upstream
+    gradients: GradientSums, passes: Passes, chunk: Chunk, sums: Sums, rows: PolicyRows, upstream: Upstream
 ) -> None:
     """Adds those tokens of a chunk that have a gradient: not the clipped ones, where the backend takes them out."""
     statistics = Statistics(sums.anchor, sums.gap, sums.rest, rows.mean)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from exgrpo.kernels.inputs import PolicyTokens, Surrogate
 from exgrpo.kernels.objective import policy_objective
 from exgrpo.kernels.results import LogProb
 
@@ -99,17 +100,25 @@ class Factors(NamedTuple):
         return Factors(self.scale[rows], self.at_target[rows], upstream)
 
 
-class PolicyTokens(NamedTuple):
-    """What the objective knows of some tokens, all [rows]."""
+class RowTerms(NamedTuple):
+    """What makes a loss of the rows of a call, the same for all rows."""
 
-    old_log_prob: Tensor
-    advantage: Tensor
-    replayed: Tensor | None
+    surrogate: Surrogate
+    entropy_coef: float
+    """Where it is not 0, the gradient of each row's entropy is -entropy_coef / normalizer."""
+    normalizer: Tensor
+    """Without dimensions, any dtype, on the device of the rows."""
+    softcap: float | None
+    """Of the logits, see `inputs.HeadOptions`."""
 
-    def select(self, rows: slice) -> "PolicyTokens":
-        """Some of them."""
-        replayed = None if self.replayed is None else self.replayed[rows]
-        return PolicyTokens(self.old_log_prob[rows], self.advantage[rows], replayed)
+    @property
+    def plain(self) -> bool:
+        """Whether F is exp(d) off the target, so that r has c in it: see `Factors`."""
+        return not self.entropy_coef and self.softcap is None
+
+    def entropy_upstream(self, like: Tensor) -> Tensor | None:
+        """h, the same for all rows, shaped like a vector [rows]; None without an entropy bonus."""
+        return torch.full_like(like, -self.entropy_coef) / self.normalizer if self.entropy_coef else None
 
 
 class PolicyRows(NamedTuple):
@@ -155,23 +164,13 @@ def row_factors(
     return Factors(scale, at_target, general)
 
 
-def policy_rows(
-    sums: Sums,
-    tokens: PolicyTokens,
-    *,
-    clip: tuple[float, float] | None,
-    beta: float | None,
-    entropy_coef: float,
-    normalizer: Tensor,
-    temperature: Tensor | None,
-    softcap: float | None,
-) -> PolicyRows:
-    """The objective of rows whose sums are known, and the factors of its gradient."""
+def policy_rows(sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None) -> PolicyRows:
+    """The objective of rows whose sums are known, and the factors of its gradient; temperature [rows], None: 1."""
     statistics, (log_prob, entropy) = finished(sums)
-    objective = policy_objective(log_prob, *tokens, clip, beta)
-    coefficient = -objective.coefficient / normalizer
-    upstream = Upstream(coefficient, entropy_upstream(coefficient, entropy_coef, normalizer))
-    factors = row_factors(temperature, softcap, statistics, upstream)
+    objective = policy_objective(log_prob, tokens, terms.surrogate)
+    coefficient = -objective.coefficient / terms.normalizer
+    upstream = Upstream(coefficient, terms.entropy_upstream(coefficient))
+    factors = row_factors(temperature, terms.softcap, statistics, upstream)
     return PolicyRows(
         objective.value,
         log_prob,
@@ -183,8 +182,3 @@ def policy_rows(
         factors.scale,
         factors.at_target,
     )
-
-
-def entropy_upstream(like: Tensor, entropy_coef: float, normalizer: Tensor) -> Tensor | None:
-    """h, the same for all rows; None without an entropy bonus."""
-    return torch.full_like(like, -entropy_coef) / normalizer if entropy_coef else None

@@ -2,6 +2,6 @@
 
 from exgrpo.kernels.objective import token_objective
 from exgrpo.kernels.segments import centre_groups, segment_mean
-from exgrpo.kernels.torch_chunks.rows import TorchRows as rows_of
+from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses as passes_of
 
-__all__ = ["centre_groups", "rows_of", "segment_mean", "token_objective"]
+__all__ = ["centre_groups", "passes_of", "segment_mean", "token_objective"]

@@ -1,6 +1,15 @@
 """Backend for GPUs: chunks of tokens, library products, and Triton kernels for everything between them."""
 
-from exgrpo.kernels.triton_chunks.rows import rows_of
-from exgrpo.kernels.triton_chunks.tokens import centre_groups, segment_mean, token_objective
+from exgrpo.kernels.chunks.head import ChunkedHead
+from exgrpo.kernels.triton_chunks.triton_fused import FusedTritonPasses
+from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses, plan_of
+from exgrpo.kernels.triton_chunks.triton_tokens import centre_groups, segment_mean, token_objective
 
-__all__ = ["centre_groups", "rows_of", "segment_mean", "token_objective"]
+
+def passes_of(head: ChunkedHead) -> TritonPasses:
+    """The passes that the launch table has for a head."""
+    chosen = plan_of(head)
+    return FusedTritonPasses(head, chosen) if chosen.fused else TritonPasses(head, chosen)
+
+
+__all__ = ["centre_groups", "passes_of", "segment_mean", "token_objective"]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from exgrpo.kernels import objective, segments
-from exgrpo.kernels.triton_chunks.kernels import UNDERFLOWN
+from exgrpo.kernels.triton_chunks.row_kernels import UNDERFLOWN
 
 MAX_LOG_RATIO = tl.constexpr(objective.MAX_LOG_RATIO)
 STD_EPSILON = tl.constexpr(segments.STD_EPSILON)

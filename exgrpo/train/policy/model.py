@@ -10,7 +10,7 @@ from exgrpo.heads.inputs import HeadInputs
 from exgrpo.heads.inside import compute, open_head
 from exgrpo.heads.logit_map import measure
 from exgrpo.kernels import LogProb, PolicyLoss, linear_log_prob, linear_policy_loss
-from exgrpo.train.policy.batch import MicroBatch
+from exgrpo.train.policy.batch import MicroBatch, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,16 @@ class PolicyModel(nn.Module):
         # ZeRO-3 gathers a module's parameters around its own forward, so the fused call must happen inside it.
         open_head(model.get_output_embeddings())
 
-    def forward(self, batch: MicroBatch, terms: float | LossTerms) -> LogProb | PolicyLoss:
-        """Log-probs and entropies [B, L] of the targets at a temperature; of `LossTerms`, the loss and its parts."""
+    def forward(self, batch: TokenBatch, terms: float | LossTerms) -> LogProb | PolicyLoss:
+        """Log-probs and entropies [B, L] of the targets at a temperature; of `LossTerms`, for a `MicroBatch`, the loss."""
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=batch.tokens, use_cache=False).last_hidden_state
         if isinstance(terms, LossTerms):
+            assert isinstance(batch, MicroBatch)
             return compute(self.model.get_output_embeddings(), hidden, partial(self._loss, batch, terms))
         return compute(self.model.get_output_embeddings(), hidden, partial(self._log_prob, batch, terms))
 
-    def _log_prob(self, batch: MicroBatch, temperature: float, head: HeadInputs) -> LogProb:
+    def _log_prob(self, batch: TokenBatch, temperature: float, head: HeadInputs) -> LogProb:
         return linear_log_prob(
             head.hidden,
             head.weight,

@@ -4,10 +4,9 @@ from torch import Tensor
 
 from exgrpo.kernels.chunks import chunking, softmax
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, PolicyTokens, Statistics, Sums
-from exgrpo.kernels.inputs import PolicyTerms
-from exgrpo.kernels.results import LogProb
-from exgrpo.kernels.torch_chunks.passes import (
+from exgrpo.kernels.chunks.passes import ByFormulas, Formulas
+from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
+from exgrpo.kernels.torch_chunks.in_place import (
     compact,
     exponentials,
     logit_gradient,
@@ -16,9 +15,10 @@ from exgrpo.kernels.torch_chunks.passes import (
 )
 
 
-class TorchRows:
+class TorchPasses(ByFormulas):
     """In place, a block of rows that stays in cache at a time: the chunk's logits become exp(d), then F."""
 
+    formulas: Formulas = softmax
     compacts = True
 
     def __init__(self, head: ChunkedHead) -> None:
@@ -28,41 +28,24 @@ class TorchRows:
         self._exponential = head.head.weight.new_empty(0)
 
     def chunk_rows(self) -> int:
-        """See `RowOperations`."""
+        """See `Passes`."""
         return chunking.chunk_rows(self.head.shard.largest, self.head.dtype, self.head.head.weight.device)
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
-        """See `RowOperations`."""
+        """See `Passes`."""
         logits = self._logits(chunk)
         return exponentials(logits, chunk.target, chunk.temperature, self.head.shard)
 
-    def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
-        """See `RowOperations`."""
-        return softmax.finished(sums)
-
-    def policy(self, sums: Sums, chunk: Chunk, own: PolicyTokens, terms: PolicyTerms, normalizer: Tensor) -> PolicyRows:
-        """See `RowOperations`."""
-        return softmax.policy_rows(
-            sums,
-            own,
-            clip=terms.clip,
-            beta=terms.beta,
-            entropy_coef=terms.entropy_coef,
-            normalizer=normalizer,
-            temperature=chunk.temperature,
-            softcap=self.head.options.softcap,
-        )
-
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
-        """See `RowOperations`."""
+        """See `Passes`."""
         restore_exponentials(self._logits(chunk), chunk.target, chunk.temperature, statistics)
 
     def select(self, kept: Tensor) -> None:
-        """See `RowOperations`."""
+        """See `Passes`."""
         self._exponential = compact(self._exponential, kept)
 
     def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
-        """See `RowOperations`."""
+        """See `Passes`."""
         logit_gradient(
             self._exponential, chunk.target, chunk.temperature, self.head.options.softcap, statistics, factors
         )

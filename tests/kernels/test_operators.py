@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import library
 
-from exgrpo.kernels import arguments, group_advantage, ops
+from exgrpo.kernels import arguments, group_advantage, operators
+from exgrpo.kernels.operators.linear_log_prob import backward as linear_log_prob_backward
+from exgrpo.kernels.operators.linear_log_prob import forward as linear_log_prob_forward
+from exgrpo.kernels.operators.linear_policy_loss import forward as linear_policy_loss_forward
+from exgrpo.kernels.operators.scale_gradient import scale_gradient
+from exgrpo.kernels.operators.schema import flat_head
+from exgrpo.kernels.operators.token_objective import token_objective
 
 from .support import make_case, make_tokens
 
@@ -17,18 +23,18 @@ HEADS = {
 def flat(case):
     options = {"temperature": 1.0, "softcap": None, **case.options}
     head = arguments.head(case.hidden, case.weight, case.target, case.bias, *options.values(), -100, None)
-    return ops._flat(head)
+    return flat_head(head)
 
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 def test_log_prob(options, backend, device):
     arguments = flat(make_case(20, 8, 30, torch.float64, device, **options))
-    library.opcheck(ops._linear_log_prob, (*arguments, backend))
-    saved = ops._linear_log_prob(*arguments, backend)[2].detach()
+    library.opcheck(linear_log_prob_forward, (*arguments, backend))
+    saved = linear_log_prob_forward(*arguments, backend)[2].detach()
     upstream = torch.randn(20, dtype=torch.float64, device=device)
     detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
     needed = [True, False, arguments[2] is not None]
-    library.opcheck(ops._linear_log_prob_backward, (*detached, backend, saved, upstream, None, needed))
+    library.opcheck(linear_log_prob_backward, (*detached, backend, saved, upstream, None, needed))
 
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
@@ -40,8 +46,8 @@ def test_policy_loss(options, frozen, backend, device):
         case.hidden.requires_grad_(False)
     needed = [not frozen, True, case.bias is not None]
     terms = (old, advantage, replayed, (0.2, 0.2), 0.1, 0.01, torch.tensor(7.0, device=device))
-    library.opcheck(ops._linear_policy_loss, (*flat(case), *terms, needed, False, backend))
-    library.opcheck(ops._scale_gradient, (torch.randn(4, 3, device=device), old[0], torch.bfloat16))
+    library.opcheck(linear_policy_loss_forward, (*flat(case), *terms, needed, False, backend))
+    library.opcheck(scale_gradient, (torch.randn(4, 3, device=device), old[0], torch.bfloat16))
 
 
 @pytest.mark.parametrize("everything", [False, True])
@@ -51,14 +57,14 @@ def test_token_objective(everything, backend, device):
     flags = [torch.rand(20, device=device) < 0.5 if everything else None for _ in range(2)]
     values = torch.randn(2, 20, device=device)
     terms = ((0.2, 0.2), 0.1) if everything else (None, None)
-    library.opcheck(ops._token_objective, (log_prob, entropy, *values, *flags, *terms, backend))
+    library.opcheck(token_objective, (log_prob, entropy, *values, *flags, *terms, backend))
 
 
 def test_groups_and_segments(backend, device):
     reward, group = torch.rand(9, device=device), torch.tensor([3, 1, 3, 3, 1, 7, 7, 1, 0], device=device)
-    library.opcheck(ops.group_advantage, (reward, group, True, backend))
+    library.opcheck(operators.group_advantage, (reward, group, True, backend))
     bounds = torch.tensor([0, 4, 4, 9], device=device)
-    library.opcheck(ops.segment_mean, (reward, reward > 0.3, bounds, backend))
+    library.opcheck(operators.segment_mean, (reward, reward > 0.3, bounds, backend))
 
 
 def test_group_advantage_compiles_in_one_piece(device):

@@ -22,7 +22,7 @@ from .support import check_schema
 ASKED = "EXGRPO_CPU_ISA"
 # Those tests that depend on how the kernels compute.
 SHARED = [
-    "test_cpu_rows.py",
+    "test_cpu_passes.py",
     "test_cpu_tokens.py",
     "test_extremes.py",
     "test_linear_log_prob.py",

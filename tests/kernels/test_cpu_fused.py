@@ -13,7 +13,7 @@ if extension.OPERATORS.product_unavailable():
     pytest.skip(extension.OPERATORS.product_unavailable(), allow_module_level=True)
 
 from exgrpo.kernels.chunks import chunking
-from exgrpo.kernels.cpu_chunks import fused, rows
+from exgrpo.kernels.cpu_chunks import cpu_fused, cpu_passes
 
 from .support import assert_as_good, check_schema, error, make_case, make_tokens, relative_error
 from .test_memory import PeakMemory
@@ -48,15 +48,17 @@ def wide(rows, columns, gap=7):
 def made(monkeypatch):
     """The passes that were made, by class."""
     seen = []
-    original = rows.CpuRows.__init__
-    monkeypatch.setattr(rows.CpuRows, "__init__", lambda self, head: (seen.append(type(self)), original(self, head))[1])
+    original = cpu_passes.CpuPasses.__init__
+    monkeypatch.setattr(
+        cpu_passes.CpuPasses, "__init__", lambda self, head: (seen.append(type(self)), original(self, head))[1]
+    )
     return seen
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of at most 20 tokens."""
-    monkeypatch.setattr(fused, "MOST_ROWS", 20)
+    monkeypatch.setattr(cpu_fused, "MOST_ROWS", 20)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -157,7 +159,7 @@ def test_log_prob(name, with_entropy, made):
         return [log_prob.detach(), entropy.detach()], some.gradients(loss)
 
     compare(case, call)
-    assert set(made) == {fused.FusedRows}
+    assert set(made) == {cpu_fused.FusedCpuPasses}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -177,7 +179,7 @@ def test_policy_loss(name, entropy_coef, made):
         return [result.log_prob, result.entropy], some.gradients(result.loss)
 
     compare(case, call)
-    assert set(made) == {fused.FusedRows}
+    assert set(made) == {cpu_fused.FusedCpuPasses}
 
 
 def test_a_large_vocabulary():
@@ -237,9 +239,9 @@ def test_strided_operands(made):
     whole = linear_log_prob(hidden, weight, target, backend="cpu").log_prob
     apart = torch.cat((weight, weight.neg()), 1)[:, :16]
     assert torch.equal(linear_log_prob(hidden.t().contiguous().t(), apart, target, backend="cpu").log_prob, whole)
-    assert set(made) == {fused.FusedRows}
+    assert set(made) == {cpu_fused.FusedCpuPasses}
     turned = linear_log_prob(hidden, weight.t().contiguous().t(), target, backend="cpu").log_prob
-    assert made[-1] is rows.CpuRows
+    assert made[-1] is cpu_passes.CpuPasses
     assert error(turned, whole) <= 1e-5
 
 
@@ -249,7 +251,7 @@ def test_a_cap_and_autocast_take_the_librarys_product(made):
     linear_log_prob(case.hidden, case.weight, case.target, softcap=5.0, backend="cpu")
     with torch.autocast("cpu", torch.bfloat16):
         linear_log_prob(case.hidden.float(), case.weight.float(), case.target, backend="cpu")
-    assert set(made) == {rows.CpuRows}
+    assert set(made) == {cpu_passes.CpuPasses}
 
 
 def run_everything(case, tokens):
@@ -266,7 +268,7 @@ def test_same_bits_for_any_threads_and_chunks(monkeypatch, set_threads):
         found.append(run_everything(case, tokens))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-    monkeypatch.setattr(fused, "MOST_ROWS", 37)
+    monkeypatch.setattr(cpu_fused, "MOST_ROWS", 37)
     assert all(torch.equal(a, b) for a, b in zip(found[0][:3], run_everything(case, tokens)[:3], strict=True))
 
 
@@ -318,7 +320,7 @@ def test_split_vocabulary(tmp_path):
 def test_below_two_chunks_of_memory(monkeypatch):
     """The exponentials of a chunk, and beside the gradients a few numbers per token."""
     tokens, width, vocabulary, chunk = 2000, 16, 3001, 100
-    monkeypatch.setattr(fused, "MOST_ROWS", chunk)
+    monkeypatch.setattr(cpu_fused, "MOST_ROWS", chunk)
     case = make_case(tokens, width, vocabulary, torch.bfloat16, "cpu", bias=True, ignored=False)
     monkeypatch.setattr(chunking, "TILE_BYTES", chunk * vocabulary // 4)
     with PeakMemory() as memory:
@@ -362,10 +364,10 @@ def test_the_environment_forbids_and_forces(monkeypatch, made):
     case = make_case(20, 16, 40, torch.bfloat16, "cpu")
     monkeypatch.setenv("EXGRPO_CPU_PRODUCT", "none")
     linear_policy_loss(case.hidden, case.weight, case.target, torch.zeros(20), torch.ones(20), backend="cpu")
-    assert set(made) == {rows.CpuRows}
+    assert set(made) == {cpu_passes.CpuPasses}
     monkeypatch.setenv("EXGRPO_CPU_PRODUCT", "avx512bf16")
     linear_log_prob(case.hidden, case.weight, case.target, backend="cpu")
-    assert made[-1] is fused.FusedRows
+    assert made[-1] is cpu_fused.FusedCpuPasses
     monkeypatch.setenv("EXGRPO_CPU_PRODUCT", "avx1024")
     with pytest.raises(RuntimeError, match="EXGRPO_CPU_PRODUCT=avx1024: expected amx, avx512bf16 or none"):
         linear_log_prob(case.hidden, case.weight, case.target, backend="cpu")

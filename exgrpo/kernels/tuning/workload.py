@@ -1,13 +1,10 @@
-"""Calls on a head that are timed to choose how such calls are computed, and the tables the choices are written to."""
+"""Calls on a head that are timed, to choose how such calls are computed."""
 
 import argparse
-import datetime
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +14,6 @@ from exgrpo.kernels.api import linear_log_prob, linear_policy_loss
 Call = Callable[[], tuple[Tensor, ...]]
 Clock = Callable[[Call], float]
 """Seconds that a call takes."""
-Sections = dict[tuple[str, str, str], tuple[dict[str, Any], list[str]]]
-"""Entries of a table by architecture, dtype and class, with what is to be said about them."""
 
 LIFT = 24.0
 """Of the target's logit: most tokens of a language model are nearly certain, and uncertain ones are read again."""
@@ -109,39 +104,6 @@ def seconds_of(call: Call) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
-
-
-def text(sections: Sections, header: Sequence[str]) -> str:
-    """A table: the settings of each section, and what was noted about it as comments."""
-    lines = [f"# {line}" for line in header]
-    for name, (entry, notes) in sections.items():
-        lines += ["", *(f"# {note}" for note in notes), f"[{'.'.join(name)}]"]
-        lines += [f"{key} = {toml(value)}" for key, value in entry.items()]
-    return "\n".join(lines) + "\n"
-
-
-def toml(value: Any) -> str:
-    """A value as TOML has it."""
-    if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {toml(part)}' for key, part in value.items())} }}"
-    return json.dumps(value)
-
-
-def origin(device: torch.device, architecture: str) -> list[str]:
-    """Where and when something was timed."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    runtime = torch.version.hip or torch.version.cuda or "none"
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "none"
-    versions = f"torch {torch.__version__}, triton {triton}, CUDA or HIP {runtime}"
-    return [f"Timed on {name} ({architecture}), {datetime.date.today()}.", f"{versions}."]
-
-
-def shapes_text(shapes: Sequence[Shape]) -> str:
-    """Shapes as a reader wants them."""
-    return ", ".join(map(str, shapes))
 
 
 def shape_of(words: str) -> Shape:

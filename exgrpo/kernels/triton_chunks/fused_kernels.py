@@ -133,7 +133,7 @@ def _exponentials(x, bias, column, valid, y, anchor, scale, softcap):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def anchored_kernel(
+def exponentials_kernel(
     hidden,  # [rows, D]; a descriptor where DESCRIBED, as weight and out
     weight,  # [V, D]
     bias,  # [V]

@@ -7,7 +7,10 @@ import triton
 from torch import Tensor
 
 from exgrpo.kernels import segments
-from exgrpo.kernels.chunks.softmax import PolicyRows
+from exgrpo.kernels.chunks.softmax import PolicyRows, RowTerms, Statistics, Sums
+from exgrpo.kernels.inputs import PolicyTokens, ScoredTokens, Surrogate
+from exgrpo.kernels.objective import TokenObjective
+from exgrpo.kernels.results import LogProb
 from exgrpo.kernels.triton_chunks.token_kernels import (
     centre_groups_kernel,
     finish_kernel,
@@ -26,88 +29,52 @@ MOST_PAIRED = 65_536
 """Responses of which all pairs are compared."""
 
 
-def finish(gap: Tensor, rest: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U, log p_y and H from the sums of each row, all [rows] fp32 or fp64: `chunks.softmax.finished`."""
+def finished(sums: Sums) -> tuple[Statistics, LogProb]:
+    """Statistics, log-probabilities and entropies from the sums, fp32 or fp64: `chunks.softmax.finished`."""
+    anchor, gap, rest, moment = sums
     results = gap.new_empty(3, gap.numel())
     with torch.cuda.device_of(gap):
         finish_kernel[_grid(gap)](
             gap.contiguous(), rest.contiguous(), moment.contiguous(), results, gap.numel(), BLOCK=BLOCK
         )
     mean, log_prob, entropy = results
-    return mean, log_prob, entropy
+    return Statistics(anchor, gap, rest, mean), LogProb(log_prob, entropy)
 
 
-def policy_rows(
-    gap: Tensor,
-    rest: Tensor,
-    moment: Tensor,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    replayed: Tensor | None,
-    *,
-    clip: tuple[float, float] | None,
-    beta: float | None,
-    entropy_coef: float,
-    normalizer: Tensor,
-    temperature: Tensor | None,
-    softcapped: bool,
-) -> PolicyRows:
-    """Statistics, objective and row factors of each row.
+def policy_rows(sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None) -> PolicyRows:
+    """Statistics, objective and row factors of each row: `chunks.softmax.policy_rows`.
 
-    Args:
-        gap: d_y, [rows], fp32 or fp64, as ``rest`` (S) and ``moment`` (the sum of exp(d_v) d_v over v != y).
-        old_log_prob: [rows], any floating dtype, as ``advantage`` and ``temperature``.
-        replayed: [rows] bool; None: no row is.
-        clip: see `objective.policy_objective`, as ``beta``.
-        entropy_coef: where it is not 0, the gradient of each row's entropy is -entropy_coef / normalizer.
-        normalizer: one number of any dtype, on the rows' device.
-        temperature: None: 1.
-        softcapped: F takes a pass over the logits, so that r is left without c, as it is with an entropy gradient.
+    The sums are fp32 or fp64; the numbers of the tokens and the temperature may have any floating dtype.
     """
+    gap, surrogate = sums.gap, terms.surrogate
     results = gap.new_empty(len(PolicyRows._fields), gap.numel())
     with torch.cuda.device_of(gap):
         policy_rows_kernel[_grid(gap)](
             gap.contiguous(),
-            rest.contiguous(),
-            moment.contiguous(),
-            old_log_prob.contiguous(),
-            advantage.contiguous(),
-            _or(replayed, gap),
+            sums.rest.contiguous(),
+            sums.moment.contiguous(),
+            tokens.old_log_prob.contiguous(),
+            tokens.advantage.contiguous(),
+            _or(tokens.replayed, gap),
             _or(temperature, gap),
-            normalizer,
+            terms.normalizer,
             results,
             gap.numel(),
-            *ratio_bounds(clip, beta),
-            entropy_coef,
-            HAS_REPLAYED=replayed is not None,
+            *ratio_numbers(surrogate),
+            terms.entropy_coef,
+            HAS_REPLAYED=tokens.replayed is not None,
             HAS_TEMPERATURE=temperature is not None,
-            HAS_CLIP=clip is not None,
-            HAS_BETA=beta is not None,
-            PLAIN=not entropy_coef and not softcapped,
+            HAS_CLIP=surrogate.clip is not None,
+            HAS_BETA=surrogate.beta is not None,
+            PLAIN=terms.plain,
             BLOCK=BLOCK,
         )
     return PolicyRows(*results)
 
 
-def token_objective(
-    log_prob: Tensor,
-    entropy: Tensor | None,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    replayed: Tensor | None,
-    mask: Tensor | None,
-    clip: tuple[float, float] | None,
-    beta: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The objective of tokens [T] whose log-probabilities are known, as `objective.token_objective`.
-
-    Args:
-        log_prob: [T], fp32 or fp64.
-        entropy: [T], any floating dtype, as ``old_log_prob`` and ``advantage``; None: 0.
-        replayed: [T] bool; None: no token is.
-        mask: [T] bool; where False, a token counts as 0 whatever it holds. None: all take part.
-        clip: see `objective.policy_objective`, as ``beta``.
-    """
+def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjective:
+    """The objective of tokens whose log-probabilities are known: `objective.token_objective`."""
+    log_prob, entropy, tokens, mask = scored
     grid = _grid(log_prob)
     results = log_prob.new_empty(4, log_prob.numel())
     coefficients = torch.empty_like(log_prob, memory_format=torch.contiguous_format)
@@ -116,23 +83,23 @@ def token_objective(
         policy_objective_kernel[grid](
             log_prob.contiguous(),
             _or(entropy, log_prob),
-            old_log_prob.contiguous(),
-            advantage.contiguous(),
-            _or(replayed, log_prob),
+            tokens.old_log_prob.contiguous(),
+            tokens.advantage.contiguous(),
+            _or(tokens.replayed, log_prob),
             _or(mask, log_prob),
             results,
             coefficients,
             partials,
             log_prob.numel(),
-            *ratio_bounds(clip, beta),
+            *ratio_numbers(surrogate),
             HAS_ENTROPY=entropy is not None,
-            HAS_REPLAYED=replayed is not None,
+            HAS_REPLAYED=tokens.replayed is not None,
             HAS_MASK=mask is not None,
-            HAS_CLIP=clip is not None,
-            HAS_BETA=beta is not None,
+            HAS_CLIP=surrogate.clip is not None,
+            HAS_BETA=surrogate.beta is not None,
             BLOCK=BLOCK,
         )
-    return partials.sum(1), results, coefficients
+    return TokenObjective(partials.sum(1), results, coefficients)
 
 
 def centre_groups(reward: Tensor, group: Tensor, scale_by_std: bool) -> Tensor:
@@ -173,10 +140,10 @@ def _grid(tokens: Tensor) -> tuple[int]:
     return (triton.cdiv(tokens.numel(), BLOCK),)
 
 
-def ratio_bounds(clip: tuple[float, float] | None, beta: float | None) -> tuple[float, float, float]:
+def ratio_numbers(surrogate: Surrogate) -> tuple[float, float, float]:
     """The lowest and the highest ratio that are not clipped, and log beta; 0 for what the kernel does not use."""
-    low, high = (0.0, 0.0) if clip is None else (1 - clip[0], 1 + clip[1])
-    return low, high, 0.0 if beta is None else math.log(beta)
+    low, high = surrogate.bounds or (0.0, 0.0)
+    return low, high, 0.0 if surrogate.beta is None else math.log(surrogate.beta)
 
 
 def _or(tensor: Tensor | None, otherwise: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The order in which ``auto`` tries the backends: choice.toml, measured, under a table of the user's own."""
+"""The order in which ``auto`` tries the backends: backend_choice.toml, measured, under a table of the user's own."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 
 from exgrpo.kernels.tables import Complaint, Table, Where, architecture, dtype_name
 
-SHIPPED = Path(__file__).with_name("choice.toml")
+SHIPPED = Path(__file__).with_name("backend_choice.toml")
 CLASSES = ("small", "large")
 LARGE = 1 << 20
 """Logits above which a call is large: below, it costs what its operators cost to launch."""

@@ -6,7 +6,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels.cuda_chunks.binding import PRODUCT_CAPABILITIES
-from exgrpo.kernels.cuda_chunks.product import TILE_COLUMNS, product_call
+from exgrpo.kernels.cuda_chunks.cuda_fused import TILE_COLUMNS, product_call
+from exgrpo.kernels.triton_chunks.fused_product import AnchoredRows, Operands
 
 from .cuda_support import INTERPRETING, ON_GPU, emulate_product
 
@@ -50,16 +51,9 @@ class Case:
         return z if self.bias is None else z + self.bias.double()
 
     def run(self, *, out=True, **schedule):
-        call = product_call(
-            self.hidden,
-            self.weight,
-            self.bias,
-            self.target,
-            self.anchor,
-            self.temperature,
-            self.out if out else None,
-            self.partial,
-        )
+        operands = Operands(self.hidden, self.weight, self.bias)
+        rows = AnchoredRows(self.target, self.anchor, self.temperature)
+        call = product_call(operands, rows, self.out if out else None, self.partial)
         if self.machine == "gpu":
             call.launch(torch.device("cuda"))
         else:

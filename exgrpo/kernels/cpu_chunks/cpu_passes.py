@@ -3,20 +3,19 @@
 from torch import Tensor
 
 from exgrpo.kernels.chunks.head import Chunk
-from exgrpo.kernels.chunks.operations import ByTokenKernels
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
-from exgrpo.kernels.cpu_chunks import tokens
+from exgrpo.kernels.cpu_chunks import cpu_tokens
 from exgrpo.kernels.extension import OPERATORS
-from exgrpo.kernels.torch_chunks.rows import TorchRows
+from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 
 
-class CpuRows(ByTokenKernels, TorchRows):
+class CpuPasses(TorchPasses):
     """All that is done with a row is done while it is in cache; what no gradient follows is not written back."""
 
-    tokens = tokens
+    formulas = cpu_tokens
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
-        """See `RowOperations`."""
+        """See `Passes`."""
         logits, shard = self._products(chunk), self.head.shard
         if not shard.group_name:
             return Sums(*self._sums(logits, chunk, None, write=gradient_follows))
@@ -25,11 +24,11 @@ class CpuRows(ByTokenKernels, TorchRows):
         return Sums(anchor, *shard.largest_of(gap), *shard.sum_of(rest, moment))
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
-        """See `RowOperations`."""
+        """See `Passes`."""
         self._sums(self._products(chunk), chunk, statistics.anchor.contiguous(), write=True)
 
     def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
-        """See `RowOperations`."""
+        """See `Passes`."""
         matrix, upstream = self._exponential, factors.upstream
         if upstream is None or upstream.entropy is None:
             chunk.target.put(factors.at_target, matrix)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
     pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
-from exgrpo.kernels.triton_chunks.kernels import LARGEST_SUM, statistics_kernel
+from exgrpo.kernels.triton_chunks.row_kernels import LARGEST_SUM, statistics_kernel
 
 BLOCK = 128
 ROUNDINGS = {torch.float32: 16 * 2.0**-23, torch.bfloat16: 2.0**-7}  # the interpreter cuts bf16 off: a whole ulp

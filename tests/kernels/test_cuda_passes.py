@@ -6,10 +6,10 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels.chunks import softmax
-from exgrpo.kernels.chunks.softmax import PolicyRows, PolicyTokens, Statistics, Sums, Upstream
+from exgrpo.kernels.chunks.softmax import PolicyRows, RowTerms, Statistics, Sums, Upstream
 from exgrpo.kernels.cuda_chunks.binding import Output
-from exgrpo.kernels.cuda_chunks.rows import rows_call, set_output, set_policy
-from exgrpo.kernels.inputs import PolicyTerms
+from exgrpo.kernels.cuda_chunks.cuda_passes import rows_call, set_output, set_policy
+from exgrpo.kernels.inputs import PolicyTokens, Surrogate
 
 from .cuda_support import INTERPRETING, ON_GPU, emulate_rows, emulated_plan
 
@@ -141,40 +141,32 @@ def test_exponentials_in_place(machine):
     assert case.storage[:, 299:].isnan().all()
 
 
-def make_policy(rows, device, **terms):
-    terms = {"clip": (0.2, 0.2), "beta": 0.1, "entropy_coef": 0.05, **terms}
+def make_policy(rows, device, *, clip=(0.2, 0.2), beta=0.1, entropy_coef=0.05, softcap=None):
+    """Tokens, terms and rows for results."""
     old = -torch.rand(rows, device=device)
     advantage = torch.randn(rows, device=device)
     replayed = torch.arange(rows, device=device) % 3 == 1
     normalizer = torch.tensor(7.0, dtype=torch.float64, device=device)
     results = PolicyRows(*torch.full((len(PolicyRows._fields), rows), torch.nan, device=device))
-    return (
-        PolicyTokens(old, advantage, replayed),
-        PolicyTerms(old, advantage, replayed, **terms, normalizer=None),
-        (
-            normalizer,
-            results,
-        ),
-    )
+    terms = RowTerms(Surrogate(clip, beta), entropy_coef, normalizer, softcap)
+    return PolicyTokens(old, advantage, replayed), terms, results
 
 
 def check_gradient(case, dtype, **terms):
     """Objective, factors and F of one visit, against the formulas in float64 on the sums that were found."""
     rows = len(case.logits)
-    tokens, given, (normalizer, results) = make_policy(rows, case.device, **terms)
+    tokens, given, results = make_policy(rows, case.device, softcap=case.softcap, **terms)
     out = case.logits if dtype == torch.float32 else torch.empty_like(case.logits, dtype=dtype)
-    case.run(Output.GRADIENT, out, (tokens, given, normalizer, results))
+    case.run(Output.GRADIENT, out, (tokens, given, results))
     check_sums(case)
     sums, z, _ = case.exact(case.sums.anchor)
     exact_tokens = PolicyTokens(tokens.old_log_prob.double(), tokens.advantage.double(), tokens.replayed)
     temperature = None if case.temperature is None else case.temperature.double()
-    coef = given.entropy_coef
-    more = {"temperature": temperature, "softcap": case.softcap, "entropy_coef": coef}
-    exact = softmax.policy_rows(sums, exact_tokens, clip=given.clip, beta=given.beta, normalizer=normalizer, **more)
+    exact = softmax.policy_rows(sums, exact_tokens, given, temperature)
     largest = 1 + max(value.abs().max().item() for value in (sums.gap, exact.ratio, sums.rest, exact.mean))
     for name, found, true in zip(PolicyRows._fields, results, exact, strict=True):
         assert ((found - true).abs() <= 4 * case.roundings() * largest * (1 + true.abs())).all(), name
-    upstream = Upstream(exact.coefficient, torch.full_like(exact.coefficient, -coef) / normalizer)
+    upstream = Upstream(exact.coefficient, torch.full_like(exact.coefficient, -given.entropy_coef) / given.normalizer)
     d = (z - case.sums.anchor.double().unsqueeze(1)) / (1 if temperature is None else temperature.unsqueeze(1))
     c, h = (values.unsqueeze(1) for values in upstream)
     f = d.exp() * (c + h * (d - exact.mean.unsqueeze(1)))
@@ -263,10 +255,10 @@ def test_the_order_of_threads_does_not_matter():
     case.logits[torch.arange(4), case.target] = torch.tensor([-2.0, -10.0, 3.0, 8.0])
     found = []
     for backwards in (False, True):
-        *policy, (normalizer, results) = make_policy(4, case.device)
+        _, terms, results = make_policy(4, case.device)
         out = torch.empty_like(case.logits, dtype=torch.bfloat16)
-        policy[0] = PolicyTokens(torch.zeros(4), torch.ones(4), None)
-        case.run(Output.GRADIENT, out, (*policy, normalizer, results), backwards=backwards)
+        tokens = PolicyTokens(torch.zeros(4), torch.ones(4), None)
+        case.run(Output.GRADIENT, out, (tokens, terms, results), backwards=backwards)
         found.append([*case.sums, *results, out])
         case.sums = Sums(*torch.empty(4, 4))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from exgrpo.kernels.chunks.softmax import Sums
-from exgrpo.kernels.triton_chunks.anchored_kernels import anchored_kernel, largest_kernel, target_logit_kernel
+from exgrpo.kernels.triton_chunks.fused_kernels import exponentials_kernel, largest_kernel, target_logit_kernel
 from exgrpo.kernels.triton_chunks.launch import Tile, architecture
 from exgrpo.kernels.vocab_parallel import VocabShard
 
@@ -30,53 +30,37 @@ ALIGNMENT = 16
 """Bytes that have to divide a matrix's address and its row stride for a tensor descriptor."""
 
 
-def anchored_exponentials(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    temperature: Tensor | None,
-    softcap: float | None,
-    shard: VocabShard,
-    tile: Tile,
-    out: Tensor | None,
-    product: "type[Product] | None" = None,
+def fused_sums(
+    product: "FusedProduct", target: Tensor, temperature: Tensor | None, shard: VocabShard, out: Tensor | None
 ) -> Sums:
     """Writes the exponentials of a head's shifted logits, and returns their sums.
 
-    All on the device: the host never waits. Equal inputs give equal bits; what is NaN stays NaN.
+    All happens on the device: the host never waits. Equal inputs give equal bits; what is NaN stays NaN.
 
     Args:
-        hidden: [n, D] bf16 or fp16, contiguous.
-        weight: [V, D] of the same dtype, this rank's part; any strides, V may be 0.
-        bias: [V], any float dtype.
-        target: [n] int64, index into ``weight``; -1 where another rank holds it.
+        product: of the n rows of a chunk.
+        target: [n] int64, index into the weight; -1 where another rank holds it.
         temperature: [n] fp32; None: 1.
-        softcap: logits become softcap * tanh(logit / softcap).
         shard: merges over the ranks.
-        tile: of the product.
         out: [n, V] bf16, fp16 or fp32, unit stride along V: receives exp(d_v), 0 at the target, with a softcap
             multiplied by its slope 1 - (z_v / softcap)^2. None: forward only. It is written fastest where 16 bytes
             divide its row stride, whatever V is.
-        product: what multiplies; None: the Triton kernels.
     """
-    rows = target.numel()
-    if not rows:
+    hidden = product.operands.hidden
+    if not target.numel():
         empty = torch.empty(0, dtype=torch.float32, device=hidden.device)
         return Sums(empty, empty, empty, empty)
-    made = (product or Product)(hidden, weight, bias, softcap, tile)
-    at_target = made.target_logits(target)
-    (at_target,) = shard.largest_of(at_target)
-    made.exponentials(target, at_target, temperature, out, None)
-    rest, _ = shard.sum_of(*made.sums())
+    (at_target,) = shard.largest_of(product.target_logits(target))
+    product.exponentials(AnchoredRows(target, at_target, temperature), out, None)
+    rest, _ = shard.sum_of(*product.sums())
     # Beyond the limit, or overflown. Where the target's logit itself is NaN, nothing mends it.
     # By the operands alone: with and without ``out`` the anchors are the same.
     far = ~(rest <= _largest_sum(hidden.dtype)) & ~at_target.isnan()
     listed = Listed.where(far)
-    (largest,) = shard.largest_of(made.largest(listed))
+    (largest,) = shard.largest_of(product.largest(listed))
     anchor = torch.where(far, largest, at_target)
-    made.exponentials(target, anchor, temperature, out, listed)
-    rest, moment = shard.sum_of(*made.sums())
+    product.exponentials(AnchoredRows(target, anchor, temperature), out, listed)
+    rest, moment = shard.sum_of(*product.sums())
     gap = at_target - anchor
     return Sums(anchor, gap if temperature is None else gap / temperature, rest, moment)
 
@@ -123,12 +107,35 @@ class Listed(NamedTuple):
         return cls(torch.searchsorted(found, number), found)
 
 
-class Product:
+class Operands(NamedTuple):
+    """What makes the logits of a chunk."""
+
+    hidden: Tensor
+    """[n, D] bf16 or fp16, contiguous."""
+    weight: Tensor
+    """[V, D] of the same dtype, this rank's part; any strides, V may be 0."""
+    bias: Tensor | None
+    """[V], any float dtype."""
+
+
+class AnchoredRows(NamedTuple):
+    """What makes exp(d) of the logits of each row."""
+
+    target: Tensor
+    """[n] int64, index into the weight; -1 where another rank holds it."""
+    anchor: Tensor
+    """[n] fp32."""
+    temperature: Tensor | None
+    """[n] fp32; None: 1."""
+
+
+class FusedProduct:
     """hidden @ weight.T in tiles, and what the tiles leave behind for each of their rows."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, tile: Tile) -> None:
-        self.hidden, self.weight, self.softcap, self.tile = hidden, weight, softcap, tile
-        self.bias = None if bias is None else bias.contiguous()
+    def __init__(self, operands: Operands, softcap: float | None, tile: Tile) -> None:
+        hidden, weight, bias = operands
+        self.operands = Operands(hidden, weight, None if bias is None else bias.contiguous())
+        self.softcap, self.tile = softcap, tile
         self.traits = traits(architecture(hidden.device))
         self.column_tiles = triton.cdiv(weight.shape[0], tile.columns)
         self.partial = torch.empty(2, self.column_tiles, hidden.shape[0], dtype=torch.float32, device=hidden.device)
@@ -136,31 +143,30 @@ class Product:
 
     def target_logits(self, target: Tensor) -> Tensor:
         """z_y [n], -inf where it is not held."""
-        rows, width = self.hidden.shape
-        logits = torch.empty(rows, dtype=torch.float32, device=self.hidden.device)
-        with torch.cuda.device_of(self.hidden):
+        hidden, weight, bias = self.operands
+        rows, width = hidden.shape
+        logits = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+        with torch.cuda.device_of(hidden):
             target_logit_kernel[(rows,)](
-                self.hidden,
-                self.weight,
-                self.bias,
+                hidden,
+                weight,
+                bias,
                 target,
                 logits,
                 self.softcap,
                 width,
-                *self.weight.stride(),
+                *weight.stride(),
                 BLOCK=min(1024, triton.next_power_of_2(width)),
                 num_warps=4,
             )
         return logits
 
-    def exponentials(
-        self, target: Tensor, anchor: Tensor, temperature: Tensor | None, out: Tensor | None, listed: Listed | None
-    ) -> None:
+    def exponentials(self, rows: AnchoredRows, out: Tensor | None, listed: Listed | None) -> None:
         """Writes exp(d) and the sums of all rows, or of the listed ones."""
         described = listed is None and self.describable(out)
         usual = described or (listed is None and not self.traits.described)
         tile = self.tile if usual else half_tile(self.tile)
-        hidden, weight, written = self.hidden, self.weight, out
+        (hidden, weight, bias), written = self.operands, out
         parts = self.traits.parts
         if described:
             hidden = TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth])
@@ -168,14 +174,12 @@ class Product:
             if out is not None:
                 written = TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // parts])
         self._launch(
-            anchored_kernel,
+            exponentials_kernel,
             tile,
             hidden,
             weight,
-            self.bias,
-            target,
-            anchor,
-            temperature,
+            bias,
+            *rows,
             *(listed or (None, None)),
             written,
             *self.partial,
@@ -194,23 +198,24 @@ class Product:
         if not self.column_tiles:
             return self.partial.new_full(self.partial.shape[2:], -torch.inf)
         partial = self.partial[0]
-        self._launch(largest_kernel, half_tile(self.tile), self.hidden, self.weight, self.bias, *listed, partial)
+        self._launch(largest_kernel, half_tile(self.tile), *self.operands, *listed, partial)
         return partial.amax(0)
 
     def _launch(self, kernel: Any, tile: Tile, *arguments: object, **more: object) -> None:
-        rows, width = self.hidden.shape
+        hidden, weight, _ = self.operands
+        rows, width = hidden.shape
         tiles = triton.cdiv(rows, tile.rows) * self.column_tiles
         if not tiles:
             return
-        with torch.cuda.device_of(self.hidden):
-            kernel[(min(tiles, _multiprocessors(self.hidden.device)),)](
+        with torch.cuda.device_of(hidden):
+            kernel[(min(tiles, _multiprocessors(hidden.device)),)](
                 *arguments,
                 softcap=self.softcap,
                 rows=rows,
-                vocabulary=self.weight.shape[0],
+                vocabulary=weight.shape[0],
                 width=width,
-                vocabulary_stride=self.weight.stride(0),
-                width_stride=self.weight.stride(1),
+                vocabulary_stride=weight.stride(0),
+                width_stride=weight.stride(1),
                 **more,
                 ROWS=tile.rows,
                 COLUMNS=tile.columns,
@@ -221,8 +226,8 @@ class Product:
 
     def describable(self, out: Tensor | None) -> bool:
         """Whether the matrices can be read and written through tensor descriptors."""
-        matrices = (self.hidden, self.weight) if out is None else (self.hidden, self.weight, out)
-        return self.traits.described and all(_aligned(matrix) for matrix in matrices)
+        matrices = (self.operands.hidden, self.operands.weight, out)
+        return self.traits.described and all(_aligned(matrix) for matrix in matrices if matrix is not None)
 
 
 def _aligned(matrix: Tensor) -> bool:

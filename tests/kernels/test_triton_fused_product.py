@@ -1,4 +1,4 @@
-"""The product with the anchored epilogue by itself, against the same in float64 on the same rounded operands."""
+"""The fused product by itself, against the same in float64 on the same rounded operands."""
 
 import os
 
@@ -10,8 +10,8 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
     pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
 from exgrpo.kernels.chunks.softmax import Sums
-from exgrpo.kernels.triton_chunks import anchored
-from exgrpo.kernels.triton_chunks.anchored import anchored_exponentials
+from exgrpo.kernels.triton_chunks import fused_product
+from exgrpo.kernels.triton_chunks.fused_product import FusedProduct, Operands, fused_sums
 from exgrpo.kernels.triton_chunks.launch import Tile
 from exgrpo.kernels.vocab_parallel import VocabShard
 
@@ -31,8 +31,8 @@ def inputs(case):
 
 
 def run(hidden, weight, bias, target, *, temperature=None, softcap=None, shard=None, tile=TILE, out=None) -> Sums:
-    shard = shard or VocabShard.whole(weight.shape[0])
-    return anchored_exponentials(hidden, weight, bias, target, temperature, softcap, shard, tile, out)
+    product = FusedProduct(Operands(hidden, weight, bias), softcap, tile)
+    return fused_sums(product, target, temperature, shard or VocabShard.whole(weight.shape[0]), out)
 
 
 def oracle(anchor, hidden, weight, bias, target, *, temperature=None, softcap=None):
@@ -289,6 +289,8 @@ def test_pointers_and_descriptors_agree(monkeypatch, dtype, device):
     """A machine without descriptors has the whole tile's pointers, one with them half of it where strides are odd."""
     case = inputs(make_case(40, 64, 104, dtype, device, bias=True, ignored=False))
     once = run(*case)
-    monkeypatch.setattr(anchored, "traits", lambda name: anchored.Traits(described=False, overlapped=False, parts=1))
+    monkeypatch.setattr(
+        fused_product, "traits", lambda name: fused_product.Traits(described=False, overlapped=False, parts=1)
+    )
     for found, expected in zip(run(*case), once, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -5,26 +5,24 @@ import re
 import pytest
 import torch
 
-from exgrpo.kernels import choice, dispatch, extension, measure
+from exgrpo.kernels import backend_choice, dispatch, extension
 from exgrpo.kernels.dispatch import automatic, requested
-from exgrpo.kernels.workload import Shape
-from exgrpo.kernels.workload import make_workload as make
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-LARGE = choice.LARGE + 1
+LARGE = backend_choice.LARGE + 1
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """Everything is installed and built, nothing is interpreted, no variable of ours is set."""
-    for name in ("EXGRPO_BACKEND", "EXGRPO_DEBUG", "TRITON_INTERPRET", choice.TABLE.environment):
+    for name in ("EXGRPO_BACKEND", "EXGRPO_DEBUG", "TRITON_INTERPRET", backend_choice.TABLE.environment):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
     monkeypatch.setattr(extension, "MISSING", "")
-    monkeypatch.setattr(choice, "architecture", lambda device: "cpu" if device.type == "cpu" else "sm_90")
-    choice.TABLE.forget()
+    monkeypatch.setattr(backend_choice, "architecture", lambda device: "cpu" if device.type == "cpu" else "sm_90")
+    backend_choice.TABLE.forget()
     yield
-    choice.TABLE.forget()
+    backend_choice.TABLE.forget()
 
 
 @pytest.fixture
@@ -34,8 +32,8 @@ def table(monkeypatch, tmp_path):
     def lay(text):
         path = tmp_path / "own.toml"
         path.write_text(text, encoding="utf-8")
-        monkeypatch.setenv(choice.TABLE.environment, str(path))
-        choice.TABLE.forget()
+        monkeypatch.setenv(backend_choice.TABLE.environment, str(path))
+        backend_choice.TABLE.forget()
 
     return lay
 
@@ -110,21 +108,3 @@ def test_environment_decides_where_the_caller_does_not(monkeypatch):
     monkeypatch.setenv("EXGRPO_BACKEND", "fast")
     with pytest.raises(ValueError, match="EXGRPO_BACKEND=fast: expected auto, torch, triton, cpu, cuda or reference"):
         requested("auto", CPU)
-
-
-def test_measured_tables_put_the_fastest_first(tmp_path, table, monkeypatch):
-    """With a made-up clock, by which the later calls of a round are the faster ones, and torch under two names."""
-    ticks = iter(range(10_000, 0, -1))
-    output = tmp_path / "choice.toml"
-    monkeypatch.setattr(dispatch, "unavailable", lambda name, _: "" if name in ("torch", "triton") else "not here")
-    monkeypatch.setattr(
-        measure, "make_workload", lambda shape, dtype, device, name: make(shape, dtype, device, "torch")
-    )
-    shapes = [Shape(4, 3, 5), Shape(1025, 2, 1024)]
-    measure.tabulate(["float32"], shapes, CPU, lambda call: float(next(ticks)), output)
-    written = output.read_text(encoding="utf-8")
-    sections = choice.TABLE.read(output)["cpu"]["float32"]
-    assert sections["small"]["backends"] == sections["large"]["backends"] == ["triton", "torch"]
-    assert "(4, 3, 5): torch " in written
-    table(written)
-    assert automatic(CPU, torch.float32, 1) == "triton"

@@ -1,4 +1,4 @@
-"""The passes over a chunk of logits as Triton kernels, see `kernels`; or no logits at all, see `anchored`."""
+"""The passes over a chunk of logits as Triton kernels: see `row_kernels`."""
 
 from dataclasses import replace
 
@@ -7,21 +7,14 @@ from torch import Tensor
 
 from exgrpo.kernels import debug
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.chunks.operations import ByTokenKernels
+from exgrpo.kernels.chunks.passes import ByFormulas
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
-from exgrpo.kernels.triton_chunks import tokens
-from exgrpo.kernels.triton_chunks.anchored import Product, anchored_exponentials
-from exgrpo.kernels.triton_chunks.kernels import entropy_kernel, gradient_kernel, statistics_kernel
+from exgrpo.kernels.triton_chunks import triton_tokens
 from exgrpo.kernels.triton_chunks.launch import Plan, plan
+from exgrpo.kernels.triton_chunks.row_kernels import gradient_kernel, statistics_kernel
 
 ALIGNED = 16
 """Entries that divide the stride between a matrix's rows, whatever V is: loads are wide then."""
-
-
-def rows_of(head: ChunkedHead) -> "TritonRows":
-    """The passes that the launch table has for a head."""
-    chosen = plan_of(head)
-    return FusedRows(head, chosen) if chosen.fused else TritonRows(head, chosen)
 
 
 def plan_of(head: ChunkedHead) -> Plan:
@@ -35,13 +28,13 @@ def plan_of(head: ChunkedHead) -> Plan:
     return replace(chosen, fused=fused)
 
 
-class TritonRows(ByTokenKernels):
+class TritonPasses(ByFormulas):
     """Sums in one reading of the raw products; F in a second one, or during the first where it can be.
 
     F goes into a matrix of the operands' dtype where the gradient products take that, else over the products.
     """
 
-    tokens = tokens
+    formulas = triton_tokens
     compacts = False
     """To know how many rows of a chunk have a gradient, the host would have to wait for the device."""
 
@@ -56,11 +49,11 @@ class TritonRows(ByTokenKernels):
         self._written: Tensor | None = None
 
     def chunk_rows(self) -> int:
-        """See `RowOperations`."""
+        """See `Passes`."""
         return self.plan.chunk_rows
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
-        """See `RowOperations`."""
+        """See `Passes`."""
         logits, shard = self._products(chunk), self.head.shard
         write = gradient_follows and not with_entropy and self.softcap is None and self.head.products.mixed_gradients
         self._written = padded(len(logits), logits.shape[1], logits, self.head.options.operand) if write else None
@@ -98,16 +91,16 @@ class TritonRows(ByTokenKernels):
         return Sums(anchor, gap, rest, moment)
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
-        """See `RowOperations`: `gradient` reads the products themselves."""
+        """See `Passes`: `gradient` reads the products themselves."""
         self._products(chunk)
         self._written = None
 
     def select(self, kept: Tensor) -> None:
-        """See `RowOperations`."""
+        """See `Passes`."""
         raise NotImplementedError("it does not compact")
 
     def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
-        """See `RowOperations`."""
+        """See `Passes`."""
         if factors.upstream is None and self._written is not None:
             chunk.target.put(factors.at_target.to(self._written.dtype), self._written)
             return self._written
@@ -168,61 +161,6 @@ class TritonRows(ByTokenKernels):
     def _cap(self) -> Tensor:
         # By a tensor: a number would be rounded to float32 on its way.
         return self._logits.new_full((1,), self.softcap or 1.0)
-
-
-class FusedRows(TritonRows):
-    """The product itself gives exp(d) and its sums; F is made of the exponentials."""
-
-    product: type[Product] = Product
-
-    def __init__(self, head: ChunkedHead, chosen: Plan) -> None:
-        super().__init__(head, chosen)
-        self._exponential = self._logits
-
-    def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
-        """See `RowOperations`."""
-        head, out = self.head, None
-        if gradient_follows:
-            dtype = head.options.operand if head.products.mixed_gradients else head.dtype
-            out = self._memory(chunk, dtype)
-            self._exponential = out
-        return anchored_exponentials(
-            chunk.hidden.contiguous(),
-            head.head.weight,
-            self.bias,
-            chunk.target.local(),
-            chunk.temperature,
-            self.softcap,
-            head.shard,
-            self.plan.tile,
-            out,
-            self.product,
-        )
-
-    def recall(self, chunk: Chunk, statistics: Statistics) -> None:
-        """See `RowOperations`: the same product finds the same anchors again."""
-        self.sums(chunk, gradient_follows=True)
-
-    def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
-        """See `RowOperations`."""
-        matrix, upstream = self._exponential, factors.upstream
-        if upstream is None or upstream.entropy is None:
-            chunk.target.put(factors.at_target.to(matrix.dtype), matrix)
-        elif matrix.shape[1]:
-            with torch.cuda.device_of(matrix):
-                entropy_kernel[(matrix.shape[0],)](
-                    matrix,
-                    chunk.target.local(),
-                    statistics.mean.contiguous(),
-                    factors.at_target.contiguous(),
-                    upstream.log_prob.contiguous(),
-                    upstream.entropy.contiguous(),
-                    matrix.shape[1],
-                    matrix.stride(0),
-                    BLOCK=self.plan.rows.block,
-                    num_warps=self.plan.rows.warps,
-                )
-        return matrix
 
 
 def padded(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:

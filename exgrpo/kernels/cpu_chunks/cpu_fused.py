@@ -13,7 +13,7 @@ from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.products import Products
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
-from exgrpo.kernels.cpu_chunks.rows import CpuRows
+from exgrpo.kernels.cpu_chunks.cpu_passes import CpuPasses
 from exgrpo.kernels.extension import OPERATORS
 
 LARGEST_SUM = 2.0**40
@@ -22,7 +22,7 @@ MOST_ROWS = 2048
 """Of a chunk: so many entries of some columns of the exponentials fit the second-level cache."""
 
 
-def rows_of(head: ChunkedHead) -> CpuRows:
+def passes_of(head: ChunkedHead) -> CpuPasses:
     """The passes for a head."""
     weight, options = head.head.weight, head.options
     bfloat16 = options.operand == weight.dtype == torch.bfloat16
@@ -32,7 +32,7 @@ def rows_of(head: ChunkedHead) -> CpuRows:
     fused = bfloat16 and readable and options.softcap is None and not OPERATORS.product_unavailable()
     if debug.wanted():
         debug.say(f"{options.operand} head of width {weight.shape[1]}: {'its own' if fused else 'the library'} product")
-    return FusedRows(head) if fused else CpuRows(head)
+    return FusedCpuPasses(head) if fused else CpuPasses(head)
 
 
 class TileProducts(Products):
@@ -54,7 +54,7 @@ class TileProducts(Products):
         OPERATORS.product_weight_gradient(grad_logits, _unit_stride(hidden), factor, total, fresh)
 
 
-class FusedRows(CpuRows):
+class FusedCpuPasses(CpuPasses):
     """The product itself gives exp(d) and its sums; F is made of the exponentials, which are all that is stored."""
 
     def __init__(self, head: ChunkedHead) -> None:
@@ -64,12 +64,12 @@ class FusedRows(CpuRows):
         self.products = TileProducts(_unit_stride(head.head.weight), head.options.operand)
 
     def chunk_rows(self) -> int:
-        """See `RowOperations`."""
+        """See `Passes`."""
         rows = chunking.chunk_rows(self.head.shard.largest, torch.bfloat16, self.head.head.weight.device)
         return min(rows, MOST_ROWS)
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
-        """See `RowOperations`."""
+        """See `Passes`."""
         shard, weight = self.head.shard, self.products.weight
         hidden, target, temperature = _unit_stride(chunk.hidden), chunk.target.local(), chunk.temperature
         at_target = OPERATORS.product_target_logits(hidden, weight, self.bias, target)
@@ -89,11 +89,11 @@ class FusedRows(CpuRows):
         return Sums(anchor, gap if temperature is None else gap / temperature, rest, moment)
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
-        """See `RowOperations`."""
+        """See `Passes`."""
         self._exponentials(chunk, statistics.anchor.contiguous(), self._matrix(chunk))
 
     def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
-        """See `RowOperations`."""
+        """See `Passes`."""
         matrix, upstream = self._exponential, factors.upstream
         if upstream is None or upstream.entropy is None:
             chunk.target.put(factors.at_target.to(matrix.dtype), matrix)

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, PolicyTokens, Statistics, Sums
+from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
 from exgrpo.kernels.cuda_chunks.binding import Call, Output, RowsArguments, load
-from exgrpo.kernels.inputs import PolicyTerms
+from exgrpo.kernels.inputs import PolicyTokens
 from exgrpo.kernels.triton_chunks.launch import Plan
-from exgrpo.kernels.triton_chunks.rows import TritonRows, padded
-from exgrpo.kernels.triton_chunks.tokens import ratio_bounds
+from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses, padded
+from exgrpo.kernels.triton_chunks.triton_tokens import ratio_numbers
 
 
-class CudaRows(TritonRows):
+class CudaPasses(TritonPasses):
     """F with the first reading of the raw products, whatever the head.
 
     Where F needs the row's coefficient, for an entropy's gradient or a cap's slope, the kernel is launched by `policy`,
@@ -29,7 +29,7 @@ class CudaRows(TritonRows):
         self._formed: Tensor | None = None
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
-        """See `RowOperations`."""
+        """See `Passes`."""
         self._deferred = self._formed = None
         if not self._held:
             return super().sums(chunk, gradient_follows=gradient_follows, with_entropy=with_entropy)
@@ -49,23 +49,23 @@ class CudaRows(TritonRows):
             call.launch(logits.device)
         return sums
 
-    def policy(self, sums: Sums, chunk: Chunk, own: PolicyTokens, terms: PolicyTerms, normalizer: Tensor) -> PolicyRows:
-        """See `RowOperations`."""
+    def policy(self, sums: Sums, chunk: Chunk, tokens: PolicyTokens, terms: RowTerms) -> PolicyRows:
+        """See `Passes`."""
         if self._deferred is None:
-            return super().policy(sums, chunk, own, terms, normalizer)
+            return super().policy(sums, chunk, tokens, terms)
         rows = PolicyRows(*sums.gap.new_empty(len(PolicyRows._fields), sums.gap.numel()))
-        set_policy(self._deferred, own, terms, normalizer, rows)
+        set_policy(self._deferred, tokens, terms, rows)
         self._deferred.launch(sums.gap.device)
         self._deferred = None
         return rows
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
-        """See `RowOperations`."""
+        """See `Passes`."""
         self._deferred = self._formed = None
         super().recall(chunk, statistics)
 
     def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
-        """See `RowOperations`."""
+        """See `Passes`."""
         return super().gradient(chunk, statistics, factors) if self._formed is None else self._formed
 
 
@@ -100,16 +100,16 @@ def set_output(call: Call, output: Output, out: Tensor) -> None:
     call.set(output=output, out=out, out_stride=out.stride(0), out_is_bfloat16=out.dtype == torch.bfloat16)
 
 
-def set_policy(call: Call, tokens: PolicyTokens, terms: PolicyTerms, normalizer: Tensor, rows: PolicyRows) -> None:
+def set_policy(call: Call, tokens: PolicyTokens, terms: RowTerms, rows: PolicyRows) -> None:
     """Has a call evaluate the objective of its rows; ``rows`` are fp32 results, one behind the other in memory."""
-    low, high, log_beta = ratio_bounds(terms.clip, terms.beta)
+    low, high, log_beta = ratio_numbers(terms.surrogate)
     call.set(
         old_log_prob=tokens.old_log_prob.float().contiguous(),
         advantage=tokens.advantage.float().contiguous(),
         replayed=None if tokens.replayed is None else tokens.replayed.contiguous(),
-        normalizer=normalizer.double(),
-        has_clip=terms.clip is not None,
-        has_beta=terms.beta is not None,
+        normalizer=terms.normalizer.double(),
+        has_clip=terms.surrogate.clip is not None,
+        has_beta=terms.surrogate.beta is not None,
         clip_low=low,
         clip_high=high,
         log_beta=log_beta,

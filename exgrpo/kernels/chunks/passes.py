@@ -1,0 +1,76 @@
+"""What a backend does with the logits of a chunk; everything else about a chunk is the same for all backends."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from exgrpo.kernels.chunks.products import Products
+from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
+from exgrpo.kernels.inputs import PolicyTokens
+from exgrpo.kernels.results import LogProb
+
+if TYPE_CHECKING:
+    from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
+
+
+class Passes(Protocol):
+    """The passes over a chunk's logits [rows, V]; each call makes them anew.
+
+    `sums` or `recall` begins a chunk and keeps what it needs of the logits; `select` may follow; `gradient` is last.
+    """
+
+    compacts: bool
+    """Whether `select` is worth it: whether rows without a gradient are taken out between `sums` and `gradient`."""
+
+    products: Products
+    """Those that make gradients of what `gradient` returns."""
+
+    def chunk_rows(self) -> int:
+        """Tokens of a chunk, at most."""
+
+    def sums(self, chunk: "Chunk", *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
+        """The sums of each row over the whole vocabulary, and whether `gradient` follows, with an entropy's or not."""
+
+    def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
+        """Statistics, log-probabilities and entropies."""
+
+    def policy(self, sums: Sums, chunk: "Chunk", tokens: PolicyTokens, terms: RowTerms) -> PolicyRows:
+        """The objective of the chunk's ``tokens``, and the factors of its gradient."""
+
+    def recall(self, chunk: "Chunk", statistics: Statistics) -> None:
+        """Begin a chunk whose statistics are known: only `gradient` follows."""
+
+    def select(self, kept: Tensor) -> None:
+        """Keep some rows of the chunk only, in the order of `head.packing`."""
+
+    def gradient(self, chunk: "Chunk", statistics: Statistics, factors: Factors) -> Tensor:
+        """F [rows, V]: the gradient of the raw products is r[:, None] * F."""
+
+
+PassesOf = Callable[["ChunkedHead"], Passes]
+"""Makes the passes for a head."""
+
+
+class Formulas(Protocol):
+    """The formulas of `softmax` for rows whose sums are known; a module of plain functions is one."""
+
+    def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
+        """See `softmax.finished`."""
+
+    def policy_rows(self, sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None) -> PolicyRows:
+        """See `softmax.policy_rows`."""
+
+
+class ByFormulas:
+    """The passes that read no logits, by a backend's formulas."""
+
+    formulas: Formulas
+
+    def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
+        """See `Passes`."""
+        return self.formulas.finished(sums)
+
+    def policy(self, sums: Sums, chunk: "Chunk", tokens: PolicyTokens, terms: RowTerms) -> PolicyRows:
+        """See `Passes`."""
+        return self.formulas.policy_rows(sums, tokens, terms, chunk.temperature)

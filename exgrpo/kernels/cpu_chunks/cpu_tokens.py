@@ -1,0 +1,73 @@
+"""The small operations around the head, over tokens and responses, as one compiled kernel each."""
+
+import torch
+from torch import Tensor
+
+from exgrpo.kernels.chunks.softmax import PolicyRows, RowTerms, Statistics, Sums
+from exgrpo.kernels.extension import OPERATORS
+from exgrpo.kernels.inputs import PolicyTokens, ScoredTokens, Surrogate
+from exgrpo.kernels.objective import TokenObjective
+from exgrpo.kernels.results import LogProb
+
+
+def finished(sums: Sums) -> tuple[Statistics, LogProb]:
+    """Statistics, log-probabilities and entropies from the sums, fp32 or fp64: `chunks.softmax.finished`."""
+    anchor, gap, rest, moment = sums
+    mean, log_prob, entropy = OPERATORS.finish(gap.contiguous(), rest.contiguous(), moment.contiguous())
+    return Statistics(anchor, gap, rest, mean), LogProb(log_prob, entropy)
+
+
+def policy_rows(sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None) -> PolicyRows:
+    """Statistics, objective and row factors of each row: `chunks.softmax.policy_rows`."""
+    like = sums.gap.dtype
+    results = OPERATORS.policy_rows(
+        sums.gap.contiguous(),
+        sums.rest.contiguous(),
+        sums.moment.contiguous(),
+        *_vectors(tokens, like),
+        _vector(temperature, like),
+        terms.normalizer.to(like),
+        *_numbers(terms.surrogate),
+        terms.entropy_coef,
+        terms.plain,
+    )
+    return PolicyRows(*results)
+
+
+def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjective:
+    """The objective of tokens whose log-probabilities are known: `objective.token_objective`."""
+    like = scored.log_prob.dtype
+    results = OPERATORS.token_objective(
+        _vector(scored.log_prob, like),
+        _vector(scored.entropy, like),
+        *_vectors(scored.policy, like),
+        _vector(scored.mask, torch.bool),
+        *_numbers(surrogate),
+    )
+    return TokenObjective(*results)
+
+
+def centre_groups(reward: Tensor, group: Tensor, scale_by_std: bool) -> Tensor:
+    """Reward [N] minus the mean of its group, in float64, divided by the sample deviation if asked for."""
+    return OPERATORS.centre_groups(_vector(reward, torch.float64), _vector(group, torch.int64), scale_by_std)
+
+
+def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor) -> Tensor:
+    """Mean of the counted values [T] (bool [T]) of each segment [offsets[i], offsets[i + 1]); 0 if it has none."""
+    return OPERATORS.segment_mean(values.contiguous(), counted.contiguous(), _vector(offsets, torch.int64))
+
+
+def _vector(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A vector as the kernels take it."""
+    return None if tensor is None else tensor.detach().to(dtype).contiguous()
+
+
+def _vectors(tokens: PolicyTokens, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """The fields of tokens as the kernels take them, numbers in ``dtype``."""
+    return _vector(tokens.old_log_prob, dtype), _vector(tokens.advantage, dtype), _vector(tokens.replayed, torch.bool)
+
+
+def _numbers(surrogate: Surrogate) -> tuple[float | None, float | None, float | None]:
+    """The lowest and the highest ratio that are not clipped, and beta."""
+    low, high = surrogate.bounds or (None, None)
+    return low, high, surrogate.beta

@@ -1,0 +1,19 @@
+"""`torch.ops.exgrpo.group_advantage`, which has no derivatives."""
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from exgrpo.kernels import dispatch
+
+
+@custom_op("exgrpo::group_advantage", mutates_args=())
+def group_advantage(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor:
+    """Advantages [N] in float64."""
+    taken = dispatch.take(backend, "group_advantage", reward.device, reward.dtype, reward.numel())
+    return taken.centre_groups(reward, group, scale_by_std)
+
+
+@group_advantage.register_fake
+def _(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor:
+    return reward.new_empty(reward.shape, dtype=torch.float64)

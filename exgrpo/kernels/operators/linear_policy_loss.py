@@ -1,0 +1,103 @@
+"""`torch.ops.exgrpo.linear_policy_loss`: the loss, and its gradients with it; the backward scales them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from exgrpo.kernels import derivatives, dispatch
+from exgrpo.kernels.chunks import policy_loss as policy_loss_walk
+from exgrpo.kernels.inputs import Head, Needed, PolicyTerms, compute_dtype
+from exgrpo.kernels.operators.scale_gradient import scale_gradient, scale_in_place
+from exgrpo.kernels.operators.schema import (
+    HEAD,
+    SURROGATE,
+    TOKENS,
+    Schema,
+    flat_head,
+    head_of,
+    terms_of,
+    without_autocast,
+)
+
+SCHEMA = Schema(
+    f"{HEAD}, {TOKENS}, {SURROGATE}, float entropy_coef, Tensor? normalizer, bool[] needed, bool in_place, str backend",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+"""``needed``: whether gradients of hidden, weight and bias are. ``in_place``: the backward may scale them in place."""
+
+
+def linear_policy_loss(head: Head, terms: PolicyTerms, backend: str) -> tuple[Tensor, Tensor]:
+    """The loss; and log-probability, entropy, ratio and clipped of each token, detached, [4, T]."""
+    tensors = (head.hidden, head.weight, head.bias)
+    derivatives.check_reverse_mode("linear_policy_loss", *tensors)
+    enabled = torch.is_grad_enabled()
+    needed = [enabled and derivatives.requires_grad(tensor) for tensor in tensors]
+    numbers = (*terms.surrogate, terms.entropy_coef, terms.normalizer)
+    # Nobody keeps the gradients: the backward may use their memory.
+    loss, per_token, *_ = forward(*flat_head(head), *terms.tokens, *numbers, needed, True, backend)
+    return loss, per_token
+
+
+@custom_op("exgrpo::linear_policy_loss", mutates_args=(), schema=SCHEMA.text)
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    """The loss, the per-token results [4, T], and the gradients; empty ones where they are not needed."""
+    given = SCHEMA.named(arguments)
+    head, needed = head_of(given), Needed(*given["needed"])
+    with without_autocast(head.hidden):
+        taken = dispatch.take_for_head(given["backend"], "linear_policy_loss", head)
+        results = policy_loss_walk.policy_loss_forward(head, terms_of(given), needed, taken.passes_of)
+    loss, per_token, gradients = results
+    pairs = zip(gradients, (head.hidden, head.weight, head.bias), strict=True)
+    held = (
+        loss.new_empty(0) if gradient is None or tensor is None else gradient.to(_held_dtype(tensor))
+        for gradient, tensor in pairs
+    )
+    return loss, per_token, *held
+
+
+def _held_dtype(tensor: Tensor) -> torch.dtype:
+    """Of a gradient between forward and backward: where it is scaled in place then, that of the tensor.
+
+    Not float16, which has no range for the gradients of a token mean before a scaler has multiplied them; nor on a GPU,
+    where to round them first would be another pass over memory.
+    """
+    early = tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
+    return tensor.dtype if early else compute_dtype(tensor.dtype)
+
+
+@forward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    given = SCHEMA.named(arguments)
+    head = head_of(given)
+    loss = head.hidden.new_empty((), dtype=compute_dtype(head.options.operand))
+    held = (
+        loss.new_empty(tensor.shape, dtype=_held_dtype(tensor)) if want and tensor is not None else loss.new_empty(0)
+        for tensor, want in zip((head.hidden, head.weight, head.bias), given["needed"], strict=True)
+    )
+    return loss, loss.new_empty(4, *head.target.shape), *held
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    given = SCHEMA.named(inputs)
+    _, per_token, *held = output
+    needed = zip(Needed._fields, held, given["needed"], strict=True)
+    kept = {name: gradient for name, gradient, want in needed if want}
+    ctx.save_for_backward(*kept.values())
+    ctx.dtypes = {name: given[name].dtype for name in kept}
+    ctx.in_place = given["in_place"]
+    ctx.mark_non_differentiable(per_token, *held)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad_loss is None:
+        return SCHEMA.gradients({})
+    derivatives.check_first("linear_policy_loss")
+    scale = scale_in_place if ctx.in_place else scale_gradient
+    pairs = zip(ctx.saved_tensors, ctx.dtypes.items(), strict=True)
+    return SCHEMA.gradients({name: scale(gradient, grad_loss, dtype) for gradient, (name, dtype) in pairs})
+
+
+forward.register_autograd(_backward, setup_context=_save)

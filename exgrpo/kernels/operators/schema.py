@@ -1,0 +1,80 @@
+"""What all operators share: schemas whose arguments have names, and structures as flat arguments.
+
+A schema of torch.library knows tensors, numbers and lists of them. An operator therefore takes a structure apart into
+flat arguments, and puts it together again by their names. Nothing here depends on the place of an argument.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exgrpo.kernels.inputs import Head, HeadOptions, PolicyTerms, PolicyTokens, Surrogate
+from exgrpo.kernels.vocab_parallel import VocabShard
+
+HEAD = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? temperature, float? softcap, "
+    "ScalarType operand, SymInt[] shard, str group"
+)
+"""The arguments of a head: see `flat_head`."""
+TOKENS = "Tensor old_log_prob, Tensor advantage, Tensor? replayed"
+"""The fields of `PolicyTokens`."""
+SURROGATE = "float[]? clip, float? beta"
+"""The fields of `Surrogate`."""
+
+
+class Schema:
+    """The schema of an operator.
+
+    ``arguments`` and ``results`` are as torch.library writes them.
+    """
+
+    def __init__(self, arguments: str, results: str) -> None:
+        self.text = f"({arguments}) -> {results}"
+        self.names = tuple(argument.split()[-1] for argument in arguments.split(", "))
+
+    def named(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        """One value for each argument, by the names of the arguments."""
+        return dict(zip(self.names, values, strict=True))
+
+    def gradients(self, found: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
+        """What a derivative returns: the gradients that were found by name, None for all other arguments."""
+        return tuple(found.get(name) for name in self.names)
+
+
+def flat_head(head: Head) -> tuple[Any, ...]:
+    """A head as the arguments HEAD; `head_of` is the way back."""
+    options, shard = head.options, head.options.shard
+    sizes = [shard.size, shard.offset, shard.vocabulary, shard.largest]
+    tensors = (head.hidden, head.weight, head.bias, head.target, options.temperature)
+    return (*tensors, options.softcap, options.operand, sizes, shard.group_name)
+
+
+def head_of(given: Mapping[str, Any]) -> Head:
+    """The head whose flat arguments were given."""
+    size, offset, vocabulary, largest = given["shard"]
+    shard = VocabShard(size, offset, vocabulary, largest, given["group"])
+    options = HeadOptions(given["temperature"], given["softcap"], given["operand"], shard)
+    return Head(given["hidden"], given["weight"], given["bias"], given["target"], options)
+
+
+def tokens_of(given: Mapping[str, Any]) -> PolicyTokens:
+    """The tokens whose flat arguments were given."""
+    return PolicyTokens(given["old_log_prob"], given["advantage"], given["replayed"])
+
+
+def surrogate_of(given: Mapping[str, Any]) -> Surrogate:
+    """The surrogate whose flat arguments were given."""
+    clip = given["clip"]
+    return Surrogate(None if clip is None else (clip[0], clip[1]), given["beta"])
+
+
+def terms_of(given: Mapping[str, Any]) -> PolicyTerms:
+    """The terms of a loss whose flat arguments were given."""
+    return PolicyTerms(tokens_of(given), surrogate_of(given), given["entropy_coef"], given["normalizer"])
+
+
+def without_autocast(tensor: Tensor) -> torch.autocast:
+    """A context without autocast: the head itself rounds the operands to its dtype, and nothing else may be rounded."""
+    return torch.autocast(tensor.device.type, enabled=False)

@@ -1,0 +1,69 @@
+"""`torch.ops.exgrpo.token_objective`: the policy loss of tokens whose log-probabilities are known."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from exgrpo.kernels import derivatives, dispatch
+from exgrpo.kernels.inputs import PolicyTerms, ScoredTokens
+from exgrpo.kernels.operators.scale_gradient import scale_gradient
+from exgrpo.kernels.operators.schema import SURROGATE, TOKENS, Schema, surrogate_of, tokens_of
+
+SCHEMA = Schema(
+    f"Tensor log_prob, Tensor? entropy, {TOKENS}, Tensor? mask, {SURROGATE}, str backend",
+    "(Tensor, Tensor, Tensor)",
+)
+
+
+def policy_loss(
+    log_prob: Tensor, entropy: Tensor | None, terms: PolicyTerms, mask: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    """The loss; and log-probability, entropy, ratio and clipped of each token, detached, [4, T]."""
+    derivatives.check_reverse_mode("policy_loss", log_prob, entropy)
+    sums, per_token, _ = token_objective(log_prob, entropy, *terms.tokens, mask, *terms.surrogate, backend)
+    value, entropies, count = sums.unbind()
+    normalizer = count.detach().clamp(min=1) if terms.normalizer is None else terms.normalizer
+    return -(value + terms.entropy_coef * entropies) / normalizer, per_token
+
+
+@custom_op("exgrpo::token_objective", mutates_args=(), schema=SCHEMA.text)
+def token_objective(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The fields of `objective.TokenObjective`."""
+    given = SCHEMA.named(arguments)
+    scored = ScoredTokens(given["log_prob"], given["entropy"], tokens_of(given), given["mask"])
+    values = scored.log_prob
+    taken = dispatch.take(given["backend"], "policy_loss", values.device, values.dtype, values.numel())
+    sums, per_token, coefficient = taken.token_objective(scored, surrogate_of(given))
+    return sums, per_token, coefficient
+
+
+@token_objective.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    log_prob = SCHEMA.named(arguments)["log_prob"]
+    sums = log_prob.new_empty(3, dtype=torch.float64)
+    return sums, log_prob.new_empty(4, *log_prob.shape), torch.empty_like(log_prob)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, per_token, coefficient = output
+    ctx.save_for_backward(coefficient, SCHEMA.named(inputs)["mask"])
+    ctx.mark_non_differentiable(per_token, coefficient)
+
+
+def _backward(ctx: Any, grad_sums: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    derivatives.check_first("policy_loss")
+    coefficient, mask = ctx.saved_tensors
+    of_value, of_entropies, _ = grad_sums
+    wanted = SCHEMA.named(ctx.needs_input_grad)
+    found = {}
+    if wanted["log_prob"]:
+        found["log_prob"] = scale_gradient(coefficient, of_value, coefficient.dtype)
+    if wanted["entropy"]:
+        spread = of_entropies.to(coefficient.dtype).expand_as(coefficient)
+        found["entropy"] = spread if mask is None else spread.masked_fill(~mask, 0)
+    return SCHEMA.gradients(found)
+
+
+token_objective.register_autograd(_backward, setup_context=_save)

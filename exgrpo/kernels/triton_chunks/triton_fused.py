@@ -1,0 +1,57 @@
+"""The passes of a chunk whose logits are never written: the fused product, see `fused_product`, leaves exponentials."""
+
+import torch
+from torch import Tensor
+
+from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
+from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
+from exgrpo.kernels.triton_chunks.fused_product import FusedProduct, Operands, fused_sums
+from exgrpo.kernels.triton_chunks.launch import Plan
+from exgrpo.kernels.triton_chunks.row_kernels import entropy_kernel
+from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses
+
+
+class FusedTritonPasses(TritonPasses):
+    """The product itself gives exp(d) and its sums; F is made of the exponentials."""
+
+    product: type[FusedProduct] = FusedProduct
+
+    def __init__(self, head: ChunkedHead, chosen: Plan) -> None:
+        super().__init__(head, chosen)
+        self._exponential = self._logits
+
+    def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
+        """See `Passes`."""
+        head, out = self.head, None
+        if gradient_follows:
+            dtype = head.options.operand if head.products.mixed_gradients else head.dtype
+            out = self._memory(chunk, dtype)
+            self._exponential = out
+        operands = Operands(chunk.hidden.contiguous(), head.head.weight, self.bias)
+        product = self.product(operands, self.softcap, self.plan.tile)
+        return fused_sums(product, chunk.target.local(), chunk.temperature, head.shard, out)
+
+    def recall(self, chunk: Chunk, statistics: Statistics) -> None:
+        """See `Passes`: the same product finds the same anchors again."""
+        self.sums(chunk, gradient_follows=True)
+
+    def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
+        """See `Passes`."""
+        matrix, upstream = self._exponential, factors.upstream
+        if upstream is None or upstream.entropy is None:
+            chunk.target.put(factors.at_target.to(matrix.dtype), matrix)
+        elif matrix.shape[1]:
+            with torch.cuda.device_of(matrix):
+                entropy_kernel[(matrix.shape[0],)](
+                    matrix,
+                    chunk.target.local(),
+                    statistics.mean.contiguous(),
+                    factors.at_target.contiguous(),
+                    upstream.log_prob.contiguous(),
+                    upstream.entropy.contiguous(),
+                    matrix.shape[1],
+                    matrix.stride(0),
+                    BLOCK=self.plan.rows.block,
+                    num_warps=self.plan.rows.warps,
+                )
+        return matrix
