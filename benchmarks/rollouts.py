@@ -22,8 +22,9 @@ import numpy as np
 import requests
 import torch
 
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.config import Config
 from exgrpo.train.distributed import World, start
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES, load_pretrained
 from exgrpo.train.recipe import parse_args

@@ -8,9 +8,10 @@ import numpy as np
 
 from exgrpo.train.data.questions import Question
 from exgrpo.train.distributed import World
+from exgrpo.train.errors import RolloutError
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.reward.pool import Grader, Grading
-from exgrpo.train.rollout import EngineCounts, Finished, RolloutEngine, RolloutError, Sampling, text_of
+from exgrpo.train.rollout import EngineCounts, Finished, RolloutEngine, Sampling, text_of
 from exgrpo.train.seeds import derive_seed
 
 

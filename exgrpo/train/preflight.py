@@ -15,10 +15,6 @@ QUESTIONS = 32
 SHOWN_CHARACTERS = 300
 
 
-class PreflightError(RuntimeError):
-    """No answer of the preflight can earn a reward; the message says why and what to do."""
-
-
 @dataclass(frozen=True)
 class Preflight:
     """What became of a few answers, one to each of the first questions.

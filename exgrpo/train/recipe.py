@@ -10,7 +10,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from tyro.conf import arg
 
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.config import Config
+from exgrpo.train.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
 

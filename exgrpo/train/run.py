@@ -15,29 +15,37 @@ import numpy as np
 from rich.console import Console
 
 from exgrpo.train.answers import Answerer
-from exgrpo.train.checkpoint.checkpoint import CheckpointError, Checkpoints
+from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.durable import write_whole
 from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED, check_continuation, locate, saved_config
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.config import Config
 from exgrpo.train.data.questions import QuestionSet, load_questions
 from exgrpo.train.distributed import World, start
+from exgrpo.train.errors import (
+    CheckpointError,
+    ConfigError,
+    PreflightError,
+    ReportError,
+    RolloutError,
+    WeightMismatchError,
+)
 from exgrpo.train.evaluate.program import evaluate
 from exgrpo.train.metrics.display import Display
 from exgrpo.train.metrics.step import RunLog
 from exgrpo.train.metrics.trackers import check_trackers, open_trackers
 from exgrpo.train.policy.zero3 import Policy
-from exgrpo.train.preflight import PreflightError, preflight
+from exgrpo.train.preflight import preflight
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.tokenizer import Pretrained, load_pretrained
 from exgrpo.train.recipe import parse_args, to_yaml
-from exgrpo.train.report.page import ReportError, write_report
+from exgrpo.train.report.page import write_report
 from exgrpo.train.reward.pool import Grader
-from exgrpo.train.rollout import RolloutError, Sampling, text_of
+from exgrpo.train.rollout import Sampling, text_of
 from exgrpo.train.rollout.choice import Choice, choose_engine, open_engine, training_settings
 from exgrpo.train.seeds import derive_seed
 from exgrpo.train.trainer import StepResult, Trainer
-from exgrpo.train.weight_check import WeightMismatchError, check_engine
+from exgrpo.train.weight_check import check_engine
 
 T = TypeVar("T")
 PROBE_QUESTIONS = 4

@@ -4,20 +4,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from exgrpo.train.errors import RolloutError, WeightMismatchError
 from exgrpo.train.policy.batch import Row
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.records import Rollout, TokenIds
-from exgrpo.train.rollout import RolloutEngine, RolloutError, Sampling, collect
+from exgrpo.train.rollout import RolloutEngine, Sampling, collect
 from exgrpo.train.seeds import derive_seed
 
 # Mean absolute difference of token log-probs. Two right fp32 paths differ by about 1e-6 and two bf16 ones by about
 # 1e-2 (their logits are rounded to 8 bits of mantissa); a weight that did not arrive costs tenths and more.
 TOLERANCE = {"fp32": 1e-3, "bf16": 6e-2}
 SHOWN_NAMES = 8
-
-
-class WeightMismatchError(RuntimeError):
-    """The engine's log-probs are not the trainer's."""
 
 
 def check_engine(

@@ -22,9 +22,10 @@ from typing import Any, TypeVar
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, flush_file, flush_folder, sha256
 from exgrpo.train.checkpoint.log_files import DAMAGED, copy_logs, restore_logs
-from exgrpo.train.checkpoint.manifest import CheckpointError, Manifest, SavedFile, read_manifest, write_manifest
+from exgrpo.train.checkpoint.manifest import Manifest, SavedFile, read_manifest, write_manifest
 from exgrpo.train.checkpoint.store import SUFFIX, ExperienceStore, read_checked, segment_names, write_checked
 from exgrpo.train.distributed import World
+from exgrpo.train.errors import CheckpointError
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.trainer import Trainer, TrainerState
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import ConfigError
 
 LOCK = "in_use_by"
 

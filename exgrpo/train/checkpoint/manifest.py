@@ -8,15 +8,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, write_whole
+from exgrpo.train.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 """Version of the format; 1 had neither a number nor checksums."""
 _KEYS_OF_FORMAT_1 = {"step", "files", "arrays", "segments", "values", "progress"}
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or continued; the message says why and what to do."""
 
 
 class _Strict(BaseModel):

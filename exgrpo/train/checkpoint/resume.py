@@ -7,7 +7,8 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from exgrpo.train.checkpoint.checkpoint import FOLDER, find, folders, survey
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.config import Config
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.recipe import load_recipe, validate
 
 logger = logging.getLogger(__name__)

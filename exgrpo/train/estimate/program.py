@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.config import Config
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.estimate.budget import cpu_memory, disk, gpu_memory, phases, work
 from exgrpo.train.estimate.parts import MOMENTS, Amount, Assumptions, Hardware, MemoryItem, Phase, peak
 from exgrpo.train.estimate.rollout import GIB, engine_of, longest_sequence, rollout_seconds, rows_at_once

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from exgrpo.train.pretrained.source import ModelError, find_model, read_config
+from exgrpo.train.errors import ModelError
+from exgrpo.train.pretrained.source import find_model, read_config
 
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 FP32 = 4

@@ -24,9 +24,10 @@ from rich.table import Table
 
 from exgrpo.train.answers import Answer, Answerer
 from exgrpo.train.checkpoint.folder_lock import claim
-from exgrpo.train.config import PROMPT_FORMAT, Config, ConfigError, RewardConfig, StopString
+from exgrpo.train.config import PROMPT_FORMAT, Config, RewardConfig, StopString
 from exgrpo.train.data.questions import NoPromptFitsError, Question, QuestionSet, load_questions
 from exgrpo.train.distributed import World, start
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.scores import SourceScore, average, score, score_all
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.overrides import Overrides

@@ -12,7 +12,7 @@ import torch
 
 from exgrpo.train.answers import Answers
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import ExperienceMemory
 from exgrpo.train.metrics.trackers import Tracker, tracked
 from exgrpo.train.policy.ratios import BINS, log_ratio_quantiles

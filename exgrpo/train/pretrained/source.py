@@ -10,13 +10,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from exgrpo.train.errors import ModelError
 from exgrpo.train.pretrained.overrides import changes, overridden
 
 ASSETS = Path(__file__).parents[1] / "assets"
-
-
-class ModelError(ValueError):
-    """Nothing can be loaded from a path; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)

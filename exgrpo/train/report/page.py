@@ -19,9 +19,10 @@ import tyro
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from exgrpo.train.errors import ReportError
 from exgrpo.train.report.curves import MAX_POINTS, Columns, half_width
 from exgrpo.train.report.plots import ASSETS, PlotGroup, colour, marker, sections
-from exgrpo.train.report.runs import ReportError, RunData, load_run
+from exgrpo.train.report.runs import RunData, load_run
 
 # Options that say where a run is kept, not what it computes.
 ASIDE = ("output.", "checkpoint.")

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import torch
 
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.config import Config
 from exgrpo.train.distributed import World
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.check import check_positions
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.pretrained.tokenizer import DTYPES, Pretrained

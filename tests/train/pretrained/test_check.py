@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from exgrpo.train import serve
-from exgrpo.train.config import ConfigError
 from exgrpo.train.distributed import World
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate import program as evaluate
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.source import ASSETS, find_model

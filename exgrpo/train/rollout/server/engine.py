@@ -7,8 +7,8 @@ from contextlib import closing
 
 import torch
 
-from exgrpo.train.config import ConfigError
 from exgrpo.train.distributed import World
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.records import TokenIds
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling

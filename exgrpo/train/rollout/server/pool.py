@@ -7,8 +7,9 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
+from exgrpo.train.errors import RolloutError
 from exgrpo.train.records import TokenIds
-from exgrpo.train.rollout.engine import RolloutError, Sampling
+from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server.client import Reply, ServerClient, ServerError
 
 logger = logging.getLogger(__name__)
