@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from tyro.conf import arg
 
 from exgrpo.train.config import Config
+from exgrpo.train.dotted import joined, known_keys
 from exgrpo.train.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -25,21 +26,11 @@ REFUSED = {
 """Keys that users of other trainers look for, and what to do instead."""
 
 
-def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of the configuration."""
-    keys = []
-    for name, field in model.model_fields.items():
-        keys.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += known_keys(field.annotation, f"{prefix}{name}.")
-    return keys
-
-
 def explain(error: ValidationError, model: type[BaseModel], origin: str) -> str:
     """What is wrong with the values of a model, in one line; of an unknown key the near one."""
     lines = []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
+        key = joined(problem["loc"])
         if problem["type"] == "extra_forbidden" and key in REFUSED:
             lines.append(f"{key}: {REFUSED[key]}")
         elif problem["type"] == "extra_forbidden":

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -21,19 +20,21 @@ from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED, check_continuation, locate, saved_config
 from exgrpo.train.config import Config
 from exgrpo.train.data.questions import QuestionSet, load_questions
-from exgrpo.train.distributed import World, start
+from exgrpo.train.distributed import World, on_main, start
 from exgrpo.train.errors import (
     CheckpointError,
     ConfigError,
+    OutputError,
     PreflightError,
     ReportError,
     RolloutError,
     WeightMismatchError,
+    os_errors_as,
 )
 from exgrpo.train.evaluate.program import evaluate
 from exgrpo.train.metrics.display import Display
 from exgrpo.train.metrics.step import RunLog
-from exgrpo.train.metrics.trackers import check_trackers, open_trackers
+from exgrpo.train.metrics.trackers import Tracker, check_trackers, open_trackers
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.preflight import preflight
 from exgrpo.train.pretrained.check import check_weights
@@ -47,7 +48,6 @@ from exgrpo.train.seeds import derive_seed
 from exgrpo.train.trainer import StepResult, Trainer
 from exgrpo.train.weight_check import check_engine
 
-T = TypeVar("T")
 PROBE_QUESTIONS = 4
 PROBE_TOKENS = 32
 
@@ -129,7 +129,7 @@ class Run:
         resources.callback(self.engine.close)
         self.engine.sleep()  # its memory is the policy's while that is set up
         self.folder = resume or self._make_folder()
-        self._on_main(lambda: resources.enter_context(claim(self.folder)))
+        on_main(world, lambda: resources.enter_context(claim(self.folder)))
         self.policy = Policy(config, self.pretrained.model, world)
         self.answerer = Answerer(self.engine, self.grader, self.pretrained.tokenizer.decode, world)
         self.trainer = Trainer(config, self.train_set, self.policy, self.answerer)
@@ -146,10 +146,9 @@ class Run:
         position = self._restore() if resume else None
         # Before the log, which cuts off what an interrupted run has told its trackers after the checkpoint.
         step = position["step"] if position else None
-        trackers = self._on_main(lambda: open_trackers(config, self.folder, step)) or []
-        self.log: RunLog | None = None
-        if world.is_main:
-            self.log = RunLog(self.folder, trackers, resume=position)
+        trackers = on_main(world, lambda: self._open_trackers(step)) or []
+        self.log = on_main(world, lambda: self._open_log(trackers, position))
+        if self.log:
             resources.callback(self.log.close)
         self.engine.push_weights(self.policy.weights())
         self.weight_gap = self._check_weights()
@@ -160,10 +159,21 @@ class Run:
         """Go back to the newest sound checkpoint; returns where the log stood."""
         self.step, progress = self.checkpoints.load(self.policy, self.trainer)
         self.before = progress["before"]
-        if self.world.is_main:
+        on_main(self.world, self._reopen)
+        return progress["log"]
+
+    def _reopen(self) -> None:
+        with os_errors_as(OutputError, f"{self.folder} cannot be written"):
             (self.folder / FINISHED).unlink(missing_ok=True)
             write_whole(self.folder / "config.yaml", to_yaml(self.config).encode())
-        return progress["log"]
+
+    def _open_trackers(self, step: int | None) -> list[Tracker]:
+        with os_errors_as(OutputError, f"{self.folder} cannot be written"):
+            return open_trackers(self.config, self.folder, step)
+
+    def _open_log(self, trackers: list[Tracker], position: dict[str, int] | None) -> RunLog:
+        with os_errors_as(OutputError, f"{self.folder} cannot be written"):
+            return RunLog(self.folder, trackers, resume=position)
 
     def _save(self) -> None:
         progress = {"before": self.before, "log": self.log.position() if self.log else None}
@@ -190,21 +200,8 @@ class Run:
                     f"output.folder: {folder} cannot be written: {error.strerror}; choose another output.folder"
                 ) from None
 
-        self._on_main(make)
+        on_main(self.world, make)
         return folder
-
-    def _on_main(self, action: Callable[[], T]) -> T | None:
-        """What an action gives on rank 0, None elsewhere; where it fails, all ranks end with its message."""
-        result, problem = None, ""
-        if self.world.is_main:
-            try:
-                result = action()
-            except (ConfigError, OSError) as error:
-                problem = str(error)
-        problem = self.world.gather(problem)[0]
-        if problem:
-            raise ConfigError(problem)
-        return result
 
     def _check_weights(self) -> float:
         questions = self.train_set.questions[:PROBE_QUESTIONS]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from exgrpo.train.distributed import fail_together
 from exgrpo.train.errors import RolloutError, WeightMismatchError
 from exgrpo.train.policy.batch import Row
 from exgrpo.train.policy.zero3 import Policy
@@ -42,17 +43,15 @@ def check_engine(
     engine.wake()
     counts = [2] * len(prompts)
     answers: list[list[Rollout]] = [[] for _ in prompts]
-    problem = ""
+    problem: RolloutError | None = None
     try:
         answers = collect(counts, engine.generate(prompts, counts, sampling, seed))
     except RolloutError as error:
-        problem = str(error)
+        problem = error
     engine.sleep()
+    fail_together(world, problem)
     pairs = [(prompt, r) for prompt, rs in zip(prompts, answers, strict=True) for r in rs]
-    problems, of_ranks = zip(*world.gather((problem, pairs)), strict=True)
-    if any(problems):
-        raise RolloutError(next(filter(None, problems)))
-    everything = [pair for pairs in of_ranks for pair in pairs]
+    everything = [pair for of_rank in world.gather(pairs) for pair in of_rank]
     scores = policy.score(
         [Row(prompt, r.response, np.zeros(len(r.response), np.float32)) for prompt, r in everything],
         sampling.temperature,

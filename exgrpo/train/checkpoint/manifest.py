@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, write_whole
+from exgrpo.train.dotted import joined
 from exgrpo.train.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -88,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
-        keys = dict.fromkeys(".".join(map(str, problem["loc"])) for problem in error.errors())
+        keys = dict.fromkeys(joined(problem["loc"]) for problem in error.errors())
         raise DamagedFileError(f"{path} is damaged: {', '.join(keys)} cannot be as it says") from None
 
 

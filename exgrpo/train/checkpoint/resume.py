@@ -4,11 +4,10 @@ import logging
 import os
 from pathlib import Path
 
-from pydantic import BaseModel
-
-from exgrpo.train.checkpoint.checkpoint import FOLDER, find, folders, survey
+from exgrpo.train.checkpoint.listing import FOLDER, find, folders, survey
 from exgrpo.train.config import Config
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.dotted import flat
+from exgrpo.train.errors import ConfigError, os_errors_as
 from exgrpo.train.recipe import load_recipe, validate
 
 logger = logging.getLogger(__name__)
@@ -40,10 +39,12 @@ def locate(config: Config) -> Path | None:
     """
     if config.resume is None:
         return None
-    run = _newest_unfinished(config) if config.resume == AUTO else Path(config.resume)
+    with os_errors_as(ConfigError, "resume: the folders of runs cannot be read"):
+        run = _newest_unfinished(config) if config.resume == AUTO else Path(config.resume)
     if run is None:
         return None
-    found, problems = survey(run)
+    with os_errors_as(ConfigError, f"resume: {run} cannot be read"):
+        found, problems = survey(run)
     if not found:
         raise ConfigError(
             f"resume: {run} has no complete checkpoint to continue from" + "".join(f"; {p}" for p in problems)
@@ -100,17 +101,6 @@ def check_continuation(config: Config, saved: Config) -> None:
 
 def _changes(config: Config, saved: Config) -> str:
     """What differs and may not, in words; empty where nothing does."""
-    old, new = _flat(saved), _flat(config)
+    old, new = flat(saved), flat(config)
     changed = [key for key in new if new[key] != old[key] and not key.startswith(FREE)]
     return ", ".join(f"{key} was {old[key]!r} and is now {new[key]!r}" for key in changed)
-
-
-def _flat(model: BaseModel, prefix: str = "") -> dict[str, object]:
-    values: dict[str, object] = {}
-    for name in type(model).model_fields:
-        value = getattr(model, name)
-        if isinstance(value, BaseModel):
-            values |= _flat(value, f"{prefix}{name}.")
-        else:
-            values[prefix + name] = value
-    return values

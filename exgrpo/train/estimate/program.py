@@ -23,7 +23,7 @@ from exgrpo.train.estimate.budget import cpu_memory, disk, gpu_memory, phases, w
 from exgrpo.train.estimate.parts import MOMENTS, Amount, Assumptions, Hardware, MemoryItem, Phase, peak
 from exgrpo.train.estimate.rollout import GIB, engine_of, longest_sequence, rollout_seconds, rows_at_once
 from exgrpo.train.estimate.shape import ModelShape, read_shape
-from exgrpo.train.recipe import parse_args, validate
+from exgrpo.train.recipe import merged, parse_args, validate
 
 ENGINES = {
     "transformers": "transformers",
@@ -232,11 +232,7 @@ def _named(values: dict[str, Any]) -> str:
 
 
 def _changed(config: Config, values: dict[str, Any]) -> Config:
-    plain = config.model_dump()
-    for key, value in values.items():
-        section, name = key.split(".")
-        plain[section][name] = value
-    return validate(plain, "advice")
+    return validate(merged(config.model_dump(), values), "advice")
 
 
 def _peak_with(config: Config, values: dict[str, Any], shape: ModelShape, hardware: Hardware) -> float:

@@ -19,6 +19,7 @@ import tyro
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from exgrpo.train.dotted import flat
 from exgrpo.train.errors import ReportError
 from exgrpo.train.report.curves import MAX_POINTS, Columns, half_width
 from exgrpo.train.report.plots import ASSETS, PlotGroup, colour, marker, sections
@@ -114,16 +115,7 @@ def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
 
 def _settings(run: RunData) -> dict[str, Any]:
     """Every option by its full name, except those in which runs of one group may differ."""
-
-    def flat(prefix: str, tree: dict[str, Any]) -> dict[str, Any]:
-        options: dict[str, Any] = {}
-        for key, value in tree.items():
-            name = f"{prefix}{key}"
-            options.update(flat(f"{name}.", value) if isinstance(value, dict) else {name: value})
-        return options
-
-    settings = flat("", run.config)
-    return {k: v for k, v in settings.items() if k not in ("seed", "resume") and not k.startswith(ASIDE)}
+    return {k: v for k, v in flat(run.config).items() if k not in ("seed", "resume") and not k.startswith(ASIDE)}
 
 
 def _label(runs: Sequence[RunData]) -> str:

@@ -103,10 +103,7 @@ def choose_engine(settings: EngineSettings, world: World) -> Choice:
             positions; the message says why and what to do.
     """
     prompt, response = settings.max_prompt_tokens, settings.max_tokens
-    try:
-        check_positions(settings.source, prompt + response, f"max_prompt_tokens + max_tokens ({prompt} + {response})")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    check_positions(settings.source, prompt + response, f"max_prompt_tokens + max_tokens ({prompt} + {response})")
     choice = _choose(settings, world)
     if settings.tensor_parallel > 1 and choice.name != "vllm":
         raise ConfigError(

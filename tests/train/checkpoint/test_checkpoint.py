@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from exgrpo.train.checkpoint.checkpoint import Checkpoints, find
+from exgrpo.train.checkpoint.checkpoint import Checkpoints
+from exgrpo.train.checkpoint.listing import find
 from exgrpo.train.checkpoint.resume import FINISHED, check_continuation, locate
 from exgrpo.train.errors import CheckpointError, ConfigError
 from exgrpo.train.recipe import to_yaml

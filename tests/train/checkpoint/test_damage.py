@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from exgrpo.train.checkpoint.checkpoint import find, folders
 from exgrpo.train.checkpoint.folder_lock import LOCK, claim
+from exgrpo.train.checkpoint.listing import find, folders
 from exgrpo.train.checkpoint.resume import FINISHED, locate, saved_config
 from exgrpo.train.errors import CheckpointError, ConfigError
 from exgrpo.train.recipe import to_yaml

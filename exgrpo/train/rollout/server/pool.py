@@ -20,10 +20,6 @@ REQUESTS = 64
 class NoServerError(RolloutError):
     """No rollout server is left; the message says what each of them said last."""
 
-    def __init__(self, said: Mapping[str, str]) -> None:
-        each = "; ".join(f"{url}: {last}" for url, last in said.items())
-        super().__init__(f"no rollout server is left ({each}): start them again, and go on with --resume auto")
-
 
 @dataclass(frozen=True, eq=False)
 class Job:
@@ -83,7 +79,8 @@ class ServerPool:
             return None if self._members else self._error()
 
     def _error(self) -> NoServerError:
-        return NoServerError({url: self._said.get(url, "no weights yet") for url in self._clients})
+        each = "; ".join(f"{url}: {self._said.get(url, 'no weights yet')}" for url in self._clients)
+        return NoServerError(f"no rollout server is left ({each}): start them again, and go on with --resume auto")
 
     def generate(self, jobs: Sequence[Job], sampling: Sampling) -> Generator[tuple[Job, Reply]]:
         """The jobs and their answers, each as soon as it is there.
