@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from exgrpo.train.errors import ExgrpoError
+from exgrpo.train.errors import ConfigError, ExgrpoError
 
 T = TypeVar("T")
 
@@ -93,6 +93,9 @@ def start(timeout_minutes: float) -> World:
     """Join the process group that the launcher describes; without a launcher, a world of one.
 
     The backend follows the hardware: NCCL on GPUs, gloo on CPUs.
+
+    Raises:
+        ConfigError: the environment does not describe a group that can be joined.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -108,7 +111,10 @@ def start(timeout_minutes: float) -> World:
     import deepspeed
 
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    deepspeed.init_distributed(timeout=timeout, verbose=False)
+    try:
+        deepspeed.init_distributed(timeout=timeout, verbose=False)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"the processes of the run cannot join their group: {error}") from error
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),

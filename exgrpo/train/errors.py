@@ -14,6 +14,10 @@ class ConfigError(ExgrpoError, ValueError):
     """A recipe, an option or the environment cannot be right; the message names the key and the remedy."""
 
 
+class UnreadableRecipeError(ConfigError):
+    """A recipe may not be read, which a person can mend: it is no damage."""
+
+
 class DataError(ExgrpoError, ValueError):
     """Questions cannot be read or used; the message names the files and rows."""
 

@@ -12,7 +12,7 @@ from tyro.conf import arg
 
 from exgrpo.train.config import Config
 from exgrpo.train.dotted import joined, known_keys
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -80,10 +80,12 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """
     if path in seen:
         raise ConfigError(f"{path}: its chain of `base` recipes leads back to itself")
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such recipe")
+    with os_errors_as(UnreadableRecipeError, f"{path} cannot be read"):
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such recipe")
+        content = path.read_bytes()
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        raw = yaml.safe_load(content.decode("utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(raw, dict):

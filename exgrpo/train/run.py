@@ -2,8 +2,6 @@
 
 import datetime
 import logging
-import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from exgrpo.kernels.dispatch import requested
 from exgrpo.train.answers import Answerer
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.durable import write_whole
@@ -22,14 +21,13 @@ from exgrpo.train.config import Config
 from exgrpo.train.data.questions import QuestionSet, load_questions
 from exgrpo.train.distributed import World, on_main, start
 from exgrpo.train.errors import (
-    CheckpointError,
     ConfigError,
+    ExgrpoError,
     OutputError,
     PreflightError,
     ReportError,
-    RolloutError,
-    WeightMismatchError,
     os_errors_as,
+    print_error,
 )
 from exgrpo.train.evaluate.program import evaluate
 from exgrpo.train.metrics.display import Display
@@ -58,13 +56,9 @@ def main(argv: list[str]) -> int:
     with ExitStack() as resources:
         try:
             config, folder = _configure(argv)
-            run = Run(config, start(config.distributed.timeout_minutes), resources, resume=folder)
-        except (ConfigError, ValueError, OSError, WeightMismatchError, CheckpointError, RolloutError) as error:
-            return _fail(error)
-        try:
-            run.train()
-        except (CheckpointError, WeightMismatchError, RolloutError, PreflightError) as error:
-            return _fail(error)
+            Run(config, start(config.distributed.timeout_minutes), resources, resume=folder).train()
+        except ExgrpoError as error:
+            return print_error(error)
     return 0
 
 
@@ -80,12 +74,6 @@ def _configure(argv: list[str]) -> tuple[Config, Path | None]:
     return config, folder
 
 
-def _fail(error: Exception) -> int:
-    rank = os.environ.get("RANK", "0")
-    print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
-    return 2
-
-
 def _quiet() -> None:
     """Leave the console to the display: libraries speak from warnings upwards."""
     import transformers
@@ -94,6 +82,13 @@ def _quiet() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def _check_kernels(backend: str, world: World) -> None:
+    try:
+        requested(backend, world.device)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"policy.kernel_backend: {error}") from None
 
 
 class Run:
@@ -106,14 +101,13 @@ class Run:
         resume: folder of the run to go on with; None: a new one.
 
     Raises:
-        ValueError, OSError: where something about the input is wrong; the message names it.
-        WeightMismatchError: where the rollout engine computes another policy than the trainer.
-        CheckpointError: where the run cannot go on from its checkpoints.
+        ExgrpoError: something about the input or the machine is wrong; the message names it.
     """
 
     def __init__(self, config: Config, world: World, resources: ExitStack, *, resume: Path | None = None) -> None:
         self.world = world
         self.console = Console() if world.is_main else None
+        _check_kernels(config.policy.kernel_backend, world)
         self.pretrained = load_pretrained(config.policy.path, config.policy.overrides)
         settings = training_settings(config, self.pretrained)
         self.choice = choose_engine(settings, world)
@@ -130,7 +124,8 @@ class Run:
         self.engine.sleep()  # its memory is the policy's while that is set up
         self.folder = resume or self._make_folder()
         on_main(world, lambda: resources.enter_context(claim(self.folder)))
-        self.policy = Policy(config, self.pretrained.model, world)
+        with os_errors_as(ConfigError, "DeepSpeed cannot set the policy up"):
+            self.policy = Policy(config, self.pretrained.model, world)
         self.answerer = Answerer(self.engine, self.grader, self.pretrained.tokenizer.decode, world)
         self.trainer = Trainer(config, self.train_set, self.policy, self.answerer)
         self.checkpoints = Checkpoints(

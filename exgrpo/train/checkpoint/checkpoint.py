@@ -148,7 +148,9 @@ class Checkpoints:
         """
         found, state, problems = self._newest_sound()
         on_main(self.world, lambda: self._put_right(found, problems))
-        if policy.engine.load_checkpoint(str(found.folder), tag=ZERO)[0] is None:
+        with os_errors_as(CheckpointError, f"{found.folder} cannot be loaded"):
+            loaded, _ = policy.engine.load_checkpoint(str(found.folder), tag=ZERO)
+        if loaded is None:
             raise CheckpointError(
                 f"DeepSpeed finds no files of its own in {found.folder / ZERO}: is it another version?"
             )

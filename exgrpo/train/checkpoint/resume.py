@@ -7,7 +7,7 @@ from pathlib import Path
 from exgrpo.train.checkpoint.listing import FOLDER, find, folders, survey
 from exgrpo.train.config import Config
 from exgrpo.train.dotted import flat
-from exgrpo.train.errors import ConfigError, os_errors_as
+from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as
 from exgrpo.train.recipe import load_recipe, validate
 
 logger = logging.getLogger(__name__)
@@ -69,14 +69,18 @@ def saved_config(run: Path) -> Config:
     Where config.yaml is lost or damaged, the copy is taken and a warning says so.
 
     Raises:
-        ConfigError: config.yaml differs from the copy in what may not change; the keys are named.
+        ConfigError: config.yaml differs from the copy in what may not change, and the keys are named; or it may not be
+            read.
     """
     newest, path = find(run)[0], run / "config.yaml"
     copy = validate(newest.manifest.config, f"the configuration in {newest.folder}")
     try:
-        if path.is_file() and not path.stat().st_size:
-            raise ConfigError(f"{path} is empty")
+        with os_errors_as(UnreadableRecipeError, f"{path} cannot be read"):
+            if path.is_file() and not path.stat().st_size:
+                raise ConfigError(f"{path} is empty")
         saved = load_recipe(path)
+    except UnreadableRecipeError:
+        raise
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             logger.warning("%s: the configuration is taken from %s", error, newest.folder)

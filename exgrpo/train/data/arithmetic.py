@@ -12,6 +12,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
+from exgrpo.train.errors import DataError
+
 Split = Literal["pretrain", "train", "test"]
 
 MODEL_FOLDER = Path(__file__).parents[1] / "assets" / "arithmetic"
@@ -57,7 +59,7 @@ def generate(split: Split, count: int, seed: int) -> list[Problem]:
         if key not in problems and split_of(expression) == split:
             problems[key] = Problem(question, str(evaluate(expression)), expression, level)
     if len(problems) < count:
-        raise ValueError(f"the {split} split has too few different problems for a count of {count}")
+        raise DataError(f"the {split} split has too few different problems for a count of {count}")
     return list(problems.values())
 
 

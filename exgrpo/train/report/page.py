@@ -7,7 +7,6 @@ differ in nothing but seed and output are drawn as one, with their mean and a 95
 import json
 import math
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from exgrpo.train.dotted import flat
-from exgrpo.train.errors import ReportError
+from exgrpo.train.errors import ExgrpoError, ReportError, print_error
 from exgrpo.train.report.curves import MAX_POINTS, Columns, half_width
 from exgrpo.train.report.plots import ASSETS, PlotGroup, colour, marker, sections
 from exgrpo.train.report.runs import RunData, load_run
@@ -277,8 +276,7 @@ def main(argv: list[str]) -> int:
     output = arguments.output or single / "report.html"
     try:
         write_report(arguments.runs, output)
-    except ReportError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except ExgrpoError as error:
+        return print_error(error)
     print(f"report in {output}")
     return 0

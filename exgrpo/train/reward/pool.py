@@ -32,6 +32,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from exgrpo.train.errors import GraderError, MissingRewardError, RewardError, os_errors_as
 from exgrpo.train.reward import grading
 
 Reward = Callable[[str, str], float]
@@ -59,8 +60,8 @@ class Grades:
 def resolve_reward(name: str) -> Reward:
     """The reward function called `name`.
 
-    Raises ValueError for an unknown name (naming near ones), a module or file that cannot be imported, a missing
-    attribute, or one that is not callable with (response, gold); FileNotFoundError for a missing file.
+    Raises RewardError for an unknown name (naming near ones), a module or file that cannot be imported, a missing
+    attribute, or one that is not callable with (response, gold); MissingRewardError for a missing file.
     """
     if name in BUILTIN:
         return BUILTIN[name]
@@ -69,7 +70,7 @@ def resolve_reward(name: str) -> Reward:
     if function is None:
         near = difflib.get_close_matches(attribute, dir(module), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"reward {name!r}: there is no {attribute!r} in it{hint}")
+        raise RewardError(f"reward {name!r}: there is no {attribute!r} in it{hint}")
     _check_signature(function, name)
     return function
 
@@ -77,7 +78,7 @@ def resolve_reward(name: str) -> Reward:
 def form_of(name: str) -> str | None:
     """The name of the form function of the reward called `name`, None when it has none.
 
-    Raises ValueError or FileNotFoundError for a module or file that cannot be loaded, as `resolve_reward` does.
+    Raises RewardError for a module or file that cannot be loaded, as `resolve_reward` does.
     """
     path = f"{grading.__name__}:{name}" if name in BUILTIN else name
     module, attribute = _locate(path)
@@ -90,7 +91,7 @@ def _locate(name: str) -> tuple[ModuleType, str]:
     if not place or not attribute:
         near = difflib.get_close_matches(name, BUILTIN, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
+        raise RewardError(
             f"unknown reward {name!r}{hint} Known: {', '.join(BUILTIN)}, 'package.module:function' and "
             "'path/to/file.py:function'"
         )
@@ -101,7 +102,7 @@ def _load_module(place: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except Exception as error:
-        raise ValueError(
+        raise RewardError(
             f"reward {name!r}: cannot import {place}: {type(error).__name__}: {error}. A module must be installed or "
             "on PYTHONPATH; a file can be named by its path, path/to/file.py:function"
         ) from error
@@ -109,8 +110,10 @@ def _load_module(place: str, name: str) -> ModuleType:
 
 def _load_file(place: str, name: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"reward {name!r}: there is no file {path}")
+    with os_errors_as(RewardError, f"reward {name!r}: {path} cannot be read"):
+        is_file = path.is_file()
+    if not is_file:
+        raise MissingRewardError(f"reward {name!r}: there is no file {path}")
     module_name = f"exgrpo_reward_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
@@ -120,13 +123,13 @@ def _load_file(place: str, name: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"reward {name!r}: cannot run {path}: {type(error).__name__}: {error}") from error
+        raise RewardError(f"reward {name!r}: cannot run {path}: {type(error).__name__}: {error}") from error
     return module
 
 
 def _check_signature(function: Any, name: str) -> None:
     if not callable(function):
-        raise ValueError(f"reward {name!r} is not callable: it is a {type(function).__name__}")
+        raise RewardError(f"reward {name!r} is not callable: it is a {type(function).__name__}")
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -134,7 +137,7 @@ def _check_signature(function: Any, name: str) -> None:
     try:
         signature.bind("", "")
     except TypeError as error:
-        raise ValueError(f"reward {name!r} must take (response, gold): {error}") from error
+        raise RewardError(f"reward {name!r} must take (response, gold): {error}") from error
 
 
 class Grader:
@@ -145,8 +148,8 @@ class Grader:
     process is replaced. Equal answers in one call are graded once. Processes are forked from a small server, never
     from this (possibly multi-threaded) process, and import the reward only.
 
-    Raises ValueError or FileNotFoundError for a reward that cannot be resolved and RuntimeError when the processes
-    do not start, both at construction.
+    Raises RewardError for a reward that cannot be resolved and GraderError when the processes do not start, both at
+    construction.
     """
 
     def __init__(self, reward: str, *, workers: int, time_limit: float) -> None:
@@ -243,9 +246,9 @@ class Grader:
         try:
             problem = pool.schedule(_start_problem).result(timeout=START_SECONDS)
         except FutureTimeoutError:
-            problem = RuntimeError(f"the grading processes did not start within {START_SECONDS:.0f} s")
+            problem = GraderError(f"the grading processes did not start within {START_SECONDS:.0f} s")
         except (BrokenProcessPool, ProcessExpired) as error:
-            problem = RuntimeError(f"a grading process died while it loaded reward {self._reward!r}: {error}")
+            problem = GraderError(f"a grading process died while it loaded reward {self._reward!r}: {error}")
         if problem is not None:
             pool.stop()
             pool.join()
