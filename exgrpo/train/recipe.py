@@ -10,13 +10,14 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from tyro.conf import arg
 
+from exgrpo.train.builtin import ASSETS, DEFAULT_TASK
 from exgrpo.train.config import Config
 from exgrpo.train.dotted import joined, known_keys
 from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as
 
 Model = TypeVar("Model", bound=BaseModel)
 
-DEFAULT_RUN = Path(__file__).parent / "assets" / "arithmetic" / "recipe.yaml"
+DEFAULT_RUN = ASSETS / DEFAULT_TASK / "recipe.yaml"
 NAMED = ("policy.path", "data.train")
 """What has no default: a model and questions."""
 REFUSED = {

@@ -18,7 +18,7 @@ from exgrpo.train.evaluate import program as evaluate
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.recipe import read_recipe
 from exgrpo.train.report import page as report
-from exgrpo.train.reward.pool import resolve_reward
+from exgrpo.train.reward.names import resolve_reward
 from tests.train.configs import configured
 
 FAMILY = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ExgrpoError)]

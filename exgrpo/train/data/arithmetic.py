@@ -9,14 +9,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 from typing import Literal
 
+from exgrpo.train.builtin import ASSETS
 from exgrpo.train.errors import DataError
 
 Split = Literal["pretrain", "train", "test"]
 
-MODEL_FOLDER = Path(__file__).parents[1] / "assets" / "arithmetic"
+MODEL_FOLDER = ASSETS / "arithmetic"
 """The pretrained model and its tokenizer, in Hugging Face format."""
 
 MAX_PROMPT_TOKENS = 24

@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exgrpo.train.builtin import PREFIX, find_module, module_names
 from exgrpo.train.errors import DataError, MissingDataError, os_errors_as
 from exgrpo.train.reward.grading import boxed_answer
 
+TASKS = "exgrpo.train.data"
+"""A built-in task is a module here with generate(split, count, seed) -> objects with a question and an answer."""
 SUFFIXES = (".jsonl", ".json", ".parquet")
 COLUMNS = ("prompt", "reward_model", "data_source", "question", "problem", "answer", "solution")
 
@@ -51,7 +54,7 @@ class _BadRow:
 
 def read_rows(source: str, *, split: str, limit: int | None, seed: int) -> list[Row]:
     """All rows of `source`; see exgrpo.train.data.questions.load_questions for the arguments and errors."""
-    if source.startswith("builtin:"):
+    if source.startswith(PREFIX):
         return _builtin_rows(source, split, limit, seed)
     if files := _local_files(source):
         found = [item for path in files for item in _file_rows(path)]
@@ -140,14 +143,15 @@ def _kind(value: Any) -> str:
 
 
 def _builtin_rows(source: str, split: str, limit: int | None, seed: int) -> list[Row]:
-    if source != "builtin:arithmetic":
-        raise DataError(f"unknown data set {source!r}; the only builtin one is 'builtin:arithmetic'")
+    name = source.removeprefix(PREFIX)
+    task = find_module(TASKS, name, "generate")
+    if task is None:
+        known = ", ".join(f"{PREFIX}{name}" for name in module_names(TASKS, "generate"))
+        raise DataError(f"unknown data set {source!r}; there is {known}")
     if limit is None:
         raise DataError(f"{source} needs a limit: the number of problems to generate")
-    from exgrpo.train.data import arithmetic
-
-    problems = arithmetic.generate(split, limit, seed)  # type: ignore[arg-type]
-    return [Row(problem.question, problem.answer, None, "arithmetic") for problem in problems]
+    problems = task.generate(split, limit, seed)
+    return [Row(problem.question, problem.answer, None, name) for problem in problems]
 
 
 def _local_files(source: str) -> list[Path]:

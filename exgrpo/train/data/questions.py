@@ -97,8 +97,9 @@ def load_questions(
     r"""Loads questions and tokenises their prompts.
 
     Args:
-        source: a .jsonl, .json or .parquet file, a pattern that matches several, "builtin:arithmetic", or the name of a
-            hub data set, "name" or "name:config". exgrpo.train.data.files lists the row formats.
+        source: a .jsonl, .json or .parquet file, a pattern that matches several, builtin:NAME, such as
+            "builtin:arithmetic", or the name of a hub data set, "name" or "name:config". exgrpo.train.data.files lists
+            the row formats.
         tokenizer: of transformers.
         split: of a hub or builtin data set; a file is taken whole.
         chat: True renders the tokenizer's chat template with its generation prompt. False, for base models, encodes
@@ -109,7 +110,7 @@ def load_questions(
         keep_system: use the row's own system message where it has one; by default only its question is used.
         answer_prefix: text that opens every answer, such as "<think>\n"; it ends the prompt.
         max_prompt_tokens: rows with longer prompts are left out.
-        limit: take the first so many rows whose prompts fit. "builtin:arithmetic" needs it: how many to generate.
+        limit: take the first so many rows whose prompts fit. A built-in task needs it: how many to generate.
         seed: of the generated problems.
         progress: show a progress bar.
 

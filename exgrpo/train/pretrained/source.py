@@ -10,10 +10,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from exgrpo.train.builtin import ASSETS, PREFIX, model_names
 from exgrpo.train.errors import ConfigError, ModelError, os_errors_as
 from exgrpo.train.pretrained.overrides import changes, overridden
-
-ASSETS = Path(__file__).parents[1] / "assets"
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,11 +124,10 @@ def explained(error: Exception, path: str) -> ModelError:
 
 
 def _resolved(path: str) -> str:
-    if path.startswith("builtin:"):
-        folder = ASSETS / path.removeprefix("builtin:")
+    if path.startswith(PREFIX):
+        folder = ASSETS / path.removeprefix(PREFIX)
         if not (folder / "config.json").is_file():
-            names = sorted(found.parent.name for found in ASSETS.glob("*/config.json"))
-            raise ModelError(f"policy.path: no builtin model {path!r}; there is {', '.join(names) or 'none'}")
+            raise ModelError(f"policy.path: no builtin model {path!r}; there is {', '.join(model_names()) or 'none'}")
         return str(folder)
     if path.startswith((".", "/", "~")) or Path(path).exists():
         folder = Path(path).expanduser()
