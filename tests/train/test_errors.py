@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from exgrpo.train import errors, run, serve
+from exgrpo.train import build, errors, run, serve
 from exgrpo.train.data.questions import load_questions
 from exgrpo.train.distributed import ALONE
 from exgrpo.train.errors import ConfigError, DataError, ExgrpoError, MissingDataError, OutputError, os_errors_as
@@ -38,7 +38,7 @@ def programs(monkeypatch):
     monkeypatch.setattr(run, "start", lambda _: ALONE)
     monkeypatch.setattr(evaluate, "start", lambda timeout_minutes: ALONE)
     return {
-        "run": (lambda: run.main([]), run, "load_pretrained"),
+        "run": (lambda: run.main([]), build, "load_pretrained"),
         "evaluate": (lambda: evaluate.main(["builtin:arithmetic", "--data=a.jsonl"]), evaluate, "load_pretrained"),
         "estimate": (lambda: estimate.main([]), estimate, "read_shape"),
         "report": (lambda: report.main(["somewhere"]), report, "load_run"),
