@@ -22,14 +22,15 @@ import numpy as np
 import requests
 import torch
 
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.build import load_data
+from exgrpo.train.config import Config
 from exgrpo.train.distributed import World, start
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES, load_pretrained
 from exgrpo.train.recipe import parse_args
 from exgrpo.train.rollout import RolloutEngine, Sampling
 from exgrpo.train.rollout.choice import choose_engine, open_engine, training_settings
-from exgrpo.train.run import load_data
 from exgrpo.train.seeds import derive_seed
 
 ENGINES = ("transformers", "vllm", "server")

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from exgrpo.train.data.questions import Question
-from exgrpo.train.distributed import World
+from exgrpo.train.distributed import World, fail_together
+from exgrpo.train.errors import RolloutError
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.reward.pool import Grader, Grading
-from exgrpo.train.rollout import EngineCounts, Finished, RolloutEngine, RolloutError, Sampling, text_of
+from exgrpo.train.rollout import EngineCounts, Finished, RolloutEngine, Sampling, text_of
 from exgrpo.train.seeds import derive_seed
 
 
@@ -64,7 +65,7 @@ class Produced:
         grading: knows their rewards, in the same order.
         seconds: in the engine.
         engine: what the engine counted.
-        problem: why the engine could not give all of them; empty where it could.
+        problem: why the engine could not give all of them; None where it could.
     """
 
     positions: list[int]
@@ -72,7 +73,7 @@ class Produced:
     grading: Grading
     seconds: float
     engine: EngineCounts
-    problem: str
+    problem: RolloutError | None
 
 
 class Answerer:
@@ -103,7 +104,7 @@ class Answerer:
         share = self.world.split(list(zip(questions, counts, strict=True)), ranks)
         grading = self.grader.begin()
         answers: list[tuple[Finished, str]] = []
-        problem = ""
+        problem: RolloutError | None = None
         start = time.perf_counter()
         self.engine.wake()
         finished = self.engine.generate(
@@ -120,7 +121,7 @@ class Answerer:
                     grading.add(text, question.gold)
                     answers.append((answer, text))
         except RolloutError as error:
-            problem = str(error)
+            problem = error
         self.engine.sleep()
         seconds = time.perf_counter() - start
         return Produced([position for position, _ in share], answers, grading, seconds, self.engine.counts(), problem)
@@ -131,9 +132,7 @@ class Answerer:
         Raises:
             RolloutError: on every rank, where the engine of one failed.
         """
-        problems = [problem for problem in self.world.gather(produced.problem) if problem]
-        if problems:
-            raise RolloutError(problems[0])
+        fail_together(self.world, produced.problem)
         start = time.perf_counter()
         grades = produced.grading.finish()
         cost = (grades.timed_out, grades.failed, produced.seconds, time.perf_counter() - start, produced.engine)

@@ -29,10 +29,6 @@ PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into
 """Asks any model for what the reward math_no_think reads."""
 
 
-class ConfigError(ValueError):
-    """A recipe or an override that cannot be right; the message names the key and the remedy."""
-
-
 class Section(BaseModel):
     """A group of fields: immutable, and closed to unknown keys."""
 

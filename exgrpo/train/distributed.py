@@ -1,14 +1,16 @@
-"""The processes of a run: who am I, on which device, and how plain Python objects travel."""
+"""The processes of a run: who am I, on which device, how plain Python objects travel, and how all fail together."""
 
 import datetime
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from exgrpo.train.errors import ConfigError, ExgrpoError
 
 T = TypeVar("T")
 
@@ -21,13 +23,13 @@ class World:
         rank: this process, 0..size-1.
         size: number of processes.
         device: where this process computes.
-        control: gloo group for Python objects, beside NCCL on GPUs.
+        control: gloo group for Python objects, beside NCCL on GPUs; None where this process is alone.
     """
 
     rank: int
     size: int
     device: torch.device
-    control: dist.ProcessGroup
+    control: dist.ProcessGroup | None
 
     @property
     def is_main(self) -> bool:
@@ -52,10 +54,48 @@ class World:
         return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
 
 
+ALONE = World(0, 1, torch.device("cpu"), control=None)
+"""The world of a program that has no ranks."""
+
+
+def fail_together(world: World, problem: ExgrpoError | None) -> None:
+    """Say whether this rank has a problem; all ranks call it together.
+
+    Raises:
+        ExgrpoError: on every rank, the first problem in the order of ranks.
+    """
+    for found in world.gather(problem):
+        if found is not None:
+            raise found
+
+
+def agree(world: World, action: Callable[[], T]) -> T:
+    """What an action gives on this rank; all ranks call it together.
+
+    Raises:
+        ExgrpoError: on every rank, where the action raises one on any.
+    """
+    problem: ExgrpoError | None = None
+    try:
+        result = action()
+    except ExgrpoError as error:
+        problem = error
+    fail_together(world, problem)
+    return result
+
+
+def on_main(world: World, action: Callable[[], T]) -> T | None:
+    """What an action gives on rank 0, None elsewhere; see `agree`."""
+    return agree(world, action if world.is_main else lambda: None)
+
+
 def start(timeout_minutes: float) -> World:
     """Join the process group that the launcher describes; without a launcher, a world of one.
 
     The backend follows the hardware: NCCL on GPUs, gloo on CPUs.
+
+    Raises:
+        ConfigError: the environment does not describe a group that can be joined.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -71,7 +111,10 @@ def start(timeout_minutes: float) -> World:
     import deepspeed
 
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    deepspeed.init_distributed(timeout=timeout, verbose=False)
+    try:
+        deepspeed.init_distributed(timeout=timeout, verbose=False)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"the processes of the run cannot join their group: {error}") from error
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),

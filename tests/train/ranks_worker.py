@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from exgrpo.train.config import ConfigError, ObjectiveConfig
+from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.distributed import start
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.rollout import Sampling, collect

@@ -6,9 +6,10 @@ import torch
 
 from exgrpo.train.answers import Answerer
 from exgrpo.train.distributed import World
+from exgrpo.train.errors import RolloutError
 from exgrpo.train.records import Rollout
 from exgrpo.train.reward.pool import Grades
-from exgrpo.train.rollout import EngineCounts, Finished, RolloutError, Sampling, Stops
+from exgrpo.train.rollout import EngineCounts, Finished, Sampling, Stops
 from tests.train.fakes import EOS, LoneWorld, question_set
 
 QUESTIONS = question_set(2).questions

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from exgrpo.train.config import Config, ConfigError, ExperienceConfig
-from exgrpo.train.recipe import known_keys, load_recipe, parse_args, read_recipe, to_yaml
+from exgrpo.train.config import Config, ExperienceConfig
+from exgrpo.train.dotted import known_keys
+from exgrpo.train.errors import ConfigError
+from exgrpo.train.recipe import load_recipe, parse_args, read_recipe, to_yaml
 from exgrpo.train.reward.pool import resolve_reward
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from exgrpo.train.evaluate.program import defaults
 from exgrpo.train.recipe import load_recipe, to_yaml
-from exgrpo.train.reward.pool import resolve_reward
+from exgrpo.train.reward.names import resolve_reward
 from tests.train.test_trainer import make
 
 FOLDER = Path(__file__).parents[2] / "recipes"

@@ -5,11 +5,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from exgrpo.train.errors import RolloutError, WeightMismatchError
 from exgrpo.train.policy.batch import TokenSequence
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.records import Score
-from exgrpo.train.rollout import RolloutError, TransformersEngine
-from exgrpo.train.weight_check import WeightMismatchError, check_engine
+from exgrpo.train.rollout import TransformersEngine
+from exgrpo.train.weight_check import check_engine
 from tests.train import tiny
 from tests.train.fakes import LoneWorld
 

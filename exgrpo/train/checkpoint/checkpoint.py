@@ -12,87 +12,27 @@ where one is wrong, all ranks take the checkpoint before.
 """
 
 import logging
-import os
-import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, flush_file, flush_folder, sha256
+from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Checkpoint, find, folders, inspect
 from exgrpo.train.checkpoint.log_files import DAMAGED, copy_logs, restore_logs
-from exgrpo.train.checkpoint.manifest import CheckpointError, Manifest, SavedFile, read_manifest, write_manifest
-from exgrpo.train.checkpoint.store import SUFFIX, ExperienceStore, read_checked, segment_names, write_checked
-from exgrpo.train.distributed import World
+from exgrpo.train.checkpoint.manifest import Manifest, SavedFile, write_manifest
+from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, segment_names, write_checked
+from exgrpo.train.distributed import World, agree, on_main
+from exgrpo.train.errors import CheckpointError, os_errors_as
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.trainer import Trainer, TrainerState
 
 logger = logging.getLogger(__name__)
 
-FOLDER, EXPERIENCE, ZERO = "checkpoints", "experience", "zero"
+ZERO = "zero"
 UNFINISHED = ".unfinished"
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Found:
-    """A complete checkpoint and what its manifest says."""
-
-    folder: Path
-    manifest: Manifest
-
-    @property
-    def step(self) -> int:
-        """The last training step that is in it."""
-        return self.manifest.step
-
-
-def folders(run: Path) -> list[Path]:
-    """The folders that pass for checkpoints of a run, newest first.
-
-    Raises:
-        OSError: they cannot be listed.
-    """
-    root = run / FOLDER
-    names = os.listdir(root) if root.is_dir() else []
-    return [root / name for name in sorted(names, reverse=True) if re.fullmatch(r"step_\d+", name)]
-
-
-def inspect(folder: Path) -> Found:
-    """Read a checkpoint's manifest and compare the sizes of its files, which takes no time.
-
-    Raises:
-        DamagedFileError: it is not complete, or its manifest is damaged.
-        CheckpointError: another version of this package wrote it.
-        OSError: it cannot be read.
-    """
-    manifest = read_manifest(folder)
-    experience = folder.parents[1] / EXPERIENCE
-    sizes = {folder / name: file.size for name, file in manifest.files.items()}
-    sizes |= {experience / f"{name}{SUFFIX}": size for name, size in manifest.experience.items()}
-    for path, size in sizes.items():
-        if not path.is_file():
-            raise DamagedFileError(f"{path} is missing")
-        if (now := path.stat().st_size) != size:
-            raise DamagedFileError(f"{path} is damaged: it has {now} bytes and was written with {size}")
-    return Found(folder, manifest)
-
-
-def survey(run: Path) -> tuple[list[Found], list[str]]:
-    """The complete checkpoints of a run, newest first, and what is wrong with its others."""
-    found, problems = [], []
-    for folder in folders(run):
-        try:
-            found.append(inspect(folder))
-        except (DamagedFileError, CheckpointError, OSError) as error:
-            problems.append(str(error))
-    return found, problems
-
-
-def find(run: Path) -> list[Found]:
-    """The complete checkpoints of a run, newest first; checksums are not computed."""
-    return survey(run)[0]
 
 
 class Checkpoints:
@@ -104,6 +44,9 @@ class Checkpoints:
         fingerprint: of the training questions: another data set cannot be continued on.
         config: the configuration, plain values; every checkpoint keeps a copy.
         keep: how many checkpoints stay; older ones are deleted after a newer one is complete.
+
+    Raises:
+        CheckpointError: the run's folder cannot be written.
     """
 
     def __init__(self, run: Path, world: World, *, fingerprint: str, config: dict[str, Any], keep: int) -> None:
@@ -112,7 +55,8 @@ class Checkpoints:
         self.fingerprint = fingerprint
         self.config = config
         self.keep = keep
-        self.store = ExperienceStore(run / EXPERIENCE)
+        with os_errors_as(CheckpointError, f"{run / EXPERIENCE} cannot be written"):
+            self.store = ExperienceStore(run / EXPERIENCE)
 
     def save(self, step: int, policy: Policy, trainer: Trainer, progress: dict[str, Any]) -> None:
         """Write the checkpoint of a step.
@@ -128,18 +72,21 @@ class Checkpoints:
         """
         final = self.run / FOLDER / f"step_{step:08d}"
         work = final.with_suffix(UNFINISHED)
-        self._on_main(lambda: self._clear(work, policy.checkpoint_bytes), step)
+        self._write_on_main(step, lambda: self._clear(work, policy.checkpoint_bytes))
         try:
             policy.engine.save_checkpoint(str(work), tag=ZERO, save_latest=False)
         except (OSError, RuntimeError) as error:
             # The other ranks wait for this one inside DeepSpeed: its end lets the launcher end them.
             free = shutil.disk_usage(self.run).free
             raise self._failure(step, f"{str(error).splitlines()[0]} ({free / 1e9:.2f} GB are free)") from error
-        listings = self._on_every(lambda: _files(work), step)
+        listings = self.world.gather(self._write(step, lambda: _files(work)))
         names = sorted(set().union(*listings))  # a network file system may not show all of them everywhere yet
-        shares = self._on_every(lambda: _flush_and_hash(work, [name for _, name in self.world.split(names)]), step)
+        mine = [name for _, name in self.world.split(names)]
+        shares = self.world.gather(self._write(step, lambda: _flush_and_hash(work, mine)))
         files = {name: share[name] for name in names for share in shares if name in share}
-        self._on_main(lambda: self._finish(final, work, self._manifest(step, files, trainer.state(), progress)), step)
+        self._write_on_main(
+            step, lambda: self._finish(final, work, self._manifest(step, files, trainer.state(), progress))
+        )
 
     def _clear(self, work: Path, needed: int) -> None:
         shutil.rmtree(work, ignore_errors=True)
@@ -200,18 +147,20 @@ class Checkpoints:
                 or another version of this package, or may not be read.
         """
         found, state, problems = self._newest_sound()
-        self._agree(lambda: self._put_right(found, problems) if self.world.is_main else None)
-        if policy.engine.load_checkpoint(str(found.folder), tag=ZERO)[0] is None:
+        on_main(self.world, lambda: self._set_damage_aside(found, problems))
+        with os_errors_as(CheckpointError, f"{found.folder} cannot be loaded"):
+            loaded, _ = policy.engine.load_checkpoint(str(found.folder), tag=ZERO)
+        if loaded is None:
             raise CheckpointError(
                 f"DeepSpeed finds no files of its own in {found.folder / ZERO}: is it another version?"
             )
         trainer.restore(state)
         return found.step, found.manifest.progress
 
-    def _newest_sound(self) -> tuple[Found, TrainerState, dict[Path, str]]:
+    def _newest_sound(self) -> tuple[Checkpoint, TrainerState, dict[Path, str]]:
         """The newest checkpoint without damage, and what is wrong with those after it."""
         problems: dict[Path, str] = {}
-        for folder in self.world.gather(self._agree(lambda: folders(self.run)))[0]:
+        for folder in self.world.gather(on_main(self.world, self._folders))[0] or []:
             try:
                 return *self._open(folder), problems
             except DamagedFileError as error:
@@ -222,14 +171,18 @@ class Checkpoints:
             + ". Put a sound copy back, or start a new run"
         )
 
-    def _open(self, folder: Path) -> tuple[Found, TrainerState]:
-        """A checkpoint of which everything is verified."""
-        found = self._agree(lambda: inspect(folder))
-        self._check(found)
-        self._agree(lambda: self._verify_share(found))
-        return found, self._agree(lambda: self._state(found.manifest))
+    def _folders(self) -> list[Path]:
+        with os_errors_as(CheckpointError, f"{self.run} cannot be read"):
+            return folders(self.run)
 
-    def _verify_share(self, found: Found) -> None:
+    def _open(self, folder: Path) -> tuple[Checkpoint, TrainerState]:
+        """A checkpoint of which everything is verified."""
+        found = self._read(lambda: inspect(folder))
+        self._check(found)
+        self._read(lambda: self._verify_share(found))
+        return found, self._read(lambda: self._state(found.manifest))
+
+    def _verify_share(self, found: Checkpoint) -> None:
         for _, (name, file) in self.world.split(list(found.manifest.files.items())):
             if sha256(found.folder / name) != file.sha256:
                 raise DamagedFileError(f"{found.folder / name} is damaged: it does not have the checksum it had")
@@ -238,16 +191,17 @@ class Checkpoints:
         arrays = read_checked(self.store.folder, manifest.arrays)
         return TrainerState(manifest.values, arrays, self.store.load(arrays))
 
-    def _put_right(self, found: Found, problems: dict[Path, str]) -> None:
-        for folder, problem in problems.items():
-            # Under its name it would take the place of a sound one when old checkpoints are deleted.
-            aside = folder.with_name(folder.name + DAMAGED)
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.replace(aside)
-            logger.warning("%s; going on with %s; %s is the damaged checkpoint now", problem, found.folder, aside)
-        restore_logs(self.run, found.folder)
+    def _set_damage_aside(self, found: Checkpoint, problems: dict[Path, str]) -> None:
+        with os_errors_as(CheckpointError, f"{self.run} cannot be put right"):
+            for folder, problem in problems.items():
+                # Under its name it would take the place of a sound one when old checkpoints are deleted.
+                aside = folder.with_name(folder.name + DAMAGED)
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.replace(aside)
+                logger.warning("%s; going on with %s; %s is the damaged checkpoint now", problem, found.folder, aside)
+            restore_logs(self.run, found.folder)
 
-    def _check(self, found: Found) -> None:
+    def _check(self, found: Checkpoint) -> None:
         manifest = found.manifest
         if manifest.world_size != self.world.size:
             raise CheckpointError(
@@ -257,43 +211,39 @@ class Checkpoints:
         if manifest.fingerprint != self.fingerprint:
             raise CheckpointError(f"{found.folder} belongs to other training questions than the configuration names")
 
-    def _agree(self, read: Callable[[], T]) -> T:
-        """What reading gives on this rank; where it fails on any rank, it fails alike on all.
+    def _read(self, action: Callable[[], T]) -> T:
+        """What reading gives on this rank; all ranks call it together.
 
-        A file that may not be read is an error and no damage: a person can mend that, and no step is lost.
+        Raises:
+            CheckpointError: on every rank, where one meets what is an error and no damage.
+            DamagedFileError: on every rank, where one finds damage; it names what all of them found.
         """
-        problem: DamagedFileError | CheckpointError | None = None
-        try:
-            result = read()
-        except (DamagedFileError, CheckpointError) as error:
-            problem = error
-        except PermissionError as error:
-            problem = CheckpointError(f"permission denied: {error.filename}; let this user read and write it")
-        except OSError as error:
-            problem = DamagedFileError(f"{error.filename} cannot be read or written: {error.strerror}")
-        problems = [p for p in self.world.gather(problem) if p]
-        for refusal in problems:
-            if isinstance(refusal, CheckpointError):
-                raise refusal
-        if problems:
-            raise DamagedFileError("; ".join(dict.fromkeys(map(str, problems))))
-        return result
 
-    def _on_main(self, action: Callable[[], None], step: int) -> None:
-        self._on_every(action if self.world.is_main else lambda: None, step)
+        def attempt() -> tuple[T | None, str]:
+            try:
+                with _reading():
+                    return action(), ""
+            except DamagedFileError as error:
+                return None, str(error)
 
-    def _on_every(self, action: Callable[[], T], step: int) -> list[T]:
-        """What an action gives on every rank; where it fails on any, fail on all with the same message."""
-        result, problem = None, ""
-        try:
-            result = action()
-        except OSError as error:
-            problem = error.strerror or str(error)
-        gathered = self.world.gather((result, problem))
-        problems = [problem for _, problem in gathered if problem]
-        if problems:
-            raise self._failure(step, problems[0])
-        return [result for result, _ in gathered]  # type: ignore[misc]
+        result, damage = agree(self.world, attempt)
+        if damages := list(dict.fromkeys(filter(None, self.world.gather(damage)))):
+            raise DamagedFileError("; ".join(damages))
+        return result  # type: ignore[return-value]
+
+    def _write_on_main(self, step: int, action: Callable[[], None]) -> None:
+        self._write(step, action if self.world.is_main else lambda: None)
+
+    def _write(self, step: int, action: Callable[[], T]) -> T:
+        """What writing gives on this rank; where it fails on any rank, all raise the CheckpointError of the step."""
+
+        def attempt() -> T:
+            try:
+                return action()
+            except OSError as error:
+                raise self._failure(step, error.strerror or str(error)) from error
+
+        return agree(self.world, attempt)
 
     def _failure(self, step: int, problem: str) -> CheckpointError:
         before = find(self.run)
@@ -302,6 +252,17 @@ class Checkpoints:
             f"the checkpoint of step {step} in {self.run / FOLDER} cannot be written: {problem}; {last}. "
             "Free space there and start again with --resume auto"
         )
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """A file that may not be read is an error and no damage: a person can mend that, and no step is lost."""
+    try:
+        yield
+    except PermissionError as error:
+        raise CheckpointError(f"permission denied: {error.filename}; let this user read and write it") from error
+    except OSError as error:
+        raise DamagedFileError(f"{error.filename} cannot be read or written: {error.strerror}") from error
 
 
 def _files(folder: Path) -> set[str]:

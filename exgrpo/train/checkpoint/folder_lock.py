@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import ConfigError, os_errors_as
 
 LOCK = "in_use_by"
 
@@ -18,9 +18,11 @@ def claim(folder: Path) -> Iterator[None]:
     The system lets go of the lock when the process ends, however it ends; grading processes do not inherit it.
 
     Raises:
-        ConfigError: another process holds it, or its file system has no locks.
+        ConfigError: another process holds it, it cannot be written, or its file system has no locks.
     """
-    with (folder / LOCK).open("a+", encoding="utf-8", errors="replace") as file:
+    with os_errors_as(ConfigError, f"{folder} cannot be written"):
+        opened = (folder / LOCK).open("a+", encoding="utf-8", errors="replace")
+    with opened as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # file systems answer one or the other
@@ -33,7 +35,8 @@ def claim(folder: Path) -> Iterator[None]:
                 f"{folder} cannot be locked against other processes ({error.strerror}): "
                 "choose an output.folder on a file system that has locks"
             ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        file.flush()
+        with os_errors_as(ConfigError, f"{folder} cannot be written"):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+            file.flush()
         yield

@@ -8,15 +8,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, write_whole
+from exgrpo.train.dotted import joined
+from exgrpo.train.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 """Version of the format; 1 had neither a number nor checksums."""
 _KEYS_OF_FORMAT_1 = {"step", "files", "arrays", "segments", "values", "progress"}
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or continued; the message says why and what to do."""
 
 
 class _Strict(BaseModel):
@@ -91,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
-        keys = dict.fromkeys(".".join(map(str, problem["loc"])) for problem in error.errors())
+        keys = dict.fromkeys(joined(problem["loc"]) for problem in error.errors())
         raise DamagedFileError(f"{path} is damaged: {', '.join(keys)} cannot be as it says") from None
 
 

@@ -4,10 +4,10 @@ import logging
 import os
 from pathlib import Path
 
-from pydantic import BaseModel
-
-from exgrpo.train.checkpoint.checkpoint import FOLDER, find, folders, survey
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.checkpoint.listing import FOLDER, find, folders, survey
+from exgrpo.train.config import Config
+from exgrpo.train.dotted import flat
+from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as
 from exgrpo.train.recipe import load_recipe, validate
 
 logger = logging.getLogger(__name__)
@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 FINISHED = "finished"
 """File in the folder of a run that has nothing left to do, its last evaluation included."""
-FREE = (
+# What a run that goes on may have other values of; a key that ends with a dot is a whole section.
+CHANGEABLE = (
     "steps",
     "resume",
     "preflight",
@@ -39,10 +40,12 @@ def locate(config: Config) -> Path | None:
     """
     if config.resume is None:
         return None
-    run = _newest_unfinished(config) if config.resume == AUTO else Path(config.resume)
+    with os_errors_as(ConfigError, "resume: the folders of runs cannot be read"):
+        run = _newest_unfinished(config) if config.resume == AUTO else Path(config.resume)
     if run is None:
         return None
-    found, problems = survey(run)
+    with os_errors_as(ConfigError, f"resume: {run} cannot be read"):
+        found, problems = survey(run)
     if not found:
         raise ConfigError(
             f"resume: {run} has no complete checkpoint to continue from" + "".join(f"; {p}" for p in problems)
@@ -67,14 +70,18 @@ def saved_config(run: Path) -> Config:
     Where config.yaml is lost or damaged, the copy is taken and a warning says so.
 
     Raises:
-        ConfigError: config.yaml differs from the copy in what may not change; the keys are named.
+        ConfigError: config.yaml differs from the copy in what may not change, and the keys are named; or it may not be
+            read.
     """
     newest, path = find(run)[0], run / "config.yaml"
     copy = validate(newest.manifest.config, f"the configuration in {newest.folder}")
     try:
-        if path.is_file() and not path.stat().st_size:
-            raise ConfigError(f"{path} is empty")
+        with os_errors_as(UnreadableRecipeError, f"{path} cannot be read"):
+            if path.is_file() and not path.stat().st_size:
+                raise ConfigError(f"{path} is empty")
         saved = load_recipe(path)
+    except UnreadableRecipeError:
+        raise
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             logger.warning("%s: the configuration is taken from %s", error, newest.folder)
@@ -99,17 +106,6 @@ def check_continuation(config: Config, saved: Config) -> None:
 
 def _changes(config: Config, saved: Config) -> str:
     """What differs and may not, in words; empty where nothing does."""
-    old, new = _flat(saved), _flat(config)
-    changed = [key for key in new if new[key] != old[key] and not key.startswith(FREE)]
+    old, new = flat(saved), flat(config)
+    changed = [key for key in new if new[key] != old[key] and not key.startswith(CHANGEABLE)]
     return ", ".join(f"{key} was {old[key]!r} and is now {new[key]!r}" for key in changed)
-
-
-def _flat(model: BaseModel, prefix: str = "") -> dict[str, object]:
-    values: dict[str, object] = {}
-    for name in type(model).model_fields:
-        value = getattr(model, name)
-        if isinstance(value, BaseModel):
-            values |= _flat(value, f"{prefix}{name}.")
-        else:
-            values[prefix + name] = value
-    return values

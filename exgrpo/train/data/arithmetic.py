@@ -9,12 +9,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 from typing import Literal
+
+from exgrpo.train.builtin import ASSETS
+from exgrpo.train.errors import DataError
 
 Split = Literal["pretrain", "train", "test"]
 
-MODEL_FOLDER = Path(__file__).parents[1] / "assets" / "arithmetic"
+MODEL_FOLDER = ASSETS / "arithmetic"
 """The pretrained model and its tokenizer, in Hugging Face format."""
 
 MAX_PROMPT_TOKENS = 24
@@ -57,7 +59,7 @@ def generate(split: Split, count: int, seed: int) -> list[Problem]:
         if key not in problems and split_of(expression) == split:
             problems[key] = Problem(question, str(evaluate(expression)), expression, level)
     if len(problems) < count:
-        raise ValueError(f"the {split} split has too few different problems for a count of {count}")
+        raise DataError(f"the {split} split has too few different problems for a count of {count}")
     return list(problems.values())
 
 

@@ -21,8 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exgrpo.train.builtin import PREFIX, find_module, module_names
+from exgrpo.train.errors import DataError, MissingDataError, os_errors_as
 from exgrpo.train.reward.grading import boxed_answer
 
+TASKS = "exgrpo.train.data"
+"""A built-in task is a module here with generate(split, count, seed) -> objects with a question and an answer."""
 SUFFIXES = (".jsonl", ".json", ".parquet")
 COLUMNS = ("prompt", "reward_model", "data_source", "question", "problem", "answer", "solution")
 
@@ -50,7 +54,7 @@ class _BadRow:
 
 def read_rows(source: str, *, split: str, limit: int | None, seed: int) -> list[Row]:
     """All rows of `source`; see exgrpo.train.data.questions.load_questions for the arguments and errors."""
-    if source.startswith("builtin:"):
+    if source.startswith(PREFIX):
         return _builtin_rows(source, split, limit, seed)
     if files := _local_files(source):
         found = [item for path in files for item in _file_rows(path)]
@@ -60,54 +64,54 @@ def read_rows(source: str, *, split: str, limit: int | None, seed: int) -> list[
     if bad:
         shown = "".join(f"\n  {item.place}: {item.problem}" for item in bad[:_SHOWN_PROBLEMS])
         more = f"\n  and {len(bad) - _SHOWN_PROBLEMS} more" if len(bad) > _SHOWN_PROBLEMS else ""
-        raise ValueError(f"{source}: {len(bad)} of {len(found)} rows are malformed:{shown}{more}")
+        raise DataError(f"{source}: {len(bad)} of {len(found)} rows are malformed:{shown}{more}")
     if not found:
-        raise ValueError(f"{source}: the data set is empty")
+        raise DataError(f"{source}: the data set is empty")
     return [item for item in found if isinstance(item, Row)]
 
 
 def parse_row(row: Any, source: str) -> Row:
-    """Reads one row of either format; `source` is used where it names none. Raises ValueError: what is wrong."""
+    """Reads one row of either format; `source` is used where it names none. Raises DataError: what is wrong."""
     if not isinstance(row, dict):
-        raise ValueError(f"expected an object, got {_kind(row)}")
+        raise DataError(f"expected an object, got {_kind(row)}")
     if row.get("prompt") is not None:
         return _paper_row(row, source)
     question = next((row[key] for key in ("question", "problem") if row.get(key) is not None), None)
     if question is None:
-        raise ValueError(f"has none of prompt, question, problem; its keys are {', '.join(map(str, row)) or 'none'}")
+        raise DataError(f"has none of prompt, question, problem; its keys are {', '.join(map(str, row)) or 'none'}")
     if row.get("answer") is not None:
         gold = _gold_text(row["answer"], "answer").rpartition("####")[2]
     elif row.get("solution") is not None:
         gold = _answer_of_solution(_gold_text(row["solution"], "solution"))
     else:
-        raise ValueError("has a question but neither answer nor solution")
+        raise DataError("has a question but neither answer nor solution")
     return _checked_row(question, gold, None, row, source)
 
 
 def _paper_row(row: dict[str, Any], source: str) -> Row:
     messages = row["prompt"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError("prompt must be a list of {role, content} messages")
+        raise DataError("prompt must be a list of {role, content} messages")
     questions = [message.get("content") for message in messages if message.get("role") == "user"]
     if not questions:
-        raise ValueError("prompt has no user message")
+        raise DataError("prompt has no user message")
     systems = [message.get("content") for message in messages if message.get("role") == "system"]
     if systems and not isinstance(systems[0], str):
-        raise ValueError(f"the system message must be text, got {_kind(systems[0])}")
+        raise DataError(f"the system message must be text, got {_kind(systems[0])}")
     reward_model = row.get("reward_model")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
-        raise ValueError("has no reward_model.ground_truth")
+        raise DataError("has no reward_model.ground_truth")
     gold = _gold_text(reward_model["ground_truth"], "reward_model.ground_truth")
     return _checked_row(questions[-1], gold, systems[0] if systems else None, row, source)
 
 
 def _checked_row(question: Any, gold: str, system: str | None, row: dict[str, Any], source: str) -> Row:
     if not isinstance(question, str):
-        raise ValueError(f"the question must be text, got {_kind(question)}")
+        raise DataError(f"the question must be text, got {_kind(question)}")
     if not question.strip():
-        raise ValueError("the question is empty")
+        raise DataError("the question is empty")
     if not gold.strip():
-        raise ValueError("the answer is empty")
+        raise DataError("the answer is empty")
     named = row.get("data_source")
     return Row(question, gold.strip(), system, named if isinstance(named, str) and named else source)
 
@@ -119,7 +123,7 @@ def _gold_text(value: Any, key: str) -> str:
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value):
-        raise ValueError(f"{key} must be text, a finite number or a list of one of them, got {_kind(value)}")
+        raise DataError(f"{key} must be text, a finite number or a list of one of them, got {_kind(value)}")
     return str(value)
 
 
@@ -128,7 +132,7 @@ def _answer_of_solution(solution: str) -> str:
         return solution.rpartition("####")[2]
     content = boxed_answer(solution)
     if content is None:
-        raise ValueError("has no answer, and its solution holds neither #### nor \\boxed{...}")
+        raise DataError("has no answer, and its solution holds neither #### nor \\boxed{...}")
     return content
 
 
@@ -139,32 +143,35 @@ def _kind(value: Any) -> str:
 
 
 def _builtin_rows(source: str, split: str, limit: int | None, seed: int) -> list[Row]:
-    if source != "builtin:arithmetic":
-        raise ValueError(f"unknown data set {source!r}; the only builtin one is 'builtin:arithmetic'")
+    name = source.removeprefix(PREFIX)
+    task = find_module(TASKS, name, "generate")
+    if task is None:
+        known = ", ".join(f"{PREFIX}{name}" for name in module_names(TASKS, "generate"))
+        raise DataError(f"unknown data set {source!r}; there is {known}")
     if limit is None:
-        raise ValueError(f"{source} needs a limit: the number of problems to generate")
-    from exgrpo.train.data import arithmetic
-
-    problems = arithmetic.generate(split, limit, seed)  # type: ignore[arg-type]
-    return [Row(problem.question, problem.answer, None, "arithmetic") for problem in problems]
+        raise DataError(f"{source} needs a limit: the number of problems to generate")
+    problems = task.generate(split, limit, seed)
+    return [Row(problem.question, problem.answer, None, name) for problem in problems]
 
 
 def _local_files(source: str) -> list[Path]:
     """The files that `source` means, none if it is a hub name."""
     path = Path(source).expanduser()
-    if path.is_file():
+    with os_errors_as(DataError, f"{source} cannot be read"):
+        is_file, is_folder = path.is_file(), path.is_dir()
+    if is_file:
         if path.suffix not in SUFFIXES:
-            raise ValueError(f"{source}: unknown kind of file; known are {', '.join(SUFFIXES)}")
+            raise DataError(f"{source}: unknown kind of file; known are {', '.join(SUFFIXES)}")
         return [path]
-    if path.is_dir():
-        raise ValueError(f"{source} is a folder: name a file in it, or a pattern such as {source}/train*.parquet")
+    if is_folder:
+        raise DataError(f"{source} is a folder: name a file in it, or a pattern such as {source}/train*.parquet")
     if glob.has_magic(source):
         files = [Path(name) for name in sorted(glob.glob(str(path))) if Path(name).suffix in SUFFIXES]
         if not files:
-            raise FileNotFoundError(f"{source}: no {', '.join(SUFFIXES)} file matches this pattern")
+            raise MissingDataError(f"{source}: no {', '.join(SUFFIXES)} file matches this pattern")
         return files
     if path.suffix in SUFFIXES or not _HUB_NAME.fullmatch(source):
-        raise FileNotFoundError(f"{source}: there is no such file")
+        raise MissingDataError(f"{source}: there is no such file")
     return []
 
 
@@ -172,13 +179,13 @@ def _hub_rows(source: str, split: str) -> Iterable[Any]:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"{source} is no file, and reading a hub needs `pip install exgrpo[train]`") from error
+        raise DataError(f"{source} is no file, and reading a hub needs `pip install exgrpo[train]`") from error
     name, _, config = source.partition(":")
     try:
         return datasets.load_dataset(name, config or None, split=split)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
+        raise DataError(
             f"{source} is no file here, and split {split!r} of a hub data set of that name cannot be loaded: "
             f"{type(error).__name__}: {reason}"
         ) from error
@@ -187,17 +194,18 @@ def _hub_rows(source: str, split: str) -> Iterable[Any]:
 def _file_rows(path: Path) -> Iterator[Row | _BadRow]:
     if path.suffix == ".parquet":
         return _parsed(_parquet_values(path), str(path), path.stem)
-    try:
+    with os_errors_as(DataError, f"{path} cannot be read"):
         raw = path.read_bytes()
+    try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}: line {line} is not UTF-8 text: {error.reason}") from error
+        raise DataError(f"{path}: line {line} is not UTF-8 text: {error.reason}") from error
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
             return _parsed(json.loads(text), str(path), path.stem)
         except ValueError as error:
-            raise ValueError(f"{path}: not valid JSON: {error}") from error
+            raise DataError(f"{path}: not valid JSON: {error}") from error
     return _parsed_lines(text, path)
 
 
@@ -210,18 +218,18 @@ def _parquet_values(path: Path) -> Iterator[Any]:
         columns = [name for name in COLUMNS if name in file.schema_arrow.names]
         if not columns and file.metadata.num_rows:
             names = ", ".join(file.schema_arrow.names)
-            raise ValueError(f"{path}: has none of the columns {', '.join(COLUMNS)}; it has {names}")
+            raise DataError(f"{path}: has none of the columns {', '.join(COLUMNS)}; it has {names}")
         for batch in file.iter_batches(batch_size=8192, columns=columns):
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: cannot be read as parquet: {error}") from error
+        raise DataError(f"{path}: cannot be read as parquet: {error}") from error
 
 
 def _parsed(values: Iterable[Any], place: str, source: str) -> Iterator[Row | _BadRow]:
     for number, value in enumerate(values, start=1):
         try:
             yield parse_row(value, source)
-        except ValueError as error:
+        except DataError as error:
             yield _BadRow(f"{place} row {number}", str(error))
 
 
@@ -234,5 +242,5 @@ def _parsed_lines(text: str, path: Path) -> Iterator[Row | _BadRow]:
             yield parse_row(json.loads(line), path.stem)
         except json.JSONDecodeError as error:
             yield _BadRow(f"{path} line {number}", f"not valid JSON: {error.msg} at column {error.colno}")
-        except ValueError as error:
+        except DataError as error:
             yield _BadRow(f"{path} line {number}", str(error))

@@ -9,6 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 from exgrpo.train.data.files import Row, read_rows
+from exgrpo.train.errors import DataError
 
 _BATCH = 1024
 
@@ -66,14 +67,14 @@ class QuestionSet:
         return digest.hexdigest()
 
 
-class NoPromptFitsError(ValueError):
+class NoPromptFitsError(DataError):
     """All prompts of a data set are too long.
 
     Attributes:
         left_out: its rows.
     """
 
-    def __init__(self, message: str, left_out: tuple[Question, ...]) -> None:
+    def __init__(self, message: str, left_out: tuple[Question, ...] = ()) -> None:
         super().__init__(message)
         self.left_out = left_out
 
@@ -93,34 +94,33 @@ def load_questions(
     seed: int = 0,
     progress: bool = False,
 ) -> QuestionSet:
-    r"""Loads questions and tokenises their prompts.
+    """Loads questions and tokenises their prompts.
 
     Args:
-        source: a .jsonl, .json or .parquet file, a pattern that matches several, "builtin:arithmetic", or the name of a
-            hub data set, "name" or "name:config". exgrpo.train.data.files lists the row formats.
+        source: a .jsonl, .json or .parquet file, a pattern that matches several, builtin:NAME, or the name of a hub data
+            set, "name" or "name:config". exgrpo.train.data.files lists the row formats.
         tokenizer: of transformers.
         split: of a hub or builtin data set; a file is taken whole.
         chat: True renders the tokenizer's chat template with its generation prompt. False, for base models, encodes
             the text as it is, with the special tokens that the tokenizer puts around a text.
-        prompt_format: what the user says, with {question} in it. As in str.format, literal braces are doubled:
-            "{question}\nPut the final answer within \\boxed{{}}."
+        prompt_format: what the user says, with {question} in it; literal braces are doubled, as in str.format.
         system_prompt: the system message of every chat.
         keep_system: use the row's own system message where it has one; by default only its question is used.
         answer_prefix: text that opens every answer, such as "<think>\n"; it ends the prompt.
         max_prompt_tokens: rows with longer prompts are left out.
-        limit: take the first so many rows whose prompts fit. "builtin:arithmetic" needs it: how many to generate.
+        limit: take the first so many rows whose prompts fit. A built-in task needs it: how many to generate.
         seed: of the generated problems.
         progress: show a progress bar.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        MissingDataError: there is no such file.
         NoPromptFitsError: no prompt fits.
-        ValueError: the options contradict each other or the tokenizer; the data set is empty, cannot be read or
+        DataError: the options contradict each other or the tokenizer; the data set is empty, cannot be read or
             fetched, or has malformed rows (the message names files, rows and causes).
     """
     _check_options(tokenizer, chat, prompt_format, system_prompt, keep_system)
     if max_prompt_tokens < 1 or (limit is not None and limit < 1):
-        raise ValueError(f"max_prompt_tokens and limit must be at least 1, got {max_prompt_tokens} and {limit}")
+        raise DataError(f"max_prompt_tokens and limit must be at least 1, got {max_prompt_tokens} and {limit}")
     rows = read_rows(source, split=split, limit=limit, seed=seed)
     questions: list[Question] = []
     left_out: list[Question] = []
@@ -147,20 +147,24 @@ def _check_options(
     try:
         fields = [name for _, name, _, _ in string.Formatter().parse(prompt_format) if name is not None]
     except ValueError as error:
-        raise ValueError(f"prompt_format {prompt_format!r}: {error}; literal braces are doubled") from error
+        raise DataError(f"prompt_format {prompt_format!r}: {error}; literal braces are doubled") from error
     if strange := [name for name in fields if name != "question"]:
-        raise ValueError(
+        raise DataError(
             f"prompt_format {prompt_format!r} has the field {{{strange[0]}}}, but only {{question}} is known; literal "
             "braces are doubled: \\boxed{{}}"
         )
     if not fields:
-        raise ValueError(f"prompt_format {prompt_format!r} does not contain {{question}}")
+        raise DataError(f"prompt_format {prompt_format!r} does not contain {{question}}")
+    try:
+        prompt_format.format(question="")
+    except (ValueError, LookupError) as error:
+        raise DataError(f"prompt_format {prompt_format!r}: {error}") from error
     if system_prompt is not None and keep_system:
-        raise ValueError("system_prompt and keep_system exclude each other")
+        raise DataError("system_prompt and keep_system exclude each other")
     if not chat and (system_prompt is not None or keep_system):
-        raise ValueError("a prompt without chat template has no system message: put the text into prompt_format")
+        raise DataError("a prompt without chat template has no system message: put the text into prompt_format")
     if chat and getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(
+        raise DataError(
             "the tokenizer has no chat template: use chat=False (for a base model), or give it one "
             "(chat_template.jinja beside the tokenizer)"
         )
@@ -201,4 +205,4 @@ def _render(texts: list[str], systems: list[str | None], tokenizer: Any) -> list
     try:
         return tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template may raise anything, and often does for a system message
-        raise ValueError(f"the tokenizer's chat template refuses the messages: {error}") from error
+        raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from error

@@ -6,7 +6,6 @@ Nothing is launched and no weights are read. Options of the configuration may fo
 Every number is an estimate from data sheets, the model's shape and stated assumptions; none was measured.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.config import Config
+from exgrpo.train.errors import ConfigError, ExgrpoError, print_error
 from exgrpo.train.estimate.budget import cpu_memory, disk, gpu_memory, phases, work
 from exgrpo.train.estimate.parts import MOMENTS, Amount, Assumptions, Hardware, MemoryItem, Phase, peak
 from exgrpo.train.estimate.rollout import GIB, engine_of, longest_sequence, rollout_seconds, rows_at_once
 from exgrpo.train.estimate.shape import ModelShape, read_shape
-from exgrpo.train.recipe import parse_args, validate
+from exgrpo.train.recipe import merged, parse_args, validate
 
 ENGINES = {
     "transformers": "transformers",
@@ -130,12 +130,12 @@ def hardware_of(options: Options, dtype: str) -> Hardware:
     """The GPUs that the options name.
 
     Raises:
-        ValueError: the name is unknown and its figures are not given.
+        ConfigError: the name is unknown and its figures are not given.
     """
     sheet = {name.lower(): gpu for name, gpu in GPUS.items()}.get(options.gpu.lower().replace(" ", ""))
     own = (options.memory_gib, options.tflops, options.bandwidth)
     if sheet is None and None in own:
-        raise ValueError(
+        raise ConfigError(
             f"gpu: {options.gpu!r} is not one of {', '.join(GPUS)}; "
             "name one of them or give --memory-gib, --tflops and --bandwidth"
         )
@@ -148,7 +148,7 @@ def assumptions_of(options: Options, config: Config) -> Assumptions:
     """The assumptions with their defaults filled in.
 
     Raises:
-        ValueError: a mean length exceeds what the recipe allows.
+        ConfigError: a mean length exceeds what the recipe allows.
     """
     lengths = []
     for key, mean, limit_key, limit in (
@@ -156,7 +156,7 @@ def assumptions_of(options: Options, config: Config) -> Assumptions:
         ("response-tokens", options.response_tokens, "rollout.max_tokens", config.rollout.max_tokens),
     ):
         if mean is not None and mean > limit:
-            raise ValueError(f"{key}: {mean:g} exceeds {limit_key} ({limit}): lower the one or raise the other")
+            raise ConfigError(f"{key}: {mean:g} exceeds {limit_key} ({limit}): lower the one or raise the other")
         lengths.append(max(1.0, limit / 4) if mean is None else mean)
     prompt, response = lengths
     return Assumptions(
@@ -231,11 +231,7 @@ def _named(values: dict[str, Any]) -> str:
 
 
 def _changed(config: Config, values: dict[str, Any]) -> Config:
-    plain = config.model_dump()
-    for key, value in values.items():
-        section, name = key.split(".")
-        plain[section][name] = value
-    return validate(plain, "advice")
+    return validate(merged(config.model_dump(), values), "advice")
 
 
 def _peak_with(config: Config, values: dict[str, Any], shape: ModelShape, hardware: Hardware) -> float:
@@ -382,9 +378,8 @@ def main(argv: Sequence[str]) -> int:
         hardware_of(options, config.policy.dtype)  # a wrong name is told before a model is looked for
         assumptions_of(options, config)
         shape = read_shape(config.policy.path, options.config_json, config.policy.overrides)
-    except (ConfigError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except ExgrpoError as error:
+        return print_error(error)
     console = Console()
     show(config, shape, options, lambda value: console.print(value, highlight=False))
     return 0

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from exgrpo.train.pretrained.source import ModelError, find_model, read_config
+from exgrpo.train.errors import ModelError
+from exgrpo.train.pretrained.source import find_model, read_config
 
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 FP32 = 4
@@ -125,7 +126,8 @@ def read_shape(path: str, config_json: Path | None = None, overrides: Mapping[st
         overrides: values of its configuration that are changed.
 
     Raises:
-        ValueError: there is no such model, or it is not of the family that is counted here.
+        ModelError: there is no such model, or it is not of the family that is counted here.
+        ConfigError: there is no such config.json, or an override does not suit it.
     """
     if config_json is not None:
         return shape_of(read_config(config_json, overrides or {}))
@@ -140,15 +142,18 @@ def shape_of(config: Any) -> ModelShape:
     """The shape of the model that a Hugging Face configuration describes, counted on the meta device.
 
     Raises:
-        ValueError: it is not of the family that is counted here.
+        ModelError: it is not of the family that is counted here.
     """
     missing = [name for name in NEEDED if not isinstance(getattr(config, name, None), int)]
     experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, name, None)]
     if missing or experts:
         why = f"has no {', '.join(missing)}" if missing else "is a mixture of experts"
-        raise ValueError(f"model {config.model_type!r} {why}: only dense decoders of the Llama family are estimated")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        raise ModelError(f"model {config.model_type!r} {why}: only dense decoders of the Llama family are estimated")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ModelError(f"model {config.model_type!r} is no causal LM: {str(error).splitlines()[0]}") from error
     decoder = model.get_decoder()
     heads = config.num_attention_heads
     return ModelShape(

@@ -5,7 +5,6 @@ Several processes: `deepspeed --num_accelerators 2 --module exgrpo.train.evaluat
 
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -24,9 +23,10 @@ from rich.table import Table
 
 from exgrpo.train.answers import Answer, Answerer
 from exgrpo.train.checkpoint.folder_lock import claim
-from exgrpo.train.config import PROMPT_FORMAT, Config, ConfigError, RewardConfig, StopString
+from exgrpo.train.config import PROMPT_FORMAT, Config, RewardConfig, StopString
 from exgrpo.train.data.questions import NoPromptFitsError, Question, QuestionSet, load_questions
 from exgrpo.train.distributed import World, start
+from exgrpo.train.errors import ConfigError, ExgrpoError, OutputError, os_errors_as, print_error
 from exgrpo.train.evaluate.scores import SourceScore, average, score, score_all
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.overrides import Overrides
@@ -218,14 +218,14 @@ class AnswerFile:
         expected: answers of each chunk when it is complete.
 
     Raises:
-        ValueError: the folder holds an evaluation with other options.
+        OutputError: the folder holds an evaluation with other options.
     """
 
     def __init__(self, folder: Path, options: Options, expected: Sequence[int]) -> None:
         self.path = folder / ANSWERS
         text = yaml.safe_dump(options.model_dump(mode="json"), sort_keys=False)
         if (folder / OPTIONS).exists() and (folder / OPTIONS).read_text(encoding="utf-8") != text:
-            raise ValueError(f"output: {folder} holds an evaluation with other options; choose another --output")
+            raise OutputError(f"output: {folder} holds an evaluation with other options; choose another --output")
         (folder / OPTIONS).write_text(text, encoding="utf-8")
         found: dict[int, list[dict[str, Any]]] = {}
         for record in self._records():
@@ -303,10 +303,13 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     check_weights(pretrained.model, world)
     # An evaluation keeps its engine: what is installed later changes nothing when it goes on.
     options = options.model_copy(update={"engine": choice.name})
+    unwritable = f"output: {options.output} cannot be written"
     if world.is_main:
-        options.output.mkdir(parents=True, exist_ok=True)
+        with os_errors_as(OutputError, unwritable):
+            options.output.mkdir(parents=True, exist_ok=True)
         resources.enter_context(claim(options.output))
-    file = AnswerFile(options.output, options, [sum(of) for of in of_chunk]) if world.is_main else None
+    with os_errors_as(OutputError, unwritable):
+        file = AnswerFile(options.output, options, [sum(of) for of in of_chunk]) if world.is_main else None
     done = world.gather(file.done if file else set())[0]
     grader = Grader(options.reward, workers=options.workers, time_limit=options.time_limit)
     resources.callback(grader.close)
@@ -335,11 +338,14 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
         seed = derive_seed(options.seed, "evaluation", number)
         answers = answerer.answer(chunks[number], of_chunk[number], sampling, seed)
         if file:
-            file.append(number, chunks[number], answers.of_question)
+            with os_errors_as(OutputError, unwritable):
+                file.append(number, chunks[number], answers.of_question)
     watch = RewardWatch(options.success, "success", patience=1)
-    if file and (note := watch.observe(file.rewards())):
-        console.print(note, highlight=False, soft_wrap=True)
-    return world.gather(file.scores(wrong, options.success) if file else {})[0]
+    with os_errors_as(OutputError, f"output: {options.output} cannot be read"):
+        if file and (note := watch.observe(file.rewards())):
+            console.print(note, highlight=False, soft_wrap=True)
+        scores = file.scores(wrong, options.success) if file else {}
+    return world.gather(scores)[0]
 
 
 def write(scores: dict[str, SourceScore], options: Options, console: Console) -> None:
@@ -364,9 +370,8 @@ def main(argv: Sequence[str]) -> int:
             options = parse_options(argv)
             world = start(timeout_minutes=30)
             scores = run(options, world, resources)
-        except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        except ExgrpoError as error:
+            return print_error(error)
         if world.is_main:
             write(scores, options, Console())
     return 0

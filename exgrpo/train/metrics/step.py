@@ -13,7 +13,7 @@ import torch
 
 from exgrpo.train.answers import Answers
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import Replay, Selected
 from exgrpo.train.metrics.trackers import Tracker, tracked
 from exgrpo.train.policy.mismatch import mismatch_metrics

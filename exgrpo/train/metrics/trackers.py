@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from exgrpo.train.checkpoint.log_files import METRICS, read_records
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.config import Config
+from exgrpo.train.errors import ConfigError
 
 # The extra of this package that brings a tracker.
 EXTRAS = {"tensorboard": "train", "wandb": "wandb", "trackio": "trackio"}

@@ -46,7 +46,7 @@ class PolicyModel(nn.Module):
         open_head(model.get_output_embeddings())
 
     def forward(self, batch: TokenBatch, terms: float | LossTerms) -> LogProb | PolicyLoss:
-        """Log-probs and entropies [B, L] of the targets at a temperature; of `LossTerms`, for a `MicroBatch`, the loss."""
+        """Log-probs and entropies [B, L] at a temperature; with `LossTerms` and a `MicroBatch`, the loss."""
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=batch.tokens, use_cache=False).last_hidden_state
         if isinstance(terms, LossTerms):

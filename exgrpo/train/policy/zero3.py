@@ -12,6 +12,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.distributed import World
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.policy.batch import MiniBatch, TokenSequence, collate, collate_tokens, schedule
 from exgrpo.train.policy.model import LossTerms, PolicyModel
 from exgrpo.train.policy.update import Tally, UpdateStats
@@ -37,7 +38,10 @@ class Policy:
         self._zero3 = HfDeepSpeedConfig(settings)  # alive: from_pretrained then loads each rank its shard
         model = source.load(DTYPES[config.policy.dtype], config.policy.attention)
         if config.policy.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            try:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            except ValueError as error:
+                raise ConfigError(f"policy.gradient_checkpointing: {error}") from error
         wrapped = PolicyModel(model, config.policy.kernel_backend)
         optimizer = torch.optim.AdamW(
             wrapped.parameters(),

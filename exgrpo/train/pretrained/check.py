@@ -22,7 +22,8 @@ from transformers.utils import (
 )
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from exgrpo.train.distributed import World
+from exgrpo.train.distributed import ALONE, World, agree
+from exgrpo.train.errors import ConfigError, ModelError
 from exgrpo.train.pretrained.overrides import to_arguments
 from exgrpo.train.pretrained.source import ModelSource
 
@@ -31,7 +32,7 @@ Header = dict[str, torch.Tensor]
 
 FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 """Where weights are looked for, in this order, as transformers does."""
-NAMED = 3
+SHOWN_NAMES = 3
 """So many weights of a kind are named in an error."""
 
 
@@ -44,50 +45,55 @@ def check_positions(model: ModelSource, length: int, lengths: str) -> None:
         lengths: what to lower, with its numbers, for the message.
 
     Raises:
-        ValueError: it has fewer.
+        ConfigError: it has fewer.
     """
     if model.positions is not None and length > model.positions:
-        raise ValueError(
+        raise ConfigError(
             f"{lengths} exceed the {model.positions} positions of {model.path}: lower them, or raise the positions by "
             f"overrides of the model's configuration (max_position_embeddings={length}, and a rope_theta that suits it)"
         )
 
 
-def check_weights(model: ModelSource, world: World | None = None) -> None:
+def check_weights(model: ModelSource, world: World = ALONE) -> None:
     """Read all weights of a model once, to see that they are all there and finite.
 
     Args:
         model: which; a hub's files are downloaded if they are not there.
-        world: ranks that share the reading and fail together; None: this process is alone.
+        world: ranks that share the reading and fail together.
 
     Raises:
-        ValueError: it is no causal LM, or weights are missing, left over, of another shape or not finite; the message
+        ModelError: it is no causal LM, or weights are missing, left over, of another shape or not finite; the message
             names them.
     """
     empty = model.empty()
-    problem, bad = "", []
-    try:
-        headers = {file: _header(file) for file in _files(model.path)}
-        problem = _misfit(empty, headers.values())
-        problem = problem or _torn(empty, headers)
-        if not problem:
-            weights = [(file, name) for file, header in headers.items() for name in header]
-            bad = list(_not_finite([weight for _, weight in world.split(weights)] if world else weights))
-    except (ValueError, OSError) as error:
-        problem = _one_line(error)
-    problems, lists = zip(*(world.gather((problem, bad)) if world else [(problem, bad)]), strict=True)
-    if names := [name for of_rank in lists for name in of_rank]:
-        problems = (*problems, f"NaN or infinity in {_some(names)}")
-    if any(problems):
-        changed = f" with {', '.join(to_arguments(model.overrides))}" if model.overrides else ""
-        raise ValueError(f"policy.path: {model.path}{changed} cannot be used: {next(filter(None, problems))}")
+    changed = f" with {', '.join(to_arguments(model.overrides))}" if model.overrides else ""
+    refused = f"policy.path: {model.path}{changed} cannot be used"
+
+    def read_share() -> list[str]:
+        try:
+            return _read_share(model, empty, world)
+        except (ModelError, OSError) as error:
+            raise ModelError(f"{refused}: {_one_line(error)}") from None
+
+    not_finite = [name for of_rank in world.gather(agree(world, read_share)) for name in of_rank]
+    if not_finite:
+        raise ModelError(f"{refused}: NaN or infinity in {_shortened(not_finite)}")
+
+
+def _read_share(model: ModelSource, empty: PreTrainedModel, world: World) -> list[str]:
+    """Hold all files against the model; names of the weights of this rank's share that are not finite."""
+    headers = {file: _header(file) for file in _files(model.path)}
+    if problem := _mismatch(empty, headers.values()) or _untied(empty, headers):
+        raise ModelError(problem)
+    weights = [(file, name) for file, header in headers.items() for name in header]
+    return list(_not_finite([weight for _, weight in world.split(weights)]))
 
 
 def _files(path: str) -> list[str]:
     """The files that transformers would load.
 
     Raises:
-        ValueError, OSError: there are none.
+        ModelError, OSError: there are none.
     """
     for name in FILES:
         found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
@@ -98,8 +104,8 @@ def _files(path: str) -> list[str]:
         try:
             return get_checkpoint_shard_files(path, found)[0]
         except (ValueError, KeyError) as error:
-            raise ValueError(f"{name} is no index of weights ({_one_line(error)})") from None
-    raise ValueError(f"it has no weights, neither {', '.join(FILES[:-1])} nor {FILES[-1]}")
+            raise ModelError(f"{name} is no index of weights ({_one_line(error)})") from None
+    raise ModelError(f"it has no weights, neither {', '.join(FILES[:-1])} nor {FILES[-1]}")
 
 
 def _header(file: str) -> Header:
@@ -107,12 +113,12 @@ def _header(file: str) -> Header:
         return load_state_dict(file, map_location="meta")
     except Exception as error:
         # Of whatever kind: each format has errors of its own for what is cut off or damaged.
-        raise ValueError(
+        raise ModelError(
             f"{Path(file).name} cannot be read ({_one_line(error)}): download it or save it again"
         ) from None
 
 
-def _misfit(empty: PreTrainedModel, headers: Iterable[Header]) -> str:
+def _mismatch(empty: PreTrainedModel, headers: Iterable[Header]) -> str:
     """How these names and shapes differ from what a model without weights needs; empty: not at all."""
     if getattr(empty.config, "quantization_config", None) is not None:
         return "its weights are quantised, which cannot be trained: take them in bf16 or fp32"
@@ -126,7 +132,7 @@ def _misfit(empty: PreTrainedModel, headers: Iterable[Header]) -> str:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except RuntimeError as error:  # weights that belong together, such as experts, and are not all there
+    except (RuntimeError, ValueError) as error:  # weights that belong together, such as experts, and are not all there
         return _one_line(error)
     shapes = [f"{name} {list(found)} instead of {list(own)}" for name, found, own in report["mismatched_keys"]]
     kinds = {
@@ -134,10 +140,10 @@ def _misfit(empty: PreTrainedModel, headers: Iterable[Header]) -> str:
         "weights that the model does not have": report["unexpected_keys"],
         "weights of another shape": shapes,
     }
-    return "; ".join(f"{kind}: {_some(names)}" for kind, names in kinds.items() if names)
+    return "; ".join(f"{kind}: {_shortened(names)}" for kind, names in kinds.items() if names)
 
 
-def _torn(empty: PreTrainedModel, headers: dict[str, Header]) -> str:
+def _untied(empty: PreTrainedModel, headers: dict[str, Header]) -> str:
     """Which weights the configuration ties and the files hold apart; empty: none.
 
     Transformers then leaves them apart with a warning, and other loaders take one of them for both.
@@ -186,10 +192,10 @@ def _read(file: str, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]
         yield from ((name, whole[name]) for name in names)
 
 
-def _some(names: Iterable[str]) -> str:
+def _shortened(names: Iterable[str]) -> str:
     listed = sorted(names)
-    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
-    return ", ".join(listed[:NAMED]) + more
+    more = f" and {len(listed) - SHOWN_NAMES} more" if len(listed) > SHOWN_NAMES else ""
+    return ", ".join(listed[:SHOWN_NAMES]) + more
 
 
 def _one_line(error: Exception) -> str:

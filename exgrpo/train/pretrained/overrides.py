@@ -11,6 +11,8 @@ from pydantic import Field, StrictBool, StrictInt
 from transformers import PreTrainedConfig
 from tyro.constructors import PrimitiveConstructorSpec
 
+from exgrpo.train.errors import ConfigError
+
 # In this order: what reads as a number is one (YAML takes 1e6 for a text).
 Scalar = Annotated[StrictBool | StrictInt | float | str, Field(union_mode="left_to_right")]
 ROPE, LEGACY_ROPE = "rope_parameters", ("rope_theta", "rope_scaling")
@@ -25,13 +27,13 @@ def from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     """The inverse of `to_arguments`.
 
     Raises:
-        ValueError: an argument is not KEY=VALUE.
+        ConfigError: an argument is not KEY=VALUE.
     """
     overrides = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not (key and equals and value):
-            raise ValueError(f"overrides are KEY=VALUE, separated by spaces, and {argument!r} is not")
+            raise ConfigError(f"overrides are KEY=VALUE, separated by spaces, and {argument!r} is not")
         overrides[key] = yaml.safe_load(value)
     return overrides
 
@@ -59,7 +61,7 @@ def overridden(config: PreTrainedConfig, raw: Mapping[str, Any], overrides: Mapp
             takes it from, wherever the file has it.
 
     Raises:
-        ValueError: the configuration has no such key, or no place for such a value; the message names it.
+        ConfigError: the configuration has no such key, or no place for such a value; the message names it.
     """
     rope = dict(getattr(config, ROPE, None) or {})
     known = config.to_dict()
@@ -70,7 +72,7 @@ def overridden(config: PreTrainedConfig, raw: Mapping[str, Any], overrides: Mapp
         if not homes:
             near = difflib.get_close_matches(key, [*known, *config.attribute_map, *rope], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"overrides: the configuration of a {config.model_type!r} model has no {key!r}{hint}")
+            raise ConfigError(f"overrides: the configuration of a {config.model_type!r} model has no {key!r}{hint}")
         for home in homes:
             _check_kind(key, home[name], value)
         if name in rope:
@@ -81,12 +83,12 @@ def overridden(config: PreTrainedConfig, raw: Mapping[str, Any], overrides: Mapp
     try:
         changed = type(config).from_dict(values, name_or_path=config.name_or_path)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise ValueError(f"overrides: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"overrides: {' '.join(str(error).split())}") from None
     new_rope = getattr(changed, ROPE, None) or {}
     for key, value in overrides.items():
         found = new_rope[key] if key in new_rope else getattr(changed, key, None)
         if found != value:
-            raise ValueError(f"overrides: {key}={value} has no effect on this configuration, which keeps {found!r}")
+            raise ConfigError(f"overrides: {key}={value} has no effect on this configuration, which keeps {found!r}")
     return changed
 
 
@@ -98,7 +100,7 @@ def changes(before: PreTrainedConfig, after: PreTrainedConfig) -> dict[str, Any]
 
 def _check_kind(key: str, old: Any, new: Any) -> None:
     if old is not None and _kind(old) != _kind(new):
-        raise ValueError(f"overrides: {key} is {_kind(old)} in the model's configuration, and {new!r} is not")
+        raise ConfigError(f"overrides: {key} is {_kind(old)} in the model's configuration, and {new!r} is not")
 
 
 def _kind(value: Any) -> str:

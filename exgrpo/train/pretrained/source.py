@@ -10,13 +10,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from exgrpo.train.builtin import ASSETS, PREFIX, model_names
+from exgrpo.train.errors import ConfigError, ModelError, os_errors_as
 from exgrpo.train.pretrained.overrides import changes, overridden
-
-ASSETS = Path(__file__).parents[1] / "assets"
-
-
-class ModelError(ValueError):
-    """Nothing can be loaded from a path; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +54,17 @@ class ModelSource:
             raise explained(error, self.path) from None
 
     def load(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-        """The model with its weights, sharded where an HfDeepSpeedConfig says so; `check_model` has to come first."""
-        return AutoModelForCausalLM.from_pretrained(
-            self.path, config=self.config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-        )
+        """The model with its weights, sharded where an HfDeepSpeedConfig says so; `check_weights` has to come first.
+
+        Raises:
+            ModelError: it has no such attention here, or its files cannot be read.
+        """
+        try:
+            return AutoModelForCausalLM.from_pretrained(
+                self.path, config=self.config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            )
+        except (ImportError, OSError, ValueError) as error:
+            raise explained(error, self.path) from error
 
 
 def find_model(path: str, overrides: Mapping[str, Any] | None = None) -> ModelSource:
@@ -73,9 +76,10 @@ def find_model(path: str, overrides: Mapping[str, Any] | None = None) -> ModelSo
 
     Raises:
         ModelError: the model is missing or needs code of its own.
-        ValueError: an override does not suit it.
+        ConfigError: an override does not suit it.
     """
-    path = _resolved(path)
+    with os_errors_as(ModelError, f"policy.path: {path!r} cannot be read"):
+        path = _resolved(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         raw, _ = PreTrainedConfig.get_config_dict(path)
@@ -92,17 +96,19 @@ def read_config(file: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
         overrides: values that are changed.
 
     Raises:
-        ValueError: there is none, it is none, or an override does not suit it.
+        ConfigError: there is none, it is none, or an override does not suit it.
     """
-    file = file / "config.json" if file.is_dir() else file
-    if not file.is_file():
-        raise ValueError(f"model-config: {file} does not exist: name a config.json or the folder that holds it")
+    with os_errors_as(ConfigError, f"model-config: {file} cannot be read"):
+        file = file / "config.json" if file.is_dir() else file
+        if not file.is_file():
+            raise ConfigError(f"model-config: {file} does not exist: name a config.json or the folder that holds it")
+        content = file.read_bytes()
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(content)
         config = AutoConfig.for_model(**raw)
     except (ValueError, TypeError) as error:
         reason = str(error).splitlines()[0][:120]
-        raise ValueError(f"model-config: {file} is no configuration of a causal LM: {reason}") from None
+        raise ConfigError(f"model-config: {file} is no configuration of a causal LM: {reason}") from None
     return _source(str(file.parent), config, raw, overrides).config
 
 
@@ -118,11 +124,10 @@ def explained(error: Exception, path: str) -> ModelError:
 
 
 def _resolved(path: str) -> str:
-    if path.startswith("builtin:"):
-        folder = ASSETS / path.removeprefix("builtin:")
+    if path.startswith(PREFIX):
+        folder = ASSETS / path.removeprefix(PREFIX)
         if not (folder / "config.json").is_file():
-            names = sorted(found.parent.name for found in ASSETS.glob("*/config.json"))
-            raise ModelError(f"policy.path: no builtin model {path!r}; there is {', '.join(names) or 'none'}")
+            raise ModelError(f"policy.path: no builtin model {path!r}; there is {', '.join(model_names()) or 'none'}")
         return str(folder)
     if path.startswith((".", "/", "~")) or Path(path).exists():
         folder = Path(path).expanduser()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from exgrpo.train.errors import ModelError
 from exgrpo.train.pretrained.source import ModelSource, explained, find_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -37,7 +38,8 @@ def load_pretrained(path: str, overrides: Mapping[str, Any] | None = None) -> Pr
         overrides: values of its configuration that are changed.
 
     Raises:
-        ValueError: where the model is missing, has no token that ends a response, or has no row of its embedding for
+        ConfigError: an override does not suit the model.
+        ModelError: the model is missing, has no token that ends a response, or has no row of its embedding for
             a token; the message says which.
     """
     model = find_model(path, overrides)
@@ -47,7 +49,7 @@ def load_pretrained(path: str, overrides: Mapping[str, Any] | None = None) -> Pr
         raise explained(error, model.path) from None
     eos = _eos_ids(model.path, model.config.eos_token_id, tokenizer.eos_token_id)
     if not eos:
-        raise ValueError(f"policy.path: {model.path!r} names no EOS token in generation_config, config or tokenizer")
+        raise ModelError(f"policy.path: {model.path!r} names no EOS token in generation_config, config or tokenizer")
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     pretrained = Pretrained(model, tokenizer, eos, pad)
     _check_ids(pretrained)
@@ -60,6 +62,8 @@ def _eos_ids(path: str, *fallbacks: int | list[int] | None) -> tuple[int, ...]:
         chosen = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
         chosen = None
+    except ValueError as error:
+        raise explained(error, path) from None
     sources = (*fallbacks,) if chosen is None else (chosen, fallbacks[-1])
     ids = {i for ids in sources if ids is not None for i in (ids if isinstance(ids, list) else [ids])}
     return tuple(sorted(ids))
@@ -70,13 +74,13 @@ def _check_ids(pretrained: Pretrained) -> None:
     path, rows = pretrained.model.path, pretrained.model.config.get_text_config().vocab_size
     for name, ids in (("EOS", pretrained.eos), ("pad", (pretrained.pad,))):
         if outside := [i for i in ids if not 0 <= i < rows]:
-            raise ValueError(
+            raise ModelError(
                 f"policy.path: the {name} token of {path!r} has the id {outside[0]}, and its vocabulary has {rows} "
                 "tokens: correct the id in generation_config.json, config.json or the tokenizer"
             )
     token, largest = max(pretrained.tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= rows:
-        raise ValueError(
+        raise ModelError(
             f"policy.path: the tokenizer of {path!r} has the token {token!r} with the id {largest}, and the model's "
             f"vocabulary has {rows} tokens: give the model the tokenizer that belongs to it, or enlarge its embedding"
         )

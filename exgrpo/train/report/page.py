@@ -7,7 +7,6 @@ differ in nothing but seed and output are drawn as one, with their mean and a 95
 import json
 import math
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ import tyro
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from exgrpo.train.dotted import flat
+from exgrpo.train.errors import ExgrpoError, ReportError, print_error
 from exgrpo.train.report.curves import MAX_POINTS, Columns, half_width
 from exgrpo.train.report.plots import ASSETS, PlotGroup, colour, marker, sections
-from exgrpo.train.report.runs import ReportError, RunData, load_run
+from exgrpo.train.report.runs import RunData, load_run
 
 # Options that say where a run is kept, not what it computes.
 ASIDE = ("output.", "checkpoint.")
@@ -113,16 +114,7 @@ def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
 
 def _settings(run: RunData) -> dict[str, Any]:
     """Every option by its full name, except those in which runs of one group may differ."""
-
-    def flat(prefix: str, tree: dict[str, Any]) -> dict[str, Any]:
-        options: dict[str, Any] = {}
-        for key, value in tree.items():
-            name = f"{prefix}{key}"
-            options.update(flat(f"{name}.", value) if isinstance(value, dict) else {name: value})
-        return options
-
-    settings = flat("", run.config)
-    return {k: v for k, v in settings.items() if k not in ("seed", "resume") and not k.startswith(ASIDE)}
+    return {k: v for k, v in flat(run.config).items() if k not in ("seed", "resume") and not k.startswith(ASIDE)}
 
 
 def _label(runs: Sequence[RunData]) -> str:
@@ -284,8 +276,7 @@ def main(argv: list[str]) -> int:
     output = arguments.output or single / "report.html"
     try:
         write_report(arguments.runs, output)
-    except ReportError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except ExgrpoError as error:
+        return print_error(error)
     print(f"report in {output}")
     return 0

@@ -10,11 +10,8 @@ import numpy as np
 import yaml
 
 from exgrpo.train.checkpoint.log_files import METRICS, Record, read_records
+from exgrpo.train.errors import ReportError
 from exgrpo.train.report.curves import Columns
-
-
-class ReportError(ValueError):
-    """A folder that cannot be reported on, or a page that cannot be written; the message names it."""
 
 
 @dataclass(frozen=True, eq=False)

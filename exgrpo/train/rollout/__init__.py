@@ -1,6 +1,7 @@
 """Rollout engines behind one small interface."""
 
-from exgrpo.train.rollout.engine import EngineCounts, Finished, RolloutEngine, RolloutError, Sampling, collect
+from exgrpo.train.errors import RolloutError
+from exgrpo.train.rollout.engine import EngineCounts, Finished, RolloutEngine, Sampling, collect
 from exgrpo.train.rollout.stops import NO_STOPS, Stops, text_of
 from exgrpo.train.rollout.transformers_engine import TransformersEngine
 

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import torch
 
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.config import Config
 from exgrpo.train.distributed import World
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.check import check_positions
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.pretrained.tokenizer import DTYPES, Pretrained
@@ -102,10 +103,7 @@ def choose_engine(settings: EngineSettings, world: World) -> Choice:
             positions; the message says why and what to do.
     """
     prompt, response = settings.max_prompt_tokens, settings.max_tokens
-    try:
-        check_positions(settings.source, prompt + response, f"max_prompt_tokens + max_tokens ({prompt} + {response})")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    check_positions(settings.source, prompt + response, f"max_prompt_tokens + max_tokens ({prompt} + {response})")
     choice = _choose(settings, world)
     if settings.tensor_parallel > 1 and choice.name != "vllm":
         raise ConfigError(

@@ -45,10 +45,6 @@ class EngineCounts:
     asleep_seconds: float = 0.0
 
 
-class RolloutError(RuntimeError):
-    """The engine cannot generate any more; the message says why and what to do."""
-
-
 class RolloutEngine(Protocol):
     """Generates answers with a copy of the policy.
 

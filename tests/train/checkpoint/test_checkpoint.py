@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from exgrpo.train.checkpoint.checkpoint import CheckpointError, Checkpoints, find
+from exgrpo.train.checkpoint.checkpoint import Checkpoints
+from exgrpo.train.checkpoint.listing import find
 from exgrpo.train.checkpoint.resume import FINISHED, check_continuation, locate
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import CheckpointError, ConfigError
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.trainer import Trainer
 from tests.train.configs import configured

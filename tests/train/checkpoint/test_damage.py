@@ -8,10 +8,10 @@ import subprocess
 
 import pytest
 
-from exgrpo.train.checkpoint.checkpoint import CheckpointError, find, folders
 from exgrpo.train.checkpoint.folder_lock import LOCK, claim
+from exgrpo.train.checkpoint.listing import find, folders
 from exgrpo.train.checkpoint.resume import FINISHED, locate, saved_config
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import CheckpointError, ConfigError
 from exgrpo.train.recipe import to_yaml
 from tests.train.checkpoint.test_checkpoint import (
     SMALL,

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES, copy_logs, read_records, restore_logs
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.metrics.step import RunLog
 
 LINES = [json.dumps({"step": step, "reward": 0.5 * step}).encode() for step in range(1, 6)]

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.checkpoint.folder_lock import claim
-from exgrpo.train.config import ConfigError
 from exgrpo.train.data.questions import QuestionSet
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.program import Options, answers_per_row, defaults, evaluate, parse_options
 from exgrpo.train.evaluate.scores import average, pass_at_k, score, score_all
 from exgrpo.train.recipe import DEFAULT_RUN, to_yaml

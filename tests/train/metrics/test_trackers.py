@@ -16,7 +16,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from exgrpo.train import run as program
-from exgrpo.train.config import Config, ConfigError
+from exgrpo.train.config import Config
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.metrics.step import RunLog
 from exgrpo.train.metrics.trackers import check_trackers, open_trackers
 from exgrpo.train.recipe import load_recipe, parse_args, to_yaml

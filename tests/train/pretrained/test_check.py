@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from exgrpo.train import serve
-from exgrpo.train.config import ConfigError
 from exgrpo.train.distributed import World
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate import program as evaluate
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.source import ASSETS, find_model
@@ -155,7 +155,7 @@ class Half(World):
 
     def gather(self, value):
         self.__dict__["told"] = value
-        return [value, ("", [])]
+        return [value, [] if isinstance(value, list) else None]
 
 
 def test_ranks_share_the_reading(tmp_path):
@@ -170,14 +170,14 @@ def test_ranks_share_the_reading(tmp_path):
         half = Half(rank, 2, torch.device("cpu"), None)
         with pytest.raises(ValueError, match="NaN or infinity"):
             check_weights(source, half)
-        told += half.told[1]
+        told += half.told
     assert sorted(told) == sorted(bad)  # each by one of them
 
 
 def test_what_another_rank_found_ends_this_one(tmp_path):
     class Other(World):
         def gather(self, value):
-            return [value, ("", [UP])]
+            return [value, [UP] if isinstance(value, list) else None]
 
     source = find_model(str(rewritten(tmp_path, dict)))
     with pytest.raises(ValueError, match=f"NaN or infinity in {UP}$"):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Qwe
 
 from exgrpo.train import serve
 from exgrpo.train.checkpoint.resume import check_continuation
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.estimate import program as estimate
 from exgrpo.train.evaluate import program as evaluate
 from exgrpo.train.pretrained.check import check_weights

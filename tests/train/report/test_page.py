@@ -12,10 +12,11 @@ import pytest
 import scipy.stats
 import yaml
 
+from exgrpo.train.errors import ReportError
 from exgrpo.train.report import curves as report_curves
 from exgrpo.train.report import page as report
 from exgrpo.train.report import plots as report_plots
-from exgrpo.train.report.page import ABSENT, ReportError, write_report
+from exgrpo.train.report.page import ABSENT, write_report
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from exgrpo.train.reward import grading
-from exgrpo.train.reward.pool import Grader, Grades, form_of, resolve_reward
+from exgrpo.train.reward.names import form_of, resolve_reward
+from exgrpo.train.reward.pool import Grader, Grades
 
 USER_REWARDS = r"""
 import ctypes, os, re, sys, time

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.program import Options, parse_options
 from exgrpo.train.reward.success import RewardWatch, is_success
 from tests.train.configs import configured

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.program import Options, engine_settings
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import load_pretrained

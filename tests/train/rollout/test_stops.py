@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from exgrpo.train.answers import Answerer
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.records import Rollout
 from exgrpo.train.rollout import NO_STOPS, Sampling, Stops, TransformersEngine, text_of

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.overrides import to_arguments
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.pretrained.tokenizer import DTYPES

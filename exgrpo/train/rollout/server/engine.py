@@ -7,8 +7,8 @@ from contextlib import closing
 
 import torch
 
-from exgrpo.train.config import ConfigError
-from exgrpo.train.distributed import World
+from exgrpo.train.distributed import World, agree
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.records import TokenIds
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
@@ -63,19 +63,15 @@ class ServerEngine:
         self._counts = EngineCounts()
         self._lock = threading.Lock()
         self._sender: WeightSender | None = None
-        run, problem, facts = "", "", {}
         if world.is_main:
             wanted = Wanted(source, dtype, max_prompt_tokens + max_tokens, tuple(sorted(set(eos))), world.device)
             self._sender = WeightSender(self._clients, wanted, bucket_bytes)
-            run = uuid.uuid4().hex[:8]
-            try:
-                facts = self._sender.open()
-            except ConfigError as error:
-                problem = str(error)
-        self._run, problem, facts = world.gather((run, problem, facts))[0]
-        if problem:
+        try:
+            facts = agree(world, lambda: self._sender.open() if self._sender else {})
+        except ConfigError:
             self.close()
-            raise ConfigError(problem)
+            raise
+        self._run, facts = world.gather((uuid.uuid4().hex[:8], facts))[0]
         self._sequences = min(of_server.sequences for of_server in facts.values())
         self._pushes = 0
         # Until the first push only servers that nobody has pushed anything to are of use.

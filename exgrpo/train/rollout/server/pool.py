@@ -7,8 +7,9 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
+from exgrpo.train.errors import RolloutError
 from exgrpo.train.records import TokenIds
-from exgrpo.train.rollout.engine import RolloutError, Sampling
+from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server.client import Reply, ServerClient, ServerError
 
 logger = logging.getLogger(__name__)
@@ -18,10 +19,6 @@ REQUESTS = 64
 
 class NoServerError(RolloutError):
     """No rollout server is left; the message says what each of them said last."""
-
-    def __init__(self, said: Mapping[str, str]) -> None:
-        each = "; ".join(f"{url}: {last}" for url, last in said.items())
-        super().__init__(f"no rollout server is left ({each}): start them again, and go on with --resume auto")
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +79,8 @@ class ServerPool:
             return None if self._members else self._error()
 
     def _error(self) -> NoServerError:
-        return NoServerError({url: self._said.get(url, "no weights yet") for url in self._clients})
+        each = "; ".join(f"{url}: {self._said.get(url, 'no weights yet')}" for url in self._clients)
+        return NoServerError(f"no rollout server is left ({each}): start them again, and go on with --resume auto")
 
     def generate(self, jobs: Sequence[Job], sampling: Sampling) -> Generator[tuple[Job, Reply]]:
         """The jobs and their answers, each as soon as it is there.

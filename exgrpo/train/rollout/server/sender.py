@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.rollout.server.channel import WeightChannel
 from exgrpo.train.rollout.server.check import INCOMPLETE, ServerFacts, Wanted, check_server, end_update
 from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient, ServerError

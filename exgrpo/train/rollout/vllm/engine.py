@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
@@ -43,7 +44,7 @@ class VllmEngine:
             not sleep.
 
     Raises:
-        ValueError: vLLM cannot take the model, or the cache is too small or too large.
+        ConfigError: vLLM cannot take the model, or the cache is too small or too large.
     """
 
     free_log_prob = True
@@ -81,8 +82,8 @@ class VllmEngine:
                     max_num_seqs=max(1, batch_tokens // length),
                     **arguments,
                 )
-        except (ValueError, torch.OutOfMemoryError) as error:
-            raise ValueError(_explain(error, kv_cache_gib, length)) from None
+        except (ValueError, OSError, torch.OutOfMemoryError) as error:
+            raise ConfigError(_explain(error, kv_cache_gib, length)) from None
         self._engine = self._llm.llm_engine
         self._sleep = Sleep(self._llm, sleep_level if on_gpu else 0)
         self._weights: Iterable[tuple[str, torch.Tensor]] | None = None

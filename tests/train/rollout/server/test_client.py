@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from exgrpo.train import serve
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.rollout.server.check import FRESH, VLLM, Wanted, check_server

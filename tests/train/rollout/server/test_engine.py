@@ -9,7 +9,7 @@ import pytest
 import requests
 import torch
 
-from exgrpo.train.config import ConfigError
+from exgrpo.train.errors import ConfigError, WeightMismatchError
 from exgrpo.train.pretrained.overrides import to_arguments
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES
@@ -18,7 +18,7 @@ from exgrpo.train.rollout.server.check import FRESH
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.engine import ServerEngine
 from exgrpo.train.rollout.server.pool import NoServerError
-from exgrpo.train.weight_check import WeightMismatchError, check_engine
+from exgrpo.train.weight_check import check_engine
 from tests.train import pieces, tiny
 from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT, free_port, launch

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from exgrpo.train.checkpoint.checkpoint import find
+from exgrpo.train.checkpoint.listing import find
 from tests.train import pieces, tiny
 from tests.train.checkpoint.test_checkpoint import untimed
 from tests.train.launch import MAIN, ROOT, command, environment, launch

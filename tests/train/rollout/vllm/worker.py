@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from exgrpo.train.distributed import start
+from exgrpo.train.errors import WeightMismatchError
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.rollout import Sampling, Stops, collect
 from exgrpo.train.rollout.vllm.engine import VllmEngine, refusal
 from exgrpo.train.rollout.vllm.process import KEPT
-from exgrpo.train.weight_check import WeightMismatchError, check_engine
+from exgrpo.train.weight_check import check_engine
 from tests.train import pieces, tiny
 from tests.train.test_weight_check import FullLogitPolicy
 

@@ -1,0 +1,167 @@
+"""The parts of a run: read, checked and put together before anything is trained."""
+
+import datetime
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from exgrpo.kernels.dispatch import requested
+from exgrpo.train.answers import Answerer
+from exgrpo.train.checkpoint.checkpoint import Checkpoints
+from exgrpo.train.checkpoint.folder_lock import claim
+from exgrpo.train.config import Config
+from exgrpo.train.data.questions import QuestionSet, load_questions
+from exgrpo.train.distributed import World, on_main
+from exgrpo.train.errors import ConfigError, os_errors_as
+from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.pretrained.check import check_weights
+from exgrpo.train.pretrained.tokenizer import Pretrained, load_pretrained
+from exgrpo.train.recipe import to_yaml
+from exgrpo.train.reward.pool import Grader
+from exgrpo.train.rollout import RolloutEngine
+from exgrpo.train.rollout.choice import Choice, choose_engine, open_engine, training_settings
+from exgrpo.train.trainer import Trainer
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What a run consists of.
+
+    Attributes:
+        config: the configuration, with the engine that was chosen.
+        world: the processes of the run.
+        pretrained: the model to start from, and its tokenizer.
+        train_set: questions to train on.
+        test_set: held-out questions; None where there are none.
+        choice: the rollout engine's name, and why it was chosen.
+        engine: the rollout engine; it sleeps.
+        folder: of the results; this process holds its lock.
+        policy: the trained model.
+        answerer: generates and grades.
+        trainer: takes the steps.
+        checkpoints: of the run.
+    """
+
+    config: Config
+    world: World
+    pretrained: Pretrained
+    train_set: QuestionSet
+    test_set: QuestionSet | None
+    choice: Choice
+    engine: RolloutEngine
+    folder: Path
+    policy: Policy
+    answerer: Answerer
+    trainer: Trainer
+    checkpoints: Checkpoints
+
+
+def build(config: Config, world: World, resources: ExitStack, resume: Path | None = None) -> Parts:
+    """Put a run together.
+
+    Args:
+        config: what to do.
+        world: the processes that do it; all of them call it together.
+        resources: closes what is opened.
+        resume: folder of the run to go on with; None: a new one is made.
+
+    Raises:
+        ExgrpoError: something about the input or the machine is wrong; the message names it.
+    """
+    _check_kernels(config.policy.kernel_backend, world)
+    pretrained = load_pretrained(config.policy.path, config.policy.overrides)
+    settings = training_settings(config, pretrained)
+    choice = choose_engine(settings, world)
+    # The run keeps its engine: what is installed later changes nothing when it goes on.
+    config = _with_engine(config, choice)
+    train_set, test_set = load_data(config, pretrained)
+    grader = Grader(config.reward.function, workers=config.reward.workers, time_limit=config.reward.time_limit)
+    resources.callback(grader.close)
+    check_weights(pretrained.model, world)
+    # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
+    engine = open_engine(choice, settings, world)
+    resources.callback(engine.close)
+    engine.sleep()  # its memory is the policy's while that is set up
+    folder = resume or _make_folder(config, world)
+    on_main(world, lambda: resources.enter_context(claim(folder)))
+    with os_errors_as(ConfigError, "DeepSpeed cannot set the policy up"):
+        policy = Policy(config, pretrained.model, world)
+    answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world)
+    trainer = Trainer(config, train_set, policy, answerer)
+    checkpoints = Checkpoints(
+        folder,
+        world,
+        fingerprint=train_set.fingerprint,
+        config=config.model_dump(mode="json"),
+        keep=config.checkpoint.keep,
+    )
+    return Parts(
+        config=config,
+        world=world,
+        pretrained=pretrained,
+        train_set=train_set,
+        test_set=test_set,
+        choice=choice,
+        engine=engine,
+        folder=folder,
+        policy=policy,
+        answerer=answerer,
+        trainer=trainer,
+        checkpoints=checkpoints,
+    )
+
+
+def _check_kernels(backend: str, world: World) -> None:
+    try:
+        requested(backend, world.device)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"policy.kernel_backend: {error}") from None
+
+
+def _with_engine(config: Config, choice: Choice) -> Config:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": choice.name})})
+
+
+def _make_folder(config: Config, world: World) -> Path:
+    """The run's own new folder; rank 0 names and makes it."""
+    name = config.output.name or datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    folder = world.gather(config.output.folder / name)[0]
+
+    def make() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=False)
+            (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        except FileExistsError:
+            raise ConfigError(
+                f"output.folder: {folder} exists already: choose another output.name or remove it"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"output.folder: {folder} cannot be written: {error.strerror}; choose another output.folder"
+            ) from None
+
+    on_main(world, make)
+    return folder
+
+
+def load_data(config: Config, pretrained: Pretrained) -> tuple[QuestionSet, QuestionSet | None]:
+    """The questions to train on and, where there are any, the held-out ones."""
+    data = config.data
+
+    def load(source: str, split: str, limit: int | None) -> QuestionSet:
+        return load_questions(
+            source,
+            pretrained.tokenizer,
+            split=split,
+            chat=data.chat,
+            system_prompt=data.system_prompt,
+            keep_system=data.keep_system,
+            answer_prefix=data.answer_prefix,
+            prompt_format=data.prompt_format,
+            max_prompt_tokens=data.max_prompt_tokens,
+            limit=limit,
+            seed=config.seed,
+        )
+
+    train = load(data.train, data.train_split, data.train_limit)
+    return train, load(data.test, data.test_split, data.test_limit) if data.test else None

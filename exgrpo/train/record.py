@@ -1,0 +1,104 @@
+"""What a run writes down: a record of metrics per step, samples to read, and in the end a report."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from rich.console import Console
+
+from exgrpo.train.build import Parts
+from exgrpo.train.checkpoint.resume import FINISHED
+from exgrpo.train.distributed import on_main
+from exgrpo.train.errors import OutputError, ReportError, os_errors_as
+from exgrpo.train.metrics.step import RunLog
+from exgrpo.train.metrics.trackers import open_trackers
+from exgrpo.train.report.page import write_report
+from exgrpo.train.rollout import text_of
+from exgrpo.train.trainer import StepResult
+
+
+class Recorder:
+    """Writes into a run's folder on rank 0; on the other ranks it does nothing.
+
+    Args:
+        parts: of the run.
+        resources: closes the log.
+        position: where the log stood at the checkpoint from which the run goes on; None: the run is new.
+
+    Raises:
+        ConfigError: on every rank, where a tracker cannot start or a log is damaged.
+        OutputError: on every rank, where the folder cannot be written.
+    """
+
+    def __init__(self, parts: Parts, resources: ExitStack, position: dict[str, int] | None) -> None:
+        self._parts = parts
+        self._next: dict[str, float] = {}
+        self._log = on_main(parts.world, lambda: self._open(position))
+        if self._log:
+            resources.callback(self._log.close)
+
+    def _open(self, position: dict[str, int] | None) -> RunLog:
+        folder = self._parts.folder
+        with os_errors_as(OutputError, f"{folder} cannot be written"):
+            # Before the log, which cuts off what an interrupted run has told its trackers after the checkpoint.
+            trackers = open_trackers(self._parts.config, folder, position["step"] if position else None)
+            return RunLog(folder, trackers, resume=position)
+
+    def position(self) -> dict[str, int] | None:
+        """Where the log stands; None on ranks that have none."""
+        return self._log.position() if self._log else None
+
+    def add_to_next(self, metrics: Mapping[str, float]) -> None:
+        """Keep numbers for the next record: a record of their own would come after the position in a checkpoint."""
+        self._next |= metrics
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Write a record, together with the numbers that were kept for it."""
+        if self._log:
+            self._log.metrics({**self._next, **metrics})
+            self._next = {}
+
+    def step(self, step: int, result: StepResult) -> None:
+        """Write the record of a training step, and some of its groups to read."""
+        self.record(result.metrics)
+        if self._log is None:
+            return
+        config, decode = self._parts.config, self._parts.answerer.decode
+        # Replayed groups come last: show some of either kind.
+        shown = list(range(len(result.questions)))[:: max(1, len(result.questions) - 1)]
+        for i in shown[: config.output.sample_groups]:
+            question = self._parts.train_set.questions[result.questions[i]]
+            answers = [(_label(a.reward, a.rollout.finished), a.text) for a in result.answers.of_question[i]]
+            replayed = result.replayed[i]
+            if replayed is not None:
+                answers.append((f"replayed from step {replayed.step}", text_of(replayed, decode, config.rollout.stop)))
+            self._log.sample(step, question.text, question.gold, answers)
+
+    def conclude(self, before: float | None, after: float | None, console: Console) -> None:
+        """Write the report and say what came of the run, on rank 0; the run counts as finished then.
+
+        Args:
+            before: held-out Pass@1 before the first step; None without held-out questions.
+            after: the same after the last step.
+            console: where to say it.
+        """
+        folder, output = self._parts.folder, self._parts.config.output
+        if before is not None and after is not None:
+            console.print(
+                f"\nheld-out Pass@1: before {before:.3f}, after {after:.3f} ({after - before:+.3f})",
+                highlight=False,
+                style="bold",
+            )
+        names = ["config.yaml", "metrics.jsonl", "samples.md"]
+        try:
+            write_report([folder], folder / "report.html")
+            names.insert(0, "report.html")
+        except ReportError as error:  # a run of no steps without held-out questions has nothing to show
+            console.print(f"no report: {error}", highlight=False, soft_wrap=True)
+        (folder / FINISHED).touch()
+        names += ["tensorboard"] if "tensorboard" in output.trackers else []
+        names += ["model"] if output.save_model else []
+        console.print(f"results in {folder}: {', '.join(names)}", highlight=False, soft_wrap=True)
+
+
+def _label(reward: float, finished: bool) -> str:
+    return f"reward {reward:g}" + ("" if finished else ", cut at the length limit")

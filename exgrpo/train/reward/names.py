@@ -1,0 +1,133 @@
+"""Rewards by name.
+
+A reward is a deterministic function (response, gold) -> finite number. Names: those of
+exgrpo.train.reward.builtin, such as "math" and "math_no_think" (see exgrpo.train.reward.grading), or a Python path:
+"package.module:function" for what can be imported, "path/to/file.py:function" for a file.
+
+A reward may have a form function beside it, of the same signature: 1.0 for a response that has the form in which the
+reward looks for an answer, whether it is right or wrong, else 0.0. It is named like the reward with "_form" behind
+("math_form" for "math", "my_rewards.py:score_form" for "my_rewards.py:score"), and `form_of` finds it.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from exgrpo.train.builtin import find_module, module_names
+from exgrpo.train.errors import MissingRewardError, RewardError, os_errors_as
+
+Reward = Callable[[str, str], float]
+
+BUILTIN = "exgrpo.train.reward.builtin"
+
+
+def builtin_reward(name: str) -> ModuleType | None:
+    """What belongs to a reward that ships with the package; None where `name` is none of them."""
+    return find_module(BUILTIN, name, "reward")
+
+
+def resolve_reward(name: str) -> Reward:
+    """The reward function called `name`.
+
+    Raises RewardError for an unknown name (naming near ones), a module or file that cannot be imported, a missing
+    attribute, or one that is not callable with (response, gold); MissingRewardError for a missing file.
+    """
+    if builtin := builtin_reward(name):
+        return builtin.reward
+    module, attribute = _locate(name)
+    function = getattr(module, attribute, None)
+    if function is None:
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise RewardError(f"reward {name!r}: there is no {attribute!r} in it{hint}")
+    _check_signature(function, name)
+    return function
+
+
+def form_of(name: str) -> str | None:
+    """The name of the form function of the reward called `name`, None when it has none.
+
+    Raises RewardError for a module or file that cannot be loaded, as `resolve_reward` does.
+    """
+    if builtin := builtin_reward(name):
+        form = getattr(builtin, "form", None)
+        return f"{form.__module__}:{form.__name__}" if form else None
+    module, attribute = _locate(name)
+    return f"{name}_form" if callable(getattr(module, f"{attribute}_form", None)) else None
+
+
+def decisive_part_of(name: str) -> Callable[[str], str | None]:
+    """The function that takes from a response the part on which its grade depends; None: the grade is 0."""
+    return getattr(builtin_reward(name), "decisive_part", _whole)
+
+
+def _whole(response: str) -> str:
+    return response
+
+
+def absolute(reward: str) -> str:
+    """A reward's name with a file's path made absolute: the processes may have another working directory."""
+    place, _, attribute = reward.rpartition(":")
+    return f"{Path(place).expanduser().resolve()}:{attribute}" if place.endswith(".py") else reward
+
+
+def _locate(name: str) -> tuple[ModuleType, str]:
+    """The module or file of a Python path, loaded, and the attribute."""
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        known = module_names(BUILTIN, "reward")
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise RewardError(
+            f"unknown reward {name!r}{hint} Known: {', '.join(known)}, 'package.module:function' and "
+            "'path/to/file.py:function'"
+        )
+    return (_load_file if place.endswith(".py") else _load_module)(place, name), attribute
+
+
+def _load_module(place: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except Exception as error:
+        raise RewardError(
+            f"reward {name!r}: cannot import {place}: {type(error).__name__}: {error}. A module must be installed or "
+            "on PYTHONPATH; a file can be named by its path, path/to/file.py:function"
+        ) from error
+
+
+def _load_file(place: str, name: str) -> ModuleType:
+    path = Path(place).expanduser().resolve()
+    with os_errors_as(RewardError, f"reward {name!r}: {path} cannot be read"):
+        is_file = path.is_file()
+    if not is_file:
+        raise MissingRewardError(f"reward {name!r}: there is no file {path}")
+    module_name = f"exgrpo_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise RewardError(f"reward {name!r}: cannot run {path}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _check_signature(function: Any, name: str) -> None:
+    if not callable(function):
+        raise RewardError(f"reward {name!r} is not callable: it is a {type(function).__name__}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # some compiled functions do not tell
+    try:
+        signature.bind("", "")
+    except TypeError as error:
+        raise RewardError(f"reward {name!r} must take (response, gold): {error}") from error
