@@ -34,7 +34,8 @@ from exgrpo.train.recipe import parse_args, to_yaml
 from exgrpo.train.report.page import ReportError, write_report
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout import RolloutError, Sampling, text_of
-from exgrpo.train.rollout.choice import Choice, choose_engine, open_engine, training_settings
+from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
+from exgrpo.train.rollout.settings import training_settings
 from exgrpo.train.seeds import derive_seed
 from exgrpo.train.trainer import StepResult, Trainer
 from exgrpo.train.weight_check import WeightMismatchError, check_engine

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from exgrpo.train.answers import Answer, Answerer
 from exgrpo.train.checkpoint.folder_lock import claim
-from exgrpo.train.config import PROMPT_FORMAT, Config, ConfigError, RewardConfig, StopString
+from exgrpo.train.config import PROMPT_FORMAT, Config, ConfigError, RewardConfig, RolloutConfig, StopString
 from exgrpo.train.data.questions import NoPromptFitsError, Question, QuestionSet, load_questions
 from exgrpo.train.distributed import World, start
 from exgrpo.train.evaluate.scores import SourceScore, average, score, score_all
@@ -35,7 +35,8 @@ from exgrpo.train.recipe import explain, read_recipe, split_recipe, unfinished
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.reward.success import RewardWatch, is_success
 from exgrpo.train.rollout import Sampling, Stops
-from exgrpo.train.rollout.choice import EngineSettings, choose_engine, open_engine
+from exgrpo.train.rollout.registry import choose_engine, open_engine
+from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.seeds import derive_seed
 
 ANSWERS, SCORES, OPTIONS = "answers.jsonl", "scores.json", "options.yaml"
@@ -276,17 +277,15 @@ class AnswerFile:
 
 def engine_settings(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> EngineSettings:
     """What an evaluation asks of its engine."""
+    shared = set(RolloutConfig.model_fields) & set(Options.model_fields)
     return EngineSettings(
-        engine=options.engine,
         source=pretrained.model,
         dtype=DTYPES[options.dtype],
         eos=pretrained.eos,
         pad=pretrained.pad,
         max_prompt_tokens=max((len(question.prompt) for question in questions), default=1),
-        max_tokens=options.max_tokens,
-        batch_tokens=options.batch_tokens,
-        attention="sdpa",
-        kv_cache_gib=options.kv_cache_gib,
+        # Nothing else needs the memory of an evaluation's engine.
+        rollout=RolloutConfig(**options.model_dump(include=shared - {"samples"}), sleep_level=0),
     )
 
 

@@ -22,7 +22,6 @@ from exgrpo.train.estimate.rollout import asleep_bytes, rollout_memory, rollout_
 from exgrpo.train.estimate.shape import read_shape
 from exgrpo.train.policy.batch import Row, collate
 from exgrpo.train.policy.model import LossTerms, PolicyModel
-from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Trajectory
 from exgrpo.train.rollout import Sampling, TransformersEngine
@@ -39,6 +38,7 @@ from tests.train.estimate.shapes import (
     recipe,
     shape_like,
 )
+from tests.train.fakes import LoneWorld
 from tests.train.launch import launch
 
 
@@ -119,14 +119,8 @@ def test_the_peak_of_real_generation(dtype, kv_heads, tmp_path):
     """Padded prompts; the EOS is a token that cannot be sampled. Prompts and cache peak apart: an upper bound."""
     model = llama(num_key_value_heads=kv_heads)
     model.save_pretrained(tmp_path)
-    engine = TransformersEngine(
-        find_model(str(tmp_path)),
-        dtype=DTYPES[dtype],
-        device=torch.device("cpu"),
-        eos=[VOCABULARY],
-        pad=0,
-        batch_tokens=8 * 220,
-    )
+    settings = tiny.engine_settings(tmp_path, dtype, eos=(VOCABULARY,), batch_tokens=8 * 220)
+    engine = TransformersEngine(settings, LoneWorld())
     prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (20, 17)]
     with PeakMemory() as measured:
         answers = tiny.rollouts(engine, prompts, [4, 4], Sampling(200), seed=0)
@@ -152,6 +146,7 @@ from exgrpo.train.distributed import start
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.policy.zero3 import Policy
 from tests.train import tiny
+from tests.train.fakes import LoneWorld
 from exgrpo.train.config import ObjectiveConfig
 
 *_, folder, result = sys.argv

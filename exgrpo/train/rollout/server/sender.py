@@ -12,8 +12,9 @@ import torch
 
 from exgrpo.train.config import ConfigError
 from exgrpo.train.rollout.server.channel import WeightChannel
-from exgrpo.train.rollout.server.check import INCOMPLETE, ServerFacts, Wanted, check_server, end_update
+from exgrpo.train.rollout.server.check import INCOMPLETE, ServerFacts, check_server, end_update
 from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient, ServerError
+from exgrpo.train.rollout.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +58,16 @@ class WeightSender:
 
     Args:
         clients: all servers of the run.
-        wanted: what a server has to be.
+        settings: what the run needs of a server.
+        device: where the trainer computes.
         bucket_bytes: so much is copied and sent at a time.
     """
 
-    def __init__(self, clients: Sequence[ServerClient], wanted: Wanted, bucket_bytes: int) -> None:
-        self._wanted = wanted
+    def __init__(
+        self, clients: Sequence[ServerClient], settings: EngineSettings, device: torch.device, bucket_bytes: int
+    ) -> None:
+        self._settings = settings
+        self._device = device
         self._bucket_bytes = bucket_bytes
         self._receivers = [Receiver(client) for client in clients]
         # A server is told of a bucket in one thread while it is sent in another.
@@ -80,7 +85,7 @@ class WeightSender:
 
     def _connect(self, receiver: Receiver) -> ServerFacts:
         client = receiver.client
-        facts = check_server(client, self._wanted)
+        facts = check_server(client, self._settings, self._device)
         try:
             receiver.channel = self._open_channel(client, facts)
         except (ServerError, RuntimeError, OSError) as error:
@@ -93,7 +98,7 @@ class WeightSender:
 
     def _open_channel(self, client: ServerClient, facts: ServerFacts) -> WeightChannel:
         client.post("shutdown_weight_transfer_engine")
-        channel = WeightChannel(facts.backend, client.url, facts.workers, self._wanted.device)
+        channel = WeightChannel(facts.backend, client.url, facts.workers, self._device)
         invited = self._threads.submit(client.post, "init_weight_transfer_engine", {"init_info": channel.invitation})
         try:
             channel.connect()
