@@ -22,7 +22,7 @@ from exgrpo.train.checkpoint.resume import AUTO, FINISHED, check_continuation, l
 from exgrpo.train.config import Config, ConfigError
 from exgrpo.train.data.questions import QuestionSet, load_questions
 from exgrpo.train.distributed import World, start
-from exgrpo.train.evaluate.program import evaluate
+from exgrpo.train.evaluate.held_out import evaluate
 from exgrpo.train.metrics.display import Display
 from exgrpo.train.metrics.step import RunLog
 from exgrpo.train.metrics.trackers import check_trackers, open_trackers

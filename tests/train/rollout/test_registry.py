@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from exgrpo.train.config import ConfigError, RolloutConfig
-from exgrpo.train.evaluate.program import Options, engine_settings
+from exgrpo.train.evaluate.evaluation import engine_settings
+from exgrpo.train.evaluate.options import Options
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import load_pretrained
 from exgrpo.train.recipe import load_recipe
