@@ -15,7 +15,7 @@ from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.chunks import chunking
 from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.estimate import budget
-from exgrpo.train.estimate import program as estimate
+from exgrpo.train.estimate.advice import advise, changed
 from exgrpo.train.estimate.budget import gpu_memory, head_bytes, phases
 from exgrpo.train.estimate.parts import MOMENTS, Hardware, peak
 from exgrpo.train.estimate.rollout import asleep_bytes, rollout_memory, rollout_seconds, rows_at_once
@@ -371,10 +371,10 @@ def test_advice_is_true(sections, memory):
     config, hardware = recipe(**sections), Hardware(2, memory, 1e12, 1e12)
     if max(peaks(config)) <= memory:
         return
-    said = estimate.advise(config, SMALL, hardware)
-    if said.startswith("No option"):
+    advice = advise(config, SMALL, hardware)
+    if advice.startswith("No option"):
         return
-    changes = dict(re.findall(r"--(\S+) ([^\s:]+)", said))
-    on = re.search(r"on (\d+) GPUs", said)
+    changes = dict(re.findall(r"--(\S+) ([^\s:]+)", advice))
+    on = re.search(r"on (\d+) GPUs", advice)
     gpus = int(on[1]) if on else 2
-    assert max(peaks(estimate._changed(config, changes), gpus)) <= memory
+    assert max(peaks(changed(config, changes), gpus)) <= memory
