@@ -94,13 +94,13 @@ class ServerEngine:
         self._pushes += 1
         label = f"{self._run}-{self._pushes}"
         self._pool.expect(label)
-        said = {}
+        problems = {}
         if self._sender is not None:
-            said = self._sender.push(weights, label)
+            problems = self._sender.push(weights, label)
         else:
             _run_through(weights)
-        self._pool.renew(self.world.gather(said)[0])
-        if error := self._pool.lost():
+        self._pool.renew(self.world.gather(problems)[0])
+        if error := self._pool.failure():
             raise error
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
