@@ -30,7 +30,8 @@ from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES, load_pretrained
 from exgrpo.train.recipe import parse_args
 from exgrpo.train.rollout import RolloutEngine, Sampling
-from exgrpo.train.rollout.choice import choose_engine, open_engine, training_settings
+from exgrpo.train.rollout.registry import choose_engine, open_engine
+from exgrpo.train.rollout.settings import training_settings
 from exgrpo.train.seeds import derive_seed
 
 ENGINES = ("transformers", "vllm", "server")

@@ -19,7 +19,8 @@ from exgrpo.train.pretrained.tokenizer import Pretrained, load_pretrained
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout import RolloutEngine
-from exgrpo.train.rollout.choice import Choice, choose_engine, open_engine, training_settings
+from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
+from exgrpo.train.rollout.settings import training_settings
 from exgrpo.train.trainer import Trainer
 
 

@@ -6,9 +6,10 @@ of the default run.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from exgrpo.train.experience.buckets import BUCKETS
 from exgrpo.train.experience.difficulty import BANDS
@@ -33,6 +34,11 @@ class Section(BaseModel):
     """A group of fields: immutable, and closed to unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+def as_in(section: type[Section], name: str, **changes: Any) -> Any:
+    """A field with the constraints, the default and the description of a section's field, except for `changes`."""
+    return FieldInfo.merge_field_infos(section.model_fields[name], **changes)
 
 
 class PolicyConfig(Section):

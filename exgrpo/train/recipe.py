@@ -77,7 +77,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     `seen` are the recipes that led to this one.
 
     Raises:
-        ConfigError: it is missing or not a mapping, or its bases lead back to it.
+        ConfigError: it is missing or not a mapping, its bases lead back to it, or a section holds a plain value.
     """
     if path in seen:
         raise ConfigError(f"{path}: its chain of `base` recipes leads back to itself")
@@ -91,12 +91,22 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of keys to values, not a {type(raw).__name__}")
-    base = raw.pop("base", None)
-    return merged(read_recipe((path.parent / base).resolve(), (*seen, path)) if base else {}, raw)
+    base = raw.pop("base", "")
+    if not isinstance(base, str | None):
+        raise ConfigError(f"{path}: base is the path of one recipe, not a {type(base).__name__}")
+    inherited = read_recipe((path.parent / base).resolve(), (*seen, path)) if base else {}
+    try:
+        return merged(inherited, raw)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def merged(*layers: dict[str, Any]) -> dict[str, Any]:
-    """Nested values of several layers, keys nested or dotted; later layers beat earlier ones."""
+    """Nested values of several layers, keys nested or dotted; later layers beat earlier ones.
+
+    Raises:
+        ConfigError: a key has a plain value and keys of its own, too.
+    """
     values: dict[str, Any] = {}
     for layer in layers:
         _merge(values, layer)
@@ -108,11 +118,18 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
         *sections, name = str(dotted).split(".")
         target = into
         for section in sections:
-            target = target.setdefault(section, {})
+            target = _section(target, section)
         if isinstance(value, dict) and value:
-            _merge(target.setdefault(name, {}), value)
+            _merge(_section(target, name), value)
         else:
             target[name] = value
+
+
+def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
+    section = values.setdefault(name, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"{name} is a section of keys, and the value {section!r} stands in its place: remove it")
+    return section
 
 
 class _RecipeArgument(BaseModel):

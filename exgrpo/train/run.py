@@ -16,7 +16,7 @@ from exgrpo.train.checkpoint.resume import AUTO, FINISHED, check_continuation, l
 from exgrpo.train.config import Config
 from exgrpo.train.distributed import World, on_main, start
 from exgrpo.train.errors import ExgrpoError, OutputError, PreflightError, os_errors_as, print_error
-from exgrpo.train.evaluate.program import evaluate
+from exgrpo.train.evaluate.held_out import evaluate
 from exgrpo.train.metrics.display import Display
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.preflight import preflight

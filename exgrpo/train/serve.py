@@ -11,6 +11,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from exgrpo.train.errors import ConfigError, ExgrpoError
 from exgrpo.train.pretrained.check import check_positions, check_weights
@@ -19,6 +20,14 @@ from exgrpo.train.pretrained.source import ModelSource, find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES
 
 GIB = 2**30
+CPU_CACHE_GIB = 1.0
+"""By default a server would take most of a machine's memory."""
+SWITCHES = (
+    "--enable-scale-out",  # token ids in, token ids out
+    "--enable-prefix-caching",
+    "--enable-prompt-tokens-details",
+    "--disable-uvicorn-access-log",
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -43,6 +52,22 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
         ModelError: there is no such model, or it is not whole.
         ConfigError: an option does not suit it.
     """
+    own, further = _parser().parse_known_args(argv)
+    source = _checked(own.model, own.overrides, own.max_tokens)
+    options, switches = _options(own, source, on_cpu=on_cpu), list(SWITCHES)
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # `vllm serve`; vLLM's build for CPUs has that command, but not under the name by which it asks for its version.
+    program = ["vllm.entrypoints.cli.main", "serve", source.path]
+    if on_cpu:
+        program = ["vllm.entrypoints.launchers.api_server.entry", "--model", source.path]
+        switches.append("--enforce-eager")
+        # By default each server would take the cores that the trainer has.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    pairs = [str(part) for option in options.items() for part in option]
+    return [sys.executable, "-m", *program, *pairs, *switches, *further], environment
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m exgrpo.train.serve", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", help="folder, hub name or builtin:NAME, as the trainer's policy.path")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="as the trainer's policy.dtype (%(default)s)")
@@ -54,14 +79,16 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
     parser.add_argument("--host", default="127.0.0.1", help="interface to listen on (%(default)s: this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
     parser.add_argument("--seed", type=int, help="of its samples; random if left out")
-    own, further = parser.parse_known_args(argv)
-    source = _checked(own.model, own.overrides, own.max_tokens)
-    # Servers with one seed would draw alike.
-    seed = secrets.randbelow(2**31) if own.seed is None else own.seed
-    options = {
+    return parser
+
+
+def _options(own: argparse.Namespace, source: ModelSource, *, on_cpu: bool) -> dict[str, Any]:
+    """The options of vLLM that have a value."""
+    options: dict[str, Any] = {
         "--host": own.host,
         "--port": own.port,
-        "--seed": seed,
+        # Servers with one seed would draw alike.
+        "--seed": secrets.randbelow(2**31) if own.seed is None else own.seed,
         "--dtype": str(DTYPES[own.dtype]).removeprefix("torch."),
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",  # of the policy that is sampled from, at its temperature
@@ -72,28 +99,15 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
         options["--max-model-len"] = own.max_tokens
     if source.changes:
         options["--hf-overrides"] = json.dumps(dict(source.changes))
-    switches = [
-        "--enable-scale-out",  # token ids in, token ids out
-        "--enable-prefix-caching",
-        "--enable-prompt-tokens-details",
-        "--disable-uvicorn-access-log",
-    ]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    # `vllm serve`; vLLM's build for CPUs has that command, but not under the name by which it asks for its version.
-    program = ["vllm.entrypoints.cli.main", "serve", source.path]
+    cache_gib = own.kv_cache_gib
     if on_cpu:
         from exgrpo.train.rollout.vllm.engine import BLOCK_TOKENS
 
-        program = ["vllm.entrypoints.launchers.api_server.entry", "--model", source.path]
-        switches.append("--enforce-eager")
         options["--block-size"] = BLOCK_TOKENS
-        # By default each server would take most of the machine's memory, and the cores that the trainer has.
-        own.kv_cache_gib = own.kv_cache_gib or 1.0
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    if own.kv_cache_gib is not None:
-        options["--kv-cache-memory-bytes"] = int(own.kv_cache_gib * GIB)
-    pairs = [str(part) for option in options.items() for part in option]
-    return [sys.executable, "-m", *program, *pairs, *switches, *further], environment
+        cache_gib = cache_gib or CPU_CACHE_GIB
+    if cache_gib is not None:
+        options["--kv-cache-memory-bytes"] = int(cache_gib * GIB)
+    return options
 
 
 def _checked(path: str, overrides: Sequence[str], length: int | None) -> ModelSource:

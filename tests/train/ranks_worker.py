@@ -4,8 +4,6 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-
 from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.distributed import start
 from exgrpo.train.errors import ConfigError
@@ -18,21 +16,15 @@ from tests.train import tiny
 
 
 def observe(world, folder, urls):
-    settings = {
-        "source": find_model(str(folder)),
-        "dtype": torch.float32,
-        "eos": (2, 5),
-        "max_prompt_tokens": 8,
-        "max_tokens": 24,
-        "world": world,
-        "bucket_bytes": 4000,
-    }
+    def make(*servers):
+        return ServerEngine(tiny.engine_settings(folder, max_tokens=24, servers=servers), world, bucket_bytes=4000)
+
     seen = {}
     try:
-        ServerEngine(["http://127.0.0.1:1", *urls], **settings)
+        make("http://127.0.0.1:1", *urls)
     except ConfigError as error:
         seen["unreachable"] = str(error)
-    engine = ServerEngine(urls, **settings)
+    engine = make(*urls)
     policy = Policy(tiny.config(folder, ObjectiveConfig()), find_model(str(folder)), world)
     for minibatch in tiny.minibatches(ObjectiveConfig()):
         policy.update(minibatch, ObjectiveConfig(), clip=False)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from exgrpo.train.evaluate.program import defaults
+from exgrpo.train.evaluate.options import defaults
 from exgrpo.train.recipe import load_recipe, to_yaml
 from exgrpo.train.reward.names import resolve_reward
 from tests.train.test_trainer import make

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from exgrpo.train.errors import RolloutError, WeightMismatchError
 from exgrpo.train.policy.batch import TokenSequence
-from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Score
 from exgrpo.train.rollout import TransformersEngine
 from exgrpo.train.weight_check import check_engine
@@ -48,11 +48,8 @@ class FullLogitPolicy:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_check_tells_equal_from_unequal_weights(tmp_path, dtype):
     tiny.save_model(tmp_path, tied=True)
-    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    engine = TransformersEngine(
-        find_model(str(tmp_path)), dtype=torch_dtype, device=torch.device("cpu"), eos=(2,), pad=0, batch_tokens=100
-    )
-    policy = FullLogitPolicy(tmp_path, torch_dtype)
+    engine = TransformersEngine(tiny.engine_settings(tmp_path, dtype, eos=(2,), batch_tokens=100), LoneWorld())
+    policy = FullLogitPolicy(tmp_path, DTYPES[dtype])
 
     def check():
         prompts = [tiny.prompt(question) for question in range(4)]
@@ -68,9 +65,7 @@ def test_check_tells_equal_from_unequal_weights(tmp_path, dtype):
 
 def test_a_model_that_computes_something_else_with_the_same_weights_is_refused(tmp_path):
     tiny.save_model(tmp_path, tied=False)
-    engine = TransformersEngine(
-        find_model(str(tmp_path)), dtype=torch.float32, device=torch.device("cpu"), eos=(2,), pad=0, batch_tokens=100
-    )
+    engine = TransformersEngine(tiny.engine_settings(tmp_path, eos=(2,), batch_tokens=100), LoneWorld())
     policy = FullLogitPolicy(tmp_path)
     policy.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 2)
     with pytest.raises(WeightMismatchError, match="No weight was found to differ"):
@@ -85,8 +80,6 @@ def test_an_engine_that_cannot_generate_is_its_own_error(tmp_path):
             raise RolloutError("no server is left")
             yield
 
-    engine = Lost(
-        find_model(str(tmp_path)), dtype=torch.float32, device=torch.device("cpu"), eos=(2,), pad=0, batch_tokens=100
-    )
+    engine = Lost(tiny.engine_settings(tmp_path, eos=(2,), batch_tokens=100), LoneWorld())
     with pytest.raises(RolloutError, match="no server is left"):
         check_engine(FullLogitPolicy(tmp_path), engine, [tiny.prompt(0)], dtype="fp32", max_tokens=16, seed=0)

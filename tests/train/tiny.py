@@ -7,10 +7,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
-from exgrpo.train.config import Config, ObjectiveConfig
+from exgrpo.train.config import Config, ObjectiveConfig, RolloutConfig
 from exgrpo.train.policy.batch import MiniBatch, build_minibatches, build_rows
+from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Group, Rollout, TokenIds, Trajectory
 from exgrpo.train.rollout import RolloutEngine, Sampling, collect
+from exgrpo.train.rollout.settings import EngineSettings
 from tests.train.configs import configured
 
 VOCABULARY = 97
@@ -44,6 +47,14 @@ def save_model(
 
 def prompt(question: int) -> TokenIds:
     return np.random.default_rng(question).integers(3, VOCABULARY, 3 + question % 5).astype(np.int32)
+
+
+def engine_settings(
+    folder: Path, dtype: str = "fp32", *, eos: tuple[int, ...] = (2, 5), pad: int = 0, prompt_tokens: int = 8, **rollout
+) -> EngineSettings:
+    """What an engine for the model in a folder is asked, beside the default options of `rollout`."""
+    source = find_model(str(folder))
+    return EngineSettings(source, DTYPES[dtype], eos, pad, prompt_tokens, RolloutConfig(**rollout))
 
 
 def rollouts(

@@ -31,6 +31,11 @@ class SourceScore:
     left_out: int = 0
 
 
+def question_key(text: str, gold: str) -> str:
+    """What rows of one source have in common that ask the same question."""
+    return f"{text}\0{gold}"
+
+
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Unbiased estimate of the probability that at least one of k answers is right, from `right` of `samples`.
 

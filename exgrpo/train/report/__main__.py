@@ -2,6 +2,6 @@
 
 import sys
 
-from exgrpo.train.report.page import main
+from exgrpo.train.report.program import main
 
 sys.exit(main(sys.argv[1:]))

@@ -188,7 +188,7 @@ def draw_lines(panel: Panel, groups: Sequence[PlotGroup], name: str) -> Picture:
     """Every group's curves over one another; `name` is the plot's own in the page."""
     with mpl.rc_context(STYLE):
         figure, axes = _canvas(panel.unit, bottom=0.16)
-        said = []
+        descriptions = []
         for i, group in enumerate(groups):
             runs = [run.held_out if panel.held_out else run.training for run in group.runs]
             for (column, label), dash in zip(panel.series.items(), DASHES, strict=False):
@@ -198,7 +198,7 @@ def draw_lines(panel: Panel, groups: Sequence[PlotGroup], name: str) -> Picture:
                         _line(axes, thin(curve(run, panel.x, column)), i, dash, linewidth=0.6, alpha=0.4)
                 if len(line.x):
                     _line(axes, line, i, dash, linewidth=1.6)
-                    said.append(f"{group.label}{', ' if label else ''}{label}: {_in_words(line, panel.x)}")
+                    descriptions.append(f"{group.label}{', ' if label else ''}{label}: {_in_words(line, panel.x)}")
         if not axes.lines:
             return Picture(panel.title, panel.note, "")
         _horizontal_axis(axes, panel.x)
@@ -210,7 +210,7 @@ def draw_lines(panel: Panel, groups: Sequence[PlotGroup], name: str) -> Picture:
                 for (_, label), dash in zip(panel.series.items(), DASHES, strict=False)
             ]
             figure.legend(handles=handles, loc="upper right", ncols=3, handlelength=2, columnspacing=1.2)
-        return Picture(panel.title, panel.note, _svg(figure, name, panel.title, "; ".join(said)))
+        return Picture(panel.title, panel.note, _svg(figure, name, panel.title, "; ".join(descriptions)))
 
 
 def _line(axes: Axes, line: Curve, index: int, dash: Any, *, linewidth: float, alpha: float = 1.0) -> None:
@@ -237,19 +237,19 @@ def draw_fan(fan: Fan, groups: Sequence[PlotGroup], name: str) -> Picture:
     """Every group's median over its bands, as means over the group's runs; `name` is the plot's own in the page."""
     with mpl.rc_context(STYLE):
         figure, axes = _canvas(fan.unit, bottom=0.16)
-        said = []
+        descriptions = []
         for i, group in enumerate(groups):
             runs = [run.training for run in group.runs]
             median = thin(mean_curve(runs, "step", f"{fan.prefix}q50"))
             if not len(median.x):
                 continue
             _line(axes, Curve(median.x, median.y), i, "-", linewidth=1.6)
-            said.append(f"{group.label}, median: {_in_words(median, 'step')}")
+            descriptions.append(f"{group.label}, median: {_in_words(median, 'step')}")
             for low, high, label, alpha in BANDS:
                 bottom, top = (thin(mean_curve(runs, "step", f"{fan.prefix}{q}")).y for q in (low, high))
                 axes.fill_between(median.x, bottom, top, color=colour(i), alpha=alpha, linewidth=0)
-                said.append(f"{label} at step {median.x[-1]:.0f}: {bottom[-1]:.3g} to {top[-1]:.3g}")
-        if not said:
+                descriptions.append(f"{label} at step {median.x[-1]:.0f}: {bottom[-1]:.3g} to {top[-1]:.3g}")
+        if not descriptions:
             return Picture(fan.title, fan.note, "")
         _horizontal_axis(axes, "step")
         handles: list[Artist] = [Line2D([], [], color="#333", label="median")]
@@ -257,7 +257,7 @@ def draw_fan(fan: Fan, groups: Sequence[PlotGroup], name: str) -> Picture:
             Patch(color="#333", alpha=alpha, linewidth=0, label=label) for _, _, label, alpha in reversed(BANDS)
         ]
         figure.legend(handles=handles, loc="upper right", ncols=3, handlelength=1.2, columnspacing=1.2)
-        return Picture(fan.title, fan.note, _svg(figure, name, fan.title, "; ".join(said)))
+        return Picture(fan.title, fan.note, _svg(figure, name, fan.title, "; ".join(descriptions)))
 
 
 def draw_stacks(plan: Stack, groups: Sequence[PlotGroup], prefix: str) -> list[Picture]:

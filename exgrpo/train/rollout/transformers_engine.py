@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from exgrpo.train.pretrained.source import ModelSource
+from exgrpo.train.distributed import World
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
+from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.seeds import derive_seed, torch_seed
 
@@ -19,37 +20,22 @@ class TransformersEngine:
     """Batched, length-sorted generation.
 
     Args:
-        source: the model. Load it before any HfDeepSpeedConfig exists, which would shard it.
-        dtype: compute dtype.
-        device: where to generate.
-        eos: token ids that end a response; at least one.
-        pad: token id that fills prompts up.
-        batch_tokens: prompt + response tokens generated at once.
-        attention: attention implementation of transformers.
+        settings: the model and how to generate. Make the engine before any HfDeepSpeedConfig exists, which would shard
+            the model.
+        world: the ranks, of which each has an engine of its own.
     """
 
     unrepeatable: str | None = None
     free_log_prob = False
     ranks = 1
 
-    def __init__(
-        self,
-        source: ModelSource,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        eos: Sequence[int],
-        pad: int,
-        batch_tokens: int,
-        attention: str = "sdpa",
-    ) -> None:
-        if not eos:
-            raise ValueError("eos: a rollout engine needs at least one token id that ends a response")
-        self.device = device
-        self.eos = np.array(sorted(set(eos)), dtype=np.int32)
-        self.pad = pad
-        self.batch_tokens = batch_tokens
-        self.model: PreTrainedModel = source.load(dtype, attention).to(device).eval().requires_grad_(False)
+    def __init__(self, settings: EngineSettings, world: World) -> None:
+        self.device = world.device
+        self.eos = np.array(sorted(set(settings.eos)), dtype=np.int32)
+        self.pad = settings.pad
+        self.batch_tokens = settings.rollout.batch_tokens
+        model = settings.source.load(settings.dtype, settings.attention)
+        self.model: PreTrainedModel = model.to(self.device).eval().requires_grad_(False)
         self._counts = EngineCounts()
         self._slept: float | None = None
 

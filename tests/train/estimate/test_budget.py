@@ -15,14 +15,13 @@ from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.chunks import chunking
 from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.estimate import budget
-from exgrpo.train.estimate import program as estimate
+from exgrpo.train.estimate.advice import advise, changed
 from exgrpo.train.estimate.budget import gpu_memory, head_bytes, phases
 from exgrpo.train.estimate.parts import MOMENTS, Hardware, peak
 from exgrpo.train.estimate.rollout import asleep_bytes, rollout_memory, rollout_seconds, rows_at_once
 from exgrpo.train.estimate.shape import read_shape
 from exgrpo.train.policy.batch import TrainingRow, collate
 from exgrpo.train.policy.model import LossTerms, PolicyModel
-from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Trajectory
 from exgrpo.train.rollout import Sampling, TransformersEngine
@@ -39,6 +38,7 @@ from tests.train.estimate.shapes import (
     recipe,
     shape_like,
 )
+from tests.train.fakes import LoneWorld
 from tests.train.launch import launch
 
 
@@ -119,14 +119,8 @@ def test_the_peak_of_real_generation(dtype, kv_heads, tmp_path):
     """Padded prompts; the EOS is a token that cannot be sampled. Prompts and cache peak apart: an upper bound."""
     model = llama(num_key_value_heads=kv_heads)
     model.save_pretrained(tmp_path)
-    engine = TransformersEngine(
-        find_model(str(tmp_path)),
-        dtype=DTYPES[dtype],
-        device=torch.device("cpu"),
-        eos=[VOCABULARY],
-        pad=0,
-        batch_tokens=8 * 220,
-    )
+    settings = tiny.engine_settings(tmp_path, dtype, eos=(VOCABULARY,), batch_tokens=8 * 220)
+    engine = TransformersEngine(settings, LoneWorld())
     prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (20, 17)]
     with PeakMemory() as measured:
         answers = tiny.rollouts(engine, prompts, [4, 4], Sampling(200), seed=0)
@@ -152,6 +146,7 @@ from exgrpo.train.distributed import start
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.policy.zero3 import Policy
 from tests.train import tiny
+from tests.train.fakes import LoneWorld
 from exgrpo.train.config import ObjectiveConfig
 
 *_, folder, result = sys.argv
@@ -376,10 +371,10 @@ def test_advice_is_true(sections, memory):
     config, hardware = recipe(**sections), Hardware(2, memory, 1e12, 1e12)
     if max(peaks(config)) <= memory:
         return
-    said = estimate.advise(config, SMALL, hardware)
-    if said.startswith("No option"):
+    advice = advise(config, SMALL, hardware)
+    if advice.startswith("No option"):
         return
-    changes = dict(re.findall(r"--(\S+) ([^\s:]+)", said))
-    on = re.search(r"on (\d+) GPUs", said)
+    changes = dict(re.findall(r"--(\S+) ([^\s:]+)", advice))
+    on = re.search(r"on (\d+) GPUs", advice)
     gpus = int(on[1]) if on else 2
-    assert max(peaks(estimate._changed(config, changes), gpus)) <= memory
+    assert max(peaks(changed(config, changes), gpus)) <= memory

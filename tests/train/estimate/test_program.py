@@ -6,8 +6,10 @@ import json
 import huggingface_hub.constants
 import pytest
 
-from exgrpo.train.estimate import program as estimate
-from exgrpo.train.estimate.budget import Hardware
+from exgrpo.train.estimate import program
+from exgrpo.train.estimate.estimation import estimate
+from exgrpo.train.estimate.options import Options, hardware_of
+from exgrpo.train.estimate.parts import Hardware
 from exgrpo.train.estimate.shape import read_shape
 from exgrpo.train.recipe import load_recipe
 from tests.train.estimate.shapes import (
@@ -24,7 +26,7 @@ def run(capsys, monkeypatch, *arguments) -> tuple[int, str, str]:
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     try:
-        status = estimate.main(arguments)
+        status = program.main(arguments)
     except SystemExit as stopped:
         status = stopped.code
     out = capsys.readouterr()
@@ -58,10 +60,10 @@ def test_options_of_the_configuration_are_understood(capsys, monkeypatch):
 
 
 def test_own_figures_replace_the_data_sheet():
-    options = estimate.Options(gpu="mine", memory_gib=10, tflops=5, bandwidth=100, reserve_gib=1, gpus=3)
-    assert estimate.hardware_of(options, "bf16") == Hardware(3, 9 * 2**30, 5e12, 100e9)
-    options = estimate.Options(gpu="A100-80", bandwidth=100, reserve_gib=0)
-    assert estimate.hardware_of(options, "fp32") == Hardware(8, 80 * 2**30, 19.5e12, 100e9)
+    options = Options(gpu="mine", memory_gib=10, tflops=5, bandwidth=100, reserve_gib=1, gpus=3)
+    assert hardware_of(options, "bf16") == Hardware(3, 9 * 2**30, 5e12, 100e9)
+    options = Options(gpu="A100-80", bandwidth=100, reserve_gib=0)
+    assert hardware_of(options, "fp32") == Hardware(8, 80 * 2**30, 19.5e12, 100e9)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_every_recipe_can_be_estimated(name, tmp_path):
     """With the shape of the model that it names; of the models that are no public ones, a 7B one's."""
     config = load_recipe(FOLDER / name)
     shape = read_shape("", config_json(tmp_path, SHAPES.get(config.policy.path, QWEN_7B)))
-    found = estimate.estimate(config, shape, HARDWARE, dataclasses.replace(ASSUMED, prompt_tokens=64))
+    found = estimate(config, shape, HARDWARE, dataclasses.replace(ASSUMED, prompt_tokens=64))
     assert found.peak > 0
     assert found.seconds > 0
     assert not found.fits  # one gigabyte is too little for any of them

@@ -14,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.checkpoint.folder_lock import claim
+from exgrpo.train.config import Config
 from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.evaluate.program import Options, answers_per_row, defaults, evaluate, parse_options
+from exgrpo.train.evaluate.evaluation import answers_per_row
+from exgrpo.train.evaluate.held_out import evaluate
+from exgrpo.train.evaluate.options import AS_TRAINED, Options, defaults, parse_options
 from exgrpo.train.evaluate.scores import average, pass_at_k, score, score_all
 from exgrpo.train.recipe import DEFAULT_RUN, to_yaml
 from exgrpo.train.rollout import Sampling
@@ -143,6 +146,13 @@ def test_bad_recipes_are_named(tmp_path, text, message):
         defaults(tmp_path / "r.yaml")
 
 
+def test_what_an_evaluation_shares_with_a_run_has_the_type_that_it_has_there():
+    for section, names in AS_TRAINED.items():
+        fields = Config.model_fields[section].annotation.model_fields
+        for name in set(names) - {"dtype"}:
+            assert Options.model_fields[name].annotation == fields[name].annotation, name
+
+
 def test_the_command_line_beats_the_recipe(tmp_path):
     (tmp_path / "r.yaml").write_text("data: [a.jsonl]\ntemperature: 0.7\nsamples: 4\n")
     options = parse_options(["some/model", f"--recipe={tmp_path / 'r.yaml'}", "--samples", "2"])
@@ -154,7 +164,7 @@ def command(folder, *more):
     # As the default run asks its model, which knows no other prompts.
     fixed = [f"--recipe={DEFAULT_RUN}", "--engine=transformers", f"--output={folder}"]
     return subprocess.run(
-        [sys.executable, "-m", "exgrpo.train.evaluate.program", *arguments, *fixed, *more],
+        [sys.executable, "-m", "exgrpo.train.evaluate", *arguments, *fixed, *more],
         capture_output=True,
         text=True,
         env=environment(),

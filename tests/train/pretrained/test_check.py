@@ -17,7 +17,8 @@ from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.source import ASSETS, find_model
 from exgrpo.train.pretrained.tokenizer import load_pretrained
 from exgrpo.train.recipe import DEFAULT_RUN
-from exgrpo.train.rollout.choice import choose_engine, training_settings
+from exgrpo.train.rollout.registry import choose_engine
+from exgrpo.train.rollout.settings import training_settings
 from tests.train import tiny
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld

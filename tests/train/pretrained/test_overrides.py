@@ -16,7 +16,8 @@ from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.source import ASSETS, find_model
 from exgrpo.train.pretrained.tokenizer import load_pretrained
 from exgrpo.train.recipe import DEFAULT_RUN, load_recipe, parse_args, to_yaml
-from exgrpo.train.rollout.choice import Choice, open_engine, training_settings
+from exgrpo.train.rollout.registry import Choice, open_engine
+from exgrpo.train.rollout.settings import training_settings
 from tests.train import tiny
 from tests.train.checkpoint.test_checkpoint import untimed
 from tests.train.configs import configured

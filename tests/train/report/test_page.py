@@ -14,9 +14,11 @@ import yaml
 
 from exgrpo.train.errors import ReportError
 from exgrpo.train.report import curves as report_curves
-from exgrpo.train.report import page as report
 from exgrpo.train.report import plots as report_plots
-from exgrpo.train.report.page import ABSENT, write_report
+from exgrpo.train.report import program
+from exgrpo.train.report.groups import ABSENT, group_runs
+from exgrpo.train.report.page import write_report
+from exgrpo.train.report.runs import load_run
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -185,7 +187,7 @@ def test_fans_carry_the_quantiles_of_the_metrics(whole_page):
 
 
 def test_evaluations_are_no_training_steps(tmp_path):
-    columns = report.load_run(make_run(tmp_path / "one", whole_run()), "one").columns
+    columns = load_run(make_run(tmp_path / "one", whole_run()), "one").columns
     assert columns.training["step"].tolist() == [1, 2, 3, 4]
     assert columns.held_out["generated_tokens"].tolist() == [0, 4000]
     assert columns.merged["step"].tolist() == [0, 1, 2, 3, 4]
@@ -193,7 +195,7 @@ def test_evaluations_are_no_training_steps(tmp_path):
 
 
 def test_every_plot_of_a_complete_run_is_drawn_named_and_described(whole_page):
-    planned = yaml.safe_load((report.ASSETS / "plots.yaml").read_text())
+    planned = yaml.safe_load((report_plots.ASSETS / "plots.yaml").read_text())
     titles = [panel["title"] for section in planned for panel in section["panels"]]
     titles += [plot["title"] for section in planned for kind in ("fans", "stacks") for plot in section.get(kind, [])]
     assert set(whole_page.figures) == set(titles)
@@ -262,9 +264,9 @@ def test_what_differs_in_more_than_the_seed_is_not_averaged(tmp_path):
         make_run(tmp_path / "unknown", whole_run(), seed=2),
     ]
     (tmp_path / "unknown" / "config.yaml").unlink()
-    data = [report.load_run(run, run.name) for run in runs]
+    data = [load_run(run, run.name) for run in runs]
 
-    groups = [[run.name for run in group.runs] for group in report.group_runs(data)]
+    groups = [[run.name for run in group.runs] for group in group_runs(data)]
 
     assert groups == [["replay", "resumed"], ["policy"], ["again"], ["unknown"]]
 
@@ -331,7 +333,7 @@ def test_damaged_lines_are_left_out_and_named(tmp_path):
 def test_steps_that_a_resumed_run_repeats_count_once(tmp_path):
     lost = [training_record(step, seconds=1000.0) for step in (2, 3)] + [held_out(3, 0.9)]
     records = [held_out(0, 0.25), training_record(1), *lost, training_record(2)]
-    columns = report.load_run(make_run(tmp_path / "one", records), "one").columns
+    columns = load_run(make_run(tmp_path / "one", records), "one").columns
     assert columns.training["step"].tolist() == [1, 2]
     assert columns.training["seconds_so_far"].tolist() == [25, 50]
     assert columns.held_out["step"].tolist() == [0]
@@ -384,13 +386,13 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     runs = [make_run(tmp_path / name, SHORT, seed=i) for i, name in enumerate("ab")]
     monkeypatch.chdir(tmp_path)
 
-    assert report.main([str(runs[0])]) == 0
-    assert report.main([*map(str, runs), "--output", "deep/both.html"]) == 0
-    assert report.main([*map(str, runs)]) == 0
+    assert program.main([str(runs[0])]) == 0
+    assert program.main([*map(str, runs), "--output", "deep/both.html"]) == 0
+    assert program.main([*map(str, runs)]) == 0
     assert all(Path(page).is_file() for page in ("a/report.html", "deep/both.html", "report.html"))
     assert "a/report.html" in capsys.readouterr().out
 
-    assert report.main(["missing"]) == 2
+    assert program.main(["missing"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
@@ -400,7 +402,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 def test_the_module_runs_without_the_training_stack(tmp_path):
     run = make_run(tmp_path / "one", SHORT)
     script = (
-        "import sys; from exgrpo.train.report.page import main; code = main(sys.argv[1:]); "
+        "import sys; from exgrpo.train.report.program import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules and 'matplotlib.pyplot' not in sys.modules; sys.exit(code)"
     )
     subprocess.run([sys.executable, "-c", script, str(run)], check=True, timeout=60)

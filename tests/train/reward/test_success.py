@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.evaluate.program import Options, parse_options
+from exgrpo.train.evaluate.options import Options, parse_options
 from exgrpo.train.reward.success import RewardWatch, is_success
 from tests.train.configs import configured
 

@@ -4,14 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from exgrpo.train.answers import Answerer
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.records import Rollout
 from exgrpo.train.rollout import NO_STOPS, Sampling, Stops, TransformersEngine, text_of
 from exgrpo.train.trainer import Trainer
@@ -105,8 +103,7 @@ class Unpushed(TransformersEngine):
 
 @pytest.fixture(params=[0, EOS[0]], ids=["own pad", "pad is EOS"])
 def engine(request, folder):
-    common = {"dtype": torch.float32, "device": torch.device("cpu"), "eos": EOS}
-    return Unpushed(find_model(str(folder)), pad=request.param, batch_tokens=1500, **common)
+    return Unpushed(tiny.engine_settings(folder, eos=EOS, pad=request.param, batch_tokens=1500), LoneWorld())
 
 
 def flat(answers):

@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.rollout import Sampling, TransformersEngine
 from tests.train import tiny
+from tests.train.fakes import LoneWorld
 
 EOS = (2, 5)
 PROMPTS = [tiny.prompt(question) for question in range(6)]
@@ -22,9 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def engine(folder):
-    return TransformersEngine(
-        find_model(str(folder)), dtype=torch.float32, device=torch.device("cpu"), eos=EOS, pad=0, batch_tokens=100
-    )
+    return TransformersEngine(tiny.engine_settings(folder, eos=EOS, batch_tokens=100), LoneWorld())
 
 
 def ids(answers):
@@ -103,6 +101,4 @@ def test_weights_that_are_missing_or_unknown_are_named(engine, folder):
     with pytest.raises(ValueError, match=r"no parameter 'lm_head\.extra'"):
         engine.push_weights([*weights, ("lm_head.extra", weights[0][1])])
     with pytest.raises(ValueError, match="eos: a rollout engine needs at least one"):
-        TransformersEngine(
-            find_model(str(folder)), dtype=torch.float32, device=torch.device("cpu"), eos=(), pad=0, batch_tokens=9
-        )
+        tiny.engine_settings(folder, eos=())

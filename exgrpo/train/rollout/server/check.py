@@ -10,14 +10,13 @@ import torch
 
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.overrides import to_arguments
-from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server.client import ServerClient, ServerError, host_and_port
 from exgrpo.train.rollout.server.facts import model_facts
+from exgrpo.train.rollout.settings import EngineSettings
+from exgrpo.train.rollout.vllm.version import TESTED_VERSION
 
-VLLM = "0.32.0"
-"""The version that was tested."""
 FRESH = "default"
 """What vLLM calls the weights with which a server starts."""
 INCOMPLETE = "incomplete"
@@ -41,34 +40,29 @@ class ServerFacts:
     label: str
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a run needs of a server: the model and dtype, the longest prompt + response, where the trainer computes."""
-
-    source: ModelSource
-    dtype: torch.dtype
-    length: int
-    eos: tuple[int, ...]
-    device: torch.device
-
-    def command(self, url: str) -> str:
-        """What starts such a server, for messages."""
-        host, port = host_and_port(url)
-        dtype = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
-        listen = "" if host in ("localhost", "127.0.0.1") else " --host 0.0.0.0"
-        options = f"--dtype {dtype} --max-tokens {self.length} --port {port}{listen}"
-        if self.source.overrides:
-            options += f" --overrides {shlex.join(to_arguments(self.source.overrides))}"
-        return f"`python -m exgrpo.train.serve {self.source.path} {options}`"
+def start_command(settings: EngineSettings, url: str) -> str:
+    """What starts a server at the address that generates as the settings ask, for messages."""
+    host, port = host_and_port(url)
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == settings.dtype)
+    listen = "" if host in ("localhost", "127.0.0.1") else " --host 0.0.0.0"
+    options = f"--dtype {dtype} --max-tokens {settings.length} --port {port}{listen}"
+    if settings.source.overrides:
+        options += f" --overrides {shlex.join(to_arguments(settings.source.overrides))}"
+    return f"`python -m exgrpo.train.serve {settings.source.path} {options}`"
 
 
-def check_server(client: ServerClient, wanted: Wanted) -> ServerFacts:
+def check_server(client: ServerClient, settings: EngineSettings, device: torch.device) -> ServerFacts:
     """Ask a server for everything that a run depends on.
+
+    Args:
+        client: to talk to it.
+        settings: what the run needs.
+        device: where the trainer computes.
 
     Raises:
         ConfigError: it will not do; the message says why and what to do.
     """
-    remedy = f"start it with {wanted.command(client.url)}"
+    remedy = f"start it with {start_command(settings, client.url)}"
 
     def refuse(problem: str) -> ConfigError:
         return ConfigError(f"rollout.servers: {client.url} {problem}: {remedy}")
@@ -79,21 +73,22 @@ def check_server(client: ServerClient, wanted: Wanted) -> ServerFacts:
         raise refuse(f"cannot be reached ({error})") from None
     except (KeyError, TypeError):
         raise refuse("is no vLLM server") from None
-    if version.partition("+")[0] != VLLM:
-        raise refuse(f"runs vLLM {version}, and {VLLM} was tested")
+    if version.partition("+")[0] != TESTED_VERSION:
+        raise refuse(f"runs vLLM {version}, and {TESTED_VERSION} was tested")
     try:
         facts = client.call_workers("rollout_facts")[0]
     except ServerError as error:
         why = "has vLLM's development routes off" if error.status == 404 else "lacks this package's worker extension"
         raise refuse(f"{why} ({error})") from None
-    if problem := _differs(facts, wanted):
+    if problem := _differs(facts, settings, device):
         raise refuse(problem)
     try:
         label = str(client.get("weight_info")["weight_version"])
         if label == INCOMPLETE:
             end_update(client)
+        eos = sorted(set(settings.eos))
         client.post("resume")  # whoever has paused it may be gone
-        probe = client.generate("check", np.array(wanted.eos[:1], np.int32), 1, Sampling(1), list(wanted.eos))
+        probe = client.generate("check", np.array(eos[:1], np.int32), 1, Sampling(1), eos)
     except ServerError as error:
         raise refuse(f"does not generate ({error})") from None
     if probe.versions != {label}:
@@ -112,23 +107,23 @@ def end_update(client: ServerClient) -> None:
     client.post("finish_weight_update")
 
 
-def _differs(facts: dict[str, Any], wanted: Wanted) -> str | None:
-    own = model_facts(wanted.source.config)
+def _differs(facts: dict[str, Any], settings: EngineSettings, device: torch.device) -> str | None:
+    own = model_facts(settings.source.config)
     for name, value in own.items():
         if facts["model"].get(name) != value:
             return f"has another model, {facts['path']}: {name} is {facts['model'].get(name)} and not {value}"
-    dtype = str(wanted.dtype).removeprefix("torch.")
+    dtype = str(settings.dtype).removeprefix("torch.")
     if facts["dtype"] != dtype:
         return f"computes in {facts['dtype']}, the trainer in {dtype}"
-    if facts["max_model_len"] < wanted.length:
+    if facts["max_model_len"] < settings.length:
         return (
             f"takes {facts['max_model_len']} tokens, and data.max_prompt_tokens + rollout.max_tokens are "
-            f"{wanted.length}"
+            f"{settings.length}"
         )
     if facts["logprobs_mode"] != "processed_logprobs":
         return f"gives {facts['logprobs_mode']} instead of log-probs at the sampling temperature"
     if facts["backend"] not in ("gloo", "nccl"):
         return f"has no weight transfer by nccl or gloo but {facts['backend']}"
-    if facts["backend"] == "nccl" and wanted.device.type != "cuda":
+    if facts["backend"] == "nccl" and device.type != "cuda":
         return "takes weights over NCCL, and the trainer has no GPU"
     return None

@@ -32,7 +32,7 @@ ALIVE = [
 
 
 class ServerError(RuntimeError):
-    """A server did not do what it was asked; the message is what it said, in one line.
+    """A server did not do what it was asked; the message is the server's or the network's, in one line.
 
     Attributes:
         status: of its answer over HTTP; None: there was none.
@@ -89,8 +89,8 @@ class ServerClient:
             ),
         )
 
-    def knock(self) -> None:
-        """See whether anything listens there, without patience.
+    def check_listening(self) -> None:
+        """Check that a program listens at the address; one attempt, no repetition.
 
         Raises:
             ServerError: nothing does.
@@ -176,7 +176,7 @@ class ServerClient:
 
 
 class _Retry(Retry):
-    """Retries of which nobody is told: what came of them is. Who did not answer in time is not asked again."""
+    """Retries that are not logged: their result is. A request that timed out is not repeated."""
 
     def increment(
         self,
@@ -192,11 +192,11 @@ class _Retry(Retry):
         return super().increment(method, url, response, error, _pool, _stacktrace)
 
 
-def _worth_telling(record: logging.LogRecord) -> bool:
+def _is_no_retry(record: logging.LogRecord) -> bool:
     return not (isinstance(record.args, tuple) and any(isinstance(part, _Retry) for part in record.args))
 
 
-logging.getLogger("urllib3.connectionpool").addFilter(_worth_telling)
+logging.getLogger("urllib3.connectionpool").addFilter(_is_no_retry)
 
 
 class _Adapter(HTTPAdapter):
@@ -231,7 +231,7 @@ def _reply(reply: Any, count: int, sampling: Sampling) -> Reply:
     return Reply(
         rollouts=tuple(sampling.stop.cut(_rollout(choice)) for choice in choices),
         versions=frozenset(span["version"] for choice in choices for span in choice["weight_versions"]),
-        # Told of one sample, not the one that came first and filled the cache for the others.
+        # The server counts those of one sample, which is not the first one: that one filled the cache for the others.
         cached_tokens=cached * max(1, count - 1),
     )
 

@@ -9,13 +9,13 @@ import torch
 
 from exgrpo.train.distributed import World, agree
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.records import TokenIds
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
-from exgrpo.train.rollout.server.check import FRESH, Wanted
+from exgrpo.train.rollout.server.check import FRESH
 from exgrpo.train.rollout.server.client import ServerClient, host_and_port
 from exgrpo.train.rollout.server.pool import Job, ServerPool
 from exgrpo.train.rollout.server.sender import WeightSender
+from exgrpo.train.rollout.settings import EngineSettings
 
 BUCKET_BYTES = 2**28
 
@@ -26,12 +26,7 @@ class ServerEngine:
     `generate` makes no collective call and may run in a thread beside those of the trainer.
 
     Args:
-        urls: addresses of the servers, http://host:port each.
-        source: the model.
-        dtype: compute dtype.
-        eos: token ids that end a response; at least one.
-        max_prompt_tokens: longest prompt.
-        max_tokens: longest response.
+        settings: the model, lengths, and the servers' addresses, http://host:port each.
         world: the ranks; all of them make an engine together.
         bucket_bytes: weights are copied and sent in parts of about this size.
 
@@ -43,29 +38,15 @@ class ServerEngine:
     free_log_prob = True
     ranks = 1
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        source: ModelSource,
-        dtype: torch.dtype,
-        eos: Sequence[int],
-        max_prompt_tokens: int,
-        max_tokens: int,
-        world: World,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
-        if not eos:
-            raise ValueError("eos: a rollout engine needs at least one token id that ends a response")
+    def __init__(self, settings: EngineSettings, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.world = world
-        self._clients = [ServerClient(url) for url in _distinct(urls)]
-        self._pool = ServerPool(self._clients, sorted(set(eos)))
+        self._clients = [ServerClient(url) for url in _distinct(settings.rollout.servers)]
+        self._pool = ServerPool(self._clients, sorted(set(settings.eos)))
         self._counts = EngineCounts()
         self._lock = threading.Lock()
         self._sender: WeightSender | None = None
         if world.is_main:
-            wanted = Wanted(source, dtype, max_prompt_tokens + max_tokens, tuple(sorted(set(eos))), world.device)
-            self._sender = WeightSender(self._clients, wanted, bucket_bytes)
+            self._sender = WeightSender(self._clients, settings, world.device, bucket_bytes)
         try:
             facts = agree(world, lambda: self._sender.open() if self._sender else {})
         except ConfigError:
@@ -109,13 +90,13 @@ class ServerEngine:
         self._pushes += 1
         label = f"{self._run}-{self._pushes}"
         self._pool.expect(label)
-        said = {}
+        problems = {}
         if self._sender is not None:
-            said = self._sender.push(weights, label)
+            problems = self._sender.push(weights, label)
         else:
             _run_through(weights)
-        self._pool.renew(self.world.gather(said)[0])
-        if error := self._pool.lost():
+        self._pool.renew(self.world.gather(problems)[0])
+        if error := self._pool.failure():
             raise error
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

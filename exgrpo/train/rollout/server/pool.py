@@ -18,7 +18,7 @@ REQUESTS = 64
 
 
 class NoServerError(RolloutError):
-    """No rollout server is left; the message says what each of them said last."""
+    """No rollout server is left; the message has the last problem of each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class _Call:
 class ServerPool:
     """Asks the server with the least outstanding answers; what one fails to answer is asked of another.
 
-    Nothing is asked before `renew` has said which servers there are.
+    No server is asked before the first `renew`.
 
     Args:
         clients: all servers of the run.
@@ -61,25 +61,25 @@ class ServerPool:
         self._lock = threading.Lock()
         self._members: dict[str, _Member] = {}
         self._versions: list[str] = []
-        self._said: dict[str, str] = {}
+        self._problems: dict[str, str] = {}
 
     def expect(self, version: str) -> None:
         """From now on answers may be written by the weights of this label too."""
         self._versions.append(version)
 
-    def renew(self, said: Mapping[str, str]) -> None:
-        """From now on ask the servers that hold the weights: those that had nothing to say against it."""
+    def renew(self, problems: Mapping[str, str]) -> None:
+        """From now on ask the servers that hold the weights: those of which the problem is empty."""
         with self._lock:
-            self._members = {url: _Member(self._clients[url]) for url, against in said.items() if not against}
-            self._said = dict(said)
+            self._members = {url: _Member(self._clients[url]) for url, problem in problems.items() if not problem}
+            self._problems = dict(problems)
 
-    def lost(self) -> NoServerError | None:
+    def failure(self) -> NoServerError | None:
         """The error to raise where no server is left."""
         with self._lock:
             return None if self._members else self._error()
 
     def _error(self) -> NoServerError:
-        each = "; ".join(f"{url}: {self._said.get(url, 'no weights yet')}" for url in self._clients)
+        each = "; ".join(f"{url}: {self._problems.get(url, 'no weights yet')}" for url in self._clients)
         return NoServerError(f"no rollout server is left ({each}): start them again, and go on with --resume auto")
 
     def generate(self, jobs: Sequence[Job], sampling: Sampling) -> Generator[tuple[Job, Reply]]:
@@ -136,5 +136,5 @@ class ServerPool:
             if call.over or self._members.get(url) is not member:
                 return
             del self._members[url]
-            self._said[url] = reason
+            self._problems[url] = reason
         logger.warning("rollout server %s is left out until the next push of weights: %s", url, reason)

@@ -12,8 +12,9 @@ import torch
 
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.rollout.server.channel import WeightChannel
-from exgrpo.train.rollout.server.check import INCOMPLETE, ServerFacts, Wanted, check_server, end_update
+from exgrpo.train.rollout.server.check import INCOMPLETE, ServerFacts, check_server, end_update
 from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient, ServerError
+from exgrpo.train.rollout.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +42,15 @@ class Receiver:
         client: to talk to it.
         label: of the weights that it should have.
         channel: to its workers, while there is one.
-        answer: of the request that tells it of what is sent.
-        against: what it had against the last push.
+        request: the one that announces what is sent; done when the workers have taken it.
+        problem: what kept it out of the last push; empty: nothing.
     """
 
     client: ServerClient
     label: str = ""
     channel: WeightChannel | None = None
-    answer: "Future[Any] | None" = None
-    against: str = ""
+    request: "Future[Any] | None" = None
+    problem: str = ""
 
 
 class WeightSender:
@@ -57,12 +58,16 @@ class WeightSender:
 
     Args:
         clients: all servers of the run.
-        wanted: what a server has to be.
+        settings: what the run needs of a server.
+        device: where the trainer computes.
         bucket_bytes: so much is copied and sent at a time.
     """
 
-    def __init__(self, clients: Sequence[ServerClient], wanted: Wanted, bucket_bytes: int) -> None:
-        self._wanted = wanted
+    def __init__(
+        self, clients: Sequence[ServerClient], settings: EngineSettings, device: torch.device, bucket_bytes: int
+    ) -> None:
+        self._settings = settings
+        self._device = device
         self._bucket_bytes = bucket_bytes
         self._receivers = [Receiver(client) for client in clients]
         # A server is told of a bucket in one thread while it is sent in another.
@@ -80,7 +85,7 @@ class WeightSender:
 
     def _connect(self, receiver: Receiver) -> ServerFacts:
         client = receiver.client
-        facts = check_server(client, self._wanted)
+        facts = check_server(client, self._settings, self._device)
         try:
             receiver.channel = self._open_channel(client, facts)
         except (ServerError, RuntimeError, OSError) as error:
@@ -93,7 +98,7 @@ class WeightSender:
 
     def _open_channel(self, client: ServerClient, facts: ServerFacts) -> WeightChannel:
         client.post("shutdown_weight_transfer_engine")
-        channel = WeightChannel(facts.backend, client.url, facts.workers, self._wanted.device)
+        channel = WeightChannel(facts.backend, client.url, facts.workers, self._device)
         invited = self._threads.submit(client.post, "init_weight_transfer_engine", {"init_info": channel.invitation})
         try:
             channel.connect()
@@ -109,25 +114,27 @@ class WeightSender:
         """Replace the weights of all servers that can be reached; all weights are run through in any case.
 
         Returns:
-            what each server had against it, by address; nothing where it holds the weights.
+            what kept each server from taking them, by address; empty where it holds the weights.
         """
-        said: dict[str, str] = {}
-        live = self._each(self._begin, self._receivers, said)
+        problems: dict[str, str] = {}
+        live = self._each(self._begin, self._receivers, problems)
         self._layout = Layout()
         for bucket in self._buckets(weights):
             part = Layout()
             for name, weight in bucket:
                 part.add(name, weight)
                 self._layout.add(name, weight)
-            live = self._each(partial(self._update, part=part, tensors=[weight for _, weight in bucket]), live, said)
-        live = self._each(partial(self._finish, label=label), live, said)
-        return said | {receiver.client.url: "" for receiver in live}
+            live = self._each(
+                partial(self._update, part=part, tensors=[weight for _, weight in bucket]), live, problems
+            )
+        live = self._each(partial(self._finish, label=label), live, problems)
+        return problems | {receiver.client.url: "" for receiver in live}
 
     def _begin(self, receiver: Receiver) -> None:
         client = receiver.client
-        client.knock()
+        client.check_listening()
         if receiver.channel is None or client.get("weight_info")["weight_version"] != receiver.label:
-            self._leave(receiver)
+            self._disconnect(receiver)
             self._connect(receiver)
         client.post("pause?mode=wait", seconds=LONG_SECONDS)
         # An answer that such weights write must not be taken for one of the weights before or after them.
@@ -135,29 +142,29 @@ class WeightSender:
         client.post("start_weight_update")
 
     def _update(self, receiver: Receiver, part: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        receiver.answer = self._threads.submit(receiver.client.post, "update_weights", {"update_info": vars(part)})
+        receiver.request = self._threads.submit(receiver.client.post, "update_weights", {"update_info": vars(part)})
         self._send(receiver, tensors)
-        _hear(receiver)
+        _await_request(receiver)
 
     def _finish(self, receiver: Receiver, label: str) -> None:
         receiver.client.post("finish_weight_update", {"weight_version": label})
         receiver.client.post("resume")
-        receiver.label, receiver.against = label, ""
+        receiver.label, receiver.problem = label, ""
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """Names of the weights that servers do not compute with; nothing before the first push."""
         layout = self._layout
-        said: dict[str, str] = {}
+        problems: dict[str, str] = {}
         live = [receiver for receiver in self._receivers if receiver.channel is not None and layout.names]
         for receiver in live:
             arguments = layout.names, layout.dtype_names, layout.shapes
-            receiver.answer = self._threads.submit(receiver.client.call_workers, "rollout_differing", *arguments)
+            receiver.request = self._threads.submit(receiver.client.call_workers, "rollout_differing", *arguments)
         for bucket in self._buckets(weights):
-            live = self._each(partial(self._send, tensors=[weight for _, weight in bucket]), live, said)
-        live = self._each(_hear, live, said)
+            live = self._each(partial(self._send, tensors=[weight for _, weight in bucket]), live, problems)
+        live = self._each(_await_request, live, problems)
         found: dict[str, list[str]] = {}
         for receiver in live:
-            of_workers = receiver.answer.result() if receiver.answer else []
+            of_workers = receiver.request.result() if receiver.request else []
             for name in dict.fromkeys(name for names in of_workers for name in names):
                 found.setdefault(name, []).append(receiver.client.url)
         return [name if len(at) == len(live) else f"{name} (at {', '.join(at)})" for name, at in found.items()]
@@ -165,56 +172,60 @@ class WeightSender:
     def close(self) -> None:
         """Leave all channels."""
         for receiver in self._receivers:
-            self._leave(receiver)
+            self._disconnect(receiver)
         self._threads.shutdown(wait=False)
 
     def _send(self, receiver: Receiver, tensors: Sequence[torch.Tensor]) -> None:
-        channel, answer = receiver.channel, receiver.answer
+        channel, request = receiver.channel, receiver.request
         assert channel is not None
-        assert answer is not None
+        assert request is not None
         try:
-            channel.send(tensors, cancelled=lambda: answer.done() and answer.exception() is not None)
+            channel.send(tensors, cancelled=lambda: request.done() and request.exception() is not None)
         except RuntimeError:
             channel.close()  # the workers' part fails now, and says why
-            answer.result()
+            request.result()
             raise
 
     def _each(
-        self, step: Callable[[Receiver], None], receivers: Sequence[Receiver], said: dict[str, str]
+        self, step: Callable[[Receiver], None], receivers: Sequence[Receiver], problems: dict[str, str]
     ) -> list[Receiver]:
-        """Do a step with all receivers at once; those with which it worked. What the others said is added."""
+        """Do a step with all receivers at once.
+
+        Returns:
+            those with which it worked; what was wrong with the others is added to `problems`, by address.
+        """
 
         def attempt(receiver: Receiver) -> str:
             try:
                 step(receiver)
             except (ServerError, ConfigError, RuntimeError, OSError) as error:
-                self._forget(receiver)
+                self._give_up(receiver)
                 return _line(error)
             return ""
 
         live = []
-        for receiver, against in zip(receivers, self._threads.map(attempt, receivers), strict=True):
-            if not against:
+        for receiver, problem in zip(receivers, self._threads.map(attempt, receivers), strict=True):
+            if not problem:
                 live.append(receiver)
                 continue
             url = receiver.client.url
-            said[url] = against
-            if against != receiver.against:  # a server may be gone for many pushes
-                logger.warning("rollout server %s takes no weights and is left out until it does: %s", url, against)
-            receiver.against = against
+            problems[url] = problem
+            if problem != receiver.problem:  # a server may be gone for many pushes
+                logger.warning("rollout server %s takes no weights and is left out until it does: %s", url, problem)
+            receiver.problem = problem
         return live
 
-    def _forget(self, receiver: Receiver) -> None:
-        self._leave(receiver)
+    def _give_up(self, receiver: Receiver) -> None:
+        self._disconnect(receiver)
         # What waits at the server comes back with a label that nobody takes, and is asked of another one.
         with suppress(ServerError):
-            receiver.client.knock()
+            receiver.client.check_listening()
             if receiver.client.get("weight_info")["weight_version"] == INCOMPLETE:
                 end_update(receiver.client)
             receiver.client.post("resume")
 
     @staticmethod
-    def _leave(receiver: Receiver) -> None:
+    def _disconnect(receiver: Receiver) -> None:
         if receiver.channel is not None:
             receiver.channel.close()
         receiver.channel, receiver.label = None, ""
@@ -233,10 +244,10 @@ class WeightSender:
             yield bucket
 
 
-def _hear(receiver: Receiver) -> None:
-    """Wait for what a server says of what was sent."""
-    assert receiver.answer is not None
-    receiver.answer.result()
+def _await_request(receiver: Receiver) -> None:
+    """Wait until a server has taken what was sent."""
+    assert receiver.request is not None
+    receiver.request.result()
 
 
 def _line(error: BaseException) -> str:

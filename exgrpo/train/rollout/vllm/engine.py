@@ -1,18 +1,19 @@
 """Rollouts by vLLM inside the trainer's process: one engine per rank, or one per group of neighbouring ranks."""
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from exgrpo.train.distributed import World
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
+from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.vllm.probe import differing
-from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, kept_process_group
+from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, kept_process_group, one_line
 from exgrpo.train.rollout.vllm.sleep import Sleep
 
 GIB = 2**30
@@ -31,17 +32,9 @@ class VllmEngine:
     their engines together.
 
     Args:
-        source: the model. Load it before any HfDeepSpeedConfig exists, as the other engine.
-        dtype: compute dtype.
-        device: where to generate.
-        eos: token ids that end a response; at least one.
-        max_prompt_tokens: longest prompt.
-        max_tokens: longest response.
-        batch_tokens: prompt + response tokens generated at once by an engine.
-        kv_cache_gib: size of the cache of keys and values, on each rank.
-        tensor_parallel: ranks per engine.
-        sleep_level: on GPUs, what `sleep` does: 1 moves the weights to CPU memory, 2 drops them, 0 nothing. CPUs do
-            not sleep.
+        settings: the model and how to generate. Make the engine before any HfDeepSpeedConfig exists, as the other
+            engine. CPUs do not sleep, whatever the sleep level is.
+        world: the ranks.
 
     Raises:
         ConfigError: vLLM cannot take the model, or the cache is too small or too large.
@@ -49,43 +42,20 @@ class VllmEngine:
 
     free_log_prob = True
 
-    def __init__(
-        self,
-        source: ModelSource,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        eos: Sequence[int],
-        max_prompt_tokens: int,
-        max_tokens: int,
-        batch_tokens: int,
-        kv_cache_gib: float,
-        tensor_parallel: int = 1,
-        sleep_level: int = 0,
-    ) -> None:
-        if not eos:
-            raise ValueError("eos: a rollout engine needs at least one token id that ends a response")
-        on_gpu = device.type == "cuda"
+    def __init__(self, settings: EngineSettings, world: World) -> None:
+        on_gpu = world.device.type == "cuda"
         self.unrepeatable = "vLLM's kernels on GPUs do not always add in the same order" if on_gpu else None
-        self.ranks = tensor_parallel
-        self.eos = sorted(set(eos))
-        length = max_prompt_tokens + max_tokens
-        self._vllm = import_vllm(device)
-        self._guest = Guest(device)
-        arguments = _arguments(device, int(kv_cache_gib * GIB), tensor_parallel, sleep_level, source.changes)
+        self.ranks = settings.rollout.tensor_parallel
+        self.eos = sorted(set(settings.eos))
+        self._vllm = import_vllm(world.device)
+        self._guest = Guest(world.device)
         try:
             with self._guest, kept_environment():
-                self._llm = self._vllm.LLM(
-                    source.path,
-                    dtype=str(dtype).removeprefix("torch."),
-                    max_model_len=length,
-                    max_num_seqs=max(1, batch_tokens // length),
-                    **arguments,
-                )
+                self._llm = self._vllm.LLM(settings.source.path, **_arguments(settings, world.device))
         except (ValueError, OSError, torch.OutOfMemoryError) as error:
-            raise ConfigError(_explain(error, kv_cache_gib, length)) from None
+            raise ConfigError(_explain(error, settings)) from None
         self._engine = self._llm.llm_engine
-        self._sleep = Sleep(self._llm, sleep_level if on_gpu else 0)
+        self._sleep = Sleep(self._llm, settings.rollout.sleep_level if on_gpu else 0)
         self._weights: Iterable[tuple[str, torch.Tensor]] | None = None
         self._prompt_tokens = self._cached_tokens = 0
 
@@ -192,11 +162,14 @@ class VllmEngine:
         gc.collect()
 
 
-def _arguments(
-    device: torch.device, cache: int, tensor_parallel: int, sleep_level: int, changes: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What vLLM is told beside the model's path and lengths; `cache` in bytes, `changes` of its configuration."""
+def _arguments(settings: EngineSettings, device: torch.device) -> dict[str, Any]:
+    """What vLLM is told beside the model's path."""
+    rollout, changes = settings.rollout, settings.source.changes
+    cache = int(rollout.kv_cache_gib * GIB)
     common = {
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "max_model_len": settings.length,
+        "max_num_seqs": max(1, rollout.batch_tokens // settings.length),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",  # of the policy that is sampled from, at its temperature
@@ -205,7 +178,7 @@ def _arguments(
         "kv_cache_memory_bytes": cache,
         # Every rank calls its own engine; the launcher's ranks say on which GPU, and which of them share one.
         "distributed_executor_backend": "external_launcher",
-        "tensor_parallel_size": tensor_parallel,
+        "tensor_parallel_size": rollout.tensor_parallel,
         "hf_overrides": dict(changes),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -214,31 +187,12 @@ def _arguments(
         return {**common, "enforce_eager": True}
     return {
         **common,
-        "enable_sleep_mode": sleep_level > 0,
+        "enable_sleep_mode": rollout.sleep_level > 0,
         # A bound for the memory that must be free at the start, where the size of the cache is given.
         "gpu_memory_utilization": min(1.0, cache / torch.cuda.mem_get_info(device)[1]),
         # Sums of the head in fp32 as the trainer's, which on GPUs costs nothing and on CPUs a copy of it per token.
         "hf_overrides": {**changes, "head_dtype": "float32"},
     }
-
-
-def refusal(source: ModelSource, device: torch.device, max_prompt_tokens: int, max_tokens: int) -> str | None:
-    """Why vLLM's configuration has no place for the model, or not for sequences of this length; None: it has."""
-    vllm = import_vllm(device)
-    with Guest(device), kept_environment():
-        try:
-            arguments = vllm.EngineArgs(model=source.path, skip_tokenizer_init=True, hf_overrides=dict(source.changes))
-            config = arguments.create_model_config()
-        except ValueError as error:
-            return f"vLLM cannot take {source.path}: {_one_line(error)}"
-        try:
-            config.get_and_verify_max_len(max_prompt_tokens + max_tokens)
-        except ValueError:
-            return (
-                f"max_prompt_tokens + max_tokens ({max_prompt_tokens} + {max_tokens}) exceed the "
-                f"{config.max_model_len} positions of {source.path}: lower one of them"
-            )
-    return None
 
 
 def repack_tied_head(model: Any) -> None:
@@ -257,15 +211,11 @@ def _rollout(answer: Any, sampling: Sampling) -> Rollout:
     return sampling.stop.cut(rollout)
 
 
-def _explain(error: Exception, kv_cache_gib: float, length: int) -> str:
-    reason = _one_line(error)
+def _explain(error: Exception, settings: EngineSettings) -> str:
+    reason = one_line(error)
     if isinstance(error, torch.OutOfMemoryError) or "memory" in reason.lower():
         return (
-            f"kv_cache_gib ({kv_cache_gib:g}) does not suit sequences of {length} tokens and this machine's "
-            f"memory: {reason}"
+            f"kv_cache_gib ({settings.rollout.kv_cache_gib:g}) does not suit sequences of {settings.length} tokens and "
+            f"this machine's memory: {reason}"
         )
     return f"engine: vLLM cannot take the model: {reason}; the engine transformers may"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

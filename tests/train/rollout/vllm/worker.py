@@ -4,6 +4,7 @@
 FOLDER/NAME/seen.RANK.json. A name is tied or untied, a comma and a dtype; FOLDER/NAME holds its model.
 """
 
+import dataclasses
 import json
 import os
 import random
@@ -19,10 +20,12 @@ from exgrpo.train.errors import WeightMismatchError
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.rollout import Sampling, Stops, collect
-from exgrpo.train.rollout.vllm.engine import VllmEngine, refusal
+from exgrpo.train.rollout.vllm.availability import refusal
+from exgrpo.train.rollout.vllm.engine import VllmEngine
 from exgrpo.train.rollout.vllm.process import KEPT
 from exgrpo.train.weight_check import check_engine
 from tests.train import pieces, tiny
+from tests.train.fakes import LoneWorld
 from tests.train.test_weight_check import FullLogitPolicy
 
 CPU = torch.device("cpu")
@@ -41,18 +44,16 @@ class Unpacked(VllmEngine):
         self._reload(weights)
 
 
-def make(source, dtype, ranks, **changes):
-    arguments = {
-        "dtype": DTYPES[dtype],
-        "device": CPU,
-        "eos": EOS,
-        "max_prompt_tokens": len(LONG_PROMPT),
-        "max_tokens": MAX_TOKENS,
-        "batch_tokens": 5000,
-        "kv_cache_gib": 0.1,
-        "tensor_parallel": ranks,
-    }
-    return Unpacked(source, **{**arguments, **changes})
+def make(folder, dtype, ranks, source=None, **changes):
+    rollout = {"max_tokens": MAX_TOKENS, "batch_tokens": 5000, "kv_cache_gib": 0.1, "tensor_parallel": ranks, **changes}
+    settings = tiny.engine_settings(folder, dtype, eos=EOS, prompt_tokens=len(LONG_PROMPT), **rollout)
+    return Unpacked(dataclasses.replace(settings, source=source or settings.source), LoneWorld())
+
+
+def refused_length(source, prompt, response):
+    """Why vLLM has no place for a prompt and a response of so many tokens; None where it has."""
+    settings = tiny.engine_settings(source.path, prompt_tokens=prompt, max_tokens=response)
+    return refusal(dataclasses.replace(settings, source=source), CPU)
 
 
 def process_state():
@@ -182,7 +183,7 @@ def observe(folder, dtype, ranks):
     random.seed(7)
     np.random.seed(7)  # noqa: NPY002
     before = process_state()
-    engine = make(find_model(str(folder)), dtype, ranks)
+    engine = make(folder, dtype, ranks)
     seen = {"untouched by construction": process_state() == before, "ranks": engine.ranks}
     sampling = Sampling(MAX_TOKENS, log_prob=True)
     first = plain(sample(engine, sampling, 1))
@@ -210,12 +211,12 @@ def refusals(folder, ranks):
     shape["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
     (scaled / "config.json").write_text(json.dumps(shape))
     return {
-        "scaled positions": refusal(find_model(str(scaled)), CPU, 4000, 96),
-        "beyond scaled positions": refusal(find_model(str(scaled)), CPU, 4000, 97),
-        "small cache": refused(lambda: make(find_model(str(folder)), "fp32", ranks, kv_cache_gib=1e-5)),
-        "large cache": refused(lambda: make(find_model(str(folder)), "fp32", ranks, kv_cache_gib=1e5)),
-        "long": refusal(find_model(str(folder)), CPU, 2000, 49),
-        "not too long": refusal(find_model(str(folder)), CPU, 2000, 48),
+        "scaled positions": refused_length(find_model(str(scaled)), 4000, 96),
+        "beyond scaled positions": refused_length(find_model(str(scaled)), 4000, 97),
+        "small cache": refused(lambda: make(folder, "fp32", ranks, kv_cache_gib=1e-5)),
+        "large cache": refused(lambda: make(folder, "fp32", ranks, kv_cache_gib=1e5)),
+        "long": refused_length(find_model(str(folder)), 2000, 49),
+        "not too long": refused_length(find_model(str(folder)), 2000, 48),
     }
 
 
@@ -228,14 +229,14 @@ def stretched(folder, ranks):
     (copy / "config.json").write_text(json.dumps({**values, "max_position_embeddings": 16384}))
     (copy / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     source = find_model(str(folder), {"max_position_embeddings": 16384, "rope_theta": 40000})
-    engine = make(source, "fp32", ranks)
+    engine = make(folder, "fp32", ranks, source)
     answers = sample(engine, Sampling(MAX_TOKENS, log_prob=True), 5)
     engine.close()
     return {
         "gap to the edited copy": FullLogitPolicy(copy).gap(PROMPTS, answers, temperature=1.0),
         "gap to the model": FullLogitPolicy(folder).gap(PROMPTS, answers, temperature=1.0),
-        "stretched": refusal(source, CPU, 16000, 384),
-        "beyond stretched": refusal(source, CPU, 16000, 385),
+        "stretched": refused_length(source, 16000, 384),
+        "beyond stretched": refused_length(source, 16000, 385),
     }
 
 

@@ -3,17 +3,22 @@
 import dataclasses
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
 
+from exgrpo.train.config import RolloutConfig
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.evaluate.program import Options, engine_settings
+from exgrpo.train.evaluate.evaluation import engine_settings
+from exgrpo.train.evaluate.options import Options
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import load_pretrained
 from exgrpo.train.recipe import load_recipe
-from exgrpo.train.rollout import choice
-from exgrpo.train.rollout.choice import choose_engine, training_settings
+from exgrpo.train.rollout.registry import ENGINES, choose_engine
+from exgrpo.train.rollout.settings import training_settings
+from exgrpo.train.rollout.vllm import availability
+from exgrpo.train.rollout.vllm.version import TESTED_VERSION
 from tests.train import tiny
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
@@ -44,16 +49,16 @@ def installed(monkeypatch):
             if error:
                 raise error
 
-        monkeypatch.setattr(choice, "_installed", lambda device: version)
-        monkeypatch.setattr(choice, "import_vllm", imported)
-        monkeypatch.setattr(choice, "refusal", lambda *_: refusal)
+        monkeypatch.setattr(availability, "installed_version", lambda device: version)
+        monkeypatch.setattr(availability, "import_vllm", imported)
+        monkeypatch.setattr(availability, "refusal", lambda *_: refusal)
 
     return pretend
 
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
 def test_auto_takes_vllm_where_it_can_and_says_otherwise_why_not(installed, device):
-    installed(choice.VLLM + "+cpu")
+    installed(TESTED_VERSION + "+cpu")
     assert str(chosen(settings(), device)) == "vllm"
     assert str(chosen(settings(engine="transformers"), device)) == "transformers"
     installed(None)
@@ -61,7 +66,7 @@ def test_auto_takes_vllm_where_it_can_and_says_otherwise_why_not(installed, devi
 
 
 def test_servers_that_are_named_are_taken(installed):
-    installed(choice.VLLM)
+    installed(TESTED_VERSION)
     for engine in ("auto", "server"):
         assert chosen(settings(engine=engine, servers=("http://localhost:8000",))).name == "server"
 
@@ -72,9 +77,9 @@ def test_servers_that_are_named_are_taken(installed):
         (None, None, None, CPU, "vLLM is not installed: `make train ENGINE=vllm` .*; or take the engine transformers"),
         (None, None, None, GPU, "vLLM is not installed: `pip install vllm==0.32.0`"),
         ("0.31.2", None, None, CPU, "vLLM 0.31.2 is installed and 0.32.0 was tested"),
-        (choice.VLLM, ImportError("no libnuma"), None, CPU, r"cannot be imported \(no libnuma\)"),
-        (choice.VLLM, None, "max_tokens exceed", CPU, "max_tokens exceed"),
-        (choice.VLLM, None, None, torch.device("xpu", 0), "vLLM was not tried on xpu"),
+        (TESTED_VERSION, ImportError("no libnuma"), None, CPU, r"cannot be imported \(no libnuma\)"),
+        (TESTED_VERSION, None, "max_tokens exceed", CPU, "max_tokens exceed"),
+        (TESTED_VERSION, None, None, torch.device("xpu", 0), "vLLM was not tried on xpu"),
     ],
 )
 def test_vllm_that_is_asked_for_and_cannot_be_had_is_an_error(installed, version, error, refusal, device, message):
@@ -85,7 +90,7 @@ def test_vllm_that_is_asked_for_and_cannot_be_had_is_an_error(installed, version
 
 
 def test_a_model_that_its_attention_on_cpus_does_not_have_is_named(installed, tmp_path):
-    installed(choice.VLLM)
+    installed(TESTED_VERSION)
     tiny.save_model(tmp_path, tied=True)
     narrow = dataclasses.replace(settings(engine="vllm"), source=find_model(str(tmp_path)))
     with pytest.raises(ConfigError, match="no heads of width 8"):
@@ -94,7 +99,7 @@ def test_a_model_that_its_attention_on_cpus_does_not_have_is_named(installed, tm
 
 
 def test_tensor_parallelism_must_divide_and_needs_vllm(installed):
-    installed(choice.VLLM)
+    installed(TESTED_VERSION)
     assert chosen(settings(tensor_parallel=2), size=4).name == "vllm"
     with pytest.raises(ConfigError, match=r"tensor_parallel \(2\) does not divide the 3 processes of this run"):
         chosen(settings(tensor_parallel=2), size=3)
@@ -129,8 +134,8 @@ def test_an_evaluation_makes_room_for_its_longest_question():
     pretrained = load_pretrained("builtin:arithmetic")
     options = Options(model="m", data=("d",), engine="vllm", kv_cache_gib=2.5, max_tokens=80)
     asked = engine_settings(options, pretrained, [Question, Question])
-    assert (asked.engine, asked.kv_cache_gib, asked.max_prompt_tokens, asked.max_tokens) == ("vllm", 2.5, 7, 80)
-    assert asked.sleep_level == 0
+    assert (asked.max_prompt_tokens, asked.rollout.max_tokens) == (7, 80)
+    assert (asked.rollout.engine, asked.rollout.kv_cache_gib, asked.rollout.sleep_level) == ("vllm", 2.5, 0)
 
 
 def test_the_run_keeps_the_engine_that_it_began_with(tmp_path):
@@ -141,6 +146,11 @@ def test_the_run_keeps_the_engine_that_it_began_with(tmp_path):
     engine = load_recipe(tmp_path / "small" / "config.yaml").rollout.engine
     assert engine in ("transformers", "vllm")
     assert f"rollouts by {engine}" in done.stdout
+
+
+def test_every_engine_that_can_be_named_can_be_made():
+    names = get_args(RolloutConfig.model_fields["engine"].annotation)
+    assert set(names) == {"auto", *ENGINES}
 
 
 def test_nothing_imports_vllm_before_it_is_chosen():

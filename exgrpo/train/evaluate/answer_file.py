@@ -1,0 +1,85 @@
+"""The answers of an evaluation on disk, from which an interrupted one goes on."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from exgrpo.train.answers import Answer
+from exgrpo.train.data.questions import Question
+from exgrpo.train.errors import OutputError
+from exgrpo.train.evaluate.options import Options
+from exgrpo.train.evaluate.scores import SourceScore, question_key, score
+from exgrpo.train.reward.success import is_success
+
+ANSWERS, OPTIONS = "answers.jsonl", "options.yaml"
+
+
+class AnswerFile:
+    """The answers written so far, a chunk at a time; what an interruption left of a chunk is dropped.
+
+    Args:
+        folder: of the evaluation.
+        options: it was begun with; going on with others is refused.
+        expected: answers of each chunk when it is complete.
+
+    Raises:
+        OutputError: the folder holds an evaluation with other options.
+    """
+
+    def __init__(self, folder: Path, options: Options, expected: Sequence[int]) -> None:
+        self.path = folder / ANSWERS
+        text = yaml.safe_dump(options.model_dump(mode="json"), sort_keys=False)
+        if (folder / OPTIONS).exists() and (folder / OPTIONS).read_text(encoding="utf-8") != text:
+            raise OutputError(f"output: {folder} holds an evaluation with other options; choose another --output")
+        (folder / OPTIONS).write_text(text, encoding="utf-8")
+        found: dict[int, list[dict[str, Any]]] = {}
+        for record in self._records():
+            found.setdefault(record["chunk"], []).append(record)
+        self.done = {chunk for chunk, records in found.items() if len(records) == expected[chunk]}
+        partial = self.path.with_suffix(".tmp")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(r) + "\n" for chunk in sorted(self.done) for r in found[chunk])
+        partial.replace(self.path)
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        if not self.path.exists():
+            return
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return  # the line that an interruption cut
+
+    def append(self, chunk: int, questions: Sequence[Question], answers: Sequence[Sequence[Answer]]) -> None:
+        """Write the answers of a chunk."""
+        with self.path.open("a", encoding="utf-8") as file:
+            for question, of_question in zip(questions, answers, strict=True):
+                for answer in of_question:
+                    record = {
+                        "chunk": chunk,
+                        "source": question.source,
+                        "question": question.text,
+                        "gold": question.gold,
+                        "response": answer.text,
+                        "reward": answer.reward,
+                        "finished": answer.rollout.finished,
+                        "tokens": len(answer.rollout.response),
+                    }
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def scores(self, left_out: Sequence[tuple[str, str, int]], success: float) -> dict[str, SourceScore]:
+        """Scores of everything in the file, and of the rows that were left out."""
+        verdicts = (
+            (record["source"], question_key(record["question"], record["gold"]), is_success(record["reward"], success))
+            for record in self._records()
+        )
+        return score(verdicts, left_out)
+
+    def rewards(self) -> npt.NDArray[np.float64]:
+        """[N] rewards of all answers in the file."""
+        return np.array([record["reward"] for record in self._records()], dtype=np.float64)

@@ -1,0 +1,180 @@
+"""One evaluation from its options to its scores; an interrupted one goes on where it stood."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from exgrpo.train.answers import Answerer
+from exgrpo.train.checkpoint.folder_lock import claim
+from exgrpo.train.config import RolloutConfig
+from exgrpo.train.data.questions import NoPromptFitsError, Question, load_questions
+from exgrpo.train.distributed import World
+from exgrpo.train.errors import OutputError, os_errors_as
+from exgrpo.train.evaluate.answer_file import AnswerFile
+from exgrpo.train.evaluate.options import PROMPT, Options
+from exgrpo.train.evaluate.scores import SourceScore, question_key
+from exgrpo.train.pretrained.check import check_weights
+from exgrpo.train.pretrained.tokenizer import DTYPES, Pretrained, load_pretrained
+from exgrpo.train.reward.pool import Grader
+from exgrpo.train.reward.success import RewardWatch
+from exgrpo.train.rollout import Sampling, Stops
+from exgrpo.train.rollout.registry import choose_engine, open_engine
+from exgrpo.train.rollout.settings import EngineSettings
+from exgrpo.train.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows whose answers are written together.
+
+    Attributes:
+        number: its place among all chunks.
+        questions: the rows.
+        counts: how often each of them is answered.
+    """
+
+    number: int
+    questions: list[Question]
+    counts: list[int]
+
+
+def chunks_of(questions: Sequence[Question], options: Options, counts: Sequence[int]) -> list[Chunk]:
+    """All rows in chunks of `options.chunk`."""
+    size = options.chunk
+    starts = range(0, len(questions), size)
+    return [
+        Chunk(number, list(questions[start : start + size]), list(counts[start : start + size]))
+        for number, start in enumerate(starts)
+    ]
+
+
+def load(options: Options, tokenizer: Any) -> tuple[list[Question], list[Question]]:
+    """The questions of all data sets to be asked, and those that are left out because their prompts are too long.
+
+    Raises:
+        NoPromptFitsError: no prompt of any data set fits.
+    """
+    questions: list[Question] = []
+    left_out: list[Question] = []
+    problem: NoPromptFitsError | None = None
+    for source in options.data:
+        try:
+            of_source = load_questions(
+                source,
+                tokenizer,
+                split=options.split,
+                limit=options.limit,
+                seed=options.seed,
+                **options.model_dump(include=set(PROMPT)),
+            )
+        except NoPromptFitsError as error:
+            problem = error
+            left_out += error.left_out
+        else:
+            questions += of_source.questions
+            left_out += of_source.left_out
+    if problem and not questions:
+        raise problem
+    return questions, left_out
+
+
+def answers_per_row(questions: Sequence[Question], options: Options) -> list[int]:
+    """How often each row is answered: `samples` times, or such that `avg` answers to the question come together.
+
+    A file that repeats every row of a source 32 times and one that does not so give avg@32 alike.
+    """
+    repeats = Counter((question.source, question_key(question.text, question.gold)) for question in questions)
+    return [
+        math.ceil(options.avg[question.source] / repeats[question.source, question_key(question.text, question.gold)])
+        if question.source in options.avg
+        else options.samples
+        for question in questions
+    ]
+
+
+def engine_settings(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> EngineSettings:
+    """What an evaluation asks of its engine, which never sleeps: nothing else needs its memory."""
+    rollout = options.model_dump(include={"engine", "max_tokens", "batch_tokens", "kv_cache_gib"})
+    return EngineSettings(
+        source=pretrained.model,
+        dtype=DTYPES[options.dtype],
+        eos=pretrained.eos,
+        pad=pretrained.pad,
+        max_prompt_tokens=max((len(question.prompt) for question in questions), default=1),
+        rollout=RolloutConfig(**rollout, sleep_level=0),
+    )
+
+
+def run(options: Options, world: World, resources: ExitStack) -> dict[str, SourceScore]:
+    """Answer what is not answered yet, then score everything; the same on every rank."""
+    pretrained = load_pretrained(options.model, options.overrides)
+    questions, left_out = load(options, pretrained.tokenizer)
+    counts = answers_per_row([*questions, *left_out], options)
+    chunks = chunks_of(questions, options, counts)
+    settings = engine_settings(options, pretrained, questions)
+    choice = choose_engine(settings, world)
+    check_weights(pretrained.model, world)
+    # An evaluation keeps its engine: what is installed later changes nothing when it goes on.
+    options = options.model_copy(update={"engine": choice.name})
+    unwritable = f"output: {options.output} cannot be written"
+    if world.is_main:
+        with os_errors_as(OutputError, unwritable):
+            options.output.mkdir(parents=True, exist_ok=True)
+        resources.enter_context(claim(options.output))
+    with os_errors_as(OutputError, unwritable):
+        file = AnswerFile(options.output, options, [sum(chunk.counts) for chunk in chunks]) if world.is_main else None
+    done = world.gather(file.done if file else set())[0]
+    grader = Grader(options.reward, workers=options.workers, time_limit=options.time_limit)
+    resources.callback(grader.close)
+    engine = open_engine(choice, settings, world)
+    resources.callback(engine.close)
+    answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world)
+    console = Console(quiet=not world.is_main)
+    console.print(f"{len(questions)} rows, {len(done)} of {len(chunks)} chunks done")
+    console.print(f"answers by {choice}")
+    _warn(options, questions, left_out, console)
+    sampling = _sampling(options, pretrained)
+    for chunk in track([chunk for chunk in chunks if chunk.number not in done], "evaluating", console=console):
+        seed = derive_seed(options.seed, "evaluation", chunk.number)
+        answers = answerer.answer(chunk.questions, chunk.counts, sampling, seed)
+        if file:
+            with os_errors_as(OutputError, unwritable):
+                file.append(chunk.number, chunk.questions, answers.of_question)
+    watch = RewardWatch(options.success, "success", patience=1)
+    wrong = [
+        (question.source, question_key(question.text, question.gold), count)
+        for question, count in zip(left_out, counts[len(questions) :], strict=True)
+    ]
+    with os_errors_as(OutputError, f"output: {options.output} cannot be read"):
+        if file and (note := watch.observe(file.rewards())):
+            console.print(note, highlight=False, soft_wrap=True)
+        scores = file.scores(wrong, options.success) if file else {}
+    return world.gather(scores)[0]
+
+
+def _sampling(options: Options, pretrained: Pretrained) -> Sampling:
+    return Sampling(
+        options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        stop=Stops(options.stop, pretrained.tokenizer.decode),
+    )
+
+
+def _warn(options: Options, questions: Iterable[Question], left_out: Sequence[Question], console: Console) -> None:
+    """Name the rows that are not asked, and the sources in `avg` that no row comes from."""
+    for source, count in sorted(Counter(question.source for question in left_out).items()):
+        console.print(
+            f"{source}: {count} rows have prompts of more than {options.max_prompt_tokens} tokens and count as wrong "
+            "(max_prompt_tokens)",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if absent := sorted(set(options.avg) - {question.source for question in (*questions, *left_out)}):
+        console.print(f"avg: no rows come from {', '.join(absent)}")

