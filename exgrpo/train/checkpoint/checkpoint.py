@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, flush_file, flush_folder, sha256
-from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Found, find, folders, inspect
+from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Checkpoint, find, folders, inspect
 from exgrpo.train.checkpoint.log_files import DAMAGED, copy_logs, restore_logs
 from exgrpo.train.checkpoint.manifest import Manifest, SavedFile, write_manifest
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, segment_names, write_checked
@@ -147,7 +147,7 @@ class Checkpoints:
                 or another version of this package, or may not be read.
         """
         found, state, problems = self._newest_sound()
-        on_main(self.world, lambda: self._put_right(found, problems))
+        on_main(self.world, lambda: self._set_damage_aside(found, problems))
         with os_errors_as(CheckpointError, f"{found.folder} cannot be loaded"):
             loaded, _ = policy.engine.load_checkpoint(str(found.folder), tag=ZERO)
         if loaded is None:
@@ -157,7 +157,7 @@ class Checkpoints:
         trainer.restore(state)
         return found.step, found.manifest.progress
 
-    def _newest_sound(self) -> tuple[Found, TrainerState, dict[Path, str]]:
+    def _newest_sound(self) -> tuple[Checkpoint, TrainerState, dict[Path, str]]:
         """The newest checkpoint without damage, and what is wrong with those after it."""
         problems: dict[Path, str] = {}
         for folder in self.world.gather(on_main(self.world, self._folders))[0] or []:
@@ -175,14 +175,14 @@ class Checkpoints:
         with os_errors_as(CheckpointError, f"{self.run} cannot be read"):
             return folders(self.run)
 
-    def _open(self, folder: Path) -> tuple[Found, TrainerState]:
+    def _open(self, folder: Path) -> tuple[Checkpoint, TrainerState]:
         """A checkpoint of which everything is verified."""
         found = self._read(lambda: inspect(folder))
         self._check(found)
         self._read(lambda: self._verify_share(found))
         return found, self._read(lambda: self._state(found.manifest))
 
-    def _verify_share(self, found: Found) -> None:
+    def _verify_share(self, found: Checkpoint) -> None:
         for _, (name, file) in self.world.split(list(found.manifest.files.items())):
             if sha256(found.folder / name) != file.sha256:
                 raise DamagedFileError(f"{found.folder / name} is damaged: it does not have the checksum it had")
@@ -191,7 +191,7 @@ class Checkpoints:
         arrays = read_checked(self.store.folder, manifest.arrays)
         return TrainerState(manifest.values, arrays, self.store.load(arrays))
 
-    def _put_right(self, found: Found, problems: dict[Path, str]) -> None:
+    def _set_damage_aside(self, found: Checkpoint, problems: dict[Path, str]) -> None:
         with os_errors_as(CheckpointError, f"{self.run} cannot be put right"):
             for folder, problem in problems.items():
                 # Under its name it would take the place of a sound one when old checkpoints are deleted.
@@ -201,7 +201,7 @@ class Checkpoints:
                 logger.warning("%s; going on with %s; %s is the damaged checkpoint now", problem, found.folder, aside)
             restore_logs(self.run, found.folder)
 
-    def _check(self, found: Found) -> None:
+    def _check(self, found: Checkpoint) -> None:
         manifest = found.manifest
         if manifest.world_size != self.world.size:
             raise CheckpointError(

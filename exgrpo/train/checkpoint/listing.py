@@ -14,7 +14,7 @@ FOLDER, EXPERIENCE = "checkpoints", "experience"
 
 
 @dataclass(frozen=True)
-class Found:
+class Checkpoint:
     """A complete checkpoint and what its manifest says."""
 
     folder: Path
@@ -37,7 +37,7 @@ def folders(run: Path) -> list[Path]:
     return [root / name for name in sorted(names, reverse=True) if re.fullmatch(r"step_\d+", name)]
 
 
-def inspect(folder: Path) -> Found:
+def inspect(folder: Path) -> Checkpoint:
     """Read a checkpoint's manifest and compare the sizes of its files, which takes no time.
 
     Raises:
@@ -54,10 +54,10 @@ def inspect(folder: Path) -> Found:
             raise DamagedFileError(f"{path} is missing")
         if (now := path.stat().st_size) != size:
             raise DamagedFileError(f"{path} is damaged: it has {now} bytes and was written with {size}")
-    return Found(folder, manifest)
+    return Checkpoint(folder, manifest)
 
 
-def survey(run: Path) -> tuple[list[Found], list[str]]:
+def survey(run: Path) -> tuple[list[Checkpoint], list[str]]:
     """The complete checkpoints of a run, newest first, and what is wrong with its others."""
     found, problems = [], []
     for folder in folders(run):
@@ -68,6 +68,6 @@ def survey(run: Path) -> tuple[list[Found], list[str]]:
     return found, problems
 
 
-def find(run: Path) -> list[Found]:
+def find(run: Path) -> list[Checkpoint]:
     """The complete checkpoints of a run, newest first; checksums are not computed."""
     return survey(run)[0]

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 FINISHED = "finished"
 """File in the folder of a run that has nothing left to do, its last evaluation included."""
-FREE = (
+# What a run that goes on may have other values of; a key that ends with a dot is a whole section.
+CHANGEABLE = (
     "steps",
     "resume",
     "preflight",
@@ -106,5 +107,5 @@ def check_continuation(config: Config, saved: Config) -> None:
 def _changes(config: Config, saved: Config) -> str:
     """What differs and may not, in words; empty where nothing does."""
     old, new = flat(saved), flat(config)
-    changed = [key for key in new if new[key] != old[key] and not key.startswith(FREE)]
+    changed = [key for key in new if new[key] != old[key] and not key.startswith(CHANGEABLE)]
     return ", ".join(f"{key} was {old[key]!r} and is now {new[key]!r}" for key in changed)

@@ -124,7 +124,7 @@ class ExperienceStore:
             self._segments[name] = Segment(len(segment), self.size(name))
             for position in np.flatnonzero(index["segment"] == number).tolist():
                 row = int(index["row"][position])
-                trajectories[position] = _own(segment[row])
+                trajectories[position] = _detached(segment[row])
                 self._places[trajectories[position]] = Place(name, row)
         return [trajectories[position] for position in range(len(trajectories))]
 
@@ -144,7 +144,7 @@ def segment_names(index: dict[str, np.ndarray]) -> list[str]:
     return [bytes(name).hex() for name in index["segments"]]
 
 
-def _own(trajectory: Trajectory) -> Trajectory:
+def _detached(trajectory: Trajectory) -> Trajectory:
     """A copy that does not keep the arrays of its whole segment in memory."""
     return dataclasses.replace(trajectory, response=trajectory.response.copy(), log_prob=trajectory.log_prob.copy())
 

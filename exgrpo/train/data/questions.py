@@ -94,18 +94,16 @@ def load_questions(
     seed: int = 0,
     progress: bool = False,
 ) -> QuestionSet:
-    r"""Loads questions and tokenises their prompts.
+    """Loads questions and tokenises their prompts.
 
     Args:
-        source: a .jsonl, .json or .parquet file, a pattern that matches several, builtin:NAME, such as
-            "builtin:arithmetic", or the name of a hub data set, "name" or "name:config". exgrpo.train.data.files lists
-            the row formats.
+        source: a .jsonl, .json or .parquet file, a pattern that matches several, builtin:NAME, or the name of a hub
+            data set, "name" or "name:config". exgrpo.train.data.files lists the row formats.
         tokenizer: of transformers.
         split: of a hub or builtin data set; a file is taken whole.
         chat: True renders the tokenizer's chat template with its generation prompt. False, for base models, encodes
             the text as it is, with the special tokens that the tokenizer puts around a text.
-        prompt_format: what the user says, with {question} in it. As in str.format, literal braces are doubled:
-            "{question}\nPut the final answer within \\boxed{{}}."
+        prompt_format: what the user says, with {question} in it; literal braces are doubled, as in str.format.
         system_prompt: the system message of every chat.
         keep_system: use the row's own system message where it has one; by default only its question is used.
         answer_prefix: text that opens every answer, such as "<think>\n"; it ends the prompt.

@@ -32,7 +32,7 @@ Header = dict[str, torch.Tensor]
 
 FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 """Where weights are looked for, in this order, as transformers does."""
-NAMED = 3
+SHOWN_NAMES = 3
 """So many weights of a kind are named in an error."""
 
 
@@ -77,13 +77,13 @@ def check_weights(model: ModelSource, world: World = ALONE) -> None:
 
     not_finite = [name for of_rank in world.gather(agree(world, read_share)) for name in of_rank]
     if not_finite:
-        raise ModelError(f"{refused}: NaN or infinity in {_some(not_finite)}")
+        raise ModelError(f"{refused}: NaN or infinity in {_shortened(not_finite)}")
 
 
 def _read_share(model: ModelSource, empty: PreTrainedModel, world: World) -> list[str]:
     """Hold all files against the model; names of the weights of this rank's share that are not finite."""
     headers = {file: _header(file) for file in _files(model.path)}
-    if problem := _misfit(empty, headers.values()) or _torn(empty, headers):
+    if problem := _mismatch(empty, headers.values()) or _untied(empty, headers):
         raise ModelError(problem)
     weights = [(file, name) for file, header in headers.items() for name in header]
     return list(_not_finite([weight for _, weight in world.split(weights)]))
@@ -118,7 +118,7 @@ def _header(file: str) -> Header:
         ) from None
 
 
-def _misfit(empty: PreTrainedModel, headers: Iterable[Header]) -> str:
+def _mismatch(empty: PreTrainedModel, headers: Iterable[Header]) -> str:
     """How these names and shapes differ from what a model without weights needs; empty: not at all."""
     if getattr(empty.config, "quantization_config", None) is not None:
         return "its weights are quantised, which cannot be trained: take them in bf16 or fp32"
@@ -140,10 +140,10 @@ def _misfit(empty: PreTrainedModel, headers: Iterable[Header]) -> str:
         "weights that the model does not have": report["unexpected_keys"],
         "weights of another shape": shapes,
     }
-    return "; ".join(f"{kind}: {_some(names)}" for kind, names in kinds.items() if names)
+    return "; ".join(f"{kind}: {_shortened(names)}" for kind, names in kinds.items() if names)
 
 
-def _torn(empty: PreTrainedModel, headers: dict[str, Header]) -> str:
+def _untied(empty: PreTrainedModel, headers: dict[str, Header]) -> str:
     """Which weights the configuration ties and the files hold apart; empty: none.
 
     Transformers then leaves them apart with a warning, and other loaders take one of them for both.
@@ -192,10 +192,10 @@ def _read(file: str, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]
         yield from ((name, whole[name]) for name in names)
 
 
-def _some(names: Iterable[str]) -> str:
+def _shortened(names: Iterable[str]) -> str:
     listed = sorted(names)
-    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
-    return ", ".join(listed[:NAMED]) + more
+    more = f" and {len(listed) - SHOWN_NAMES} more" if len(listed) > SHOWN_NAMES else ""
+    return ", ".join(listed[:SHOWN_NAMES]) + more
 
 
 def _one_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ from exgrpo.train.reward.worker import Outcome, grade, start_problem, start_work
 _Task = tuple[str, str]  # the part of a response that decides, and the gold answer
 
 START_SECONDS = 300.0
-_FRUITLESS_ROUNDS = 3
+_EMPTY_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,11 @@ class Grading:
         """
         pending = list(dict.fromkeys(task for task in self._tasks if task is not None))
         done: dict[_Task, Outcome] = {}
-        fruitless = 0
+        empty_rounds = 0
         while pending:
             outcomes = self._grader.grade_round(pending, self._scheduled)
-            fruitless = 0 if outcomes else fruitless + 1
-            if fruitless == _FRUITLESS_ROUNDS:
+            empty_rounds = 0 if outcomes else empty_rounds + 1
+            if empty_rounds == _EMPTY_ROUNDS:
                 # The pool breaks before any answer is graded: give up on the one it meets first, so that this ends.
                 outcomes[pending[0]] = Outcome(error="the grading processes died at once")
             done.update(outcomes)
