@@ -8,7 +8,7 @@ from exgrpo.train.config import Config, ExperienceConfig
 from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.recipe import load_recipe, parse_args, read_recipe, to_yaml
-from exgrpo.train.reward.pool import resolve_reward
+from exgrpo.train.reward.names import resolve_reward
 
 
 def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
