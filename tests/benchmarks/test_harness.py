@@ -278,7 +278,7 @@ def test_the_command_writes_a_record_that_becomes_a_page(tmp_path):
     assert "time / ours" in done.stdout
     loaded = json.loads(record.read_text())
     assert "node" not in loaded["machine_info"]
-    assert loaded["machine_info"]["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(loaded["machine_info"]["versions"]["torch"])  # a build may add "+cu130"
     small = summarize(loaded)
     slow = next(row for row in small.rows if row["row"] == "a loop over groups")
     assert slow["times_ours"] > 1
