@@ -21,7 +21,7 @@ from exgrpo.train.metrics.display import Display
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.preflight import preflight
 from exgrpo.train.recipe import parse_args, to_yaml
-from exgrpo.train.record import Recorder
+from exgrpo.train.recorder import Recorder
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.seeds import derive_seed
 from exgrpo.train.weight_check import check_engine

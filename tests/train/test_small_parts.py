@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from exgrpo.train.distributed import World
 from exgrpo.train.metrics.display import COLUMNS, Display
-from exgrpo.train.metrics.step import RunLog
+from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.pretrained.source import ASSETS
 from exgrpo.train.pretrained.tokenizer import load_pretrained
 from exgrpo.train.seeds import derive_seed, generator, torch_seed

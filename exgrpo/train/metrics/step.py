@@ -1,27 +1,19 @@
-"""The numbers of a training step, and the files they go to."""
+"""The numbers of a training step."""
 
-import json
-import logging
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from exgrpo.train.answers import Answers
-from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
-from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import Replay, Selected
-from exgrpo.train.metrics.trackers import Tracker, tracked
 from exgrpo.train.policy.mismatch import mismatch_metrics
 from exgrpo.train.policy.ratios import BINS, log_ratio_quantiles
 from exgrpo.train.policy.update import UpdateStats
 from exgrpo.train.records import Group, Score
 
-logger = logging.getLogger(__name__)
 UPDATE_MEANS = (
     "loss",
     "grad_norm",
@@ -172,66 +164,3 @@ def _of_updates(updates: Sequence[UpdateStats]) -> dict[str, float]:
         quantiles = log_ratio_quantiles(of_kind)
         numbers |= {f"{kind}_log_ratio/{name}": value for name, value in quantiles.items()}
     return numbers
-
-
-class RunLog:
-    """Writes metrics.jsonl and readable samples into a run's folder, and tells the trackers.
-
-    A tracker that fails is dropped with one warning: metrics.jsonl is what counts.
-
-    Args:
-        folder: of the run; it exists.
-        trackers: they are closed with the log.
-        resume: what `position` said at the step from which the run goes on; what was written later is cut off.
-
-    Raises:
-        ConfigError: a file is shorter than `resume` says.
-    """
-
-    def __init__(self, folder: Path, trackers: Sequence[Tracker] = (), *, resume: dict[str, int] | None = None) -> None:
-        self._trackers = list(trackers)
-        self._step = 0
-        self._metrics = (folder / METRICS).open("a", encoding="utf-8")
-        self._samples = (folder / SAMPLES).open("a", encoding="utf-8")
-        if resume is not None:
-            self._step = resume["step"]
-            for file, size in ((self._metrics, resume["metrics"]), (self._samples, resume["samples"])):
-                if (now := os.fstat(file.fileno()).st_size) < size:  # truncate would fill it up with NUL bytes
-                    raise ConfigError(f"{file.name} is damaged: it has {now} bytes and had {size} at step {self._step}")
-                file.truncate(size)
-
-    def metrics(self, record: dict[str, float]) -> None:
-        """Append one record; numbers that do not exist (NaN) become null."""
-        self._step = step = int(record["step"])
-        plain = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in record.items()}
-        self._metrics.write(json.dumps(plain) + "\n")
-        self._metrics.flush()
-        self._tell(lambda tracker: tracker.log(step, tracked(plain)))
-
-    def _tell(self, message: Callable[[Tracker], None]) -> None:
-        for tracker in list(self._trackers):
-            try:
-                message(tracker)
-            except Exception as error:  # a service that fails must not end the training
-                self._trackers.remove(tracker)
-                name = type(tracker).__name__
-                logger.warning("%s failed (%s) and gets no more numbers; metrics.jsonl has all of them", name, error)
-
-    def position(self) -> dict[str, int]:
-        """The latest step, and the sizes of the files up to it; so much is on disk when this returns."""
-        for file in (self._metrics, self._samples):
-            os.fsync(file.fileno())
-        return {"step": self._step, "metrics": self._metrics.tell(), "samples": self._samples.tell()}
-
-    def sample(self, step: int, question: str, gold: str, answers: Sequence[tuple[str, str]]) -> None:
-        """Append one question with its (label, text) answers for people to read."""
-        self._samples.write(f"## Step {step}: {question}\n\nExpected: `{gold}`\n\n")
-        for label, text in answers:
-            self._samples.write(f"**{label}**\n\n~~~text\n{text}\n~~~\n\n")
-        self._samples.flush()
-
-    def close(self) -> None:
-        """Flush and close everything."""
-        self._metrics.close()
-        self._samples.close()
-        self._tell(lambda tracker: tracker.close())

@@ -23,7 +23,7 @@ HEADINGS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """A line of the summary: a run, or the mean over a group, to which its members are then added."""
 
     name: str
@@ -32,11 +32,11 @@ class Row:
     member: bool
 
 
-def summary_rows(number: int, group: RunGroup) -> list[Row]:
+def summary_rows(number: int, group: RunGroup) -> list[SummaryRow]:
     """The lines of the group with this number: the mean, where it has several runs, and each run."""
     several = len(group.runs) > 1
-    mean = [Row(group.label, _cells_of_group(group), number, member=False)] if several else []
-    return mean + [Row(run.name, _cells(run), number, member=several) for run in group.runs]
+    mean = [SummaryRow(group.label, _cells_of_group(group), number, member=False)] if several else []
+    return mean + [SummaryRow(run.name, _cells(run), number, member=several) for run in group.runs]
 
 
 def _last(columns: Columns, name: str) -> float:

@@ -7,7 +7,7 @@ import pytest
 
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES, copy_logs, read_records, restore_logs
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.metrics.step import RunLog
+from exgrpo.train.metrics.run_log import RunLog
 
 LINES = [json.dumps({"step": step, "reward": 0.5 * step}).encode() for step in range(1, 6)]
 RUBBISH = [b"\0" * 40, b"\xff\xfe\xfd", b"[1]", b"7", b"{}", b'{"step": 3, "rew', b"\0" + LINES[0], b"[" * 99_999]

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from exgrpo.train import run as program
 from exgrpo.train.config import Config
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.metrics.step import RunLog
+from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.trackers import check_trackers, open_trackers
 from exgrpo.train.recipe import load_recipe, parse_args, to_yaml
 from tests.train.configs import configured

@@ -9,7 +9,7 @@ from exgrpo.train.build import Parts
 from exgrpo.train.checkpoint.resume import FINISHED
 from exgrpo.train.distributed import on_main
 from exgrpo.train.errors import OutputError, ReportError, os_errors_as
-from exgrpo.train.metrics.step import RunLog
+from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.trackers import open_trackers
 from exgrpo.train.report.page import write_report
 from exgrpo.train.rollout import text_of
