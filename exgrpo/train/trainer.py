@@ -49,13 +49,6 @@ class PlannedStep:
     produced: Future[Produced] | None = None
 
 
-class TrainerState(ReplayState):
-    """Everything a trainer needs to go on exactly where it was, besides the policy.
-
-    It is the state of the replay, with the trainer's own counters, generator and plan among the values.
-    """
-
-
 class Trainer:
     """The state of a run between steps, and the step.
 
@@ -251,16 +244,19 @@ class Trainer:
         count = self.replay.memory.evidence(group).count(samples)
         return in_band(count, samples, self.config.objective.train_on)
 
-    def state(self) -> TrainerState:
-        """The state between two steps."""
+    def state(self) -> ReplayState:
+        """The state between two steps, besides the policy.
+
+        It is the state of the replay, with the trainer's own counters, generator and plan among the values.
+        """
         replay = self.replay.state()
         generators = {**replay.values["generators"], "batch": self.batch_rng.bit_generator.state}
         # Answers that were generated ahead are generated again: by then the policy is a newer one.
         ahead = self._next and {name: of.tolist() for name, of in vars(self._next.plan).items()}
         own = {"skipped_updates": self.skipped_updates, "generated_tokens": self.generated_tokens, "ahead": ahead}
-        return TrainerState({**replay.values, **own, "generators": generators}, replay.arrays, replay.trajectories)
+        return ReplayState({**replay.values, **own, "generators": generators}, replay.arrays, replay.trajectories)
 
-    def restore(self, state: TrainerState) -> None:
+    def restore(self, state: ReplayState) -> None:
         """Go on from a state of a trainer with the same configuration and questions."""
         self.replay.restore(state)
         values = state.values

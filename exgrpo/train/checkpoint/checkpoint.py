@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, flush_file, flush_folder, sha256
 from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Checkpoint, find, folders, inspect
@@ -25,14 +25,24 @@ from exgrpo.train.checkpoint.manifest import Manifest, SavedFile, write_manifest
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, segment_names, write_checked
 from exgrpo.train.distributed import World, agree, on_main
 from exgrpo.train.errors import CheckpointError, os_errors_as
+from exgrpo.train.experience import ReplayState
 from exgrpo.train.policy.zero3 import Policy
-from exgrpo.train.trainer import Trainer, TrainerState
 
 logger = logging.getLogger(__name__)
 
 ZERO = "zero"
 UNFINISHED = ".unfinished"
 T = TypeVar("T")
+
+
+class Resumable(Protocol):
+    """A trainer: its state, and the way back to it."""
+
+    def state(self) -> ReplayState:
+        """Everything that it needs to go on exactly where it was, besides the policy."""
+
+    def restore(self, state: ReplayState) -> None:
+        """Go on from a state of a trainer with the same configuration and questions."""
 
 
 class Checkpoints:
@@ -58,7 +68,7 @@ class Checkpoints:
         with os_errors_as(CheckpointError, f"{run / EXPERIENCE} cannot be written"):
             self.store = ExperienceStore(run / EXPERIENCE)
 
-    def save(self, step: int, policy: Policy, trainer: Trainer, progress: dict[str, Any]) -> None:
+    def save(self, step: int, policy: Policy, trainer: Resumable, progress: dict[str, Any]) -> None:
         """Write the checkpoint of a step.
 
         Args:
@@ -97,7 +107,7 @@ class Checkpoints:
         copy_logs(self.run, work)
 
     def _manifest(
-        self, step: int, files: dict[str, SavedFile], state: TrainerState, progress: dict[str, Any]
+        self, step: int, files: dict[str, SavedFile], state: ReplayState, progress: dict[str, Any]
     ) -> Manifest:
         """Write the experience and say what belongs to the checkpoint."""
         index = self.store.save(state.trajectories)
@@ -134,7 +144,7 @@ class Checkpoints:
                 shutil.rmtree(folder)
         self.store.remove_unused({name for found in kept for name in found.manifest.experience})
 
-    def load(self, policy: Policy, trainer: Trainer) -> tuple[int, dict[str, Any]]:
+    def load(self, policy: Policy, trainer: Resumable) -> tuple[int, dict[str, Any]]:
         """Continue from the newest checkpoint whose files are sound, and put the run's logs right.
 
         Damaged ones are named in a warning and set aside under another name until the next checkpoint is complete.
@@ -157,7 +167,7 @@ class Checkpoints:
         trainer.restore(state)
         return found.step, found.manifest.progress
 
-    def _newest_sound(self) -> tuple[Checkpoint, TrainerState, dict[Path, str]]:
+    def _newest_sound(self) -> tuple[Checkpoint, ReplayState, dict[Path, str]]:
         """The newest checkpoint without damage, and what is wrong with those after it."""
         problems: dict[Path, str] = {}
         for folder in self.world.gather(on_main(self.world, self._folders))[0] or []:
@@ -175,7 +185,7 @@ class Checkpoints:
         with os_errors_as(CheckpointError, f"{self.run} cannot be read"):
             return folders(self.run)
 
-    def _open(self, folder: Path) -> tuple[Checkpoint, TrainerState]:
+    def _open(self, folder: Path) -> tuple[Checkpoint, ReplayState]:
         """A checkpoint of which everything is verified."""
         found = self._read(lambda: inspect(folder))
         self._check(found)
@@ -187,9 +197,9 @@ class Checkpoints:
             if sha256(found.folder / name) != file.sha256:
                 raise DamagedFileError(f"{found.folder / name} is damaged: it does not have the checksum it had")
 
-    def _state(self, manifest: Manifest) -> TrainerState:
+    def _state(self, manifest: Manifest) -> ReplayState:
         arrays = read_checked(self.store.folder, manifest.arrays)
-        return TrainerState(manifest.values, arrays, self.store.load(arrays))
+        return ReplayState(manifest.values, arrays, self.store.load(arrays))
 
     def _set_damage_aside(self, found: Checkpoint, problems: dict[Path, str]) -> None:
         with os_errors_as(CheckpointError, f"{self.run} cannot be put right"):
