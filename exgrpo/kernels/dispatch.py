@@ -47,12 +47,7 @@ class Backend(Protocol):
         """Mean of the counted values of each segment."""
 
 
-BACKENDS = {
-    "torch": "exgrpo.kernels.torch_chunks",
-    "triton": "exgrpo.kernels.triton_chunks",
-    "cpu": "exgrpo.kernels.cpu_chunks",
-    "cuda": "exgrpo.kernels.cuda_chunks",
-}
+BACKENDS = {name: f"exgrpo.kernels.{name}_chunks" for name in backend_choice.NAMES}
 """Modules by name, imported when they are first needed."""
 
 
