@@ -10,6 +10,7 @@ from exgrpo.train.answers import Answerer
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.config import Config
+from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, load_questions
 from exgrpo.train.distributed import World, on_main
 from exgrpo.train.errors import ConfigError, os_errors_as
@@ -75,7 +76,7 @@ def build(config: Config, world: World, resources: ExitStack, resume: Path | Non
     choice = choose_engine(settings, world)
     # The run keeps its engine: what is installed later changes nothing when it goes on.
     config = _with_engine(config, choice)
-    train_set, test_set = load_data(config, pretrained)
+    train_set, test_set = load_data(config, pretrained, progress=world.is_main)
     grader = Grader(config.reward.function, workers=config.reward.workers, time_limit=config.reward.time_limit)
     resources.callback(grader.close)
     check_weights(pretrained.model, world)
@@ -145,7 +146,9 @@ def _make_folder(config: Config, world: World) -> Path:
     return folder
 
 
-def load_data(config: Config, pretrained: Pretrained) -> tuple[QuestionSet, QuestionSet | None]:
+def load_data(
+    config: Config, pretrained: Pretrained, *, progress: bool = False
+) -> tuple[QuestionSet, QuestionSet | None]:
     """The questions to train on and, where there are any, the held-out ones."""
     data = config.data
 
@@ -153,15 +156,11 @@ def load_data(config: Config, pretrained: Pretrained) -> tuple[QuestionSet, Ques
         return load_questions(
             source,
             pretrained.tokenizer,
+            PromptFormat.of(data),
             split=split,
-            chat=data.chat,
-            system_prompt=data.system_prompt,
-            keep_system=data.keep_system,
-            answer_prefix=data.answer_prefix,
-            prompt_format=data.prompt_format,
-            max_prompt_tokens=data.max_prompt_tokens,
             limit=limit,
             seed=config.seed,
+            progress=progress,
         )
 
     train = load(data.train, data.train_split, data.train_limit)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from exgrpo.train import build, errors, run, serve
+from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import load_questions
 from exgrpo.train.distributed import ALONE
 from exgrpo.train.errors import ConfigError, DataError, ExgrpoError, MissingDataError, OutputError, os_errors_as
@@ -120,7 +121,7 @@ def forbidden(tmp_path, monkeypatch):
 
 def test_a_file_that_may_not_be_read_is_named(forbidden):
     with pytest.raises(DataError, match=rf"^{forbidden} cannot be read: Permission denied$"):
-        load_questions(str(forbidden), None, chat=False, max_prompt_tokens=1)
+        load_questions(str(forbidden), None, PromptFormat(chat=False, max_prompt_tokens=1))
     with pytest.raises(ConfigError, match=rf"^{forbidden} cannot be read: Permission denied$"):
         read_recipe(forbidden)
 
@@ -128,7 +129,9 @@ def test_a_file_that_may_not_be_read_is_named(forbidden):
 @pytest.mark.parametrize("prompt_format", ["{question:d}", "{question!x}", "{question:{width}}"])
 def test_a_format_that_no_question_can_take_is_an_error_before_the_data_is_read(prompt_format):
     with pytest.raises(DataError, match="prompt_format"):
-        load_questions("missing.jsonl", None, chat=False, prompt_format=prompt_format, max_prompt_tokens=1)
+        load_questions(
+            "missing.jsonl", None, PromptFormat(chat=False, prompt_format=prompt_format, max_prompt_tokens=1)
+        )
 
 
 def test_a_folder_that_may_not_be_looked_into_is_named(monkeypatch):
@@ -136,7 +139,7 @@ def test_a_folder_that_may_not_be_looked_into_is_named(monkeypatch):
     with pytest.raises(errors.ModelError, match=r"^policy.path: '/closed' cannot be read: Permission denied$"):
         find_model("/closed")
     with pytest.raises(DataError, match=r"^/closed.jsonl cannot be read: Permission denied$"):
-        load_questions("/closed.jsonl", None, chat=False, max_prompt_tokens=1)
+        load_questions("/closed.jsonl", None, PromptFormat(chat=False, max_prompt_tokens=1))
     with pytest.raises(errors.RewardError, match=r"/closed.py cannot be read: Permission denied$"):
         resolve_reward("/closed.py:f")
 

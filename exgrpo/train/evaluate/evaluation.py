@@ -13,11 +13,12 @@ from rich.progress import track
 from exgrpo.train.answers import Answerer
 from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.config import RolloutConfig
+from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import NoPromptFitsError, Question, load_questions
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.evaluate.answer_file import AnswerFile
-from exgrpo.train.evaluate.options import PROMPT, Options
+from exgrpo.train.evaluate.options import Options
 from exgrpo.train.evaluate.scores import SourceScore, question_key
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.tokenizer import DTYPES, Pretrained, load_pretrained
@@ -54,7 +55,7 @@ def chunks_of(questions: Sequence[Question], options: Options, counts: Sequence[
     ]
 
 
-def load(options: Options, tokenizer: Any) -> tuple[list[Question], list[Question]]:
+def load(options: Options, tokenizer: Any, *, progress: bool) -> tuple[list[Question], list[Question]]:
     """The questions of all data sets to be asked, and those that are left out because their prompts are too long.
 
     Raises:
@@ -68,10 +69,11 @@ def load(options: Options, tokenizer: Any) -> tuple[list[Question], list[Questio
             of_source = load_questions(
                 source,
                 tokenizer,
+                PromptFormat.of(options),
                 split=options.split,
                 limit=options.limit,
                 seed=options.seed,
-                **options.model_dump(include=set(PROMPT)),
+                progress=progress,
             )
         except NoPromptFitsError as error:
             problem = error
@@ -114,7 +116,7 @@ def engine_settings(options: Options, pretrained: Pretrained, questions: Sequenc
 def run(options: Options, world: World, resources: ExitStack) -> dict[str, SourceScore]:
     """Answer what is not answered yet, then score everything; the same on every rank."""
     pretrained = load_pretrained(options.model, options.overrides)
-    questions, left_out = load(options, pretrained.tokenizer)
+    questions, left_out = load(options, pretrained.tokenizer, progress=world.is_main)
     counts = answers_per_row([*questions, *left_out], options)
     chunks = chunks_of(questions, options, counts)
     settings = engine_settings(options, pretrained, questions)

@@ -1,6 +1,7 @@
 """The options of an evaluation, and where they come from: the command line, a recipe of its own or that of a run."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,14 +19,13 @@ from exgrpo.train.config import (
     StopString,
     as_in,
 )
+from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.overrides import Overrides
 from exgrpo.train.recipe import explain, read_recipe, split_recipe, unfinished
 
-PROMPT = ("chat", "system_prompt", "keep_system", "prompt_format", "answer_prefix", "max_prompt_tokens")
-"""The options that turn a question into a prompt."""
 AS_TRAINED = {
-    "data": PROMPT,
+    "data": tuple(field.name for field in fields(PromptFormat)),
     "evaluation": ("temperature", "top_p", "samples"),
     "rollout": ("max_tokens", "stop"),
     "policy": ("dtype", "overrides"),

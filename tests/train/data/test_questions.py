@@ -1,6 +1,7 @@
 import json
 import sys
 import types
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from exgrpo.train.data.files import Row, parse_row
+from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, load_questions
 
 SHARED_DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -52,6 +54,12 @@ PAPER_ROW = {
 }
 
 
+def load(source: str, tokenizer: Any, **options: Any) -> QuestionSet:
+    """The questions of a source; options of the prompts' format are told from the others by their names."""
+    of_format = {field.name: options.pop(field.name) for field in fields(PromptFormat) if field.name in options}
+    return load_questions(source, tokenizer, PromptFormat(**of_format), **options)
+
+
 def write_lines(path: Path, rows: list[Any]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -71,7 +79,7 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path: Path, suffix: str) -> N
         path.write_text(json.dumps(rows, indent=1))
     else:
         write_lines(path, rows)
-    loaded = load_questions(str(path), TOKENIZER, max_prompt_tokens=100)
+    loaded = load(str(path), TOKENIZER, max_prompt_tokens=100)
     assert [(q.index, q.text, q.gold, q.source) for q in loaded] == [
         (0, "What is 6 * 7?", "42", "olympiad"),
         (1, "What is 6 * 7?", "\\frac12", "olympiad"),
@@ -148,7 +156,7 @@ def test_malformed_rows_are_reported_together_with_file_and_line(tmp_path: Path)
     good = json.dumps({"question": "q", "answer": "1"})
     path.write_text("\n".join([good, "", '{"question": "q', *["[]"] * 6, good, '{"question": "cut off", "ans']))
     with pytest.raises(ValueError, match="8 of 10 rows are malformed") as caught:
-        load_questions(str(path), TOKENIZER, max_prompt_tokens=100)
+        load(str(path), TOKENIZER, max_prompt_tokens=100)
     lines = str(caught.value).split("\n")
     assert lines[1].strip().startswith(f"{path} line 3: not valid JSON: Unterminated string")
     assert lines[2].strip() == f"{path} line 4: expected an object, got a list of 0"
@@ -160,7 +168,7 @@ def test_malformed_parquet_rows_have_numbers(tmp_path: Path) -> None:
     path = tmp_path / "mine.parquet"
     pq.write_table(pa.table({"question": ["a", "b"], "answer": ["1", None]}), path)
     with pytest.raises(ValueError, match=r"mine.parquet row 2: has a question but neither answer nor solution"):
-        load_questions(str(path), TOKENIZER, max_prompt_tokens=100)
+        load(str(path), TOKENIZER, max_prompt_tokens=100)
 
 
 @pytest.mark.parametrize(
@@ -180,32 +188,32 @@ def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, m
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"{name}: .*{message}"):
-        load_questions(str(path), TOKENIZER, max_prompt_tokens=100)
+        load(str(path), TOKENIZER, max_prompt_tokens=100)
 
 
 def test_truncated_and_foreign_parquet(tmp_path: Path) -> None:
     path = tmp_path / "mine.parquet"
     pq.write_table(pa.table({"text": ["a"]}), path)
     with pytest.raises(ValueError, match=r"has none of the columns .*; it has text"):
-        load_questions(str(path), TOKENIZER, max_prompt_tokens=100)
+        load(str(path), TOKENIZER, max_prompt_tokens=100)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ValueError, match="cannot be read as parquet"):
-        load_questions(str(path), TOKENIZER, max_prompt_tokens=100)
+        load(str(path), TOKENIZER, max_prompt_tokens=100)
 
 
 @pytest.mark.parametrize("source", ["missing.jsonl", "/no/such/place", "some/deep/folder", "data/*.parquet", "./here"])
 def test_missing_files_are_no_hub_names(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(FileNotFoundError, match="no such file|matches this pattern"):
-        load_questions(source, TOKENIZER, max_prompt_tokens=100)
+        load(source, TOKENIZER, max_prompt_tokens=100)
 
 
 def test_a_folder_is_an_error_and_a_pattern_is_read_in_order(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         write_lines(tmp_path / name, [{"question": name, "answer": "1"}])
     with pytest.raises(ValueError, match="is a folder"):
-        load_questions(str(tmp_path), TOKENIZER, max_prompt_tokens=100)
-    loaded = load_questions(f"{tmp_path}/*", TOKENIZER, max_prompt_tokens=100)
+        load(str(tmp_path), TOKENIZER, max_prompt_tokens=100)
+    loaded = load(f"{tmp_path}/*", TOKENIZER, max_prompt_tokens=100)
     assert [(q.index, q.text, q.source) for q in loaded] == [(0, "a.jsonl", "a"), (1, "b.jsonl", "b")]
 
 
@@ -219,16 +227,16 @@ def test_hub_names_go_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
         return [{"question": "q", "answer": "#### 1"}]
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    loaded = load_questions("owner/name:main", TOKENIZER, split="test", max_prompt_tokens=100)
+    loaded = load("owner/name:main", TOKENIZER, split="test", max_prompt_tokens=100)
     assert calls == [("owner/name", "main", "test")]
     assert (loaded[0].gold, loaded[0].source) == ("1", "owner/name:main")
     with pytest.raises(
         ValueError, match=r"owner/gone is no file here, .*'train' .*ConnectionError: cannot be reached$"
     ):
-        load_questions("owner/gone", TOKENIZER, max_prompt_tokens=100)
+        load("owner/gone", TOKENIZER, max_prompt_tokens=100)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install exgrpo\[train\]"):
-        load_questions("owner/name", TOKENIZER, max_prompt_tokens=100)
+        load("owner/name", TOKENIZER, max_prompt_tokens=100)
 
 
 def test_builtin_problems(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,17 +244,17 @@ def test_builtin_problems(monkeypatch: pytest.MonkeyPatch) -> None:
         return [types.SimpleNamespace(question=f"{split} {seed} {i}", answer=str(i)) for i in range(count)]
 
     monkeypatch.setattr("exgrpo.train.data.arithmetic.generate", generate)
-    loaded = load_questions("builtin:arithmetic", TOKENIZER, split="test", limit=3, seed=5, max_prompt_tokens=100)
+    loaded = load("builtin:arithmetic", TOKENIZER, split="test", limit=3, seed=5, max_prompt_tokens=100)
     assert [(q.text, q.gold, q.source) for q in loaded] == [(f"test 5 {i}", str(i), "arithmetic") for i in range(3)]
     with pytest.raises(ValueError, match="needs a limit"):
-        load_questions("builtin:arithmetic", TOKENIZER, max_prompt_tokens=100)
+        load("builtin:arithmetic", TOKENIZER, max_prompt_tokens=100)
     with pytest.raises(ValueError, match="'builtin:algebra'; there is builtin:arithmetic$"):
-        load_questions("builtin:algebra", TOKENIZER, limit=3, max_prompt_tokens=100)
+        load("builtin:algebra", TOKENIZER, limit=3, max_prompt_tokens=100)
 
 
 def prompt_of(tmp_path: Path, tokenizer: Any = TOKENIZER, **options: Any) -> str:
     path = write_lines(tmp_path / "one.jsonl", [PAPER_ROW])
-    return decoded(load_questions(path, tokenizer, max_prompt_tokens=200, **options)[0])
+    return decoded(load(path, tokenizer, max_prompt_tokens=200, **options)[0])
 
 
 def test_templates(tmp_path: Path) -> None:
@@ -264,7 +272,7 @@ def test_templates(tmp_path: Path) -> None:
 def test_prompts_equal_the_chat_template_one_by_one(tmp_path: Path) -> None:
     texts = ["a", "ünï ∑", "{braces}", "<s> as text"]
     path = write_lines(tmp_path / "mine.jsonl", [{"question": text, "answer": "1"} for text in texts])
-    for text, question in zip(texts, load_questions(path, TOKENIZER, max_prompt_tokens=100), strict=True):
+    for text, question in zip(texts, load(path, TOKENIZER, max_prompt_tokens=100), strict=True):
         chat = [{"role": "user", "content": text}]
         expected = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         assert list(question.prompt) == expected
@@ -298,17 +306,17 @@ def test_long_prompts_are_dropped_and_counted(
     path = write_lines(tmp_path_factory.getbasetemp() / "lengths.jsonl", rows)
     fits = [str(i) for i, n in enumerate(lengths) if n <= longest]
 
-    def load() -> QuestionSet:
+    def once() -> QuestionSet:
         # One token more for <s>.
-        return load_questions(path, BASE_TOKENIZER, chat=False, max_prompt_tokens=longest + 1, limit=limit)
+        return load(path, BASE_TOKENIZER, chat=False, max_prompt_tokens=longest + 1, limit=limit)
 
     if not fits:
         with pytest.raises(
             ValueError, match=rf"all {len(lengths)} prompts are longer .* shortest has {min(lengths) + 1}"
         ):
-            load()
+            once()
         return
-    loaded = load()
+    loaded = once()
     assert [question.gold for question in loaded] == fits[:limit]
     assert [question.index for question in loaded] == list(range(len(loaded)))
     taken = int(loaded.questions[-1].gold) + 1 if len(loaded) == limit else len(lengths)
@@ -351,7 +359,7 @@ def test_fingerprint_notices_any_change_and_lasts() -> None:
 def test_real_data_sets(name: str, count: int, first_gold: str, sources: set[str]) -> None:
     if not (SHARED_DATA / name).exists():
         pytest.skip(f"{SHARED_DATA / name} is not there")
-    loaded = load_questions(str(SHARED_DATA / name), TOKENIZER, max_prompt_tokens=10_000)
+    loaded = load(str(SHARED_DATA / name), TOKENIZER, max_prompt_tokens=10_000)
     assert (len(loaded), loaded.dropped_long) == (count, 0)
     assert loaded[0].gold == first_gold
     assert {question.source for question in loaded} == sources
@@ -359,8 +367,13 @@ def test_real_data_sets(name: str, count: int, first_gold: str, sources: set[str
     assert decoded(loaded[0]) == f"<user>{loaded[0].text}\n<assistant>"
 
 
-def test_a_progress_bar_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompt_of(tmp_path)
-    assert capsys.readouterr().out == ""
+def test_a_progress_bar_on_request_where_there_is_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt_of(tmp_path, progress=True)
-    assert "Tokenising" in capsys.readouterr().out
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    prompt_of(tmp_path)
+    assert capsys.readouterr() == ("", "")
+    prompt_of(tmp_path, progress=True)
+    assert "Tokenising" in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""From the text of a question to the token ids of its prompt."""
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from exgrpo.train.data.files import Row
+from exgrpo.train.errors import DataError
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How the questions of a data set become prompts.
+
+    Attributes:
+        max_prompt_tokens: longer prompts are left out.
+        chat: True renders the tokenizer's chat template with its generation prompt. False, for base models, encodes
+            the text as it is, with the special tokens that the tokenizer puts around a text.
+        prompt_format: what the user says, with {question} in it; literal braces are doubled, as in str.format.
+        system_prompt: the system message of every chat.
+        keep_system: use the row's own system message where it has one; by default only its question is used.
+        answer_prefix: text that opens every answer, such as "<think>\n"; it ends the prompt.
+    """
+
+    max_prompt_tokens: int
+    chat: bool = True
+    prompt_format: str = "{question}"
+    system_prompt: str | None = None
+    keep_system: bool = False
+    answer_prefix: str = ""
+
+    @classmethod
+    def of(cls, options: object) -> Self:
+        """The format that options with attributes of these names describe."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
+
+    def check(self, tokenizer: Any) -> None:
+        """Whether these settings suit each other and the tokenizer.
+
+        Raises:
+            DataError: they do not; the message names the setting.
+        """
+        self._check_text()
+        if self.max_prompt_tokens < 1:
+            raise DataError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+        if self.system_prompt is not None and self.keep_system:
+            raise DataError("system_prompt and keep_system exclude each other")
+        if not self.chat and (self.system_prompt is not None or self.keep_system):
+            raise DataError("a prompt without chat template has no system message: put the text into prompt_format")
+        if self.chat and getattr(tokenizer, "chat_template", None) is None:
+            raise DataError(
+                "the tokenizer has no chat template: use chat=False (for a base model), or give it one "
+                "(chat_template.jinja beside the tokenizer)"
+            )
+
+    def _check_text(self) -> None:
+        text = self.prompt_format
+        try:
+            fields = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+        except ValueError as error:
+            raise DataError(f"prompt_format {text!r}: {error}; literal braces are doubled") from error
+        if strange := [name for name in fields if name != "question"]:
+            raise DataError(
+                f"prompt_format {text!r} has the field {{{strange[0]}}}, but only {{question}} is known; literal "
+                "braces are doubled: \boxed{{}}"
+            )
+        if not fields:
+            raise DataError(f"prompt_format {text!r} does not contain {{question}}")
+        try:
+            text.format(question="")
+        except (ValueError, LookupError) as error:
+            raise DataError(f"prompt_format {text!r}: {error}") from error
+
+    def token_ids(self, rows: Sequence[Row], tokenizer: Any) -> list[list[int]]:
+        """[len(rows)] the token ids of each row's prompt.
+
+        Raises:
+            DataError: the chat template refuses the messages.
+        """
+        texts = [self.prompt_format.format(question=row.question) for row in rows]
+        if self.chat:
+            systems = [row.system if self.keep_system else self.system_prompt for row in rows]
+            texts = _render(texts, systems, tokenizer)
+        # A chat template writes the special tokens itself.
+        ids = tokenizer([text + self.answer_prefix for text in texts], add_special_tokens=not self.chat)["input_ids"]
+        return list(ids)
+
+
+def _render(texts: list[str], systems: list[str | None], tokenizer: Any) -> list[str]:
+    chats = [
+        ([] if system is None else [{"role": "system", "content": system}]) + [{"role": "user", "content": text}]
+        for text, system in zip(texts, systems, strict=True)
+    ]
+    try:
+        return tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may raise anything, and often does for a system message
+        raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from error
