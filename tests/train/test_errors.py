@@ -15,10 +15,12 @@ from exgrpo.train.data.questions import load_questions
 from exgrpo.train.distributed import ALONE
 from exgrpo.train.errors import ConfigError, DataError, ExgrpoError, MissingDataError, OutputError, os_errors_as
 from exgrpo.train.estimate import program as estimate
+from exgrpo.train.evaluate import evaluation
 from exgrpo.train.evaluate import program as evaluate
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.recipe import read_recipe
-from exgrpo.train.report import page as report
+from exgrpo.train.report import page
+from exgrpo.train.report import program as report
 from exgrpo.train.reward.names import resolve_reward
 from tests.train.configs import configured
 
@@ -40,9 +42,9 @@ def programs(monkeypatch):
     monkeypatch.setattr(evaluate, "start", lambda timeout_minutes: ALONE)
     return {
         "run": (lambda: run.main([]), build, "load_pretrained"),
-        "evaluate": (lambda: evaluate.main(["builtin:arithmetic", "--data=a.jsonl"]), evaluate, "load_pretrained"),
+        "evaluate": (lambda: evaluate.main(["builtin:arithmetic", "--data=a.jsonl"]), evaluation, "load_pretrained"),
         "estimate": (lambda: estimate.main([]), estimate, "read_shape"),
-        "report": (lambda: report.main(["somewhere"]), report, "load_run"),
+        "report": (lambda: report.main(["somewhere"]), page, "load_run"),
         "serve": (lambda: serve.main(["builtin:arithmetic"]), serve, "find_model"),
     }
 
