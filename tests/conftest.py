@@ -8,6 +8,11 @@ settings.register_profile("untimed", deadline=None)  # a busy machine is no fail
 settings.load_profile("untimed")
 
 
+def pytest_collection_modifyitems(items):
+    """Files whose tests start programs come first: they take minutes, and one that came last would run alone."""
+    items.sort(key=lambda item: not hasattr(item.module, "launch"))
+
+
 @pytest.fixture
 def one_thread():
     """Tiny models are faster so."""

@@ -44,6 +44,8 @@ def test_the_recipe_takes_real_steps(model, tmp_path, engine):
         "--rollout.max_tokens=48",
         "--reward.function=benchmarks.coin:score",  # so short, no answer is right, and nothing would be learnt
         f"--rollout.engine={engine}",
+        "--preflight=off",
+        "--checkpoint.every=None",
         "--output.save_model=False",
         f"--output.folder={tmp_path}",
         "--output.name=smollm2",

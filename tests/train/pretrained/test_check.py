@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from exgrpo.train import serve
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.evaluate import program as evaluate
+from exgrpo.train.evaluate.evaluation import run as run_evaluation
+from exgrpo.train.evaluate.options import Options
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.source import ASSETS, find_model
 from exgrpo.train.pretrained.tokenizer import load_pretrained
@@ -300,11 +301,11 @@ def test_a_run_ends_before_it_begins(broken, tmp_path, ranks):
 
 def test_evaluation_and_servers_ask_too(broken, tmp_path):
     folder, message = broken
-    options = evaluate.Options(
+    options = Options(
         model=str(folder), data=("builtin:arithmetic",), limit=1, max_tokens=80, output=tmp_path / "evaluation"
     )
     with ExitStack() as resources, pytest.raises(ValueError, match=message):
-        evaluate.run(options, LoneWorld(), resources)
+        run_evaluation(options, LoneWorld(), resources)
     assert not options.output.exists()
     with pytest.raises(ValueError, match=message):
         serve.build([str(folder)], on_cpu=True)

@@ -11,7 +11,8 @@ from exgrpo.train import serve
 from exgrpo.train.checkpoint.resume import check_continuation
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.estimate import program as estimate
-from exgrpo.train.evaluate import program as evaluate
+from exgrpo.train.evaluate.evaluation import engine_settings
+from exgrpo.train.evaluate.options import parse_options
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.source import ASSETS, find_model
 from exgrpo.train.pretrained.tokenizer import load_pretrained
@@ -195,9 +196,9 @@ def test_a_run_goes_on_with_the_ones_that_it_began_with():
 
 
 def test_programs_beside_training_take_them(tmp_path, capsys):
-    options = evaluate.parse_options(["builtin:arithmetic", "--data=a.jsonl", "--overrides", "rope_theta=40000"])
+    options = parse_options(["builtin:arithmetic", "--data=a.jsonl", "--overrides", "rope_theta=40000"])
     pretrained = load_pretrained(options.model, options.overrides)
-    source = evaluate.engine_settings(options, pretrained, []).source
+    source = engine_settings(options, pretrained, []).source
     assert source.config.rope_parameters["rope_theta"] == 40000
     command, _ = serve.build(["builtin:arithmetic", "--overrides", "rope_theta=40000", "--port=1"], on_cpu=True)
     overrides = json.loads(command[command.index("--hf-overrides") + 1])
