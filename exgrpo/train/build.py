@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from exgrpo.heads.logit_map import measure
 from exgrpo.kernels.dispatch import requested
 from exgrpo.train.answers import Answerer
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
@@ -13,9 +14,10 @@ from exgrpo.train.config import Config
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, load_questions
 from exgrpo.train.distributed import World, on_main
-from exgrpo.train.errors import ConfigError, os_errors_as
+from exgrpo.train.errors import ConfigError, ModelError, os_errors_as
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.check import check_weights
+from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.pretrained.tokenizer import Pretrained, load_pretrained
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.reward.pool import Grader
@@ -80,6 +82,7 @@ def build(config: Config, world: World, resources: ExitStack, resume: Path | Non
     grader = Grader(config.reward.function, workers=config.reward.workers, time_limit=config.reward.time_limit)
     resources.callback(grader.close)
     check_weights(pretrained.model, world)
+    check_head(pretrained.model)
     # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
     engine = open_engine(choice, settings, world)
     resources.callback(engine.close)
@@ -118,6 +121,18 @@ def _check_kernels(backend: str, world: World) -> None:
         requested(backend, world.device)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"policy.kernel_backend: {error}") from None
+
+
+def check_head(source: ModelSource) -> None:
+    """Whether the kernels can compute with the logits of this model.
+
+    Raises:
+        ModelError: its code does more with its hidden states or logits than they can.
+    """
+    try:
+        measure(source.empty(), direct=True)
+    except ValueError as error:
+        raise ModelError(f"policy.path: {source.path} cannot be trained: {error}") from None
 
 
 def _with_engine(config: Config, choice: Choice) -> Config:
