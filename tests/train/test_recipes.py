@@ -9,7 +9,7 @@ import yaml
 from exgrpo.train.evaluate.options import defaults
 from exgrpo.train.recipe import load_recipe, to_yaml
 from exgrpo.train.reward.names import resolve_reward
-from tests.train.test_trainer import make
+from tests.train.trainers import make
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 EVALUATION = sorted((FOLDER / "evaluation").glob("*.yaml"))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.train.fakes import ScriptedGrader
-from tests.train.test_trainer import half, make
+from tests.train.trainers import half, make
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])

@@ -10,7 +10,7 @@ from exgrpo.kernels import PolicyLoss
 from exgrpo.train.policy.batch import TrainingRow, collate, schedule
 from exgrpo.train.policy.ratios import BINS, NEAR_ZERO, PERCENT, RESOLUTION, count_log_ratios, log_ratio_quantiles
 from exgrpo.train.policy.update import Tally, UpdateStats
-from tests.train.test_trainer import half, make
+from tests.train.trainers import half, make
 
 NAMES = [f"q{percent:02}" for percent in PERCENT]
 

@@ -1,0 +1,139 @@
+"""Runs to be reported on, and a page as its reader sees it."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from exgrpo.train.report.page import write_report
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Page(HTMLParser):
+    """A page as its reader sees it: rows of the summary, plots by title, text; and what it would load."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.loads: list[str] = []
+        self.rows: list[list[str]] = []
+        self.figures: dict[str, dict[str, str]] = {}
+        self._heading = ""
+        self.feed(self.source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset") and value]
+        assert tag not in ("script", "link", "iframe", "object", "embed", "img", "image")
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag == "h3":
+            self._heading = ""
+        if tag == "svg" and "figure" in self.open:
+            self.figures[self._heading] = {"role": values.get("role") or "", "text": ""}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open or "th" in self.open:
+            self.rows[-1][-1] += data
+        if self.open and self.open[-1] == "h3":
+            self._heading += data
+        if self.open and self.open[-1] == "desc" and "figure" in self.open:
+            self.figures[self._heading]["text"] += data
+
+    def row(self, name: str) -> list[str]:
+        return next(row[1:] for row in self.rows if row[0].strip() == name)
+
+
+def training_record(step: int, **changes: Any) -> dict[str, Any]:
+    record = {
+        "step": step,
+        "reward": 0.1 * step,
+        "pass_rate": 0.1 * step,
+        "entropy": 1.0 / step,
+        "response_tokens": 20.0 + step,
+        "truncated": 0.25,
+        "timed_out": 1,
+        "reward_failed": 0,
+        "groups": 8,
+        "replayed": 4 if step > 1 else 0,
+        "replayed_entropy": 0.5 if step > 1 else None,
+        "replayed_age": step - 1.0 if step > 1 else None,
+        "buffer_questions": 3 * step,
+        "buffer_trajectories": 5 * step,
+        "retired": step,
+        "bucket/1": step,
+        "bucket/2": 2 * step,
+        "learning_rate": 1e-6,
+        "skipped_updates": step // 2,
+        "idle_updates": 1,
+        "generated_tokens": 1000 * step,
+        "loss": -0.01,
+        "grad_norm": 0.3,
+        "clip_fraction": 0.0,
+        "fresh_ratio": 1.0,
+        "fresh_ratio_max": 1.5,
+        "replayed_ratio": 1.25 if step > 1 else None,
+        "replayed_weight": 0.9 if step > 1 else None,
+        **{f"fresh_log_ratio/q{q:02}": (q - 50) / 1000 * step for q in (1, 10, 50, 90, 99)},
+        **{f"replayed_log_ratio/q{q:02}": (q - 50) / 100 if step > 1 else None for q in (1, 10, 50, 90, 99)},
+        "mismatch/mean": 1e-6 * step,
+        "mismatch/p99": 1e-5 * step,
+        "mismatch/kl_k3": 1e-9,
+        "mismatch/ess": 0.999,
+        "staleness": 0.0,
+        "rollout_tokens_per_second": 250.0,
+        "prefix_cache_hits": 0.75,
+        "tokens_per_second": 100.0,
+        "seconds": 25.0,
+        "seconds/asleep": 14.0,
+        "seconds/select": 1.0,
+        "seconds/rollout": 10.0,
+        "seconds/score": 4.0,
+        "seconds/update": 9.0,
+        "seconds/push": 1.0,
+        "seconds/generate": 8.0,
+        "seconds/grade": 2.0,
+    }
+    return {**record, **changes}
+
+
+def held_out(step: int, rate: float) -> dict[str, Any]:
+    cost = {"tokens/evaluation": 300, "seconds/evaluation": 6.0, **({"seconds/checkpoint": 0.5} if step else {})}
+    return {"step": step, "test/pass_rate": rate, "pass_at/2": rate, "test/gsm8k": rate, **cost}
+
+
+def make_run(folder: Path, records: list[Any], *, seed: int = 0, **options: Any) -> Path:
+    folder.mkdir(parents=True)
+    config = {"seed": seed, "steps": 4, "experience": {"ratio": 0.5}, "output": {"name": folder.name}, **options}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [record if isinstance(record, str) else json.dumps(record) + "\n" for record in records]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+def whole_run(after: float = 0.75, **changes: Any) -> list[dict[str, Any]]:
+    return [held_out(0, 0.25), *(training_record(step, **changes) for step in range(1, 5)), held_out(4, after)]
+
+
+# Two steps and few metrics: quickly drawn, where a test is about something else.
+SHORT = [held_out(0, 0.25), {"step": 1, "reward": 0.5, "seconds": 2.0, "seconds/update": 1.0}, held_out(1, 0.5)]
+
+
+def page_of(tmp_path: Path, *runs: Path) -> Page:
+    write_report(runs, tmp_path / "page.html")
+    return Page(tmp_path / "page.html")

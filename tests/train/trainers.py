@@ -1,0 +1,23 @@
+"""Trainers with a scripted engine and a recording policy."""
+
+from exgrpo.train.trainer import Trainer
+from tests.train.configs import configured
+from tests.train.fakes import RecordingPolicy, ScriptedEngine, answerer, question_set
+
+K = 4
+
+
+def make(skill: dict[int, float], *, free_log_prob: bool = False, **sections) -> Trainer:
+    values = {
+        "questions": 6,
+        "rollout": {"samples": K, "max_tokens": 8},
+        "data": {"max_prompt_tokens": 8},
+        "experience": {"start_pass_rate": 0.0, "ratio": 0.5},
+        "optimizer": {"minibatches": 2},
+    }
+    engine = ScriptedEngine(skill, free_log_prob=free_log_prob)
+    return Trainer(configured(values, sections), question_set(len(skill)), RecordingPolicy(), answerer(engine))
+
+
+def half(count: int) -> dict[int, float]:
+    return dict.fromkeys(range(count), 0.5)
