@@ -15,7 +15,7 @@ from exgrpo.train.experience.buckets import BUCKETS
 from exgrpo.train.experience.difficulty import BANDS
 from exgrpo.train.experience.sampling import LAWS
 from exgrpo.train.experience.selection import RULES
-from exgrpo.train.pretrained.overrides import Overrides
+from exgrpo.train.pretrained.arguments import Overrides
 
 if TYPE_CHECKING:
     QuestionLaw = str

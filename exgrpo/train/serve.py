@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from exgrpo.train.errors import ConfigError, ExgrpoError
+from exgrpo.train.pretrained.arguments import from_arguments
 from exgrpo.train.pretrained.check import check_positions, check_weights
-from exgrpo.train.pretrained.overrides import from_arguments
 from exgrpo.train.pretrained.source import ModelSource, find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.pretrained.overrides import to_arguments
+from exgrpo.train.pretrained.arguments import to_arguments
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server.client import ServerClient, ServerError, host_and_port
