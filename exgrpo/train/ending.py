@@ -6,9 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
+SERVER = "EXGRPO_SERVER"
+"""Environment variable in which a server's processes find its process id."""
 LOOK_EVERY = 1.0
 GRACE = 30.0
 """Seconds. A process that has not ended by then, after it was asked to, is killed."""
@@ -48,13 +51,35 @@ def end_with_launcher() -> None:
     def gone() -> bool:
         return os.getppid() != launcher or (started_here and _parent(launcher) != above)
 
-    _watch(gone, lambda: _end(signal.SIGTERM))
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _watch(gone, end)
 
 
-def end_with_parent() -> None:
-    """Kill this process when its parent is gone: it serves nobody any more."""
-    parent = os.getppid()
-    _watch(lambda: os.getppid() != parent, lambda: _end(signal.SIGKILL))
+def end_with_ancestor(ancestor: int) -> None:
+    """Kill this process, and those between it and an ancestor, when one of them is gone: they serve nobody any more.
+
+    Args:
+        ancestor: process id of the parent, or of its parent, and so on; of any other process nothing happens.
+    """
+    line = [os.getpid()]
+    while line[-1] != ancestor:
+        line.append(_parent(line[-1]))
+        if not line[-1]:
+            return
+
+    def gone() -> bool:
+        return any(_parent(child) != parent for child, parent in pairwise(line))
+
+    def end() -> None:
+        for process in line[-2::-1]:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    _watch(gone, end)
 
 
 def _watch(gone: Callable[[], bool], end: Callable[[], None]) -> None:
@@ -65,12 +90,6 @@ def _watch(gone: Callable[[], bool], end: Callable[[], None]) -> None:
         end()
 
     threading.Thread(target=watch, name="watch over the parent", daemon=True).start()
-
-
-def _end(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
-    time.sleep(GRACE)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _command(process: int) -> list[str]:

@@ -15,7 +15,7 @@ from exgrpo.train.checkpoint.durable import write_whole
 from exgrpo.train.checkpoint.listing import survey
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED
 from exgrpo.train.config import Config
-from exgrpo.train.distributed import World, on_main, start
+from exgrpo.train.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.early import Early
 from exgrpo.train.ending import Stopped
 from exgrpo.train.errors import OutputError, PreflightError, os_errors_as
@@ -178,6 +178,8 @@ class Run:
             f"rollouts by {parts.choice}{repeats}\n"
             f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}"
         )
+        if missing := missing_gpu(parts.world):
+            say(f"warning: {missing}")
         if config.resume == AUTO and not self.step:
             say(f"no unfinished run in {config.output.folder}: a new one begins in {parts.folder}")
         if self.step:

@@ -98,23 +98,39 @@ def test_a_process_without_this_launcher_outlives_its_parent(tmp_path):
     os.kill(rank, signal.SIGKILL)
 
 
-SERVED = """
-import subprocess, sys
-child = "import time; from exgrpo.train import ending; ending.LOOK_EVERY = 0.05; ending.end_with_parent(); " \\
-    "print('ready', flush=True); time.sleep(60)"
-process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
-process.stdout.readline()
-print(process.pid, flush=True)
-process.wait()
+# A server with an engine, and a worker under that, which says who they are.
+WORKER = """
+import os, sys, time
+from exgrpo.train import ending
+ending.LOOK_EVERY = 0.05
+engine = os.getppid()
+server = ending._parent(engine)
+ending.end_with_ancestor(server)
+print(os.getpid(), engine, server, flush=True)
+time.sleep(60)
 """
 
 
-def test_a_process_ends_with_its_parent():
-    parent = python(SERVED)
-    child = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    assert gone(child)
+@pytest.mark.parametrize("killed", [1, 2], ids=["engine", "server"])
+def test_workers_and_what_is_between_end_with_the_server(killed):
+    top = subprocess.Popen([sys.executable, "-c", ABOVE, "-c", ABOVE, "-c", WORKER], stdout=subprocess.PIPE, text=True)
+    ids = [int(word) for word in top.stdout.readline().split()]
+    os.kill(ids[killed], signal.SIGKILL)
+    assert gone(ids[0])
+    assert gone(ids[1])
+
+
+def test_a_process_that_is_no_ancestor_is_not_waited_for():
+    stranger = python("import time; print('ready', flush=True); time.sleep(60)")
+    script = f"""
+import threading
+from exgrpo.train import ending
+ending.end_with_ancestor({stranger.pid})
+print(threading.active_count())
+"""
+    threads, _ = python(script).communicate(timeout=PATIENCE)
+    stranger.kill()
+    assert threads == "1\n"
 
 
 def test_a_process_that_cannot_be_read_has_no_command_and_no_parent():
