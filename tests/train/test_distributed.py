@@ -101,6 +101,6 @@ def test_several_ranks_or_a_driver_without_a_gpu_are_told(monkeypatch, tmp_path)
     assert missing_gpu(two) == "torch sees no GPU: the 2 processes compute on CPUs"
     assert missing_gpu(World(0, 2, torch.device("cuda"), control=None)) is None
     (tmp_path / "version").touch()
-    assert "there is an NVIDIA driver, but torch" in missing_gpu(ALONE)
+    assert "this machine has an NVIDIA driver, but torch" in missing_gpu(ALONE)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # somebody asks for CPUs
     assert missing_gpu(two) is None
