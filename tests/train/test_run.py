@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.recipe import DEFAULT_RUN, load_recipe
-from tests.train.launch import MAIN, launch
+from tests.train.launch import MAIN, launch, launch_by_deepspeed
 
 SMALL = (
     "--steps=4",
@@ -30,7 +30,7 @@ def records(folder):
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    done = launch(MAIN, *SMALL, f"--output.folder={folder}", ranks=request.param)
+    done = launch_by_deepspeed(MAIN, *SMALL, f"--output.folder={folder}", ranks=request.param)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "small", done.stdout
 
@@ -133,7 +133,7 @@ def test_a_run_in_use_is_not_continued_by_another_process(run):
 
 def test_bad_input_is_one_clear_error_before_training(tmp_path):
     arguments = (f"--recipe={DEFAULT_RUN}", "--data.train=missing.jsonl")
-    done = launch(MAIN, *SMALL, f"--output.folder={tmp_path}", *arguments, ranks=2)
+    done = launch_by_deepspeed(MAIN, *SMALL, f"--output.folder={tmp_path}", *arguments, ranks=2)
     assert done.returncode != 0
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert "missing.jsonl: there is no such file" in error
