@@ -65,8 +65,11 @@ def unavailable(name: str, device: torch.device) -> str:
     """Why a backend cannot compute on this device; empty where it can."""
     if name == "cpu":
         return extension.MISSING if device.type == "cpu" else f"it needs a CPU; the tensors are on {device.type}"
-    if name in ("triton", "cuda") and not TRITON_INSTALLED:
-        return "triton is not installed"
+    if name in ("triton", "cuda"):
+        if not TRITON_INSTALLED:
+            return "triton is not installed"
+        if os.environ.get("TRITON_INTERPRET") and find_spec("numpy") is None:
+            return "Triton's interpreter (TRITON_INTERPRET) needs numpy, which is not installed"
     if name == "triton" and device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         return f"it needs a GPU, or TRITON_INTERPRET=1 in the environment; the tensors are on {device.type}"
     if name == "cuda":
