@@ -27,7 +27,7 @@ def why_missing(file: Path, tools: str, root: Path = ROOT) -> str:
                 "pip install --no-build-isolation --editable ."
             )
     record = root / "exgrpo" / "kernels" / "build.json"
-    reason = json.loads(record.read_text(encoding="utf-8"))[file.name] if record.exists() else ""
+    reason = json.loads(record.read_text(encoding="utf-8")).get(file.name) if record.exists() else ""
     if reason:
         return f"{file.name} was not built when exgrpo was installed: {reason}, then {AGAIN}"
     return f"{file.name} is not in {file.parent}; {AGAIN}, with {tools} present"
