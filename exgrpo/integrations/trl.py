@@ -12,26 +12,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from exgrpo.extras import needs
 from exgrpo.integrations.trl_loss import FusedLossMixin, Objective, at_temperature
-from exgrpo.integrations.trl_replay import load_replay, plan_generation, save_replay
-from exgrpo.train.config import ExperienceConfig, ObjectiveConfig, RewardConfig, Section
-from exgrpo.train.experience import MeanScore, Replay
-from exgrpo.train.records import Group, Trajectory
 
-try:
+with needs(__name__, "exgrpo[train]", "trl>=1.16,<2"):
+    import numpy as np
     from accelerate.utils import gather_object
     from datasets import Dataset
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
     from trl import GRPOConfig, GRPOTrainer
     from trl.trainer.utils import pad
-except ImportError as error:
-    raise ImportError(
-        f"exgrpo.integrations.trl needs trl >= 1.16 ({error}): pip install 'exgrpo[train]' 'trl>=1.16,<2'"
-    ) from error
+
+    from exgrpo.integrations.trl_replay import load_replay, plan_generation, save_replay
+    from exgrpo.train.config import ExperienceConfig, ObjectiveConfig, RewardConfig, Section
+    from exgrpo.train.experience import MeanScore, Replay
+    from exgrpo.train.records import Group, Trajectory
 
 __all__ = ["ExGRPOConfig", "ExGRPOTrainer", "FusedLossMixin"]
 

@@ -7,7 +7,8 @@ import sys
 
 import torch
 
-from exgrpo.kernels import backend_choice, dispatch, linear_policy_loss
+from exgrpo import __version__
+from exgrpo.kernels import backend_choice, built, dispatch, linear_policy_loss
 from exgrpo.kernels.tables import dtype_name
 
 SHAPE = (33, 48, 301)
@@ -36,7 +37,8 @@ def self_check(backend: str, device: torch.device, dtype: torch.dtype) -> float:
 
 def main() -> int:
     """Print a line for each backend on each kind of device; the exit status is 1 where one computes wrongly."""
-    print(f"torch {torch.__version__}. Checked: the error of a policy loss's gradients against float64.")
+    print(f"exgrpo {__version__} in {built.ROOT}, torch {torch.__version__}")
+    print("Checked: the error of a policy loss's gradients against float64.")
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     wrong = False
     for device in map(torch.device, kinds):

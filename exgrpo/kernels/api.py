@@ -120,6 +120,7 @@ def linear_policy_loss(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    ignore_index: int = IGNORED,
     vocab_group: "ProcessGroup | None" = None,
     backend: str = "auto",
 ) -> PolicyLoss:
@@ -136,7 +137,7 @@ def linear_policy_loss(
     Args:
         hidden: hidden states, ``[..., D]``, as in :func:`linear_log_prob`.
         weight: the head, ``[V, D]``.
-        target: index of each token, ``[...]``, int64, in ``[0, V)``, or -100 to leave the position out.
+        target: index of each token, ``[...]``, int64, in ``[0, V)`` or ``ignore_index``.
         old_log_prob: log-probability of each token under the policy that generated it, in nats, shaped like
             ``target``. Constant.
         advantage: shaped like ``target``, or ``[B]``, one per row of a ``[B, L]`` batch. Constant.
@@ -150,6 +151,7 @@ def linear_policy_loss(
         bias: ``[V]``.
         temperature: a number or a tensor shaped like ``target``.
         softcap: caps the logits before the temperature.
+        ignore_index: targets with this value leave the position out, as in :func:`linear_log_prob`.
         vocab_group: process group over whose ranks ``weight`` and ``bias`` are split; all other arguments are the same
             on all ranks. Conventions as in :func:`linear_log_prob`.
         backend: as in :func:`linear_log_prob`.
@@ -189,7 +191,7 @@ def linear_policy_loss(
     Source:
         Mixed-policy objective with policy shaping of ExGRPO, arXiv 2510.02245; constant normaliser of Dr.GRPO.
     """
-    head = arguments.head(hidden, weight, target, bias, temperature, softcap, IGNORED, vocab_group)
+    head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group)
     name = dispatch.requested(backend, hidden.device, vocab_group)
     checks.tensor("old_log_prob", old_log_prob)
     checks.shape("old_log_prob", old_log_prob, target.shape)
@@ -218,6 +220,7 @@ def linear_policy_loss(
             bias=bias,
             temperature=temperature,
             softcap=softcap,
+            ignore_index=ignore_index,
         )
         per_token = torch.stack(whole)
     return PolicyLoss(loss.to(dtype), *(values.to(dtype).reshape(target.shape) for values in per_token))

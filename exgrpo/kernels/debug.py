@@ -1,4 +1,4 @@
-"""What calls are computed by, said on request: EXGRPO_DEBUG=1."""
+"""What calls are computed by: on request (EXGRPO_DEBUG=1), or where it is not what it should be."""
 
 import os
 import sys

@@ -9,7 +9,8 @@
 - ``reference``: full logits and plain autograd. The oracle; only on request, since its memory is [T, V].
 
 The argument ``backend`` decides; where it is ``"auto"``, the environment variable EXGRPO_BACKEND does, and else a table
-by architecture, dtype and size, `backend_choice`. EXGRPO_DEBUG=1 has each kind of call say what it took.
+by architecture, dtype and size, `backend_choice`. EXGRPO_DEBUG=1 has each kind of call say what it took. Where the
+backend that the table prefers is not available, that is said once without it: nothing else tells of slower kernels.
 """
 
 import os
@@ -64,8 +65,11 @@ def unavailable(name: str, device: torch.device) -> str:
     """Why a backend cannot compute on this device; empty where it can."""
     if name == "cpu":
         return extension.MISSING if device.type == "cpu" else f"it needs a CPU; the tensors are on {device.type}"
-    if name in ("triton", "cuda") and not TRITON_INSTALLED:
-        return "triton is not installed"
+    if name in ("triton", "cuda"):
+        if not TRITON_INSTALLED:
+            return "triton is not installed"
+        if os.environ.get("TRITON_INTERPRET") and find_spec("numpy") is None:
+            return "Triton's interpreter (TRITON_INTERPRET) needs numpy, which is not installed"
     if name == "triton" and device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         return f"it needs a GPU, or TRITON_INTERPRET=1 in the environment; the tensors are on {device.type}"
     if name == "cuda":
@@ -116,7 +120,12 @@ def take(name: str, operation: str, device: torch.device, operand: torch.dtype, 
 
     All ranks of a group have to take the same backend: their ``logits`` is the largest number of any rank.
     """
-    taken = automatic(device, operand, logits) if name == AUTO else name
+    taken = name
+    if name == AUTO:
+        taken, preferred = automatic(device, operand, logits), backend_choice.order(device, operand, logits)[0]
+        if taken != preferred:
+            reason = unavailable(preferred, device)
+            debug.say(f"the {taken} backend computes on {device.type}, as {preferred} is not available: {reason}")
     if debug.wanted():
         size = backend_choice.size_class(logits)
         debug.say(f"{operation}, {size}, {operand} on {device.type}: {taken} ({name} requested)")

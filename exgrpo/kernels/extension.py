@@ -4,16 +4,15 @@ from pathlib import Path
 
 import torch
 
+from exgrpo.kernels.built import why_missing
+
 FILE = Path(__file__).with_name("_C.abi3.so")
 
 
 def load(file: Path) -> str:
     """Loads the operators; returns why that failed, empty if it did not."""
     if not file.exists():
-        return (
-            f"{file.name} was not built; install again with a C++ compiler and torch present, "
-            "by pip install --no-build-isolation"
-        )
+        return why_missing(file, "torch and a C++ compiler")
     try:
         torch.ops.load_library(str(file))
     except OSError as error:

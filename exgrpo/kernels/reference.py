@@ -9,11 +9,10 @@ both modes of autograd and by torch.func, are right.
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.inputs import compute_dtype
+from exgrpo.kernels.inputs import IGNORED, compute_dtype
 from exgrpo.kernels.results import LogProb, PolicyLoss
 
 MAX_LOG_RATIO = 20.0
-IGNORED = -100
 
 
 def linear_log_prob(
@@ -24,7 +23,7 @@ def linear_log_prob(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
 ) -> LogProb:
     """See :func:`exgrpo.kernels.linear_log_prob`."""
     dtype = compute_dtype(hidden.dtype)
@@ -61,16 +60,18 @@ def linear_policy_loss(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    ignore_index: int = IGNORED,
 ) -> PolicyLoss:
     """See :func:`exgrpo.kernels.linear_policy_loss`."""
-    active = target != IGNORED if mask is None else (target != IGNORED) & mask
+    active = target != ignore_index if mask is None else (target != ignore_index) & mask
     log_prob, entropy = linear_log_prob(
         hidden,
         weight,
-        target.masked_fill(~active, IGNORED),
+        target.masked_fill(~active, ignore_index),
         bias=bias,
         temperature=temperature,
         softcap=softcap,
+        ignore_index=ignore_index,
     )
     return policy_loss(
         log_prob,
@@ -158,7 +159,7 @@ def sequence_entropy(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
 ) -> Tensor:
     """See :func:`exgrpo.kernels.sequence_entropy`."""
     with torch.no_grad():

@@ -60,7 +60,7 @@ class PolicyConfig(Section):
 class DataConfig(Section):
     """Questions, their prompts and where they come from."""
 
-    train: str = Field(description="JSONL, JSON or parquet, a hub name, or builtin:NAME.")
+    train: str = Field(description="JSONL, JSON, parquet or CSV, a hub name, or builtin:NAME.")
     train_split: str = Field("train", description="Split of a hub or builtin data set to train on.")
     train_limit: int | None = Field(None, ge=1, description="Use only the first so many training questions.")
     test: str | None = Field(None, description="Held-out questions; None: no evaluation.")

@@ -13,12 +13,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from exgrpo.extras import needs
 from exgrpo.train.ending import SERVER
 from exgrpo.train.errors import ConfigError, ExgrpoError
-from exgrpo.train.pretrained.arguments import from_arguments
-from exgrpo.train.pretrained.check import check_positions, check_weights
-from exgrpo.train.pretrained.source import ModelSource, find_model
-from exgrpo.train.pretrained.tokenizer import DTYPES
+
+with needs(__name__, "exgrpo[train]"):
+    from exgrpo.train.pretrained.arguments import from_arguments
+    from exgrpo.train.pretrained.check import check_positions, check_weights
+    from exgrpo.train.pretrained.source import ModelSource, find_model
+    from exgrpo.train.pretrained.tokenizer import DTYPES
 
 GIB = 2**30
 CPU_CACHE_GIB = 1.0

@@ -1,10 +1,12 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from exgrpo.kernels import debug, dispatch, linear_log_prob, linear_policy_loss, operators, sequence_entropy
+import exgrpo
+from exgrpo.kernels import debug, dispatch, extension, linear_log_prob, linear_policy_loss, operators, sequence_entropy
 
 from .support import error, make_case, make_tokens
 
@@ -21,11 +23,27 @@ def test_the_debug_switch_says_what_was_taken_once(monkeypatch, capfd):
     assert capfd.readouterr().err.splitlines() == [line]
 
 
+def test_a_fallback_is_said_once(monkeypatch, capfd):
+    monkeypatch.delenv("EXGRPO_BACKEND", raising=False)
+    monkeypatch.setattr(extension, "MISSING", "it was not built")
+    debug.say.cache_clear()
+    case = make_case((3, 8), 16, 30, torch.float32, "cpu")
+    case.log_prob(backend="torch")
+    assert not capfd.readouterr().err
+    for _ in range(2):
+        case.log_prob()
+        case.policy_loss(*make_tokens(case)[:2])
+    line = "exgrpo: the torch backend computes on cpu, as cpu is not available: it was not built"
+    assert capfd.readouterr().err.splitlines() == [line]
+    debug.say.cache_clear()
+
+
 def test_a_line_for_each_backend(monkeypatch):
     """python -m exgrpo.kernels: each is right, or says why it is not there."""
     run = subprocess.run([sys.executable, "-W", "ignore", "-m", "exgrpo.kernels"], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    lines = [line.split(maxsplit=2) for line in run.stdout.splitlines()[1:]]
+    assert run.stdout.startswith(f"exgrpo {exgrpo.__version__} in {Path(exgrpo.__file__).parents[1]}, torch ")
+    lines = [line.split(maxsplit=2) for line in run.stdout.splitlines()[2:]]
     assert [name for device, name, _ in lines if device == "cpu"] == list(dispatch.BACKENDS)
     assert all(text.startswith(("right, float32 ", "not available: ")) for *_, text in lines)
     assert sum(text.endswith(", the default") for *_, text in lines) == len({device for device, *_ in lines})

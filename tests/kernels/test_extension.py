@@ -1,16 +1,18 @@
 """How the extension is built, switched off, forced and loaded; in a copy of the sources."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from exgrpo.kernels import dispatch, extension
+from exgrpo.kernels import built, dispatch, extension
 
 pytest.importorskip("setuptools", reason="setuptools is not installed")
 
@@ -63,6 +65,12 @@ def test_without_a_compiler_it_is_pure_python_and_says_so_once(build, tmp_path):
     assert "there is no C++ compiler; install g++ or clang++" in result.stdout + result.stderr
     assert list(tmp_path.rglob("extension.py"))
     assert not compiled(tmp_path)
+    (package,) = tmp_path.glob("lib*")
+    file = package / "exgrpo" / "kernels" / "_C.abi3.so"
+    assert built.why_missing(file, "a compiler", package) == (
+        "_C.abi3.so was not built when exgrpo was installed: there is no C++ compiler; install g++ or clang++, or "
+        "name one by CXX, then install exgrpo again by pip install --no-build-isolation"
+    )
 
 
 def test_skipped_without_a_word(build, tmp_path):
@@ -70,12 +78,19 @@ def test_skipped_without_a_word(build, tmp_path):
     assert result.returncode == 0
     assert "pure Python" not in result.stdout + result.stderr
     assert not compiled(tmp_path)
+    assert list(tmp_path.rglob("exgrpo/train/estimate/models/Qwen/*/config.json"))
+    (record,) = tmp_path.rglob("build.json")
+    assert json.loads(record.read_text()) == {
+        "_C.abi3.so": "EXGRPO_BUILD=skip was set; unset it",
+        "_cuda.so": "EXGRPO_CUDA=skip was set; unset it",
+    }
 
 
 def test_forced_without_a_compiler_is_an_error(build, tmp_path):
     result = build(EXGRPO_BUILD="force", **NO_COMPILER)
     assert result.returncode
-    assert "EXGRPO_BUILD=force: there is no C++ compiler" in result.stderr
+    assert result.stderr.startswith("error: EXGRPO_BUILD=force: there is no C++ compiler")
+    assert len(result.stderr.splitlines()) == 1
     result = build(EXGRPO_BUILD="skip", EXGRPO_CUDA="force", CUDA_HOME=str(tmp_path))
     assert result.returncode
     assert "EXGRPO_CUDA=force: there is no nvcc" in result.stderr
@@ -140,6 +155,24 @@ def test_an_nvcc_that_is_of_no_use(refused, message, reason, build, cuda_home, t
     assert reason in result.stderr
 
 
+@pytest.mark.parametrize("version", ["2.10.1", "9.0.0+cpu"])
+def test_a_torch_that_pip_would_replace_is_refused_before_anything_is_compiled(version, build, tmp_path):
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    metadata = tmp_path / f"torch-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    result = build(PYTHONPATH=str(tmp_path), EXGRPO_BUILD="force")
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"error: torch {version} is installed, and exgrpo needs {needed[0]}: pip install '{needed[0]}', "
+        "then use pip install --no-build-isolation\n"
+    )
+    assert " -c " not in result.stdout
+    assert build(PYTHONPATH=str(tmp_path), EXGRPO_BUILD="skip").returncode == 0
+
+
 def test_without_torch_it_says_how_to_build(build, tmp_path):
     """As in an isolated build, which would fetch a torch of its own."""
     # Python's site has torch in it, and setuptools: a finder in front hides the one.
@@ -167,6 +200,7 @@ def test_one_wheel_for_every_python_and_torch(build, tmp_path):
     assert "-cp311-abi3-" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
         assert [name for name in archive.namelist() if name.endswith(".so")] == ["exgrpo/kernels/_C.abi3.so"]
+        assert json.loads(archive.read("exgrpo/kernels/build.json"))["_C.abi3.so"] == ""
         file = archive.extract("exgrpo/kernels/_C.abi3.so", tmp_path)
     program = "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.ops.exgrpo_C.instruction_set())"
     loaded = subprocess.run([sys.executable, "-c", program, file], capture_output=True, text=True)
@@ -174,10 +208,31 @@ def test_one_wheel_for_every_python_and_torch(build, tmp_path):
 
 
 def test_a_missing_or_broken_file_gives_a_reason(tmp_path):
-    missing, broken = tmp_path / "_C.abi3.so", tmp_path / "broken.abi3.so"
-    assert extension.load(missing).startswith("_C.abi3.so was not built; install again with a C++ compiler")
+    missing, broken = extension.FILE.with_name("missing.abi3.so"), tmp_path / "broken.abi3.so"
+    assert extension.load(missing) == (
+        f"missing.abi3.so is not in {missing.parent}; install exgrpo again by pip install --no-build-isolation, with "
+        "torch and a C++ compiler present"
+    )
     broken.write_bytes(b"not a library")
     assert extension.load(broken).startswith("broken.abi3.so cannot be loaded, install again: ")
+
+
+def test_the_source_folder_knows_of_an_installed_package_that_is_whole(tmp_path, monkeypatch):
+    """As in `python -m exgrpo.kernels` in the project's folder, where pip has left metadata of its own."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    inside = Path("exgrpo", "kernels", "_C.abi3.so")
+    for folder, metadata in ((source, "exgrpo.egg-info"), (site, "exgrpo-0.1.0.dist-info")):
+        (folder / metadata).mkdir(parents=True)
+        name = "PKG-INFO" if metadata.endswith("egg-info") else "METADATA"
+        (folder / metadata / name).write_text("Metadata-Version: 2.1\nName: exgrpo\nVersion: 0.1.0\n")
+        (folder / inside).parent.mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(source), str(site), *sys.path])
+    assert built.why_missing(source / inside, "a compiler", source).startswith("_C.abi3.so is not in ")
+    (site / inside).touch()
+    assert built.why_missing(source / inside, "a compiler", source) == (
+        f"exgrpo is imported from {source}, which has no _C.abi3.so, and the installed package in {site} has it; start "
+        "Python in another folder, or use pip install --no-build-isolation --editable ."
+    )
 
 
 def test_without_the_extension_there_is_torch(monkeypatch):

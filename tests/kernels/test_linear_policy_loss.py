@@ -70,6 +70,25 @@ def test_one_value_per_row(backend, device):
     check(case, backend, per_row=True, temperature=0.5 + torch.rand(6, 15, dtype=torch.float64, device=device))
 
 
+@pytest.mark.parametrize("ignore_index", [7, -5])
+@pytest.mark.parametrize("masked", [False, True])
+def test_ignored_positions(ignore_index, masked, backend, device):
+    """As those of target -100 by default, whose loss is the oracle: a word of the vocabulary may stand for them."""
+    case = make_case((4, 10), 16, 50, torch.float64, device, bias=True)
+    case.target[case.target == 7] = 8
+    old, advantage, replayed = make_tokens(case)
+    mask = (torch.arange(40, device=device) % 3 > 0).view(4, 10) if masked else None
+    more = {"tokens": (old, advantage), "replayed": replayed, "entropy_coef": 0.1, "mask": mask}
+    exact, exact_gradients = run(case, function=reference.linear_policy_loss, **more)
+    ignored = case.target == -100
+    case.target[ignored] = ignore_index
+    for function, choice in ((linear_policy_loss, {"backend": backend}), (reference.linear_policy_loss, {})):
+        values, gradients = run(case, function=function, ignore_index=ignore_index, **choice, **more)
+        torch.testing.assert_close(values + gradients, exact + exact_gradients)
+        assert not gradients[0][ignored].any()
+        assert not values[1][ignored].any()
+
+
 @pytest.mark.parametrize("rows", [1, 7, 60, 61, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])

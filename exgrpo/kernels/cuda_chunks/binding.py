@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from exgrpo.kernels.built import why_missing
+
 PATH = Path(__file__).with_name("_cuda.so")
 """Built by setup.py where nvcc is."""
 ROW_CAPABILITIES = {(9, 0): 900, (10, 0): 1000, (10, 3): 1000}
@@ -115,7 +117,7 @@ def unavailable(device: torch.device) -> str:
     if torch.version.hip:
         return "it needs an NVIDIA GPU"
     if not PATH.exists():
-        return f"{PATH.name} is not built: install exgrpo anew with nvcc on the PATH and EXGRPO_CUDA=force"
+        return why_missing(PATH, "nvcc")
     try:
         build = load().exgrpo_build()
     except RuntimeError as error:

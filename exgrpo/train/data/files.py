@@ -8,11 +8,14 @@ Row formats
     A gold answer is a string, a number, or a list of one of them.
 
 Files
-    .jsonl: one object per line, empty lines skipped; .json: a list of objects, or one object per line; .parquet. A
-    pattern (data/part-*.parquet) reads all its files in the order of their names.
+    .jsonl: one object per line, empty lines skipped; .json: a list of objects, or one object per line; .parquet; .csv:
+    the first line names the columns, an empty cell is no value, cells of prompt and reward_model are JSON. A pattern
+    (data/part-*.parquet) reads all its files in the order of their names.
 """
 
+import csv
 import glob
+import io
 import json
 import math
 import re
@@ -27,8 +30,10 @@ from exgrpo.train.reward.grading import boxed_answer
 
 TASKS = "exgrpo.train.data"
 """A built-in task is a module here with generate(split, count, seed) -> objects with a question and an answer."""
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 COLUMNS = ("prompt", "reward_model", "data_source", "question", "problem", "answer", "solution")
+NESTED = ("prompt", "reward_model")
+"""Columns whose values are no texts: JSON in a file that knows only texts."""
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(?:/[\w.-]+)?(?::[\w.-]+)?")
 _SHOWN_PROBLEMS = 5
@@ -83,7 +88,8 @@ def parse_row(row: Any, source: str) -> Row:
         return _paper_row(row, source)
     question = next((row[key] for key in ("question", "problem") if row.get(key) is not None), None)
     if question is None:
-        raise DataError(f"has none of prompt, question, problem; its keys are {', '.join(map(str, row)) or 'none'}")
+        given = ", ".join(str(key) for key, value in row.items() if value is not None)
+        raise DataError(f"has none of prompt, question, problem; its keys are {given or 'none'}")
     if row.get("answer") is not None:
         gold = _gold_text(row["answer"], "answer").rpartition("####")[2]
     elif row.get("solution") is not None:
@@ -206,6 +212,8 @@ def _file_rows(path: Path) -> Iterator[Row | _BadRow]:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}: line {line} is not UTF-8 text: {error.reason}") from error
+    if path.suffix == ".csv":
+        return _csv_rows(text, path)
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
             return _parsed(json.loads(text), str(path), path.stem)
@@ -220,14 +228,56 @@ def _parquet_values(path: Path) -> Iterator[Any]:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        columns = [name for name in COLUMNS if name in file.schema_arrow.names]
-        if not columns and file.metadata.num_rows:
-            names = ", ".join(file.schema_arrow.names)
-            raise DataError(f"{path}: has none of the columns {', '.join(COLUMNS)}; it has {names}")
+        columns = _known_columns(file.schema_arrow.names, path) if file.metadata.num_rows else []
         for batch in file.iter_batches(batch_size=8192, columns=columns):
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from error
+
+
+def _known_columns(names: list[str], path: Path) -> list[str]:
+    known = [name for name in COLUMNS if name in names]
+    if not known:
+        raise DataError(f"{path}: has none of the columns {', '.join(COLUMNS)}; it has {', '.join(names)}")
+    return known
+
+
+def _csv_rows(text: str, path: Path) -> Iterator[Row | _BadRow]:
+    # The module's limit of a cell holds for the whole process; long solutions and quotes without an end meet it.
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    records = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        columns = [name.strip() for name in next(filter(None, records), ())]
+    except csv.Error as error:
+        raise DataError(f"{path}: the line of its columns is not valid CSV: {error}") from error
+    if not columns:
+        return
+    _known_columns(columns, path)
+    while True:
+        line = records.line_num + 1
+        try:
+            cells = next(records, None)
+            if cells is None:
+                return
+            if cells:
+                yield parse_row(_csv_object(columns, cells), path.stem)
+        except csv.Error as error:
+            yield _BadRow(f"{path} line {line}", f"not valid CSV: {error}")
+        except DataError as error:
+            yield _BadRow(f"{path} line {line}", str(error))
+
+
+def _csv_object(columns: list[str], cells: list[str]) -> dict[str, Any]:
+    if len(cells) != len(columns):
+        raise DataError(f"has {len(cells)} cells, and the first line names {len(columns)} columns")
+    row: dict[str, Any] = {name: cell or None for name, cell in zip(columns, cells, strict=True)}
+    for name in NESTED:
+        if row.get(name) is not None:
+            try:
+                row[name] = json.loads(row[name])
+            except ValueError as error:
+                raise DataError(f"{name} must be JSON in a CSV file: {error}") from error
+    return row
 
 
 def _parsed(values: Iterable[Any], place: str, source: str) -> Iterator[Row | _BadRow]:

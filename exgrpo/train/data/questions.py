@@ -95,8 +95,8 @@ def load_questions(
     """Loads questions and tokenises their prompts.
 
     Args:
-        source: a .jsonl, .json or .parquet file, a pattern that matches several, builtin:NAME, or the name of a hub
-            data set, "name" or "name:config". exgrpo.train.data.files lists the row formats.
+        source: a .jsonl, .json, .parquet or .csv file, a pattern that matches several, builtin:NAME, or the name of a
+            hub data set, "name" or "name:config". exgrpo.train.data.files lists the row formats.
         tokenizer: of transformers.
         prompts: how questions become prompts.
         split: of a hub or builtin data set; a file is taken whole.

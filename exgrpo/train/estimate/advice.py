@@ -1,12 +1,12 @@
-"""What to change in a recipe: so that it fits, and so that it generates faster."""
+"""What to change in a recipe: so that it fits, generates faster, and takes less disk space and CPU memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from exgrpo.train.config import Config
-from exgrpo.train.estimate.budget import gpu_memory
-from exgrpo.train.estimate.parts import MOMENTS, Assumptions, Hardware, peak
+from exgrpo.train.estimate.budget import cpu_memory, disk, gpu_memory
+from exgrpo.train.estimate.parts import MOMENTS, Amount, Assumptions, Hardware, peak
 from exgrpo.train.estimate.rollout import GIB, engine_of, longest_sequence, rollout_seconds
 from exgrpo.train.estimate.shape import ModelShape
 from exgrpo.train.recipe import merged, validate
@@ -14,6 +14,8 @@ from exgrpo.train.recipe import merged, validate
 MOST_GPUS = 1024
 SMALLEST_CACHE_GIB = 0.25
 """Advice goes no further than these."""
+LARGE_DISK_GIB, LARGE_CPU_GIB = 100, 32
+"""What is above these is pointed out: a home folder has a quota, and a container a limit, of about that size."""
 
 
 def advise(config: Config, shape: ModelShape, hardware: Hardware) -> str:
@@ -99,3 +101,42 @@ def _room(config: Config) -> dict[str, Any]:
     """What limits the answers that are generated at once."""
     room: dict[str, Any] = {"rollout.batch_tokens": config.rollout.batch_tokens}
     return room | ({"rollout.kv_cache_gib": config.rollout.kv_cache_gib} if engine_of(config) == "vllm" else {})
+
+
+def beside_gpus(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> Iterator[str]:
+    """A sentence each, if a run takes much of it, about disk space and CPU memory: how much, and what lowers it."""
+
+    def on_disk(of: Config) -> float:
+        return _gib(disk(of, shape, assumptions))
+
+    def in_memory(of: Config) -> float:
+        return _gib(cpu_memory(of, shape, gpus, assumptions))
+
+    for what, size, large, changes in (
+        ("on disk", on_disk, LARGE_DISK_GIB, _less_disk(config)),
+        ("of CPU memory for all ranks together", in_memory, LARGE_CPU_GIB, _less_memory(config)),
+    ):
+        needed = size(config)
+        if needed > large:
+            less = [f"{size(changed(config, values)):.1f} GiB with {as_options(values)}" for values in changes]
+            remedy = f" It takes {', '.join(less)}." if less else ""
+            yield f"The run takes {needed:.1f} GiB {what}: see that so much is free.{remedy}"
+
+
+def _gib(amounts: Sequence[Amount]) -> float:
+    return sum(amount.bytes for amount in amounts) / GIB
+
+
+def _less_disk(config: Config) -> Iterator[dict[str, Any]]:
+    if config.checkpoint.every is not None:
+        if config.checkpoint.keep > 1:
+            yield {"checkpoint.keep": 1}
+        yield {"checkpoint.every": None}
+
+
+def _less_memory(config: Config) -> Iterator[dict[str, Any]]:
+    if engine_of(config) == "vllm" and config.rollout.sleep_level == 1:
+        yield {"rollout.sleep_level": 2}
+    replayed_for = min(config.steps, config.experience.max_age or config.steps)
+    if config.experience.ratio and replayed_for > 1:
+        yield {"experience.max_age": replayed_for // 2}

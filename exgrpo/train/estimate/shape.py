@@ -18,6 +18,8 @@ from exgrpo.train.pretrained.source import find_model, read_config
 
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 FP32 = 4
+MODELS = Path(__file__).parent / "models"
+"""The sizes of the models that the recipes name, by this name: an estimate needs neither the hub nor a folder."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def read_shape(path: str, config_json: Path | None = None, overrides: Mapping[st
     """The shape of a model; no weights are read.
 
     Args:
-        path: folder or hub name of the model, or builtin:NAME.
+        path: folder or hub name of the model, or builtin:NAME. The models of the recipes need not be at hand.
         config_json: its config.json or the folder that holds it, where the model itself is not at hand.
         overrides: values of its configuration that are changed.
 
@@ -129,6 +131,9 @@ def read_shape(path: str, config_json: Path | None = None, overrides: Mapping[st
         ModelError: there is no such model, or it is not of the family that is counted here.
         ConfigError: there is no such config.json, or an override does not suit it.
     """
+    shipped = MODELS / path / "config.json"
+    if config_json is None and shipped.is_file() and not Path(path).exists():
+        config_json = shipped
     if config_json is not None:
         return shape_of(read_config(config_json, overrides or {}))
     try:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from exgrpo.train.config import Config
-from exgrpo.train.estimate.advice import advise, as_options, changed, fastest_generation
+from exgrpo.train.estimate.advice import advise, as_options, beside_gpus, changed, fastest_generation
 from exgrpo.train.estimate.budget import work
 from exgrpo.train.estimate.estimation import Estimate, estimate
 from exgrpo.train.estimate.options import Options, assumptions_of, hardware_of
@@ -37,6 +37,8 @@ def show(config: Config, shape: ModelShape, options: Options, say: Callable[[Any
     else:
         say(f"It does not fit: {verdict}, {-margin:.1f} GiB short. {advise(config, shape, hardware)}")
     say(_amounts_table(found))
+    for line in beside_gpus(config, shape, hardware.gpus, assumptions):
+        say(line)
     say(_time_table(found, config.steps))
     say(_generation(config, shape, hardware, assumptions, found))
     for line in _assumptions(options, assumptions):

@@ -39,7 +39,7 @@ class Options(Section):
 
     model: Annotated[str, tyro.conf.Positional] = Field(description="Folder or hub name, or builtin:NAME.")
     overrides: Overrides = as_in(PolicyConfig, "overrides")
-    data: tuple[str, ...] = Field(min_length=1, description="JSONL, JSON or parquet files, hub or builtin names.")
+    data: tuple[str, ...] = Field(min_length=1, description="JSONL, JSON, parquet or CSV files, hub or builtin names.")
     output: Path = Field(Path("evaluation"), description="Folder for answers.jsonl and scores.json.")
     split: str = Field("test", description="Split of hub and builtin data sets.")
     limit: int | None = Field(None, ge=1, description="Use only so many questions of each data set.")

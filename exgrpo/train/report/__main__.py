@@ -2,6 +2,9 @@
 
 import sys
 
-from exgrpo.train.report.program import main
+from exgrpo.extras import needs
+
+with needs(__name__, "exgrpo[train]"):
+    from exgrpo.train.report.program import main
 
 sys.exit(main(sys.argv[1:]))

@@ -1,3 +1,4 @@
+import csv
 import json
 import sys
 import types
@@ -69,12 +70,17 @@ def decoded(question: Question) -> str:
     return TOKENIZER.decode(question.prompt, clean_up_tokenization_spaces=False)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "lines.json", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "lines.json", "parquet", "csv"])
 def test_the_same_rows_from_every_kind_of_file(tmp_path: Path, suffix: str) -> None:
     rows = [PAPER_ROW, PAPER_ROW | {"reward_model": {"ground_truth": "\\frac12", "style": "rule"}}]
     path = tmp_path / f"mine.{suffix}"
     if suffix == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
+    elif suffix == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(PAPER_ROW)
+            writer.writerows([v if isinstance(v, str) else json.dumps(v) for v in row.values()] for row in rows)
     elif suffix == "json":
         path.write_text(json.dumps(rows, indent=1))
     else:
@@ -171,6 +177,34 @@ def test_malformed_parquet_rows_have_numbers(tmp_path: Path) -> None:
         load(str(path), TOKENIZER, max_prompt_tokens=100)
 
 
+def test_csv_cells_are_texts_as_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    long = "x" * 200_000  # more than the csv module takes by default
+    quoted = '"Two\r\nlines, ""quoted""",,007'
+    header = "\ufeff question ,problem,answer"
+    lines = [header, quoted, "", ',a\u2028b,"#### 1,000"', f"{long},,1", ""]
+    path.write_text("\r\n".join(lines), newline="")
+    loaded = load(str(path), TOKENIZER, max_prompt_tokens=300_000)
+    pairs = [('Two\r\nlines, "quoted"', "007"), ("a\u2028b", "1,000"), (long, "1")]
+    assert [(q.text, q.gold) for q in loaded] == pairs
+
+
+def test_malformed_csv_rows_are_named_by_the_line_where_they_begin(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    lines = ["question,answer,prompt", '"a\nb",1,', "c,1", "d,,", ",1,", '"e"f,1,', "g,1,text", 'h,1,"open', "i,1,"]
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="6 of 7 rows are malformed") as caught:
+        load(str(path), TOKENIZER, max_prompt_tokens=100)
+    assert [line.strip() for line in str(caught.value).split("\n")[1:]] == [
+        f"{path} line 4: has 2 cells, and the first line names 3 columns",
+        f"{path} line 5: has a question but neither answer nor solution",
+        f"{path} line 6: has none of prompt, question, problem; its keys are answer",
+        f"{path} line 7: not valid CSV: ',' expected after '\"'",
+        f"{path} line 8: prompt must be JSON in a CSV file: Expecting value: line 1 column 1 (char 0)",
+        "and 1 more",
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -181,7 +215,12 @@ def test_malformed_parquet_rows_have_numbers(tmp_path: Path) -> None:
         ("a.jsonl", b'{"question": "q", "answer": "1"}\n{"question": "\xff"}', "line 2 is not UTF-8"),
         ("a.parquet", b"PAR1 rubbish", "cannot be read as parquet"),
         ("a.parquet", b"", "cannot be read as parquet"),
-        ("a.csv", b"question,answer", "unknown kind of file; known are .jsonl, .json, .parquet"),
+        ("a.txt", b"question,answer", "unknown kind of file; known are .jsonl, .json, .parquet, .csv"),
+        ("a.csv", b"", "the data set is empty"),
+        ("a.csv", b"question,answer\n", "the data set is empty"),
+        ("a.csv", b"question;answer\nq;1\n", "has none of the columns .*; it has question;answer"),
+        ("a.csv", b'"question,answer\nq,1\n', "the line of its columns is not valid CSV"),
+        ("a.csv", b"question,answer\nq,\xff\n", "line 2 is not UTF-8"),
     ],
 )
 def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:

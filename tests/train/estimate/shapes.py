@@ -1,7 +1,6 @@
 """Model shapes, hardware and small recipes for the tests of the estimate."""
 
 import dataclasses
-import json
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,37 +13,6 @@ from tests.train.configs import configured
 ROWS, LENGTH = 2, 40
 TOKENS = ROWS * LENGTH
 VOCABULARY = 97
-
-QWEN_7B = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-}
-QWEN_1_5B = {
-    **QWEN_7B,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
-SHAPES = {"Qwen/Qwen2.5-Math-1.5B": QWEN_1_5B, "meta-llama/Llama-3.1-8B": LLAMA_8B}
 
 ASSUMED = Assumptions(
     prompt_tokens=16,
@@ -72,11 +40,6 @@ SMALL = ModelShape(
     vocabulary=97,
     tied=False,
 )
-
-
-def config_json(folder, values):
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
 
 
 def llama(*, tied=False, dtype=torch.float32, attention="sdpa", **changes):

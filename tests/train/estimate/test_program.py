@@ -15,9 +15,6 @@ from exgrpo.train.recipe import load_recipe
 from tests.train.estimate.shapes import (
     ASSUMED,
     HARDWARE,
-    QWEN_7B,
-    SHAPES,
-    config_json,
 )
 from tests.train.test_recipes import FOLDER, RECIPES
 
@@ -42,8 +39,8 @@ def test_the_default_run_fits(capsys, monkeypatch):
         assert name in out
 
 
-def test_a_recipe_that_does_not_fit_says_what_to_change(capsys, monkeypatch, tmp_path):
-    arguments = ("--recipe", str(FOLDER / "paper.yaml"), "--model-config", str(config_json(tmp_path, QWEN_7B)))
+def test_a_recipe_that_does_not_fit_says_what_to_change(capsys, monkeypatch):
+    arguments = ("--recipe", str(FOLDER / "paper.yaml"))
     small = ("--gpus", "2", "--gpu", "A100-40", "--rollout.kv_cache_gib", "1")
     status, out, _ = run(capsys, monkeypatch, *arguments, *small)
     assert status == 0
@@ -52,6 +49,27 @@ def test_a_recipe_that_does_not_fit_says_what_to_change(capsys, monkeypatch, tmp
     status, out, _ = run(capsys, monkeypatch, *arguments, "--gpus", "8", "--gpu", "H100")
     assert "It fits" in out
     assert "7,615,616,512 parameters" in out
+
+
+def test_much_disk_space_and_cpu_memory_are_pointed_out_with_what_lowers_them(capsys, monkeypatch):
+    assert "see that so much is free" not in run(capsys, monkeypatch)[1]
+    _, out, _ = run(capsys, monkeypatch, "--recipe", str(FOLDER / "paper.yaml"))
+    disk, memory = (line for line in out.splitlines() if "see that so much is free" in line)
+    assert disk == (
+        "The run takes 274.9 GiB on disk: see that so much is free. "
+        "It takes 189.8 GiB with --checkpoint.keep 1, 14.2 GiB with --checkpoint.every None."
+    )
+    assert memory == (
+        "The run takes 42.8 GiB of CPU memory for all ranks together: see that so much is free. "
+        "It takes 21.4 GiB with --experience.max_age 350."
+    )
+    less = ("--checkpoint.every", "None", "--experience.max_age", "350")
+    _, out, _ = run(capsys, monkeypatch, "--recipe", str(FOLDER / "paper.yaml"), *less)
+    assert "see that so much is free" not in out
+    assert "21.4" in [cell.strip()[:4] for line in out.splitlines() for cell in line.split("│")]
+    offloaded = ("--distributed.offload_optimizer", "True", "--experience.ratio", "0", "--rollout.sleep_level", "1")
+    _, out, _ = run(capsys, monkeypatch, "--recipe", str(FOLDER / "paper.yaml"), *less[:2], *offloaded)
+    assert "255.3 GiB of CPU memory for all ranks together: see that so much is free. It takes 141.9 GiB with " in out
 
 
 def test_options_of_the_configuration_are_understood(capsys, monkeypatch):
@@ -108,11 +126,11 @@ def test_a_configuration_that_cannot_be_counted_is_refused(values, named, tmp_pa
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_can_be_estimated(name, tmp_path):
-    """With the shape of the model that it names; of the models that are no public ones, a 7B one's."""
+def test_every_recipe_can_be_estimated(name, monkeypatch):
+    """Neither the models that it names nor the hub are needed."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     config = load_recipe(FOLDER / name)
-    shape = read_shape("", config_json(tmp_path, SHAPES.get(config.policy.path, QWEN_7B)))
-    found = estimate(config, shape, HARDWARE, dataclasses.replace(ASSUMED, prompt_tokens=64))
+    found = estimate(config, read_shape(config.policy.path), HARDWARE, dataclasses.replace(ASSUMED, prompt_tokens=64))
     assert found.peak > 0
     assert found.seconds > 0
     assert not found.fits  # one gigabyte is too little for any of them

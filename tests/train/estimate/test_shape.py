@@ -1,20 +1,19 @@
 """What is counted against what is really there: parameters, FLOPs, saved tensors, caches."""
 
+from pathlib import Path
+
+import huggingface_hub.constants
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
-from exgrpo.train.estimate.shape import read_shape
+from exgrpo.train.estimate.shape import MODELS, read_shape
 from tests.train.estimate.shapes import (
     LENGTH,
-    LLAMA_8B,
-    QWEN_1_5B,
-    QWEN_7B,
     ROWS,
     TOKENS,
     VOCABULARY,
-    config_json,
     llama,
     shape_like,
 )
@@ -31,10 +30,27 @@ def test_parameters_are_those_of_the_built_model(tied):
 
 
 @pytest.mark.parametrize(
-    ("values", "published"), [(QWEN_7B, 7_615_616_512), (QWEN_1_5B, 1_543_714_304), (LLAMA_8B, 8_030_261_248)]
+    ("name", "published"),
+    [
+        ("Qwen/Qwen2.5-Math-7B", 7_615_616_512),
+        ("Qwen/Qwen2.5-Math-1.5B", 1_543_714_304),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("runs/models/SmolLM2-135M-Instruct", 134_515_008),
+    ],
 )
-def test_parameters_of_the_papers_models(values, published, tmp_path):
-    assert read_shape("", config_json(tmp_path, values)).total == published
+def test_parameters_of_the_recipes_models_are_known_without_the_models(name, published, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert read_shape(name).total == published
+    assert read_shape("", MODELS / name).total == published
+
+
+def test_a_folder_of_the_same_name_is_used_instead(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("Qwen", "Qwen2.5-Math-7B")
+    folder.mkdir(parents=True)
+    model = llama()
+    model.config.save_pretrained(folder)
+    assert read_shape(str(folder)).total == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_flops_are_those_counted_in_the_real_model():

@@ -1,0 +1,88 @@
+"""What works where torch is the only package, and what else says which extra to install."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exgrpo.extras import needs
+
+ROOT = Path(__file__).parents[1]
+HIDDEN = (
+    "accelerate datasets deepspeed jinja2 math_verify matplotlib numpy pebble pyarrow pydantic requests rich scipy "
+    "tensorboard transformers triton trl tyro urllib3 yaml"
+)
+ALONE = """
+import runpy, sys
+from importlib.machinery import PathFinder
+hidden, program, *sys.argv[1:] = sys.argv[1:]
+class Hidden(PathFinder):
+    def find_spec(name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden.split() else PathFinder.find_spec(name, path, target)
+sys.meta_path[:] = [Hidden if finder is PathFinder else finder for finder in sys.meta_path]
+runpy.run_path(program, run_name="__main__") if program.endswith(".py") else runpy.run_module(program, None, "__main__")
+"""
+
+
+def with_torch_alone(*arguments, hidden=HIDDEN, **environment):
+    """Runs a module or a file as a program that does not find what is hidden: all but torch and what torch needs."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-W", "ignore", "-c", ALONE, hidden, *map(str, arguments)]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
+
+
+def test_the_kernels_and_their_programs_need_torch_alone(tmp_path):
+    done = with_torch_alone("exgrpo.kernels")
+    assert done.returncode == 0, done.stderr
+    shapes = ("--shapes", "8,4,8", "--dtype", "float32", "--output", tmp_path / "choice.toml")
+    done = with_torch_alone("exgrpo.kernels.measure", *shapes)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "choice.toml").exists()
+    sizes = ("--tokens", "16", "--hidden", "4", "--vocabulary", "8", "--device", "cpu")
+    done = with_torch_alone(ROOT / "examples" / "head_memory.py", *sizes)
+    assert done.returncode == 0, done.stderr
+    assert "full logits / fused" in done.stdout
+
+
+def test_tritons_interpreter_without_numpy_is_not_available():
+    pytest.importorskip("triton", reason="triton is not installed")
+    done = with_torch_alone("exgrpo.kernels", hidden="numpy", TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    assert "Triton's interpreter (TRITON_INTERPRET) needs numpy, which is not installed" in done.stdout
+
+
+@pytest.mark.parametrize("program", ["estimate", "evaluate", "report", "serve", "main.py"])
+def test_programs_of_the_trainer_name_the_extra_in_one_line(program):
+    package = ROOT / "exgrpo" / "train"
+    done = with_torch_alone(package / program if program.endswith(".py") else f"exgrpo.train.{program}")
+    assert done.returncode == 2
+    assert not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: this needs packages beside torch (No module named ")
+    assert line.endswith("): pip install 'exgrpo[train]'")
+
+
+@pytest.mark.parametrize(
+    ("module", "requirements"),
+    [("transformers", "transformers"), ("trl", "'exgrpo[train]' 'trl>=1.16,<2'")],
+)
+def test_integrations_name_what_they_need(module, requirements):
+    done = with_torch_alone(f"exgrpo.integrations.{module}")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(f"): pip install {requirements}")
+
+
+def test_a_library_raises_and_a_defect_of_ours_stays_what_it_is():
+    missing = ModuleNotFoundError("No module named 'rich'", name="rich")
+    with pytest.raises(ImportError, match=r"^my.module: .*\(No module named 'rich'\): pip install 'exgrpo\[train\]'$"):
+        raise_in_block(missing)
+    with pytest.raises(ImportError, match="^ours$"):
+        raise_in_block(ImportError("ours", name="exgrpo.train.gone"))
+
+
+def raise_in_block(error):
+    with needs("my.module", "exgrpo[train]"):
+        raise error
