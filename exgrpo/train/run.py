@@ -212,7 +212,9 @@ class Run:
             "tokens/evaluation": self.answerer.tokens - tokens,
             "seconds/evaluation": time.perf_counter() - start,
         }
-        self.recorder.record({"step": self.step, "test/pass_rate": overall.pass_rate, **pass_at, **sources, **cost})
+        self.recorder.record(
+            "evaluation", {"step": self.step, "test/pass_rate": overall.pass_rate, **pass_at, **sources, **cost}
+        )
         say(
             f"held-out Pass@1 after {self.step} steps: {overall.pass_rate:.3f} ± {overall.standard_error:.3f} "
             f"on {overall.questions} questions"

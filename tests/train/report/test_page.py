@@ -63,6 +63,16 @@ def test_evaluations_are_no_training_steps(tmp_path):
     np.testing.assert_equal(columns.merged["seconds/evaluation"], [6.0, np.nan, np.nan, np.nan, 6.0])
 
 
+def test_what_is_noted_before_the_first_step_makes_no_step_of_it(tmp_path):
+    """The record before the first step holds the difference between engine and trainer, in old runs and in new ones."""
+    first, *others = whole_run()
+    for name, kind in (("old", {}), ("new", {"kind": "evaluation"})):
+        page = page_of(tmp_path, make_run(tmp_path / name, [{**first, "weight_gap": 1e-6, **kind}, *others]))
+        assert page.row(name)[0] == "4"
+        along = page.figures["Held-out Pass@1 against generated tokens"]["text"]
+        assert along == f"{name}: 0.25 at token 0, 0.75 at token 4000"
+
+
 def test_every_plot_of_a_complete_run_is_drawn_named_and_described(whole_page):
     planned = yaml.safe_load((report_plots.ASSETS / "plots.yaml").read_text())
     titles = [panel["title"] for section in planned for panel in section["panels"]]
