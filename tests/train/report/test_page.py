@@ -233,6 +233,10 @@ def test_sources_are_shown_where_there_are_several(tmp_path):
     figures = page_of(tmp_path, make_run(tmp_path / "one", records)).figures
     assert figures["Held-out math"]["text"] == "one: 0.25 at step 0, 0.25 at step 4"
     assert "Held-out code" in figures
+    records = [{"step": step, "reward": 0.5, "reward/math": 0.25, "reward/code": 0.75} for step in (1, 2)]
+    figures = page_of(tmp_path, make_run(tmp_path / "two", records)).figures
+    assert figures["Reward in training: math"]["text"] == "two: 0.25 at step 1, 0.25 at step 2"
+    assert "Reward in training: code" in figures
 
 
 @pytest.mark.parametrize("text", [None, "", "no json\n", "[]\n", '{"step": -1}\n'])
