@@ -14,6 +14,8 @@ from exgrpo.train.errors import ReportError
 from exgrpo.train.report.curves import Columns
 
 Numbers = dict[str, float]
+HELD_OUT = ("test/", "held_out/")
+"""The headings of what evaluations measure."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +72,7 @@ def _run_columns(records: Iterable[Record]) -> RunColumns:
     last = 0
     for record in records:
         step, numbers = record.step, record.numbers
-        tested = {key: value for key, value in numbers.items() if key.startswith("test/")}
+        tested = {key: value for key, value in numbers.items() if key.startswith(HELD_OUT)}
         if record.kind == "training":
             if step < last:
                 training, held_out, merged = (_until(step, rows) for rows in (training, held_out, merged))

@@ -118,7 +118,8 @@ def training_record(step: int, **changes: Any) -> dict[str, Any]:
 
 def held_out(step: int, rate: float) -> dict[str, Any]:
     cost = {"tokens/evaluation": 300, "seconds/evaluation": 6.0, **({"seconds/checkpoint": 0.5} if step else {})}
-    return {"step": step, "test/pass_rate": rate, "pass_at/2": rate, "test/gsm8k": rate, **cost}
+    lacking = {"held_out/truncated": 0.25, "held_out/without_form": 0.5, "held_out/without_answer": 0.125}
+    return {"step": step, "test/pass_rate": rate, "pass_at/2": rate, "test/gsm8k": rate, **lacking, **cost}
 
 
 def make_run(folder: Path, records: list[Any], *, seed: int = 0, **options: Any) -> Path:

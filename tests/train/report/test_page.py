@@ -290,3 +290,8 @@ def test_the_module_runs_without_the_training_stack(tmp_path):
     )
     subprocess.run([sys.executable, "-c", script, str(run)], check=True, timeout=60)
     assert (run / "report.html").stat().st_size > 10_000
+
+
+def test_an_unknown_option_is_told_in_one_line(capsys):
+    assert program.main(["run", "--otput", "x.html"]) == 2
+    assert capsys.readouterr().err == "error: unknown option --otput; did you mean --output?\n"
