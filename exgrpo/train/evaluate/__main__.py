@@ -2,6 +2,7 @@
 
 import sys
 
-from exgrpo.train.evaluate.program import main
+if __name__ == "__main__":  # grading processes import this module, too, and need nothing of it
+    from exgrpo.train.evaluate.program import main
 
-sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -23,30 +23,29 @@ SCORES = "scores.json"
 
 def write(scores: dict[str, SourceScore], folder: Path, console: Console) -> None:
     """Print the scores as tables and write them to scores.json, with the questions that were left out by source."""
-    console.print(_of_questions(scores), _of_answers(scores))
+    console.print(_rates(scores), _counts(scores))
     result = {"average": average(scores), "sources": {name: asdict(source) for name, source in scores.items()}}
     (folder / SCORES).write_text(json.dumps(result, indent=2, allow_nan=False), encoding="utf-8")
     console.print(f"answers to read and scores are in {folder}", highlight=False)
 
 
-def _of_questions(scores: dict[str, SourceScore]) -> Table:
+def _rates(scores: dict[str, SourceScore]) -> Table:
     ks = sorted({k for source in scores.values() for k in source.pass_at})
-    counted = ("source", "questions", "left out", "answers")
-    table = Table(*counted, "Pass@1", "95 % interval", *(f"pass@{k}" for k in ks))
+    table = Table("source", "Pass@1", "95 % interval", *(f"pass@{k}" for k in ks))
     for name, source in scores.items():
-        counts = [str(source.questions), str(source.left_out), str(source.answers)]
-        interval = f"{source.low:.3f} to {source.high:.3f}"
         pass_at = [_number(source.pass_at.get(k)) for k in ks]
-        table.add_row(name, *counts, f"{source.pass_rate:.3f}", interval, *pass_at)
-    table.add_row("average", "", "", "", f"{average(scores):.3f}")
+        table.add_row(name, f"{source.pass_rate:.3f}", f"{source.low:.3f} to {source.high:.3f}", *pass_at)
+    table.add_row("average", f"{average(scores):.3f}")
     return table
 
 
-def _of_answers(scores: dict[str, SourceScore]) -> Table:
-    table = Table("source", "cut", "without the needed form", "without any answer", title="fractions of the answers")
+def _counts(scores: dict[str, SourceScore]) -> Table:
+    fractions = ("cut", "without form", "without answer")
+    table = Table("source", "questions", "left out", "answers", *fractions)
     for name, source in scores.items():
+        counts = [str(source.questions), str(source.left_out), str(source.answers)]
         lacking = (source.truncated, source.without_form, source.without_answer)
-        table.add_row(name, *map(_number, lacking))
+        table.add_row(name, *counts, *map(_number, lacking))
     return table
 
 

@@ -4,18 +4,19 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from exgrpo.train.command_line import check_names, one_line
-from exgrpo.train.config import Section
 from exgrpo.train.errors import ExgrpoError, print_error
 from exgrpo.train.report.page import write_report
 
 PROGRAM = "python -m exgrpo.train.report"
 
 
-class Options(Section):
+class Options(BaseModel):
     """Write a report about runs as one HTML page."""
+
+    model_config = ConfigDict(frozen=True)
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = Field(description="Folders of runs.")
     output: Path | None = Field(
