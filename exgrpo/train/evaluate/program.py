@@ -40,7 +40,7 @@ def _rates(scores: dict[str, SourceScore]) -> Table:
 
 
 def _counts(scores: dict[str, SourceScore]) -> Table:
-    fractions = ("cut", "without form", "without answer")
+    fractions = ("cut", "no form", "no answer")
     table = Table("source", "questions", "left out", "answers", *fractions)
     for name, source in scores.items():
         counts = [str(source.questions), str(source.left_out), str(source.answers)]

@@ -94,7 +94,7 @@ def test_scores_are_valid_json_and_the_tables_tell_what_answers_lack(tmp_path):
     assert saved["one"]["standard_error"] is None
     assert (saved["one"]["without_form"], saved["two"]["without_form"]) == (0.0, None)
     printed = console.file.getvalue()
-    for part in ("95 % interval", "0.207 to 1.000", "without form", "without answer", "1.000", "-"):
+    for part in ("95 % interval", "0.207 to 1.000", "no form", "no answer", "1.000", "-"):
         assert part in printed
 
 
