@@ -22,7 +22,8 @@ def tell(kind: Kind, reward: RewardConfig, answers: Sequence[tuple[str, str]], w
         function = beside(reward.function, kind)
         if function is None:
             return None
-        with Grader(function, workers=reward.workers, time_limit=reward.time_limit) as grader:
+        # One process: another one might still be starting when the last answer is told, and would end in a traceback.
+        with Grader(function, workers=1, time_limit=reward.time_limit) as grader:
             return [value > 0 for value in grader.grade(answers).reward]
 
     return world.gather(on_main(world, ask))[0]
