@@ -36,7 +36,7 @@ class Experience:
         count = SAMPLES * self.rng.integers(1, rows) / rows
         self.memory = ExperienceMemory(questions, SAMPLES)
         stored = [trajectory(i // PER_QUESTION, self.rng) for i in range(size)]
-        self.memory.restore(count, np.zeros(questions, bool), stored)
+        self.memory.restore(count, np.zeros(questions, bool), stored, np.zeros(size, np.int64))
         self.law = question_law("gaussian", SAMPLES)
         self.pool = FreshQuestions(questions, np.random.default_rng(1))
 
@@ -115,7 +115,7 @@ def test_memory(benchmark, races, tokens):
 
     def fill() -> None:
         stored = [trajectory(question, rng, tokens=tokens) for question in range(count)]
-        memory.restore(np.ones(count), np.zeros(count, bool), stored)
+        memory.restore(np.ones(count), np.zeros(count, bool), stored, np.zeros(count, np.int64))
 
     benchmark.group = "experience: memory"
     tracemalloc.start()

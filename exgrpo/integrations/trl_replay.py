@@ -70,5 +70,8 @@ def load_replay(folder: Path, replay: Replay) -> int:
         "pool_position": saved["pool_position"],
         "generators": {"pool": saved["pool"], "replay": saved["replay"]},
     }
-    replay.restore(ReplayState(values, arrays, ExperienceStore(folder).load(arrays)))
+    trajectories = ExperienceStore(folder).load(arrays)
+    # Earlier versions did not count replays, on which no decision depends.
+    uncounted = {"replays": np.zeros(len(trajectories), np.int64)}
+    replay.restore(ReplayState(values, {**uncounted, **arrays}, trajectories))
     return int(saved["generation"])

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from exgrpo.train.answers import Answerer
 from exgrpo.train.config import Config
 from exgrpo.train.data.questions import Question
-from exgrpo.train.reward.names import form_of
-from exgrpo.train.reward.pool import Grader
+from exgrpo.train.reward.form import tell
 from exgrpo.train.reward.success import is_success
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.seeds import derive_seed
@@ -71,19 +70,12 @@ def preflight(config: Config, answerer: Answerer, questions: Sequence[Question],
     texts = [
         (of_question[0].text, question.gold) for of_question, question in zip(answers.of_question, asked, strict=True)
     ]
+    formed = tell("form", config.reward, texts, answerer.world)
     return Preflight(
         answers=len(asked),
         finished=sum(rollout.finished for rollout in answers.rollouts),
-        formed=answerer.world.gather(_formed(config, texts) if answerer.world.is_main else None)[0],
+        formed=None if formed is None else sum(formed),
         right=int(is_success(answers.rewards, config.reward.success).sum()),
         equal=len(set(answers.rewards.tolist())) == 1,
         example=texts[0][0][-SHOWN_CHARACTERS:],
     )
-
-
-def _formed(config: Config, texts: Sequence[tuple[str, str]]) -> int | None:
-    form = form_of(config.reward.function)
-    if form is None:
-        return None
-    with Grader(form, workers=config.reward.workers, time_limit=config.reward.time_limit) as grader:
-        return sum(value > 0 for value in grader.grade(texts).reward)

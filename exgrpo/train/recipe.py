@@ -1,9 +1,8 @@
 """Configurations from YAML recipes and the command line."""
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import tyro
 import yaml
@@ -11,38 +10,15 @@ from pydantic import BaseModel, ValidationError
 from tyro.conf import arg
 
 from exgrpo.train.builtin import ASSETS, DEFAULT_TASK
+from exgrpo.train.command_line import check_names, names, one_line
 from exgrpo.train.config import Config
-from exgrpo.train.dotted import joined, known_keys
 from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as
+from exgrpo.train.mistakes import REFUSED, explain
 
-Model = TypeVar("Model", bound=BaseModel)
-
+PROGRAM = "deepspeed exgrpo/train/main.py"
 DEFAULT_RUN = ASSETS / DEFAULT_TASK / "recipe.yaml"
 NAMED = ("policy.path", "data.train")
 """What has no default: a model and questions."""
-REFUSED = {
-    "rollout.top_p": "training samples from the whole distribution, because importance ratios compare probabilities "
-    "under it: leave this out, and lower rollout.temperature for likelier answers (evaluation.top_p is free)"
-}
-"""Keys that users of other trainers look for, and what to do instead."""
-
-
-def explain(error: ValidationError, model: type[BaseModel], origin: str) -> str:
-    """What is wrong with the values of a model, in one line; of an unknown key the near one."""
-    lines = []
-    for problem in error.errors():
-        key = joined(problem["loc"])
-        if problem["type"] == "extra_forbidden" and key in REFUSED:
-            lines.append(f"{key}: {REFUSED[key]}")
-        elif problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, known_keys(model), n=1, cutoff=0.5)
-            lines.append(f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        elif problem["type"] == "missing":
-            lines.append(f"{key} is missing")
-        else:
-            message = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{key}: {message} (got {problem['input']!r})" if key else message)
-    return f"{origin}: " + "; ".join(lines)
 
 
 def validate(values: dict[str, Any], origin: str) -> Config:
@@ -132,7 +108,9 @@ def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
-class _RecipeArgument(BaseModel):
+class RecipeArgument(BaseModel):
+    """The one option that is not part of a configuration."""
+
     recipe: Annotated[Path | None, arg(help="YAML recipe that replaces the defaults below.")] = None
 
 
@@ -140,7 +118,8 @@ def split_recipe(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The recipe that a command line names, and its other arguments."""
     # The deepspeed launcher adds --local_rank; ranks are read from the environment.
     argv = [argument for argument in argv if not argument.startswith("--local_rank")]
-    chosen, rest = tyro.cli(_RecipeArgument, args=argv, return_unknown_args=True, add_help=False)
+    with one_line(RecipeArgument, PROGRAM):
+        chosen, rest = tyro.cli(RecipeArgument, args=argv, return_unknown_args=True, add_help=False)
     return chosen.recipe, rest
 
 
@@ -150,26 +129,28 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
     Without a recipe and a default it is the default run's, unless a model or questions are named. `needed` are those
     of the `NAMED` keys that must be given then.
 
-    Exits with status 2 and one message where an option is unknown (naming the near one) or a value impossible.
-
     Raises:
-        ConfigError: the recipe is wrong, or an option is one of `REFUSED`.
+        ConfigError: the recipe is wrong, an option is unknown (the message names the near one) or one of `REFUSED`, or
+            a value is impossible.
     """
     recipe, rest = split_recipe(argv)
-    options = {argument.partition("=")[0].removeprefix("--").replace("-", "_") for argument in rest}
+    options = set(names(rest))
     for key in options & set(REFUSED):
         raise ConfigError(f"{key}: {REFUSED[key]}")
+    check_names(rest, Config, RecipeArgument)
     if recipe or default is None:
         own = recipe or (None if options & set(NAMED) else DEFAULT_RUN)
         default = unfinished(read_recipe(own) if own else {}, str(own), needed)
-    return tyro.cli(
-        Config,
-        args=rest,
-        default=default,
-        prog="deepspeed exgrpo/train/main.py",
-        config=(tyro.conf.FlagConversionOff,),  # --policy.gradient_checkpointing True, as in a recipe
-        description=f"{Config.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",
-    )
+    with one_line(Config, PROGRAM):
+        return tyro.cli(
+            Config,
+            args=rest,
+            default=default,
+            prog=PROGRAM,
+            config=(tyro.conf.FlagConversionOff,),  # --policy.gradient_checkpointing True, as in a recipe
+            description=f"{Config.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",
+            use_underscores=True,
+        )
 
 
 def to_yaml(config: Config) -> str:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from rich.console import Console
 
 from exgrpo.train.build import Parts
+from exgrpo.train.checkpoint.log_files import Kind
 from exgrpo.train.checkpoint.resume import FINISHED
 from exgrpo.train.distributed import on_main
 from exgrpo.train.errors import OutputError, ReportError, os_errors_as
@@ -51,15 +52,15 @@ class Recorder:
         """Keep numbers for the next record: a record of their own would come after the position in a checkpoint."""
         self._next |= metrics
 
-    def record(self, metrics: Mapping[str, float]) -> None:
-        """Write a record, together with the numbers that were kept for it."""
+    def record(self, kind: Kind, metrics: Mapping[str, float]) -> None:
+        """Write a record of this kind, together with the numbers that were kept for it."""
         if self._log:
-            self._log.metrics({**self._next, **metrics})
+            self._log.metrics(kind, {**self._next, **metrics})
             self._next = {}
 
     def step(self, step: int, result: StepResult) -> None:
         """Write the record of a training step, and some of its groups to read."""
-        self.record(result.metrics)
+        self.record("training", result.metrics)
         if self._log is None:
             return
         config, decode = self._parts.config, self._parts.answerer.decode

@@ -19,7 +19,7 @@ from exgrpo.train.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.early import Early
 from exgrpo.train.ending import Stopped
 from exgrpo.train.errors import OutputError, PreflightError, os_errors_as
-from exgrpo.train.evaluate.held_out import evaluate
+from exgrpo.train.evaluate.held_out import evaluate, metrics
 from exgrpo.train.inputs import Inputs, read_inputs
 from exgrpo.train.metrics.display import Display
 from exgrpo.train.preflight import preflight
@@ -212,18 +212,16 @@ class Run:
                 stop=self.parts.trainer.sampling.stop,
             ),
             derive_seed(self.config.seed, "evaluation", self.step),
-            success=self.config.reward.success,
+            reward=self.config.reward,
         )
-        sources = {f"test/{name}": source.pass_rate for name, source in by_source.items()}
-        pass_at = {f"pass_at/{k}": value for k, value in overall.pass_at.items()}
         cost = {
             "tokens/evaluation": self.answerer.tokens - tokens,
             "seconds/evaluation": time.perf_counter() - start,
         }
-        self.recorder.record({"step": self.step, "test/pass_rate": overall.pass_rate, **pass_at, **sources, **cost})
+        self.recorder.record("evaluation", {"step": self.step, **metrics(overall, by_source), **cost})
         say(
-            f"held-out Pass@1 after {self.step} steps: {overall.pass_rate:.3f} ± {overall.standard_error:.3f} "
-            f"on {overall.questions} questions"
+            f"held-out Pass@1 after {self.step} steps: {overall.pass_rate:.3f} (95 %: {overall.low:.3f} to "
+            f"{overall.high:.3f}) on {overall.questions} questions"
             + (f", {overall.left_out} of them over-long and so wrong" if overall.left_out else "")
         )
         return overall.pass_rate

@@ -115,6 +115,7 @@ class Trainer:
         record = StepRecord(
             step=step,
             groups=groups,
+            sources=[self.questions[question].source for question in questions],
             answers=answers,
             stale=planned.produced is not None,
             selected=selected,
@@ -232,8 +233,14 @@ class Trainer:
         active = [minibatch for minibatch in minibatches if minibatch.has_advantage]
         updates = [self.policy.update(minibatch, objective, clip=clip) for minibatch in active]
         self.skipped_updates += sum(not update.applied for update in updates)
-        idle = len(minibatches) - len(active)
-        return OptimiserSteps(updates, idle, self.skipped_updates, self.policy.learning_rate)
+        return OptimiserSteps(
+            updates=updates,
+            idle=len(minibatches) - len(active),
+            idle_groups=sum(all(row.masked or row.advantage == 0 for row in of_group) for of_group in rows),
+            tokens=sum(minibatch.tokens for minibatch in minibatches),
+            skipped=self.skipped_updates,
+            learning_rate=self.policy.learning_rate,
+        )
 
     def _trained(self, group: Group) -> bool:
         """Whether a group is in the trained band.

@@ -129,7 +129,7 @@ class RecordingPolicy:
         self.updates.append((minibatch, clip))
         self.version += 1
         counts = torch.zeros(2, BINS, dtype=torch.int64)
-        return UpdateStats(0.0, 1.0, self.version % 3 != 0, 0.0, 1.0, 1.0, 1.0, 1.0, counts)
+        return UpdateStats(0.0, 1.0, self.version % 3 != 0, 0.0, 1.0, 1.0, 1.0, 1.0, 0, counts)
 
     def weights(self):
         return ["weights"]

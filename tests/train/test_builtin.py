@@ -10,7 +10,7 @@ from exgrpo.train.builtin import ASSETS, DEFAULT_TASK, find_module, model_names,
 from exgrpo.train.data.files import TASKS, read_rows
 from exgrpo.train.recipe import DEFAULT_RUN
 from exgrpo.train.reward import builtin
-from exgrpo.train.reward.names import BUILTIN, form_of, resolve_reward
+from exgrpo.train.reward.names import BUILTIN, beside, resolve_reward
 from exgrpo.train.reward.pool import Grader
 
 
@@ -51,7 +51,7 @@ def test_a_new_task_is_one_new_file(new_file):
 def test_a_new_reward_is_one_new_file(new_file):
     new_file(builtin, "echo", "def reward(response, gold):\n    return float(response == gold)\n")
     assert resolve_reward("echo")("a", "a") == 1.0
-    assert form_of("echo") is None
+    assert beside("echo", "form") is None
     assert module_names(BUILTIN, "reward") == ["echo", "math", "math_no_think"]
 
 

@@ -44,7 +44,11 @@ def programs(monkeypatch):
     monkeypatch.setattr(evaluate, "start", lambda timeout_minutes: ALONE)
     return {
         "run": (lambda: program.main([]), inputs, "load_pretrained"),
-        "evaluate": (lambda: evaluate.main(["builtin:arithmetic", "--data=a.jsonl"]), evaluation, "load_pretrained"),
+        "evaluate": (
+            lambda: evaluate.main(["builtin:arithmetic", "--data.test=a.jsonl"]),
+            evaluation,
+            "load_pretrained",
+        ),
         "estimate": (lambda: estimate.main([]), estimate, "read_shape"),
         "report": (lambda: report.main(["somewhere"]), page, "load_run"),
         "serve": (lambda: serve.main(["builtin:arithmetic"]), serve, "find_model"),

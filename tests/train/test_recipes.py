@@ -180,9 +180,10 @@ def test_every_recipe_drives_the_loop(recipe):
 def test_an_evaluation_recipe_asks_as_its_training_recipe_does(recipe):
     options = defaults(recipe)
     training = load_recipe(FOLDER / ("paper.yaml" if recipe.stem == "paper" else f"paper/{recipe.name}"))
-    assert (options.temperature, options.top_p, options.max_tokens, options.samples) == (0.6, 1.0, 8192, 1)
-    assert options.avg == {"aime": 32, "aime25": 32, "amc": 32}
-    assert (options.reward, options.success) == (training.reward.function, training.reward.success)
+    asked = options.evaluation
+    assert (asked.temperature, asked.top_p, options.rollout.max_tokens, asked.samples) == (0.6, 1.0, 8192, 1)
+    assert asked.avg == {"aime": 32, "aime25": 32, "amc": 32}
+    assert options.reward == training.reward
     for name in ("chat", "system_prompt", "keep_system", "prompt_format", "answer_prefix", "max_prompt_tokens"):
-        assert getattr(options, name) == getattr(training.data, name)
-    assert options.stop == training.rollout.stop
+        assert getattr(options.data, name) == getattr(training.data, name)
+    assert options.rollout.stop == training.rollout.stop

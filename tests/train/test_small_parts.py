@@ -77,8 +77,9 @@ def test_every_eos_token_is_found(tmp_path, config_eos, generation_eos, expected
 
 def test_metrics_are_json_and_flushed_at_once(tmp_path):
     log = RunLog(tmp_path)
-    log.metrics({"step": 1, "reward": 0.5, "replayed_ratio": math.nan})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "reward": 0.5, "replayed_ratio": None}
+    log.metrics("training", {"step": 1, "reward": 0.5, "replayed_ratio": math.nan})
+    written = {"step": 1, "kind": "training", "reward": 0.5, "replayed_ratio": None}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == written
     log.sample(1, "What is 1 + 1?", "2", [("reward 1", "two")])
     log.close()
     assert "two" in (tmp_path / "samples.md").read_text()

@@ -3,8 +3,10 @@
 import json
 import logging
 import shutil
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Literal, cast, get_args
 
 from exgrpo.train.checkpoint.durable import write_whole
 
@@ -15,7 +17,23 @@ DAMAGED = ".damaged"
 """Ends the name of what was set aside because of damage."""
 HUGE = 1e300
 
-Record = dict[str, float]
+Kind = Literal["training", "evaluation"]
+"""What a record of metrics.jsonl is about, which it says under the key "kind"."""
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A line of metrics.jsonl.
+
+    Attributes:
+        step: training steps before it, its own included.
+        kind: whether it is that of a training step or that of a held-out evaluation after it.
+        numbers: by name, the step included.
+    """
+
+    step: int
+    kind: Kind
+    numbers: dict[str, float]
 
 
 def read_records(path: Path) -> tuple[list[Record], list[int]]:
@@ -42,7 +60,18 @@ def _record(line: str) -> Record | None:
     if not isinstance(record, dict):
         return None
     numbers = {key: value for key, value in record.items() if type(value) in (int, float) and abs(value) < HUGE}
-    return numbers if float(numbers.get("step", -1)).is_integer() and numbers.get("step", -1) >= 0 else None
+    step = numbers.get("step", -1)
+    if step < 0 or not float(step).is_integer():
+        return None
+    return Record(int(step), _kind(record.get("kind"), numbers), numbers)
+
+
+def _kind(said: object, numbers: dict[str, float]) -> Kind:
+    """Of a record that does not say it, as of older runs: steps begin at 1 and have numbers without a heading."""
+    if said in get_args(Kind):
+        return cast(Kind, said)
+    trained = numbers["step"] > 0 and any("/" not in key for key in numbers if key != "step")
+    return "training" if trained else "evaluation"
 
 
 def copy_logs(run: Path, folder: Path) -> None:

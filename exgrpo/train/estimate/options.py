@@ -1,9 +1,7 @@
 """The options of an estimate: the GPUs, and what is assumed of a run on them."""
 
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from pydantic import Field
 
 from exgrpo.train.config import Config, Section
@@ -26,7 +24,7 @@ class Options(Section):
     reserve_gib: float = Field(
         4.0, ge=0, description="GiB of it that no tensor gets: CUDA context, NCCL, library workspaces, fragmentation."
     )
-    config_json: Annotated[Path | None, tyro.conf.arg(name="model-config")] = Field(
+    config_json: Path | None = Field(
         None, description="The model's config.json or its folder, where the model itself is not at hand."
     )
     prompt_tokens: float | None = Field(
@@ -65,7 +63,7 @@ def hardware_of(options: Options, dtype: str) -> Hardware:
     if sheet is None and None in own:
         raise ConfigError(
             f"gpu: {options.gpu!r} is not one of {', '.join(GPUS)}; "
-            "name one of them or give --memory-gib, --tflops and --bandwidth"
+            "name one of them or give --memory_gib, --tflops and --bandwidth"
         )
     of_sheet = (sheet.memory, getattr(sheet, dtype), sheet.bandwidth) if sheet else own
     memory, tflops, bandwidth = (float(mine or theirs or 0) for mine, theirs in zip(own, of_sheet, strict=True))
@@ -80,8 +78,8 @@ def assumptions_of(options: Options, config: Config) -> Assumptions:
     """
     lengths = []
     for key, mean, limit_key, limit in (
-        ("prompt-tokens", options.prompt_tokens, "data.max_prompt_tokens", config.data.max_prompt_tokens),
-        ("response-tokens", options.response_tokens, "rollout.max_tokens", config.rollout.max_tokens),
+        ("prompt_tokens", options.prompt_tokens, "data.max_prompt_tokens", config.data.max_prompt_tokens),
+        ("response_tokens", options.response_tokens, "rollout.max_tokens", config.rollout.max_tokens),
     ):
         if mean is not None and mean > limit:
             raise ConfigError(f"{key}: {mean:g} exceeds {limit_key} ({limit}): lower the one or raise the other")

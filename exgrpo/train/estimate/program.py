@@ -11,17 +11,25 @@ from collections.abc import Sequence
 import tyro
 from rich.console import Console
 
+from exgrpo.train.command_line import check_names, one_line
+from exgrpo.train.config import Config
 from exgrpo.train.errors import ExgrpoError, print_error
 from exgrpo.train.estimate.options import Options, assumptions_of, hardware_of
 from exgrpo.train.estimate.shape import read_shape
 from exgrpo.train.estimate.tables import show
-from exgrpo.train.recipe import parse_args
+from exgrpo.train.recipe import RecipeArgument, parse_args
+
+PROGRAM = "python -m exgrpo.train.estimate"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status."""
-    options, rest = tyro.cli(Options, args=list(argv), return_unknown_args=True, prog="python -m exgrpo.train.estimate")
     try:
+        check_names(argv, Options, Config, RecipeArgument)
+        with one_line(Options, PROGRAM):
+            options, rest = tyro.cli(
+                Options, args=list(argv), return_unknown_args=True, prog=PROGRAM, use_underscores=True
+            )
         config = parse_args(rest, needed=["policy.path"])
         hardware_of(options, config.policy.dtype)  # a wrong name is told before a model is looked for
         assumptions_of(options, config)

@@ -139,7 +139,7 @@ def read_shape(path: str, config_json: Path | None = None, overrides: Mapping[st
     try:
         config = find_model(path, overrides).config
     except ModelError as error:
-        raise ModelError(f"{error}; or give its config.json by --model-config") from None
+        raise ModelError(f"{error}; or give its config.json by --config_json") from None
     return shape_of(config)
 
 

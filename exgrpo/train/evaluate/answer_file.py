@@ -13,7 +13,7 @@ from exgrpo.train.answers import Answer
 from exgrpo.train.data.questions import Question
 from exgrpo.train.errors import OutputError
 from exgrpo.train.evaluate.options import Options
-from exgrpo.train.evaluate.scores import SourceScore, question_key, score
+from exgrpo.train.evaluate.scores import Verdict, question_key
 from exgrpo.train.reward.success import is_success
 
 ANSWERS, OPTIONS = "answers.jsonl", "options.yaml"
@@ -72,13 +72,18 @@ class AnswerFile:
                     }
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
-    def scores(self, left_out: Sequence[tuple[str, str, int]], success: float) -> dict[str, SourceScore]:
-        """Scores of everything in the file, and of the rows that were left out."""
-        verdicts = (
-            (record["source"], question_key(record["question"], record["gold"]), is_success(record["reward"], success))
-            for record in self._records()
-        )
-        return score(verdicts, left_out)
+    def verdicts(
+        self, success: float, formed: Sequence[bool | None], found: Sequence[bool | None]
+    ) -> Iterator[Verdict]:
+        """Of all answers in the file, given what is known of the form of each; see `Verdict`."""
+        for record, has_form, has_answer in zip(self._records(), formed, found, strict=True):
+            key = question_key(record["question"], record["gold"])
+            right = is_success(record["reward"], success)
+            yield Verdict(record["source"], key, right, record["finished"], has_form, has_answer)
+
+    def texts(self) -> list[tuple[str, str]]:
+        """[N] (response, gold) of all answers in the file."""
+        return [(record["response"], record["gold"]) for record in self._records()]
 
     def rewards(self) -> npt.NDArray[np.float64]:
         """[N] rewards of all answers in the file."""

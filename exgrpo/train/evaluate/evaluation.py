@@ -19,9 +19,10 @@ from exgrpo.train.distributed import World
 from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.evaluate.answer_file import AnswerFile
 from exgrpo.train.evaluate.options import Options
-from exgrpo.train.evaluate.scores import SourceScore, question_key
+from exgrpo.train.evaluate.scores import LeftOut, SourceScore, question_key, score
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.tokenizer import DTYPES, Pretrained, load_pretrained
+from exgrpo.train.reward.form import tell
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.reward.success import RewardWatch
 from exgrpo.train.rollout import Sampling, Stops
@@ -64,14 +65,14 @@ def load(options: Options, tokenizer: Any, *, progress: bool) -> tuple[list[Ques
     questions: list[Question] = []
     left_out: list[Question] = []
     problem: NoPromptFitsError | None = None
-    for source in options.data:
+    for source in options.data.test:
         try:
             of_source = load_questions(
                 source,
                 tokenizer,
-                PromptFormat.of(options),
-                split=options.split,
-                limit=options.limit,
+                PromptFormat.of(options.data),
+                split=options.data.test_split,
+                limit=options.data.test_limit,
                 seed=options.seed,
                 progress=progress,
             )
@@ -93,29 +94,31 @@ def answers_per_row(questions: Sequence[Question], options: Options) -> list[int
     """
     repeats = Counter((question.source, question_key(question.text, question.gold)) for question in questions)
     return [
-        math.ceil(options.avg[question.source] / repeats[question.source, question_key(question.text, question.gold)])
-        if question.source in options.avg
-        else options.samples
+        math.ceil(
+            options.evaluation.avg[question.source]
+            / repeats[question.source, question_key(question.text, question.gold)]
+        )
+        if question.source in options.evaluation.avg
+        else options.evaluation.samples
         for question in questions
     ]
 
 
 def engine_settings(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> EngineSettings:
     """What an evaluation asks of its engine, which never sleeps: nothing else needs its memory."""
-    rollout = options.model_dump(include={"engine", "max_tokens", "batch_tokens", "kv_cache_gib"})
     return EngineSettings(
         source=pretrained.model,
-        dtype=DTYPES[options.dtype],
+        dtype=DTYPES[options.policy.dtype],
         eos=pretrained.eos,
         pad=pretrained.pad,
         max_prompt_tokens=max((len(question.prompt) for question in questions), default=1),
-        rollout=RolloutConfig(**rollout, sleep_level=0),
+        rollout=RolloutConfig(**options.rollout.model_dump(), sleep_level=0),
     )
 
 
 def run(options: Options, world: World, resources: ExitStack) -> dict[str, SourceScore]:
     """Answer what is not answered yet, then score everything; the same on every rank."""
-    pretrained = load_pretrained(options.model, options.overrides)
+    pretrained = load_pretrained(options.model, options.policy.overrides)
     questions, left_out = load(options, pretrained.tokenizer, progress=world.is_main)
     counts = answers_per_row([*questions, *left_out], options)
     chunks = chunks_of(questions, options, counts)
@@ -123,7 +126,7 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     choice = choose_engine(settings, world)
     check_weights(pretrained.model, world)
     # An evaluation keeps its engine: what is installed later changes nothing when it goes on.
-    options = options.model_copy(update={"engine": choice.name})
+    options = options.model_copy(update={"rollout": options.rollout.model_copy(update={"engine": choice.name})})
     unwritable = f"output: {options.output} cannot be written"
     if world.is_main:
         with os_errors_as(OutputError, unwritable):
@@ -132,7 +135,8 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     with os_errors_as(OutputError, unwritable):
         file = AnswerFile(options.output, options, [sum(chunk.counts) for chunk in chunks]) if world.is_main else None
     done = world.gather(file.done if file else set())[0]
-    grader = Grader(options.reward, workers=options.workers, time_limit=options.time_limit)
+    reward = options.reward
+    grader = Grader(reward.function, workers=reward.workers, time_limit=reward.time_limit)
     resources.callback(grader.close)
     engine = open_engine(choice, settings, world)
     resources.callback(engine.close)
@@ -148,35 +152,45 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
         if file:
             with os_errors_as(OutputError, unwritable):
                 file.append(chunk.number, chunk.questions, answers.of_question)
-    watch = RewardWatch(options.success, "success", patience=1)
     wrong = [
-        (question.source, question_key(question.text, question.gold), count)
+        LeftOut(question.source, question_key(question.text, question.gold), count)
         for question, count in zip(left_out, counts[len(questions) :], strict=True)
     ]
     with os_errors_as(OutputError, f"output: {options.output} cannot be read"):
-        if file and (note := watch.observe(file.rewards())):
-            console.print(note, highlight=False, soft_wrap=True)
-        scores = file.scores(wrong, options.success) if file else {}
-    return world.gather(scores)[0]
+        return _scores(file, wrong, options, world, console)
+
+
+def _scores(
+    file: AnswerFile | None, wrong: Sequence[LeftOut], options: Options, world: World, console: Console
+) -> dict[str, SourceScore]:
+    """Of all answers in rank 0's file and of the rows that were left out; the same on every rank."""
+    watch = RewardWatch(options.reward.success, "reward.success", patience=1)
+    if file and (note := watch.observe(file.rewards())):
+        console.print(note, highlight=False, soft_wrap=True)
+    texts = file.texts() if file else []
+    unknown = [None] * len(texts)
+    formed = tell("form", options.reward, texts, world) or unknown
+    found = tell("found", options.reward, texts, world) or unknown
+    return world.gather(score(file.verdicts(options.reward.success, formed, found), wrong) if file else {})[0]
 
 
 def _sampling(options: Options, pretrained: Pretrained) -> Sampling:
     return Sampling(
-        options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        stop=Stops(options.stop, pretrained.tokenizer.decode),
+        options.rollout.max_tokens,
+        temperature=options.evaluation.temperature,
+        top_p=options.evaluation.top_p,
+        stop=Stops(options.rollout.stop, pretrained.tokenizer.decode),
     )
 
 
 def _warn(options: Options, questions: Iterable[Question], left_out: Sequence[Question], console: Console) -> None:
-    """Name the rows that are not asked, and the sources in `avg` that no row comes from."""
+    """Name the rows that are not asked, and the sources in `evaluation.avg` that no row comes from."""
     for source, count in sorted(Counter(question.source for question in left_out).items()):
         console.print(
-            f"{source}: {count} rows have prompts of more than {options.max_prompt_tokens} tokens and count as wrong "
-            "(max_prompt_tokens)",
+            f"{source}: {count} rows have prompts of more than {options.data.max_prompt_tokens} tokens and count as "
+            "wrong (data.max_prompt_tokens)",
             highlight=False,
             soft_wrap=True,
         )
-    if absent := sorted(set(options.avg) - {question.source for question in (*questions, *left_out)}):
-        console.print(f"avg: no rows come from {', '.join(absent)}")
+    if absent := sorted(set(options.evaluation.avg) - {question.source for question in (*questions, *left_out)}):
+        console.print(f"evaluation.avg: no rows come from {', '.join(absent)}")

@@ -1,6 +1,6 @@
-"""Evaluate a model on questions: `python -m exgrpo.train.evaluate MODEL --data FILE [FILE ...]`.
+"""Evaluate a model on questions: `python -m exgrpo.train.evaluate MODEL --data.test FILE [FILE ...]`.
 
-Several processes: `deepspeed --num_accelerators 2 --module exgrpo.train.evaluate MODEL --data FILE`.
+Several processes: `deepspeed --num_accelerators 2 --module exgrpo.train.evaluate MODEL --data.test FILE`.
 """
 
 import json
@@ -22,18 +22,35 @@ SCORES = "scores.json"
 
 
 def write(scores: dict[str, SourceScore], folder: Path, console: Console) -> None:
-    """Print the scores as a table and write them to scores.json, with the questions that were left out by source."""
-    ks = sorted({k for source in scores.values() for k in source.pass_at})
-    table = Table("source", "questions", "left out", "answers", "Pass@1", "± s.e.", *(f"pass@{k}" for k in ks))
-    for name, source in scores.items():
-        pass_at = [f"{source.pass_at[k]:.3f}" if k in source.pass_at else "-" for k in ks]
-        counts = [str(source.questions), str(source.left_out), str(source.answers)]
-        table.add_row(name, *counts, f"{source.pass_rate:.3f}", f"{source.standard_error:.3f}", *pass_at)
-    table.add_row("average", "", "", "", f"{average(scores):.3f}", "")
-    console.print(table)
+    """Print the scores as tables and write them to scores.json, with the questions that were left out by source."""
+    console.print(_rates(scores), _counts(scores))
     result = {"average": average(scores), "sources": {name: asdict(source) for name, source in scores.items()}}
-    (folder / SCORES).write_text(json.dumps(result, indent=2), encoding="utf-8")
+    (folder / SCORES).write_text(json.dumps(result, indent=2, allow_nan=False), encoding="utf-8")
     console.print(f"answers to read and scores are in {folder}", highlight=False)
+
+
+def _rates(scores: dict[str, SourceScore]) -> Table:
+    ks = sorted({k for source in scores.values() for k in source.pass_at})
+    table = Table("source", "Pass@1", "95 % interval", *(f"pass@{k}" for k in ks))
+    for name, source in scores.items():
+        pass_at = [_number(source.pass_at.get(k)) for k in ks]
+        table.add_row(name, f"{source.pass_rate:.3f}", f"{source.low:.3f} to {source.high:.3f}", *pass_at)
+    table.add_row("average", f"{average(scores):.3f}")
+    return table
+
+
+def _counts(scores: dict[str, SourceScore]) -> Table:
+    fractions = ("cut", "no form", "no answer")
+    table = Table("source", "questions", "left out", "answers", *fractions)
+    for name, source in scores.items():
+        counts = [str(source.questions), str(source.left_out), str(source.answers)]
+        lacking = (source.truncated, source.without_form, source.without_answer)
+        table.add_row(name, *counts, *map(_number, lacking))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def main(argv: Sequence[str]) -> int:

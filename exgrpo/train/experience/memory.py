@@ -1,7 +1,9 @@
 """The experience buffer E, its success counts and the retired set S."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,14 @@ class MemoryRules:
     bucket_by: str = "success_count"
 
 
+class Stored(NamedTuple):
+    """A trajectory in the buffer."""
+
+    trajectory: Trajectory
+    replays: int = 0
+    """How often its response has been replayed."""
+
+
 class ExperienceMemory:
     """Successful trajectories by question, each question's success count, and the questions that are retired.
 
@@ -60,7 +70,7 @@ class ExperienceMemory:
         self.count: npt.NDArray[np.float64] = np.zeros(questions)
         self.retired: npt.NDArray[np.bool_] = np.zeros(questions, dtype=bool)
         self._buckets = look_up(BUCKETS, rules.bucket_by, "bucket_by")
-        self._stored: dict[int, tuple[Trajectory, ...]] = {}
+        self._stored: dict[int, tuple[Stored, ...]] = {}
 
     def __len__(self) -> int:
         """|E|: number of questions with stored trajectories."""
@@ -68,20 +78,39 @@ class ExperienceMemory:
 
     def trajectories(self, question: int) -> tuple[Trajectory, ...]:
         """The stored successes of a question, oldest first; empty where there are none."""
-        return self._stored.get(question, ())
+        return tuple(one.trajectory for one in self._stored.get(question, ()))
 
     def all_trajectories(self) -> list[Trajectory]:
         """Everything that is stored, by question; of a question oldest first."""
-        return [trajectory for question in sorted(self._stored) for trajectory in self._stored[question]]
+        return [one.trajectory for one in self._all()]
+
+    def all_replays(self) -> npt.NDArray[np.int64]:
+        """[N] how often each of `all_trajectories` has been replayed."""
+        return np.array([one.replays for one in self._all()], dtype=np.int64)
+
+    def _all(self) -> Iterator[Stored]:
+        return (one for question in sorted(self._stored) for one in self._stored[question])
 
     def restore(
-        self, count: npt.NDArray[np.float64], retired: npt.NDArray[np.bool_], trajectories: Sequence[Trajectory]
+        self,
+        count: npt.NDArray[np.float64],
+        retired: npt.NDArray[np.bool_],
+        trajectories: Sequence[Trajectory],
+        replays: npt.NDArray[np.int64],
     ) -> None:
-        """Take over the state of another memory of the same questions: its fields and `all_trajectories`."""
+        """Take over the state of another memory of the same questions: its fields, all trajectories and replays."""
         self.count, self.retired = count.copy(), retired.copy()
         self._stored = {}
-        for trajectory in trajectories:
-            self._stored[trajectory.question] = (*self.trajectories(trajectory.question), trajectory)
+        for trajectory, times in zip(trajectories, replays.tolist(), strict=True):
+            of_question = self._stored.get(trajectory.question, ())
+            self._stored[trajectory.question] = (*of_question, Stored(trajectory, times))
+
+    def count_replay(self, question: int, index: int) -> int:
+        """Note that the question's trajectory at this index is replayed; returns how often it has been by now."""
+        stored = list(self._stored[question])
+        stored[index] = Stored(stored[index].trajectory, stored[index].replays + 1)
+        self._stored[question] = tuple(stored)
+        return stored[index].replays
 
     @property
     def trajectory_count(self) -> int:
@@ -125,11 +154,13 @@ class ExperienceMemory:
         self._stored.pop(question, None)
 
     def _store(self, group: Group) -> None:
-        kept = self.trajectories(group.question)
+        kept = self._stored.get(group.question, ())
         for row in self._buckets.admitted(group, self.rules.success):
             if len(row.response):  # without tokens there is nothing to replay
                 # Of two equal responses the newer log-probs stay: their policy is nearer to the current one.
-                kept = (*(old for old in kept if not _same(old.response, row.response)), row)
+                same = [_same(old.trajectory.response, row.response) for old in kept]
+                replays = sum(compress((old.replays for old in kept), same))
+                kept = (*(old for old, is_same in zip(kept, same, strict=True) if not is_same), Stored(row, replays))
         if self.rules.max_per_question is not None:
             kept = kept[-self.rules.max_per_question :]
         if kept:
@@ -137,7 +168,7 @@ class ExperienceMemory:
 
     def _forget(self, oldest: int) -> None:
         for question, stored in list(self._stored.items()):
-            young = tuple(row for row in stored if row.step >= oldest)
+            young = tuple(one for one in stored if one.trajectory.step >= oldest)
             if not young:
                 del self._stored[question]
                 self.count[question] = 0

@@ -32,10 +32,12 @@ class Selected:
     Attributes:
         trajectory: the chosen one.
         entropy: its mean token entropy in nats under the current policy; None where the rule asks for no scores.
+        replays: how often it has been replayed, this time included.
     """
 
     trajectory: Trajectory
     entropy: float | None
+    replays: int
 
 
 class TakenIn(NamedTuple):
@@ -127,7 +129,7 @@ class Replay:
         return plan_questions(self.memory, self.pool, self.rng, batch=batch, ratio=ratio, law=self.law)
 
     def select(self, questions: npt.NDArray[np.int64], score: ScoreAll) -> list[Selected]:
-        """The trajectory to replay for each of some buffered questions.
+        """The trajectory to replay for each of some buffered questions; each choice counts as a replay.
 
         Args:
             questions: [n] indices of questions with stored trajectories.
@@ -140,7 +142,9 @@ class Replay:
         for of_question in stored:
             candidates = Candidates(of_question, tuple(islice(of_all, len(of_question))))
             chosen = self._rule.choose(candidates, self.rng)
-            selected.append(Selected(of_question[chosen], candidates.scores[chosen].entropy if scored else None))
+            entropy = candidates.scores[chosen].entropy if scored else None
+            replays = self.memory.count_replay(of_question[chosen].question, chosen)
+            selected.append(Selected(of_question[chosen], entropy, replays))
         return selected
 
     def take_in(self, groups: Sequence[Group], step: int) -> TakenIn:
@@ -166,6 +170,7 @@ class Replay:
             arrays={
                 "count": self.memory.count,
                 "retired": self.memory.retired.astype(np.uint8),
+                "replays": self.memory.all_replays(),
                 "pool_order": self.pool.order,
             },
             trajectories=self.memory.all_trajectories(),
@@ -179,4 +184,5 @@ class Replay:
         self.watch.restore(values["rewards_seen"])
         for name, rng in self._generators().items():
             rng.bit_generator.state = values["generators"][name]
-        self.memory.restore(arrays["count"], arrays["retired"].astype(bool), state.trajectories)
+        retired = arrays["retired"].astype(bool)
+        self.memory.restore(arrays["count"], retired, state.trajectories, arrays["replays"])

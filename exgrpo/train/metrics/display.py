@@ -25,8 +25,9 @@ COLUMNS = {
     "retired": ("retired", ".0f"),
     "ratio": ("fresh_ratio", ".3f"),
     "grad": ("grad_norm", ".2f"),
-    "idle": ("idle_updates", ".0f"),
+    "idle": ("idle_group_fraction", ".0%"),
     "length": ("response_tokens", ".0f"),
+    "cut": ("truncated", ".0%"),
     "tokens/s": ("tokens_per_second", ".0f"),
     "s/step": ("seconds", ".1f"),
 }

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
+from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES, Kind
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.metrics.trackers import Tracker, tracked
 
@@ -40,11 +40,11 @@ class RunLog:
                     raise ConfigError(f"{file.name} is damaged: it has {now} bytes and had {size} at step {self._step}")
                 file.truncate(size)
 
-    def metrics(self, record: dict[str, float]) -> None:
-        """Append one record; numbers that do not exist (NaN) become null."""
+    def metrics(self, kind: Kind, record: dict[str, float]) -> None:
+        """Append one record of this kind; numbers that do not exist (NaN) become null."""
         self._step = step = int(record["step"])
         plain = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in record.items()}
-        self._metrics.write(json.dumps(plain) + "\n")
+        self._metrics.write(json.dumps({"step": step, "kind": kind, **plain}) + "\n")
         self._metrics.flush()
         self._tell(lambda tracker: tracker.log(step, tracked(plain)))
 

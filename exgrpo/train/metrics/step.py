@@ -32,12 +32,16 @@ class OptimiserSteps:
     Attributes:
         updates: one for each optimiser step.
         idle: mini-batches that gave none, because nothing could be learnt from them.
+        idle_groups: groups of which no answer has an advantage that is trained on.
+        tokens: response tokens of all mini-batches.
         skipped: optimiser steps of the run so far whose gradient was not finite.
         learning_rate: of the next optimiser step.
     """
 
     updates: list[UpdateStats]
     idle: int
+    idle_groups: int
+    tokens: int
     skipped: int
     learning_rate: float
 
@@ -49,6 +53,7 @@ class StepRecord:
     Attributes:
         step: its number, from 1.
         groups: with the scores of their fresh answers.
+        sources: the data source of each group's question.
         answers: the fresh answers of each group.
         stale: whether the answers were generated while the step before was updating.
         selected: what was replayed.
@@ -61,6 +66,7 @@ class StepRecord:
 
     step: int
     groups: Sequence[Group]
+    sources: Sequence[str]
     answers: Answers
     stale: bool
     selected: Sequence[Selected]
@@ -72,11 +78,7 @@ class StepRecord:
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
-    """One flat record per training step; entropies in nats per token, lengths in tokens, times in seconds.
-
-    Log-ratio quantiles, in nats, are over all tokens of the step. bucket/k: buffered questions by success count, which
-    is rounded for this.
-    """
+    """One flat record per training step; docs/metrics.md says what each number is."""
     answers, optimised = record.answers, record.optimised
     scores = [score for group in record.groups for score in group.scores]
     lengths = np.array([len(rollout.response) for rollout in answers.rollouts])
@@ -85,6 +87,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     return {
         "step": record.step,
         "reward": float(answers.rewards.mean()),
+        **_of_sources(record.sources, answers),
         "pass_rate": record.pass_rate,
         "entropy": float(np.concatenate([score.entropy for score in scores]).mean()),
         "response_tokens": float(lengths.mean()),
@@ -92,12 +95,15 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         "timed_out": answers.timed_out,
         "reward_failed": answers.failed,
         "groups": len(record.groups),
+        "idle_group_fraction": optimised.idle_groups / len(record.groups),
         **_of_selected(record.selected, record.step),
         **_of_replay(record.replay),
         "learning_rate": optimised.learning_rate,
         "skipped_updates": optimised.skipped,
         "idle_updates": optimised.idle,
         "generated_tokens": record.generated_tokens,
+        "gradient_token_fraction": sum(update.gradient_tokens for update in optimised.updates)
+        / max(optimised.tokens, 1),
         **_of_updates(optimised.updates),
         **_of_engine(answers, int(lengths.sum())),
         "tokens_per_second": float(lengths.sum()) / total,
@@ -108,14 +114,25 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     }
 
 
+def _of_sources(sources: Sequence[str], answers: Answers) -> dict[str, float]:
+    """The mean reward of the fresh answers by data source."""
+    rewards: dict[str, list[float]] = {}
+    for source, of_question in zip(sources, answers.of_question, strict=True):
+        rewards.setdefault(source, []).extend(answer.reward for answer in of_question)
+    return {f"reward/{source}": float(np.mean(rewards[source])) for source in sorted(rewards)}
+
+
 def _of_selected(selected: Sequence[Selected], step: int) -> dict[str, float]:
-    """How many trajectories are replayed, with their mean entropy and age in steps; NaN of what does not exist."""
+    """How many trajectories are replayed, and what kind they are; NaN of what does not exist."""
     ages = [step - one.trajectory.step for one in selected]
+    replays = [one.replays for one in selected]
     entropies = [one.entropy for one in selected if one.entropy is not None]
     return {
         "replayed": len(selected),
         "replayed_entropy": float(np.mean(entropies)) if entropies else math.nan,
         "replayed_age": float(np.mean(ages)) if ages else math.nan,
+        "replayed_times": float(np.mean(replays)) if replays else math.nan,
+        "replayed_times_max": max(replays, default=math.nan),
     }
 
 

@@ -165,11 +165,11 @@ def open_trackers(config: Config, folder: Path, step: int | None) -> list[Tracke
     return trackers
 
 
-def tracked(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record of metrics.jsonl under the names that trackers group them by."""
+def tracked(numbers: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record of metrics.jsonl, null or not, under the names that trackers group them by."""
     return {
         name if "/" in name else f"train/{name}": value
-        for name, value in record.items()
+        for name, value in numbers.items()
         if name != "step" and value is not None
     }
 
@@ -178,5 +178,5 @@ def _last_steps(path: Path) -> dict[str, int]:
     """By tracked name, the last step that metrics.jsonl has it of."""
     last: dict[str, int] = {}
     for record in read_records(path)[0]:  # without the line that an interruption cut
-        last.update(dict.fromkeys(tracked(record), int(record["step"])))
+        last.update(dict.fromkeys(tracked(record.numbers), record.step))
     return last

@@ -16,7 +16,8 @@ class UpdateStats:
 
     `applied` is False where the gradient norm was not finite and the step was skipped. Ratios are means over
     tokens (and the largest fresh one); `replayed_weight` is the mean of what the ratio of a replayed token is shaped
-    to; a mean over no tokens is NaN. `log_ratios` [2, BINS] counts fresh and replayed tokens, see `ratios`.
+    to; a mean over no tokens is NaN. `gradient_tokens` counts those which the policy loss gives a gradient: with an
+    advantage, and not clipped. `log_ratios` [2, BINS] counts fresh and replayed tokens, see `ratios`.
     """
 
     loss: float
@@ -27,11 +28,12 @@ class UpdateStats:
     fresh_ratio_max: float
     replayed_ratio: float
     replayed_weight: float
+    gradient_tokens: int
     log_ratios: torch.Tensor
 
 
 class Tally:
-    """Sums over the micro-batches of one rank: loss, clipped, ratios, counts of tokens and of their log-ratios."""
+    """Sums over the micro-batches of one rank: loss, ratios, weights, counts of tokens and of their log-ratios."""
 
     def __init__(self, beta: float | None) -> None:
         self.beta = beta
@@ -45,6 +47,7 @@ class Tally:
         fresh = active & ~batch.replayed[:, None]
         ratio = result.ratio.double()
         weight = ratio if self.beta is None else ratio / (ratio + self.beta)
+        advantage = batch.advantage if batch.advantage.dim() == 2 else batch.advantage[:, None]
         zero = ratio.new_zeros(())
         self.sums.append(
             torch.stack(
@@ -56,6 +59,7 @@ class Tally:
                     torch.where(fresh, ratio, zero).sum(),
                     torch.where(replayed, ratio, zero).sum(),
                     torch.where(replayed, weight, zero).sum(),
+                    (active & (advantage != 0) & (result.clipped == 0)).sum().double(),
                     torch.where(fresh, ratio, zero).amax(),
                 ]
             )
@@ -67,7 +71,8 @@ class Tally:
         stacked, counts = torch.stack(self.sums).cpu(), torch.stack(self.log_ratios).sum(0).cpu()
         gathered = world.gather((torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)]), counts))
         of_ranks = torch.stack([numbers for numbers, _ in gathered])
-        loss, fresh, replayed, clipped, fresh_ratio, replayed_ratio, weight = of_ranks[:, :-1].sum(0).tolist()
+        sums = of_ranks[:, :-1].sum(0).tolist()
+        loss, fresh, replayed, clipped, fresh_ratio, replayed_ratio, weight, gradient = sums
         return UpdateStats(
             loss=loss / world.size,
             grad_norm=float(grad_norm),
@@ -77,5 +82,6 @@ class Tally:
             fresh_ratio_max=float(of_ranks[:, -1].max()) if fresh else float("nan"),
             replayed_ratio=replayed_ratio / replayed if replayed else float("nan"),
             replayed_weight=weight / replayed if replayed else float("nan"),
+            gradient_tokens=int(gradient),
             log_ratios=torch.stack([counts for _, counts in gathered]).sum(0),
         )

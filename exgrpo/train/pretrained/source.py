@@ -97,17 +97,17 @@ def read_config(file: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
     Raises:
         ConfigError: there is none, it is none, or an override does not suit it.
     """
-    with os_errors_as(ConfigError, f"model-config: {file} cannot be read"):
+    with os_errors_as(ConfigError, f"config_json: {file} cannot be read"):
         file = file / "config.json" if file.is_dir() else file
         if not file.is_file():
-            raise ConfigError(f"model-config: {file} does not exist: name a config.json or the folder that holds it")
+            raise ConfigError(f"config_json: {file} does not exist: name a config.json or the folder that holds it")
         content = file.read_bytes()
     try:
         raw = json.loads(content)
         config = AutoConfig.for_model(**raw)
     except (ValueError, TypeError) as error:
         reason = str(error).splitlines()[0][:120]
-        raise ConfigError(f"model-config: {file} is no configuration of a causal LM: {reason}") from None
+        raise ConfigError(f"config_json: {file} is no configuration of a causal LM: {reason}") from None
     return _source(str(file.parent), config, raw, overrides).config
 
 

@@ -166,11 +166,20 @@ def sections(groups: Sequence[PlotGroup]) -> list[Section]:
 
 
 def _source_panels(groups: Sequence[PlotGroup]) -> list[Panel]:
-    """Held-out results by source of data, where there are several."""
-    names = {name for group in groups for run in group.runs for name in run.held_out if name.startswith("test/")}
-    sources = sorted(names - {"test/pass_rate"})
-    titles = {name: f"Held-out {name.removeprefix('test/')}" for name in sources}
-    return [Panel(titles[name], "Pass@1", {name: ""}, held_out=True) for name in sources] if len(sources) > 1 else []
+    """Held-out results and rewards in training by source of data, where there are several."""
+    runs = [run for group in groups for run in group.runs]
+    tested = {name for run in runs for name in run.held_out if name.startswith("test/")} - {"test/pass_rate"}
+    trained = {name for run in runs for name in run.training if name.startswith("reward/")}
+    panels = [Panel(f"Held-out {_source(n)}", "Pass@1", {n: ""}, held_out=True) for n in _several(tested)]
+    return panels + [Panel(f"Reward in training: {_source(n)}", "reward", {n: ""}) for n in _several(trained)]
+
+
+def _several(names: set[str]) -> list[str]:
+    return sorted(names) if len(names) > 1 else []
+
+
+def _source(name: str) -> str:
+    return name.partition("/")[2]
 
 
 def _stacked_columns(stack: Stack, groups: Sequence[PlotGroup]) -> dict[str, str]:

@@ -1,32 +1,38 @@
 """The report of one or several runs: `python -m exgrpo.train.report RUN [RUN ...] [--output FILE]`."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from pydantic import BaseModel, ConfigDict, Field
 
+from exgrpo.train.command_line import check_names, one_line
 from exgrpo.train.errors import ExgrpoError, print_error
 from exgrpo.train.report.page import write_report
 
+PROGRAM = "python -m exgrpo.train.report"
 
-@dataclass(frozen=True)
-class Arguments:
+
+class Options(BaseModel):
     """Write a report about runs as one HTML page."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders of runs."""
-    output: Path | None = None
-    """The page; RUN/report.html where there is one run, else report.html in the current folder."""
+    model_config = ConfigDict(frozen=True)
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = Field(description="Folders of runs.")
+    output: Path | None = Field(
+        None, description="The page; RUN/report.html where there is one run, else report.html in the current folder."
+    )
 
 
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit status."""
-    arguments = tyro.cli(Arguments, args=argv, prog="python -m exgrpo.train.report")
-    single = arguments.runs[0] if len(arguments.runs) == 1 else Path()
-    output = arguments.output or single / "report.html"
     try:
-        write_report(arguments.runs, output)
+        check_names(argv, Options)
+        with one_line(Options, PROGRAM):
+            options = tyro.cli(Options, args=argv, prog=PROGRAM, use_underscores=True)
+        single = options.runs[0] if len(options.runs) == 1 else Path()
+        output = options.output or single / "report.html"
+        write_report(options.runs, output)
     except ExgrpoError as error:
         return print_error(error)
     print(f"report in {output}")

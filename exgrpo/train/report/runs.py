@@ -13,6 +13,10 @@ from exgrpo.train.checkpoint.log_files import METRICS, Record, read_records
 from exgrpo.train.errors import ReportError
 from exgrpo.train.report.curves import Columns
 
+Numbers = dict[str, float]
+HELD_OUT = ("test/", "held_out/")
+"""The headings of what evaluations measure."""
+
 
 @dataclass(frozen=True, eq=False)
 class RunColumns:
@@ -62,22 +66,21 @@ def load_run(folder: Path, name: str) -> RunData:
 
 def _run_columns(records: Iterable[Record]) -> RunColumns:
     """One row per step. A run that was resumed repeats steps: what it had done beyond is no part of it."""
-    training: dict[int, Record] = {}
-    held_out: dict[int, Record] = {}
-    merged: dict[int, Record] = {}
+    training: dict[int, Numbers] = {}
+    held_out: dict[int, Numbers] = {}
+    merged: dict[int, Numbers] = {}
     last = 0
     for record in records:
-        step = int(record["step"])
-        tested = {key: value for key, value in record.items() if key.startswith("test/")}
-        # Only training steps have numbers without a heading.
-        if any("/" not in key for key in record if key != "step"):
+        step, numbers = record.step, record.numbers
+        tested = {key: value for key, value in numbers.items() if key.startswith(HELD_OUT)}
+        if record.kind == "training":
             if step < last:
                 training, held_out, merged = (_until(step, rows) for rows in (training, held_out, merged))
             last = step
-            training[step] = {**training.get(step, {}), **record}
+            training[step] = {**training.get(step, {}), **numbers}
         if tested:
             held_out[step] = {**held_out.get(step, {}), **tested, "step": step}
-        merged[step] = {**merged.get(step, {}), **record}
+        merged[step] = {**merged.get(step, {}), **numbers}
     columns = _columns(training)
     _add_totals(columns)
     tests = _columns(held_out)
@@ -89,11 +92,11 @@ def _run_columns(records: Iterable[Record]) -> RunColumns:
     return RunColumns(columns, tests, _columns(merged))
 
 
-def _until(step: int, rows: dict[int, Record]) -> dict[int, Record]:
+def _until(step: int, rows: dict[int, Numbers]) -> dict[int, Numbers]:
     return {other: row for other, row in rows.items() if other <= step}
 
 
-def _columns(rows: dict[int, Record]) -> Columns:
+def _columns(rows: dict[int, Numbers]) -> Columns:
     ordered = [rows[step] for step in sorted(rows)]
     names = dict.fromkeys(["step", *(name for row in ordered for name in row)])
     return {name: np.array([row.get(name, math.nan) for row in ordered], dtype=np.float64) for name in names}

@@ -22,6 +22,7 @@ Comparing
 
 Form
     `math_form` and `math_no_think_form` say whether a response has the form that these rewards ask for, right or wrong.
+    `math_found` and `math_no_think_found` say whether these rewards find an answer in it at all.
 
 All functions return 1.0 or 0.0 and set no time limit: Math-Verify's own limits work through SIGALRM, which a call
 into C does not heed and threads cannot use, so they are off, and exgrpo.train.reward.pool.Grader sets a hard one.
@@ -93,6 +94,18 @@ def math_no_think_form(response: str, gold: str) -> float:
         return float(content != "")
     stated = _stated_answer(response) or ""
     return float(stated != "" and len(_WORD.findall(stated)) <= _MOST_WORDS)
+
+
+def math_found(response: str, gold: str) -> float:
+    """1.0 when `math` finds an answer in `response`, right or wrong, else 0.0."""
+    answer = answer_after_thinking(response)
+    return 0.0 if answer is None else math_no_think_found(answer, gold)
+
+
+def math_no_think_found(response: str, gold: str) -> float:
+    """1.0 when `math_no_think` finds an answer in `response`, right or wrong, else 0.0; `gold` is not looked at."""
+    answer = final_answer(response)
+    return float(answer != "" and bool(boxed_answer(answer) or _found_answer(answer)))
 
 
 def answer_after_thinking(response: str) -> str | None:

@@ -4,9 +4,10 @@ A reward is a deterministic function (response, gold) -> finite number. Names: t
 exgrpo.train.reward.builtin, such as "math" and "math_no_think" (see exgrpo.train.reward.grading), or a Python path:
 "package.module:function" for what can be imported, "path/to/file.py:function" for a file.
 
-A reward may have a form function beside it, of the same signature: 1.0 for a response that has the form in which the
-reward looks for an answer, whether it is right or wrong, else 0.0. It is named like the reward with "_form" behind
-("math_form" for "math", "my_rewards.py:score_form" for "my_rewards.py:score"), and `form_of` finds it.
+A reward may have two functions of the same signature beside it. They give 1.0 or 0.0, whether the answer is right or
+wrong. The form function says whether a response has the form in which the reward looks for an answer; the found
+function says whether the reward finds any answer in it. They are named like the reward with "_form" or "_found" behind
+("math_form" for "math", "my_rewards.py:score_form" for "my_rewards.py:score"), and `beside` finds them.
 """
 
 import difflib
@@ -17,12 +18,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from exgrpo.train.builtin import find_module, module_names
 from exgrpo.train.errors import MissingRewardError, RewardError, os_errors_as
 
 Reward = Callable[[str, str], float]
+
+Kind = Literal["form", "found"]
+"""Of a function beside a reward."""
 
 BUILTIN = "exgrpo.train.reward.builtin"
 
@@ -50,16 +54,16 @@ def resolve_reward(name: str) -> Reward:
     return function
 
 
-def form_of(name: str) -> str | None:
-    """The name of the form function of the reward called `name`, None when it has none.
+def beside(name: str, kind: Kind) -> str | None:
+    """The name of the function of this kind beside the reward called `name`, None when it has none.
 
     Raises RewardError for a module or file that cannot be loaded, as `resolve_reward` does.
     """
     if builtin := builtin_reward(name):
-        form = getattr(builtin, "form", None)
-        return f"{form.__module__}:{form.__name__}" if form else None
+        function = getattr(builtin, kind, None)
+        return f"{function.__module__}:{function.__name__}" if function else None
     module, attribute = _locate(name)
-    return f"{name}_form" if callable(getattr(module, f"{attribute}_form", None)) else None
+    return f"{name}_{kind}" if callable(getattr(module, f"{attribute}_{kind}", None)) else None
 
 
 def decisive_part_of(name: str) -> Callable[[str], str | None]:

@@ -8,7 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from exgrpo.train.reward.names import Reward, builtin_reward, resolve_reward
+from exgrpo.train.reward.names import Reward, resolve_reward
 
 BUILTIN_MEMORY_BYTES = 2 << 30
 
@@ -44,7 +44,7 @@ def start_worker(reward: str, time_limit: float) -> None:
     _worker.alarm = 2 * time_limit + 10
     try:
         _worker.function = resolve_reward(reward)
-        if builtin_reward(reward):
+        if _worker.function.__module__.startswith("exgrpo."):
             _limit_memory()
             _worker.function(r"</think>\boxed{\frac{1}{2}}", "0.5")  # imports and fills the parser's caches
     except Exception as error:

@@ -18,8 +18,27 @@ def test_lines_that_are_no_records_are_named(tmp_path):
     mixed = [LINES[0], *RUBBISH[:3], LINES[1], b"", *RUBBISH[3:], LINES[2]]
     path.write_bytes(b"\n".join(mixed))
     records, unreadable = read_records(path)
-    assert records == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 1.0}, {"step": 3, "reward": 1.5}]
+    assert [record.numbers for record in records] == [{"step": n, "reward": 0.5 * n} for n in (1, 2, 3)]
     assert unreadable == [2, 3, 4, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        ({"step": 0, "kind": "evaluation", "weight_gap": 1e-6, "test/pass_rate": 0.5}, "evaluation"),
+        ({"step": 2, "kind": "training", "test/pass_rate": 0.5}, "training"),
+        # Of older runs.
+        ({"step": 0, "weight_gap": 1e-6, "test/pass_rate": 0.5}, "evaluation"),
+        ({"step": 1, "weight_gap": 1e-6, "reward": 0.5}, "training"),
+        ({"step": 1, "kind": "another", "reward": 0.5}, "training"),
+        ({"step": 2, "test/pass_rate": 0.5, "seconds/checkpoint": 0.5}, "evaluation"),
+    ],
+)
+def test_a_record_says_what_it_is_about(tmp_path, record, kind):
+    (tmp_path / METRICS).write_text(json.dumps(record))
+    ((read,), _) = read_records(tmp_path / METRICS)
+    assert (read.step, read.kind) == (record["step"], kind)
+    assert "kind" not in read.numbers
 
 
 DAMAGES = {
@@ -76,7 +95,7 @@ def test_what_was_logged_after_the_checkpoint_stays(tmp_path, caplog):
 @pytest.mark.parametrize("name", [METRICS, SAMPLES])
 def test_a_log_is_never_filled_up(tmp_path, name):
     log = RunLog(tmp_path)
-    log.metrics({"step": 1, "reward": 0.5})
+    log.metrics("training", {"step": 1, "reward": 0.5})
     log.sample(1, "question", "gold", [])
     position = log.position()
     log.close()
@@ -98,7 +117,7 @@ def test_a_position_is_on_disk(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", record)
     log = RunLog(tmp_path)
-    log.metrics({"step": 1, "reward": 0.5})
+    log.metrics("training", {"step": 1, "reward": 0.5})
     log.position()
     log.close()
     assert forced >= {(tmp_path / name).stat().st_ino for name in (METRICS, SAMPLES)}

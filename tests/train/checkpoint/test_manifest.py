@@ -9,6 +9,7 @@ import pytest
 
 from exgrpo.train.checkpoint.durable import DamagedFileError
 from exgrpo.train.checkpoint.manifest import (
+    FORMAT,
     MANIFEST,
     CheckpointError,
     Manifest,
@@ -36,7 +37,7 @@ def signed(content: dict) -> str:
 
 
 def plain(manifest: Manifest = WHOLE) -> dict:
-    return {"format": 2, **manifest.model_dump()}
+    return {"format": FORMAT, **manifest.model_dump()}
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -118,6 +119,6 @@ def test_other_versions_are_refused_and_not_taken_for_damage(tmp_path):
     (tmp_path / MANIFEST).write_text(json.dumps(first))
     with pytest.raises(CheckpointError, match=rf"{tmp_path} was written by an earlier version .* cannot be verified"):
         read_manifest(tmp_path)
-    (tmp_path / MANIFEST).write_text(signed({"format": 3, "anything": 1}))
-    with pytest.raises(CheckpointError, match=rf"{tmp_path} has format 3 and this version of exgrpo reads format 2"):
+    (tmp_path / MANIFEST).write_text(signed({"format": FORMAT + 1, "anything": 1}))
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} has format {FORMAT + 1} and this version"):
         read_manifest(tmp_path)

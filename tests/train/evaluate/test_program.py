@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.checkpoint.folder_lock import claim
-from exgrpo.train.config import Config
+from exgrpo.train.config import Config, RewardConfig
 from exgrpo.train.data.questions import QuestionSet
+from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.evaluation import answers_per_row
 from exgrpo.train.evaluate.held_out import evaluate
 from exgrpo.train.evaluate.options import AS_TRAINED, Options, defaults, parse_options
-from exgrpo.train.evaluate.scores import average, pass_at_k, score, score_all
+from exgrpo.train.evaluate.scores import LeftOut, Verdict, average, pass_at_k, score, score_all
 from exgrpo.train.recipe import DEFAULT_RUN, to_yaml
 from exgrpo.train.rollout import Sampling
 from tests.train.configs import configured
@@ -28,6 +29,8 @@ from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, marked, 
 from tests.train.launch import ROOT, environment
 from tests.train.rollout.vllm.installed import real
 
+PLAIN = RewardConfig(function="tests.train.fakes:marked")
+"""Has no functions beside it."""
 VERDICTS = st.lists(st.booleans(), min_size=1, max_size=7)
 
 
@@ -47,7 +50,7 @@ def test_pass_at_k_needs_enough_answers(k):
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), VERDICTS), min_size=1, max_size=8))
 def test_scores_are_means_over_questions(questions):
-    verdicts = [(source, str(i), right) for i, (source, rights) in enumerate(questions) for right in rights]
+    verdicts = [Verdict(source, str(i), right) for i, (source, rights) in enumerate(questions) for right in rights]
     scores = score(verdicts)
     for source in {source for source, _ in questions}:
         rates = [np.mean(rights) for name, rights in questions if name == source]
@@ -60,7 +63,7 @@ def test_scores_are_means_over_questions(questions):
 
 
 def test_repeated_rows_are_more_answers_to_one_question():
-    verdicts = [("aime", "q1", i < 8) for i in range(32)] + [("aime", "q2", False)] * 32
+    verdicts = [Verdict("aime", "q1", i < 8) for i in range(32)] + [Verdict("aime", "q2", False)] * 32
     scores = score(verdicts)["aime"]
     assert (scores.questions, scores.answers, scores.pass_rate) == (2, 64, 0.125)
     assert list(scores.pass_at) == [2, 4, 8, 16, 32]
@@ -69,7 +72,9 @@ def test_repeated_rows_are_more_answers_to_one_question():
 
 def test_in_training_all_questions_count_alike():
     skill = {0: 1.0, 1: 0.5, 2: 0.0, 3: 0.5}
-    overall, by_source = evaluate(answerer(ScriptedEngine(skill)), question_set(4), 2, Sampling(8), seed=0, success=1.0)
+    overall, by_source = evaluate(
+        answerer(ScriptedEngine(skill)), question_set(4), 2, Sampling(8), seed=0, reward=PLAIN
+    )
     assert overall.pass_rate == 0.5
     assert overall.pass_at == {2: 0.75}
     assert by_source == {"fake": overall}
@@ -79,7 +84,8 @@ def test_in_training_all_questions_count_alike():
 def test_in_training_an_answer_is_right_by_the_threshold(success, pass_rate):
     asked = answerer(ScriptedEngine({0: 1.0, 1: 0.0}))
     asked.grader = ScriptedGrader(lambda text: 0.9 if marked(text) else 0.5)
-    overall, _ = evaluate(asked, question_set(2), 2, Sampling(8), seed=0, success=success)
+    reward = PLAIN.model_copy(update={"success": success})
+    overall, _ = evaluate(asked, question_set(2), 2, Sampling(8), seed=0, reward=reward)
     assert overall.pass_rate == pass_rate
 
 
@@ -94,7 +100,7 @@ def test_in_training_questions_that_were_left_out_are_wrong():
         2,
         Sampling(8),
         seed=0,
-        success=1.0,
+        reward=PLAIN,
     )
     assert (overall.questions, overall.left_out) == (6, 3)
     assert overall.pass_rate == pytest.approx(2 / 6)
@@ -108,9 +114,9 @@ def test_in_training_questions_that_were_left_out_are_wrong():
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), VERDICTS, st.booleans()), min_size=1, max_size=8))
 def test_left_out_questions_score_as_if_all_their_answers_were_wrong(questions):
-    asked = [(s, str(i), right) for i, (s, rights, left) in enumerate(questions) if not left for right in rights]
-    left_out = [(s, str(i), len(rights)) for i, (s, rights, left) in enumerate(questions) if left]
-    wrong = [(s, name, False) for s, name, count in left_out for _ in range(count)]
+    asked = [Verdict(s, str(i), right) for i, (s, rights, left) in enumerate(questions) if not left for right in rights]
+    left_out = [LeftOut(s, str(i), len(rights)) for i, (s, rights, left) in enumerate(questions) if left]
+    wrong = [Verdict(s, name, False) for s, name, count in left_out for _ in range(count)]
     for ours, expected in (
         (score(asked, left_out), score([*asked, *wrong])),
         ({"all": score_all(asked, left_out)}, {"all": score_all([*asked, *wrong])}),
@@ -118,7 +124,8 @@ def test_left_out_questions_score_as_if_all_their_answers_were_wrong(questions):
         assert ours.keys() == expected.keys()
         for name, of_source in ours.items():
             assert of_source.left_out == sum(name in ("all", s) for s, _, _ in left_out)
-            assert str(dataclasses.replace(of_source, left_out=0)) == str(expected[name])
+            same = dataclasses.replace(of_source, left_out=0, truncated=expected[name].truncated)
+            assert same == expected[name]
 
 
 @pytest.mark.parametrize(("repeats", "per_row"), [(1, 32), (8, 4), (32, 1), (5, 7)])
@@ -128,16 +135,17 @@ def test_avg_counts_the_answers_to_a_question_over_its_rows(repeats, per_row):
         for i, question in enumerate(question_set(2).questions)
         for _ in range(repeats)
     ]
-    options = Options(model="m", data=("d",), samples=3, avg={"aime": 32})
+    options = Options(model="m", data={"test": ("d",)}, evaluation={"samples": 3, "avg": {"aime": 32}})
     assert answers_per_row(rows, options) == [per_row] * repeats + [3] * repeats
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("temperatur: 1", "unknown key 'temperatur'; did you mean 'temperature'?"),
-        ("avg: {aime: 0}", "avg.aime: Input should be greater than 0"),
-        ("samples: many", "samples: Input should be a valid integer"),
+        ("evaluation.temperatur: 1", "unknown key 'evaluation.temperatur'; did you mean 'evaluation.temperature'?"),
+        ("max_tokens: 5", "unknown key 'max_tokens'; did you mean 'rollout.max_tokens'?"),
+        ("evaluation.avg: {aime: 0}", "evaluation.avg.aime: Input should be greater than 0"),
+        ("evaluation.samples: many", "evaluation.samples: Input should be a valid integer"),
     ],
 )
 def test_bad_recipes_are_named(tmp_path, text, message):
@@ -147,24 +155,29 @@ def test_bad_recipes_are_named(tmp_path, text, message):
 
 
 def test_what_an_evaluation_shares_with_a_run_has_the_type_that_it_has_there():
-    for section, names in AS_TRAINED.items():
-        fields = Config.model_fields[section].annotation.model_fields
-        for name in set(names) - {"dtype"}:
-            assert Options.model_fields[name].annotation == fields[name].annotation, name
+    shared = set(known_keys(Options)) & set(known_keys(Config)) - {"data.test", "rollout.engine"}
+    assert {f"{section}.{name}" for section, names in AS_TRAINED.items() for name in names} <= shared
+    for key in shared:
+        section, _, name = key.partition(".")
+        if name:
+            ours, runs = (of.model_fields[section].annotation.model_fields[name] for of in (Options, Config))
+            assert ours.annotation == runs.annotation, key
 
 
 def test_the_command_line_beats_the_recipe(tmp_path):
-    (tmp_path / "r.yaml").write_text("data: [a.jsonl]\ntemperature: 0.7\nsamples: 4\n")
-    options = parse_options(["some/model", f"--recipe={tmp_path / 'r.yaml'}", "--samples", "2"])
-    assert (options.model, options.data, options.temperature, options.samples) == ("some/model", ("a.jsonl",), 0.7, 2)
+    (tmp_path / "r.yaml").write_text("data.test: [a.jsonl]\nevaluation: {temperature: 0.7, samples: 4}\n")
+    options = parse_options(["some/model", f"--recipe={tmp_path / 'r.yaml'}", "--evaluation.samples", "2"])
+    asked = options.evaluation
+    assert (options.model, options.data.test, asked.temperature, asked.samples) == ("some/model", ("a.jsonl",), 0.7, 2)
 
 
 def command(folder, *more):
-    arguments = ["builtin:arithmetic", "--data", "builtin:arithmetic", "--limit=20", "--samples=2", "--chunk=6"]
+    arguments = ["builtin:arithmetic", "--data.test", "builtin:arithmetic", "--data.test_limit=20"]
+    drawn = ["--evaluation.samples=2", "--chunk=6"]
     # As the default run asks its model, which knows no other prompts.
-    fixed = [f"--recipe={DEFAULT_RUN}", "--engine=transformers", f"--output={folder}"]
+    fixed = [f"--recipe={DEFAULT_RUN}", "--rollout.engine=transformers", f"--output={folder}"]
     return subprocess.run(
-        [sys.executable, "-m", "exgrpo.train.evaluate", *arguments, *fixed, *more],
+        [sys.executable, "-m", "exgrpo.train.evaluate", *arguments, *drawn, *fixed, *more],
         capture_output=True,
         text=True,
         env=environment(),
@@ -186,16 +199,18 @@ def test_the_recipe_of_a_run_asks_and_grades_as_the_run_does(tmp_path):
         {"evaluation": {"temperature": 0.7, "top_p": 0.95, "samples": 3}},
     )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    options = parse_options(["m", "--data", "d", "--recipe", str(tmp_path / "config.yaml"), "--samples", "5"])
-    assert (options.answer_prefix, options.prompt_format, options.max_prompt_tokens) == ("<think>", "{question}", 61)
-    assert (options.reward, options.success, options.time_limit) == ("math", 0.5, 3.0)
-    assert (options.temperature, options.top_p, options.samples, options.max_tokens) == (0.7, 0.95, 5, 80)
-    assert (options.stop, options.dtype, options.overrides) == (("Q:",), "fp32", {"rope_theta": 5.0})
+    options = parse_options(["m", "--data.test=d", "--recipe", str(tmp_path / "config.yaml"), "--evaluation.samples=5"])
+    data, asked, rollout = options.data, options.evaluation, options.rollout
+    assert (data.answer_prefix, data.prompt_format, data.max_prompt_tokens) == ("<think>", "{question}", 61)
+    assert (options.reward.function, options.reward.success, options.reward.time_limit) == ("math", 0.5, 3.0)
+    assert (asked.temperature, asked.top_p, asked.samples, rollout.max_tokens) == (0.7, 0.95, 5, 80)
+    assert rollout.stop == ("Q:",)
+    assert (options.policy.dtype, options.policy.overrides) == ("fp32", {"rope_theta": 5.0})
 
 
 @real
 def test_the_real_vllm_answers(tmp_path):
-    done = command(tmp_path, "--engine=vllm", "--kv_cache_gib=0.1")
+    done = command(tmp_path, "--rollout.engine=vllm", "--rollout.kv_cache_gib=0.1")
     assert done.returncode == 0, done.stderr
     assert "answers by vllm" in done.stdout
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 40
@@ -237,8 +252,8 @@ def rewarded_by_gold(folder):
     (folder / "only_long.jsonl").write_text(json.dumps({"question": "1 + " * 90, "answer": "1"}) + "\n")
     (folder / "rewards.py").write_text("def score(response, gold):\n    return 0.4 if int(gold) % 2 else 0.1\n")
     return [
-        *("--data", str(data), str(folder / "only_long.jsonl"), "--max_prompt_tokens=60"),
-        *("--reward", f"{folder / 'rewards.py'}:score", "--avg", "long", "8"),
+        *("--data.test", str(data), str(folder / "only_long.jsonl"), "--data.max_prompt_tokens=60"),
+        *("--reward.function", f"{folder / 'rewards.py'}:score", "--evaluation.avg", "long", "8"),
     ]
 
 
@@ -248,8 +263,10 @@ def test_questions_that_are_too_long_are_wrong_and_rewards_that_do_not_fit_are_n
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
     assert "mixed: 2 rows have prompts of more than 60 tokens and count as wrong" in printed
-    assert "no answer is a success: the rewards of 12 answers lie between 0.1 and 0.4, and success is 1" in printed
-    done = command(tmp_path / "fitting", *options, "--success=0.4")
+    assert (
+        "no answer is a success: the rewards of 12 answers lie between 0.1 and 0.4, and reward.success is 1" in printed
+    )
+    done = command(tmp_path / "fitting", *options, "--reward.success=0.4")
     assert done.returncode == 0, done.stderr
     assert "is a success" not in done.stdout
     result = json.loads((tmp_path / "fitting" / "scores.json").read_text())
@@ -264,14 +281,14 @@ def test_questions_that_are_too_long_are_wrong_and_rewards_that_do_not_fit_are_n
 
 def test_an_evaluation_in_which_nothing_fits_is_refused(tmp_path):
     rewarded_by_gold(tmp_path)
-    refused = command(tmp_path / "new", "--data", str(tmp_path / "only_long.jsonl"), "--max_prompt_tokens=60")
+    refused = command(tmp_path / "new", "--data.test", str(tmp_path / "only_long.jsonl"), "--data.max_prompt_tokens=60")
     assert refused.returncode == 2
     assert "all 1 prompts are longer than max_prompt_tokens = 60" in refused.stderr
 
 
 def test_what_is_written_down_and_graded_ends_before_a_stop_string(tmp_path):
     of_run = []
-    for name, more in (("free", ()), ("stopped", ("--stop", "</think>", "never"))):
+    for name, more in (("free", ()), ("stopped", ("--rollout.stop", "</think>", "never"))):
         done = command(tmp_path / name, *more)
         assert done.returncode == 0, done.stderr
         lines = (tmp_path / name / "answers.jsonl").read_text().splitlines()
@@ -295,7 +312,7 @@ def test_other_options_and_bad_input_are_refused(tmp_path):
         busy = command(tmp_path / "busy")
     assert busy.returncode == 2
     assert f"error: {tmp_path / 'busy'} is in use by another process (process {os.getpid()} on " in busy.stderr
-    missing = command(tmp_path / "new", "--data", "missing.jsonl")
+    missing = command(tmp_path / "new", "--data.test", "missing.jsonl")
     assert missing.returncode == 2
     assert "error: " in missing.stderr
     assert "missing.jsonl" in missing.stderr

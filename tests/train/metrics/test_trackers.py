@@ -85,9 +85,11 @@ def config(*names, **options) -> Config:
 
 def train(log, first, last, scale=1.0):
     for step in range(first, last + 1):
-        log.metrics({"step": step, "reward": scale * step, "replayed_ratio": float("nan"), "bucket/1": step})
+        log.metrics(
+            "training", {"step": step, "reward": scale * step, "replayed_ratio": float("nan"), "bucket/1": step}
+        )
         if step % 2 == 0:
-            log.metrics({"step": step, "test/pass_rate": scale * step})
+            log.metrics("evaluation", {"step": step, "test/pass_rate": scale * step})
 
 
 def interrupted_and_continued(folder, settings):
@@ -138,13 +140,13 @@ def test_an_evaluation_that_the_interruption_prevented_is_sent(tmp_path, service
     settings = config("trackio")
     log = RunLog(tmp_path, open_trackers(settings, tmp_path, None))
     position = log.position()
-    log.metrics({"step": 1, "reward": 0.5})
+    log.metrics("training", {"step": 1, "reward": 0.5})
     log.close()
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\0\n[1]\n{}\n{"step": 1, "test/pa')
     log = RunLog(tmp_path, open_trackers(settings, tmp_path, 0), resume=position)
-    log.metrics({"step": 1, "reward": 0.5})
-    log.metrics({"step": 1, "test/pass_rate": 0.25})
+    log.metrics("training", {"step": 1, "reward": 0.5})
+    log.metrics("evaluation", {"step": 1, "test/pass_rate": 0.25})
     log.close()
     ((_, known),) = services["trackio"].known.items()
     assert known == [(1, {"train/reward": 0.5}), (1, {"test/pass_rate": 0.25})]

@@ -303,7 +303,10 @@ def test_a_run_ends_before_it_begins(broken, tmp_path, ranks):
 def test_evaluation_and_servers_ask_too(broken, tmp_path):
     folder, message = broken
     options = Options(
-        model=str(folder), data=("builtin:arithmetic",), limit=1, max_tokens=80, output=tmp_path / "evaluation"
+        model=str(folder),
+        data={"test": ("builtin:arithmetic",), "test_limit": 1},
+        rollout={"max_tokens": 80},
+        output=tmp_path / "evaluation",
     )
     with ExitStack() as resources, pytest.raises(ValueError, match=message):
         run_evaluation(options, LoneWorld(), resources)

@@ -197,8 +197,8 @@ def test_a_run_goes_on_with_the_ones_that_it_began_with():
 
 
 def test_programs_beside_training_take_them(tmp_path, capsys):
-    options = parse_options(["builtin:arithmetic", "--data=a.jsonl", "--overrides", "rope_theta=40000"])
-    pretrained = load_pretrained(options.model, options.overrides)
+    options = parse_options(["builtin:arithmetic", "--data.test=a.jsonl", "--policy.overrides", "rope_theta=40000"])
+    pretrained = load_pretrained(options.model, options.policy.overrides)
     source = engine_settings(options, pretrained, []).source
     assert source.config.rope_parameters["rope_theta"] == 40000
     command, _ = serve.build(["builtin:arithmetic", "--overrides", "rope_theta=40000", "--port=1"], on_cpu=True)

@@ -70,9 +70,12 @@ def training_record(step: int, **changes: Any) -> dict[str, Any]:
         "timed_out": 1,
         "reward_failed": 0,
         "groups": 8,
+        "idle_group_fraction": 0.5,
         "replayed": 4 if step > 1 else 0,
         "replayed_entropy": 0.5 if step > 1 else None,
         "replayed_age": step - 1.0 if step > 1 else None,
+        "replayed_times": 1.5 if step > 1 else None,
+        "replayed_times_max": step if step > 1 else None,
         "buffer_questions": 3 * step,
         "buffer_trajectories": 5 * step,
         "retired": step,
@@ -82,6 +85,7 @@ def training_record(step: int, **changes: Any) -> dict[str, Any]:
         "skipped_updates": step // 2,
         "idle_updates": 1,
         "generated_tokens": 1000 * step,
+        "gradient_token_fraction": 0.375,
         "loss": -0.01,
         "grad_norm": 0.3,
         "clip_fraction": 0.0,
@@ -114,7 +118,8 @@ def training_record(step: int, **changes: Any) -> dict[str, Any]:
 
 def held_out(step: int, rate: float) -> dict[str, Any]:
     cost = {"tokens/evaluation": 300, "seconds/evaluation": 6.0, **({"seconds/checkpoint": 0.5} if step else {})}
-    return {"step": step, "test/pass_rate": rate, "pass_at/2": rate, "test/gsm8k": rate, **cost}
+    lacking = {"held_out/truncated": 0.25, "held_out/without_form": 0.5, "held_out/without_answer": 0.125}
+    return {"step": step, "test/pass_rate": rate, "pass_at/2": rate, "test/gsm8k": rate, **lacking, **cost}
 
 
 def make_run(folder: Path, records: list[Any], *, seed: int = 0, **options: Any) -> Path:

@@ -63,6 +63,16 @@ def test_evaluations_are_no_training_steps(tmp_path):
     np.testing.assert_equal(columns.merged["seconds/evaluation"], [6.0, np.nan, np.nan, np.nan, 6.0])
 
 
+def test_what_is_noted_before_the_first_step_makes_no_step_of_it(tmp_path):
+    """The record before the first step holds the difference between engine and trainer, in old runs and in new ones."""
+    first, *others = whole_run()
+    for name, kind in (("old", {}), ("new", {"kind": "evaluation"})):
+        page = page_of(tmp_path, make_run(tmp_path / name, [{**first, "weight_gap": 1e-6, **kind}, *others]))
+        assert page.row(name)[0] == "4"
+        along = page.figures["Held-out Pass@1 against generated tokens"]["text"]
+        assert along == f"{name}: 0.25 at token 0, 0.75 at token 4000"
+
+
 def test_every_plot_of_a_complete_run_is_drawn_named_and_described(whole_page):
     planned = yaml.safe_load((report_plots.ASSETS / "plots.yaml").read_text())
     titles = [panel["title"] for section in planned for panel in section["panels"]]
@@ -223,6 +233,10 @@ def test_sources_are_shown_where_there_are_several(tmp_path):
     figures = page_of(tmp_path, make_run(tmp_path / "one", records)).figures
     assert figures["Held-out math"]["text"] == "one: 0.25 at step 0, 0.25 at step 4"
     assert "Held-out code" in figures
+    records = [{"step": step, "reward": 0.5, "reward/math": 0.25, "reward/code": 0.75} for step in (1, 2)]
+    figures = page_of(tmp_path, make_run(tmp_path / "two", records)).figures
+    assert figures["Reward in training: math"]["text"] == "two: 0.25 at step 1, 0.25 at step 2"
+    assert "Reward in training: code" in figures
 
 
 @pytest.mark.parametrize("text", [None, "", "no json\n", "[]\n", '{"step": -1}\n'])
@@ -276,3 +290,8 @@ def test_the_module_runs_without_the_training_stack(tmp_path):
     )
     subprocess.run([sys.executable, "-c", script, str(run)], check=True, timeout=60)
     assert (run / "report.html").stat().st_size > 10_000
+
+
+def test_an_unknown_option_is_told_in_one_line(capsys):
+    assert program.main(["run", "--otput", "x.html"]) == 2
+    assert capsys.readouterr().err == "error: unknown option --otput; did you mean --output?\n"

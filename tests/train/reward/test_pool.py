@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from exgrpo.train.reward import grading
-from exgrpo.train.reward.names import form_of, resolve_reward
+from exgrpo.train.reward.names import beside, resolve_reward
 from exgrpo.train.reward.pool import Grader, Grades
 
 USER_REWARDS = r"""
@@ -99,21 +99,36 @@ def test_bad_names_are_clear_errors_here_and_at_construction(name: str, message:
 
 @pytest.mark.parametrize("name", ["math", "math_no_think"])
 def test_builtin_rewards_have_a_form(name: str) -> None:
-    form = form_of(name)
-    assert form == form_of(f"exgrpo.train.reward.grading:{name}") == f"exgrpo.train.reward.grading:{name}_form"
+    form = beside(name, "form")
+    assert form == beside(f"exgrpo.train.reward.grading:{name}", "form") == f"exgrpo.train.reward.grading:{name}_form"
     with Grader(form, workers=1, time_limit=30) as grader:
         answers = ["<think>hm</think>\\boxed{4}", "\\boxed{4}", "<think>hm</think>4"]
         expected = {"math": (1.0, 0.0, 0.0), "math_no_think": (1.0, 1.0, 0.0)}[name]
         assert grader.grade([(answer, "5") for answer in answers]) == Grades(expected, 0, 0)
 
 
+@pytest.mark.parametrize("name", ["math", "math_no_think"])
+def test_builtin_rewards_tell_whether_they_find_an_answer(name: str) -> None:
+    found = beside(name, "found")
+    with Grader(found, workers=1, time_limit=30) as grader:
+        answers = [
+            "<think>it is 5 .</think>nothing at all",
+            "so \\boxed{4}",
+            "<think>hm</think>it makes 4",
+            "",
+            "\\boxed{4",
+        ]
+        expected = {"math": (0.0, 0.0, 1.0, 0.0, 0.0), "math_no_think": (1.0, 1.0, 1.0, 0.0, 0.0)}[name]
+        assert grader.grade([(answer, "7") for answer in answers]) == Grades(expected, 0, 0)
+
+
 def test_a_user_reward_may_have_a_form(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert form_of(f"{user_file}:nasty") is None  # nasty_form is no function
-    assert form_of(f"{user_file}:odd") is None
+    assert beside(f"{user_file}:nasty", "form") is None  # nasty_form is no function
+    assert beside(f"{user_file}:odd", "form") is None
     monkeypatch.syspath_prepend(user_file.parent)
-    assert form_of("mine:same") == "mine:same_form"
+    assert beside("mine:same", "form") == "mine:same_form"
     monkeypatch.chdir(user_file.parent)
-    form = form_of("mine.py:same")
+    form = beside("mine.py:same", "form")
     assert form == "mine.py:same_form"
     with Grader(form, workers=1, time_limit=5) as grader:
         assert grader.grade([("abc", "x"), ("ABC", "ABC")]).reward == (1.0, 0.0)
@@ -125,7 +140,7 @@ def test_a_user_reward_may_have_a_form(user_file: Path, monkeypatch: pytest.Monk
 )
 def test_the_form_of_a_bad_name_is_a_clear_error(name: str, message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        form_of(name)
+        beside(name, "form")
 
 
 def test_a_reward_that_ends_its_process_while_loading_is_an_error_at_construction(tmp_path: Path) -> None:

@@ -65,9 +65,10 @@ def test_the_threshold_is_a_finite_number(value):
     with pytest.raises(ConfigError, match=re.escape("reward.success: Input should be a finite number")):
         configured({"reward": {"success": value}})
     with pytest.raises(ValueError, match="finite number"):
-        Options(model="m", data=("d",), success=value)
+        Options(model="m", data={"test": ("d",)}, reward={"success": value})
 
 
 def test_the_threshold_is_an_option_of_the_evaluation():
-    assert parse_options(["model", "--data", "a.jsonl"]).success == configured().reward.success == 1.0
-    assert parse_options(["model", "--data", "a.jsonl", "--success", "0.5"]).success == 0.5
+    asked = ["model", "--data.test", "a.jsonl"]
+    assert parse_options(asked).reward.success == configured().reward.success == 1.0
+    assert parse_options([*asked, "--reward.success", "0.5"]).reward.success == 0.5

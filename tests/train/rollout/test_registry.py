@@ -132,7 +132,8 @@ def test_an_evaluation_makes_room_for_its_longest_question():
         prompt = (1,) * 7
 
     pretrained = load_pretrained("builtin:arithmetic")
-    options = Options(model="m", data=("d",), engine="vllm", kv_cache_gib=2.5, max_tokens=80)
+    rollout = {"engine": "vllm", "kv_cache_gib": 2.5, "max_tokens": 80}
+    options = Options(model="m", data={"test": ("d",)}, rollout=rollout)
     asked = engine_settings(options, pretrained, [Question, Question])
     assert (asked.max_prompt_tokens, asked.rollout.max_tokens) == (7, 80)
     assert (asked.rollout.engine, asked.rollout.kv_cache_gib, asked.rollout.sleep_level) == ("vllm", 2.5, 0)

@@ -3,8 +3,9 @@
 from exgrpo.train.reward.grading import END_OF_THINKING, answer_after_thinking
 from exgrpo.train.reward.grading import math as reward
 from exgrpo.train.reward.grading import math_form as form
+from exgrpo.train.reward.grading import math_found as found
 
-__all__ = ["decisive_part", "form", "reward"]
+__all__ = ["decisive_part", "form", "found", "reward"]
 
 
 def decisive_part(response: str) -> str | None:

@@ -1,0 +1,80 @@
+"""Command lines of the programs: every mistake is told in one line. Dashes in a name stand for underscores."""
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+from pydantic import BaseModel, ValidationError
+
+from exgrpo.train.dotted import known_keys
+from exgrpo.train.errors import ConfigError
+from exgrpo.train.mistakes import explain, nearest
+
+
+def names(argv: Sequence[str]) -> list[str]:
+    """The names of the options of a command line."""
+    options = (argument.partition("=")[0] for argument in argv if argument.startswith("--"))
+    return [option.removeprefix("--").replace("-", "_") for option in options]
+
+
+def check_names(argv: Sequence[str], *models: type[BaseModel]) -> None:
+    """Whether one of the models has every option of a command line.
+
+    Raises:
+        ConfigError: none has one; the message names the near one, or the options of a section.
+    """
+    known = ["help", *(key for model in models for key in _options(model))]
+    for name in names(argv):
+        if of_section := [f"--{key}" for key in known if key.startswith(f"{name}.")]:
+            raise ConfigError(f"--{name} is a section: give one of its options, {', '.join(of_section)}")
+        if name not in known:
+            near = nearest(name, known)
+            raise ConfigError(f"unknown option --{name}" + (f"; did you mean --{near}?" if near else ""))
+
+
+def _options(model: type[BaseModel]) -> Iterator[str]:
+    """The keys of a model that have a value; sections have none."""
+    keys = known_keys(model)
+    return (key for key in keys if not any(other.startswith(f"{key}.") for other in keys))
+
+
+@contextlib.contextmanager
+def one_line(model: type[BaseModel], program: str) -> Iterator[None]:
+    """Turn the message and the exit of a parser in this block, which reads options of this model, into an error.
+
+    Raises:
+        ConfigError: a value is impossible, or an option is missing.
+    """
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            yield
+    except SystemExit as ended:
+        if not ended.code:  # after --help
+            raise
+        raise ConfigError(f"{_problem(ended, model) or _unframed(told.getvalue())} (see {program} --help)") from None
+    sys.stderr.write(told.getvalue())
+
+
+def _problem(ended: SystemExit, model: type[BaseModel]) -> str:
+    """What is wrong with the values; empty where they could not even be read."""
+    error: BaseException | None = ended
+    while error is not None and not isinstance(error, ValidationError):
+        error = error.__context__
+    if error is None:
+        return ""
+    sections = {getattr(field.annotation, "__name__", ""): name for name, field in model.model_fields.items()}
+    return explain(error, model, "command line", sections.get(error.title, ""))
+
+
+def _unframed(message: str) -> str:
+    """The first paragraph of a parser's message, which stands in a frame; of options that are missing their names."""
+    title, *rest = message.splitlines() or [""]
+    lines = [line.strip("│").rstrip() for line in takewhile(lambda line: line.strip("│╰╯─ "), rest)]
+    if "Required options" in title:
+        # A name is indented, and its explanation further.
+        return f"missing: {', '.join(found[1] for line in lines if (found := re.match(' {5}([^ ]+)', line)))}"
+    return " ".join(line.strip() for line in lines)

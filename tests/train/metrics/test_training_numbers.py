@@ -1,0 +1,123 @@
+"""The numbers of training steps, against counts of what the steps show from outside."""
+
+import copy
+import dataclasses
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from exgrpo.kernels import PolicyLoss
+from exgrpo.train.config import ExperienceConfig
+from exgrpo.train.experience import Replay
+from exgrpo.train.metrics.display import COLUMNS
+from exgrpo.train.policy.batch import TrainingRow, collate
+from exgrpo.train.policy.update import Tally
+from tests.train.experience.test_memory import group
+from tests.train.fakes import LoneWorld
+from tests.train.launch import ROOT
+from tests.train.trainers import K, half, make
+
+
+def test_replays_of_a_trajectory_are_counted():
+    trainer, seen = make(half(8)), Counter()
+    for step in range(1, 9):
+        result = trainer.step(step)
+        keys = [(row.question, row.response.tobytes()) for row in result.replayed if row is not None]
+        seen.update(keys)
+        times = [seen[key] for key in keys]
+        assert result.metrics["replayed_times"] == pytest.approx(np.mean(times) if times else np.nan, nan_ok=True)
+        assert result.metrics["replayed_times_max"] == pytest.approx(max(times, default=np.nan), nan_ok=True)
+    assert max(seen.values()) > 1
+
+
+def test_replays_are_counted_on_after_a_resume_and_when_the_same_answer_is_written_again():
+    def replayed(replay):
+        return [one.replays for one in replay.select(np.array([0]), lambda trajectories: [])]
+
+    replay, resumed = (Replay(ExperienceConfig(start_pass_rate=0.0, trajectory="shortest"), 2, K, 0) for _ in range(2))
+    replay.take_in([group(0, [1.0, 0.0, 0.0, 0.0])], 1)
+    assert [replayed(replay), replayed(replay)] == [[1], [2]]
+    replay.take_in([group(0, [1.0, 0.0, 0.0, 0.0], step=2)], 2)
+    assert [row.step for row in replay.memory.trajectories(0)] == [2]
+    resumed.restore(copy.deepcopy(replay.state()))
+    assert replayed(resumed) == replayed(replay) == [3]
+    replay.take_in([group(0, [1.0] * K, step=3)], 3)
+    assert replay.memory.all_replays().tolist() == [], "a solved question leaves nothing"
+
+
+def test_groups_without_an_advantage_are_counted():
+    trainer = make({question: 0.5 if question % 2 else 0.0 for question in range(20)}, experience={"ratio": 0.0})
+    for step in (1, 2, 3):
+        result = trainer.step(step)
+        equal = [len({answer.reward for answer in answers}) == 1 for answers in result.answers.of_question]
+        assert result.metrics["idle_group_fraction"] == pytest.approx(np.mean(equal))
+
+
+def test_groups_outside_the_trained_band_have_no_gradient():
+    # Half of the fresh answers are right: in (25, 75] and not in (0, 25].
+    fractions = [make(half(20), objective={"train_on": band}).step(1).metrics for band in ("medium", "hard")]
+    assert [metrics["idle_group_fraction"] for metrics in fractions] == [0, 1]
+
+
+def test_rewards_are_told_by_data_source():
+    trainer = make({question: 1.0 if question < 10 else 0.0 for question in range(20)}, experience={"ratio": 0.0})
+    trainer.questions = [
+        dataclasses.replace(question, source="easy" if question.index < 10 else "hard")
+        for question in trainer.questions
+    ]
+    metrics = trainer.step(1).metrics
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
+        "reward/easy": 1.0,
+        "reward/hard": 0.0,
+    }
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_tokens_with_a_gradient_have_an_advantage_and_are_not_clipped(weighed):
+    lengths, advantages, clipped_tokens = (3, 5, 7), (1.0, 0.0, -0.5), 2
+    rows = [
+        TrainingRow(
+            prompt=np.arange(2, dtype=np.int32),
+            response=np.arange(n, dtype=np.int32),
+            old_log_prob=np.zeros(n, np.float32),
+            advantage=advantage,
+            weight=np.ones(n, np.float32) if weighed else None,
+        )
+        for n, advantage in zip(lengths, advantages, strict=True)
+    ]
+    batch = collate(rows, torch.device("cpu"))
+    nothing = torch.zeros(batch.target.shape)
+    clipped = torch.zeros(batch.target.shape)
+    clipped[2, rows[2].predicting][:clipped_tokens] = 1
+    tally = Tally(0.1)
+    tally.add(batch, PolicyLoss(torch.zeros(()), nothing, nothing, nothing, clipped))
+    assert tally.stats(LoneWorld(), grad_norm=1.0, applied=True).gradient_tokens == 3 + 7 - clipped_tokens
+
+
+def test_the_fraction_of_tokens_with_a_gradient_is_of_fresh_and_replayed_ones(monkeypatch):
+    trainer = make(half(20))
+    update = trainer.policy.update
+    monkeypatch.setattr(
+        trainer.policy, "update", lambda *a, **k: dataclasses.replace(update(*a, **k), gradient_tokens=5)
+    )
+    trainer.step(1)
+    trainer.policy.updates.clear()
+    metrics = trainer.step(2).metrics
+    tokens = sum(len(row.response) for minibatch, _ in trainer.policy.updates for row in minibatch.rows)
+    assert metrics["gradient_token_fraction"] == pytest.approx(10 / tokens)
+
+
+def documented() -> set[str]:
+    """The names in docs/metrics.md; those with a part that varies end before it."""
+    return set(re.findall(r"`([a-z_0-9/]+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")))
+
+
+def test_every_number_of_a_step_is_documented():
+    trainer = make(half(20), free_log_prob=True)
+    trainer.step(1)
+    names = {re.sub(r"^(reward|bucket|\w+_log_ratio)/.*", r"\1/", name) for name in trainer.step(2).metrics}
+    assert names - {"step"} <= documented()
+    assert {key for key, _ in COLUMNS.values()} <= documented()
