@@ -13,13 +13,15 @@ from tyro.conf import arg
 from exgrpo.train.builtin import ASSETS, DEFAULT_TASK
 from exgrpo.train.config import Config
 from exgrpo.train.dotted import joined, known_keys
-from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as
+from exgrpo.train.errors import SHOWN, ConfigError, UnreadableRecipeError, cut, os_errors_as, shown
+from exgrpo.train.plain_yaml import parse
 
 Model = TypeVar("Model", bound=BaseModel)
 
 DEFAULT_RUN = ASSETS / DEFAULT_TASK / "recipe.yaml"
 NAMED = ("policy.path", "data.train")
 """What has no default: a model and questions."""
+SHOWN_PROBLEMS = 10
 REFUSED = {
     "rollout.top_p": "training samples from the whole distribution, because importance ratios compare probabilities "
     "under it: leave this out, and lower rollout.temperature for likelier answers (evaluation.top_p is free)"
@@ -30,8 +32,8 @@ REFUSED = {
 def explain(error: ValidationError, model: type[BaseModel], origin: str) -> str:
     """What is wrong with the values of a model, in one line; of an unknown key the near one."""
     lines = []
-    for problem in error.errors():
-        key = joined(problem["loc"])
+    for problem in error.errors()[:SHOWN_PROBLEMS]:
+        key = cut(joined(problem["loc"]), SHOWN)
         if problem["type"] == "extra_forbidden" and key in REFUSED:
             lines.append(f"{key}: {REFUSED[key]}")
         elif problem["type"] == "extra_forbidden":
@@ -41,8 +43,9 @@ def explain(error: ValidationError, model: type[BaseModel], origin: str) -> str:
             lines.append(f"{key} is missing")
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{key}: {message} (got {problem['input']!r})" if key else message)
-    return f"{origin}: " + "; ".join(lines)
+            lines.append(f"{key}: {message} (got {shown(problem['input'])})" if key else message)
+    more = error.error_count() - len(lines)
+    return f"{origin}: " + "; ".join(lines) + (f"; and {more} more" if more else "")
 
 
 def validate(values: dict[str, Any], origin: str) -> Config:
@@ -86,9 +89,12 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
             raise ConfigError(f"{path}: no such recipe")
         content = path.read_bytes()
     try:
-        raw = yaml.safe_load(content.decode("utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+        raw = parse(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error.reason} at byte {error.start}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    raw = {} if raw is None else raw
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of keys to values, not a {type(raw).__name__}")
     base = raw.pop("base", "")
@@ -128,7 +134,7 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
     section = values.setdefault(name, {})
     if not isinstance(section, dict):
-        raise ConfigError(f"{name} is a section of keys, and the value {section!r} stands in its place: remove it")
+        raise ConfigError(f"{name} is a section of keys, and the value {shown(section)} stands in its place: remove it")
     return section
 
 

@@ -5,13 +5,13 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import yaml
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field, StrictBool, StrictInt
 from transformers import PreTrainedConfig
 from tyro.constructors import PrimitiveConstructorSpec
 
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.errors import ConfigError, shown
+from exgrpo.train.plain_yaml import parse
 
 # In this order: what reads as a number is one (YAML takes 1e6 for a text).
 Scalar = Annotated[StrictBool | StrictInt | float | str, Field(union_mode="left_to_right")]
@@ -27,14 +27,17 @@ def from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     """The inverse of `to_arguments`.
 
     Raises:
-        ConfigError: an argument is not KEY=VALUE.
+        ConfigError: an argument is not KEY=VALUE, or the value is no YAML.
     """
     overrides = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not (key and equals and value):
-            raise ConfigError(f"overrides are KEY=VALUE, separated by spaces, and {argument!r} is not")
-        overrides[key] = yaml.safe_load(value)
+            raise ConfigError(f"overrides are KEY=VALUE, separated by spaces, and {shown(argument)} is not")
+        try:
+            overrides[key] = parse(value)
+        except ConfigError as error:
+            raise ConfigError(f"the override {shown(argument)}: {error}") from None
     return overrides
 
 
@@ -72,7 +75,9 @@ def overridden(config: PreTrainedConfig, raw: Mapping[str, Any], overrides: Mapp
         if not homes:
             near = difflib.get_close_matches(key, [*known, *config.attribute_map, *rope], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"overrides: the configuration of a {config.model_type!r} model has no {key!r}{hint}")
+            raise ConfigError(
+                f"overrides: the configuration of a {config.model_type!r} model has no {shown(key)}{hint}"
+            )
         for home in homes:
             _check_kind(key, home[name], value)
         if name in rope:
@@ -83,12 +88,14 @@ def overridden(config: PreTrainedConfig, raw: Mapping[str, Any], overrides: Mapp
     try:
         changed = type(config).from_dict(values, name_or_path=config.name_or_path)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise ConfigError(f"overrides: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"overrides: {shown(error, 1000)}") from None
     new_rope = getattr(changed, ROPE, None) or {}
     for key, value in overrides.items():
         found = new_rope[key] if key in new_rope else getattr(changed, key, None)
         if found != value:
-            raise ConfigError(f"overrides: {key}={value} has no effect on this configuration, which keeps {found!r}")
+            raise ConfigError(
+                f"overrides: {key}={value} has no effect on this configuration, which keeps {shown(found)}"
+            )
     return changed
 
 
@@ -100,7 +107,7 @@ def changes(before: PreTrainedConfig, after: PreTrainedConfig) -> dict[str, Any]
 
 def _check_kind(key: str, old: Any, new: Any) -> None:
     if old is not None and _kind(old) != _kind(new):
-        raise ConfigError(f"overrides: {key} is {_kind(old)} in the model's configuration, and {new!r} is not")
+        raise ConfigError(f"overrides: {key} is {_kind(old)} in the model's configuration, and {shown(new)} is not")
 
 
 def _kind(value: Any) -> str:
