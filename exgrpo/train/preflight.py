@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from exgrpo.train.answers import Answerer
 from exgrpo.train.config import Config
 from exgrpo.train.data.questions import Question
+from exgrpo.train.distributed import on_main
 from exgrpo.train.reward.names import form_of
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.reward.success import is_success
@@ -74,7 +75,7 @@ def preflight(config: Config, answerer: Answerer, questions: Sequence[Question],
     return Preflight(
         answers=len(asked),
         finished=sum(rollout.finished for rollout in answers.rollouts),
-        formed=answerer.world.gather(_formed(config, texts) if answerer.world.is_main else None)[0],
+        formed=answerer.world.gather(on_main(answerer.world, lambda: _formed(config, texts)))[0],
         right=int(is_success(answers.rewards, config.reward.success).sum()),
         equal=len(set(answers.rewards.tolist())) == 1,
         example=texts[0][0][-SHOWN_CHARACTERS:],
