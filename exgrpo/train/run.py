@@ -14,10 +14,11 @@ from exgrpo.train.build import build
 from exgrpo.train.checkpoint.durable import write_whole
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED, check_continuation, locate, saved_config
 from exgrpo.train.config import Config
-from exgrpo.train.distributed import World, on_main, start
+from exgrpo.train.distributed import World, agree, on_main, start
 from exgrpo.train.errors import ExgrpoError, OutputError, PreflightError, os_errors_as, print_error
 from exgrpo.train.evaluate.held_out import evaluate
 from exgrpo.train.metrics.display import Display
+from exgrpo.train.metrics.run_log import GO_ON
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.preflight import preflight
 from exgrpo.train.recipe import parse_args, to_yaml
@@ -153,11 +154,19 @@ class Run:
                     self._save()
             after = self._evaluate(display.say)
         if config.output.save_model:
-            self.policy.save(self.parts.folder / "model")
-            if self.parts.world.is_main:
-                self.parts.pretrained.tokenizer.save_pretrained(self.parts.folder / "model")
+            agree(self.parts.world, self._save_model)
         if self.console:
             self.recorder.conclude(self.before, after, self.console)
+
+    def _save_model(self) -> None:
+        folder = self.parts.folder / "model"
+        try:
+            with os_errors_as(OutputError, f"{folder} cannot be written"):
+                self.policy.save(folder)
+                if self.parts.world.is_main:
+                    self.parts.pretrained.tokenizer.save_pretrained(folder)
+        except OutputError as error:
+            raise OutputError(f"{error}. {GO_ON}") from error
 
     def _introduce(self, say: Callable[[str], None]) -> None:
         config, questions, parts = self.config, self.train_set, self.parts
