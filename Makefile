@@ -18,7 +18,7 @@ RECORD := benchmarks/results/latest.json
 
 # `make train ENGINE=vllm` installs vLLM's build for CPUs and generates with it.
 train: $(READY) $(if $(filter vllm,$(ENGINE)),$(VLLM))
-	$(BIN)/deepspeed exgrpo/train/main.py $(if $(ENGINE),--rollout.engine $(ENGINE))
+	$(BIN)/python exgrpo/train/main.py $(if $(ENGINE),--rollout.engine $(ENGINE))
 
 # The second run has the Triton kernels in their interpreter, the first one compiles them. There is a build of vLLM for
 # CPUs on Linux only; without it, the tests of its engines are skipped and say so.

@@ -22,8 +22,9 @@ import numpy as np
 import requests
 import torch
 
-from exgrpo.train.build import load_data
 from exgrpo.train.config import Config
+from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.questions import load_questions
 from exgrpo.train.distributed import World, start
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.source import find_model
@@ -131,7 +132,9 @@ def measure(config: Config, rounds: int) -> dict[str, Any]:
     with ExitStack() as resources:
         world = start(config.distributed.timeout_minutes)
         engines, reasons = open_all(config, world, resources)
-        questions, _ = load_data(config, load_pretrained(config.policy.path, config.policy.overrides))
+        tokenizer = load_pretrained(config.policy.path, config.policy.overrides).tokenizer
+        data, prompt_format = config.data, PromptFormat.of(config.data)
+        questions = load_questions(data.train, tokenizer, prompt_format, split=data.train_split, limit=data.train_limit)
         prompts = [np.array(q.prompt, np.int32) for q in questions.questions[: config.questions]]
         weights = Weights(config)
         numbers: dict[str, list[dict[str, float]]] = {name: [] for name in engines}

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from exgrpo.train.config import Config
 from exgrpo.train.distributed import start
+from exgrpo.train.early import look
+from exgrpo.train.inputs import read_inputs
 from exgrpo.train.recipe import parse_args
 from exgrpo.train.run import Run
 from exgrpo.train.trainer import Trainer
@@ -28,7 +30,8 @@ def with_ratio(config: Config, ratio: float) -> Config:
 def measure(config: Config, warmup: int, rounds: int) -> dict[str, list[dict[str, float]]]:
     """The metrics of `rounds` steps "on-policy" and as many "exgrpo", after `warmup` steps that fill the buffer."""
     with ExitStack() as resources:
-        run = Run(config, start(config.distributed.timeout_minutes), resources)
+        inputs = read_inputs(config, look(config, resources))
+        run = Run(config, inputs, start(config.distributed.timeout_minutes), resources)
         trainers = {
             "on-policy": Trainer(with_ratio(config, 0.0), run.train_set, run.policy, run.answerer),
             "exgrpo": Trainer(with_ratio(config, 0.5), run.train_set, run.policy, run.answerer),

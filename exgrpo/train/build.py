@@ -11,16 +11,13 @@ from exgrpo.train.answers import Answerer
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.config import Config
-from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.data.questions import QuestionSet, load_questions
 from exgrpo.train.distributed import World, on_main
 from exgrpo.train.errors import ConfigError, ModelError, os_errors_as
+from exgrpo.train.inputs import Inputs
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.source import ModelSource
-from exgrpo.train.pretrained.tokenizer import Pretrained, load_pretrained
 from exgrpo.train.recipe import to_yaml
-from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout import RolloutEngine
 from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
 from exgrpo.train.rollout.settings import training_settings
@@ -34,9 +31,7 @@ class Parts:
     Attributes:
         config: the configuration, with the engine that was chosen.
         world: the processes of the run.
-        pretrained: the model to start from, and its tokenizer.
-        train_set: questions to train on.
-        test_set: held-out questions; None where there are none.
+        inputs: what it starts from.
         choice: the rollout engine's name, and why it was chosen.
         engine: the rollout engine; it sleeps.
         folder: of the results; this process holds its lock.
@@ -48,9 +43,7 @@ class Parts:
 
     config: Config
     world: World
-    pretrained: Pretrained
-    train_set: QuestionSet
-    test_set: QuestionSet | None
+    inputs: Inputs
     choice: Choice
     engine: RolloutEngine
     folder: Path
@@ -60,11 +53,12 @@ class Parts:
     checkpoints: Checkpoints
 
 
-def build(config: Config, world: World, resources: ExitStack, resume: Path | None = None) -> Parts:
+def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, resume: Path | None = None) -> Parts:
     """Put a run together.
 
     Args:
         config: what to do.
+        inputs: what it starts from.
         world: the processes that do it; all of them call it together.
         resources: closes what is opened.
         resume: folder of the run to go on with; None: a new one is made.
@@ -73,14 +67,11 @@ def build(config: Config, world: World, resources: ExitStack, resume: Path | Non
         ExgrpoError: something about the input or the machine is wrong; the message names it.
     """
     _check_kernels(config.policy.kernel_backend, world)
-    pretrained = load_pretrained(config.policy.path, config.policy.overrides)
+    pretrained = inputs.pretrained
     settings = training_settings(config, pretrained)
     choice = choose_engine(settings, world)
     # The run keeps its engine: what is installed later changes nothing when it goes on.
     config = _with_engine(config, choice)
-    train_set, test_set = load_data(config, pretrained, progress=world.is_main)
-    grader = Grader(config.reward.function, workers=config.reward.workers, time_limit=config.reward.time_limit)
-    resources.callback(grader.close)
     check_weights(pretrained.model, world)
     check_head(pretrained.model)
     # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
@@ -91,21 +82,19 @@ def build(config: Config, world: World, resources: ExitStack, resume: Path | Non
     on_main(world, lambda: resources.enter_context(claim(folder)))
     with os_errors_as(ConfigError, "DeepSpeed cannot set the policy up"):
         policy = Policy(config, pretrained.model, world)
-    answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world)
-    trainer = Trainer(config, train_set, policy, answerer)
+    answerer = Answerer(engine, inputs.grader, pretrained.tokenizer.decode, world)
+    trainer = Trainer(config, inputs.train_set, policy, answerer)
     checkpoints = Checkpoints(
         folder,
         world,
-        fingerprint=train_set.fingerprint,
+        fingerprint=inputs.train_set.fingerprint,
         config=config.model_dump(mode="json"),
         keep=config.checkpoint.keep,
     )
     return Parts(
         config=config,
         world=world,
-        pretrained=pretrained,
-        train_set=train_set,
-        test_set=test_set,
+        inputs=inputs,
         choice=choice,
         engine=engine,
         folder=folder,
@@ -159,24 +148,3 @@ def _make_folder(config: Config, world: World) -> Path:
 
     on_main(world, make)
     return folder
-
-
-def load_data(
-    config: Config, pretrained: Pretrained, *, progress: bool = False
-) -> tuple[QuestionSet, QuestionSet | None]:
-    """The questions to train on and, where there are any, the held-out ones."""
-    data = config.data
-
-    def load(source: str, split: str, limit: int | None) -> QuestionSet:
-        return load_questions(
-            source,
-            pretrained.tokenizer,
-            PromptFormat.of(data),
-            split=split,
-            limit=limit,
-            seed=config.seed,
-            progress=progress,
-        )
-
-    train = load(data.train, data.train_split, data.train_limit)
-    return train, load(data.test, data.test_split, data.test_limit) if data.test else None

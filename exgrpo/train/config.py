@@ -26,7 +26,7 @@ from exgrpo.train.limits import (
     MOST_STEPS,
     MOST_TOKENS,
 )
-from exgrpo.train.pretrained.overrides import Overrides
+from exgrpo.train.pretrained.arguments import Overrides
 
 if TYPE_CHECKING:
     QuestionLaw = str

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -54,6 +55,8 @@ class World:
         return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
 
 
+DRIVER = Path("/proc/driver/nvidia/version")
+"""Is there where an NVIDIA driver is loaded."""
 ALONE = World(0, 1, torch.device("cpu"), control=None)
 """The world of a program that has no ranks."""
 
@@ -121,6 +124,23 @@ def start(timeout_minutes: float) -> World:
         device=torch.device("cpu") if on_cpu else torch.device(accelerator.device_name(local_rank)),
         control=dist.new_group(backend="gloo", timeout=timeout),
     )
+
+
+def missing_gpu(world: World) -> str | None:
+    """A word for those who expect GPUs where CPUs compute; None: nobody does.
+
+    The launcher starts as many processes as it is told, GPUs or not.
+    """
+    if world.device.type != "cpu" or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return None
+    build = "this build of torch is for CPUs" if torch.version.cuda is None else "nvidia-smi may tell why"
+    if DRIVER.exists():
+        return (
+            f"this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU ({build}): the CPU computes"
+        )
+    if world.size > 1:
+        return f"torch sees no GPU: the {world.size} processes compute on CPUs"
+    return None
 
 
 def _without_launcher() -> None:

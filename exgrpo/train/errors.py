@@ -4,8 +4,12 @@ import os
 import re
 import reprlib
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+OTHER_RANKS_WAIT = 5.0
+"""Seconds. The launcher looks after its processes once a second."""
 
 SHOWN, LONGEST = 200, 4000
 """Characters of a value in a message, and of a whole message."""
@@ -129,8 +133,22 @@ def os_errors_as(kind: type[ExgrpoError], problem: str) -> Iterator[None]:
         raise kind(f"{problem}: {reason}") from error
 
 
+def is_first_rank() -> bool:
+    """Whether this process is the one that speaks, as the launcher's environment says before the processes join."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def print_error(error: ExgrpoError) -> int:
-    """Print an error as one line that names the rank where it is not the first; returns the program's exit status."""
-    rank, text = os.environ.get("RANK", "0"), cut(str(error), LONGEST)
-    print(f"error: {text}" if rank == "0" else f"error on rank {rank}: {text}", file=sys.stderr)
+    """Print an error as one line; returns the program's exit status.
+
+    Other ranks than the first name themselves and wait before they print: where the first has the same error, the
+    launcher has ended them by then, and the error is told once.
+    """
+    text = cut(str(error), LONGEST)
+    if is_first_rank():
+        print(f"error: {text}", file=sys.stderr)
+        return 2
+    with suppress(KeyboardInterrupt):
+        time.sleep(OTHER_RANKS_WAIT)
+        print(f"error on rank {os.environ['RANK']}: {text}", file=sys.stderr)
     return 2

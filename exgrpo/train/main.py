@@ -5,6 +5,6 @@ import sys
 if __name__ == "__main__":
     # This file's folder comes first on the path of a script; its modules must not pass for top-level packages.
     sys.path.pop(0)
-    from exgrpo.train.run import main
+    from exgrpo.train.program import main
 
     sys.exit(main(sys.argv[1:]))

@@ -70,7 +70,7 @@ class Recorder:
         # Replayed groups come last: show some of either kind.
         shown = list(range(len(result.questions)))[:: max(1, len(result.questions) - 1)]
         for i in shown[: config.output.sample_groups]:
-            question = self._parts.train_set.questions[result.questions[i]]
+            question = self._parts.inputs.train_set.questions[result.questions[i]]
             answers = [(_label(a.reward, a.rollout.finished), a.text) for a in result.answers.of_question[i]]
             replayed = result.replayed[i]
             if replayed is not None:

@@ -1,27 +1,30 @@
-"""From the command line to the results: set everything up, train, evaluate before and after, say where things are."""
+"""A run from its inputs to its results: set it up, train, evaluate before and after, say where things are."""
 
 import logging
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import transformers
 from rich.console import Console
 
 from exgrpo.train.build import build
 from exgrpo.train.checkpoint.durable import write_whole
-from exgrpo.train.checkpoint.resume import AUTO, FINISHED, check_continuation, locate, saved_config
+from exgrpo.train.checkpoint.listing import survey
+from exgrpo.train.checkpoint.resume import AUTO, FINISHED
 from exgrpo.train.config import Config
-from exgrpo.train.distributed import World, agree, on_main, start
-from exgrpo.train.errors import ExgrpoError, OutputError, PreflightError, os_errors_as, print_error
+from exgrpo.train.distributed import World, agree, missing_gpu, on_main, start
+from exgrpo.train.early import Early
+from exgrpo.train.ending import Stopped
+from exgrpo.train.errors import OutputError, PreflightError, os_errors_as
 from exgrpo.train.evaluate.held_out import evaluate
+from exgrpo.train.inputs import Inputs, read_inputs
 from exgrpo.train.metrics.display import Display
 from exgrpo.train.metrics.run_log import GO_ON
-from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.preflight import preflight
-from exgrpo.train.recipe import parse_args, to_yaml
+from exgrpo.train.recipe import to_yaml
 from exgrpo.train.recorder import Recorder
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.seeds import derive_seed
@@ -31,38 +34,29 @@ PROBE_QUESTIONS = 4
 PROBE_TOKENS = 32
 
 
-def main(argv: list[str]) -> int:
-    """Run the program; returns its exit status."""
-    _quiet()
-    with ExitStack() as resources:
-        try:
-            config, folder = _configure(argv)
-            Run(config, start(config.distributed.timeout_minutes), resources, resume=folder).train()
-        except ExgrpoError as error:
-            return print_error(error)
-    return 0
+def run(config: Config, early: Early, resources: ExitStack, resume: Path | None = None) -> None:
+    """Set a run up and train.
 
+    Args:
+        config: what to do.
+        early: what the first look has read.
+        resources: closes what the run opens.
+        resume: folder of the run to go on with; None: a new one.
 
-def _configure(argv: list[str]) -> tuple[Config, Path | None]:
-    """The configuration, and the folder of the run that goes on with it (None: a new one)."""
-    config = parse_args(argv)
-    folder = locate(config)
-    if folder is not None:
-        saved = saved_config(folder)
-        config = parse_args(argv, saved)
-        check_continuation(config, saved)
-    check_trackers(config.output.trackers)
-    return config, folder
-
-
-def _quiet() -> None:
-    """Leave the console to the display: libraries speak from warnings upwards."""
-    import transformers
-
-    warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    Raises:
+        ExgrpoError: something about the input or the machine is wrong; the message names it.
+        Stopped: a person or the system stops it once it is set up.
+    """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    inputs = read_inputs(config, early)
+    world = start(config.distributed.timeout_minutes)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    this = Run(config, inputs, world, resources, resume=resume)
+    try:
+        this.train()
+    except KeyboardInterrupt:
+        raise Stopped(this.way_on()) from None
 
 
 class Run:
@@ -70,6 +64,7 @@ class Run:
 
     Args:
         config: what to do.
+        inputs: what it starts from.
         world: the processes that do it.
         resources: closes what the run opens.
         resume: folder of the run to go on with; None: a new one.
@@ -84,10 +79,12 @@ class Run:
         ExgrpoError: something about the input or the machine is wrong; the message names it.
     """
 
-    def __init__(self, config: Config, world: World, resources: ExitStack, *, resume: Path | None = None) -> None:
+    def __init__(
+        self, config: Config, inputs: Inputs, world: World, resources: ExitStack, *, resume: Path | None = None
+    ) -> None:
         self.console = Console() if world.is_main else None
-        self.parts = parts = build(config, world, resources, resume)
-        self.config, self.train_set = parts.config, parts.train_set
+        self.parts = parts = build(config, inputs, world, resources, resume)
+        self.config, self.train_set = parts.config, inputs.train_set
         self.policy, self.answerer = parts.policy, parts.answerer
         self.step = 0
         self.before: float | None = None
@@ -164,9 +161,18 @@ class Run:
             with os_errors_as(OutputError, f"{folder} cannot be written"):
                 self.policy.save(folder)
                 if self.parts.world.is_main:
-                    self.parts.pretrained.tokenizer.save_pretrained(folder)
+                    self.parts.inputs.pretrained.tokenizer.save_pretrained(folder)
         except OutputError as error:
             raise OutputError(f"{error}. {GO_ON}") from error
+
+    def way_on(self) -> str:
+        """How to go on with a run that is stopped now."""
+        folder = self.parts.folder
+        found, _ = survey(folder)
+        done = f"stopped after step {self.step} of {self.config.steps}"
+        if not found:
+            return f"{done}, before the first checkpoint: nothing to go on with in {folder}"
+        return f"{done}. To go on after step {found[0].step}: --resume {folder}"
 
     def _introduce(self, say: Callable[[str], None]) -> None:
         config, questions, parts = self.config, self.train_set, self.parts
@@ -181,6 +187,8 @@ class Run:
             f"rollouts by {parts.choice}{repeats}\n"
             f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}"
         )
+        if missing := missing_gpu(parts.world):
+            say(f"warning: {missing}")
         if config.resume == AUTO and not self.step:
             say(f"no unfinished run in {config.output.folder}: a new one begins in {parts.folder}")
         if self.step:
@@ -199,12 +207,12 @@ class Run:
 
     def _evaluate(self, say: Callable[[str], None]) -> float | None:
         """Held-out Pass@1 now; None without held-out questions."""
-        if self.parts.test_set is None:
+        if self.parts.inputs.test_set is None:
             return None
         start, tokens = time.perf_counter(), self.answerer.tokens
         overall, by_source = evaluate(
             self.answerer,
-            self.parts.test_set,
+            self.parts.inputs.test_set,
             self.config.evaluation.samples,
             Sampling(
                 max_tokens=self.config.rollout.max_tokens,

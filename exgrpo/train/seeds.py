@@ -1,11 +1,8 @@
 """One seeded generator per purpose: no two uses of randomness can disturb each other."""
 
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
-import torch
 
 
 def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
@@ -17,11 +14,3 @@ def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
 def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     """A numpy generator seeded by `derive_seed`."""
     return np.random.default_rng(derive_seed(seed, purpose, *numbers))
-
-
-@contextmanager
-def torch_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators inside the block and leave them untouched outside."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield

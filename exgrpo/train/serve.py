@@ -13,9 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from exgrpo.train.ending import SERVER
 from exgrpo.train.errors import ConfigError, ExgrpoError
+from exgrpo.train.pretrained.arguments import from_arguments
 from exgrpo.train.pretrained.check import check_positions, check_weights
-from exgrpo.train.pretrained.overrides import from_arguments
 from exgrpo.train.pretrained.source import ModelSource, find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"error: {error}")
     settings = " ".join(f"{name}={value}" for name, value in environment.items())
     print(f"{settings} {shlex.join(command)}", flush=True)
-    os.execve(command[0], command, {**os.environ, **environment})
+    os.execve(command[0], command, {**os.environ, **environment, SERVER: str(os.getpid())})
 
 
 def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, str]]:

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from exgrpo.train import errors
-from exgrpo.train.distributed import ALONE, World, agree, fail_together, on_main
+from exgrpo.train import distributed, errors
+from exgrpo.train.distributed import ALONE, World, agree, fail_together, missing_gpu, on_main
 from exgrpo.train.errors import ConfigError, DataError, ExgrpoError
 from exgrpo.train.rollout.server.pool import NoServerError
 
@@ -91,3 +91,16 @@ def test_every_error_of_the_family_reaches_other_ranks_whole(kind):
     for outcome in on_every_rank(lambda world: fail_together(world, kind("what to do") if world.rank == 2 else None)):
         assert type(outcome) is kind
         assert str(outcome) == "what to do"
+
+
+def test_several_ranks_or_a_driver_without_a_gpu_are_told(monkeypatch, tmp_path):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(distributed, "DRIVER", tmp_path / "version")
+    two = World(0, 2, torch.device("cpu"), control=None)
+    assert missing_gpu(ALONE) is None
+    assert missing_gpu(two) == "torch sees no GPU: the 2 processes compute on CPUs"
+    assert missing_gpu(World(0, 2, torch.device("cuda"), control=None)) is None
+    (tmp_path / "version").touch()
+    assert "this machine has an NVIDIA driver, but torch" in missing_gpu(ALONE)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # somebody asks for CPUs
+    assert missing_gpu(two) is None

@@ -6,10 +6,11 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from exgrpo.train import build, errors, run, serve
+from exgrpo.train import errors, inputs, program, run, serve
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import load_questions
 from exgrpo.train.distributed import ALONE
@@ -39,9 +40,10 @@ def fail_with(error):
 def programs(monkeypatch):
     """Each program in this process: how it is started, and a function inside its set-up that can be broken."""
     monkeypatch.setattr(run, "start", lambda _: ALONE)
+    monkeypatch.setattr(program, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
     monkeypatch.setattr(evaluate, "start", lambda timeout_minutes: ALONE)
     return {
-        "run": (lambda: run.main([]), build, "load_pretrained"),
+        "run": (lambda: program.main([]), inputs, "load_pretrained"),
         "evaluate": (lambda: evaluate.main(["builtin:arithmetic", "--data=a.jsonl"]), evaluation, "load_pretrained"),
         "estimate": (lambda: estimate.main([]), estimate, "read_shape"),
         "report": (lambda: report.main(["somewhere"]), page, "load_run"),
@@ -78,10 +80,13 @@ def test_each_error_of_the_family_is_one_line(programs, monkeypatch, capsys, nam
         assert capsys.readouterr().err == "error: x: do this\n"
 
 
-def test_another_rank_says_which_it_is(monkeypatch, capsys):
+def test_another_rank_says_which_it_is_after_the_launcher_would_have_ended_it(monkeypatch, capsys):
+    waited = []
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
     assert errors.print_error(ConfigError("x: do this")) == 2
     assert capsys.readouterr().err == "error on rank 3: x: do this\n"
+    assert waited == [errors.OTHER_RANKS_WAIT]
 
 
 def test_what_was_an_error_of_python_still_is_one():
@@ -149,7 +154,7 @@ def test_a_folder_that_may_not_be_looked_into_is_named(monkeypatch):
 def test_a_backend_that_does_not_exist_is_named_before_anything_is_loaded():
     config = configured({"policy": {"kernel_backend": "fast"}})
     with ExitStack() as resources, pytest.raises(ConfigError, match=r"policy.kernel_backend: .*expected auto, .*torch"):
-        run.Run(config, ALONE, resources)
+        run.Run(config, SimpleNamespace(), ALONE, resources)
 
 
 def test_the_family_needs_no_torch():

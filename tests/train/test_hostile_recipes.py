@@ -13,7 +13,7 @@ from exgrpo.train.config import Config
 from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError, cut, shown
 from exgrpo.train.limits import MOST_ANSWERS
-from exgrpo.train.pretrained.overrides import from_arguments
+from exgrpo.train.pretrained.arguments import from_arguments
 from exgrpo.train.recipe import DEFAULT_RUN, load_recipe, parse_args, unfinished, validate
 from tests.train.configs import configured
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoTokenizer, GenerationConfig
 
+from exgrpo.train.builtin import ASSETS
 from exgrpo.train.distributed import World
 from exgrpo.train.metrics.display import COLUMNS, Display
 from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.pretrained.source import ASSETS
 from exgrpo.train.pretrained.tokenizer import load_pretrained
-from exgrpo.train.seeds import derive_seed, generator, torch_seed
+from exgrpo.train.rollout.transformers_engine import torch_seed
+from exgrpo.train.seeds import derive_seed, generator
 from tests.train import tiny
 
 

@@ -70,6 +70,11 @@ def read_rows(source: str, *, split: str, limit: int | None, seed: int) -> list[
     return [item for item in found if isinstance(item, Row)]
 
 
+def from_hub(source: str) -> bool:
+    """Whether a source of questions is the name of a hub data set. Raises MissingDataError for a missing file."""
+    return not source.startswith(PREFIX) and not _local_files(source)
+
+
 def parse_row(row: Any, source: str) -> Row:
     """Reads one row of either format; `source` is used where it names none. Raises DataError: what is wrong."""
     if not isinstance(row, dict):

@@ -41,6 +41,15 @@ class PromptFormat:
         Raises:
             DataError: they do not; the message names the setting.
         """
+        self.check_settings()
+        if self.chat and getattr(tokenizer, "chat_template", None) is None:
+            raise DataError(
+                "the tokenizer has no chat template: use chat=False (for a base model), or give it one "
+                "(chat_template.jinja beside the tokenizer)"
+            )
+
+    def check_settings(self) -> None:
+        """Whether these settings suit each other. Raises DataError as `check` does."""
         self._check_text()
         if self.max_prompt_tokens < 1:
             raise DataError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
@@ -48,11 +57,6 @@ class PromptFormat:
             raise DataError("system_prompt and keep_system exclude each other")
         if not self.chat and (self.system_prompt is not None or self.keep_system):
             raise DataError("a prompt without chat template has no system message: put the text into prompt_format")
-        if self.chat and getattr(tokenizer, "chat_template", None) is None:
-            raise DataError(
-                "the tokenizer has no chat template: use chat=False (for a base model), or give it one "
-                "(chat_template.jinja beside the tokenizer)"
-            )
 
     def _check_text(self) -> None:
         text = self.prompt_format

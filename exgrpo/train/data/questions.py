@@ -1,7 +1,7 @@
 """Questions with tokenised prompts and gold answers, from files, a hub or a generator."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -114,6 +114,20 @@ def load_questions(
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1, got {limit}")
     rows = read_rows(source, split=split, limit=limit, seed=seed)
+    return question_set(source, rows, tokenizer, prompts, limit=limit, progress=progress)
+
+
+def question_set(
+    source: str,
+    rows: Sequence[Row],
+    tokenizer: Any,
+    prompts: PromptFormat,
+    *,
+    limit: int | None = None,
+    progress: bool = False,
+) -> QuestionSet:
+    """Tokenises the prompts of rows that are read already; see `load_questions`, which reads them too."""
+    prompts.check(tokenizer)
     questions: list[Question] = []
     left_out: list[Question] = []
     for row, prompt in _tokenised(rows, tokenizer, prompts, progress):
@@ -133,7 +147,7 @@ def load_questions(
 
 
 def _tokenised(
-    rows: list[Row], tokenizer: Any, prompts: PromptFormat, progress: bool
+    rows: Sequence[Row], tokenizer: Any, prompts: PromptFormat, progress: bool
 ) -> Iterator[tuple[Row, list[int]]]:
     """Every row with its token ids; a batch is tokenised when its first row is asked for."""
     console = Console(stderr=True)

@@ -21,7 +21,7 @@ from exgrpo.train.config import (
 )
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.pretrained.overrides import Overrides
+from exgrpo.train.pretrained.arguments import Overrides
 from exgrpo.train.recipe import explain, read_recipe, split_recipe, unfinished
 
 AS_TRAINED = {

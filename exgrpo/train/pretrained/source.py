@@ -10,8 +10,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from exgrpo.train.builtin import ASSETS, PREFIX, model_names
 from exgrpo.train.errors import ConfigError, ModelError, os_errors_as
+from exgrpo.train.pretrained.location import located
 from exgrpo.train.pretrained.overrides import changes, overridden
 
 
@@ -78,8 +78,7 @@ def find_model(path: str, overrides: Mapping[str, Any] | None = None) -> ModelSo
         ModelError: the model is missing or needs code of its own.
         ConfigError: an override does not suit it.
     """
-    with os_errors_as(ModelError, f"policy.path: {path!r} cannot be read"):
-        path = _resolved(path)
+    path = located(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         raw, _ = PreTrainedConfig.get_config_dict(path)
@@ -121,20 +120,6 @@ def explained(error: Exception, path: str) -> ModelError:
             "type that transformers knows"
         )
     return ModelError(f"policy.path: {path!r} cannot be loaded: {text.splitlines()[0]}")
-
-
-def _resolved(path: str) -> str:
-    if path.startswith(PREFIX):
-        folder = ASSETS / path.removeprefix(PREFIX)
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"policy.path: no builtin model {path!r}; there is {', '.join(model_names()) or 'none'}")
-        return str(folder)
-    if path.startswith((".", "/", "~")) or Path(path).exists():
-        folder = Path(path).expanduser()
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"policy.path: {folder} holds no config.json, so no Hugging Face model")
-        return str(folder)
-    return path
 
 
 def _source(path: str, config: PreTrainedConfig, raw: dict[str, Any], overrides: Mapping[str, Any]) -> ModelSource:

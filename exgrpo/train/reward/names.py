@@ -83,7 +83,7 @@ def _locate(name: str) -> tuple[ModuleType, str]:
     if not place or not attribute:
         known = module_names(BUILTIN, "reward")
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise RewardError(
             f"unknown reward {shown(name)}{hint} Known: {', '.join(known)}, 'package.module:function' and "
             "'path/to/file.py:function'"

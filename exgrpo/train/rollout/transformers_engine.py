@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
 from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.stops import Stops
-from exgrpo.train.seeds import derive_seed, torch_seed
+from exgrpo.train.seeds import derive_seed
 
 
 class TransformersEngine:
@@ -172,3 +173,11 @@ def _token_log_probs(scores: Sequence[torch.Tensor], tokens: torch.Tensor) -> np
         for step, token in zip(scores, tokens.T, strict=True)
     ]
     return torch.cat(per_step, dim=-1).cpu().numpy()
+
+
+@contextmanager
+def torch_seed(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generators inside the block and leave them untouched outside."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

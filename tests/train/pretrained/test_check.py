@@ -10,12 +10,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from exgrpo.train import serve
+from exgrpo.train.builtin import ASSETS
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.evaluation import run as run_evaluation
 from exgrpo.train.evaluate.options import Options
 from exgrpo.train.pretrained.check import check_weights
-from exgrpo.train.pretrained.source import ASSETS, find_model
+from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import load_pretrained
 from exgrpo.train.recipe import DEFAULT_RUN
 from exgrpo.train.rollout.registry import choose_engine

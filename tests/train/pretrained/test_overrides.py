@@ -8,13 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Qwen2Config
 
 from exgrpo.train import serve
+from exgrpo.train.builtin import ASSETS
 from exgrpo.train.checkpoint.resume import check_continuation
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.estimate import program as estimate
 from exgrpo.train.evaluate.evaluation import engine_settings
 from exgrpo.train.evaluate.options import parse_options
 from exgrpo.train.pretrained.check import check_weights
-from exgrpo.train.pretrained.source import ASSETS, find_model
+from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import load_pretrained
 from exgrpo.train.recipe import DEFAULT_RUN, load_recipe, parse_args, to_yaml
 from exgrpo.train.rollout.registry import Choice, open_engine

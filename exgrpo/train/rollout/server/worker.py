@@ -1,9 +1,11 @@
 """What vLLM's worker processes need beyond vLLM to serve rollouts.
 
 `vllm serve --worker-extension-cls exgrpo.train.rollout.server.worker.RolloutWorker` imports this module in each worker
-before the model is made, so that `--weight-transfer-config '{"backend": "gloo"}'` is known there.
+before the model is made, so that `--weight-transfer-config '{"backend": "gloo"}'` is known there, and so that the
+worker ends when the server is killed.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferUpdateInfo,
 )
 
+from exgrpo.train.ending import SERVER, end_with_ancestor
 from exgrpo.train.rollout.server.channel import join_gloo
 from exgrpo.train.rollout.server.facts import model_facts
 from exgrpo.train.rollout.vllm.engine import repack_tied_head
@@ -96,3 +99,5 @@ class RolloutWorker:
 
 
 WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
+if server := os.environ.get(SERVER):
+    end_with_ancestor(int(server))

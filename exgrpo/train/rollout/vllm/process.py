@@ -3,6 +3,7 @@
 Nothing here imports vLLM before an engine is wanted: the import reads its environment and changes the process.
 """
 
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -32,7 +33,8 @@ def import_vllm(device: torch.device) -> Any:
         ImportError: it cannot be imported, or this build of it is not one for the kind of device.
     """
     os.environ.update(ENVIRONMENT)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR").upper()
+    logging.getLogger("vllm").setLevel(level)  # vLLM reads its environment after it has spoken for the first time
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule the size that the engine is given
     with Guest(device):
         import vllm

@@ -59,6 +59,22 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
+    def kill_alone(self) -> None:
+        """End it, not its workers."""
+        self._process.kill()
+        self._process.wait()
+
+    def workers_end(self, within: float = 20.0) -> bool:
+        """Whether no process that it started is left, at the latest after so many seconds."""
+        deadline = time.monotonic() + within
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(self._process.pid, 0)
+            except ProcessLookupError:
+                return True
+            time.sleep(0.1)
+        return False
+
     def asked(self) -> float:
         """Prompt tokens that it was asked for since it started."""
         return self._counted("prompt_tokens_total")

@@ -73,7 +73,8 @@ def test_servers_that_are_gone_are_one_error_before_training(servers, tmp_path):
         server.ready()
     arguments = options(servers, tmp_path)
     for server in servers:
-        server.kill()
+        server.kill_alone()
+    assert all(server.workers_end() for server in servers)
     done = launch(MAIN, *arguments, ranks=2)
     assert done.returncode != 0
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]

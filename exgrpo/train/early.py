@@ -1,0 +1,102 @@
+"""What can be wrong with a run and shows in seconds: checked before torch, transformers and vLLM are imported.
+
+This module and what it imports at its top stay free of those three; a test keeps it so.
+"""
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from exgrpo.train.config import Config
+from exgrpo.train.data.files import Row, from_hub, read_rows
+from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.errors import ConfigError, is_first_rank
+from exgrpo.train.hub import offline_reason
+from exgrpo.train.metrics.trackers import check_trackers
+from exgrpo.train.pretrained.location import on_hub
+from exgrpo.train.reward.pool import Grader
+
+
+@dataclass(frozen=True, eq=False)
+class Early:
+    """What the first look has read and started.
+
+    Attributes:
+        train: rows of the questions to train on.
+        test: rows of the held-out questions; None where there are none.
+        grader: grades answers; its processes run.
+    """
+
+    train: list[Row]
+    test: list[Row] | None
+    grader: Grader
+
+
+def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Early:
+    """Check what needs no model, read the questions and start the grader.
+
+    Args:
+        config: what to do.
+        resources: closes what is opened.
+        resumed: whether the folder of the results is there already and is gone on with.
+
+    Raises:
+        ExgrpoError: something is wrong; the message names it.
+    """
+    check_trackers(config.output.trackers)
+    if not resumed and is_first_rank():
+        check_output(config)
+    check_attention(config.policy.attention)
+    PromptFormat.of(config.data).check_settings()
+    data, reward = config.data, config.reward
+    # A list, since every path is looked at: one that does not exist is an error whatever the others are.
+    if any([on_hub(config.policy.path), from_hub(data.train), data.test is not None and from_hub(data.test)]):
+        tell_offline()
+
+    def read(source: str, split: str, limit: int | None) -> list[Row]:
+        return read_rows(source, split=split, limit=limit, seed=config.seed)
+
+    train = read(data.train, data.train_split, data.train_limit)
+    test = None if data.test is None else read(data.test, data.test_split, data.test_limit)
+    grader = Grader(reward.function, workers=reward.workers, time_limit=reward.time_limit)
+    resources.callback(grader.close)
+    return Early(train, test, grader)
+
+
+def check_attention(name: str) -> None:
+    """Whether the package of an attention implementation is there.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    # transformers takes the kernel from a hub where the package `kernels` is there.
+    if name == "flash_attention_2" and not (find_spec("flash_attn") or find_spec("kernels")):
+        raise ConfigError(
+            "policy.attention: flash_attention_2 needs the package flash-attn, which is not installed: install it (it "
+            "needs a GPU), or take policy.attention sdpa"
+        )
+
+
+def check_output(config: Config) -> None:
+    """Whether the folder of the results can be made.
+
+    Raises:
+        ConfigError: it exists already, or a part of its path is no folder or may not be written.
+    """
+    root, name = config.output.folder, config.output.name
+    if name and (root / name).exists():
+        raise ConfigError(
+            f"output.folder: {root / name} exists already: choose another output.name, go on with it by --resume "
+            f"{root / name}, or remove it"
+        )
+    there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"output.folder: {root} cannot be written, because of {there}; choose another output.folder")
+
+
+def tell_offline() -> None:
+    """Find out whether the hub answers; where it does not, say so once and take files from the cache alone."""
+    reason = offline_reason()
+    if reason and is_first_rank():
+        print(f"{reason}: models and data sets of the hub are taken from the cache of this machine", flush=True)

@@ -1,0 +1,107 @@
+"""How a program ends from outside: by Ctrl-C or SIGTERM, and together with the processes that it belongs to."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn
+
+SERVER = "EXGRPO_SERVER"
+"""Environment variable in which a server's processes find its process id."""
+LOOK_EVERY = 1.0
+GRACE = 30.0
+"""Seconds. A process that has not ended by then, after it was asked to, is killed."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A run was stopped; the message says how to go on with it."""
+
+
+def stop_on_signals() -> None:
+    """SIGTERM, which launchers and schedulers send, ends the program as Ctrl-C does: by a KeyboardInterrupt.
+
+    The first signal counts. Launchers send several, and another one in the middle of the clean-up would spoil it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _ignore)
+    raise KeyboardInterrupt
+
+
+def _ignore(*_: object) -> None:
+    """SIG_IGN would be inherited by processes that are started later, this is not."""
+
+
+def end_with_launcher() -> None:
+    """Stop this process when DeepSpeed's launcher is gone, or the program `deepspeed` that started that one."""
+    launcher = os.getppid()
+    if "deepspeed.launcher.launch" not in _command(launcher):
+        return
+    above = _parent(launcher)
+    started_here = any(Path(word).name in ("deepspeed", "deepspeed.launcher.runner") for word in _command(above))
+
+    def gone() -> bool:
+        return os.getppid() != launcher or (started_here and _parent(launcher) != above)
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _watch(gone, end)
+
+
+def end_with_ancestor(ancestor: int) -> None:
+    """Kill this process, and those between it and an ancestor, when one of them is gone: they serve nobody any more.
+
+    Args:
+        ancestor: process id of the parent, or of its parent, and so on; of any other process nothing happens.
+    """
+    line = [os.getpid()]
+    while line[-1] != ancestor:
+        line.append(_parent(line[-1]))
+        if not line[-1]:
+            return
+
+    def gone() -> bool:
+        return any(_parent(child) != parent for child, parent in pairwise(line))
+
+    def end() -> None:
+        for process in line[-2::-1]:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    _watch(gone, end)
+
+
+def _watch(gone: Callable[[], bool], end: Callable[[], None]) -> None:
+    # Not PR_SET_PDEATHSIG: that fires when the thread ends that started this process, and it knows parents only.
+    def watch() -> None:
+        while not gone():
+            time.sleep(LOOK_EVERY)
+        end()
+
+    threading.Thread(target=watch, name="watch over the parent", daemon=True).start()
+
+
+def _command(process: int) -> list[str]:
+    """The words of a process's command line; none where it cannot be read."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return []
+
+
+def _parent(process: int) -> int:
+    """The parent of a process; 0 where it cannot be read."""
+    with suppress(OSError, ValueError):
+        # The second field is a name in parentheses, which may hold anything.
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0

@@ -1,0 +1,50 @@
+"""What a run starts from: a model with its tokenizer, questions in its tokens, a grader. No process has joined yet."""
+
+from dataclasses import dataclass
+
+from exgrpo.train.config import Config
+from exgrpo.train.data.files import Row
+from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.questions import QuestionSet, question_set
+from exgrpo.train.early import Early
+from exgrpo.train.errors import is_first_rank
+from exgrpo.train.pretrained.tokenizer import Pretrained, load_pretrained
+from exgrpo.train.reward.pool import Grader
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a run starts from.
+
+    Attributes:
+        pretrained: the model, and its tokenizer.
+        train_set: questions to train on.
+        test_set: held-out questions; None where there are none.
+        grader: grades answers.
+    """
+
+    pretrained: Pretrained
+    train_set: QuestionSet
+    test_set: QuestionSet | None
+    grader: Grader
+
+
+def read_inputs(config: Config, early: Early) -> Inputs:
+    """Find the model and put the questions into its tokens.
+
+    Args:
+        config: what to do.
+        early: what the first look has read.
+
+    Raises:
+        ExgrpoError: the model or its tokenizer cannot be used, or does not suit the questions.
+    """
+    pretrained, data = load_pretrained(config.policy.path, config.policy.overrides), config.data
+
+    def tokenised(source: str, rows: list[Row], limit: int | None) -> QuestionSet:
+        prompts = PromptFormat.of(data)
+        return question_set(source, rows, pretrained.tokenizer, prompts, limit=limit, progress=is_first_rank())
+
+    train = tokenised(data.train, early.train, data.train_limit)
+    test = None if data.test is None or early.test is None else tokenised(data.test, early.test, data.test_limit)
+    return Inputs(pretrained, train, test, early.grader)

@@ -1,0 +1,139 @@
+"""How a program ends from outside. Each is a process of its own: signals and parents belong to processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from exgrpo.train import ending
+
+PATIENCE = 20.0
+
+
+def runs(process: int) -> bool:
+    """Whether a process runs: it is there, and not only to be asked for its exit status."""
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def gone(process: int) -> bool:
+    """Whether a process has ended, at the latest after `PATIENCE` seconds."""
+    deadline = time.monotonic() + PATIENCE
+    while runs(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not runs(process)
+
+
+def python(script: str, *arguments: str) -> subprocess.Popen[str]:
+    """A process that runs a script; it says something on its standard output once it is ready."""
+    return subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+STOPPED = """
+import time
+from exgrpo.train.ending import stop_on_signals
+stop_on_signals()
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+    time.sleep(0.5)  # signals that come during the clean-up are not heard
+    print("cleaned up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_once(number):
+    process = python(STOPPED)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    assert process.stdout.readline() == "stopped\n"
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=PATIENCE)[0] == "cleaned up\n"
+    assert process.returncode == 0
+
+
+# A chain as DeepSpeed makes it: `deepspeed`, the launcher, a rank. The rank prints the ids of all three.
+RANK = """
+import os, sys, time
+from exgrpo.train import ending
+ending.LOOK_EVERY = 0.05
+ending.end_with_launcher()
+print(os.getpid(), os.getppid(), ending._parent(os.getppid()), flush=True)
+time.sleep(60)
+"""
+ABOVE = "import subprocess, sys; sys.exit(subprocess.Popen([sys.executable, *sys.argv[1:]]).wait())"
+
+
+def chain(folder: Path, launcher: str = "deepspeed.launcher.launch") -> list[int]:
+    """Process ids of a rank, its launcher and the program above that."""
+    script = folder / "deepspeed"
+    script.write_text(ABOVE)
+    top = subprocess.Popen(
+        [sys.executable, str(script), "-c", ABOVE, "-c", RANK, "-m", launcher], stdout=subprocess.PIPE, text=True
+    )
+    return [int(word) for word in top.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("killed", [1, 2], ids=["launcher", "deepspeed"])
+def test_a_rank_ends_with_its_launcher_and_with_what_started_that(tmp_path, killed):
+    ids = chain(tmp_path)
+    os.kill(ids[killed], signal.SIGKILL)
+    assert gone(ids[0])
+    assert gone(ids[1])  # by itself, as its process has ended
+
+
+def test_a_process_without_this_launcher_outlives_its_parent(tmp_path):
+    rank, parent, top = chain(tmp_path, launcher="another.launcher")
+    os.kill(top, signal.SIGKILL)
+    os.kill(parent, signal.SIGKILL)
+    time.sleep(1.0)  # twenty looks of one that would end
+    assert runs(rank)
+    os.kill(rank, signal.SIGKILL)
+
+
+# A server with an engine, and a worker under that, which says who they are.
+WORKER = """
+import os, sys, time
+from exgrpo.train import ending
+ending.LOOK_EVERY = 0.05
+engine = os.getppid()
+server = ending._parent(engine)
+ending.end_with_ancestor(server)
+print(os.getpid(), engine, server, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("killed", [1, 2], ids=["engine", "server"])
+def test_workers_and_what_is_between_end_with_the_server(killed):
+    top = subprocess.Popen([sys.executable, "-c", ABOVE, "-c", ABOVE, "-c", WORKER], stdout=subprocess.PIPE, text=True)
+    ids = [int(word) for word in top.stdout.readline().split()]
+    os.kill(ids[killed], signal.SIGKILL)
+    assert gone(ids[0])
+    assert gone(ids[1])
+
+
+def test_a_process_that_is_no_ancestor_is_not_waited_for():
+    stranger = python("import time; print('ready', flush=True); time.sleep(60)")
+    script = f"""
+import threading
+from exgrpo.train import ending
+ending.end_with_ancestor({stranger.pid})
+print(threading.active_count())
+"""
+    threads, _ = python(script).communicate(timeout=PATIENCE)
+    stranger.kill()
+    assert threads == "1\n"
+
+
+def test_a_process_that_cannot_be_read_has_no_command_and_no_parent():
+    assert ending._command(2**22 + 1) == []
+    assert ending._parent(2**22 + 1) == 0
+    assert ending._parent(os.getpid()) == os.getppid()
