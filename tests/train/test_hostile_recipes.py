@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 
 from exgrpo.train import errors
 from exgrpo.train.config import Config
+from exgrpo.train.data.files import parse_row
+from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError, cut, shown
 from exgrpo.train.limits import MOST_ANSWERS
 from exgrpo.train.pretrained.arguments import from_arguments
+from exgrpo.train.pretrained.source import explained
 from exgrpo.train.recipe import DEFAULT_RUN, load_recipe, parse_args, unfinished, validate
+from exgrpo.train.reward.names import resolve_reward
 from tests.train.configs import configured
 
 KEYS = known_keys(Config)
@@ -219,6 +223,21 @@ def test_what_a_message_shows_is_short_and_always_there(capsys):
     printed = capsys.readouterr().err
     assert len(printed) < 5000
     assert printed.endswith("xxx: do this\n")
+
+
+def test_what_is_long_in_data_and_models_is_cut(tmp_path):
+    long = "x" * 100_000
+    causes = [
+        lambda: PromptFormat(chat=False, max_prompt_tokens=1, prompt_format=long).check_settings(),
+        lambda: PromptFormat(chat=False, max_prompt_tokens=1, prompt_format="{" + long + "}").check_settings(),
+        lambda: parse_row({long: 1}, "source"),
+        lambda: resolve_reward(long),
+    ]
+    for cause in causes:
+        with pytest.raises(errors.ExgrpoError) as error:
+            cause()
+        assert len(str(error.value)) < 1000
+    assert len(str(explained(ValueError(long), long))) < 1000
 
 
 def test_values_of_a_manifest_are_checked_alike():
