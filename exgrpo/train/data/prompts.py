@@ -66,8 +66,8 @@ class PromptFormat:
             raise DataError(f"prompt_format {shown(text)}: {shown(error)}; literal braces are doubled") from error
         if strange := [name for name in fields if name != "question"]:
             raise DataError(
-                f"prompt_format {shown(text)} has the field {{{cut(strange[0], SHOWN)}}}, but only {{question}} is known; literal "
-                "braces are doubled: \\boxed{{}}"
+                f"prompt_format {shown(text)} has the field {{{cut(strange[0], SHOWN)}}}, but "
+                "only {question} is known; literal braces are doubled: \\boxed{{}}"
             )
         if not fields:
             raise DataError(f"prompt_format {shown(text)} does not contain {{question}}")

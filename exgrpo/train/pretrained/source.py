@@ -117,8 +117,8 @@ def explained(error: Exception, path: str) -> ModelError:
     first = text.partition("\n")[0]
     if "trust_remote_code" in text:
         return ModelError(
-            f"policy.path: {shown(path)} needs code of its own, and code from model folders is not run: take a model of a "
-            "type that transformers knows"
+            f"policy.path: {shown(path)} needs code of its own, and code from model folders is not run: take a "
+            "model of a type that transformers knows"
         )
     return ModelError(f"policy.path: {shown(path)} cannot be loaded: {cut(first, SHOWN)}")
 
