@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exgrpo.train.data.questions import Question
-from exgrpo.train.distributed import World, fail_together
+from exgrpo.train.distributed import World, agree, fail_together
 from exgrpo.train.errors import RolloutError
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.reward.pool import Grader, Grading
@@ -118,7 +118,7 @@ class Answerer:
                 if self.world.rank % ranks == 0:
                     text = text_of(answer.rollout, self.decode, sampling.stop.strings)
                     _, (question, _) = share[answer.prompt]
-                    grading.add(text, question.gold)
+                    grading.add(text, question.gold, question.text)
                     answers.append((answer, text))
         except RolloutError as error:
             problem = error
@@ -131,10 +131,11 @@ class Answerer:
 
         Raises:
             RolloutError: on every rank, where the engine of one failed.
+            RewardError: on every rank, where the reward of an answer is no number.
         """
         fail_together(self.world, produced.problem)
         start = time.perf_counter()
-        grades = produced.grading.finish()
+        grades = agree(self.world, produced.grading.finish)
         cost = (grades.timed_out, grades.failed, produced.seconds, time.perf_counter() - start, produced.engine)
         of_question: dict[int, dict[int, Answer]] = {position: {} for position in produced.positions}
         for (finished, text), reward in zip(produced.answers, grades.reward, strict=True):

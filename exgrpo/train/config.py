@@ -5,16 +5,27 @@ overrides them, and `--section.field VALUE` overrides both. Without a recipe, a 
 of the default run.
 """
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from exgrpo.train.experience.buckets import BUCKETS
 from exgrpo.train.experience.difficulty import BANDS
 from exgrpo.train.experience.sampling import LAWS
 from exgrpo.train.experience.selection import RULES
+from exgrpo.train.limits import (
+    LARGEST_REWARD,
+    LONGEST,
+    MOST_ANSWERS,
+    MOST_PROCESSES,
+    MOST_ROWS,
+    MOST_SAMPLES,
+    MOST_STEPS,
+    MOST_TOKENS,
+)
 from exgrpo.train.pretrained.arguments import Overrides
 
 if TYPE_CHECKING:
@@ -31,9 +42,9 @@ PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into
 
 
 class Section(BaseModel):
-    """A group of fields: immutable, and closed to unknown keys."""
+    """A group of fields: immutable, closed to unknown keys, and to numbers that are not finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 def as_in(section: type[Section], name: str, **changes: Any) -> Any:
@@ -62,10 +73,14 @@ class DataConfig(Section):
 
     train: str = Field(description="JSONL, JSON, parquet or CSV, a hub name, or builtin:NAME.")
     train_split: str = Field("train", description="Split of a hub or builtin data set to train on.")
-    train_limit: int | None = Field(None, ge=1, description="Use only the first so many training questions.")
+    train_limit: int | None = Field(
+        None, ge=1, le=MOST_ROWS, description="Use only the first so many training questions."
+    )
     test: str | None = Field(None, description="Held-out questions; None: no evaluation.")
     test_split: str = Field("test", description="Split of a hub or builtin data set to evaluate on.")
-    test_limit: int | None = Field(None, ge=1, description="Use only the first so many held-out questions.")
+    test_limit: int | None = Field(
+        None, ge=1, le=MOST_ROWS, description="Use only the first so many held-out questions."
+    )
     chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message put before every question.")
     keep_system: bool = Field(False, description="Use the data row's own system message.")
@@ -78,7 +93,7 @@ class DataConfig(Section):
         description="Text that opens every answer, such as '<think>\\n'; it ends the prompt and is not trained.",
     )
     max_prompt_tokens: int = Field(
-        1024, ge=1, description="Longer prompts are left out and counted; held-out ones count as wrong."
+        1024, ge=1, le=LONGEST, description="Longer prompts are left out and counted; held-out ones count as wrong."
     )
 
 
@@ -88,31 +103,43 @@ class RewardConfig(Section):
     function: str = Field(
         "math_no_think", description="math, math_no_think, package.module:function or file.py:function."
     )
-    success: float = Field(1.0, allow_inf_nan=False, description="A reward of at least this is a success.")
-    workers: int = Field(2, ge=1, description="Grading processes per rank.")
-    time_limit: float = Field(5.0, gt=0, description="Seconds per answer; then it is killed and scores 0.")
+    success: float = Field(
+        1.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD, description="A reward of at least this is a success."
+    )
+    workers: int = Field(2, ge=1, le=MOST_PROCESSES, description="Grading processes per rank.")
+    time_limit: float = Field(
+        5.0, gt=0, le=3600, description="Seconds per answer, at most an hour; then it is killed and scores 0."
+    )
 
 
 StopString = Annotated[str, Field(min_length=1)]
+Temperature = Annotated[float, Field(ge=0.01, le=100)]
+"""vLLM takes lower ones for 0.01; at higher ones every token is about equally likely."""
 
 
 class RolloutConfig(Section):
     """How answers are sampled."""
 
-    samples: int = Field(8, ge=2, description="K: answers per question (group size).")
-    temperature: float = Field(
-        1.0, gt=0, description="Sampling temperature in training; the trained policy is the one at this temperature."
+    samples: int = Field(8, ge=2, le=MOST_SAMPLES, description="K: answers per question (group size).")
+    temperature: Temperature = Field(
+        1.0, description="Sampling temperature in training; the trained policy is the one at this temperature."
     )
-    max_tokens: int = Field(2048, ge=1, description="Longest response; longer ones are cut and marked.")
+    max_tokens: int = Field(2048, ge=1, le=LONGEST, description="Longest response; longer ones are cut and marked.")
     stop: tuple[StopString, ...] = Field(
         (), description="Strings that end an answer: their tokens are trained on, but are no part of the graded text."
     )
-    batch_tokens: int = Field(65536, ge=1, description="Prompt + response tokens generated at once per rank.")
+    batch_tokens: int = Field(
+        65536, ge=1, le=MOST_TOKENS, description="Prompt + response tokens generated at once per rank."
+    )
     engine: Literal["auto", "transformers", "vllm", "server"] = Field(
         "auto", description="What generates; auto: rollout.servers if any, else vLLM where it can, else transformers."
     )
-    kv_cache_gib: float = Field(4.0, gt=0, description="vLLM: GiB per rank for keys and values.")
-    tensor_parallel: int = Field(1, ge=1, description="vLLM: so many neighbouring ranks make one engine.")
+    kv_cache_gib: float = Field(
+        4.0, gt=0, le=16384, description="vLLM: GiB per rank for keys and values; no machine has more than 16384."
+    )
+    tensor_parallel: int = Field(
+        1, ge=1, le=MOST_PROCESSES, description="vLLM: so many neighbouring ranks make one engine."
+    )
     sleep_level: Literal[0, 1, 2] = Field(
         2,
         description="vLLM on GPUs, while the trainer updates: 1 moves weights to CPU memory, 2 drops them, 0 keeps.",
@@ -123,7 +150,10 @@ class RolloutConfig(Section):
         description="Whose log-probs are stored as the behaviour policy's; engine: with truncated importance sampling.",
     )
     mismatch_cap: float = Field(
-        2.0, gt=0, description="Largest importance weight of the mismatch between engine and trainer."
+        2.0,
+        gt=0,
+        le=1000,
+        description="Largest importance weight of the mismatch between engine and trainer; above 1000 it caps nothing.",
     )
     ahead: bool = Field(
         False,
@@ -133,6 +163,7 @@ class RolloutConfig(Section):
     check_every: int = Field(
         20,
         ge=0,
+        le=MOST_STEPS,
         description="Compare the engine's log-probs with the trainer's every so many steps; 0: at the start.",
     )
 
@@ -151,7 +182,12 @@ class ExperienceConfig(Section):
         "gaussian", description="Law by which success counts are drawn; random: questions, whatever their count."
     )
     mu: float = Field(0.5, ge=0, le=1, description="Centre of the Gaussian law as a fraction of K.")
-    sigma: float = Field(1.0, gt=0, description="Width of the Gaussian law in success counts.")
+    sigma: float = Field(
+        1.0,
+        ge=0.001,
+        le=1e6,
+        description="Width of the Gaussian law in success counts: at 0.001 the likeliest count only, at 1e6 all alike.",
+    )
     trajectory: TrajectoryRule = Field(
         "lowest_entropy", description="Which stored success of a drawn question is replayed."
     )
@@ -169,18 +205,27 @@ class ExperienceConfig(Section):
         "count, what beats its group's mean is stored, replay starts by the mean reward, and a question is solved "
         "when every answer that counts is a success.",
     )
-    max_per_question: int | None = Field(None, ge=1, description="Keep only the latest so many per question.")
-    max_age: int | None = Field(None, ge=1, description="Never replay what is older than so many steps.")
+    max_per_question: int | None = Field(
+        None, ge=1, le=MOST_ANSWERS, description="Keep only the latest so many per question."
+    )
+    max_age: int | None = Field(None, ge=1, le=MOST_STEPS, description="Never replay what is older than so many steps.")
 
 
 class ObjectiveConfig(Section):
     """The loss (arXiv 2510.02245, section 3.3)."""
 
-    clip: tuple[float, float] | None = Field(
-        (0.2, 0.2), description="eps_low eps_high for fresh tokens; None = no clipping."
+    clip: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1000)]] | None = Field(
+        (0.2, 0.2),
+        description="eps_low eps_high for fresh tokens, whose ratios stay in [1 - eps_low, 1 + eps_high]; "
+        "None = no clipping.",
     )
     clip_with_replay: bool = Field(False, description="Clip in steps that replay, too (the paper does not).")
-    beta: float | None = Field(0.1, gt=0, description="f(w) = w/(w+beta) on replayed tokens; None = plain w.")
+    beta: float | None = Field(
+        0.1,
+        ge=1e-6,
+        le=1e6,
+        description="f(w) = w/(w+beta) on replayed tokens; None = plain w. Below 1e-6 or above 1e6, f is 1 or 0.",
+    )
     importance_correction: bool = Field(
         True, description="Weigh replayed tokens against the policy that wrote them, not this step's."
     )
@@ -189,7 +234,9 @@ class ObjectiveConfig(Section):
         "constant",
         description="constant: sequences * max_tokens (Dr.GRPO); token: all tokens; sequence: mean of means.",
     )
-    entropy_coef: float = Field(0.001, ge=0, description="Weight of the mean token entropy bonus.")
+    entropy_coef: float = Field(
+        0.001, ge=0, le=100, description="Weight of the mean token entropy bonus; at 100 nothing else counts."
+    )
     train_on: Band = Field(
         "all",
         description="Learn only from groups with a success rate in [75,100) / (25,75] / (0,25] %; others are masked.",
@@ -199,60 +246,86 @@ class ObjectiveConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay.")
-    grad_clip: float = Field(1.0, ge=0, description="Gradient norm is clipped here; 0 = off.")
+    lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate: how far a step moves a weight, so at most 1.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.999), description="AdamW betas."
+    )
+    weight_decay: float = Field(
+        0.01, ge=0, le=100, description="AdamW weight decay; a step takes lr * weight_decay of each weight away."
+    )
+    grad_clip: float = Field(
+        1.0, ge=0, le=1e6, description="Gradient norm is clipped here; 0 = off, and no norm in use reaches 1e6."
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warm-up.")
-    minibatches: int = Field(2, ge=1, description="Optimiser steps per training step.")
-    micro_batch_tokens: int = Field(16384, ge=1, description="Padded tokens per forward pass and rank.")
+    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="Optimiser steps of linear warm-up.")
+    minibatches: int = Field(2, ge=1, le=MOST_ANSWERS, description="Optimiser steps per training step.")
+    micro_batch_tokens: int = Field(16384, ge=1, le=MOST_TOKENS, description="Padded tokens per forward pass and rank.")
 
 
 class DistributedConfig(Section):
     """DeepSpeed ZeRO-3."""
 
-    timeout_minutes: float = Field(30.0, gt=0, description="A rank that waits longer gives up with an error.")
+    timeout_minutes: float = Field(
+        30.0, ge=0.1, le=10080, description="A rank that waits longer, at most a week, gives up with an error."
+    )
     offload_optimizer: bool = Field(False, description="Keep optimiser states in CPU memory (GPU runs).")
-    persistence_threshold: int = Field(100_000, ge=0, description="Parameters with fewer elements stay unsharded.")
+    persistence_threshold: int = Field(
+        100_000, ge=0, le=10**12, description="Parameters with fewer elements stay unsharded; none has 10^12."
+    )
 
 
 class EvaluationConfig(Section):
     """Held-out Pass@1 before, during and after training."""
 
-    every: int | None = Field(20, ge=1, description="Evaluate every so many steps; None: before and after only.")
-    samples: int = Field(1, ge=1, description="Answers per held-out question.")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
+    every: int | None = Field(
+        20, ge=1, le=MOST_STEPS, description="Evaluate every so many steps; None: before and after only."
+    )
+    samples: int = Field(1, ge=1, le=MOST_SAMPLES, description="Answers per held-out question.")
+    temperature: Temperature = Field(1.0, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")
 
 
 class CheckpointConfig(Section):
     """What an interrupted run continues from (`--resume auto`)."""
 
-    every: int | None = Field(10, ge=1, description="Save every so many steps and after the last; None: never.")
-    keep: int = Field(2, ge=1, description="So many checkpoints stay.")
+    every: int | None = Field(
+        10, ge=1, le=MOST_STEPS, description="Save every so many steps and after the last; None: never."
+    )
+    keep: int = Field(2, ge=1, le=MOST_STEPS, description="So many checkpoints stay.")
 
 
 class OutputConfig(Section):
     """What a run leaves behind."""
 
     folder: Path = Field(Path("runs"), description="Each run gets a folder of its own under this one.")
-    name: str | None = Field(None, description="Name of the run's folder; default: date and time.")
+    name: str | None = Field(None, description="Name of the run's folder, without '/'; default: date and time.")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         ("tensorboard",),
         description="Where metrics go besides metrics.jsonl; several names, or none after the option for nowhere.",
     )
     project: str = Field("exgrpo", min_length=1, description="Name of the project in wandb and trackio.")
-    sample_groups: int = Field(2, ge=0, description="Groups of rollouts written out per step, to be read.")
+    sample_groups: int = Field(
+        2, ge=0, le=MOST_ANSWERS, description="Groups of rollouts written out per step, to be read."
+    )
     save_model: bool = Field(True, description="Save the trained model in Hugging Face format.")
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, name: str | None) -> str | None:
+        if name is not None and (name in ("", ".", "..") or "/" in name or len(os.fsencode(name)) > 255):
+            raise ValueError(
+                "a run's name is that of one folder in output.folder: at most 255 bytes without '/', and not '.' or "
+                "'..'"
+            )
+        return name
 
 
 class Config(Section):
     """Train a language model by ExGRPO (arXiv 2510.02245). Without model, questions and recipe: the default run."""
 
-    seed: int = Field(0, ge=0, description="Seed of everything that is random.")
-    steps: int = Field(500, ge=0, description="Training steps.")
-    questions: int = Field(128, ge=1, description="B: questions (groups) per step.")
+    seed: int = Field(0, ge=0, lt=2**64, description="Seed of everything that is random.")
+    steps: int = Field(500, ge=0, le=MOST_STEPS, description="Training steps.")
+    questions: int = Field(128, ge=1, le=MOST_ANSWERS, description="B: questions (groups) per step.")
     resume: str | None = Field(
         None, description="auto: go on with the newest unfinished run in output.folder; or name a run's folder."
     )
@@ -279,6 +352,11 @@ class Config(Section):
             raise ValueError(
                 f"optimizer.minibatches ({self.optimizer.minibatches}) exceeds questions ({self.questions}): "
                 "every optimiser step needs at least one group"
+            )
+        if self.questions * self.rollout.samples > MOST_ANSWERS:
+            raise ValueError(
+                f"questions ({self.questions}) * rollout.samples ({self.rollout.samples}) exceed {MOST_ANSWERS} "
+                "answers per step, which every rank holds in memory: lower one of them"
             )
         longest = self.data.max_prompt_tokens + self.rollout.max_tokens
         for key, budget in (

@@ -1,6 +1,8 @@
 """The errors that a person can mend. A program prints one as a line; every other exception is a defect, a traceback."""
 
 import os
+import re
+import reprlib
 import sys
 import time
 from collections.abc import Iterator
@@ -8,6 +10,10 @@ from contextlib import contextmanager, suppress
 
 OTHER_RANKS_WAIT = 5.0
 """Seconds. The launcher looks after its processes once a second."""
+
+SHOWN, LONGEST = 200, 4000
+"""Characters of a value in a message, and of a whole message."""
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class ExgrpoError(Exception):
@@ -70,9 +76,44 @@ class ReportError(ExgrpoError, ValueError):
     """A folder cannot be reported on, or a page cannot be written; the message names it."""
 
 
+def cut(text: str, characters: int) -> str:
+    """A text of at most so many characters: a longer one loses its middle, and a message so keeps its remedy."""
+    if len(text) <= characters:
+        return text
+    gap = f" ... ({len(text)} characters) ... "
+    head = (characters - len(gap)) * 2 // 3
+    return text[:head] + gap + text[len(text) - (characters - len(gap) - head) :]
+
+
+def shown(value: object, characters: int = SHOWN) -> str:
+    """What a message shows of a value that comes from outside: of an exception its text, of all else the literal.
+
+    Args:
+        value: anything; what cannot be printed is named by its type.
+        characters: at most so many are shown, on one line.
+    """
+    try:
+        if isinstance(value, BaseException):
+            return cut(" ".join(str(value).split()), characters)
+        short = reprlib.Repr()
+        short.maxstring = short.maxother = short.maxlong = 2 * characters
+        return cut(short.repr(value), characters)
+    except BaseException:  # what prints a foreign object may do anything
+        return f"<{type(value).__name__} that cannot be printed>"
+
+
+def system_reason(error: Exception) -> str | None:
+    """Why the system refused what a program asked of it; None: the error is none of the system."""
+    if isinstance(error, OSError):
+        return error.strerror or shown(error)
+    # Libraries in Rust, which write models and tokenizers, have exceptions of their own.
+    found = _SYSTEM_ERROR.search(shown(error, LONGEST))
+    return os.strerror(int(found[1])) if found else None
+
+
 @contextmanager
 def os_errors_as(kind: type[ExgrpoError], problem: str) -> Iterator[None]:
-    """Turn an OSError of this block into an error of the family.
+    """Turn an error of the system in this block into an error of the family.
 
     Args:
         kind: class of the error.
@@ -85,8 +126,11 @@ def os_errors_as(kind: type[ExgrpoError], problem: str) -> Iterator[None]:
         yield
     except ExgrpoError:
         raise
-    except OSError as error:
-        raise kind(f"{problem}: {error.strerror or error}") from error
+    except Exception as error:
+        reason = system_reason(error)
+        if reason is None:
+            raise
+        raise kind(f"{problem}: {reason}") from error
 
 
 def is_first_rank() -> bool:
@@ -100,10 +144,11 @@ def print_error(error: ExgrpoError) -> int:
     Other ranks than the first name themselves and wait before they print: where the first has the same error, the
     launcher has ended them by then, and the error is told once.
     """
+    text = cut(str(error), LONGEST)
     if is_first_rank():
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {text}", file=sys.stderr)
         return 2
     with suppress(KeyboardInterrupt):
         time.sleep(OTHER_RANKS_WAIT)
-        print(f"error on rank {os.environ['RANK']}: {error}", file=sys.stderr)
+        print(f"error on rank {os.environ['RANK']}: {text}", file=sys.stderr)
     return 2

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from pydantic import BaseModel, ValidationError
 
 from exgrpo.train.dotted import joined, known_keys
+from exgrpo.train.errors import SHOWN, cut, shown
 
+SHOWN_PROBLEMS = 10
 REFUSED = {
     "rollout.top_p": "training samples from the whole distribution, because importance ratios compare probabilities "
     "under it: leave this out, and lower rollout.temperature for likelier answers (evaluation.top_p is free)"
@@ -31,8 +33,8 @@ def explain(error: ValidationError, model: type[BaseModel], origin: str, section
         section: of all values; empty: they are the whole model's.
     """
     lines = []
-    for problem in error.errors():
-        key = joined(filter(None, (section, *problem["loc"])))
+    for problem in error.errors()[:SHOWN_PROBLEMS]:
+        key = cut(joined(filter(None, (section, *problem["loc"]))), SHOWN)
         if problem["type"] == "extra_forbidden" and key in REFUSED:
             lines.append(f"{key}: {REFUSED[key]}")
         elif problem["type"] == "extra_forbidden":
@@ -42,5 +44,6 @@ def explain(error: ValidationError, model: type[BaseModel], origin: str, section
             lines.append(f"{key} is missing")
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{key}: {message} (got {problem['input']!r})" if key else message)
-    return f"{origin}: " + "; ".join(lines)
+            lines.append(f"{key}: {message} (got {shown(problem['input'])})" if key else message)
+    more = error.error_count() - len(lines)
+    return f"{origin}: " + "; ".join(lines) + (f"; and {more} more" if more else "")

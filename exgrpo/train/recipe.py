@@ -12,8 +12,9 @@ from tyro.conf import arg
 from exgrpo.train.builtin import ASSETS, DEFAULT_TASK
 from exgrpo.train.command_line import check_names, names, one_line
 from exgrpo.train.config import Config
-from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as
+from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
 from exgrpo.train.mistakes import REFUSED, explain
+from exgrpo.train.plain_yaml import parse
 
 PROGRAM = "deepspeed exgrpo/train/main.py"
 DEFAULT_RUN = ASSETS / DEFAULT_TASK / "recipe.yaml"
@@ -62,9 +63,12 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
             raise ConfigError(f"{path}: no such recipe")
         content = path.read_bytes()
     try:
-        raw = yaml.safe_load(content.decode("utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+        raw = parse(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error.reason} at byte {error.start}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    raw = {} if raw is None else raw
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of keys to values, not a {type(raw).__name__}")
     base = raw.pop("base", "")
@@ -104,7 +108,7 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
     section = values.setdefault(name, {})
     if not isinstance(section, dict):
-        raise ConfigError(f"{name} is a section of keys, and the value {section!r} stands in its place: remove it")
+        raise ConfigError(f"{name} is a section of keys, and the value {shown(section)} stands in its place: remove it")
     return section
 
 

@@ -45,24 +45,28 @@ class Recorder:
             return RunLog(folder, trackers, resume=position)
 
     def position(self) -> dict[str, int] | None:
-        """Where the log stands; None on ranks that have none."""
-        return self._log.position() if self._log else None
+        """Where the log stands; None on ranks that have none. All ranks call it together, as `record` and `step`."""
+        return on_main(self._parts.world, lambda: self._log.position() if self._log else None)
 
     def add_to_next(self, metrics: Mapping[str, float]) -> None:
         """Keep numbers for the next record: a record of their own would come after the position in a checkpoint."""
         self._next |= metrics
 
     def record(self, kind: Kind, metrics: Mapping[str, float]) -> None:
-        """Write a record of this kind, together with the numbers that were kept for it."""
-        if self._log:
-            self._log.metrics(kind, {**self._next, **metrics})
-            self._next = {}
+        """Write a record of this kind, together with the numbers that were kept for it.
+
+        Raises:
+            OutputError: on every rank, where it cannot be written.
+        """
+        on_main(self._parts.world, lambda: self._log.metrics(kind, {**self._next, **metrics}) if self._log else None)
+        self._next = {}
 
     def step(self, step: int, result: StepResult) -> None:
-        """Write the record of a training step, and some of its groups to read."""
+        """Write the record of a training step, and some of its groups to read; raises as `record` does."""
         self.record("training", result.metrics)
-        if self._log is None:
-            return
+        on_main(self._parts.world, lambda: self._write_samples(step, result, self._log) if self._log else None)
+
+    def _write_samples(self, step: int, result: StepResult, log: RunLog) -> None:
         config, decode = self._parts.config, self._parts.answerer.decode
         # Replayed groups come last: show some of either kind.
         shown = list(range(len(result.questions)))[:: max(1, len(result.questions) - 1)]
@@ -72,7 +76,7 @@ class Recorder:
             replayed = result.replayed[i]
             if replayed is not None:
                 answers.append((f"replayed from step {replayed.step}", text_of(replayed, decode, config.rollout.stop)))
-            self._log.sample(step, question.text, question.gold, answers)
+            log.sample(step, question.text, question.gold, answers)
 
     def conclude(self, before: float | None, after: float | None, console: Console) -> None:
         """Write the report and say what came of the run, on rank 0; the run counts as finished then.
@@ -81,6 +85,9 @@ class Recorder:
             before: held-out Pass@1 before the first step; None without held-out questions.
             after: the same after the last step.
             console: where to say it.
+
+        Raises:
+            OutputError: the folder cannot be written.
         """
         folder, output = self._parts.folder, self._parts.config.output
         if before is not None and after is not None:
@@ -95,7 +102,8 @@ class Recorder:
             names.insert(0, "report.html")
         except ReportError as error:  # a run of no steps without held-out questions has nothing to show
             console.print(f"no report: {error}", highlight=False, soft_wrap=True)
-        (folder / FINISHED).touch()
+        with os_errors_as(OutputError, f"{folder / FINISHED} cannot be written"):
+            (folder / FINISHED).touch()
         names += ["tensorboard"] if "tensorboard" in output.trackers else []
         names += ["model"] if output.save_model else []
         console.print(f"results in {folder}: {', '.join(names)}", highlight=False, soft_wrap=True)

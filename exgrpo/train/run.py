@@ -15,13 +15,14 @@ from exgrpo.train.checkpoint.durable import write_whole
 from exgrpo.train.checkpoint.listing import survey
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED
 from exgrpo.train.config import Config
-from exgrpo.train.distributed import World, missing_gpu, on_main, start
+from exgrpo.train.distributed import World, agree, missing_gpu, on_main, start
 from exgrpo.train.early import Early
 from exgrpo.train.ending import Stopped
 from exgrpo.train.errors import OutputError, PreflightError, os_errors_as
 from exgrpo.train.evaluate.held_out import evaluate, metrics
 from exgrpo.train.inputs import Inputs, read_inputs
 from exgrpo.train.metrics.display import Display
+from exgrpo.train.metrics.run_log import GO_ON
 from exgrpo.train.preflight import preflight
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.recorder import Recorder
@@ -150,11 +151,19 @@ class Run:
                     self._save()
             after = self._evaluate(display.say)
         if config.output.save_model:
-            self.policy.save(self.parts.folder / "model")
-            if self.parts.world.is_main:
-                self.parts.inputs.pretrained.tokenizer.save_pretrained(self.parts.folder / "model")
+            agree(self.parts.world, self._save_model)
         if self.console:
             self.recorder.conclude(self.before, after, self.console)
+
+    def _save_model(self) -> None:
+        folder = self.parts.folder / "model"
+        try:
+            with os_errors_as(OutputError, f"{folder} cannot be written"):
+                self.policy.save(folder)
+                if self.parts.world.is_main:
+                    self.parts.inputs.pretrained.tokenizer.save_pretrained(folder)
+        except OutputError as error:
+            raise OutputError(f"{error}. {GO_ON}") from error
 
     def way_on(self) -> str:
         """How to go on with a run that is stopped now."""

@@ -91,7 +91,7 @@ class ScriptedGrader:
     def begin(self) -> "ScriptedGrader":
         return ScriptedGrader(self.reward)
 
-    def add(self, response: str, gold: str) -> None:
+    def add(self, response: str, gold: str, question: str) -> None:
         self.rewards.append(self.reward(response))
 
     def finish(self) -> Grades:

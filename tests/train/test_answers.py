@@ -6,7 +6,7 @@ import torch
 
 from exgrpo.train.answers import Answerer
 from exgrpo.train.distributed import World
-from exgrpo.train.errors import RolloutError
+from exgrpo.train.errors import RewardError, RolloutError
 from exgrpo.train.records import Rollout
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.rollout import EngineCounts, Finished, Sampling, Stops
@@ -54,7 +54,7 @@ class KeepingGrader:
     def begin(self):
         return self
 
-    def add(self, response, gold):
+    def add(self, response, gold, question):
         self.seen.append(response)
 
     def finish(self):
@@ -110,6 +110,25 @@ def test_an_engine_that_fails_is_told_when_the_ranks_meet():
     assert happened == ["wake", "sleep"]
     with pytest.raises(RolloutError, match="no server is left"):
         answerer.join(produced)
+
+
+class MisusedGrader(KeepingGrader):
+    def finish(self):
+        raise RewardError("no reward here")
+
+
+def test_a_result_that_is_no_reward_is_told_to_all_ranks():
+    told = []
+
+    class Watched(LoneWorld):
+        def gather(self, value):
+            told.append(value)
+            return [value]
+
+    answerer = Answerer(FixedEngine([]), MisusedGrader(), spell, Watched())
+    with pytest.raises(RewardError, match="no reward here"):
+        answerer.answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
+    assert isinstance(told[-1], RewardError)
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(1, 1), (4, 1), (4, 2), (4, 4)])

@@ -6,7 +6,8 @@
         zero/                          DeepSpeed's shards of weights and optimiser
     RUN/experience/                    buffer segments and state arrays, each named by its checksum
 
-Everything is written and flushed to disk under another name first; renaming the folder is the last act. A save believes
+Everything is written and flushed to disk under another name first; renaming the folder is the last act. To delete it
+begins with another name likewise, and what a kill leaves under such a name goes with the next load. A save believes
 the sizes of what is there already; a load believes nothing: it computes every checksum, each rank a share of them, and
 where one is wrong, all ranks take the checkpoint before.
 """
@@ -31,7 +32,8 @@ from exgrpo.train.policy.zero3 import Policy
 logger = logging.getLogger(__name__)
 
 ZERO = "zero"
-UNFINISHED = ".unfinished"
+UNFINISHED, DELETED = ".unfinished", ".deleted"
+"""End the names of folders that are no checkpoints yet, and none any more."""
 T = TypeVar("T")
 
 
@@ -126,7 +128,8 @@ class Checkpoints:
 
     def _finish(self, final: Path, work: Path, manifest: Manifest) -> None:
         write_manifest(work, manifest)
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            self._delete(final)
         work.replace(final)
         flush_folder(final.parent)
         flush_folder(self.run)
@@ -141,8 +144,22 @@ class Checkpoints:
             return  # one that cannot be read now may be sound: nothing of it is deleted before others take its place
         for folder in folders(self.run):
             if folder.name < kept[-1].folder.name:
-                shutil.rmtree(folder)
+                self._delete(folder)
         self.store.remove_unused({name for found in kept for name in found.manifest.experience})
+
+    def _delete(self, folder: Path) -> None:
+        """Delete a checkpoint: at whatever moment power fails, it is whole or has another name."""
+        deleted = folder.with_suffix(DELETED)
+        shutil.rmtree(deleted, ignore_errors=True)
+        folder.replace(deleted)
+        flush_folder(folder.parent)
+        shutil.rmtree(deleted)
+
+    def _remove_remains(self) -> None:
+        """Delete what a save or a deletion has left that was killed."""
+        for folder in (self.run / FOLDER).iterdir():
+            if folder.suffix in (UNFINISHED, DELETED):
+                shutil.rmtree(folder)
 
     def load(self, policy: Policy, trainer: Resumable) -> tuple[int, dict[str, Any]]:
         """Continue from the newest checkpoint whose files are sound, and put the run's logs right.
@@ -210,6 +227,7 @@ class Checkpoints:
                 folder.replace(aside)
                 logger.warning("%s; going on with %s; %s is the damaged checkpoint now", problem, found.folder, aside)
             restore_logs(self.run, found.folder)
+            self._remove_remains()
 
     def _check(self, found: Checkpoint) -> None:
         manifest = found.manifest

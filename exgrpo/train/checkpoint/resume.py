@@ -7,7 +7,7 @@ from pathlib import Path
 from exgrpo.train.checkpoint.listing import FOLDER, find, folders, survey
 from exgrpo.train.config import Config
 from exgrpo.train.dotted import flat
-from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as
+from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
 from exgrpo.train.recipe import load_recipe, validate
 
 logger = logging.getLogger(__name__)
@@ -108,4 +108,4 @@ def _changes(config: Config, saved: Config) -> str:
     """What differs and may not, in words; empty where nothing does."""
     old, new = flat(saved), flat(config)
     changed = [key for key in new if new[key] != old[key] and not key.startswith(CHANGEABLE)]
-    return ", ".join(f"{key} was {old[key]!r} and is now {new[key]!r}" for key in changed)
+    return ", ".join(f"{key} was {shown(old[key])} and is now {shown(new[key])}" for key in changed)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from exgrpo.train.builtin import PREFIX, find_module, module_names
-from exgrpo.train.errors import DataError, MissingDataError, os_errors_as
+from exgrpo.train.errors import SHOWN, DataError, MissingDataError, cut, os_errors_as, shown
 from exgrpo.train.reward.grading import boxed_answer
 
 TASKS = "exgrpo.train.data"
@@ -89,7 +89,7 @@ def parse_row(row: Any, source: str) -> Row:
     question = next((row[key] for key in ("question", "problem") if row.get(key) is not None), None)
     if question is None:
         given = ", ".join(str(key) for key, value in row.items() if value is not None)
-        raise DataError(f"has none of prompt, question, problem; its keys are {given or 'none'}")
+        raise DataError(f"has none of prompt, question, problem; its keys are {cut(given, SHOWN) or 'none'}")
     if row.get("answer") is not None:
         gold = _gold_text(row["answer"], "answer").rpartition("####")[2]
     elif row.get("solution") is not None:
@@ -158,7 +158,7 @@ def _builtin_rows(source: str, split: str, limit: int | None, seed: int) -> list
     task = find_module(TASKS, name, "generate")
     if task is None:
         known = ", ".join(f"{PREFIX}{name}" for name in module_names(TASKS, "generate"))
-        raise DataError(f"unknown data set {source!r}; there is {known}")
+        raise DataError(f"unknown data set {shown(source)}; there is {known}")
     if limit is None:
         raise DataError(f"{source} needs a limit: the number of problems to generate")
     problems = task.generate(split, limit, seed)
@@ -198,7 +198,7 @@ def _hub_rows(source: str, split: str) -> Iterable[Any]:
         reason = str(error).strip().partition("\n")[0]
         raise DataError(
             f"{source} is no file here, and split {split!r} of a hub data set of that name cannot be loaded: "
-            f"{type(error).__name__}: {reason}"
+            f"{type(error).__name__}: {cut(reason, SHOWN)}"
         ) from error
 
 
@@ -218,7 +218,7 @@ def _file_rows(path: Path) -> Iterator[Row | _BadRow]:
         try:
             return _parsed(json.loads(text), str(path), path.stem)
         except ValueError as error:
-            raise DataError(f"{path}: not valid JSON: {error}") from error
+            raise DataError(f"{path}: not valid JSON: {shown(error)}") from error
     return _parsed_lines(text, path)
 
 
@@ -232,7 +232,7 @@ def _parquet_values(path: Path) -> Iterator[Any]:
         for batch in file.iter_batches(batch_size=8192, columns=columns):
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {error}") from error
+        raise DataError(f"{path}: cannot be read as parquet: {shown(error)}") from error
 
 
 def _known_columns(names: list[str], path: Path) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from exgrpo.train.data.files import Row
-from exgrpo.train.errors import DataError
+from exgrpo.train.errors import SHOWN, DataError, cut, shown
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,18 @@ class PromptFormat:
         try:
             fields = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
         except ValueError as error:
-            raise DataError(f"prompt_format {text!r}: {error}; literal braces are doubled") from error
+            raise DataError(f"prompt_format {shown(text)}: {shown(error)}; literal braces are doubled") from error
         if strange := [name for name in fields if name != "question"]:
             raise DataError(
-                f"prompt_format {text!r} has the field {{{strange[0]}}}, but only {{question}} is known; literal "
-                "braces are doubled: \boxed{{}}"
+                f"prompt_format {shown(text)} has the field {{{cut(strange[0], SHOWN)}}}, but "
+                "only {question} is known; literal braces are doubled: \\boxed{{}}"
             )
         if not fields:
-            raise DataError(f"prompt_format {text!r} does not contain {{question}}")
+            raise DataError(f"prompt_format {shown(text)} does not contain {{question}}")
         try:
             text.format(question="")
         except (ValueError, LookupError) as error:
-            raise DataError(f"prompt_format {text!r}: {error}") from error
+            raise DataError(f"prompt_format {shown(text)}: {shown(error)}") from error
 
     def token_ids(self, rows: Sequence[Row], tokenizer: Any) -> list[list[int]]:
         """[len(rows)] the token ids of each row's prompt.
@@ -99,4 +99,4 @@ def _render(texts: list[str], systems: list[str | None], tokenizer: Any) -> list
     try:
         return tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template may raise anything, and often does for a system message
-        raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from error
+        raise DataError(f"the tokenizer's chat template refuses the messages: {shown(error)}") from error

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from exgrpo.train.distributed import start
-from exgrpo.train.errors import ExgrpoError, print_error
+from exgrpo.train.errors import ExgrpoError, OutputError, os_errors_as, print_error
 from exgrpo.train.evaluate.evaluation import run
 from exgrpo.train.evaluate.options import parse_options
 from exgrpo.train.evaluate.scores import SourceScore, average
@@ -22,10 +22,15 @@ SCORES = "scores.json"
 
 
 def write(scores: dict[str, SourceScore], folder: Path, console: Console) -> None:
-    """Print the scores as tables and write them to scores.json, with the questions that were left out by source."""
+    """Print the scores as tables and write them to scores.json, with the questions that were left out by source.
+
+    Raises:
+        OutputError: scores.json cannot be written.
+    """
     console.print(_rates(scores), _counts(scores))
     result = {"average": average(scores), "sources": {name: asdict(source) for name, source in scores.items()}}
-    (folder / SCORES).write_text(json.dumps(result, indent=2, allow_nan=False), encoding="utf-8")
+    with os_errors_as(OutputError, f"{folder / SCORES} cannot be written"):
+        (folder / SCORES).write_text(json.dumps(result, indent=2, allow_nan=False), encoding="utf-8")
     console.print(f"answers to read and scores are in {folder}", highlight=False)
 
 
@@ -60,8 +65,8 @@ def main(argv: Sequence[str]) -> int:
             options = parse_options(argv)
             world = start(timeout_minutes=30)
             scores = run(options, world, resources)
+            if world.is_main:
+                write(scores, options.output, Console())
         except ExgrpoError as error:
             return print_error(error)
-        if world.is_main:
-            write(scores, options.output, Console())
     return 0

@@ -4,14 +4,19 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES, Kind
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.errors import ConfigError, OutputError, os_errors_as, shown
 from exgrpo.train.metrics.trackers import Tracker, tracked
 
 logger = logging.getLogger(__name__)
+
+GO_ON = "Make room there and start again with --resume auto, which goes on from the last checkpoint"
+"""What to do where the results of a run cannot be written."""
 
 
 class RunLog:
@@ -41,11 +46,16 @@ class RunLog:
                 file.truncate(size)
 
     def metrics(self, kind: Kind, record: dict[str, float]) -> None:
-        """Append one record of this kind; numbers that do not exist (NaN) become null."""
+        """Append one record of this kind; numbers that do not exist (NaN) become null.
+
+        Raises:
+            OutputError: metrics.jsonl cannot be written.
+        """
         self._step = step = int(record["step"])
         plain = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in record.items()}
-        self._metrics.write(json.dumps({"step": step, "kind": kind, **plain}) + "\n")
-        self._metrics.flush()
+        with _written(self._metrics):
+            self._metrics.write(json.dumps({"step": step, "kind": kind, **plain}) + "\n")
+            self._metrics.flush()
         self._tell(lambda tracker: tracker.log(step, tracked(plain)))
 
     def _tell(self, message: Callable[[Tracker], None]) -> None:
@@ -55,23 +65,46 @@ class RunLog:
             except Exception as error:  # a service that fails must not end the training
                 self._trackers.remove(tracker)
                 name = type(tracker).__name__
-                logger.warning("%s failed (%s) and gets no more numbers; metrics.jsonl has all of them", name, error)
+                logger.warning(
+                    "%s failed (%s) and gets no more numbers; metrics.jsonl has all of them", name, shown(error)
+                )
 
     def position(self) -> dict[str, int]:
-        """The latest step, and the sizes of the files up to it; so much is on disk when this returns."""
+        """The latest step, and the sizes of the files up to it; so much is on disk when this returns.
+
+        Raises:
+            OutputError: it cannot be brought there.
+        """
         for file in (self._metrics, self._samples):
-            os.fsync(file.fileno())
+            with _written(file):
+                os.fsync(file.fileno())
         return {"step": self._step, "metrics": self._metrics.tell(), "samples": self._samples.tell()}
 
     def sample(self, step: int, question: str, gold: str, answers: Sequence[tuple[str, str]]) -> None:
-        """Append one question with its (label, text) answers for people to read."""
-        self._samples.write(f"## Step {step}: {question}\n\nExpected: `{gold}`\n\n")
-        for label, text in answers:
-            self._samples.write(f"**{label}**\n\n~~~text\n{text}\n~~~\n\n")
-        self._samples.flush()
+        """Append one question with its (label, text) answers for people to read.
+
+        Raises:
+            OutputError: samples.md cannot be written.
+        """
+        with _written(self._samples):
+            self._samples.write(f"## Step {step}: {question}\n\nExpected: `{gold}`\n\n")
+            for label, text in answers:
+                self._samples.write(f"**{label}**\n\n~~~text\n{text}\n~~~\n\n")
+            self._samples.flush()
 
     def close(self) -> None:
         """Flush and close everything."""
-        self._metrics.close()
-        self._samples.close()
+        for file in (self._metrics, self._samples):
+            with suppress(OSError):  # only what could not be written, and was reported then, is left to flush
+                file.close()
         self._tell(lambda tracker: tracker.close())
+
+
+@contextmanager
+def _written(file: TextIO) -> Iterator[None]:
+    """A system that refuses to write is an error that names the file and the way on."""
+    try:
+        with os_errors_as(OutputError, f"{file.name} cannot be written"):
+            yield
+    except OutputError as error:
+        raise OutputError(f"{error}. {GO_ON}") from error

@@ -4,6 +4,7 @@ A tracker is asked for by `output.trackers`, and its package is imported only th
 """
 
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 
 from exgrpo.train.checkpoint.log_files import METRICS, read_records
 from exgrpo.train.config import Config
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.errors import ConfigError, shown
 
 # The extra of this package that brings a tracker.
 EXTRAS = {"tensorboard": "train", "wandb": "wandb", "trackio": "trackio"}
@@ -35,6 +36,7 @@ class TensorBoard:
     def __init__(self, folder: Path, step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        _leave_failures_to_callers()
         self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=None if step is None else step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -45,6 +47,17 @@ class TensorBoard:
     def close(self) -> None:
         """Flush and close the file."""
         self.events.close()
+
+
+def _leave_failures_to_callers() -> None:
+    """TensorBoard's thread prints the traceback of a failure, which the next call raises as well."""
+    before = threading.excepthook
+
+    def hook(failure: threading.ExceptHookArgs) -> None:
+        if not type(failure.thread).__module__.startswith("tensorboard."):
+            before(failure)
+
+    threading.excepthook = hook
 
 
 class Wandb:
@@ -161,7 +174,7 @@ def open_trackers(config: Config, folder: Path, step: int | None) -> list[Tracke
             for tracker in trackers:
                 with suppress(Exception):
                     tracker.close()
-            raise ConfigError(f"output.trackers: {name} cannot start: {error}") from error
+            raise ConfigError(f"output.trackers: {name} cannot start: {shown(error)}") from error
     return trackers
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import yaml
 from pydantic import Field, StrictBool, StrictInt
 from tyro.constructors import PrimitiveConstructorSpec
 
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.errors import ConfigError, shown
+from exgrpo.train.plain_yaml import parse
 
 # In this order: what reads as a number is one (YAML takes 1e6 for a text).
 Scalar = Annotated[StrictBool | StrictInt | float | str, Field(union_mode="left_to_right")]
@@ -22,14 +22,17 @@ def from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     """The inverse of `to_arguments`.
 
     Raises:
-        ConfigError: an argument is not KEY=VALUE.
+        ConfigError: an argument is not KEY=VALUE, or the value is no YAML.
     """
     overrides = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not (key and equals and value):
-            raise ConfigError(f"overrides are KEY=VALUE, separated by spaces, and {argument!r} is not")
-        overrides[key] = yaml.safe_load(value)
+            raise ConfigError(f"overrides are KEY=VALUE, separated by spaces, and {shown(argument)} is not")
+        try:
+            overrides[key] = parse(value)
+        except ConfigError as error:
+            raise ConfigError(f"the override {shown(argument)}: {error}") from None
     return overrides
 
 

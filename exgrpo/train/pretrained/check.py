@@ -23,7 +23,7 @@ from transformers.utils import (
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from exgrpo.train.distributed import ALONE, World, agree
-from exgrpo.train.errors import ConfigError, ModelError
+from exgrpo.train.errors import ConfigError, ModelError, shown
 from exgrpo.train.pretrained.arguments import to_arguments
 from exgrpo.train.pretrained.source import ModelSource
 
@@ -199,4 +199,4 @@ def _shortened(names: Iterable[str]) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return shown(error, 500)

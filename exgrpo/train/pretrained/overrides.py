@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.errors import ConfigError, shown
 
 ROPE, LEGACY_ROPE = "rope_parameters", ("rope_theta", "rope_scaling")
 
@@ -34,7 +34,9 @@ def overridden(config: PreTrainedConfig, raw: Mapping[str, Any], overrides: Mapp
         if not homes:
             near = difflib.get_close_matches(key, [*known, *config.attribute_map, *rope], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"overrides: the configuration of a {config.model_type!r} model has no {key!r}{hint}")
+            raise ConfigError(
+                f"overrides: the configuration of a {config.model_type!r} model has no {shown(key)}{hint}"
+            )
         for home in homes:
             _check_kind(key, home[name], value)
         if name in rope:
@@ -45,12 +47,14 @@ def overridden(config: PreTrainedConfig, raw: Mapping[str, Any], overrides: Mapp
     try:
         changed = type(config).from_dict(values, name_or_path=config.name_or_path)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise ConfigError(f"overrides: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"overrides: {shown(error, 1000)}") from None
     new_rope = getattr(changed, ROPE, None) or {}
     for key, value in overrides.items():
         found = new_rope[key] if key in new_rope else getattr(changed, key, None)
         if found != value:
-            raise ConfigError(f"overrides: {key}={value} has no effect on this configuration, which keeps {found!r}")
+            raise ConfigError(
+                f"overrides: {key}={value} has no effect on this configuration, which keeps {shown(found)}"
+            )
     return changed
 
 
@@ -62,7 +66,7 @@ def changes(before: PreTrainedConfig, after: PreTrainedConfig) -> dict[str, Any]
 
 def _check_kind(key: str, old: Any, new: Any) -> None:
     if old is not None and _kind(old) != _kind(new):
-        raise ConfigError(f"overrides: {key} is {_kind(old)} in the model's configuration, and {new!r} is not")
+        raise ConfigError(f"overrides: {key} is {_kind(old)} in the model's configuration, and {shown(new)} is not")
 
 
 def _kind(value: Any) -> str:

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from exgrpo.train.errors import ConfigError, ModelError, os_errors_as
+from exgrpo.train.errors import SHOWN, ConfigError, ModelError, cut, os_errors_as, shown
 from exgrpo.train.pretrained.location import located
 from exgrpo.train.pretrained.overrides import changes, overridden
 
@@ -114,12 +114,13 @@ def read_config(file: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
 def explained(error: Exception, path: str) -> ModelError:
     """Why a model or its tokenizer cannot be loaded, in one line."""
     text = str(error)
+    first = text.partition("\n")[0]
     if "trust_remote_code" in text:
         return ModelError(
-            f"policy.path: {path!r} needs code of its own, and code from model folders is not run: take a model of a "
-            "type that transformers knows"
+            f"policy.path: {shown(path)} needs code of its own, and code from model folders is not run: take a "
+            "model of a type that transformers knows"
         )
-    return ModelError(f"policy.path: {path!r} cannot be loaded: {text.splitlines()[0]}")
+    return ModelError(f"policy.path: {shown(path)} cannot be loaded: {cut(first, SHOWN)}")
 
 
 def _source(path: str, config: PreTrainedConfig, raw: dict[str, Any], overrides: Mapping[str, Any]) -> ModelSource:

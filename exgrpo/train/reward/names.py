@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from exgrpo.train.builtin import find_module, module_names
-from exgrpo.train.errors import MissingRewardError, RewardError, os_errors_as
+from exgrpo.train.errors import MissingRewardError, RewardError, os_errors_as, shown
 
 Reward = Callable[[str, str], float]
 
@@ -89,7 +89,7 @@ def _locate(name: str) -> tuple[ModuleType, str]:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise RewardError(
-            f"unknown reward {name!r}{hint} Known: {', '.join(known)}, 'package.module:function' and "
+            f"unknown reward {shown(name)}{hint} Known: {', '.join(known)}, 'package.module:function' and "
             "'path/to/file.py:function'"
         )
     return (_load_file if place.endswith(".py") else _load_module)(place, name), attribute
@@ -100,8 +100,8 @@ def _load_module(place: str, name: str) -> ModuleType:
         return importlib.import_module(place)
     except Exception as error:
         raise RewardError(
-            f"reward {name!r}: cannot import {place}: {type(error).__name__}: {error}. A module must be installed or "
-            "on PYTHONPATH; a file can be named by its path, path/to/file.py:function"
+            f"reward {name!r}: cannot import {place}: {type(error).__name__}: {shown(error)}. A module must be "
+            "installed or on PYTHONPATH; a file can be named by its path, path/to/file.py:function"
         ) from error
 
 
@@ -120,7 +120,7 @@ def _load_file(place: str, name: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise RewardError(f"reward {name!r}: cannot run {path}: {type(error).__name__}: {error}") from error
+        raise RewardError(f"reward {name!r}: cannot run {path}: {type(error).__name__}: {shown(error)}") from error
     return module
 
 

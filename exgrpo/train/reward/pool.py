@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from pebble import ProcessExpired, ProcessPool
 
-from exgrpo.train.errors import GraderError
+from exgrpo.train.errors import GraderError, RewardError, shown
+from exgrpo.train.limits import LARGEST_REWARD
 from exgrpo.train.reward.names import absolute, decisive_part_of
 from exgrpo.train.reward.worker import Outcome, grade, start_problem, start_worker
 
@@ -115,11 +116,15 @@ class Grader:
         self._pool.stop()
         self._pool.join()
 
-    def report(self, outcomes: Sequence[Outcome]) -> None:
-        """Raises TypeError for what is no reward, and warns of the first failure."""
-        for outcome in outcomes:
+    def report(self, outcomes: Sequence[Outcome], questions: Sequence[str]) -> None:
+        """Raises RewardError for what is no reward, and warns of the first failure."""
+        for outcome, question in zip(outcomes, questions, strict=True):
             if outcome.misuse is not None:
-                raise TypeError(f"reward {self._reward!r} returned {outcome.misuse}; it must return a finite number")
+                raise RewardError(
+                    f"reward {self._reward!r} returned {outcome.misuse} for an answer to {shown(question)}: a reward "
+                    f"is a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}. Mend the function and start "
+                    "again: a run goes on from its checkpoint with --resume auto, an evaluation with the same command"
+                )
             if outcome.error is not None and not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -161,13 +166,15 @@ class Grading:
         self._grader = grader
         self._decisive_part = decisive_part_of(reward)
         self._tasks: list[_Task | None] = []
+        self._questions: list[str] = []
         self._scheduled: dict[_Task, _Scheduled] = {}
 
-    def add(self, response: str, gold: str) -> None:
-        """Begin to grade one more answer."""
+    def add(self, response: str, gold: str, question: str | None = None) -> None:
+        """Begin to grade one more answer; a message names its question, where it is given, or else its gold answer."""
         part = self._decisive_part(response)
         task = None if part is None else (part, gold)
         self._tasks.append(task)
+        self._questions.append(gold if question is None else question)
         if task is not None and task not in self._scheduled:
             with suppress(RuntimeError):  # a broken pool is replaced in the end
                 self._scheduled[task] = self._grader.schedule(task)
@@ -175,8 +182,8 @@ class Grading:
     def finish(self) -> Grades:
         """What all answers are worth, in the order of `add`; blocks until all are graded.
 
-        Raises TypeError when a reward returns something other than a finite number. The first exception that a
-        reward raises is shown as a warning; it and all others count as failed.
+        Raises RewardError where a reward returns something other than a finite number within +-LARGEST_REWARD. The
+        first exception that a reward raises is shown as a warning; it and all others count as failed.
         """
         pending = list(dict.fromkeys(task for task in self._tasks if task is not None))
         done: dict[_Task, Outcome] = {}
@@ -190,7 +197,7 @@ class Grading:
             done.update(outcomes)
             pending = [task for task in pending if task not in done]
         results = [Outcome() if task is None else done[task] for task in self._tasks]
-        self._grader.report(results)
+        self._grader.report(results, self._questions)
         return Grades(
             reward=tuple(outcome.reward for outcome in results),
             timed_out=sum(outcome.timed_out for outcome in results),

@@ -1,6 +1,5 @@
 """A grading process: it loads one reward and grades one answer after the other."""
 
-import math
 import resource
 import signal
 from dataclasses import dataclass
@@ -8,6 +7,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from exgrpo.train.errors import shown
+from exgrpo.train.limits import LARGEST_REWARD
 from exgrpo.train.reward.names import Reward, resolve_reward
 
 BUILTIN_MEMORY_BYTES = 2 << 30
@@ -15,7 +16,14 @@ BUILTIN_MEMORY_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one answer; crosses process borders."""
+    """What became of one answer; crosses process borders.
+
+    Attributes:
+        reward: what it is worth; 0 unless the reward returned a number.
+        timed_out: whether it hit the time limit.
+        error: what the reward raised, or how its process died.
+        misuse: what the reward returned, and that is no reward.
+    """
 
     reward: float = 0.0
     timed_out: bool = False
@@ -44,7 +52,7 @@ def start_worker(reward: str, time_limit: float) -> None:
     _worker.alarm = 2 * time_limit + 10
     try:
         _worker.function = resolve_reward(reward)
-        if _worker.function.__module__.startswith("exgrpo."):
+        if (getattr(_worker.function, "__module__", None) or "").startswith("exgrpo."):
             _limit_memory()
             _worker.function(r"</think>\boxed{\frac{1}{2}}", "0.5")  # imports and fills the parser's caches
     except Exception as error:
@@ -70,9 +78,18 @@ def grade(response: str, gold: str) -> Outcome:
     try:
         value: Any = _worker.function(response, gold)
     except BaseException as error:  # SystemExit too: it must not end the process
-        return Outcome(error=f"{type(error).__name__}: {error}")
+        return Outcome(error=f"{type(error).__name__}: {shown(error)}")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    if not isinstance(value, Real) or not math.isfinite(value):
-        return Outcome(misuse=f"{value!r:.80} ({type(value).__name__})")
-    return Outcome(reward=float(value))
+    reward = _number(value)
+    if reward is None:
+        return Outcome(misuse=f"{shown(value)} ({type(value).__name__})")
+    return Outcome(reward=reward)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value) if isinstance(value, Real) else None
+    except Exception:  # as of 10**400; a class of numbers of its own may raise anything
+        return None
+    return number if number is not None and abs(number) <= LARGEST_REWARD else None  # a NaN is not

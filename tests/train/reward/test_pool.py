@@ -1,10 +1,12 @@
 import os
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from exgrpo.train.errors import RewardError
 from exgrpo.train.reward import grading
 from exgrpo.train.reward.names import beside, resolve_reward
 from exgrpo.train.reward.pool import Grader, Grades
@@ -35,8 +37,23 @@ def nasty(response, gold):
         raise KeyError("no such thing")
     return float(response == gold)
 
+class Rude(float):
+    def __repr__(self):
+        raise ValueError("no")
+    def __float__(self):
+        raise ZeroDivisionError
+
+class RudeError(Exception):
+    def __str__(self):
+        raise SystemExit(3)
+
 def odd(response, gold):
-    return {"none": None, "nan": float("nan"), "text": "1"}[response]
+    if response == "rude error":
+        raise RudeError
+    return {
+        "none": None, "nan": float("nan"), "text": "1", "huge": 10**400, "huger": 10**9000, "infinite": float("inf"),
+        "large": -1000001, "long": "x" * 100_000, "rude": Rude(2), "list": [[1]] * 10_000, "yes": True, "most": 1e6,
+    }[response]
 
 def imports_torch(response, gold):
     return "torch" in sys.modules or "deepspeed" in sys.modules
@@ -233,13 +250,48 @@ def test_two_gradings_at_once_survive_the_death_of_the_processes(user_file: Path
             assert sum(first.finish().reward) + sum(second.finish().reward) >= 78
 
 
-@pytest.mark.parametrize("response", ["none", "nan", "text"])
-def test_a_reward_must_return_a_finite_number(response: str, user_file: Path) -> None:
-    with (
-        Grader(f"{user_file}:odd", workers=1, time_limit=5) as grader,
-        pytest.raises(TypeError, match=r"odd' returned .* must return a finite number"),
-    ):
-        grader.grade([(response, "1")])
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory) -> Iterator[Grader]:
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(USER_REWARDS)
+    with Grader(f"{path}:odd", workers=1, time_limit=5) as grader:
+        yield grader
+
+
+@pytest.mark.parametrize(
+    ("response", "shown"),
+    [
+        ("none", r"None \(NoneType\)"),
+        ("nan", r"nan \(float\)"),
+        ("text", r"'1' \(str\)"),
+        ("huge", r"1000.*000 \(int\)"),
+        ("huger", r".*int.*"),
+        ("infinite", r"inf \(float\)"),
+        ("large", r"-1000001 \(int\)"),
+        ("long", r"'xxx.*xxx' \(str\)"),
+        ("rude", r"<.*Rude.*> \(Rude\)"),
+        ("list", r"\[\[1\], .*\] \(list\)"),
+    ],
+)
+def test_what_is_no_reward_is_one_line_that_names_function_question_and_value(
+    response: str, shown: str, odd: Grader
+) -> None:
+    grading_begun = odd.begin()
+    grading_begun.add(response, "gold", "what is\nthis? " + "x" * 10_000)
+    message = (
+        rf"mine.py:odd' returned {shown} for an answer to 'what is\\nthis\? x.*: a reward is a finite number from "
+    )
+    with pytest.raises(RewardError, match=message) as error:
+        grading_begun.finish()
+    assert len(str(error.value)) < 1000
+    assert "\n" not in str(error.value)
+    with pytest.raises(RewardError, match="to 'gold': a reward is"):
+        odd.grade([(response, "gold")])
+
+
+def test_what_an_exception_cannot_say_is_left_out_and_other_numbers_are_rewards(odd: Grader) -> None:
+    with pytest.warns(UserWarning, match="worth 0 .*: RudeError: <RudeError that cannot be printed>"):
+        assert odd.grade([("rude error", ""), ("yes", ""), ("most", "")]) == Grades((0.0, 1.0, 1e6), 0, 1)
 
 
 def test_grading_processes_import_no_trainer(user_file: Path) -> None:

@@ -3,17 +3,21 @@
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.errors import SHOWN, ConfigError, cut, shown
+from exgrpo.train.limits import MOST_PROCESSES
 from exgrpo.train.pretrained.arguments import to_arguments
 from exgrpo.train.pretrained.tokenizer import DTYPES
+from exgrpo.train.recipe import explain
 from exgrpo.train.rollout.engine import Sampling
-from exgrpo.train.rollout.server.client import ServerClient, ServerError, host_and_port
+from exgrpo.train.rollout.server.client import ServerClient, host_and_port
 from exgrpo.train.rollout.server.facts import model_facts
+from exgrpo.train.rollout.server.reply import ServerError, part
 from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.vllm.version import TESTED_VERSION
 
@@ -38,6 +42,21 @@ class ServerFacts:
     workers: int
     sequences: int
     label: str
+
+
+class WorkerFacts(BaseModel):
+    """What a server's worker says of itself; see `RolloutWorker.rollout_facts`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
+
+    model: dict[str, Any]
+    path: str
+    dtype: str
+    max_model_len: PositiveInt
+    logprobs_mode: str
+    backend: str | None
+    workers: Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
+    sequences: PositiveInt
 
 
 def start_command(settings: EngineSettings, url: str) -> str:
@@ -68,22 +87,28 @@ def check_server(client: ServerClient, settings: EngineSettings, device: torch.d
         return ConfigError(f"rollout.servers: {client.url} {problem}: {remedy}")
 
     try:
-        version = str(client.get("version")["version"])
+        answer = client.get("version")
     except ServerError as error:
         raise refuse(f"cannot be reached ({error})") from None
-    except (KeyError, TypeError):
+    try:
+        version = part(answer, "version", str)
+    except ServerError:
         raise refuse("is no vLLM server") from None
     if version.partition("+")[0] != TESTED_VERSION:
-        raise refuse(f"runs vLLM {version}, and {TESTED_VERSION} was tested")
+        raise refuse(f"runs vLLM {cut(version, SHOWN)}, and {TESTED_VERSION} was tested")
     try:
-        facts = client.call_workers("rollout_facts")[0]
+        answers = client.call_workers("rollout_facts")
     except ServerError as error:
         why = "has vLLM's development routes off" if error.status == 404 else "lacks this package's worker extension"
         raise refuse(f"{why} ({error})") from None
+    try:
+        facts = WorkerFacts.model_validate(answers[0] if answers else None)
+    except ValidationError as error:
+        raise refuse(f"has facts that are not understood: {explain(error, WorkerFacts, 'rollout_facts')}") from None
     if problem := _differs(facts, settings, device):
         raise refuse(problem)
     try:
-        label = str(client.get("weight_info")["weight_version"])
+        label = client.weight_version()
         if label == INCOMPLETE:
             end_update(client)
         eos = sorted(set(settings.eos))
@@ -93,7 +118,7 @@ def check_server(client: ServerClient, settings: EngineSettings, device: torch.d
         raise refuse(f"does not generate ({error})") from None
     if probe.versions != {label}:
         raise refuse("does not say which weights wrote an answer")
-    return ServerFacts(facts["backend"], facts["workers"], facts["sequences"], label)
+    return ServerFacts(str(facts.backend), facts.workers, facts.sequences, label)
 
 
 def end_update(client: ServerClient) -> None:
@@ -107,23 +132,23 @@ def end_update(client: ServerClient) -> None:
     client.post("finish_weight_update")
 
 
-def _differs(facts: dict[str, Any], settings: EngineSettings, device: torch.device) -> str | None:
+def _differs(facts: WorkerFacts, settings: EngineSettings, device: torch.device) -> str | None:
     own = model_facts(settings.source.config)
     for name, value in own.items():
-        if facts["model"].get(name) != value:
-            return f"has another model, {facts['path']}: {name} is {facts['model'].get(name)} and not {value}"
+        if (found := facts.model.get(name)) != value:
+            text = found if isinstance(found, str) else shown(found)
+            return f"has another model, {cut(facts.path, SHOWN)}: {name} is {cut(text, SHOWN)} and not {value}"
     dtype = str(settings.dtype).removeprefix("torch.")
-    if facts["dtype"] != dtype:
-        return f"computes in {facts['dtype']}, the trainer in {dtype}"
-    if facts["max_model_len"] < settings.length:
+    if facts.dtype != dtype:
+        return f"computes in {cut(facts.dtype, SHOWN)}, the trainer in {dtype}"
+    if facts.max_model_len < settings.length:
         return (
-            f"takes {facts['max_model_len']} tokens, and data.max_prompt_tokens + rollout.max_tokens are "
-            f"{settings.length}"
+            f"takes {facts.max_model_len} tokens, and data.max_prompt_tokens + rollout.max_tokens are {settings.length}"
         )
-    if facts["logprobs_mode"] != "processed_logprobs":
-        return f"gives {facts['logprobs_mode']} instead of log-probs at the sampling temperature"
-    if facts["backend"] not in ("gloo", "nccl"):
-        return f"has no weight transfer by nccl or gloo but {facts['backend']}"
-    if facts["backend"] == "nccl" and device.type != "cuda":
+    if facts.logprobs_mode != "processed_logprobs":
+        return f"gives {cut(facts.logprobs_mode, SHOWN)} instead of log-probs at the sampling temperature"
+    if facts.backend not in ("gloo", "nccl"):
+        return f"has no weight transfer by nccl or gloo but {cut(str(facts.backend), SHOWN)}"
+    if facts.backend == "nccl" and device.type != "cuda":
         return "takes weights over NCCL, and the trainer has no GPU"
     return None

@@ -2,23 +2,26 @@
 
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection
 from urllib3.exceptions import ReadTimeoutError
 from urllib3.util import Retry
 
-from exgrpo.train.records import Rollout, TokenIds
+from exgrpo.train.errors import cut, shown
+from exgrpo.train.records import TokenIds
 from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.rollout.server.reply import LARGEST_ID, Reply, ServerError, SilentServerError, part, read_reply
 
 CONNECT_SECONDS = 10
+ABORT_SECONDS = 10
+FACT_SECONDS = 60
+"""For what a server knows without its workers."""
 CONTROL_SECONDS = 300
 LONG_SECONDS = 3600
 """For what takes as long as answers do; whether the server's machine is alive is asked beneath, by TCP."""
@@ -31,42 +34,17 @@ ALIVE = [
 ]
 
 
-class ServerError(RuntimeError):
-    """A server did not do what it was asked; the message is the server's or the network's, in one line.
-
-    Attributes:
-        status: of its answer over HTTP; None: there was none.
-    """
-
-    def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass(frozen=True, eq=False)
-class Reply:
-    """A server's answers to one prompt.
-
-    Attributes:
-        rollouts: in the order of samples.
-        versions: labels of the weights that wrote them.
-        cached_tokens: prompt tokens from the prefix cache, over all samples.
-    """
-
-    rollouts: tuple[Rollout, ...]
-    versions: frozenset[str]
-    cached_tokens: int
-
-
 class ServerClient:
     """One server by its address; threads may share it.
 
     Args:
         url: like http://host:8000.
+        vocabulary: of the model: token ids are below it.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, vocabulary: int = LARGEST_ID + 1) -> None:
         self.url = url.rstrip("/")
+        self._vocabulary = vocabulary
         self._session = requests.Session()
         self._session.trust_env = False  # no proxy lies between the machines of a run
         # A server closes idle connections, and those on which something failed, while a request is on its way.
@@ -106,7 +84,7 @@ class ServerClient:
         Raises:
             ServerError: it cannot be had.
         """
-        return self._ask("GET", path, CONTROL_SECONDS)
+        return self._ask("GET", path, FACT_SECONDS)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> Any:
         """What a path gives for a body, both JSON.
@@ -118,9 +96,21 @@ class ServerClient:
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """What a method of the server's workers gives, one result per worker."""
-        return self.post("collective_rpc", {"method": method, "args": args}, LONG_SECONDS)["results"]
+        return part(self.post("collective_rpc", {"method": method, "args": args}, LONG_SECONDS), "results", list)
 
-    def generate(self, request: str, prompt: TokenIds, count: int, sampling: Sampling, eos: list[int]) -> Reply:
+    def weight_version(self) -> str:
+        """The label of the server's weights."""
+        return part(self.get("weight_info"), "weight_version", str)
+
+    def generate(
+        self,
+        request: str,
+        prompt: TokenIds,
+        count: int,
+        sampling: Sampling,
+        eos: list[int],
+        seconds: float = CONTROL_SECONDS,
+    ) -> Reply:
         """Sample `count` answers to a prompt.
 
         Args:
@@ -129,8 +119,10 @@ class ServerClient:
             count: number of answers.
             sampling: how they are sampled.
             eos: token ids that end an answer, and no others do.
+            seconds: so long is waited for.
 
         Raises:
+            SilentServerError: there is no answer in that time.
             ServerError: there are no whole answers.
         """
         parameters = {
@@ -147,16 +139,14 @@ class ServerClient:
             "spaces_between_special_tokens": False,
         }
         body = {"request_id": request, "token_ids": prompt.tolist(), "sampling_params": parameters}
-        reply = self._ask("POST", "inference/v1/generate", LONG_SECONDS, body)
-        try:
-            return _reply(reply, count, sampling)
-        except (KeyError, TypeError, IndexError) as error:
-            raise ServerError(f"an answer that is not understood ({error!r})") from None
+        reply = self._ask("POST", "inference/v1/generate", seconds, body)
+        return read_reply(reply, count, sampling, self._vocabulary)
 
-    def abort(self, request: str) -> None:
-        """Stop to generate for a request, as far as the server can be reached."""
+    def abort(self, requests: Sequence[str]) -> None:
+        """Stop to generate for requests, as far as the server can be reached."""
+        names = [f"generate-tokens-{request}" for request in requests]
         with suppress(ServerError):
-            self.post("abort_requests", {"request_ids": [f"generate-tokens-{request}"]})
+            self.post("abort_requests", {"request_ids": names}, ABORT_SECONDS)
 
     def close(self) -> None:
         """Close the connections."""
@@ -165,14 +155,16 @@ class ServerClient:
     def _ask(self, method: str, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> Any:
         try:
             answer = self._session.request(method, f"{self.url}/{path}", json=body, timeout=(CONNECT_SECONDS, seconds))
+        except requests.ReadTimeout:
+            raise SilentServerError(f"no answer for {seconds:.0f} s") from None
         except requests.RequestException as error:
             raise ServerError(_cause(error)) from None
         if answer.status_code != requests.codes.ok:
             raise ServerError(f"{answer.status_code} {_message(answer)}", answer.status_code)
         try:
             return answer.json()
-        except requests.JSONDecodeError:
-            raise ServerError(f"no JSON but {answer.text[:80]!r}", answer.status_code) from None
+        except (ValueError, RecursionError):  # a number of more digits than Python reads, and depth, are none of JSON's
+            raise ServerError(f"no JSON but {shown(answer.text, 80)}", answer.status_code) from None
 
 
 class _Retry(Retry):
@@ -221,39 +213,17 @@ def host_and_port(url: str) -> tuple[str, int]:
     return parts.hostname, parts.port
 
 
-def _reply(reply: Any, count: int, sampling: Sampling) -> Reply:
-    choices = sorted(reply["choices"], key=lambda choice: choice["index"])
-    reasons = {choice["finish_reason"] for choice in choices}
-    if len(choices) != count or not reasons <= {"stop", "length"}:
-        raise ServerError(f"{len(choices)} answers of {count}, ended by {', '.join(map(str, sorted(reasons)))}")
-    details = reply["usage"].get("prompt_tokens_details") or {}
-    cached = details.get("cached_tokens") or 0
-    return Reply(
-        rollouts=tuple(sampling.stop.cut(_rollout(choice)) for choice in choices),
-        versions=frozenset(span["version"] for choice in choices for span in choice["weight_versions"]),
-        # The server counts those of one sample, which is not the first one: that one filled the cache for the others.
-        cached_tokens=cached * max(1, count - 1),
-    )
-
-
-def _rollout(choice: Any) -> Rollout:
-    log_prob = None
-    if choice["logprobs"]:
-        log_prob = np.array([token["logprob"] for token in choice["logprobs"]["content"]], np.float32)
-    return Rollout(np.array(choice["token_ids"], np.int32), choice["finish_reason"] == "stop", log_prob)
-
-
 def _cause(error: BaseException) -> str:
     """The innermost reason, which says most: connection refused, timed out."""
     reason = getattr(error.args[0], "reason", None) if error.args else None
     text = str(reason or error)
-    return " ".join(text.rpartition(": ")[2].strip("'\")( ").split()) or type(error).__name__
+    return cut(" ".join(text.rpartition(": ")[2].strip("'\")( ").split()), 300) or type(error).__name__
 
 
 def _message(answer: requests.Response) -> str:
     try:
         body = answer.json()
         text = body["error"]["message"] if "error" in body else body["detail"]
-    except (requests.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         text = answer.text
-    return " ".join(str(text).split())[:300]
+    return cut(" ".join((text if isinstance(text, str) else shown(text)).split()), 300)

@@ -40,7 +40,8 @@ class ServerEngine:
 
     def __init__(self, settings: EngineSettings, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.world = world
-        self._clients = [ServerClient(url) for url in _distinct(settings.rollout.servers)]
+        vocabulary = settings.source.config.get_text_config().vocab_size
+        self._clients = [ServerClient(url, vocabulary) for url in _distinct(settings.rollout.servers)]
         self._pool = ServerPool(self._clients, sorted(set(settings.eos)))
         self._counts = EngineCounts()
         self._lock = threading.Lock()

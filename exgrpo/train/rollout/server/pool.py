@@ -2,19 +2,30 @@
 
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 
 from exgrpo.train.errors import RolloutError
 from exgrpo.train.records import TokenIds
 from exgrpo.train.rollout.engine import Sampling
-from exgrpo.train.rollout.server.client import Reply, ServerClient, ServerError
+from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient
+from exgrpo.train.rollout.server.reply import Reply, ServerError
 
 logger = logging.getLogger(__name__)
 REQUESTS = 64
 """At most so many requests of one rank are with a server at a time: enough for a full batch there."""
+LEAST_SECONDS = 60
+"""The shortest time for which an answer is waited for, and after which a word is said."""
+ASSUMED_PACE = 1.0
+"""Seconds per token of an answer, the wait for its turn included, until a server has given some."""
+PATIENCE = 5
+"""How much slower than the slowest one so far an answer may be."""
+SHORT_ANSWER = 32
+"""Tokens: what shorter answers take is not the time of their tokens."""
 
 
 class NoServerError(RolloutError):
@@ -38,15 +49,40 @@ class _Member:
 
 
 @dataclass(eq=False)
+class _Request:
+    """What a server was asked for."""
+
+    client: ServerClient
+    count: int
+    since: float
+    seconds: float
+
+
+@dataclass(eq=False)
 class _Call:
-    """The requests of one call that are with servers; once it is over, nothing is asked again."""
+    """The requests of one call that are with servers, by name; once it is over, nothing is asked again."""
 
     over: bool = False
-    requests: dict[str, ServerClient] = field(default_factory=dict)
+    requests: dict[str, _Request] = field(default_factory=dict)
+
+    def waiting(self) -> str:
+        """For whom and how long it waits, in words."""
+        by_url: dict[str, list[_Request]] = {}
+        for request in list(self.requests.values()):
+            by_url.setdefault(request.client.url, []).append(request)
+        now = time.monotonic()
+        return "; ".join(
+            f"{url} has {sum(one.count for one in asked)} answers to give and is waited for for another "
+            f"{max(0.0, min(one.since + one.seconds for one in asked) - now):.0f} s at most"
+            for url, asked in by_url.items()
+        )
 
 
 class ServerPool:
     """Asks the server with the least outstanding answers; what one fails to answer is asked of another.
+
+    An answer is waited for as long as its tokens may take: `PATIENCE` times as long per token as the slowest answer of
+    that server so far (`ASSUMED_PACE` before the first one), at least `LEAST_SECONDS` more and at most an hour.
 
     No server is asked before the first `renew`.
 
@@ -62,6 +98,7 @@ class ServerPool:
         self._members: dict[str, _Member] = {}
         self._versions: list[str] = []
         self._problems: dict[str, str] = {}
+        self._pace: dict[str, float] = {}
 
     def expect(self, version: str) -> None:
         """From now on answers may be written by the weights of this label too."""
@@ -91,24 +128,35 @@ class ServerPool:
         call = _Call()
         executor = ThreadPoolExecutor(REQUESTS * len(self._clients), thread_name_prefix="rollouts")
         try:
+            done: SimpleQueue[Future[Reply]] = SimpleQueue()
             futures = {executor.submit(self._answer, call, job, sampling): job for job in jobs}
-            for future in as_completed(futures):
+            for future in futures:
+                future.add_done_callback(done.put)
+            while futures:
+                future = _next(done, call)
                 yield futures.pop(future), future.result()
         finally:
             # The caller may have had enough, or the last server may be gone.
             with self._lock:
                 call.over, left = True, dict(call.requests)
             executor.shutdown(wait=False, cancel_futures=True)
-            for request, client in left.items():
-                client.abort(request)
+            self._abort(left)
+
+    def _abort(self, left: Mapping[str, _Request]) -> None:
+        with self._lock:
+            clients = [member.client for member in self._members.values()]  # no other is listened to
+        for client in clients:
+            if names := [name for name, request in left.items() if request.client is client]:
+                client.abort(names)
 
     def _answer(self, call: _Call, job: Job, sampling: Sampling) -> Reply:
         oldest = len(self._versions) - 1
         while True:
             request = uuid.uuid4().hex
-            member = self._take(call, job, request)
+            member, asked = self._take(call, job, request, sampling)
             try:
-                reply = member.client.generate(request, job.tokens, job.count, sampling, self._eos)
+                reply = member.client.generate(request, job.tokens, job.count, sampling, self._eos, asked.seconds)
+                self._measure(asked, reply)
                 foreign = reply.versions - set(self._versions[oldest:])
                 if not foreign:
                     return reply
@@ -120,14 +168,21 @@ class ServerPool:
                     member.outstanding -= job.count
                     call.requests.pop(request, None)
 
-    def _take(self, call: _Call, job: Job, request: str) -> _Member:
+    def _measure(self, asked: _Request, reply: Reply) -> None:
+        pace = (time.monotonic() - asked.since) / max(SHORT_ANSWER, reply.longest)
+        with self._lock:
+            self._pace[asked.client.url] = max(pace, self._pace.get(asked.client.url, 0.0))
+
+    def _take(self, call: _Call, job: Job, request: str, sampling: Sampling) -> tuple[_Member, _Request]:
         with self._lock:
             if call.over or not self._members:
                 raise self._error()
             member = min(self._members.values(), key=lambda member: member.outstanding)
             member.outstanding += job.count
-            call.requests[request] = member.client
-            return member
+            pace = self._pace.get(member.client.url, ASSUMED_PACE)
+            seconds = min(LONG_SECONDS, LEAST_SECONDS + PATIENCE * pace * sampling.max_tokens)
+            call.requests[request] = _Request(member.client, job.count, time.monotonic(), seconds)
+            return member, call.requests[request]
 
     def _drop(self, call: _Call, member: _Member, reason: str) -> None:
         url = member.client.url
@@ -138,3 +193,14 @@ class ServerPool:
             del self._members[url]
             self._problems[url] = reason
         logger.warning("rollout server %s is left out until the next push of weights: %s", url, reason)
+
+
+def _next(done: "SimpleQueue[Future[Reply]]", call: _Call) -> "Future[Reply]":
+    """The next job that is done; where that takes long, a warning says what is waited for."""
+    seconds = LEAST_SECONDS
+    while True:
+        try:
+            return done.get(timeout=seconds)
+        except Empty:
+            logger.warning("no answer of a rollout server for %d s: %s", seconds, call.waiting())
+            seconds *= 2

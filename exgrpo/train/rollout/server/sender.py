@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.errors import ConfigError, shown
 from exgrpo.train.rollout.server.channel import WeightChannel
 from exgrpo.train.rollout.server.check import INCOMPLETE, ServerFacts, check_server, end_update
-from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient, ServerError
+from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient
+from exgrpo.train.rollout.server.reply import ServerError, SilentServerError
 from exgrpo.train.rollout.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class WeightSender:
     def _begin(self, receiver: Receiver) -> None:
         client = receiver.client
         client.check_listening()
-        if receiver.channel is None or client.get("weight_info")["weight_version"] != receiver.label:
+        if receiver.channel is None or client.weight_version() != receiver.label:
             self._disconnect(receiver)
             self._connect(receiver)
         client.post("pause?mode=wait", seconds=LONG_SECONDS)
@@ -158,14 +159,13 @@ class WeightSender:
         live = [receiver for receiver in self._receivers if receiver.channel is not None and layout.names]
         for receiver in live:
             arguments = layout.names, layout.dtype_names, layout.shapes
-            receiver.request = self._threads.submit(receiver.client.call_workers, "rollout_differing", *arguments)
+            receiver.request = self._threads.submit(_differing_at, receiver.client, *arguments)
         for bucket in self._buckets(weights):
             live = self._each(partial(self._send, tensors=[weight for _, weight in bucket]), live, problems)
         live = self._each(_await_request, live, problems)
         found: dict[str, list[str]] = {}
         for receiver in live:
-            of_workers = receiver.request.result() if receiver.request else []
-            for name in dict.fromkeys(name for names in of_workers for name in names):
+            for name in receiver.request.result() if receiver.request else ():
                 found.setdefault(name, []).append(receiver.client.url)
         return [name if len(at) == len(live) else f"{name} (at {', '.join(at)})" for name, at in found.items()]
 
@@ -199,7 +199,7 @@ class WeightSender:
             try:
                 step(receiver)
             except (ServerError, ConfigError, RuntimeError, OSError) as error:
-                self._give_up(receiver)
+                self._give_up(receiver, silent=isinstance(error, SilentServerError))
                 return _line(error)
             return ""
 
@@ -215,12 +215,14 @@ class WeightSender:
             receiver.problem = problem
         return live
 
-    def _give_up(self, receiver: Receiver) -> None:
+    def _give_up(self, receiver: Receiver, *, silent: bool) -> None:
         self._disconnect(receiver)
+        if silent:
+            return  # it would be waited for again
         # What waits at the server comes back with a label that nobody takes, and is asked of another one.
         with suppress(ServerError):
             receiver.client.check_listening()
-            if receiver.client.get("weight_info")["weight_version"] == INCOMPLETE:
+            if receiver.client.weight_version() == INCOMPLETE:
                 end_update(receiver.client)
             receiver.client.post("resume")
 
@@ -250,5 +252,14 @@ def _await_request(receiver: Receiver) -> None:
     receiver.request.result()
 
 
+def _differing_at(client: ServerClient, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[str]:
+    """Names of the weights with which one of a server's workers does not compute."""
+    of_workers = client.call_workers("rollout_differing", names, dtypes, shapes)
+    for found in of_workers:
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+            raise ServerError(f"an answer that is not understood: names of weights are {shown(found)}")
+    return list(dict.fromkeys(name for found in of_workers for name in found))
+
+
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return shown(error, 300)

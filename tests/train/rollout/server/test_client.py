@@ -15,9 +15,10 @@ from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.rollout.server.check import FRESH, check_server
-from exgrpo.train.rollout.server.client import ServerClient, ServerError
+from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.facts import model_facts
 from exgrpo.train.rollout.server.pool import Job, NoServerError, ServerPool
+from exgrpo.train.rollout.server.reply import ServerError
 from exgrpo.train.rollout.vllm.version import TESTED_VERSION
 from tests.train import pieces, tiny
 
@@ -81,7 +82,7 @@ class FakeServer:
 
         self._server = Listener(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def generates(self, answer):
         self.answers["inference/v1/generate"] = answer
@@ -191,8 +192,8 @@ def test_an_answer_that_is_not_whole_is_an_error_in_one_line(fakes, answer, mess
     assert "\n" not in str(caught.value)
 
 
-def pool_of(*servers):
-    pool = ServerPool([ServerClient(fake.url) for fake in servers], [2])
+def pool_of(*servers, vocabulary=1000):
+    pool = ServerPool([ServerClient(fake.url, vocabulary) for fake in servers], [2])
     pool.expect(FRESH)
     pool.renew({fake.url: "" for fake in servers})
     return pool
@@ -274,7 +275,7 @@ def proper(fake, settings):
         "weight_info": {"weight_version": FRESH},
         "resume": {},
     }
-    fake.generates(reply(choice(0)))
+    fake.generates(reply(choice(0, (2,))))
     return facts
 
 
@@ -293,7 +294,11 @@ def test_a_server_in_order_is_taken(fakes, settings):
         ("collective_rpc", (404, {"detail": "Not Found"}), "has vLLM's development routes off"),
         ("collective_rpc", (500, {"error": {"message": "no rollout_facts"}}), "lacks this package's worker extension"),
         ("inference/v1/generate", (403, {"error": {"message": "disabled"}}), r"does not generate \(403 disabled\)"),
-        ("inference/v1/generate", reply(choice(0, version="other")), "does not say which weights wrote an answer"),
+        (
+            "inference/v1/generate",
+            reply(choice(0, (2,), version="other")),
+            "does not say which weights wrote",
+        ),
     ],
 )
 def test_a_server_out_of_order_is_one_clear_error(fakes, settings, route, answer, message):

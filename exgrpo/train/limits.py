@@ -1,0 +1,18 @@
+"""Bounds of the numbers of a run: what lies beyond cannot be meant, and would end in no memory or no sense."""
+
+MOST_STEPS = 99_999_999
+"""Checkpoints are sorted by the eight digits of their names."""
+LONGEST = 2**24
+"""Tokens of a sequence: no model has so many positions."""
+MOST_TOKENS = 2**28
+"""Tokens of a batch: their ids alone take 1 GiB."""
+MOST_SAMPLES = 2**14
+"""Answers to a question; the largest published studies of pass@k have 10,000."""
+MOST_ANSWERS = 2**20
+"""Answers of a step: every rank holds all of them, with their log-probs and scores."""
+MOST_ROWS = 10**7
+"""Questions: every rank holds all of them, about 1 kB each."""
+MOST_PROCESSES = 1024
+"""Of one kind: a machine has no more cores, and no head of a model is split further."""
+LARGEST_REWARD = 1e6
+"""Advantages are computed in fp32, which has seven digits: beside larger rewards, differences of 0.1 vanish."""

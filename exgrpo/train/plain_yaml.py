@@ -1,0 +1,61 @@
+"""YAML from people, whatever it holds: plain values of a sane size and depth, or an error."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
+
+from exgrpo.train.errors import ConfigError, shown
+
+MOST_VALUES, DEEPEST = 100_000, 20
+"""A recipe has some dozens of values, four levels deep; with aliases a short text can stand for any number."""
+
+
+def parse(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        ConfigError: it is no YAML, holds itself, too many values, or a text that no file or program can take; the
+            message is without the name of the text.
+    """
+    try:
+        value = yaml.safe_load(text)
+    except RecursionError:
+        raise ConfigError("not valid YAML: it is nested too deeply") from None
+    except Exception as error:  # a converter of PyYAML may raise anything at a value with a strange tag or date
+        raise ConfigError(f"not valid YAML: {shown(error)}") from None
+    _check(value)
+    return value
+
+
+def _check(value: Any) -> None:
+    """Look at every value, once for each alias to it."""
+    level: list[Any] = [value]
+    seen = 0
+    for _ in range(DEEPEST):
+        seen += len(level)
+        if seen > MOST_VALUES:
+            raise ConfigError(f"it holds more than {MOST_VALUES} values, aliases counted where they stand")
+        for text in level:
+            if isinstance(text, str):
+                _check_text(text)
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return
+    raise ConfigError(f"it is nested more than {DEEPEST} levels deep, or holds itself by an alias")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return value if isinstance(value, list | tuple | set) else ()
+
+
+def _check_text(text: str) -> None:
+    try:
+        usable = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        usable = False
+    if not usable:
+        raise ConfigError(f"the text {shown(text)} holds a character that no file or program can take")

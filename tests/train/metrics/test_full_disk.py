@@ -1,0 +1,121 @@
+"""A disk that is full: one line that names the file and the way on, and what was written stays."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
+
+from exgrpo.train import recorder, run
+from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
+from exgrpo.train.errors import OutputError, os_errors_as
+from exgrpo.train.evaluate import program
+from exgrpo.train.metrics.run_log import RunLog
+from exgrpo.train.metrics.trackers import TensorBoard
+from tests.train.fakes import LoneWorld
+
+FULL = "/dev/full"
+WAY_ON = r"cannot be written: No space left on device\. Make room there and start again with --resume auto"
+
+
+@pytest.mark.parametrize("name", [METRICS, SAMPLES])
+def test_a_log_that_cannot_be_written_is_named(tmp_path, name):
+    (tmp_path / name).symlink_to(FULL)
+    log = RunLog(tmp_path)
+    writes = {
+        METRICS: lambda: log.metrics({"step": 1}),
+        SAMPLES: lambda: log.sample(1, "question", "gold", [("label", "text" * 10_000)]),
+    }
+    with pytest.raises(OutputError, match=rf"^{tmp_path / name} {WAY_ON}"):
+        writes[name]()
+    log.close()
+
+
+def test_what_was_written_before_stays(tmp_path, monkeypatch):
+    log = RunLog(tmp_path)
+    log.metrics({"step": 1, "reward": 0.5})
+    position = log.position()
+    with open(FULL, "a") as full:
+        monkeypatch.setattr(log, "_metrics", full)
+        with pytest.raises(OutputError):
+            log.metrics({"step": 2, "reward": 0.5})
+        log.close()
+    again = RunLog(tmp_path, resume=position)
+    again.metrics({"step": 2, "reward": 0.25})
+    again.close()
+    lines = (tmp_path / METRICS).read_text().splitlines()
+    assert [json.loads(line)["reward"] for line in lines] == [0.5, 0.25]
+
+
+def test_a_log_that_cannot_be_brought_to_disk_is_named(tmp_path, monkeypatch):
+    log = RunLog(tmp_path)
+
+    def refuse(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(OutputError, match=rf"^{tmp_path / METRICS} {WAY_ON}"):
+        log.position()
+    log.close()
+
+
+def test_all_ranks_hear_of_it(tmp_path):
+    (tmp_path / METRICS).symlink_to(FULL)
+    told = []
+
+    class Watched(LoneWorld):
+        def gather(self, value):
+            told.append(value)
+            return [value]
+
+    made = object.__new__(recorder.Recorder)
+    made._parts, made._next, made._log = SimpleNamespace(world=Watched()), {}, RunLog(tmp_path)
+    with pytest.raises(OutputError):
+        made.record({"step": 1})
+    assert isinstance(told[-1], OutputError)
+    made._log.close()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_on_a_full_disk_is_one_warning(tmp_path, caplog, capfd):
+    board = TensorBoard(tmp_path, None)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    events.unlink()
+    events.symlink_to(FULL)
+    log = RunLog(tmp_path, [board])
+    for step in range(1, 400):
+        log.metrics({"step": step, "reward": 0.5})
+    log.close()
+    (warning,) = caplog.messages
+    assert warning.startswith("TensorBoard failed ([Errno 28] No space left on device)")
+    assert "Traceback" not in capfd.readouterr().err
+    assert len((tmp_path / METRICS).read_text().splitlines()) == 399
+
+
+def test_libraries_that_name_the_error_of_the_system_in_a_text_are_understood():
+    with pytest.raises(OutputError, match="^x: No space left on device$"), os_errors_as(OutputError, "x"):
+        Tokenizer(models.BPE()).save(FULL)
+    with pytest.raises(OutputError, match="^x: "), os_errors_as(OutputError, "x"):
+        save_file({"a": np.zeros(4)}, "/dev/null/a/b")
+
+
+def test_a_model_that_cannot_be_saved_is_named(tmp_path):
+    def refuse(folder):
+        raise OSError(28, "No space left on device")
+
+    made = object.__new__(run.Run)
+    made.parts, made.policy = SimpleNamespace(folder=tmp_path, world=LoneWorld()), SimpleNamespace(save=refuse)
+    with pytest.raises(OutputError, match=rf"^{tmp_path / 'model'} {WAY_ON}"):
+        made._save_model()
+
+
+def test_scores_that_cannot_be_written_are_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / program.SCORES).symlink_to(FULL)
+    monkeypatch.setattr(program, "start", lambda timeout_minutes: LoneWorld())
+    monkeypatch.setattr(program, "run", lambda options, world, resources: {})
+    monkeypatch.setattr(program, "average", lambda scores: 0.5)
+    assert program.main(["some/model", "--data=a.jsonl", f"--output={tmp_path}"]) == 2
+    message = f"error: {tmp_path / program.SCORES} cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == message

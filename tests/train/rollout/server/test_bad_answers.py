@@ -1,0 +1,305 @@
+"""Servers that answer nonsense, or nothing: they are left out like dead ones, and the others do their work."""
+
+import copy
+import json
+import logging
+import math
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exgrpo.train.errors import ConfigError
+from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout.server import client, pool
+from exgrpo.train.rollout.server.check import check_server
+from exgrpo.train.rollout.server.client import ServerClient
+from exgrpo.train.rollout.server.pool import NoServerError
+from exgrpo.train.rollout.server.reply import Reply, ServerError, SilentServerError, read_reply
+from exgrpo.train.rollout.server.sender import WeightSender
+from tests.train import tiny
+from tests.train.rollout.server.test_client import (
+    CPU,
+    PROMPT,
+    SAMPLING,
+    FakeServer,
+    choice,
+    jobs,
+    pool_of,
+    proper,
+    reply,
+)
+
+VOCABULARY = 100
+
+
+@pytest.fixture
+def fakes():
+    made = []
+
+    def make():
+        made.append(FakeServer())
+        return made[-1]
+
+    yield make
+    for fake in made:
+        fake.close()
+
+
+def changed(**values):
+    """A sound answer but for some values."""
+    return reply({**choice(0), **values})
+
+
+def log_probs(*values):
+    return {"content": [{"logprob": value} for value in values]}
+
+
+BAD = {
+    "negative id": (changed(token_ids=[-7, 2]), "token id -7, and ids are from 0 to 99"),
+    "id beyond the vocabulary": (changed(token_ids=[100, 2]), "token id 100"),
+    "huge id": (changed(token_ids=[10**30, 2]), "token_ids is"),
+    "large id": (changed(token_ids=[2**63, 2]), "token_ids is"),
+    "text id": (changed(token_ids=["7", 2]), "token_ids is"),
+    "broken id": (changed(token_ids=[7.5, 2]), "token_ids is"),
+    "no ids": (changed(token_ids=None), "token_ids is None"),
+    "empty": (changed(token_ids=[], logprobs=log_probs()), "token_ids is"),
+    "nested ids": (changed(token_ids=[[7], [2]]), "token_ids is"),
+    "uneven ids": (changed(token_ids=[[7], [2, 3]]), "token_ids is"),
+    "too many": (changed(token_ids=[7] * 5, logprobs=log_probs(*[-0.5] * 5)), "5 tokens, and 1 to 4 were asked for"),
+    "no log-probs": (changed(logprobs=None), "logprobs is None"),
+    "missing log-prob": (changed(logprobs=log_probs(-0.5)), "2 tokens with 1 log-probs"),
+    "nan": (changed(logprobs=log_probs(-0.5, math.nan)), "log-prob nan"),
+    "infinite": (changed(logprobs=log_probs(-math.inf, -0.5)), "log-prob -inf"),
+    "overflow": (changed(logprobs=log_probs(-1e308, -0.5)), "log-prob -inf"),
+    "positive": (changed(logprobs=log_probs(0.5, -0.5)), "log-prob 0.5"),
+    "text log-prob": (changed(logprobs=log_probs("-0.5", "-0.5")), "logprob is"),
+    "null log-prob": (changed(logprobs=log_probs(None, -0.5)), "logprob is"),
+    "no label": (changed(weight_versions=[]), "version is None"),
+    "empty label": (changed(weight_versions=[{"version": ""}]), "version is ''"),
+    "number as label": (changed(weight_versions=[{"version": 3}]), "version is 3"),
+    "labels are no list": (changed(weight_versions={"version": "x"}), "weight_versions is"),
+    "reason": (changed(finish_reason=["stop"]), r"finish_reason is \['stop'\]"),
+    "index": (changed(index=3), "1 answers of 1"),
+    "text as index": (changed(index="0"), "index is '0'"),
+    "usage": ({**changed(), "usage": [1]}, r"usage is \[1\]"),
+    "cached": ({**changed(), "usage": {"prompt_tokens_details": {"cached_tokens": "many"}}}, "cached_tokens is 'many'"),
+    "cached below 0": ({**changed(), "usage": {"prompt_tokens_details": {"cached_tokens": -1}}}, "cached_tokens is -1"),
+    "list": ([1, 2], "choices is None"),
+    "number": (5, "choices is None"),
+    "choices": ({"choices": "abc"}, "choices is 'abc'"),
+    "long": (changed(finish_reason="x" * 100_000), "ended by"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_answer_leaves_the_server_out_and_another_is_asked(fakes, caplog, name):
+    bad, good = fakes(), fakes()
+    answer, message = BAD[name]
+    bad.generates(answer)
+    good.generates(reply(choice(0)))
+    got = [job.prompt for job, _ in pool_of(bad, good, vocabulary=VOCABULARY).generate(jobs(20), SAMPLING)]
+    assert sorted(got) == list(range(20))
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith(f"rollout server {bad.url} is left out until the next push of weights: ")
+    assert "\n" not in warning
+    assert len(warning) < 500
+    with pytest.raises(NoServerError, match=message):
+        list(pool_of(bad, vocabulary=VOCABULARY).generate(jobs(1), SAMPLING))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000, "nope" * 100_000, '{"choices": ' + "[" * 5000])
+def test_what_is_no_json_is_one_line(fakes, text):
+    fake = fakes()
+    fake.generates(lambda request: (200, Raw(text)))
+    for status in (200, 500):
+        fake.generates(lambda request, status=status: (status, Raw(text)))
+        with pytest.raises(ServerError) as error:
+            ServerClient(fake.url).generate("name", PROMPT, 1, SAMPLING, [2])
+        assert len(str(error.value)) < 500
+
+
+class Raw(float):
+    """Text that the fake server sends as it is."""
+
+    def __new__(cls, text):
+        made = super().__new__(cls, 0)
+        made.text = text
+        return made
+
+    def __repr__(self):
+        return self.text
+
+
+@pytest.fixture(autouse=True)
+def raw_text(monkeypatch):
+    dumps = json.dumps
+    monkeypatch.setattr(json, "dumps", lambda value, **o: value.text if isinstance(value, Raw) else dumps(value, **o))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("stop"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+def places(value, path=()):
+    """The path of every value in a JSON object."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from places(one, (*path, key))
+
+
+SOUND = reply(choice(0), choice(1, (7, 8, 9, 10), reason="length"), cached=32)
+
+
+@given(path=st.sampled_from([path for path in places(SOUND) if path]), value=JSON)
+def test_no_answer_is_a_traceback_and_none_that_is_taken_is_nonsense(path, value):
+    answer = copy.deepcopy(SOUND)
+    place = answer
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    try:
+        got = read_reply(answer, 2, SAMPLING, VOCABULARY)
+    except ServerError:
+        return
+    assert isinstance(got, Reply)
+    assert all(isinstance(version, str) and version for version in got.versions)
+    for rollout in got.rollouts:
+        assert 1 <= len(rollout.response) == len(rollout.log_prob) <= SAMPLING.max_tokens
+        assert ((rollout.response >= 0) & (rollout.response < VOCABULARY)).all()
+        assert np.isfinite(rollout.log_prob).all()
+
+
+@pytest.fixture
+def settings(tmp_path):
+    tiny.save_model(tmp_path, tied=True)
+    return tiny.engine_settings(tmp_path, max_tokens=56)
+
+
+@pytest.mark.parametrize(
+    ("route", "answer"),
+    [
+        ("collective_rpc", {"results": []}),
+        ("collective_rpc", {"results": [7]}),
+        ("collective_rpc", {"results": [{"model": 3}]}),
+        ("collective_rpc", {}),
+        ("collective_rpc", [1]),
+        ("version", {"version": 3}),
+        ("weight_info", {}),
+        ("weight_info", {"weight_version": ""}),
+        ("weight_info", [[]]),
+    ],
+)
+def test_facts_that_make_no_sense_are_refused_in_one_line(fakes, settings, route, answer):
+    fake = fakes()
+    proper(fake, settings)
+    fake.answers[route] = answer
+    with pytest.raises(ConfigError, match=f"^rollout.servers: {fake.url} .*: start it with") as error:
+        check_server(ServerClient(fake.url), settings, CPU)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"),
+    [("sequences", 0), ("workers", "two"), ("workers", 10**9), ("max_model_len", None), ("model", []), ("dtype", 16)],
+)
+def test_each_fact_is_checked(fakes, settings, fact, value):
+    fake = fakes()
+    proper(fake, settings)[fact] = value
+    with pytest.raises(ConfigError, match=rf"has facts that are not understood: rollout_facts: {fact}.*: start it"):
+        check_server(ServerClient(fake.url), settings, CPU)
+
+
+def test_a_push_to_a_server_without_sense_leaves_it_out(fakes, settings):
+    fake = fakes()
+    fake.answers["weight_info"] = {"weight_version": 7}
+    sender = WeightSender([ServerClient(fake.url)], settings, CPU, 1000)
+    sender._receivers[0].channel = closed = Closed()
+    (problem,) = sender.push([], "run-1").values()
+    assert "weight_version is 7" in problem
+    assert closed.closed
+    sender.close()
+
+
+class Closed:
+    closed = False
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def hung(fakes):
+    """A server that takes requests and never answers, as one that was stopped."""
+    server, released = fakes(), threading.Event()
+
+    def wait(request):
+        released.wait(60)
+        return (None, None)
+
+    server.generates(wait)
+    yield server
+    released.set()
+
+
+def test_a_server_that_hangs_is_waited_for_in_proportion_to_the_work_and_with_a_word(fakes, hung, caplog, monkeypatch):
+    monkeypatch.setattr(pool, "LEAST_SECONDS", 0.3)
+    monkeypatch.setattr(pool, "ASSUMED_PACE", 0.05)  # 4 tokens, 5 times that: 1 s more
+    good = fakes()
+    good.generates(reply(choice(0)))
+    got = [job.prompt for job, _ in pool_of(hung, good).generate(jobs(10), SAMPLING)]
+    assert sorted(got) == list(range(10))
+    first, *_, last = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert first.startswith("no answer of a rollout server for 0 s: " + hung.url)
+    assert "answers to give and is waited for for another" in first
+    assert last == f"rollout server {hung.url} is left out until the next push of weights: no answer for 1 s"
+
+
+@pytest.mark.parametrize(
+    ("pace", "tokens", "seconds"),
+    [(None, 80, 60 + 5 * 80), (None, 2048, 3600), (0.01, 2048, 60 + 5 * 20.48), (0.01, 16, 60.8), (9.0, 2048, 3600)],
+)
+def test_how_long_an_answer_is_waited_for(fakes, pace, tokens, seconds):
+    """The slowest answer so far counts, per token; nothing is waited for longer than an hour."""
+    fake = fakes()
+    waited = pool_of(fake)
+    if pace is not None:
+        waited._pace[fake.url] = pace
+    _, asked = waited._take(pool._Call(), jobs(1)[0], "name", Sampling(tokens))
+    assert asked.seconds == pytest.approx(seconds)
+
+
+def test_the_pace_is_that_of_the_slowest_answer(fakes):
+    fake = fakes()
+    fake.generates(reply(choice(0)))
+    measured = pool_of(fake)
+    list(measured.generate(jobs(5), SAMPLING))
+    assert 0 < measured._pace[fake.url] < 60 / pool.SHORT_ANSWER
+    slowest = measured._pace[fake.url] = 50.0
+    list(measured.generate(jobs(5), SAMPLING))
+    assert measured._pace[fake.url] == slowest
+
+
+def test_a_server_that_hangs_says_so_and_is_not_waited_for_again(hung, monkeypatch):
+    monkeypatch.setattr(client, "FACT_SECONDS", 0.2)
+    hung.answers["weight_info"] = hung.answers["inference/v1/generate"]
+    with pytest.raises(SilentServerError, match="^no answer for 0 s$"):
+        ServerClient(hung.url).weight_version()
+    with pytest.raises(SilentServerError, match="^no answer for 0 s$"):
+        ServerClient(hung.url).generate("name", PROMPT, 1, SAMPLING, [2], 0.2)
+    assert len(hung.requests()) == 1
+
+
+def test_a_consumer_that_leaves_waits_for_no_server_that_is_left_out(fakes, hung, monkeypatch):
+    monkeypatch.setattr(pool, "LEAST_SECONDS", 0.3)
+    monkeypatch.setattr(pool, "ASSUMED_PACE", 0.0)
+    hung.answers["abort_requests"] = hung.answers["inference/v1/generate"]
+    with pytest.raises(NoServerError, match="no answer for 0 s"):
+        list(pool_of(hung).generate(jobs(20), SAMPLING))
+    assert not hung.requests("abort_requests")
