@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from exgrpo.train.builtin import ASSETS
 from exgrpo.train.distributed import World
-from exgrpo.train.metrics.display import COLUMNS, Display
+from exgrpo.train.metrics.display import COLUMNS, Display, fitting
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.pretrained.tokenizer import load_pretrained
 from exgrpo.train.rollout.transformers_engine import torch_seed
@@ -98,6 +98,19 @@ def test_the_display_shows_every_column(terminal):
     assert all(title in shown for title in COLUMNS)
     assert "ETA" in shown
     assert "0.500" in shown
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_a_narrow_terminal_shows_fewer_columns_and_no_cut_numbers(width):
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    with Display(3, 0, console) as display:
+        display.step({"step": 99999.0, **{key: 1234.5 if form == ".0f" else 0.5 for key, form in COLUMNS.values()}})
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    titles = fitting(width)
+    assert all(title in shown for title in titles)
+    assert {"reward", "Pass@1", "s/step"} <= set(titles) or width == 60
+    assert len(titles) == len(COLUMNS) or width < 160
 
 
 def test_ranks_without_a_console_print_nothing(capsys):

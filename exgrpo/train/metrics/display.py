@@ -1,6 +1,7 @@
 """What a person sees while a run goes on."""
 
 import math
+from itertools import accumulate
 from types import TracebackType
 from typing import Self
 
@@ -31,11 +32,28 @@ COLUMNS = {
     "tokens/s": ("tokens_per_second", ".0f"),
     "s/step": ("seconds", ".1f"),
 }
+WANTED = (
+    *("reward", "Pass@1", "replayed", "length", "s/step", "entropy", "cut"),
+    *("buffer", "retired", "tokens/s", "idle", "grad", "ratio"),
+)
+"""The columns, those first that a narrow terminal keeps."""
+CELL = 6
+"""Characters of the longest usual cell."""
 SHOWN_STEPS = 12
+
+
+def fitting(width: int) -> list[str]:
+    """The titles of the columns that fit beside the step into so many characters, in the order of `COLUMNS`."""
+    # A cell has a blank on either side and a border.
+    ends = list(accumulate(max(len(title), CELL) + 3 for title in ("step", *WANTED)))[1:]
+    kept = {title for title, end in zip(WANTED, ends, strict=True) if end < width}
+    return [title for title in COLUMNS if title in kept]
 
 
 class Display:
     """A live table of the latest steps above a progress bar; one line per step where there is no terminal.
+
+    A narrow terminal shows the columns for which it has room: metrics.jsonl has all.
 
     Args:
         steps: of the run.
@@ -87,12 +105,12 @@ class Display:
             self.console.print(f"step {record['step']:.0f}  " + "  ".join(cells) + eta, highlight=False, soft_wrap=True)
 
     def _view(self) -> Group:
+        titles = fitting(self.console.width) if self.console else []
         table = Table(expand=True)
-        table.add_column("step", justify="right")
-        for title in COLUMNS:
-            table.add_column(title, justify="right")
+        for title in ("step", *titles):
+            table.add_column(title, justify="right", no_wrap=True)
         for record in self.recent:
-            cells = [_cell(record, key, form) for key, form in COLUMNS.values()]
+            cells = [_cell(record, *COLUMNS[title]) for title in titles]
             table.add_row(f"{record['step']:.0f}", *cells)
         return Group(table, self.progress)
 
