@@ -9,9 +9,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from exgrpo.train import early, hub, program
+from exgrpo.train import early, hub, process, program
 from exgrpo.train.early import look
 from exgrpo.train.errors import ConfigError
+from exgrpo.train.evaluate import program as evaluate
 from exgrpo.train.recipe import DEFAULT_RUN
 from tests.train.configs import configured
 
@@ -22,7 +23,7 @@ BUILTIN = "--data.train=builtin:arithmetic"
 @pytest.fixture
 def start(monkeypatch, tmp_path, capsys):
     """The training program in this process, of which only the early part may run; gives its status and what it says."""
-    monkeypatch.setattr(program, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
+    monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
     monkeypatch.setitem(sys.modules, "exgrpo.train.run", None)
 
     def run(*arguments):
@@ -76,17 +77,40 @@ def test_the_first_look_imports_nothing_that_takes_seconds():
     script = f"""if True:
         import sys, json
         from contextlib import ExitStack
-        from exgrpo.train.early import look
-        from exgrpo.train.program import configure
+        from exgrpo.train import program
+        from exgrpo.train.estimate import program as estimate
+        from exgrpo.train.evaluate import program as evaluate
+        from exgrpo.train.evaluate.options import parse_options
         if __name__ == "__main__":
             with ExitStack() as resources:
-                config, _ = configure([])
-                look(config, resources)
+                config, _ = program.configure([])
+                program.look(config, resources)
+            names = ["builtin:arithmetic", "--data.test=builtin:arithmetic", "--data.test_limit=2"]
+            evaluate.look(parse_options(names))
+            estimate.main(["--gpu=none"])
             heavy = [name for name in json.loads('{names}') if name in sys.modules]
             sys.exit(f"imported: {{heavy}}" if heavy else 0)
     """
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: ") == 1  # there is no such GPU
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such/model", "--data.test=builtin:arithmetic"], "/no/such/model holds no config.json"),
+        (["builtin:arithmetic", "--data.test=missing.jsonl"], "missing.jsonl: there is no such file"),
+        (["builtin:arithmetic", "--data.test=a.jsonl", "--data.prompt_format=none"], "does not contain {question}"),
+    ],
+)
+def test_an_evaluation_looks_first_too(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(process, "stop_on_signals", lambda: None)
+    monkeypatch.setitem(sys.modules, "exgrpo.train.evaluate.evaluation", None)
+    assert evaluate.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
 
 
 def test_what_is_read_is_what_the_configuration_names(tmp_path):

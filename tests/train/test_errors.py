@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from exgrpo.train import errors, inputs, program, run, serve
+from exgrpo.train import distributed, errors, inputs, process, program, run, serve
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import load_questions
 from exgrpo.train.distributed import ALONE
 from exgrpo.train.errors import ConfigError, DataError, ExgrpoError, MissingDataError, OutputError, os_errors_as
 from exgrpo.train.estimate import program as estimate
+from exgrpo.train.estimate import shape
 from exgrpo.train.evaluate import evaluation
 from exgrpo.train.evaluate import program as evaluate
 from exgrpo.train.pretrained.source import find_model
@@ -40,16 +41,16 @@ def fail_with(error):
 def programs(monkeypatch):
     """Each program in this process: how it is started, and a function inside its set-up that can be broken."""
     monkeypatch.setattr(run, "start", lambda _: ALONE)
-    monkeypatch.setattr(program, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
-    monkeypatch.setattr(evaluate, "start", lambda timeout_minutes: ALONE)
+    monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
+    monkeypatch.setattr(distributed, "start", lambda timeout_minutes: ALONE)
     return {
         "run": (lambda: program.main([]), inputs, "load_pretrained"),
         "evaluate": (
-            lambda: evaluate.main(["builtin:arithmetic", "--data.test=a.jsonl"]),
+            lambda: evaluate.main(["builtin:arithmetic", "--data.test=builtin:arithmetic", "--data.test_limit=1"]),
             evaluation,
             "load_pretrained",
         ),
-        "estimate": (lambda: estimate.main([]), estimate, "read_shape"),
+        "estimate": (lambda: estimate.main([]), shape, "read_shape"),
         "report": (lambda: report.main(["somewhere"]), page, "load_run"),
         "serve": (lambda: serve.main(["builtin:arithmetic"]), serve, "find_model"),
     }

@@ -6,8 +6,8 @@ from typing import Any
 
 from exgrpo.train.config import Config
 from exgrpo.train.estimate.budget import cpu_memory, disk, gpu_memory
-from exgrpo.train.estimate.parts import MOMENTS, Amount, Assumptions, Hardware, peak
-from exgrpo.train.estimate.rollout import GIB, engine_of, longest_sequence, rollout_seconds
+from exgrpo.train.estimate.parts import GIB, MOMENTS, Amount, Assumptions, Hardware, peak
+from exgrpo.train.estimate.rollout import engine_of, longest_sequence, rollout_seconds
 from exgrpo.train.estimate.shape import ModelShape
 from exgrpo.train.recipe import merged, validate
 

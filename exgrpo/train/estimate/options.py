@@ -7,8 +7,7 @@ from pydantic import Field
 from exgrpo.train.config import Config, Section
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.estimate.data_sheets import GPUS
-from exgrpo.train.estimate.parts import Assumptions, Hardware
-from exgrpo.train.estimate.rollout import GIB
+from exgrpo.train.estimate.parts import GIB, Assumptions, Hardware
 
 
 class Options(Section):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+GIB = 1 << 30
 MOMENTS = ("rollout", "loss", "backward", "step")
 """When memory peaks: generating; the head, after the last layer; a layer's backward; AdamW."""
 

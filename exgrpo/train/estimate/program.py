@@ -15,8 +15,6 @@ from exgrpo.train.command_line import check_names, one_line
 from exgrpo.train.config import Config
 from exgrpo.train.errors import ExgrpoError, print_error
 from exgrpo.train.estimate.options import Options, assumptions_of, hardware_of
-from exgrpo.train.estimate.shape import read_shape
-from exgrpo.train.estimate.tables import show
 from exgrpo.train.recipe import RecipeArgument, parse_args
 
 PROGRAM = "python -m exgrpo.train.estimate"
@@ -33,6 +31,10 @@ def main(argv: Sequence[str]) -> int:
         config = parse_args(rest, needed=["policy.path"])
         hardware_of(options, config.policy.dtype)  # a wrong name is told before a model is looked for
         assumptions_of(options, config)
+        # transformers and DeepSpeed: only for what can be right
+        from exgrpo.train.estimate.shape import read_shape
+        from exgrpo.train.estimate.tables import show
+
         shape = read_shape(config.policy.path, options.config_json, config.policy.overrides)
     except ExgrpoError as error:
         return print_error(error)

@@ -8,11 +8,10 @@ import math
 from typing import Literal
 
 from exgrpo.train.config import Config
-from exgrpo.train.estimate.parts import Assumptions, Hardware, MemoryItem
+from exgrpo.train.estimate.parts import GIB, Assumptions, Hardware, MemoryItem
 from exgrpo.train.estimate.shape import FP32, ModelShape
 from exgrpo.train.pretrained.tokenizer import DTYPES
 
-GIB = 1 << 30
 PREFILL_TOKENS = 8192
 """Prompt tokens that vLLM computes at once."""
 

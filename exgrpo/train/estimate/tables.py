@@ -10,8 +10,8 @@ from exgrpo.train.estimate.advice import advise, as_options, beside_gpus, change
 from exgrpo.train.estimate.budget import work
 from exgrpo.train.estimate.estimation import Estimate, estimate
 from exgrpo.train.estimate.options import Options, assumptions_of, hardware_of
-from exgrpo.train.estimate.parts import MOMENTS, Assumptions, Hardware, Phase, peak
-from exgrpo.train.estimate.rollout import GIB, engine_of, rows_at_once
+from exgrpo.train.estimate.parts import GIB, MOMENTS, Assumptions, Hardware, Phase, peak
+from exgrpo.train.estimate.rollout import engine_of, rows_at_once
 from exgrpo.train.estimate.shape import ModelShape
 
 ENGINES = {

@@ -12,11 +12,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from exgrpo.train.distributed import start
-from exgrpo.train.errors import ExgrpoError, OutputError, os_errors_as, print_error
-from exgrpo.train.evaluate.evaluation import run
-from exgrpo.train.evaluate.options import parse_options
+from exgrpo.train.data.files import from_hub, read_rows
+from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.early import tell_offline
+from exgrpo.train.errors import OutputError, os_errors_as
+from exgrpo.train.evaluate.options import Options, parse_options
 from exgrpo.train.evaluate.scores import SourceScore, average
+from exgrpo.train.pretrained.location import on_hub
+from exgrpo.train.process import run_program
 
 SCORES = "scores.json"
 
@@ -60,13 +63,34 @@ def _number(value: float | None) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status."""
-    with ExitStack() as resources:
-        try:
-            options = parse_options(argv)
-            world = start(timeout_minutes=30)
-            scores = run(options, world, resources)
-            if world.is_main:
-                write(scores, options.output, Console())
-        except ExgrpoError as error:
-            return print_error(error)
-    return 0
+
+    def work(resources: ExitStack) -> None:
+        options = parse_options(argv)
+        look(options)
+        # torch, transformers and DeepSpeed: only for what can be right
+        from exgrpo.train.distributed import start
+        from exgrpo.train.evaluate.evaluation import run
+
+        world = start(timeout_minutes=30)
+        scores = run(options, world, resources)
+        if world.is_main:
+            write(scores, options.output, Console())
+
+    return run_program(work, "stopped: the same command goes on where the evaluation stood")
+
+
+def look(options: Options) -> None:
+    """Check what needs no model; see `exgrpo.train.early`.
+
+    Raises:
+        ExgrpoError: something is wrong; the message names it.
+    """
+    data = options.data
+    PromptFormat.of(data).check_settings()
+    # A list, since every path is looked at.
+    remote = [on_hub(options.model), *(from_hub(source) for source in data.test)]
+    if any(remote):
+        tell_offline()
+    for source, of_hub in zip(data.test, remote[1:], strict=True):
+        if not of_hub:
+            read_rows(source, split=data.test_split, limit=data.test_limit, seed=options.seed)
