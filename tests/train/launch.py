@@ -2,16 +2,18 @@
 
 import os
 import random
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import mkdtemp
 
-ROOT = Path(__file__).parents[2]
+from tests.train.warm import ROOT, Rank
+
 MAIN = ROOT / "exgrpo" / "train" / "main.py"
 
 
@@ -37,48 +39,62 @@ def environment() -> dict[str, str]:
     return {**os.environ, "DS_ACCELERATOR": "cpu", "COLUMNS": "200", "PYTHONPATH": path}
 
 
-def launch(script: Path, *arguments: str, ranks: int = 1, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run a script on so many CPU ranks, as the launcher would; stdout and stderr come back as text.
+class Ranks:
+    """A script on so many CPU ranks, as the launcher starts it: where one rank fails, the others are ended.
 
-    The launcher imports DeepSpeed twice and looks after its processes once a second: five seconds that most tests do
-    without. `launch_by_deepspeed` is the real one.
+    Args:
+        script: what every rank runs.
+        arguments: of the script.
+        ranks: how many.
     """
-    world = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    with TemporaryFile("w+") as out, TemporaryFile("w+") as err, ExitStack() as running:
-        processes = []
+
+    def __init__(self, script: Path, *arguments: str, ranks: int = 1) -> None:
+        folder = Path(mkdtemp(prefix="ranks"))
+        self._out, self._err = folder / "out", folder / "err"
+        for path in (self._out, self._err):
+            path.touch()
+        world = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        self.ranks = []
         for rank in range(ranks):
             of_rank = {name: str(value) for name, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            words = [sys.executable, "-u", str(script), f"--local_rank={rank}", *arguments]
-            process = subprocess.Popen(words, cwd=ROOT, env={**environment(), **of_rank}, stdout=out, stderr=err)
-            running.callback(process.kill)
-            processes.append(process)
-        status = first_failure(processes, timeout)
-        for file in (out, err):
-            file.seek(0)
-        return subprocess.CompletedProcess(processes[0].args, status, out.read(), err.read())
+            words = [str(script), f"--local_rank={rank}", *arguments]
+            self.ranks.append(Rank(words, {**environment(), **of_rank}, self._out, self._err))
+
+    def running(self) -> bool:
+        """Whether none has failed and one still runs."""
+        statuses = [rank.poll() for rank in self.ranks]
+        return None in statuses and not any(statuses)
+
+    def finish(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """What all have printed, and the first exit status other than 0, once all have ended.
+
+        Raises:
+            TimeoutExpired: they have not; they are killed.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            while self.running() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            status = next(filter(None, (rank.poll() for rank in self.ranks)), 0)
+            for rank in self.ranks if status else ():
+                rank.send(signal.SIGTERM)
+            for rank in self.ranks:
+                rank.wait(30 if status else max(0.0, deadline - time.monotonic()))
+        finally:
+            for rank in self.ranks:
+                rank.send(signal.SIGKILL)
+        printed = [path.read_text(errors="replace") for path in (self._out, self._err)]
+        shutil.rmtree(self._out.parent)
+        return subprocess.CompletedProcess(self.ranks[0].args, status, *printed)
 
 
-def first_failure(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
-    """The first exit status other than 0, at which the other processes are asked to end; 0 where all end with that."""
-    deadline = time.monotonic() + timeout
-    left = list(processes)
-    while left:
-        if time.monotonic() > deadline:
-            raise subprocess.TimeoutExpired(left[0].args, timeout)
-        for process in [process for process in left if process.poll() is not None]:
-            left.remove(process)
-            if process.returncode:
-                for other in left:
-                    other.terminate()
-                for other in left:
-                    other.wait(30)
-                return process.returncode
-        time.sleep(0.05)
-    return 0
+def launch(script: Path, *arguments: str, ranks: int = 1, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run a script on so many CPU ranks; stdout and stderr come back as text."""
+    return Ranks(script, *arguments, ranks=ranks).finish(timeout)
 
 
 def launch_by_deepspeed(script: Path, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """As `launch`, by the launcher that a user starts."""
+    """As `launch`, as a user does: by DeepSpeed's launcher, which takes five seconds more, and with cold imports."""
     return subprocess.run(
         command(script, *arguments, ranks=ranks),
         cwd=ROOT,
