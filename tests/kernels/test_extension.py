@@ -58,7 +58,7 @@ def test_a_wrong_switch_names_the_choices(name, build):
     assert f"{name}=yes: expected auto, force or skip" in result.stderr
 
 
-def test_without_a_compiler_it_is_pure_python_and_says_so_once(build, tmp_path):
+def test_without_a_compiler_it_is_pure_python_and_says_so_once(build, tmp_path, monkeypatch):
     result = build(**NO_COMPILER)
     assert result.returncode == 0
     assert (result.stdout + result.stderr).count("exgrpo will be pure Python") == 1
@@ -67,6 +67,7 @@ def test_without_a_compiler_it_is_pure_python_and_says_so_once(build, tmp_path):
     assert not compiled(tmp_path)
     (package,) = tmp_path.glob("lib*")
     file = package / "exgrpo" / "kernels" / "_C.abi3.so"
+    monkeypatch.setattr(sys, "path", [str(package)])  # the package under test may be installed, and whole
     assert built.why_missing(file, "a compiler", package) == (
         "_C.abi3.so was not built when exgrpo was installed: there is no C++ compiler; install g++ or clang++, or "
         "name one by CXX, then install exgrpo again by pip install --no-build-isolation"
@@ -226,7 +227,7 @@ def test_the_source_folder_knows_of_an_installed_package_that_is_whole(tmp_path,
         name = "PKG-INFO" if metadata.endswith("egg-info") else "METADATA"
         (folder / metadata / name).write_text("Metadata-Version: 2.1\nName: exgrpo\nVersion: 0.1.0\n")
         (folder / inside).parent.mkdir(parents=True)
-    monkeypatch.setattr(sys, "path", [str(source), str(site), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(source), str(site)])
     assert built.why_missing(source / inside, "a compiler", source).startswith("_C.abi3.so is not in ")
     (site / inside).touch()
     assert built.why_missing(source / inside, "a compiler", source) == (

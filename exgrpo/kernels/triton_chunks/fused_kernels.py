@@ -46,7 +46,7 @@ def target_logit_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         depth = start + tl.arange(0, BLOCK)
-        mask = (depth < width) & held
+        mask = depth < tl.where(held, width, 0)
         h = tl.load(hidden + depth, mask=mask, other=0.0).to(tl.float32)
         w = tl.load(weight + depth.to(tl.int64) * width_stride, mask=mask, other=0.0).to(tl.float32)
         total += h * w
