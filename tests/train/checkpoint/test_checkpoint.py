@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 
 import pytest
@@ -18,7 +17,7 @@ from exgrpo.train.recipe import to_yaml
 from exgrpo.train.trainer import Trainer
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld, RecordingPolicy, ScriptedEngine, answerer, question_set
-from tests.train.launch import MAIN, command, environment, launch
+from tests.train.launch import MAIN, Ranks, launch
 
 SMALL = (
     "--steps=8",
@@ -214,26 +213,16 @@ def test_a_run_killed_at_random_moments_gives_the_same_metrics(tmp_path, ranks):
     assert done.returncode == 0, done.stdout + done.stderr
     rng, kills = random.Random(ranks), 0
     while kills < 3:
-        running = subprocess.Popen(
-            command(MAIN, *arguments, "--output.name=killed", "--resume=auto", ranks=ranks),
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            _wait_for_progress(tmp_path / "killed", running, rng.uniform(0.0, 2.0))
-            if running.poll() is not None:
-                break
-            victims = subprocess.run(["pgrep", "-f", f"local_rank=.*{tmp_path}"], capture_output=True, text=True)
-            os.kill(int(rng.choice(victims.stdout.split())), signal.SIGKILL)
+        running = Ranks(MAIN, *arguments, "--output.name=killed", "--resume=auto", ranks=ranks)
+        _wait_for_progress(tmp_path / "killed", running, rng.uniform(0.0, 2.0))
+        alive = running.running()
+        if alive:
+            rng.choice(running.ranks).send(signal.SIGKILL)
             kills += 1
-            running.wait(timeout=120)
-        finally:
-            if running.poll() is None:
-                os.killpg(running.pid, signal.SIGKILL)
-            running.communicate()
+        done = running.finish()
+        if not alive:
+            assert done.returncode == 0, done.stdout + done.stderr
+            break
         if not find(tmp_path / "killed"):
             shutil.rmtree(tmp_path / "killed")  # killed before its first checkpoint: a new run needs the name
     assert kills
@@ -246,11 +235,11 @@ def test_a_run_killed_at_random_moments_gives_the_same_metrics(tmp_path, ranks):
     assert (tmp_path / "killed" / "samples.md").read_text() == (tmp_path / "whole" / "samples.md").read_text()
 
 
-def _wait_for_progress(folder, process, seconds):
+def _wait_for_progress(folder, run, seconds):
     """Until the run has a complete checkpoint more than it had, and then a random while."""
     before = find(folder)[0].step if find(folder) else 0
     deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
+    while run.running() and time.monotonic() < deadline:
         found = find(folder)
         if found and found[0].step > before:
             time.sleep(seconds)
