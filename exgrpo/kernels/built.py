@@ -1,6 +1,7 @@
 """What the installation has compiled, and why something is not there: `build.json`, which setup.py writes."""
 
 import json
+import os
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -17,10 +18,10 @@ def why_missing(file: Path, tools: str, root: Path = ROOT) -> str:
         tools: what it is built with.
         root: the folder that holds the package.
     """
-    inside = file.relative_to(root)
+    inside = os.path.relpath(file, root)
     # A program that is started in the source folder imports the package from there, whatever is installed.
     for distribution in distributions(name="exgrpo"):
-        if Path(str(distribution.locate_file(inside.as_posix()))).exists():
+        if Path(str(distribution.locate_file(inside))).exists():
             return (
                 f"exgrpo is imported from {root}, which has no {file.name}, and the installed package in "
                 f"{distribution.locate_file('')} has it; start Python in another folder, or use "

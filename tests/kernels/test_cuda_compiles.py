@@ -224,7 +224,7 @@ def on_hopper(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a driver")
 def test_the_driver_is_asked_before_anything_is_launched(on_hopper, built):
-    assert "not built" in binding.unavailable(torch.device("cuda"))
+    assert "_cuda.so is not in" in binding.unavailable(torch.device("cuda"))
     on_hopper.write_bytes(b"no library")
     assert "build it anew with EXGRPO_CUDA=force" in binding.unavailable(torch.device("cuda"))
     on_hopper.unlink()
@@ -242,7 +242,7 @@ SANITIZER = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "comp
 @pytest.mark.gpu
 @pytest.mark.skipif(not (ON_GPU and SANITIZER.exists()), reason="needs a GPU, _cuda.so and compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("test", ["rows.py::test_a_cap", "product.py::test_tiles_in_turn"])
+@pytest.mark.parametrize("test", ["passes.py::test_a_cap", "fused.py::test_tiles_in_turn"])
 def test_sanitized(tool, test):
     options = [f"--tool={tool}", "--error-exitcode=3", "--target-processes=all"]
     tests = [sys.executable, "-m", "pytest", "-q", "-k", "gpu", f"tests/kernels/test_cuda_{test}"]

@@ -178,14 +178,13 @@ def test_a_run_has_the_name_of_one_folder(name):
 @pytest.mark.parametrize(
     "argument", ["KEY=[", "KEY=!!bool x", "KEY=2024-13-45", "KEY=" + "[" * 5000, "=", "x" * 100_000]
 )
-def test_overrides_that_are_no_values_are_one_line(argument, capsys):
+def test_overrides_that_are_no_values_are_one_line(argument):
     with pytest.raises(ConfigError) as error:
         from_arguments([argument])
     assert len(str(error.value)) < 600
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(ConfigError) as error:
         parse_args(["--policy.overrides", argument])
-    assert exit_.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
+    assert "\n" not in str(error.value)
 
 
 class Rude:

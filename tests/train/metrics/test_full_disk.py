@@ -8,10 +8,10 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
-from exgrpo.train import recorder, run
+from exgrpo.train import distributed, process, recorder, run
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
 from exgrpo.train.errors import OutputError, os_errors_as
-from exgrpo.train.evaluate import program
+from exgrpo.train.evaluate import evaluation, program
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.trackers import TensorBoard
 from tests.train.fakes import LoneWorld
@@ -25,7 +25,7 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path, name):
     (tmp_path / name).symlink_to(FULL)
     log = RunLog(tmp_path)
     writes = {
-        METRICS: lambda: log.metrics({"step": 1}),
+        METRICS: lambda: log.metrics("training", {"step": 1}),
         SAMPLES: lambda: log.sample(1, "question", "gold", [("label", "text" * 10_000)]),
     }
     with pytest.raises(OutputError, match=rf"^{tmp_path / name} {WAY_ON}"):
@@ -35,15 +35,15 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path, name):
 
 def test_what_was_written_before_stays(tmp_path, monkeypatch):
     log = RunLog(tmp_path)
-    log.metrics({"step": 1, "reward": 0.5})
+    log.metrics("training", {"step": 1, "reward": 0.5})
     position = log.position()
     with open(FULL, "a") as full:
         monkeypatch.setattr(log, "_metrics", full)
         with pytest.raises(OutputError):
-            log.metrics({"step": 2, "reward": 0.5})
+            log.metrics("training", {"step": 2, "reward": 0.5})
         log.close()
     again = RunLog(tmp_path, resume=position)
-    again.metrics({"step": 2, "reward": 0.25})
+    again.metrics("training", {"step": 2, "reward": 0.25})
     again.close()
     lines = (tmp_path / METRICS).read_text().splitlines()
     assert [json.loads(line)["reward"] for line in lines] == [0.5, 0.25]
@@ -73,7 +73,7 @@ def test_all_ranks_hear_of_it(tmp_path):
     made = object.__new__(recorder.Recorder)
     made._parts, made._next, made._log = SimpleNamespace(world=Watched()), {}, RunLog(tmp_path)
     with pytest.raises(OutputError):
-        made.record({"step": 1})
+        made.record("training", {"step": 1})
     assert isinstance(told[-1], OutputError)
     made._log.close()
 
@@ -86,7 +86,7 @@ def test_tensorboard_on_a_full_disk_is_one_warning(tmp_path, caplog, capfd):
     events.symlink_to(FULL)
     log = RunLog(tmp_path, [board])
     for step in range(1, 400):
-        log.metrics({"step": step, "reward": 0.5})
+        log.metrics("training", {"step": step, "reward": 0.5})
     log.close()
     (warning,) = caplog.messages
     assert warning.startswith("TensorBoard failed ([Errno 28] No space left on device)")
@@ -113,9 +113,11 @@ def test_a_model_that_cannot_be_saved_is_named(tmp_path):
 
 def test_scores_that_cannot_be_written_are_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / program.SCORES).symlink_to(FULL)
-    monkeypatch.setattr(program, "start", lambda timeout_minutes: LoneWorld())
-    monkeypatch.setattr(program, "run", lambda options, world, resources: {})
+    monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
+    monkeypatch.setattr(distributed, "start", lambda timeout_minutes: LoneWorld())
+    monkeypatch.setattr(evaluation, "run", lambda options, world, resources: {})
     monkeypatch.setattr(program, "average", lambda scores: 0.5)
-    assert program.main(["some/model", "--data=a.jsonl", f"--output={tmp_path}"]) == 2
+    questions = ("--data.test=builtin:arithmetic", "--data.test_limit=1")
+    assert program.main(["builtin:arithmetic", *questions, f"--output={tmp_path}"]) == 2
     message = f"error: {tmp_path / program.SCORES} cannot be written: No space left on device\n"
     assert capsys.readouterr().err == message

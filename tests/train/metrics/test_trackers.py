@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from exgrpo.train import run as program
+from exgrpo.train import process, program
 from exgrpo.train.config import Config
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.metrics.run_log import RunLog
@@ -188,6 +188,7 @@ def test_a_tracker_that_cannot_start_is_one_error_and_the_others_are_closed(tmp_
 def test_a_missing_package_is_one_clear_error_before_anything_is_set_up(tmp_path, monkeypatch, capsys):
     for name in ("wandb", "trackio"):
         monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
     folder = tmp_path / "runs"
     assert program.main(["--output.trackers", "tensorboard", "wandb", "trackio", f"--output.folder={folder}"]) == 2
     error = capsys.readouterr().err

@@ -165,7 +165,7 @@ def test_ranks_that_share_an_engine_give_the_same_answers(observed):
 def test_what_it_cannot_do_is_named(observed, ranks, name):
     for seen in observed(ranks, name):
         assert "kv_cache_gib (1e-05) does not suit sequences of 52 tokens" in seen["small cache"]
-        assert "kv_cache_gib (100000) does not suit" in seen["large cache"]
+        assert "kv_cache_gib (16384) does not suit" in seen["large cache"]
         assert "max_prompt_tokens + max_tokens (2000 + 49) exceed the 2048 positions of" in seen["long"]
         assert seen["not too long"] is None
         assert seen["scaled positions"] is None

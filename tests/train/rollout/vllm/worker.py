@@ -214,7 +214,7 @@ def refusals(folder, ranks):
         "scaled positions": refused_length(find_model(str(scaled)), 4000, 96),
         "beyond scaled positions": refused_length(find_model(str(scaled)), 4000, 97),
         "small cache": refused(lambda: make(folder, "fp32", ranks, kv_cache_gib=1e-5)),
-        "large cache": refused(lambda: make(folder, "fp32", ranks, kv_cache_gib=1e5)),
+        "large cache": refused(lambda: make(folder, "fp32", ranks, kv_cache_gib=16384)),
         "long": refused_length(find_model(str(folder)), 2000, 49),
         "not too long": refused_length(find_model(str(folder)), 2000, 48),
     }
