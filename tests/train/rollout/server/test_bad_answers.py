@@ -20,32 +20,10 @@ from exgrpo.train.rollout.server.pool import NoServerError
 from exgrpo.train.rollout.server.reply import Reply, ServerError, SilentServerError, read_reply
 from exgrpo.train.rollout.server.sender import WeightSender
 from tests.train import tiny
-from tests.train.rollout.server.test_client import (
-    CPU,
-    PROMPT,
-    SAMPLING,
-    FakeServer,
-    choice,
-    jobs,
-    pool_of,
-    proper,
-    reply,
-)
+from tests.train.rollout.server.fake_server import choice, reply
+from tests.train.rollout.server.test_client import CPU, PROMPT, SAMPLING, jobs, pool_of, proper
 
 VOCABULARY = 100
-
-
-@pytest.fixture
-def fakes():
-    made = []
-
-    def make():
-        made.append(FakeServer())
-        return made[-1]
-
-    yield make
-    for fake in made:
-        fake.close()
 
 
 def changed(**values):

@@ -1,0 +1,75 @@
+"""A server that gives what a test wants."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from exgrpo.train.rollout.server.check import FRESH
+
+
+def choice(index, tokens=(7, 2), version=FRESH, reason="stop"):
+    content = [{"token_id": token, "logprob": -0.5} for token in tokens]
+    return {
+        "index": index,
+        "finish_reason": reason,
+        "token_ids": list(tokens),
+        "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+        "logprobs": {"content": content},
+    }
+
+
+def reply(*choices, cached=None):
+    return {"choices": list(choices), "usage": {"prompt_tokens_details": cached and {"cached_tokens": cached}}}
+
+
+class Listener(ThreadingHTTPServer):
+    request_queue_size = 1000
+
+
+class FakeServer:
+    """Gives what `answers` has for a route: an object, a function of the request, or (status, object); else 404."""
+
+    def __init__(self):
+        self.answers = {}
+        self.asked = []
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                route = self.path.strip("/")
+                request = json.loads(body or b"{}")
+                fake.asked.append((route, request))
+                answer = fake.answers.get(route, (404, {"detail": "Not Found"}))
+                answer = answer(request) if callable(answer) else answer
+                status, given = answer if isinstance(answer, tuple) else (200, answer)
+                if status is None:  # hang up
+                    self.close_connection = True
+                    return
+                text = json.dumps(given).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.send_header("Connection", "close")  # as uvicorn does where it was asked to
+                self.end_headers()
+                self.wfile.write(text)
+
+            do_GET = do_POST = answer
+
+            def log_message(self, *arguments):
+                pass
+
+        self._server = Listener(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def generates(self, answer):
+        self.answers["inference/v1/generate"] = answer
+
+    def requests(self, route="inference/v1/generate"):
+        return [request for asked, request in self.asked if asked == route]
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
