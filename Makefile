@@ -14,7 +14,7 @@ OWNERS := 'openrlhf==0.11.2; python_version < "3.13"' peft==0.21.2 pylatexenc==2
 TWO_FILES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 RECORD := benchmarks/results/latest.json
 
-.PHONY: train test test-processors bench lint clean
+.PHONY: train test check test-processors bench lint clean
 
 # `make train ENGINE=vllm` installs vLLM's build for CPUs and generates with it.
 train: $(READY) $(if $(filter vllm,$(ENGINE)),$(VLLM))
@@ -27,6 +27,11 @@ test: $(READY) lint
 	[ "$$(uname -s)" != Linux ] || $(MAKE) $(VLLM)
 	$(BIN)/pytest $(TWO_FILES)
 	TRITON_INTERPRET=1 $(BIN)/pytest $(TWO_FILES) tests/kernels -W ignore::RuntimeWarning
+
+# For those who develop: what takes long is left out.
+check: $(READY) lint
+	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS) $(OWNERS)
+	$(BIN)/pytest $(TWO_FILES) -m "not slow"
 
 # The tests of the kernels ten times, as on several processors. `make test-processors ARGS="-k bits"`
 test-processors: $(READY)

@@ -1,5 +1,7 @@
 """What holds for all tests."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
@@ -8,9 +10,23 @@ settings.register_profile("untimed", deadline=None)  # a busy machine is no fail
 settings.load_profile("untimed")
 
 
+SLOW = (
+    *("benchmarks", "integrations", "test_extras.py", "train/report", "train/rollout/server/test_engine.py"),
+    *("train/evaluate/test_program.py", "train/reward/test_grading.py"),
+    *(f"kernels/test_{name}.py" for name in ("cpu_fused", "cpu_passes", "cpu_product_sanitized", "cuda_compiles")),
+    *(f"kernels/test_{name}.py" for name in ("extension", "launch_tuner", "memory", "vocab_group", "autograd")),
+)
+"""Files and folders that take more than about ten seconds each, besides those that start programs."""
+
+
 def pytest_collection_modifyitems(items):
     """Files whose tests start programs come first: they take minutes, and one that came last would run alone."""
     items.sort(key=lambda item: not hasattr(item.module, "launch"))
+    here = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(here).as_posix()
+        if hasattr(item.module, "launch") or path.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture
