@@ -136,6 +136,7 @@ def test_another_rank_leaves_the_folder_to_the_first(monkeypatch, tmp_path):
 def no_offline(monkeypatch):
     """An environment that says nothing about the hub, and that is as before afterwards."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 def test_a_hub_that_refuses_is_found_out_at_once_and_settled_for_all_libraries(monkeypatch, no_offline, capsys):

@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -73,7 +74,8 @@ class Rank:
 @cache
 def _server() -> str:
     """The address of this process's server, which is started at the first call."""
-    folder = tempfile.mkdtemp(prefix="warm")
+    folder = tempfile.mkdtemp(prefix="warm", dir="/tmp")  # the address of a socket has at most 107 characters
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address = f"{folder}/socket"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     server = subprocess.Popen(
