@@ -4,6 +4,7 @@ This module and what it imports at its top stay free of those three; a test keep
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -50,9 +51,7 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     check_attention(config.policy.attention)
     PromptFormat.of(config.data).check_settings()
     data, reward = config.data, config.reward
-    # A list, since every path is looked at: one that does not exist is an error whatever the others are.
-    if any([on_hub(config.policy.path), from_hub(data.train), data.test is not None and from_hub(data.test)]):
-        tell_offline()
+    check_places(config.policy.path, [source for source in (data.train, data.test) if source is not None])
 
     def read(source: str, split: str, limit: int | None) -> list[Row]:
         return read_rows(source, split=split, limit=limit, seed=config.seed)
@@ -95,8 +94,17 @@ def check_output(config: Config) -> None:
         raise ConfigError(f"output.folder: {root} cannot be written, because of {there}; choose another output.folder")
 
 
-def tell_offline() -> None:
-    """Find out whether the hub answers; where it does not, say so once and take files from the cache alone."""
+def check_places(model: str, sources: Sequence[str]) -> None:
+    """Whether a model and questions can be where they are said to be.
+
+    If one of them is on the hub and that does not answer, it says so once, and files come from the cache alone.
+
+    Raises:
+        ExgrpoError: there is no such folder or file.
+    """
+    # A list, since every place is looked at: one that does not exist is an error whatever the others are.
+    if not any([on_hub(model), *(from_hub(source) for source in sources)]):
+        return
     reason = offline_reason()
     if reason and is_first_rank():
         print(f"{reason}: models and data sets of the hub are taken from the cache of this machine", flush=True)

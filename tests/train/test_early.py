@@ -143,7 +143,7 @@ def test_a_hub_that_refuses_is_found_out_at_once_and_settled_for_all_libraries(m
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{probe.getsockname()[1]}")
-        early.tell_offline()
+        early.check_places("owner/model", [])
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert "does not answer: models and data sets of the hub are taken from the cache" in capsys.readouterr().out
 

@@ -14,11 +14,10 @@ from rich.table import Table
 
 from exgrpo.train.data.files import from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.early import tell_offline
+from exgrpo.train.early import check_places
 from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.evaluate.options import Options, parse_options
 from exgrpo.train.evaluate.scores import SourceScore, average
-from exgrpo.train.pretrained.location import on_hub
 from exgrpo.train.process import run_program
 
 SCORES = "scores.json"
@@ -87,10 +86,7 @@ def look(options: Options) -> None:
     """
     data = options.data
     PromptFormat.of(data).check_settings()
-    # A list, since every path is looked at.
-    remote = [on_hub(options.model), *(from_hub(source) for source in data.test)]
-    if any(remote):
-        tell_offline()
-    for source, of_hub in zip(data.test, remote[1:], strict=True):
-        if not of_hub:
+    check_places(options.model, data.test)
+    for source in data.test:
+        if not from_hub(source):
             read_rows(source, split=data.test_split, limit=data.test_limit, seed=options.seed)
