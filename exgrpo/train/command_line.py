@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,9 @@ from pydantic import BaseModel, ValidationError
 from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.mistakes import explain, nearest
+
+UNREAD = 141
+"""Exit status of a program whose output nobody reads any more."""
 
 
 def names(argv: Sequence[str]) -> list[str]:
@@ -56,6 +60,9 @@ def one_line(model: type[BaseModel], program: str) -> Iterator[None]:
         if not ended.code:  # after --help
             raise
         raise ConfigError(f"{_problem(ended, model) or _unframed(told.getvalue())} (see {program} --help)") from None
+    except BrokenPipeError:  # of `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(UNREAD) from None
     sys.stderr.write(told.getvalue())
 
 

@@ -8,6 +8,7 @@ if __name__ == "__main__":
     from exgrpo.extras import needs
 
     with needs(__name__, "exgrpo[train]"):
+        from exgrpo.train.ending import leave
         from exgrpo.train.program import main
 
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

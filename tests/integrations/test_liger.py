@@ -6,11 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 
 from exgrpo.integrations.liger import LOSS_TYPES, LigerFusedLinearGRPOLoss
 from exgrpo.kernels.reference import linear_log_prob
+from tests.gloo import on_ranks
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 5, 9, 16, 67
 TEMPERATURE = 0.8
@@ -197,18 +196,15 @@ def test_it_needs_no_liger(monkeypatch):
     assert liger.LigerFusedLinearGRPOLoss(beta=0.0)(**batch())[0].isfinite()
 
 
-def check_rank(rank, folder):
+def check_rank(rank):
     """Ranks with different numbers of tokens, counted or told."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(rank)
     call = batch()
     call["attention_mask"][rank:] = 1
     compare(call, beta=0.0)
     compare(call | {"num_items_in_batch": 70}, beta=0.0)
-    dist.destroy_process_group()
 
 
 def test_processes_divide_by_their_common_number_of_tokens(tmp_path):
     liger()
-    torch.multiprocessing.spawn(check_rank, (tmp_path,), nprocs=2)
+    on_ranks(check_rank, 2, tmp_path)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from exgrpo.integrations.openrlhf import log_probs_from_hidden, patch_actor
+from tests.gloo import on_ranks
 
 TEMPERATURE = 0.7
 
@@ -217,14 +218,12 @@ def test_patching_twice_and_vision_models_are_refused(openrlhf):
         patch_actor(actor)
 
 
-def check_zero3(rank, folder):
+def check_zero3(rank):
     """A parameter is empty outside of its module's forward and backward, on one rank too."""
-    torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="1", DS_ACCELERATOR="cpu")
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which would be compiled, for minutes
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=1)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     config = {"train_batch_size": 1, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
@@ -249,8 +248,7 @@ def check_zero3(rank, folder):
             found = log_probs.detach(), entropy.detach(), *gradients
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
             actor.model.step()
-    torch.distributed.destroy_process_group()
 
 
 def test_the_heads_weight_is_gathered_under_zero3(openrlhf, tmp_path):
-    torch.multiprocessing.spawn(check_zero3, (tmp_path,), nprocs=1)
+    on_ranks(check_zero3, 1, tmp_path)

@@ -1,8 +1,8 @@
 """Heads split, sharded and replicated over two processes."""
 
 import pytest
-import torch
-import torch.multiprocessing
+
+from tests.gloo import on_ranks
 
 from . import ranks
 
@@ -18,4 +18,4 @@ from . import ranks
 )
 def test_two_ranks(needed, checks, tmp_path):
     pytest.importorskip(needed, reason=f"{needed} is not installed")
-    torch.multiprocessing.spawn(ranks.start, (checks, str(tmp_path)), nprocs=ranks.WORLD)
+    on_ranks(ranks.check, ranks.WORLD, tmp_path, checks)

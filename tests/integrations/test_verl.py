@@ -16,6 +16,7 @@ import torch.multiprocessing
 
 from exgrpo.integrations import verl as integration
 from exgrpo.integrations.verl import linear_cross_entropy, patch_verl
+from tests.gloo import on_ranks
 from tests.kernels import peers
 
 TEMPERATURE = 1.5
@@ -231,10 +232,8 @@ def test_verls_workers_are_patched_by_a_module_that_they_import(tmp_path):
     assert run.stdout.split()[-1] == "exgrpo.integrations.verl"
 
 
-def check_rank(rank, ranks, folder):
+def check_rank(rank):
     """Each rank has its rows of the head; the gradients of the hidden states are summed outside, as in verl's test."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     torch.manual_seed(0)
     hidden, weight, labels = head(37, 24, 2 * 51, torch.float64)
     mine = weight.detach()[51 * rank : 51 * (rank + 1)].requires_grad_()
@@ -249,18 +248,15 @@ def check_rank(rank, ranks, folder):
     alone = dist.new_group([0]), dist.new_group([1])  # a tensor-parallel size of 1
     ours = linear_cross_entropy(hidden, weight, labels, TEMPERATURE, "none", alone[rank])
     torch.testing.assert_close(torch.autograd.grad(ours, (hidden, weight), upstream), wanted)
-    dist.destroy_process_group()
 
 
 def test_tensor_parallel_ranks_give_the_whole_results_and_shares_of_the_gradient(tmp_path):
-    torch.multiprocessing.spawn(check_rank, (2, tmp_path), nprocs=2)
+    on_ranks(check_rank, 2, tmp_path)
 
 
-def check_megatron(rank, folder):
+def check_megatron(rank):
     """Each rank has a half of the tokens and of the head, as Megatron's sequence and tensor parallelism leave them."""
-    torch.set_num_threads(1)
     torch.cuda.current_device = lambda: torch.device("cpu")  # where Megatron puts what it gathers
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     importlib.import_module("megatron.core.parallel_state").initialize_model_parallel(tensor_model_parallel_size=2)
     fused = importlib.import_module("verl.models.mcore.model_forward_fused")
     patch_verl()
@@ -283,9 +279,8 @@ def check_megatron(rank, folder):
     ours = output.log_probs, output.entropy
     torch.testing.assert_close(ours, exact)
     torch.testing.assert_close(torch.autograd.grad(ours, mine, upstream), (wanted[0][tokens], wanted[1][rows]))
-    dist.destroy_process_group()
 
 
 def test_its_megatron_forward_gets_the_gradients_of_the_whole(tmp_path):
     require_whole_verl("megatron")
-    torch.multiprocessing.spawn(check_megatron, (tmp_path,), nprocs=2)
+    on_ranks(check_megatron, 2, tmp_path)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from exgrpo.kernels import extension, linear_log_prob, linear_policy_loss, reference
 
@@ -14,6 +13,7 @@ if extension.OPERATORS.product_unavailable():
 
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.cpu_chunks import cpu_fused, cpu_passes
+from tests.gloo import on_ranks
 
 from .support import assert_as_good, check_schema, error, make_case, make_tokens, relative_error
 from .test_memory import PeakMemory
@@ -283,13 +283,11 @@ def test_same_values_with_and_without_a_gradient():
     assert torch.equal(result.entropy, without.entropy)
 
 
-def check_shard(rank, world, folder):
+def check_shard(rank):
     """Each rank keeps its rows of the head, the last one none; log-probabilities, and the gradients' shares.
 
     The second one stores its part column by column: it must take the same passes as the others, who would wait for it.
     """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     torch.manual_seed(0)
     case = make_case(48, 24, 101, torch.bfloat16, "cpu", bias=True)
     with torch.no_grad():
@@ -310,11 +308,10 @@ def check_shard(rank, world, folder):
     assert error(result.entropy.detach(), whole.entropy.detach()) <= 2e-5
     for mine_found, all_of_it in zip(found, (expected[0], expected[1][mine], expected[2][mine]), strict=True):
         assert relative_error(mine_found, all_of_it) <= ROUNDING
-    dist.destroy_process_group()
 
 
 def test_split_vocabulary(tmp_path):
-    torch.multiprocessing.spawn(check_shard, args=(3, str(tmp_path)), nprocs=3)
+    on_ranks(check_shard, 3, tmp_path)
 
 
 def test_below_two_chunks_of_memory(monkeypatch):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference, sequence_entropy
+from tests.gloo import on_ranks
 
 from .conftest import BACKENDS, set_chunk_bytes
 from .support import make_case, make_tokens
@@ -70,9 +70,7 @@ def same_on_all_ranks(values, group):
     assert all(torch.equal(values, other) for other in gathered)
 
 
-def run_rank(rank, world, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+def run_rank(rank, world):
     set_chunk_bytes(pytest.MonkeyPatch(), 7 * 101 * 4)
     for backend in BACKENDS:
         for sizes in SPLITS:
@@ -85,9 +83,8 @@ def run_rank(rank, world, folder):
         # Two groups beside each other, each with a head of its own.
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         check_split(rank % 2, [70, 31], pairs[rank // 2], BACKENDS[0], {}, torch.float64)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_split_vocabulary(world, tmp_path):
-    torch.multiprocessing.spawn(run_rank, args=(world, str(tmp_path)), nprocs=world)
+    on_ranks(run_rank, world, tmp_path, world)

@@ -137,3 +137,32 @@ def test_a_process_that_cannot_be_read_has_no_command_and_no_parent():
     assert ending._command(2**22 + 1) == []
     assert ending._parent(2**22 + 1) == 0
     assert ending._parent(os.getpid()) == os.getppid()
+
+
+LEFT = """
+import atexit, sys
+from exgrpo.train.ending import leave
+class Late:
+    def __del__(self):
+        print("taken apart")
+late = Late()
+atexit.register(print, "cleaned up")
+print("work done")
+leave(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_program_leaves_after_its_clean_up_without_taking_the_interpreter_apart(status):
+    process = python(LEFT, str(status))
+    assert process.communicate(timeout=PATIENCE)[0] == "work done\ncleaned up\n"
+    assert process.returncode == status
+
+
+def test_help_that_nobody_reads():
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "exgrpo/train/main.py", "--help"]
+    done = subprocess.run(command, cwd=Path(ending.__file__).parents[2], stdout=writes, stderr=subprocess.PIPE)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -1,0 +1,29 @@
+"""Processes of a gloo group, for tests of what several ranks do together."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+
+def on_ranks(work, ranks, folder, *arguments):
+    """Calls `work(rank, *arguments)` in a process per rank, each with one thread and in one group; fails as they do.
+
+    Args:
+        folder: of this call alone; the ranks meet there.
+    """
+    torch.multiprocessing.spawn(_start, (work, ranks, str(folder), arguments), nprocs=ranks)
+
+
+def _start(rank, work, ranks, folder, arguments):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    work(rank, *arguments)
+    dist.destroy_process_group()
+    # Not through the end of the interpreter: a thread of gloo that lets go of a tensor then aborts the process
+    # (torch 2.13, pytorch issue 190489), and a group that something still refers to keeps its threads.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
