@@ -110,11 +110,12 @@ def one_round(
     """Push, generate, count."""
     sampling = Sampling(config.rollout.max_tokens, config.rollout.temperature)
     counts = [config.rollout.samples] * len(prompts)
+    seeds = [derive_seed(seed, "prompt", i) for i in range(len(prompts))]
     start = time.perf_counter()
     engine.push_weights(iter(weights))
     pushed = time.perf_counter()
     engine.wake()
-    tokens = sum(len(answer.rollout.response) for answer in engine.generate(prompts, counts, sampling, seed))
+    tokens = sum(len(answer.rollout.response) for answer in engine.generate(prompts, counts, sampling, seeds))
     end = time.perf_counter()
     engine.sleep()
     counted = engine.counts()

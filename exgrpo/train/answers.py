@@ -111,7 +111,7 @@ class Answerer:
             [np.array(question.prompt, dtype=np.int32) for _, (question, _) in share],
             [count for _, (_, count) in share],
             sampling,
-            derive_seed(seed, "rank", self.world.rank // ranks),
+            [derive_seed(seed, "question", question.index) for _, (question, _) in share],
         )
         try:
             for answer in finished:

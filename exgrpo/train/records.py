@@ -21,11 +21,13 @@ class Rollout:
         finished: False where the answer was cut at the length limit.
         log_prob: [R] fp32, the engine's own log-probability of each token under the policy that it sampled from, at the
             sampling temperature; or None where it has none.
+        entropy: [R] fp32, the entropy in nats of that policy where the token was sampled; or None.
     """
 
     response: TokenIds
     finished: bool
     log_prob: npt.NDArray[np.float32] | None = None
+    entropy: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,13 +39,13 @@ def check_engine(
     """
     world = policy.world
     sampling = Sampling(max_tokens=max_tokens, log_prob=True)
-    seed = derive_seed(seed, "weight check", world.rank // engine.ranks)
+    seeds = [derive_seed(seed, "weight check", world.rank // engine.ranks, i) for i in range(len(prompts))]
     engine.wake()
     counts = [2] * len(prompts)
     answers: list[list[Rollout]] = [[] for _ in prompts]
     problem: RolloutError | None = None
     try:
-        answers = collect(counts, engine.generate(prompts, counts, sampling, seed))
+        answers = collect(counts, engine.generate(prompts, counts, sampling, seeds))
     except RolloutError as error:
         problem = error
     engine.sleep()

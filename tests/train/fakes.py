@@ -47,8 +47,8 @@ class ScriptedEngine:
         self.calls: list[dict[int, int]] = []
         self.log: deque[str] = deque()
 
-    def generate(self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seed: int):
-        rng = np.random.default_rng(seed)
+    def generate(self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seeds: Sequence[int]):
+        rng = np.random.default_rng(list(seeds))
         self.log.append("generate")
         self.calls.append({int(prompt[0]): count for prompt, count in zip(prompts, counts, strict=True)})
         answers = []

@@ -36,7 +36,7 @@ def observe(world, folder, urls):
     engine.push_weights(policy.weights())
     seen["after"] = check_engine(policy, engine, prompts, dtype="fp32", max_tokens=12, seed=0)
     mine = prompts[world.rank :: world.size]
-    answers = collect([5] * len(mine), engine.generate(mine, [5] * len(mine), Sampling(12), seed=0))
+    answers = collect([5] * len(mine), engine.generate(mine, [5] * len(mine), Sampling(12), list(range(len(mine)))))
     seen["answers"] = sum(len(of_prompt) for of_prompt in answers)
     seen["differing"] = engine.differing(policy.weights())
     seen["prompt tokens"] = engine.counts().prompt_tokens

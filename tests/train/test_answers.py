@@ -25,7 +25,7 @@ class FixedEngine:
     def __init__(self, happened):
         self.happened = happened
 
-    def generate(self, prompts, counts, sampling, seed):
+    def generate(self, prompts, counts, sampling, seeds):
         for i in range(len(prompts)):
             yield Finished(i, 1, Rollout(np.array([3, 4, 5], np.int32), finished=False))
         for i in range(len(prompts)):
@@ -42,7 +42,7 @@ class FixedEngine:
 
 
 class FailingEngine(FixedEngine):
-    def generate(self, prompts, counts, sampling, seed):
+    def generate(self, prompts, counts, sampling, seeds):
         yield Finished(0, 0, Rollout(np.array([3, 4, EOS], np.int32), finished=True))
         raise RolloutError("no server is left")
 
@@ -63,7 +63,7 @@ class KeepingGrader:
 
 
 class StoppedEngine(FixedEngine):
-    def generate(self, prompts, counts, sampling, seed):
+    def generate(self, prompts, counts, sampling, seeds):
         for i in range(len(prompts)):
             yield Finished(i, 1, Rollout(np.array([3, 4, EOS], np.int32), finished=True))
             yield Finished(i, 0, Rollout(np.array([3, 4, STOP], np.int32), finished=True))

@@ -29,8 +29,8 @@ class CuttingEngine(ScriptedEngine):
 
     whole = 0
 
-    def generate(self, prompts, counts, sampling, seed):
-        for answer in super().generate(prompts, counts, sampling, seed):
+    def generate(self, prompts, counts, sampling, seeds):
+        for answer in super().generate(prompts, counts, sampling, seeds):
             rollout = dataclasses.replace(answer.rollout, finished=answer.prompt < self.whole)
             yield Finished(answer.prompt, answer.sample, rollout)
 

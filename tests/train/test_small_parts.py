@@ -17,7 +17,6 @@ from exgrpo.train.distributed import World
 from exgrpo.train.metrics.display import COLUMNS, Display, fitting
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.pretrained.tokenizer import load_pretrained
-from exgrpo.train.rollout.transformers_engine import torch_seed
 from exgrpo.train.seeds import derive_seed, generator
 from tests.train import tiny
 
@@ -33,17 +32,6 @@ def test_seeds_differ_by_purpose_and_number_and_repeat():
     assert derive_seed(0, "rollouts", 3) == derive_seed(0, "rollouts", 3)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert generator(3, "replay").integers(1 << 40) == generator(3, "replay").integers(1 << 40)
-
-
-def test_torch_seed_leaves_the_outer_state():
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    with torch_seed(7, torch.device("cpu")):
-        first = torch.rand(3)
-    assert torch.equal(torch.rand(3), expected)
-    with torch_seed(7, torch.device("cpu")):
-        assert torch.equal(torch.rand(3), first)
 
 
 @given(st.integers(1, 5), st.lists(st.integers(), max_size=20))

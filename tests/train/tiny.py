@@ -14,6 +14,7 @@ from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Group, Rollout, TokenIds, Trajectory
 from exgrpo.train.rollout import RolloutEngine, Sampling, collect
 from exgrpo.train.rollout.settings import EngineSettings
+from exgrpo.train.seeds import derive_seed
 from tests.train.configs import configured
 
 VOCABULARY = 97
@@ -61,7 +62,8 @@ def rollouts(
     engine: RolloutEngine, prompts: list[TokenIds], counts: list[int], sampling: Sampling, seed: int
 ) -> list[list[Rollout]]:
     """All answers of an engine, by prompt."""
-    return collect(counts, engine.generate(prompts, counts, sampling, seed))
+    seeds = [derive_seed(seed, "prompt", i) for i in range(len(prompts))]
+    return collect(counts, engine.generate(prompts, counts, sampling, seeds))
 
 
 def trajectory(rng: np.random.Generator, question: int, reward: float) -> Trajectory:

@@ -9,10 +9,10 @@ import torch
 
 from exgrpo.train.answers import Answers
 from exgrpo.train.experience import Replay, Selected
-from exgrpo.train.policy.mismatch import mismatch_metrics
+from exgrpo.train.policy.mismatch import Floats, mismatch_metrics
 from exgrpo.train.policy.ratios import BINS, log_ratio_quantiles
 from exgrpo.train.policy.update import UpdateStats
-from exgrpo.train.records import Group, Score
+from exgrpo.train.records import Group
 
 UPDATE_MEANS = (
     "loss",
@@ -55,6 +55,7 @@ class StepRecord:
         groups: with the scores of their fresh answers.
         sources: the data source of each group's question.
         answers: the fresh answers of each group.
+        compared: log-probs of the trainer and of the engine, of answers that both have scored.
         stale: whether the answers were generated while the step before was updating.
         selected: what was replayed.
         pass_rate: fraction of the fresh answers that are successes.
@@ -68,6 +69,7 @@ class StepRecord:
     groups: Sequence[Group]
     sources: Sequence[str]
     answers: Answers
+    compared: Sequence[tuple[Floats, Floats]]
     stale: bool
     selected: Sequence[Selected]
     pass_rate: float
@@ -110,7 +112,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         "seconds": total,
         **{f"seconds/{phase}": value for phase, value in seconds.items()},
         "staleness": float(record.stale),
-        **_of_mismatch(answers, scores),
+        **_of_mismatch(record.compared),
     }
 
 
@@ -147,12 +149,12 @@ def _of_replay(replay: Replay) -> dict[str, float]:
     }
 
 
-def _of_mismatch(answers: Answers, scores: Sequence[Score]) -> dict[str, float]:
+def _of_mismatch(compared: Sequence[tuple[Floats, Floats]]) -> dict[str, float]:
     """How far the engine's log-probs are from the trainer's; nothing where the engine gave none."""
-    of_engine = [rollout.log_prob for rollout in answers.rollouts if rollout.log_prob is not None]
-    if not of_engine:
+    if not compared:
         return {}
-    numbers = mismatch_metrics([score.log_prob for score in scores], of_engine)
+    trainer, engine = zip(*compared, strict=True)
+    numbers = mismatch_metrics(trainer, engine)
     return {f"mismatch/{name}": value for name, value in numbers.items()}
 
 

@@ -1,13 +1,12 @@
-"""From graded groups to mini-batches of rows with advantages, and from rows to padded micro-batches.
+"""From graded groups to mini-batches of rows with advantages, and the tensors of micro-batches.
 
-B rows of a micro-batch, L padded length, P prompt tokens, R response tokens.
+P prompt tokens, R response tokens.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ import torch
 from exgrpo.kernels import group_advantage
 from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.policy.mismatch import truncated_weight
+from exgrpo.train.policy.segments import Segments
 from exgrpo.train.records import Group, TokenIds
 
 IGNORED = -100
@@ -87,17 +87,20 @@ class MiniBatch:
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """Tensors of one forward pass. Position t predicts the token at t + 1.
+    """Tensors of one forward pass; `layout` makes them.
 
-    Sequences are padded on the right. Causal attention then needs no mask: no real token can see a pad.
+    Padded, B rows of at most L tokens: position t predicts the token at t + 1. Packed, N tokens without padding, which
+    predict T targets.
 
     Attributes:
-        tokens: [B, L] int64 input ids.
-        target: [B, L] int64, the response token predicted there, -100 elsewhere.
+        tokens: [B, L] or [1, N] int64 input ids.
+        target: [B, L] or [T] int64, the response token that is predicted, -100 for none.
+        segments: where packed tokens belong; None: the batch is padded.
     """
 
     tokens: torch.Tensor
     target: torch.Tensor
+    segments: Segments | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +108,9 @@ class MicroBatch(TokenBatch):
     """Tensors of one forward pass with a loss.
 
     Attributes:
-        old_log_prob: [B, L] fp32, 0 where target is -100.
-        advantage: [B] fp32, or [B, L] where tokens have weights of their own.
-        replayed: [B] bool.
+        old_log_prob: fp32, shaped like the target, 0 where that is -100.
+        advantage: fp32, [B], or shaped like the target.
+        replayed: bool, [B], or shaped like the target.
     """
 
     old_log_prob: torch.Tensor
@@ -194,65 +197,3 @@ def _minibatch(rows: list[TrainingRow], objective: ObjectiveConfig, max_tokens: 
         rows = [dataclasses.replace(row, advantage=row.advantage / len(row.response)) for row in rows]
     learnt = [row for row in rows if not row.masked and (row.advantage != 0 or objective.entropy_coef > 0)]
     return MiniBatch(tuple(learnt), float(normalizer), tokens)
-
-
-def schedule(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
-    """Spread rows over ranks and into micro-batches.
-
-    Longest first, each row goes to the rank with the fewest tokens so far; each rank then groups its rows, which
-    are sorted by length, so that rows * longest <= budget. Every rank gets the same number of micro-batches
-    (empty ones at the end), because ranks that disagree on the number of passes wait for each other for ever.
-
-    Returns:
-        for each rank its micro-batches, each a list of indices into `lengths`.
-    """
-    load = [0] * ranks
-    share: list[list[int]] = [[] for _ in range(ranks)]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = load.index(min(load))
-        load[rank] += lengths[i]
-        share[rank].append(i)
-    batches = [_group(indices, lengths, budget) for indices in share]
-    most = max(len(of_rank) for of_rank in batches)
-    return [of_rank + [[] for _ in range(most - len(of_rank))] for of_rank in batches]
-
-
-def _group(indices: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    groups: list[list[int]] = []
-    for i in indices:
-        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= budget:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
-
-
-def collate_tokens(sequences: Sequence[TokenSequence], device: torch.device) -> TokenBatch:
-    """Pad sequences to a batch. No sequences: one of two tokens without a target, which weighs nothing."""
-    length = max((sequence.length for sequence in sequences), default=2)
-    shape = (max(len(sequences), 1), length)
-    tokens, target = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-    for i, sequence in enumerate(sequences):
-        tokens[i, : sequence.length] = np.concatenate([sequence.prompt, sequence.response[:-1]])
-        target[i, sequence.predicting] = sequence.response
-    return TokenBatch(*_moved(device, tokens, target))
-
-
-def collate(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
-    """Pad rows to a micro-batch; no rows are padded as by `collate_tokens`."""
-    batch = collate_tokens(rows, device)
-    shape = tuple(batch.tokens.shape)
-    old_log_prob = np.zeros(shape, np.float32)
-    advantage = np.array([row.advantage for row in rows] or [0.0], np.float32)
-    if any(row.weight is not None for row in rows):
-        advantage = np.repeat(advantage[:, None], shape[1], axis=1)
-    for i, row in enumerate(rows):
-        old_log_prob[i, row.predicting] = row.old_log_prob
-        if row.weight is not None:
-            advantage[i, row.predicting] *= row.weight
-    replayed = np.array([row.replayed for row in rows] or [False])
-    return MicroBatch(batch.tokens, batch.target, *_moved(device, old_log_prob, advantage, replayed))
-
-
-def _moved(device: torch.device, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)

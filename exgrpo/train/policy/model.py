@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -46,13 +47,30 @@ class PolicyModel(nn.Module):
         open_head(model.get_output_embeddings())
 
     def forward(self, batch: TokenBatch, terms: float | LossTerms) -> LogProb | PolicyLoss:
-        """Log-probs and entropies [B, L] at a temperature; with `LossTerms` and a `MicroBatch`, the loss."""
-        decoder = self.model.get_decoder()
-        hidden = decoder(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        """Log-probs and entropies by target at a temperature; with `LossTerms` and a `MicroBatch`, the loss."""
+        hidden = self._hidden(batch)
         if isinstance(terms, LossTerms):
             assert isinstance(batch, MicroBatch)
             return compute(self.model.get_output_embeddings(), hidden, partial(self._loss, batch, terms))
         return compute(self.model.get_output_embeddings(), hidden, partial(self._log_prob, batch, terms))
+
+    def _hidden(self, batch: TokenBatch) -> torch.Tensor:
+        """[B, L, H] or, packed, [T, H] hidden states, by target."""
+        decoder = self.model.get_decoder()
+        parts = batch.segments
+        if parts is None:
+            return decoder(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        # transformers looks no further for a mask where it is given one, and the attention does not read it.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.tokens.device)
+        output = decoder(
+            input_ids=batch.tokens,
+            attention_mask=mask,
+            position_ids=parts.position,
+            segments=parts,
+            use_cache=False,
+        )
+        # An embedding's lookup: its backward adds up what the answers to a prompt give to its last token.
+        return nn.functional.embedding(parts.source, output.last_hidden_state[0])
 
     def _log_prob(self, batch: TokenBatch, temperature: float, head: HeadInputs) -> LogProb:
         return linear_log_prob(

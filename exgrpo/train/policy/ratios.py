@@ -24,15 +24,15 @@ def count_log_ratios(log_ratio: torch.Tensor, replayed: torch.Tensor, active: to
     """Count tokens by log-ratio, without waiting for the device.
 
     Args:
-        log_ratio: [B, L] nats; NaN is left out.
-        replayed: [B] bool.
-        active: [B, L] bool, the tokens that count.
+        log_ratio: [...] nats; NaN is left out.
+        replayed: bool, which can be broadcast to that.
+        active: [...] bool, the tokens that count.
 
     Returns:
         [2, BINS] int64 on the same device: of fresh and of replayed tokens.
     """
     place = (torch.asinh(log_ratio.double() / NEAR_ZERO) / RESOLUTION).round().clamp(-REACH, REACH) + REACH
-    index = place.nan_to_num().long() + BINS * replayed[:, None]
+    index = place.nan_to_num().long() + BINS * replayed
     known = (active & ~log_ratio.isnan()).long()
     counts = known.new_zeros(2 * BINS)
     return counts.index_add_(0, index.flatten(), known.flatten()).view(2, BINS)

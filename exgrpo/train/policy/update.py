@@ -43,11 +43,11 @@ class Tally:
     def add(self, batch: MicroBatch, result: PolicyLoss) -> None:
         """Take in a micro-batch; one without rows weighs nothing."""
         active = batch.target >= 0
-        replayed = active & batch.replayed[:, None]
-        fresh = active & ~batch.replayed[:, None]
+        of_token = batch.replayed if batch.replayed.shape == batch.target.shape else batch.replayed[:, None]
+        replayed, fresh = active & of_token, active & ~of_token
         ratio = result.ratio.double()
         weight = ratio if self.beta is None else ratio / (ratio + self.beta)
-        advantage = batch.advantage if batch.advantage.dim() == 2 else batch.advantage[:, None]
+        advantage = batch.advantage if batch.advantage.shape == batch.target.shape else batch.advantage[:, None]
         zero = ratio.new_zeros(())
         self.sums.append(
             torch.stack(
@@ -64,7 +64,7 @@ class Tally:
                 ]
             )
         )
-        self.log_ratios.append(count_log_ratios(result.log_prob - batch.old_log_prob, batch.replayed, active))
+        self.log_ratios.append(count_log_ratios(result.log_prob - batch.old_log_prob, of_token, active))
 
     def stats(self, world: World, *, grad_norm: float | torch.Tensor, applied: bool) -> UpdateStats:
         """What the step did, over all ranks, which call it together."""

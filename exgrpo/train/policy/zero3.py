@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 from transformers import PreTrainedModel, get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
@@ -13,12 +14,17 @@ from transformers.integrations import HfDeepSpeedConfig
 from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.policy.batch import MiniBatch, TokenSequence, collate, collate_tokens, schedule
+from exgrpo.train.policy.attention import PACKED
+from exgrpo.train.policy.batch import MiniBatch, TokenSequence
+from exgrpo.train.policy.layout import Layout, Packed, Padded
 from exgrpo.train.policy.model import LossTerms, PolicyModel
 from exgrpo.train.policy.update import Tally, UpdateStats
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Score
+
+PACKED_GAP = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+"""Mean difference of log-probs, in nats, below which packed and padded sequences are taken to give the same."""
 
 
 class Policy:
@@ -42,6 +48,8 @@ class Policy:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             except ValueError as error:
                 raise ConfigError(f"policy.gradient_checkpointing: {error}") from error
+        if config.policy.attention == "sdpa" and model._can_set_attn_implementation():
+            model.set_attn_implementation(PACKED)
         wrapped = PolicyModel(model, config.policy.kernel_backend)
         optimizer = torch.optim.AdamW(
             wrapped.parameters(),
@@ -62,6 +70,30 @@ class Policy:
             config=settings,
             dist_init_required=False,
         )
+        self.layout: Layout = Packed() if self._packs() else Padded()
+
+    def _packs(self) -> bool:
+        """Whether packed sequences give what padded ones do: tried, since any layer could look at its neighbours."""
+        if self.model.config._attn_implementation != PACKED:
+            return False
+        rng = np.random.default_rng(0)
+        size = self.model.config.get_text_config().vocab_size
+        prompts = [rng.integers(size, size=length).astype(np.int32) for length in (5, 3)]
+        sequences = [
+            TokenSequence(prompts[i // 2], rng.integers(size, size=length).astype(np.int32))
+            for i, length in enumerate((4, 1, 6, 2))
+        ]
+        scores = {}
+        for self.layout in (Padded(), Packed()):
+            try:
+                scores[type(self.layout)] = self.score(sequences, 1.0)
+            except (NotImplementedError, TypeError):  # of the attention, or a decoder that takes no segments
+                return False
+        gaps = [
+            np.abs(padded.log_prob - packed.log_prob)
+            for padded, packed in zip(scores[Padded], scores[Packed], strict=True)
+        ]
+        return bool(np.concatenate(gaps).mean() < PACKED_GAP[self.model.dtype])
 
     @property
     def model(self) -> PreTrainedModel:
@@ -84,16 +116,15 @@ class Policy:
 
         The work is spread over all ranks.
         """
-        plan = schedule([sequence.length for sequence in sequences], self.budget, self.world.size)
+        plan = self.layout.plan(sequences, self.budget, self.world.size)
         self.engine.eval()
         mine: list[tuple[int, Score]] = []
         for indices in plan[self.world.rank]:
-            batch = collate_tokens([sequences[i] for i in indices], self.world.device)
-            result = self.engine(batch, temperature)
+            of_pass = [sequences[i] for i in indices]
+            result = self.engine(self.layout.tokens(of_pass, self.world.device), temperature)
             log_prob, entropy = result.log_prob.cpu().numpy(), result.entropy.cpu().numpy()
-            for line, i in enumerate(indices):
-                span = sequences[i].predicting
-                mine.append((i, Score(log_prob[line, span].copy(), entropy[line, span].copy())))
+            for i, place in zip(indices, self.layout.places(of_pass), strict=True):
+                mine.append((i, Score(log_prob[place].copy(), entropy[place].copy())))
         return self.world.join(mine)
 
     def update(self, minibatch: MiniBatch, objective: ObjectiveConfig, *, clip: bool) -> UpdateStats:
@@ -109,11 +140,11 @@ class Policy:
             normalizer=minibatch.normalizer / self.world.size,
             temperature=self.temperature,
         )
-        plan = schedule([row.length for row in minibatch.rows], self.budget, self.world.size)
+        plan = self.layout.plan(minibatch.rows, self.budget, self.world.size)
         self.engine.train()
         tally = Tally(terms.beta)
         for indices in plan[self.world.rank] or [[]]:
-            batch = collate([minibatch.rows[i] for i in indices], self.world.device)
+            batch = self.layout.rows([minibatch.rows[i] for i in indices], self.world.device)
             result = self.engine(batch, terms)
             self.engine.backward(result.loss, scale_wrt_gas=False)
             tally.add(batch, result)

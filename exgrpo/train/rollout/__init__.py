@@ -3,7 +3,7 @@
 from exgrpo.train.errors import RolloutError
 from exgrpo.train.rollout.engine import EngineCounts, Finished, RolloutEngine, Sampling, collect
 from exgrpo.train.rollout.stops import NO_STOPS, Stops, text_of
-from exgrpo.train.rollout.transformers_engine import TransformersEngine
+from exgrpo.train.rollout.transformers.engine import TransformersEngine
 
 __all__ = [
     "NO_STOPS",

@@ -59,14 +59,18 @@ class RolloutEngine(Protocol):
     ranks: int
 
     def generate(
-        self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seed: int
+        self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seeds: Sequence[int]
     ) -> Iterator[Finished]:
         """Sample counts[i] answers to prompts[i] and give each as soon as it is finished, in any order.
+
+        seeds[i], below 2^63, is that of prompts[i]. Where `unrepeatable` is None the same call gives the same answers.
+        An engine that can lets the answers to a prompt depend on its seed and the weights alone, up to rounding: not on
+        the other prompts of the call, nor on the process.
 
         The caller's random state stays as it was, between the answers too. A response ends with its EOS token or with
         the token that completes a string of `sampling.stop` (finished), or was cut after `max_tokens` (not finished).
         With `sampling.log_prob` every rollout carries the engine's own log-probs under the policy that was sampled
-        from: at the temperature, and of the nucleus.
+        from, at the temperature, and of the nucleus, and its entropies where the engine knows them.
 
         It waits for no other rank and, where it runs elsewhere (servers), may be called in a thread of its own.
 

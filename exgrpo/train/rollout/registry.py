@@ -9,7 +9,7 @@ from exgrpo.train.pretrained.check import check_positions
 from exgrpo.train.rollout.engine import RolloutEngine
 from exgrpo.train.rollout.server.engine import ServerEngine
 from exgrpo.train.rollout.settings import EngineSettings
-from exgrpo.train.rollout.transformers_engine import TransformersEngine
+from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from exgrpo.train.rollout.vllm import availability
 from exgrpo.train.rollout.vllm.engine import VllmEngine
 

@@ -53,8 +53,9 @@ class Stops:
         length = self.end(answer.response)
         if length is None:
             return answer
-        log_prob = None if answer.log_prob is None else answer.log_prob[:length].copy()
-        return replace(answer, response=answer.response[:length].copy(), finished=True, log_prob=log_prob)
+        parts = {"response": answer.response, "log_prob": answer.log_prob, "entropy": answer.entropy}
+        shorter: dict[str, Any] = {name: of[:length].copy() for name, of in parts.items() if of is not None}
+        return replace(answer, finished=True, **shorter)
 
     def _stopped(self, tokens: Tokens) -> bool:
         return bool(self.strings) and _start(self.decode(tokens), self.strings) is not None

@@ -20,7 +20,8 @@ from exgrpo.train.estimate.budget import gpu_memory, head_bytes, phases
 from exgrpo.train.estimate.parts import MOMENTS, Hardware, peak
 from exgrpo.train.estimate.rollout import asleep_bytes, rollout_memory, rollout_seconds, rows_at_once
 from exgrpo.train.estimate.shape import read_shape
-from exgrpo.train.policy.batch import TrainingRow, collate
+from exgrpo.train.policy.batch import TrainingRow
+from exgrpo.train.policy.layout import pad_rows
 from exgrpo.train.policy.model import LossTerms, PolicyModel
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Trajectory
@@ -64,7 +65,7 @@ def micro_batch(length: int, prompt: int):
     rng = np.random.default_rng(0)
     ids = [rng.integers(3, VOCABULARY, n).astype(np.int32) for n in (prompt, length - prompt + 1)]
     row = TrainingRow(ids[0], ids[1], np.full(len(ids[1]), -4.5, np.float32), 1.0)
-    return collate([row] * ROWS, torch.device("cpu"))
+    return pad_rows([row] * ROWS, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

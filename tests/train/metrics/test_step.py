@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from exgrpo.kernels import PolicyLoss
-from exgrpo.train.policy.batch import TrainingRow, collate, schedule
+from exgrpo.train.policy.batch import TrainingRow
+from exgrpo.train.policy.layout import pad_rows, schedule
 from exgrpo.train.policy.ratios import BINS, NEAR_ZERO, PERCENT, RESOLUTION, count_log_ratios, log_ratio_quantiles
 from exgrpo.train.policy.update import Tally, UpdateStats
 from tests.train.trainers import half, make
@@ -81,7 +82,7 @@ def stats(batch: list[TrainingRow], *, budget: int, ranks: int, beta: float | No
     for share in schedule([row.length for row in batch], budget, ranks):
         tally = Tally(beta)
         for indices in share:
-            micro = collate([batch[i] for i in indices], torch.device("cpu"))
+            micro = pad_rows([batch[i] for i in indices], torch.device("cpu"))
             log_prob = torch.where(micro.target >= 0, -0.9, 0.0)
             ratio = torch.where(micro.target >= 0, (log_prob - micro.old_log_prob).exp(), 0.0)
             nothing = torch.zeros_like(ratio)

@@ -13,7 +13,8 @@ from exgrpo.kernels import PolicyLoss
 from exgrpo.train.config import ExperienceConfig
 from exgrpo.train.experience import Replay
 from exgrpo.train.metrics.display import COLUMNS
-from exgrpo.train.policy.batch import TrainingRow, collate
+from exgrpo.train.policy.batch import TrainingRow
+from exgrpo.train.policy.layout import pad_rows
 from exgrpo.train.policy.update import Tally
 from tests.train.experience.test_memory import group
 from tests.train.fakes import LoneWorld
@@ -88,7 +89,7 @@ def test_tokens_with_a_gradient_have_an_advantage_and_are_not_clipped(weighed):
         )
         for n, advantage in zip(lengths, advantages, strict=True)
     ]
-    batch = collate(rows, torch.device("cpu"))
+    batch = pad_rows(rows, torch.device("cpu"))
     nothing = torch.zeros(batch.target.shape)
     clipped = torch.zeros(batch.target.shape)
     clipped[2, rows[2].predicting][:clipped_tokens] = 1

@@ -14,10 +14,8 @@ from exgrpo.train.policy.batch import (
     TrainingRow,
     build_minibatches,
     build_rows,
-    collate,
-    collate_tokens,
-    schedule,
 )
+from exgrpo.train.policy.layout import pad_rows, pad_tokens, schedule
 from exgrpo.train.records import Group, Score, Trajectory
 
 
@@ -94,7 +92,7 @@ def test_collated_targets_sit_one_position_before_their_token():
         TrainingRow(np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32), np.array([-1, -2], np.float32), 0.5),
         TrainingRow(np.array([6], np.int32), np.array([7, 8, 9, 10], np.int32), np.full(4, -3, np.float32), -1.0, True),
     ]
-    batch = collate(rows, torch.device("cpu"))
+    batch = pad_rows(rows, torch.device("cpu"))
     assert batch.tokens.tolist() == [[1, 2, 3, 4], [6, 7, 8, 9]]
     assert batch.target.tolist() == [[IGNORED, IGNORED, 4, 5], [7, 8, 9, 10]]
     assert batch.old_log_prob.tolist() == [[0, 0, -1, -2], [-3, -3, -3, -3]]
@@ -103,7 +101,7 @@ def test_collated_targets_sit_one_position_before_their_token():
 
 
 def test_an_empty_microbatch_has_no_target():
-    batch = collate([], torch.device("cpu"))
+    batch = pad_rows([], torch.device("cpu"))
     assert batch.tokens.shape == (1, 2)
     assert (batch.target == IGNORED).all()
 
@@ -120,13 +118,13 @@ def test_log_probs_of_the_engine_make_weights_by_token_and_leave_the_advantage()
     for row, of_own in zip(rows, own, strict=False):
         np.testing.assert_array_equal(row.old_log_prob, of_own)
     np.testing.assert_array_equal(rows[2].old_log_prob, group.replayed.log_prob)
-    batch = collate(rows, torch.device("cpu"))
+    batch = pad_rows(rows, torch.device("cpu"))
     expected = torch.zeros(3, 5)
     for i, factors in enumerate([[np.exp(-1), 2.0], [np.exp(-1), 1.0, 2.0], [1.0]]):
         expected[i, 2 : 2 + len(factors)] = torch.tensor(factors) * rows[i].advantage
     real = batch.target != IGNORED
     torch.testing.assert_close(batch.advantage[real], expected[real].float())
-    assert collate(plain, torch.device("cpu")).advantage.shape == (3,)
+    assert pad_rows(plain, torch.device("cpu")).advantage.shape == (3,)
 
 
 def test_masked_rows_count_and_carry_no_gradient():
@@ -140,7 +138,7 @@ def test_masked_rows_count_and_carry_no_gradient():
 
 def test_tokens_are_padded_alike_with_and_without_a_loss():
     rows = [TrainingRow(prompt(0)[:n], np.arange(n, 9, dtype=np.int32), np.zeros(9 - n, np.float32)) for n in (1, 3)]
-    plain, whole = collate_tokens(rows, torch.device("cpu")), collate(rows, torch.device("cpu"))
+    plain, whole = pad_tokens(rows, torch.device("cpu")), pad_rows(rows, torch.device("cpu"))
     assert torch.equal(plain.tokens, whole.tokens)
     assert torch.equal(plain.target, whole.target)
     assert [row.predicting for row in rows] == [slice(0, 8), slice(2, 8)]

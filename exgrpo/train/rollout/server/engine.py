@@ -62,9 +62,9 @@ class ServerEngine:
         self._pool.renew({url: "" if of_server.label == FRESH else other for url, of_server in facts.items()})
 
     def generate(
-        self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seed: int
+        self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seeds: Sequence[int]
     ) -> Iterator[Finished]:
-        """See `RolloutEngine.generate`; the seed is not used.
+        """See `RolloutEngine.generate`; the seeds are not used.
 
         Raises:
             NoServerError: no server is left.

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.vllm.probe import differing
 from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, kept_process_group, one_line
 from exgrpo.train.rollout.vllm.sleep import Sleep
+from exgrpo.train.seeds import derive_seed
 
 GIB = 2**30
 BLOCK_TOKENS = 32
@@ -24,9 +26,9 @@ BLOCK_TOKENS = 32
 class VllmEngine:
     """Continuous batching with a paged cache; answers to one prompt share its blocks.
 
-    The same seed and prompts give the same rollouts in the same process layout, on CPUs bit for bit: vLLM draws from
-    the process's global generators, of which it has a state of its own that is seeded for each call, and no cached
-    block outlives a call.
+    On CPUs the same call gives the same rollouts bit for bit: vLLM draws from the process's global generators, of which
+    it has a state of its own that is seeded for each call, and no cached block outlives a call. On GPUs each answer has
+    a generator of its own.
 
     The process group must exist already: without one vLLM makes a world of one for the whole process. All ranks make
     their engines together.
@@ -60,7 +62,7 @@ class VllmEngine:
         self._prompt_tokens = self._cached_tokens = 0
 
     def generate(
-        self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seed: int
+        self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seeds: Sequence[int]
     ) -> Iterator[Finished]:
         """See `RolloutEngine.generate`. What is not finished when the iterator is closed is given up."""
         if self._sleep.asleep:
@@ -68,12 +70,12 @@ class VllmEngine:
         if self._engine.has_unfinished_requests():
             raise RuntimeError("the rollout engine still generates for an earlier call: finish or close that first")
         asked = {f"{i}.{sample}": (i, sample) for i, count in enumerate(counts) for sample in range(count)}
-        self._guest.seed(seed)
+        self._guest.seed(derive_seed(0, "call", *seeds))
         try:
             with self._guest:
                 # What an earlier call has cached would change the shapes of the products, and so their rounding.
                 self._engine.reset_prefix_cache()
-                self._add(asked, prompts, sampling)
+                self._add(asked, prompts, sampling, seeds)
             while self._engine.has_unfinished_requests():
                 with self._guest:
                     outputs = self._engine.step()
@@ -92,9 +94,16 @@ class VllmEngine:
             with self._guest:
                 self._engine.abort_request(list(asked))
 
-    def _add(self, asked: dict[str, tuple[int, int]], prompts: Sequence[TokenIds], sampling: Sampling) -> None:
+    def _add(
+        self,
+        asked: dict[str, tuple[int, int]],
+        prompts: Sequence[TokenIds],
+        sampling: Sampling,
+        seeds: Sequence[int],
+    ) -> None:
         kind = self._vllm.sampling_params.RequestOutputKind
-        parameters = self._vllm.SamplingParams(
+        parameters = partial(
+            self._vllm.SamplingParams,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -104,9 +113,11 @@ class VllmEngine:
             # Stop strings are looked for here, after each token: vLLM has no tokenizer.
             output_kind=kind.CUMULATIVE if sampling.stop else kind.FINAL_ONLY,
         )
-        for name, (i, _) in asked.items():
+        for name, (i, sample) in asked.items():
             tokens = self._vllm.inputs.tokens_input(prompts[i].tolist())
-            self._engine.add_request(name, tokens, parameters)
+            # vLLM sets such a generator back where a prompt is read in parts, which torch's on CPUs cannot do.
+            own = derive_seed(seeds[i], "sample", sample) if self._guest.device.type == "cuda" else None
+            self._engine.add_request(name, tokens, parameters(seed=own))
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `RolloutEngine.push_weights`.

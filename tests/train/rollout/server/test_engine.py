@@ -97,7 +97,7 @@ def moved(fleet, *, tied=True, dtype="fp32"):
 
 def sample(engine, counts=COUNTS, temperature=TEMPERATURE, **changes):
     sampling = Sampling(MAX_TOKENS, temperature=temperature, log_prob=True, **changes)
-    return collect(counts, engine.generate(PROMPTS, counts, sampling, seed=0))
+    return collect(counts, engine.generate(PROMPTS, counts, sampling, range(len(PROMPTS))))
 
 
 @pytest.mark.parametrize(("name", "tied", "dtype"), [("first", True, "fp32"), ("bf16", False, "bf16")])
@@ -184,7 +184,7 @@ def test_prompts_that_share_a_block_come_from_the_cache_until_a_push(fleet, open
     for push in (True, False, True):
         if push:
             engine.push_weights(policy.weights())
-        collect([1], engine.generate([prompt], [1], Sampling(2), seed=0))
+        collect([1], engine.generate([prompt], [1], Sampling(2), [0]))
         counts = engine.counts()
         assert counts.prompt_tokens == 40
         cached.append(counts.cached_tokens)
@@ -194,7 +194,7 @@ def test_prompts_that_share_a_block_come_from_the_cache_until_a_push(fleet, open
 def test_a_consumer_that_has_enough_leaves_no_request_behind(fleet, opened):
     engine = opened(fleet.first)
     engine.push_weights(moved(fleet).weights())
-    answers = engine.generate(PROMPTS * 20, [4] * 120, Sampling(LONGEST - 8), seed=0)
+    answers = engine.generate(PROMPTS * 20, [4] * 120, Sampling(LONGEST - 8), range(300))
     next(answers)
     answers.close()
     # A push waits for all requests that are still there.
@@ -222,7 +222,7 @@ def test_a_killed_server_loses_no_answer_and_comes_back_with_the_next_push(fleet
     policy = moved(fleet)
     engine.push_weights(policy.weights())
     counts = [4] * 300
-    answers = engine.generate([PROMPTS[i % 6] for i in range(300)], counts, Sampling(LONGEST - 8), seed=0)
+    answers = engine.generate([PROMPTS[i % 6] for i in range(300)], counts, Sampling(LONGEST - 8), range(300))
     got = [next(answers)]
     fleet.second.kill()
     got += answers

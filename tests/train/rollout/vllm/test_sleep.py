@@ -110,7 +110,7 @@ class GpuEngine(VllmEngine):
 
 def generated(engine):
     engine.wake()
-    ((rollout,),) = collect([1], engine.generate([PROMPT], [1], Sampling(1), seed=0))
+    ((rollout,),) = collect([1], engine.generate([PROMPT], [1], Sampling(1), [0]))
     engine.sleep()
     return rollout.response[0]
 
@@ -155,12 +155,12 @@ def test_a_sleeping_engine_refuses_to_work(level):
     engine = GpuEngine(level)
     engine.sleep()
     with pytest.raises(RuntimeError, match="asleep: wake it"):
-        next(engine.generate([PROMPT], [1], Sampling(1), seed=0))
+        next(engine.generate([PROMPT], [1], Sampling(1), [0]))
     with pytest.raises(RuntimeError, match="asleep: compare its weights before"):
         engine.differing(Weights(2))
     engine.push_weights(Weights(2))
     with pytest.raises(RuntimeError, match="asleep: wake it"):  # it has its weights, but no cache yet
-        next(engine.generate([PROMPT], [1], Sampling(1), seed=0))
+        next(engine.generate([PROMPT], [1], Sampling(1), [0]))
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

@@ -73,7 +73,7 @@ def process_state():
 
 
 def sample(engine, sampling, seed, prompts=PROMPTS, counts=COUNTS):
-    return collect(counts, engine.generate(prompts, counts, sampling, seed))
+    return collect(counts, engine.generate(prompts, counts, sampling, [seed] * len(prompts)))
 
 
 def plain(answers):
@@ -95,7 +95,7 @@ def watch_stream(engine, sampling, seed):
     """The answers one by one, while this process draws random numbers of its own."""
     before = process_state()
     untouched, unfinished, finished = [], [], []
-    for answer in engine.generate(PROMPTS, COUNTS, sampling, seed):
+    for answer in engine.generate(PROMPTS, COUNTS, sampling, [seed] * len(PROMPTS)):
         untouched.append(process_state() == before)
         random.random()
         torch.rand(3)
@@ -110,9 +110,9 @@ def watch_stream(engine, sampling, seed):
 
 
 def stop_early(engine, sampling, seed):
-    stream = engine.generate(PROMPTS, COUNTS, sampling, seed)
+    stream = engine.generate(PROMPTS, COUNTS, sampling, [seed] * len(PROMPTS))
     next(stream)
-    second = refused(lambda: next(engine.generate(PROMPTS, COUNTS, sampling, seed)))
+    second = refused(lambda: next(engine.generate(PROMPTS, COUNTS, sampling, [seed] * len(PROMPTS))))
     stream.close()
     scheduler = engine._engine.engine_core.engine_core.scheduler
     return {"second call": second, "left by a closed call": len(scheduler.requests)}

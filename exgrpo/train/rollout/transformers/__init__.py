@@ -1,0 +1,1 @@
+"""Rollouts by models of transformers in the process: engine, decoding, draws, cache and attention."""

@@ -1,0 +1,135 @@
+"""Answers token by token: a batch of rows, of which those that have ended are left out.
+
+N answers of the batch, M prompts, P tokens of the longest prompt, R tokens of the longest answer.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from exgrpo.train.records import Rollout, TokenIds
+from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.rollout.transformers.cache import roomy_cache
+from exgrpo.train.rollout.transformers.draws import Noise, draw
+
+KEPT = 0.8
+"""Rows that have ended stay until fewer than this fraction is left: to leave them out copies the cache."""
+
+
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel,
+    prompts: Sequence[TokenIds],
+    prompt_of: npt.NDArray[np.int64],
+    sampling: Sampling,
+    noise: Noise,
+    *,
+    eos: TokenIds,
+    pad: int,
+) -> Iterator[tuple[int, Rollout]]:
+    """Sample answers and give each with its number as soon as it is finished.
+
+    The prompts are read once each, whatever number of answers they have.
+
+    Args:
+        model: on the device where it computes.
+        prompts: M prompts.
+        prompt_of: [N], which prompt each answer belongs to.
+        sampling: how.
+        noise: of N answers.
+        eos: token ids that end an answer.
+        pad: fills prompts up, on the left.
+    """
+    state = _Rows(model, prompts, pad)
+    logits = state.read(state.tokens)
+    state.select(prompt_of)
+    logits = logits[torch.from_numpy(prompt_of).to(logits.device)]
+    answers, open_ = np.arange(len(prompt_of)), np.ones(len(prompt_of), bool)
+    shape = (len(prompt_of), sampling.max_tokens)
+    responses, log_prob, entropy = np.empty(shape, np.int32), np.empty(shape, np.float32), np.empty(shape, np.float32)
+
+    def rollout(answer: int, length: int, *, finished: bool) -> tuple[int, Rollout]:
+        response = responses[answer, :length].copy()
+        if not sampling.log_prob:
+            return answer, Rollout(response, finished)
+        return answer, Rollout(response, finished, *(of[answer, :length].copy() for of in (log_prob, entropy)))
+
+    for position in range(sampling.max_tokens):
+        drawn = draw(logits, torch.from_numpy(noise.at(position, answers)).to(logits.device), sampling)
+        tokens = drawn.token.cpu().numpy()
+        responses[answers, position] = tokens
+        log_prob[answers, position] = drawn.log_prob.cpu().numpy()
+        entropy[answers, position] = drawn.entropy.cpu().numpy()
+        last = (tokens[:, None] == eos).any(1)
+        ended = open_ & last
+        if sampling.stop:  # a token in which a stop string ends: what is to be cut is found later
+            for place in np.flatnonzero(open_ & ~ended):
+                ended[place] = sampling.stop.reached(responses[answers[place], : position + 1])
+        for place in np.flatnonzero(ended):
+            yield rollout(int(answers[place]), position + 1, finished=bool(last[place]))
+        open_ &= ~ended
+        if not open_.any() or position + 1 == sampling.max_tokens:
+            break
+        if open_.mean() < KEPT:
+            left = np.flatnonzero(open_)
+            answers, open_, tokens = answers[left], open_[left], tokens[left]
+            state.select(left)
+        logits = state.read(torch.from_numpy(tokens[:, None].astype(np.int64)))
+    for answer in answers[open_]:
+        yield rollout(int(answer), sampling.max_tokens, finished=False)
+
+
+class _Rows:
+    """What the model has read of each row.
+
+    Args:
+        model: reads.
+        prompts: the rows to begin with.
+        pad: fills them up on the left.
+
+    Attributes:
+        tokens: [M, P] int64, the prompts.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[TokenIds], pad: int) -> None:
+        self._model = model
+        self._cache = roomy_cache(model.config)
+        width = max(len(prompt) for prompt in prompts)
+        tokens = np.full((len(prompts), width), pad, np.int64)
+        self._start = np.array([width - len(prompt) for prompt in prompts])
+        for row, prompt in enumerate(prompts):
+            tokens[row, self._start[row] :] = prompt
+        self.tokens = torch.from_numpy(tokens)
+        self._length = 0
+        self._accepted = set(inspect.signature(model.forward).parameters)
+
+    def read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[N, V] logits behind the last of [N, R] new tokens."""
+        new = np.arange(self._length, self._length + tokens.shape[1])
+        self._length += tokens.shape[1]
+        mask = np.arange(self._length) >= self._start[:, None]
+        position = np.maximum(new - self._start[:, None], 0)
+        device = self._model.device
+        known: dict[str, Any] = {
+            "position_ids": torch.from_numpy(position).to(device),
+            "logits_to_keep": 1,
+        }
+        output: Any = self._model(
+            input_ids=tokens.to(device),
+            # Without it the model need not look for what is hidden.
+            attention_mask=None if mask.all() else torch.from_numpy(mask.astype(np.int64)).to(device),
+            past_key_values=self._cache,
+            use_cache=True,
+            **{name: value for name, value in known.items() if name in self._accepted},
+        )
+        return output.logits[:, -1]
+
+    def select(self, rows: npt.NDArray[np.int64]) -> None:
+        """Go on with some of the rows, in this order."""
+        self._cache.reorder_cache(torch.from_numpy(rows).to(self._model.device))
+        self._start = self._start[rows]

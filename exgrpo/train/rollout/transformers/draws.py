@@ -1,0 +1,108 @@
+"""Tokens drawn from logits, each answer with random numbers of its own.
+
+N rows, V tokens of the vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import TopPLogitsWarper
+
+from exgrpo.train.rollout.engine import Sampling
+
+_AHEAD = 64
+"""Positions for which an answer's random numbers are made at once."""
+_BLOCK = 256
+"""Tokens whose probabilities are summed before the sums are."""
+
+
+class Noise:
+    """Uniform numbers in [0, 1) by answer and position, from counters (Philox).
+
+    That of an answer depends on its prompt's seed, on which of the samples it is and on the position alone: neither on
+    the rows beside it nor on the process that generates it.
+
+    Args:
+        keys: for each answer the seed of its prompt, below 2^64, and its number among the samples.
+    """
+
+    def __init__(self, keys: Sequence[tuple[int, int]]) -> None:
+        self._streams = [
+            np.random.Generator(np.random.Philox(key=seed, counter=sample << 192)) for seed, sample in keys
+        ]
+        self._numbers = np.empty((len(keys), _AHEAD))
+
+    def at(self, position: int, answers: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The numbers of some answers at a position; positions come one after another from 0."""
+        if position % _AHEAD == 0:
+            for answer in answers:
+                self._numbers[answer] = self._streams[answer].random(_AHEAD)
+        return self._numbers[answers, position % _AHEAD]
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Tokens drawn from distributions.
+
+    Attributes:
+        token: [N] int64.
+        log_prob: [N] fp32 log-probability of each in the distribution that it was drawn from.
+        entropy: [N] fp32 entropy of that distribution in nats.
+    """
+
+    token: torch.Tensor
+    log_prob: torch.Tensor
+    entropy: torch.Tensor
+
+
+def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> Drawn:
+    """Draw a token per row by inverting the cumulative distribution at the sampling's temperature and nucleus.
+
+    Args:
+        logits: [N, V].
+        uniform: [N] in [0, 1).
+        sampling: temperature and `top_p`.
+    """
+    logits = logits.float() / sampling.temperature
+    if sampling.top_p < 1:
+        logits = TopPLogitsWarper(sampling.top_p)(None, logits)
+    log_prob = torch.log_softmax(logits, dim=-1)
+    probability = log_prob.exp()
+    token = invert(probability, uniform)[:, None]
+    return Drawn(
+        token=token.squeeze(1),
+        log_prob=log_prob.gather(1, token).squeeze(1),
+        entropy=torch.special.entr(probability).sum(-1),
+    )
+
+
+def invert(probability: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """[N] int64: the token in whose part of the cumulative distribution a number lies; one of probability 0 never.
+
+    Sums of blocks come first: a running sum over a large vocabulary would be slow and gather rounding errors.
+
+    Args:
+        probability: [N, V].
+        uniform: [N] in [0, 1).
+    """
+    rows, vocabulary = probability.shape
+    blocks = -(-vocabulary // _BLOCK)
+    padded = torch.nn.functional.pad(probability, (0, blocks * _BLOCK - vocabulary)).view(rows, blocks, _BLOCK)
+    block, rest = _find(padded.sum(-1, dtype=torch.float64), uniform.double())
+    inside = padded[torch.arange(rows, device=block.device), block].double()
+    token, _ = _find(inside, rest)
+    return block * _BLOCK + token
+
+
+def _find(weight: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where in the running sum of [N, W] weights a fraction of the whole lies, and the fraction within that weight."""
+    reached = weight.cumsum(-1)
+    wanted = (uniform * reached[:, -1])[:, None]
+    last = weight.shape[-1] - 1 - (weight.flip(-1) > 0).int().argmax(-1, keepdim=True)
+    place = torch.minimum(torch.searchsorted(reached, wanted, right=True), last)
+    share = weight.gather(1, place)
+    rest = ((wanted - (reached.gather(1, place) - share)) / share).clamp(0, 1)
+    return place.squeeze(1), rest.squeeze(1)

@@ -1,0 +1,112 @@
+"""Rollouts by an unsharded copy of the model, one per rank."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from exgrpo.train.distributed import World
+from exgrpo.train.records import TokenIds
+from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
+from exgrpo.train.rollout.settings import EngineSettings
+from exgrpo.train.rollout.transformers.attention import ONE_TOKEN
+from exgrpo.train.rollout.transformers.decode import decode
+from exgrpo.train.rollout.transformers.draws import Noise
+
+
+class TransformersEngine:
+    """Answers in batches, sorted by the length of their prompts.
+
+    Args:
+        settings: the model and how to generate. Make the engine before any HfDeepSpeedConfig exists, which would shard
+            the model.
+        world: the ranks, of which each has an engine of its own.
+    """
+
+    unrepeatable: str | None = None
+    free_log_prob = True
+    ranks = 1
+
+    def __init__(self, settings: EngineSettings, world: World) -> None:
+        self.device = world.device
+        self.eos = np.array(sorted(set(settings.eos)), dtype=np.int32)
+        self.pad = settings.pad
+        self.batch_tokens = settings.rollout.batch_tokens
+        model = settings.source.load(settings.dtype, settings.attention)
+        if settings.attention == "sdpa" and self.device.type == "cpu":
+            model.set_attn_implementation(ONE_TOKEN)
+        self.model: PreTrainedModel = model.to(self.device).eval().requires_grad_(False)
+        self._counts = EngineCounts()
+        self._slept: float | None = None
+
+    def generate(
+        self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seeds: Sequence[int]
+    ) -> Iterator[Finished]:
+        """See `RolloutEngine.generate`; prompts of about the same length are answered together."""
+        jobs = [(i, sample) for i, count in enumerate(counts) for sample in range(count)]
+        jobs.sort(key=lambda job: len(prompts[job[0]]))
+        while jobs:
+            # The last job has the longest prompt: it sets the width of the batch.
+            rows = max(1, self.batch_tokens // (len(prompts[jobs[-1][0]]) + sampling.max_tokens))
+            jobs, batch = jobs[:-rows], jobs[-rows:]
+            asked = sorted({i for i, _ in batch})
+            self._count(
+                prompt_tokens=sum(len(prompts[i]) for i, _ in batch), read_tokens=sum(len(prompts[i]) for i in asked)
+            )
+            answers = decode(
+                self.model,
+                [prompts[i] for i in asked],
+                np.searchsorted(asked, [i for i, _ in batch]),
+                sampling,
+                Noise([(seeds[i], sample) for i, sample in batch]),
+                eos=self.eos,
+                pad=self.pad,
+            )
+            yield from (Finished(*batch[number], sampling.stop.cut(rollout)) for number, rollout in answers)
+
+    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `RolloutEngine.push_weights`."""
+        own = dict(self.model.named_parameters())
+        for name, weight in weights:
+            if name not in own:
+                raise ValueError(f"weights: the rollout model has no parameter {name!r} left to take")
+            own.pop(name).data.copy_(weight)
+        if own:
+            raise ValueError(f"weights: nothing came for {', '.join(sorted(own)[:5])} ({len(own)} parameters)")
+
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """See `RolloutEngine.differing`."""
+        own = dict(self.model.named_parameters())
+        return [name for name, weight in weights if not torch.equal(own[name], weight.to(own[name].device))]
+
+    def counts(self) -> EngineCounts:
+        """See `RolloutEngine.counts`."""
+        counts, self._counts = self._counts, EngineCounts()
+        return counts
+
+    def _count(self, *, prompt_tokens: int = 0, read_tokens: int = 0, asleep_seconds: float = 0.0) -> None:
+        old = self._counts
+        self._counts = EngineCounts(
+            old.prompt_tokens + prompt_tokens,
+            old.cached_tokens + prompt_tokens - read_tokens,
+            old.asleep_seconds + asleep_seconds,
+        )
+
+    def sleep(self) -> None:
+        """Move the copy to CPU memory."""
+        if self.device.type != "cpu":
+            self.model.to("cpu")
+            self._slept = time.perf_counter()
+
+    def wake(self) -> None:
+        """Move the copy back to its device."""
+        self.model.to(self.device)
+        if self._slept is not None:
+            self._count(asleep_seconds=time.perf_counter() - self._slept)
+            self._slept = None
+
+    def close(self) -> None:
+        """Drop the copy."""
+        del self.model
