@@ -11,6 +11,8 @@ from exgrpo.train.config import Config
 from exgrpo.train.estimate.parts import GIB, Assumptions, Hardware, MemoryItem
 from exgrpo.train.estimate.shape import FP32, ModelShape
 from exgrpo.train.pretrained.tokenizer import DTYPES
+from exgrpo.train.rollout.transformers.cache import grown
+from exgrpo.train.rollout.transformers.decode import KEPT
 
 PREFILL_TOKENS = 8192
 """Prompt tokens that vLLM computes at once."""
@@ -36,7 +38,8 @@ def rollout_memory(config: Config, shape: ModelShape, gpus: int) -> tuple[Memory
         prompts = PREFILL_TOKENS * shape.gradient_bytes(item)
     else:
         tokens = min(config.rollout.batch_tokens, _answers(config, gpus) * longest_sequence(config))
-        weights, cache = item * shape.total, tokens * (shape.kv_bytes(item) + shape.kv_working_bytes(item))
+        held = _room(config) / longest_sequence(config) * shape.kv_bytes(item)
+        weights, cache = item * shape.total, tokens * (held + shape.kv_working_bytes(item))
         prompts = rows * config.data.max_prompt_tokens * shape.gradient_bytes(item)
     asleep = weights if engine == "vllm" and config.rollout.sleep_level == 0 else 0
     idle = asleep and cache
@@ -71,6 +74,14 @@ def longest_sequence(config: Config) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_tokens
 
 
+def _room(config: Config) -> int:
+    """Tokens that a row of the cache has room for at the end of the longest answer."""
+    room = grown(config.data.max_prompt_tokens)
+    while room < longest_sequence(config):
+        room = grown(room + 1)
+    return room
+
+
 def _answers(config: Config, gpus: int) -> int:
     """Answers that the busiest rank generates in a step."""
     return math.ceil(config.questions / gpus) * config.rollout.samples
@@ -99,21 +110,22 @@ def rollout_seconds(config: Config, shape: ModelShape, hardware: Hardware, assum
     """Seconds that the busiest rank generates.
 
     Lengths are taken to be exponentially distributed and cut at the limit, so the longest of n has on average
-    1 + 1/2 + ... + 1/n times the mean length. A batch of transformers goes on until its longest answer ends. vLLM fills
-    the place of each ended answer with the next one; the longest of all still takes as many steps as it has tokens.
+    1 + 1/2 + ... + 1/n times the mean length. A batch of transformers goes on until its longest answer ends; of the rows
+    that have ended it leaves some in. vLLM fills the place of each ended answer with the next one; the longest of all
+    still takes as many steps as it has tokens. All read a prompt once for its answers.
     """
     rows = rows_at_once(config, shape, hardware.gpus, assumptions)
     answers = _answers(config, hardware.gpus)
+    tokens = answers * assumptions.response_tokens
     if engine_of(config) == "transformers":
-        longest = _longest(rows, config, assumptions)
-        steps, busy, context = math.ceil(answers / rows) * longest, float(rows), assumptions.prompt_tokens + longest / 2
-        launch = assumptions.layer_launch
+        steps = math.ceil(answers / rows) * _longest(rows, config, assumptions)
+        busy, launch = min(rows, 2 * tokens / steps / (1 + KEPT)), assumptions.layer_launch
     else:
-        tokens = answers * assumptions.response_tokens
         steps = max(tokens / rows, _longest(answers, config, assumptions))
-        busy, context, launch = tokens / steps, _mean_context(assumptions), 0.0  # a whole step is one CUDA graph
-    prefill = answers * shape.decoder_flops(assumptions.prompt_tokens) / (hardware.flops * assumptions.mfu)
-    bound = _step_seconds(shape, busy, context, config, hardware, assumptions)
+        busy, launch = tokens / steps, 0.0  # a whole step is one CUDA graph
+    prompts = answers / config.rollout.samples
+    prefill = prompts * shape.decoder_flops(assumptions.prompt_tokens) / (hardware.flops * assumptions.mfu)
+    bound = _step_seconds(shape, busy, _mean_context(assumptions), config, hardware, assumptions)
     return prefill + steps * max(bound, shape.layers * launch)
 
 
@@ -127,12 +139,11 @@ def _step_seconds(
 ) -> float:
     """Seconds of one decoding step of `rows` sequences by what bounds it, traffic or arithmetic.
 
-    With tensor parallelism n GPUs read the weights together, for n ranks' sequences.
+    With tensor parallelism n GPUs read the weights together, for n ranks' sequences. Attention reads keys and values
+    where they lie.
     """
     item = DTYPES[config.policy.dtype].itemsize
-    if engine_of(config) == "transformers":
-        traffic = item * shape.read_per_token + rows * context * shape.kv_traffic(item)
-    else:  # its attention reads keys and values where they lie
-        traffic = item * shape.read_per_token / config.rollout.tensor_parallel + rows * context * shape.kv_bytes(item)
+    ranks = 1 if engine_of(config) == "transformers" else config.rollout.tensor_parallel
+    traffic = item * shape.read_per_token / ranks + rows * context * shape.kv_bytes(item)
     flops = rows * (2 * shape.linear + shape.head_flops(1))
     return max(traffic / (hardware.bandwidth * assumptions.bandwidth_use), flops / (hardware.flops * assumptions.mfu))

@@ -75,18 +75,12 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_width * item
 
     def kv_working_bytes(self, item: int) -> int:
-        """Bytes per token beside the cache itself while one layer of transformers' generate attends to it.
+        """Bytes per token beside the cache itself while rows are chosen, or one layer attends to it.
 
-        Its keys, then its values, are copied to grow by one token; then both are repeated for all heads where heads
-        share them (in batches with padding, which most are).
+        The keys and values of one layer are there twice while their rows are chosen or their room grows. A layer's
+        products with the keys and what softmax makes of them are its largest tensors besides.
         """
-        repeated = 2 * self.heads if self.heads > self.kv_heads else 0
-        return self.head_width * item * max(self.kv_heads, repeated)
-
-    def kv_traffic(self, item: int) -> int:
-        """Bytes per cached token that a decoding step reads and writes, all layers: those copies, then attention."""
-        repeat = self.kv_heads + self.heads if self.heads > self.kv_heads else 0
-        return 2 * self.layers * self.head_width * item * (2 * self.kv_heads + repeat + self.heads)
+        return self.kv_bytes(item) // self.layers + 2 * self.heads * item
 
     def layer_bytes(self, item: int, *, eager_length: int = 0) -> int:
         """Bytes per token that one layer saves for its backward pass.

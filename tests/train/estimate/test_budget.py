@@ -257,7 +257,7 @@ def test_decoding_one_answer_reads_the_weights_once_per_token():
     config = recipe(questions=1, rollout={"samples": 2, "batch_tokens": 40}, optimizer={"minibatches": 1})
     slow = Hardware(1, 0, 1e18, 1e3)
     assumed = dataclasses.replace(ASSUMED, layer_launch=0, bandwidth_use=1)
-    bytes_per_token = 4 * shape.read_per_token + (16 + 10) * shape.kv_traffic(4)
+    bytes_per_token = 4 * shape.read_per_token + (16 + 10) * shape.kv_bytes(4)
     assert rollout_seconds(config, shape, slow, assumed) == pytest.approx(2 * 20 * bytes_per_token / 1e3)
 
 

@@ -1,4 +1,4 @@
-"""Attention of one new token per row on CPUs, where heads that share keys do not copy them.
+"""Attention of one new token per row, where heads that share keys do not copy them.
 
 N rows, T tokens so far, H heads, G of them for each head of keys, D head width.
 """

@@ -9,8 +9,10 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-_ROOM = 32
-"""Tokens that a layer has room for beside a quarter of those that it holds."""
+
+def grown(length: int) -> int:
+    """Tokens that a layer gets room for when it has to hold so many: growing often would copy often."""
+    return length + length // 4 + 32
 
 
 class RoomyLayer(DynamicLayer):
@@ -49,7 +51,7 @@ class RoomyLayer(DynamicLayer):
 
     def _moved(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """A larger room with what the old one holds."""
-        room = new.new_empty(*new.shape[:-2], self._length + self._length // 4 + _ROOM, new.shape[-1])
+        room = new.new_empty(*new.shape[:-2], grown(self._length), new.shape[-1])
         room[..., : old.shape[-2], :] = old
         return room
 

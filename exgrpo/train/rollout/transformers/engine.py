@@ -35,7 +35,7 @@ class TransformersEngine:
         self.pad = settings.pad
         self.batch_tokens = settings.rollout.batch_tokens
         model = settings.source.load(settings.dtype, settings.attention)
-        if settings.attention == "sdpa" and self.device.type == "cpu":
+        if settings.attention == "sdpa" and model._can_set_attn_implementation():
             model.set_attn_implementation(ONE_TOKEN)
         self.model: PreTrainedModel = model.to(self.device).eval().requires_grad_(False)
         self._counts = EngineCounts()
