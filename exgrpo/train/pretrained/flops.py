@@ -67,7 +67,7 @@ def forward_flops(model: PreTrainedModel) -> ForwardFlops:
 
 def matrix_elements(decoder: nn.Module, config: Any) -> int:
     """Elements of the matrices that one token is multiplied with; embeddings are looked up."""
-    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), None)
+    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 0)
     chosen = getattr(config, "num_experts_per_tok", None) or experts
     elements = 0
     for module in decoder.modules():
