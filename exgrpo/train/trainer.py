@@ -15,6 +15,7 @@ from exgrpo.train.experience import MeanScore, Replay, ReplayState, Selected, St
 from exgrpo.train.metrics.clock import PhaseClock
 from exgrpo.train.metrics.idle import IdleSteps
 from exgrpo.train.metrics.step import OptimiserSteps, StepRecord, step_metrics
+from exgrpo.train.metrics.work import Reading, Work, apart, together
 from exgrpo.train.policy.batch import TokenSequence, build_minibatches, build_rows
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.records import Group, Score, TokenIds, Trajectory
@@ -31,6 +32,7 @@ class StepResult:
         questions: index of the question of each group, fresh ones first.
         answers: the fresh answers of each group.
         replayed: the replayed trajectory of each group, or None.
+        work: what the model read and wrote, by phase.
         notes: sentences that a person should read.
     """
 
@@ -38,6 +40,7 @@ class StepResult:
     questions: list[int]
     answers: Answers
     replayed: list[Trajectory | None]
+    work: Work
     notes: tuple[str, ...] = ()
 
 
@@ -86,11 +89,13 @@ class Trainer:
         self.skipped_updates = 0
         self.generated_tokens = 0
         self._next: PlannedStep | None = None
+        self._compared: list[Reading] = []
         self._background = ThreadPoolExecutor(1, "rollouts")
 
     def step(self, step: int) -> StepResult | None:
         """One training step; None where every question is retired and nothing is left to learn from."""
         clock = PhaseClock()
+        self._compared = []
         with clock("select"):
             planned = self._next or PlannedStep(self.replay.plan(self.config.questions))
             questions = planned.plan.questions
@@ -112,6 +117,7 @@ class Trainer:
         with clock("push"):
             self.answerer.engine.push_weights(self.policy.weights())
         self.generated_tokens += sum(len(rollout.response) for rollout in answers.rollouts)
+        work = self._work(groups, optimised)
         record = StepRecord(
             step=step,
             groups=groups,
@@ -124,9 +130,10 @@ class Trainer:
             optimised=optimised,
             generated_tokens=self.generated_tokens,
             seconds=clock.seconds,
+            work=work,
         )
         notes = (taken_in.note, self.idle.observe(not optimised.updates, groups))
-        return StepResult(step_metrics(record), questions, answers, replayed, tuple(filter(None, notes)))
+        return StepResult(step_metrics(record), questions, answers, replayed, work, tuple(filter(None, notes)))
 
     def _select(self, plan: StepPlan) -> list[Selected]:
         """The trajectory to replay for each replayed question."""
@@ -149,6 +156,7 @@ class Trainer:
 
     def _score(self, trajectories: Sequence[Trajectory], temperature: float) -> list[Score]:
         sequences = [TokenSequence(self._prompt(row.question), row.response) for row in trajectories]
+        self._compared += together(sequences)
         return self.policy.score(sequences, temperature)
 
     def _prompt(self, question: int) -> TokenIds:
@@ -238,9 +246,17 @@ class Trainer:
             idle=len(minibatches) - len(active),
             idle_groups=sum(all(row.masked or row.advantage == 0 for row in of_group) for of_group in rows),
             tokens=sum(minibatch.tokens for minibatch in minibatches),
+            read=apart(row for minibatch in active for row in minibatch.rows),
             skipped=self.skipped_updates,
             learning_rate=self.policy.learning_rate,
         )
+
+    def _work(self, groups: Sequence[Group], optimised: OptimiserSteps) -> Work:
+        """What the model was asked for; every fresh answer is generated, then scored."""
+        fresh = together(
+            TokenSequence(self._prompt(group.question), row.response) for group in groups for row in group.fresh
+        )
+        return {"select": self._compared, "generate": fresh, "score": fresh, "update": optimised.read}
 
     def _trained(self, group: Group) -> bool:
         """Whether a group is in the trained band.
