@@ -139,6 +139,7 @@ class Run:
                     display.say(f"Every question is retired after {self.step} steps: nothing is left to learn from.")
                     break
                 self.step += 1
+                result.metrics.update(self.parts.utilisation.metrics(result.work, result.metrics))
                 if config.rollout.check_every and self.step % config.rollout.check_every == 0:
                     result.metrics["weight_gap"] = self._check_weights()
                 self.recorder.step(self.step, result)
@@ -185,7 +186,8 @@ class Run:
             f"{config.policy.path} ({config.policy.dtype}) on {parts.world.size} x {parts.world.device.type}, "
             f"{len(questions.questions)} questions from {config.data.train}{dropped}\n"
             f"rollouts by {parts.choice}{repeats}\n"
-            f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}"
+            f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
+            f"matrix products: {parts.utilisation.rate / 1e12:.3g} TFLOP/s: 100 % for mfu"
         )
         if missing := missing_gpu(parts.world):
             say(f"warning: {missing}")
