@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from exgrpo.train.metrics.work import Work
 from exgrpo.train.pretrained.flops import ForwardFlops
@@ -24,6 +25,10 @@ class Utilisation:
     model: ForwardFlops
     rate: float
     elsewhere: tuple[str, ...] = ()
+
+    def at_least(self, rate: float) -> Self:
+        """With the better one of two measurements of the rate: what else a machine does can only lower them."""
+        return replace(self, rate=max(self.rate, rate))
 
     def metrics(self, work: Work, numbers: Mapping[str, float]) -> dict[str, float]:
         """The utilisation of a step and of its phases, NaN of those without work.

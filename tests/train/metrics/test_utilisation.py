@@ -84,6 +84,12 @@ def test_utilisation_is_needed_flops_over_seconds_and_rate():
     assert elsewhere["mfu"] == pytest.approx((forward + 3 * row) / 10e6)
 
 
+def test_a_run_keeps_the_best_rate_that_it_has_measured():
+    measured = Utilisation(SMALL, 2e9, elsewhere=("generate",))
+    assert measured.at_least(3e9) == Utilisation(SMALL, 3e9, elsewhere=("generate",))
+    assert measured.at_least(1e9) == measured
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_matrix_rate_is_that_of_all_ranks_and_touches_no_random_state(dtype, monkeypatch):
     world, gathered = LoneWorld(), []
