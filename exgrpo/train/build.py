@@ -14,8 +14,11 @@ from exgrpo.train.config import Config
 from exgrpo.train.distributed import World, on_main
 from exgrpo.train.errors import ConfigError, ModelError, os_errors_as
 from exgrpo.train.inputs import Inputs
+from exgrpo.train.metrics.matrix_rate import matrix_rate
+from exgrpo.train.metrics.utilisation import Utilisation
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.check import check_weights
+from exgrpo.train.pretrained.flops import forward_flops
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.rollout import RolloutEngine
@@ -39,6 +42,7 @@ class Parts:
         answerer: generates and grades.
         trainer: takes the steps.
         checkpoints: of the run.
+        utilisation: what the steps need against what this machine can do.
     """
 
     config: Config
@@ -51,6 +55,7 @@ class Parts:
     answerer: Answerer
     trainer: Trainer
     checkpoints: Checkpoints
+    utilisation: Utilisation
 
 
 def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, resume: Path | None = None) -> Parts:
@@ -74,6 +79,11 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     config = _with_engine(config, choice)
     check_weights(pretrained.model, world)
     check_head(pretrained.model)
+    utilisation = Utilisation(
+        forward_flops(pretrained.model.empty()),
+        matrix_rate(world, settings.dtype),
+        elsewhere=("generate",) if config.rollout.servers else (),
+    )
     # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
     engine = open_engine(choice, settings, world)
     resources.callback(engine.close)
@@ -102,6 +112,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         answerer=answerer,
         trainer=trainer,
         checkpoints=checkpoints,
+        utilisation=utilisation,
     )
 
 

@@ -73,6 +73,7 @@ class Run:
         parts: what it consists of.
         step: the last finished training step.
         before: held-out Pass@1 before the first step; None without held-out questions.
+        utilisation: what the steps need against the best rate of matrix products that the run has measured.
         weight_gap: mean difference of log-probs between the rollout engine and the trainer.
 
     Raises:
@@ -86,6 +87,7 @@ class Run:
         self.parts = parts = build(config, inputs, world, resources, resume)
         self.config, self.train_set = parts.config, inputs.train_set
         self.policy, self.answerer = parts.policy, parts.answerer
+        self.utilisation = parts.utilisation
         self.step = 0
         self.before: float | None = None
         position = self._restore() if resume else None
@@ -99,6 +101,7 @@ class Run:
         """Go back to the newest sound checkpoint; returns where the log stood."""
         self.step, progress = self.parts.checkpoints.load(self.policy, self.parts.trainer)
         self.before = progress["before"]
+        self.utilisation = self.utilisation.at_least(progress.get("matrix_rate", 0.0))
         on_main(self.parts.world, self._reopen)
         return progress["log"]
 
@@ -109,7 +112,11 @@ class Run:
             write_whole(folder / "config.yaml", to_yaml(self.config).encode())
 
     def _save(self) -> None:
-        progress = {"before": self.before, "log": self.recorder.position()}
+        progress = {
+            "before": self.before,
+            "log": self.recorder.position(),
+            "matrix_rate": self.utilisation.rate,
+        }
         start = time.perf_counter()
         self.parts.checkpoints.save(self.step, self.policy, self.parts.trainer, progress)
         self.recorder.add_to_next({"seconds/checkpoint": time.perf_counter() - start})
@@ -139,6 +146,7 @@ class Run:
                     display.say(f"Every question is retired after {self.step} steps: nothing is left to learn from.")
                     break
                 self.step += 1
+                result.metrics.update(self.utilisation.metrics(result.work, result.metrics))
                 if config.rollout.check_every and self.step % config.rollout.check_every == 0:
                     result.metrics["weight_gap"] = self._check_weights()
                 self.recorder.step(self.step, result)
@@ -185,7 +193,8 @@ class Run:
             f"{config.policy.path} ({config.policy.dtype}) on {parts.world.size} x {parts.world.device.type}, "
             f"{len(questions.questions)} questions from {config.data.train}{dropped}\n"
             f"rollouts by {parts.choice}{repeats}\n"
-            f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}"
+            f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
+            f"matrix products: {self.utilisation.rate / 1e12:.3g} TFLOP/s: 100 % for mfu"
         )
         if missing := missing_gpu(parts.world):
             say(f"warning: {missing}")

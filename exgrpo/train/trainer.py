@@ -15,6 +15,7 @@ from exgrpo.train.experience import MeanScore, Replay, ReplayState, Selected, St
 from exgrpo.train.metrics.clock import PhaseClock
 from exgrpo.train.metrics.idle import IdleSteps
 from exgrpo.train.metrics.step import OptimiserSteps, StepRecord, step_metrics
+from exgrpo.train.metrics.work import Reading, Work, together
 from exgrpo.train.policy.batch import TokenSequence, build_minibatches, build_rows
 from exgrpo.train.policy.mismatch import Floats
 from exgrpo.train.policy.zero3 import Policy
@@ -38,6 +39,7 @@ class StepResult:
         questions: index of the question of each group, fresh ones first.
         answers: the fresh answers of each group.
         replayed: the replayed trajectory of each group, or None.
+        work: what the model read and wrote, by phase.
         notes: sentences that a person should read.
     """
 
@@ -45,6 +47,7 @@ class StepResult:
     questions: list[int]
     answers: Answers
     replayed: list[Trajectory | None]
+    work: Work
     notes: tuple[str, ...] = ()
 
 
@@ -62,10 +65,12 @@ class FreshScores:
 
     Attributes:
         scores: of all of them.
+        scored: what the trainer has read for that.
         compared: [R] fp32 log-probs of the trainer and of the engine, of the answers that both have scored.
     """
 
     scores: list[Score]
+    scored: list[TokenSequence]
     compared: list[tuple[Floats, Floats]]
 
 
@@ -106,11 +111,13 @@ class Trainer:
         self.skipped_updates = 0
         self.generated_tokens = 0
         self._next: PlannedStep | None = None
+        self._compared: list[Reading] = []
         self._background = ThreadPoolExecutor(1, "rollouts")
 
     def step(self, step: int) -> StepResult | None:
         """One training step; None where every question is retired and nothing is left to learn from."""
         clock = PhaseClock()
+        self._compared = []
         with clock("select"):
             planned = self._next or PlannedStep(self.replay.plan(self.config.questions))
             questions = planned.plan.questions
@@ -133,6 +140,7 @@ class Trainer:
         with clock("push"):
             self.answerer.engine.push_weights(self.policy.weights())
         self.generated_tokens += sum(len(rollout.response) for rollout in answers.rollouts)
+        work = self._work(fresh, groups, optimised)
         record = StepRecord(
             step=step,
             groups=groups,
@@ -146,9 +154,10 @@ class Trainer:
             optimised=optimised,
             generated_tokens=self.generated_tokens,
             seconds=clock.seconds,
+            work=work,
         )
         notes = (taken_in.note, self.idle.observe(not optimised.updates, groups))
-        return StepResult(step_metrics(record), questions, answers, replayed, tuple(filter(None, notes)))
+        return StepResult(step_metrics(record), questions, answers, replayed, work, tuple(filter(None, notes)))
 
     def _select(self, plan: StepPlan) -> list[Selected]:
         """The trajectory to replay for each replayed question."""
@@ -171,6 +180,7 @@ class Trainer:
 
     def _score(self, trajectories: Sequence[Trajectory], temperature: float) -> list[Score]:
         sequences = [TokenSequence(self._prompt(row.question), row.response) for row in trajectories]
+        self._compared += together(sequences)
         return self.policy.score(sequences, temperature)
 
     def _prompt(self, question: int) -> TokenIds:
@@ -219,13 +229,15 @@ class Trainer:
         ]
         if len(of_engine) == len(rollouts) > SAMPLED and self.config.policy.dtype == "fp32":
             sample = np.linspace(0, len(rollouts) - 1, SAMPLED).round().astype(int)
-            own = self.policy.score([sequences[i] for i in sample], self.sampling.temperature)
+            sampled = [sequences[i] for i in sample]
+            own = self.policy.score(sampled, self.sampling.temperature)
             compared = [(score.log_prob, of_engine[i].log_prob) for i, score in zip(sample, own, strict=True)]
             if np.abs(np.concatenate([ours - theirs for ours, theirs in compared])).mean() <= EXACT:
-                return FreshScores(of_engine, compared)
+                return FreshScores(of_engine, sampled, compared)
         scores = self.policy.score(sequences, self.sampling.temperature)
         return FreshScores(
             scores,
+            sequences,
             [
                 (score.log_prob, rollout.log_prob)
                 for score, rollout in zip(scores, rollouts, strict=True)
@@ -293,9 +305,18 @@ class Trainer:
             idle=len(minibatches) - len(active),
             idle_groups=sum(all(row.masked or row.advantage == 0 for row in of_group) for of_group in rows),
             tokens=sum(minibatch.tokens for minibatch in minibatches),
+            read=together(row for minibatch in active for row in minibatch.rows),
             skipped=self.skipped_updates,
             learning_rate=self.policy.learning_rate,
         )
+
+    def _work(self, fresh: FreshScores, groups: Sequence[Group], optimised: OptimiserSteps) -> Work:
+        """What the model was asked for."""
+        written = together(
+            TokenSequence(self._prompt(group.question), row.response) for group in groups for row in group.fresh
+        )
+        scored = together(fresh.scored)
+        return {"select": self._compared, "generate": written, "score": scored, "update": optimised.read}
 
     def _trained(self, group: Group) -> bool:
         """Whether a group is in the trained band.

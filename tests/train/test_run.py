@@ -38,6 +38,7 @@ def run(request, tmp_path_factory):
 def test_the_console_tells_the_story(run):
     folder, printed = run
     assert "rollout engine and trainer agree" in printed
+    assert "TFLOP/s: 100 % for mfu" in printed
     assert printed.count("held-out Pass@1 after") == 2
     assert "step 4  reward" in printed
     for column in ("Pass@1", "entropy", "replayed", "buffer", "retired", "tokens/s"):
@@ -57,6 +58,11 @@ def test_metrics_have_every_step_and_replay_is_active(run):
         assert record["groups"] == 8
         assert record["skipped_updates"] == 0
         assert all(math.isfinite(record[key]) for key in ("loss", "grad_norm", "entropy", "seconds"))
+        for phase in ("generate", "score", "update"):
+            assert record[f"tokens_per_second/{phase}"] > 0
+            assert record[f"mfu/{phase}"] > 0
+        assert record["mfu"] > 0
+        assert record["matrix_flops_per_second"] == steps[0]["matrix_flops_per_second"] > 0
         assert record["buffer_questions"] == sum(record[f"bucket/{k}"] for k in (1, 2, 3))
         # Behaviour log-probs come from the policy before the update: the first step's first ratios are 1.
         assert record["fresh_ratio"] == pytest.approx(1, abs=0.05)
@@ -94,7 +100,10 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not(run, request)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def story(name):
-        untimed = [{k: v for k, v in r.items() if "second" not in k} for r in records(folder.parent / name)]
+        untimed = [
+            {k: v for k, v in r.items() if "second" not in k and not k.startswith("mfu")}
+            for r in records(folder.parent / name)
+        ]
         return untimed, (folder.parent / name / "samples.md").read_text()
 
     assert story("again") == story("small")

@@ -99,6 +99,8 @@ def test_a_narrow_terminal_shows_fewer_columns_and_no_cut_numbers(width):
     assert all(title in shown for title in titles)
     assert {"reward", "Pass@1", "s/step"} <= set(titles) or width == 60
     assert len(titles) == len(COLUMNS) or width < 160
+    assert "mfu" in titles or width < 120
+    assert "mfu" not in titles or width > 100
 
 
 def test_ranks_without_a_console_print_nothing(capsys):

@@ -389,7 +389,7 @@ def test_metrics_describe_the_step():
     assert metrics["buffer_questions"] == len(trainer.replay.memory)
     assert metrics["buffer_trajectories"] == trainer.replay.memory.trajectory_count
     assert metrics["generated_tokens"] > sum(lengths)
-    assert metrics["rollout_tokens_per_second"] == pytest.approx(sum(lengths) / metrics["seconds/generate"])
+    assert metrics["tokens_per_second/generate"] == pytest.approx(sum(lengths) / metrics["seconds/generate"])
     assert metrics["prefix_cache_hits"] == pytest.approx(0.4)
     assert metrics["seconds/asleep"] == 3.0
     assert metrics["staleness"] == 0

@@ -110,7 +110,7 @@ def rollout_seconds(config: Config, shape: ModelShape, hardware: Hardware, assum
     """Seconds that the busiest rank generates.
 
     Lengths are taken to be exponentially distributed and cut at the limit, so the longest of n has on average
-    1 + 1/2 + ... + 1/n times the mean length. A batch of transformers goes on until its longest answer ends; of the rows
+    1 + 1/2 + ... + 1/n times the mean length. A batch of transformers goes on until its longest answer ends; of rows
     that have ended it leaves some in. vLLM fills the place of each ended answer with the next one; the longest of all
     still takes as many steps as it has tokens. All read a prompt once for its answers.
     """

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from exgrpo.train.errors import ModelError
+from exgrpo.train.pretrained.flops import EXPERTS, ForwardFlops, forward_flops
 from exgrpo.train.pretrained.source import find_model, read_config
 
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -22,26 +22,19 @@ MODELS = Path(__file__).parent / "models"
 """The sizes of the models that the recipes name, by this name: an estimate needs neither the hub nor a folder."""
 
 
-@dataclass(frozen=True)
-class ModelShape:
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(ForwardFlops):
     """The sizes of a model. Bytes are per token where `item` is the bytes of an element in the compute dtype.
 
     Attributes:
         parameters: elements of each parameter, tied ones once.
-        linear: elements of all matrices of the decoder layers.
-        layers, width, mlp, heads, kv_heads, head_width, vocabulary: number of layers, D, F, H, G, d, V.
+        mlp, kv_heads: F, G.
         tied: whether the output embedding is the input embedding.
     """
 
     parameters: tuple[int, ...]
-    linear: int
-    layers: int
-    width: int
     mlp: int
-    heads: int
     kv_heads: int
-    head_width: int
-    vocabulary: int
     tied: bool
 
     @property
@@ -61,14 +54,6 @@ class ModelShape:
     def whole(self, threshold: int) -> int:
         """Elements of the parameters that are small enough to stay whole on every rank."""
         return sum(elements for elements in self.parameters if elements <= threshold)
-
-    def decoder_flops(self, tokens: float) -> float:
-        """FLOPs of the decoder layers over one sequence, forward; causal attention counts half of its square."""
-        return 2 * self.linear * tokens + self.layers * 2 * self.heads * self.head_width * tokens**2
-
-    def head_flops(self, tokens: float) -> float:
-        """FLOPs of one product with the output embedding."""
-        return 2 * self.width * self.vocabulary * tokens
 
     def kv_bytes(self, item: int) -> int:
         """Bytes of keys and values that a cache holds per token."""
@@ -144,7 +129,7 @@ def shape_of(config: Any) -> ModelShape:
         ModelError: it is not of the family that is counted here.
     """
     missing = [name for name in NEEDED if not isinstance(getattr(config, name, None), int)]
-    experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, name, None)]
+    experts = [name for name in EXPERTS if getattr(config, name, None)]
     if missing or experts:
         why = f"has no {', '.join(missing)}" if missing else "is a mixture of experts"
         raise ModelError(f"model {config.model_type!r} {why}: only dense decoders of the Llama family are estimated")
@@ -153,17 +138,11 @@ def shape_of(config: Any) -> ModelShape:
             model = AutoModelForCausalLM.from_config(config)
     except ValueError as error:
         raise ModelError(f"model {config.model_type!r} is no causal LM: {str(error).splitlines()[0]}") from error
-    decoder = model.get_decoder()
-    heads = config.num_attention_heads
+    flops = forward_flops(model)
     return ModelShape(
+        **vars(flops),
         parameters=tuple(parameter.numel() for parameter in model.parameters()),
-        linear=sum(module.weight.numel() for module in decoder.modules() if isinstance(module, nn.Linear)),
-        layers=config.num_hidden_layers,
-        width=config.hidden_size,
         mlp=config.intermediate_size,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_width=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocabulary=config.vocab_size,
+        kv_heads=getattr(config, "num_key_value_heads", None) or flops.heads,
         tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     )

@@ -30,11 +30,12 @@ COLUMNS = {
     "length": ("response_tokens", ".0f"),
     "cut": ("truncated", ".0%"),
     "tokens/s": ("tokens_per_second", ".0f"),
+    "mfu": ("mfu", ".1%"),
     "s/step": ("seconds", ".1f"),
 }
 WANTED = (
     *("reward", "Pass@1", "replayed", "length", "s/step", "entropy", "cut"),
-    *("buffer", "retired", "tokens/s", "idle", "grad", "ratio"),
+    *("buffer", "retired", "tokens/s", "mfu", "idle", "grad", "ratio"),
 )
 """The columns, those first that a narrow terminal keeps."""
 CELL = 6

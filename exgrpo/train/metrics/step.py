@@ -9,6 +9,7 @@ import torch
 
 from exgrpo.train.answers import Answers
 from exgrpo.train.experience import Replay, Selected
+from exgrpo.train.metrics.work import Reading, Work
 from exgrpo.train.policy.mismatch import Floats, mismatch_metrics
 from exgrpo.train.policy.ratios import BINS, log_ratio_quantiles
 from exgrpo.train.policy.update import UpdateStats
@@ -34,6 +35,7 @@ class OptimiserSteps:
         idle: mini-batches that gave none, because nothing could be learnt from them.
         idle_groups: groups of which no answer has an advantage that is trained on.
         tokens: response tokens of all mini-batches.
+        read: the rows of the optimiser steps.
         skipped: optimiser steps of the run so far whose gradient was not finite.
         learning_rate: of the next optimiser step.
     """
@@ -42,6 +44,7 @@ class OptimiserSteps:
     idle: int
     idle_groups: int
     tokens: int
+    read: list[Reading]
     skipped: int
     learning_rate: float
 
@@ -63,6 +66,7 @@ class StepRecord:
         optimised: what the optimiser did.
         generated_tokens: response tokens of the run so far.
         seconds: by phase: select, rollout, score, update, push.
+        work: what the model read and wrote, by phase.
     """
 
     step: int
@@ -77,6 +81,7 @@ class StepRecord:
     optimised: OptimiserSteps
     generated_tokens: int
     seconds: dict[str, float]
+    work: Work
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
@@ -107,10 +112,11 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         "gradient_token_fraction": sum(update.gradient_tokens for update in optimised.updates)
         / max(optimised.tokens, 1),
         **_of_updates(optimised.updates),
-        **_of_engine(answers, int(lengths.sum())),
+        **_of_engine(answers),
         "tokens_per_second": float(lengths.sum()) / total,
         "seconds": total,
         **{f"seconds/{phase}": value for phase, value in seconds.items()},
+        **_of_work(record.work, seconds),
         "staleness": float(record.stale),
         **_of_mismatch(record.compared),
     }
@@ -158,11 +164,19 @@ def _of_mismatch(compared: Sequence[tuple[Floats, Floats]]) -> dict[str, float]:
     return {f"mismatch/{name}": value for name, value in numbers.items()}
 
 
-def _of_engine(answers: Answers, tokens: int) -> dict[str, float]:
-    """What the rollout engine did: its own throughput, and the fraction of prompt tokens that it had cached."""
+def _of_work(work: Work, seconds: dict[str, float]) -> dict[str, float]:
+    """Tokens per second of each phase, of the generation those that it writes; NaN of a phase without work."""
+    numbers = {}
+    for phase, readings in work.items():
+        tokens = sum(reading.written if phase == "generate" else reading.read for reading in readings)
+        numbers[f"tokens_per_second/{phase}"] = tokens / seconds[phase] if tokens else math.nan
+    return numbers
+
+
+def _of_engine(answers: Answers) -> dict[str, float]:
+    """What the rollout engine did: the fraction of prompt tokens that it had cached, and how long it slept."""
     counts = answers.engine
     return {
-        "rollout_tokens_per_second": tokens / answers.generate_seconds,
         "prefix_cache_hits": counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else math.nan,
         "seconds/asleep": counts.asleep_seconds,
     }

@@ -14,6 +14,8 @@ from exgrpo.train.errors import ReportError
 from exgrpo.train.report.curves import Columns
 
 Numbers = dict[str, float]
+RENAMED = {"rollout_tokens_per_second": "tokens_per_second/generate"}
+"""Numbers that older runs have under another name."""
 HELD_OUT = ("test/", "held_out/")
 """The headings of what evaluations measure."""
 
@@ -71,7 +73,8 @@ def _run_columns(records: Iterable[Record]) -> RunColumns:
     merged: dict[int, Numbers] = {}
     last = 0
     for record in records:
-        step, numbers = record.step, record.numbers
+        step = record.step
+        numbers = {RENAMED.get(name, name): value for name, value in record.numbers.items()}
         tested = {key: value for key, value in numbers.items() if key.startswith(HELD_OUT)}
         if record.kind == "training":
             if step < last:

@@ -13,9 +13,11 @@ from exgrpo.kernels import PolicyLoss
 from exgrpo.train.config import ExperienceConfig
 from exgrpo.train.experience import Replay
 from exgrpo.train.metrics.display import COLUMNS
+from exgrpo.train.metrics.utilisation import PASSES, Utilisation
 from exgrpo.train.policy.batch import TrainingRow
 from exgrpo.train.policy.layout import pad_rows
 from exgrpo.train.policy.update import Tally
+from tests.train.estimate.shapes import SMALL
 from tests.train.experience.test_memory import group
 from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT
@@ -121,4 +123,5 @@ def test_every_number_of_a_step_is_documented():
     trainer.step(1)
     names = {re.sub(r"^(reward|bucket|\w+_log_ratio)/.*", r"\1/", name) for name in trainer.step(2).metrics}
     assert names - {"step"} <= documented()
+    assert set(Utilisation(SMALL, 1.0).metrics(dict.fromkeys(PASSES, ()), {"seconds": 1.0})) <= documented()
     assert {key for key, _ in COLUMNS.values()} <= documented()

@@ -295,3 +295,15 @@ def test_the_module_runs_without_the_training_stack(tmp_path):
 def test_an_unknown_option_is_told_in_one_line(capsys):
     assert program.main(["run", "--otput", "x.html"]) == 2
     assert capsys.readouterr().err == "error: unknown option --otput; did you mean --output?\n"
+
+
+def test_runs_from_before_the_utilisation_are_drawn_beside_newer_ones(tmp_path):
+    new = ("tokens_per_second/", "mfu", "matrix_flops_per_second")
+    old = [{name: value for name, value in training_record(1).items() if not name.startswith(new)}]
+    old[0]["rollout_tokens_per_second"] = 125.0  # its name in those days
+    alone = page_of(tmp_path, make_run(tmp_path / "old", old)).figures
+    assert alone["Throughput by phase"]["text"] == "old, generate: 125 at step 1, 125 at step 1"
+    assert "Utilisation by phase" not in alone
+    both = page_of(tmp_path, tmp_path / "old", make_run(tmp_path / "new", [training_record(1)], steps=9)).figures
+    assert both["Utilisation of the whole step"]["text"] == "new: 0.25 at step 1, 0.25 at step 1"
+    assert "old, generate: 125" in both["Throughput by phase"]["text"]

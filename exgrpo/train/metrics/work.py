@@ -1,0 +1,49 @@
+"""What the phases of a step ask of the model: tokens, and the FLOPs that the mathematics needs for them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from exgrpo.train.policy.batch import TokenSequence
+from exgrpo.train.pretrained.flops import ForwardFlops
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A prompt that is needed once, and the responses to it, each read or written behind it.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        responses: tokens of each response.
+    """
+
+    prompt: int
+    responses: tuple[int, ...]
+
+    @property
+    def written(self) -> int:
+        """Response tokens."""
+        return sum(self.responses)
+
+    @property
+    def read(self) -> int:
+        """Tokens of the rows that the model reads: the prompt, once per response, and all of it but its last token."""
+        return sum(self.prompt + response - 1 for response in self.responses)
+
+    def flops(self, model: ForwardFlops) -> float:
+        """FLOPs of a forward pass; the first tokens of all responses are predicted from the end of the one prompt."""
+        prompt = model.decoder_flops(self.prompt)
+        behind = sum(model.decoder_flops(self.prompt + response - 1) - prompt for response in self.responses)
+        return prompt + behind + model.head_flops(1 + self.written - len(self.responses))
+
+
+Work = Mapping[str, Sequence[Reading]]
+"""By phase, what the model reads or writes in it: select, generate, score, update. Empty where a step does without."""
+
+
+def together(sequences: Iterable[TokenSequence]) -> list[Reading]:
+    """Equal prompts as one."""
+    prompts: dict[bytes, tuple[int, list[int]]] = {}
+    for sequence in sequences:
+        _, responses = prompts.setdefault(sequence.prompt.tobytes(), (len(sequence.prompt), []))
+        responses.append(len(sequence.response))
+    return [Reading(prompt, tuple(responses)) for prompt, responses in prompts.values()]

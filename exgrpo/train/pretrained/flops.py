@@ -1,0 +1,88 @@
+"""The FLOPs that the mathematics of a causal LM asks for, from its configuration and the shapes of its matrices."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""The names under which configurations say how many experts a layer chooses from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardFlops:
+    """The sizes of a causal LM on which its FLOPs depend. A backward pass takes twice the forward.
+
+    Attributes:
+        linear: elements of the matrices of all decoder layers that a token goes through: of the experts of a layer only
+            those that are chosen for it.
+        layers: those with attention over the tokens before.
+        width, heads, head_width, vocabulary: D, number of heads, their width, V.
+        windows: of those layers whose attention reaches back only so far, how many tokens.
+    """
+
+    linear: int
+    layers: int
+    width: int
+    heads: int
+    head_width: int
+    vocabulary: int
+    windows: tuple[int, ...] = ()
+
+    def decoder_flops(self, tokens: float) -> float:
+        """FLOPs of the decoder layers over one sequence; causal attention counts half of its square.
+
+        What n tokens after a prompt take is the difference of two calls.
+        """
+        pairs = (self.layers - len(self.windows)) * tokens**2 / 2
+        for window in self.windows:
+            full = min(tokens, window)
+            pairs += full**2 / 2 + (tokens - full) * window
+        return 2 * self.linear * tokens + 4 * self.heads * self.head_width * pairs
+
+    def head_flops(self, tokens: float) -> float:
+        """FLOPs of one product with the output embedding, for so many tokens that are predicted."""
+        return 2 * self.width * self.vocabulary * tokens
+
+
+def forward_flops(model: PreTrainedModel) -> ForwardFlops:
+    """Count a model, which may be on the meta device; what its configuration does not say counts nothing."""
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings().weight
+    heads = getattr(config, "num_attention_heads", 0)
+    types = getattr(config, "layer_types", None) or ["attention"] * getattr(config, "num_hidden_layers", 0)
+    window = getattr(config, "sliding_window", None)
+    everywhere = getattr(config, "layer_types", None) is None
+    return ForwardFlops(
+        linear=matrix_elements(model.get_decoder(), config),
+        layers=sum(kind.endswith("attention") and not kind.startswith("linear") for kind in types),
+        width=head.shape[1],
+        heads=heads,
+        head_width=_head_width(config, heads),
+        vocabulary=head.shape[0],
+        windows=tuple(window for kind in types if window and (everywhere or kind == "sliding_attention")),
+    )
+
+
+def matrix_elements(decoder: nn.Module, config: Any) -> int:
+    """Elements of the matrices that one token is multiplied with; embeddings are looked up."""
+    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 0)
+    chosen = getattr(config, "num_experts_per_tok", None) or experts
+    elements = 0
+    for module in decoder.modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() < 2 or name.endswith("bias"):
+                continue
+            of_experts = parameter.dim() == 3 and parameter.shape[0] == experts
+            elements += parameter[0].numel() * chosen if of_experts else parameter.numel()
+    return elements
+
+
+def _head_width(config: Any, heads: int) -> int:
+    """Of queries and values; their mean where they differ."""
+    if getattr(config, "qk_head_dim", None):
+        return int(config.qk_head_dim + config.v_head_dim) // 2
+    return int(getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1))
