@@ -1,11 +1,14 @@
 """The transformers engine: ends, cuts, log-probs, weights and random state."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exgrpo.train.rollout import Sampling, TransformersEngine
+from exgrpo.train.rollout import Sampling, TransformersEngine, collect
+from tests.integrations import tiny as models
 from tests.train import tiny
 from tests.train.fakes import LoneWorld
 
@@ -102,3 +105,40 @@ def test_weights_that_are_missing_or_unknown_are_named(engine, folder):
         engine.push_weights([*weights, ("lm_head.extra", weights[0][1])])
     with pytest.raises(ValueError, match="eos: a rollout engine needs at least one"):
         tiny.engine_settings(folder, eos=())
+
+
+@pytest.mark.parametrize("name", [name for name in models.ARCHITECTURES if name != "bert"])
+def test_answers_depend_on_nothing_that_is_generated_beside_them(name, tmp_path):
+    """Whatever the batch is, the answers are the same, and their scores those of a full forward."""
+    models.model(name).save_pretrained(tmp_path)
+    prompts = [prompt % models.VOCABULARY for prompt in PROMPTS]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    sampling, seeds = Sampling(max_tokens=12, temperature=0.8, log_prob=True), list(range(6))
+    found = {}
+    for batch_tokens in (20, 100, 5000):
+        settings = tiny.engine_settings(tmp_path, eos=EOS, batch_tokens=batch_tokens)
+        attention = "eager" if name in ("gptj", "mamba") else "sdpa"
+        engine = TransformersEngine(dataclasses.replace(settings, attention=attention), LoneWorld())
+        answers = collect([5] * 6, engine.generate(prompts, [5] * 6, sampling, seeds))
+        found[batch_tokens] = ids(answers)
+    (alone,) = collect([5], engine.generate(prompts[3:4], [5], sampling, seeds[3:4]))
+    assert found[20] == found[100] == found[5000]
+    assert ids([alone]) == found[20][3:4]
+    assert len({len(response) for of_prompt in found[20] for response in of_prompt}) > 3
+    for prompt, of_prompt in zip(prompts, answers, strict=True):
+        for rollout in of_prompt:
+            tokens = torch.tensor([*prompt, *rollout.response])
+            with torch.no_grad():
+                full = (model(tokens[None, :-1]).logits[0, len(prompt) - 1 :] / 0.8).log_softmax(-1)
+            log_prob = full[torch.arange(len(rollout.response)), torch.from_numpy(rollout.response).long()]
+            torch.testing.assert_close(torch.from_numpy(rollout.log_prob), log_prob, atol=1e-4, rtol=0)
+            entropy = -(full.exp() * full).sum(-1)
+            torch.testing.assert_close(torch.from_numpy(rollout.entropy), entropy, atol=1e-4, rtol=0)
+
+
+def test_a_prompt_is_read_once_for_all_its_answers(engine):
+    tiny.rollouts(engine, PROMPTS[:2], [4, 1], Sampling(max_tokens=3), seed=0)
+    counts = engine.counts()
+    lengths = [len(prompt) for prompt in PROMPTS[:2]]
+    assert counts.prompt_tokens == 4 * lengths[0] + lengths[1]
+    assert counts.cached_tokens == 3 * lengths[0]

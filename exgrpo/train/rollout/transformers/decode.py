@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout.engine import Sampling
@@ -99,6 +100,7 @@ class _Rows:
     def __init__(self, model: PreTrainedModel, prompts: Sequence[TokenIds], pad: int) -> None:
         self._model = model
         self._cache = roomy_cache(model.config)
+        self._attends = any(isinstance(layer, DynamicLayer) for layer in self._cache.layers)
         width = max(len(prompt) for prompt in prompts)
         tokens = np.full((len(prompts), width), pad, np.int64)
         self._start = np.array([width - len(prompt) for prompt in prompts])
@@ -118,12 +120,15 @@ class _Rows:
         known: dict[str, Any] = {
             "position_ids": torch.from_numpy(position).to(device),
             "logits_to_keep": 1,
+            "output_router_logits": False,
+            "past_key_values": self._cache,
+            "cache_params": self._cache,  # of models without attention
         }
+        # Without a mask nothing need be looked for. A model without attention takes that of new tokens only.
+        plain = mask.all() or (len(new) == 1 and not self._attends)
         output: Any = self._model(
             input_ids=tokens.to(device),
-            # Without it the model need not look for what is hidden.
-            attention_mask=None if mask.all() else torch.from_numpy(mask.astype(np.int64)).to(device),
-            past_key_values=self._cache,
+            attention_mask=None if plain else torch.from_numpy(mask.astype(np.int64)).to(device),
             use_cache=True,
             **{name: value for name, value in known.items() if name in self._accepted},
         )
