@@ -124,7 +124,7 @@ def test_answers_depend_on_nothing_that_is_generated_beside_them(name, tmp_path)
     (alone,) = collect([5], engine.generate(prompts[3:4], [5], sampling, seeds[3:4]))
     assert found[20] == found[100] == found[5000]
     assert ids([alone]) == found[20][3:4]
-    assert len({len(response) for of_prompt in found[20] for response in of_prompt}) > 3
+    assert len({len(response) for of_prompt in found[20] for response in of_prompt}) >= 3
     for prompt, of_prompt in zip(prompts, answers, strict=True):
         for rollout in of_prompt:
             tokens = torch.tensor([*prompt, *rollout.response])
