@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 
 from tests.train.warm import ROOT, Rank
 
@@ -94,6 +94,20 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on so many CPU ranks; stdout and stderr come back as text."""
     return Ranks(script, *arguments, ranks=ranks, vllm=vllm).finish(timeout)
+
+
+def launch_module(module: str, *arguments: str, vllm: bool = False) -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE`, warm and without a launcher; stdout and stderr come back as text."""
+    with TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        for path in (out, err):
+            path.touch()
+        process = Rank(["-m", module, *arguments], environment(), out, err, vllm=vllm)
+        try:
+            status = process.wait(300)
+        finally:
+            process.send(signal.SIGKILL)
+        return subprocess.CompletedProcess(process.args, status, *(path.read_text() for path in (out, err)))
 
 
 def launch_by_deepspeed(script: Path, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:

@@ -47,7 +47,7 @@ class Rank:
     It leads a session and so a process group of its own.
 
     Args:
-        words: the script and its arguments.
+        words: the script, or -m and a module, and its arguments.
         environment: all of its environment.
         out: path of the file to which its standard output is appended.
         err: path of the file to which its standard error is appended.
@@ -154,9 +154,13 @@ def _become(words: list[str], environment: dict[str, str], out: str, err: str) -
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = words
-    sys.path.insert(0, str(Path(words[0]).parent))
-    runpy.run_path(words[0], run_name="__main__")
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":
