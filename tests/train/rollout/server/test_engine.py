@@ -221,8 +221,8 @@ def test_a_killed_server_loses_no_answer_and_comes_back_with_the_next_push(fleet
     engine = opened(fleet.first, fleet.second)
     policy = moved(fleet)
     engine.push_weights(policy.weights())
-    counts = [4] * 100
-    answers = engine.generate([PROMPTS[i % 6] for i in range(100)], counts, Sampling(LONGEST - 8), seed=0)
+    counts = [4] * 300
+    answers = engine.generate([PROMPTS[i % 6] for i in range(300)], counts, Sampling(LONGEST - 8), seed=0)
     got = [next(answers)]
     fleet.second.kill()
     got += answers
