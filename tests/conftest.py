@@ -12,7 +12,7 @@ settings.load_profile("untimed")
 
 SLOW = (
     *("benchmarks", "integrations", "test_extras.py", "train/report", "train/rollout/server/test_engine.py"),
-    *("train/evaluate/test_program.py", "train/reward/test_grading.py"),
+    "train/reward/test_grading.py",
     *(f"kernels/test_{name}.py" for name in ("cpu_fused", "cpu_passes", "cpu_product_sanitized", "cuda_compiles")),
     *(f"kernels/test_{name}.py" for name in ("extension", "launch_tuner", "memory", "vocab_group", "autograd")),
 )
@@ -21,12 +21,16 @@ SLOW = (
 
 def pytest_collection_modifyitems(items):
     """Files whose tests start programs come first: they take minutes, and one that came last would run alone."""
-    items.sort(key=lambda item: not hasattr(item.module, "launch"))
+    items.sort(key=lambda item: not starts_programs(item))
     here = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(here).as_posix()
-        if hasattr(item.module, "launch") or path.startswith(SLOW):
+        if starts_programs(item) or path.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+def starts_programs(item):
+    return hasattr(item.module, "launch") or hasattr(item.module, "launch_module")
 
 
 @pytest.fixture

@@ -11,10 +11,16 @@ import torch.multiprocessing
 def on_ranks(work, ranks, folder, *arguments):
     """Calls `work(rank, *arguments)` in a process per rank, each with one thread and in one group; fails as they do.
 
+    The ranks are forked from one new process, which imports what all of them need and has no thread of its own.
+
     Args:
         folder: of this call alone; the ranks meet there.
     """
-    torch.multiprocessing.spawn(_start, (work, ranks, str(folder), arguments), nprocs=ranks)
+    torch.multiprocessing.spawn(_fork, (work, ranks, str(folder), arguments), nprocs=1)
+
+
+def _fork(_, work, ranks, folder, arguments):
+    torch.multiprocessing.start_processes(_start, (work, ranks, folder, arguments), nprocs=ranks, start_method="fork")
 
 
 def _start(rank, work, ranks, folder, arguments):

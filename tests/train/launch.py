@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 
 from tests.train.warm import ROOT, Rank
 
@@ -46,9 +46,10 @@ class Ranks:
         script: what every rank runs.
         arguments: of the script.
         ranks: how many.
+        vllm: whether they have vLLM imported.
     """
 
-    def __init__(self, script: Path, *arguments: str, ranks: int = 1) -> None:
+    def __init__(self, script: Path, *arguments: str, ranks: int = 1, vllm: bool = False) -> None:
         folder = Path(mkdtemp(prefix="ranks"))
         self._out, self._err = folder / "out", folder / "err"
         for path in (self._out, self._err):
@@ -58,7 +59,7 @@ class Ranks:
         for rank in range(ranks):
             of_rank = {name: str(value) for name, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
             words = [str(script), f"--local_rank={rank}", *arguments]
-            self.ranks.append(Rank(words, {**environment(), **of_rank}, self._out, self._err))
+            self.ranks.append(Rank(words, {**environment(), **of_rank}, self._out, self._err, vllm=vllm))
 
     def running(self) -> bool:
         """Whether none has failed and one still runs."""
@@ -88,9 +89,25 @@ class Ranks:
         return subprocess.CompletedProcess(self.ranks[0].args, status, *printed)
 
 
-def launch(script: Path, *arguments: str, ranks: int = 1, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def launch(
+    script: Path, *arguments: str, ranks: int = 1, vllm: bool = False, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
     """Run a script on so many CPU ranks; stdout and stderr come back as text."""
-    return Ranks(script, *arguments, ranks=ranks).finish(timeout)
+    return Ranks(script, *arguments, ranks=ranks, vllm=vllm).finish(timeout)
+
+
+def launch_module(module: str, *arguments: str, vllm: bool = False) -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE`, warm and without a launcher; stdout and stderr come back as text."""
+    with TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        for path in (out, err):
+            path.touch()
+        process = Rank(["-m", module, *arguments], environment(), out, err, vllm=vllm)
+        try:
+            status = process.wait(300)
+        finally:
+            process.send(signal.SIGKILL)
+        return subprocess.CompletedProcess(process.args, status, *(path.read_text() for path in (out, err)))
 
 
 def launch_by_deepspeed(script: Path, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:

@@ -49,6 +49,7 @@ def test_the_recipe_takes_real_steps(model, tmp_path, engine):
         "--output.save_model=False",
         f"--output.folder={tmp_path}",
         "--output.name=smollm2",
+        vllm=engine == "vllm",
         timeout=540,
     )
     assert done.returncode == 0, done.stdout + done.stderr

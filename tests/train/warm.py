@@ -1,14 +1,16 @@
 """Ranks that start warm: a server process has imported what each of them imports, and forks.
 
-A rank needs six seconds to import torch, transformers and DeepSpeed, and the tests start a hundred. `python -m
-tests.train.warm SOCKET` is the server; it ends when its standard input does. One request is one line of JSON on a
-connection of its own; the answers are a line with the process id and, in the end, one with the exit status.
+A rank needs eight seconds to import torch, transformers and DeepSpeed, and four more for vLLM, and the tests start a
+hundred. `python -m tests.train.warm SOCKET MODULE ...` is the server of ranks that have these modules; it ends when its
+standard input does. One request is one line of JSON on a connection of its own; the answers are a line with the process
+id and, in the end, one with the exit status.
 
 Ranks of one server have one seed for the order of sets. What depends on that shows between runs of two servers, or of
 one and of a launcher.
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -21,27 +23,44 @@ import sys
 import tempfile
 import time
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+TRAINING = (
+    *("exgrpo.train.run", "exgrpo.train.reward.builtin.math", "exgrpo.kernels.cpu_chunks.cpu_fused"),
+    *("matplotlib.backends.backend_svg", "torch.utils.tensorboard"),
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # which has torch's compiler imported
+)
+"""What a run imports, sooner or later."""
+VLLM = (
+    *("vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker"),
+    *("vllm.v1.executor.multiproc_executor", "vllm.model_executor.models.llama"),
+)
+"""What vLLM's server and its engine import."""
 
 
 class Rank:
     """A process that runs a script, with what tests use of `subprocess.Popen`.
 
+    It leads a session and so a process group of its own.
+
     Args:
-        words: the script and its arguments.
+        words: the script, or -m and a module, and its arguments.
         environment: all of its environment.
         out: path of the file to which its standard output is appended.
         err: path of the file to which its standard error is appended.
+        vllm: whether it has vLLM imported.
     """
 
-    def __init__(self, words: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
+    def __init__(
+        self, words: list[str], environment: dict[str, str], out: Path, err: Path, *, vllm: bool = False
+    ) -> None:
         self.args = words
         self.returncode: int | None = None
         self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(_server())
+        self._connection.connect(_server(TRAINING + VLLM if vllm else TRAINING))
         request = {"words": words, "environment": environment, "out": str(out), "err": str(err)}
         self._answers = self._connection.makefile("rw")
         self._answers.write(json.dumps(request) + "\n")
@@ -72,15 +91,14 @@ class Rank:
 
 
 @cache
-def _server() -> str:
-    """The address of this process's server, which is started at the first call."""
+def _server(modules: tuple[str, ...]) -> str:
+    """The address of this process's server of ranks with such modules, which is started at the first call."""
     folder = tempfile.mkdtemp(prefix="warm", dir="/tmp")  # the address of a socket has at most 107 characters
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address = f"{folder}/socket"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.train.warm", address], cwd=ROOT, env=environment, stdin=subprocess.PIPE
-    )
+    command = [sys.executable, "-m", "tests.train.warm", address, *modules]
+    server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE)
     atexit.register(server.kill)
     deadline = time.monotonic() + 120
     while not Path(address).exists():
@@ -90,9 +108,13 @@ def _server() -> str:
     return address
 
 
-def serve(address: str) -> None:
+def serve(address: str, *modules: str) -> None:
     """Fork a rank for each request, until the standard input ends. In a rank it returns, when the script has ended."""
-
+    before = dict(os.environ)
+    for module in modules:
+        import_module(module)
+    gc.freeze()  # a rank's collections pass over what it has from here, which they would look through and copy
+    by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address + ".new")
         server.listen()
@@ -104,11 +126,11 @@ def serve(address: str) -> None:
                 if os.fork():
                     continue
                 server.close()
-                _attend(connection)
+                _attend(connection, by_imports)
                 return
 
 
-def _attend(connection: socket.socket) -> None:
+def _attend(connection: socket.socket, by_imports: dict[str, str]) -> None:
     """Read one request, fork its rank and tell what becomes of it; in the rank, become that."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     answers = connection.makefile("rw")
@@ -116,6 +138,7 @@ def _attend(connection: socket.socket) -> None:
     rank = os.fork()
     if not rank:
         connection.detach()
+        request["environment"] = {**by_imports, **request["environment"]}
         _become(**request)
         return
     print(rank, file=answers, flush=True)
@@ -125,15 +148,20 @@ def _attend(connection: socket.socket) -> None:
 
 
 def _become(words: list[str], environment: dict[str, str], out: str, err: str) -> Any:
+    os.setsid()
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = words
-    sys.path.insert(0, str(Path(words[0]).parent))
-    runpy.run_path(words[0], run_name="__main__")
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

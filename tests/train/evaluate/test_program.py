@@ -26,7 +26,7 @@ from exgrpo.train.recipe import DEFAULT_RUN, to_yaml
 from exgrpo.train.rollout import Sampling
 from tests.train.configs import configured
 from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, marked, question_set
-from tests.train.launch import ROOT, environment
+from tests.train.launch import ROOT, environment, launch_module
 from tests.train.rollout.vllm.installed import real
 
 PLAIN = RewardConfig(function="tests.train.fakes:marked")
@@ -171,13 +171,17 @@ def test_the_command_line_beats_the_recipe(tmp_path):
     assert (options.model, options.data.test, asked.temperature, asked.samples) == ("some/model", ("a.jsonl",), 0.7, 2)
 
 
-def command(folder, *more):
+def command(folder, *more, cold=False, vllm=False):
+    """Where it is cold, in a process as a user starts it."""
     arguments = ["builtin:arithmetic", "--data.test", "builtin:arithmetic", "--data.test_limit=20"]
     drawn = ["--evaluation.samples=2", "--chunk=6"]
     # As the default run asks its model, which knows no other prompts.
     fixed = [f"--recipe={DEFAULT_RUN}", "--rollout.engine=transformers", f"--output={folder}"]
+    told = "exgrpo.train.evaluate", *arguments, *drawn, *fixed, *more
+    if not cold:
+        return launch_module(*told, vllm=vllm)
     return subprocess.run(
-        [sys.executable, "-m", "exgrpo.train.evaluate", *arguments, *drawn, *fixed, *more],
+        [sys.executable, "-m", *told],
         capture_output=True,
         text=True,
         env=environment(),
@@ -210,7 +214,7 @@ def test_the_recipe_of_a_run_asks_and_grades_as_the_run_does(tmp_path):
 
 @real
 def test_the_real_vllm_answers(tmp_path):
-    done = command(tmp_path, "--rollout.engine=vllm", "--rollout.kv_cache_gib=0.1")
+    done = command(tmp_path, "--rollout.engine=vllm", "--rollout.kv_cache_gib=0.1", vllm=True)
     assert done.returncode == 0, done.stderr
     assert "answers by vllm" in done.stdout
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 40
@@ -219,7 +223,7 @@ def test_the_real_vllm_answers(tmp_path):
 
 
 def test_an_interrupted_evaluation_ends_like_one_that_was_not(tmp_path):
-    done = command(tmp_path)
+    done = command(tmp_path, cold=True)
     assert done.returncode == 0, done.stderr
     assert "arithmetic" in done.stdout
     answers, scores = tmp_path / "answers.jsonl", (tmp_path / "scores.json").read_text()

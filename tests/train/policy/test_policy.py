@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -77,8 +78,10 @@ def plain_loss(model, minibatch, objective, clip, temperature):
     return -total / minibatch.normalizer - objective.entropy_coef * entropy / minibatch.tokens
 
 
-def plain_training(folder, case):
+@cache
+def plain_training(folder, name):
     """Losses and final parameters of the plain loop."""
+    case = CASES[name]
     objective, clip = ObjectiveConfig(**case["objective"]), case.get("clip", True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=tiny.LEARNING_RATE, weight_decay=0.01)
@@ -101,8 +104,8 @@ EXACT = [name for name in CASES if name != "bf16"]
 
 @pytest.mark.parametrize("name", EXACT)
 def test_training_equals_the_plain_loop(outcomes, folders, name):
-    outcome, case = outcomes[name], CASES[name]
-    losses, model = plain_training(folders / case["model"], case)
+    outcome = outcomes[name]
+    losses, model = plain_training(folders / CASES[name]["model"], name)
     ours = [stats["loss"] for stats in outcome["stats"] if stats["applied"]]
     # Losses are sums of some hundred fp32 terms; parameters moved by about 3 lr = 3e-3, and where a gradient is
     # near zero AdamW turns its rounding error into a visible part of lr: 1e-2 of that movement is the bound.
@@ -122,7 +125,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_seen(outcomes)
 @pytest.mark.parametrize("name", EXACT)
 def test_scores_equal_full_logits(outcomes, folders, name):
     outcome, case = outcomes[name], CASES[name]
-    _, model = plain_training(folders / case["model"], case)
+    _, model = plain_training(folders / case["model"], name)
     rows = [row for minibatch in tiny.minibatches(ObjectiveConfig(**case["objective"])) for row in minibatch.rows]
     log_probs = []
     with torch.no_grad():
@@ -160,7 +163,7 @@ def test_statistics_describe_the_first_step(outcomes, folders):
 
 
 def test_bf16_stays_near_fp32(outcomes, folders):
-    losses, _ = plain_training(folders / "tied", CASES["bf16"])
+    losses, _ = plain_training(folders / "tied", "bf16")
     ours = [stats["loss"] for stats in outcomes["bf16"]["stats"]]
     assert all(math.isfinite(loss) for loss in ours)
     # bf16 carries 8 bits: ratios of some tens of tokens per sequence are off by about a percent each.

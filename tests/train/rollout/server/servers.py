@@ -10,34 +10,44 @@ from pathlib import Path
 import requests
 
 from tests.train.launch import ROOT, environment, free_port
+from tests.train.warm import Rank
 
 LONGEST = 64
 """Prompt + response tokens that the servers take."""
 
 
-class Server:
-    """A server of a model; `log` holds what it printed."""
+WARM = ROOT / "tests" / "train" / "rollout" / "server" / "warm_server.py"
 
-    def __init__(self, model: Path, log: Path, *options: str) -> None:
+
+class Server:
+    """A server of a model; `log` holds what it printed.
+
+    Where it is cold it starts as a user starts it, and each of its three processes imports vLLM, in 35 seconds.
+    """
+
+    def __init__(self, model: Path, log: Path, *options: str, cold: bool = False) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        self._command = [sys.executable, "-m", "exgrpo.train.serve", str(model), f"--port={self.port}", *options]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._arguments = [str(model), f"--port={self.port}", *options]
+        self._cold = cold
+        self._process: subprocess.Popen[bytes] | Rank | None = None
 
     def start(self) -> "Server":
         """Start it, if it does not run, without waiting for it."""
         if self._process is None or self._process.poll() is not None:
-            with self.log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    self._command,
-                    cwd=ROOT,
-                    env=environment(),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            self.log.write_bytes(b"")
+            self._process = self._started()
         return self
+
+    def _started(self) -> "subprocess.Popen[bytes] | Rank":
+        if not self._cold:
+            return Rank([str(WARM), *self._arguments], environment(), self.log, self.log, vllm=True)
+        command = [sys.executable, "-m", "exgrpo.train.serve", *self._arguments]
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def ready(self) -> str:
         """Its address, once it answers."""
@@ -57,12 +67,12 @@ class Server:
         """End it and its workers at once, as a machine that loses its power."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.wait(timeout=60)
 
     def kill_alone(self) -> None:
         """End it, not its workers."""
-        self._process.kill()
-        self._process.wait()
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=60)
 
     def workers_end(self, within: float = 20.0) -> bool:
         """Whether no process that it started is left, at the latest after so many seconds."""

@@ -1,6 +1,5 @@
-"""The program with real rollout servers on CPUs, as a user starts both."""
+"""The program with real rollout servers on CPUs, one of them as a user starts it."""
 
-import subprocess
 import time
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.train.launch import MAIN, ROOT, command, environment, launch
+from tests.train.launch import MAIN, Ranks, launch
 from tests.train.rollout.server.servers import Server
 from tests.train.rollout.vllm.installed import real
 from tests.train.test_run import SMALL, records
@@ -20,8 +19,11 @@ pytestmark = real
 def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     options = "--max-tokens=160", "--kv-cache-gib=0.2"
-    pair = [Server(Path("builtin:arithmetic"), folder / f"{name}.log", *options).start() for name in ("one", "two")]
+    model = Path("builtin:arithmetic")
+    pair = [Server(model, folder / f"cold={cold}.log", *options, cold=cold) for cold in (True, False)]
     try:
+        for server in pair:
+            server.start()
         yield pair
     finally:
         for server in pair:
@@ -41,16 +43,14 @@ def options(servers, folder):
 def test_two_ranks_ahead_of_their_updates_lose_no_step_with_a_server(servers, tmp_path):
     ahead = ("--rollout.behaviour=engine", "--rollout.ahead=True", "--steps=6", "--rollout.check_every=3")
     arguments = (*options(servers, tmp_path), *ahead)
-    with (tmp_path / "log").open("w+") as log:
-        run = subprocess.Popen(command(MAIN, *arguments, ranks=2), cwd=ROOT, env=environment(), stdout=log, stderr=log)
-        metrics = tmp_path / "small" / "metrics.jsonl"
-        while run.poll() is None and not (metrics.exists() and '"step": 2' in metrics.read_text()):
-            time.sleep(0.05)
-        servers[1].kill()
-        status = run.wait(timeout=300)
-        log.seek(0)
-        printed = log.read()
-    assert status == 0, printed
+    run = Ranks(MAIN, *arguments, ranks=2)
+    metrics = tmp_path / "small" / "metrics.jsonl"
+    while run.running() and not (metrics.exists() and '"step": 2' in metrics.read_text()):
+        time.sleep(0.05)
+    servers[1].kill()
+    done = run.finish()
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
     assert "the same seed may give other ones" in printed
     assert servers[1].url in printed
     told = records(tmp_path / "small")

@@ -1,7 +1,6 @@
 """The real vLLM engine in processes of its own: alone, over two ranks, in training, in evaluation."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 from exgrpo.train.checkpoint.listing import find
 from tests.train import pieces, tiny
 from tests.train.checkpoint.test_checkpoint import untimed
-from tests.train.launch import MAIN, ROOT, command, environment, launch
+from tests.train.launch import MAIN, ROOT, Ranks, environment, launch
 from tests.train.rollout.vllm.installed import real
 from tests.train.rollout.vllm.worker import COUNTS, EOS, LONG_PROMPT, LONG_SAMPLES, MAX_TOKENS, STOPS
 from tests.train.test_run import SMALL, records
@@ -35,8 +34,11 @@ def observed(tmp_path_factory):
             # Heads as wide as vLLM's attention needs; two of them share keys and values, which two ranks then repeat.
             tiny.save_model(folder / name, tied=name.startswith("tied"), heads=2, head_width=32)
         arguments = (str(folder), str(ranks), *names)
-        start = [sys.executable, str(WORKER), *arguments] if ranks == 1 else command(WORKER, *arguments, ranks=ranks)
-        done = subprocess.run(start, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
+        if ranks == 1:  # cold: this process is to stay as it was when vLLM is imported, too
+            start = [sys.executable, str(WORKER), *arguments]
+            done = subprocess.run(start, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
+        else:
+            done = launch(WORKER, *arguments, ranks=ranks, vllm=True)
         assert done.returncode == 0, done.stdout + done.stderr
         for name in names:
             found[ranks, name] = [
@@ -182,7 +184,8 @@ def test_a_changed_configuration_is_computed_with(observed, ranks, name):
 
 
 def started(folder, *arguments, ranks=2):
-    done = launch(MAIN, *SMALL, "--rollout.engine=vllm", f"--output.folder={folder}", *arguments, ranks=ranks)
+    told = (*SMALL, "--rollout.engine=vllm", f"--output.folder={folder}", *arguments)
+    done = launch(MAIN, *told, ranks=ranks, vllm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rollouts by vllm\n" in done.stdout
     return records(folder / "small")
@@ -199,16 +202,13 @@ def test_a_killed_run_goes_on_to_the_same_metrics(tmp_path):
     arguments = ("--steps=6", "--rollout.check_every=3", "--checkpoint.every=2", "--output.save_model=False")
     check_gaps(started(tmp_path / "whole", *arguments), [0, 3, 6])
     killed = (*SMALL, *arguments, "--rollout.engine=vllm", f"--output.folder={tmp_path / 'killed'}", "--resume=auto")
-    running = subprocess.Popen(
-        command(MAIN, *killed, ranks=2), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    running = Ranks(MAIN, *killed, ranks=2, vllm=True)
     deadline = time.monotonic() + 240
-    while running.poll() is None and not find(tmp_path / "killed" / "small") and time.monotonic() < deadline:
+    while running.running() and not find(tmp_path / "killed" / "small") and time.monotonic() < deadline:
         time.sleep(0.02)
-    victims = subprocess.run(["pgrep", "-f", f"local_rank=1.*{tmp_path}"], capture_output=True, text=True, check=True)
-    os.kill(int(victims.stdout.split()[0]), signal.SIGKILL)
-    assert running.wait(timeout=120) != 0
-    done = launch(MAIN, "--resume=auto", f"--output.folder={tmp_path / 'killed'}", ranks=2)
+    running.ranks[1].send(signal.SIGKILL)
+    assert running.finish(120).returncode == -signal.SIGKILL
+    done = launch(MAIN, "--resume=auto", f"--output.folder={tmp_path / 'killed'}", ranks=2, vllm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "going on with" in done.stdout
     assert untimed(tmp_path / "killed" / "small") == untimed(tmp_path / "whole" / "small")
@@ -219,7 +219,8 @@ def test_two_ranks_train_with_one_engine(tmp_path):
 
 
 def test_what_it_cannot_do_is_one_clear_error_before_training(tmp_path):
-    done = launch(MAIN, *SMALL, "--rollout.engine=vllm", "--rollout.kv_cache_gib=1e-4", f"--output.folder={tmp_path}")
+    told = ("--rollout.engine=vllm", "--rollout.kv_cache_gib=1e-4", f"--output.folder={tmp_path}")
+    done = launch(MAIN, *SMALL, *told, vllm=True)
     assert done.returncode != 0
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "kv_cache_gib (0.0001)" in error
