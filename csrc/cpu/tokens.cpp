@@ -1,5 +1,7 @@
 #include "tokens.h"
 
+#include <limits>
+
 #include "rows.h"
 #include "vector.h"
 
@@ -43,7 +45,9 @@ struct Objective {
 template <class T>
 Objective<T> objective_of(Vector<T> log_prob, Vector<T> old_log_prob, Vector<T> advantage, Mask<T> replayed,
                           const Clipping<T>& clipping) {
-  const Vector<T> zero = {}, log_ratio = log_prob - old_log_prob;
+  const Vector<T> zero = {};
+  const Mask<T> present = old_log_prob == fill(std::numeric_limits<T>::infinity());  // stands for the present policy
+  const Vector<T> log_ratio = log_prob - (present ? log_prob : old_log_prob);
   const Vector<T> ratio = exponential<T>(at_most(log_ratio, max_log_ratio<T>));
   Vector<T> value = ratio * advantage;
   Vector<T> derivative = log_ratio > max_log_ratio<T> ? zero : value;

@@ -29,7 +29,8 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-
 __device__ inline Objective policy_objective(const RowsArguments& given, int64_t row, float log_prob) {
   const float advantage = given.advantage[row];
   const bool replayed = given.replayed != nullptr && given.replayed[row];
-  const float log_ratio = log_prob - given.old_log_prob[row];
+  const float old = given.old_log_prob[row];
+  const float log_ratio = log_prob - (old == INFINITY ? log_prob : old);  // inf stands for the present policy
   Objective found{};
   found.ratio = expf(log_ratio > MAX_LOG_RATIO ? MAX_LOG_RATIO : log_ratio);
   found.value = found.ratio * advantage;

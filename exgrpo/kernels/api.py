@@ -139,7 +139,8 @@ def linear_policy_loss(
         weight: the head, ``[V, D]``.
         target: index of each token, ``[...]``, int64, in ``[0, V)`` or ``ignore_index``.
         old_log_prob: log-probability of each token under the policy that generated it, in nats, shaped like
-            ``target``. Constant.
+            ``target``. Constant. Where it is ``inf``, the present policy generated the token: the ratio is 1, and
+            nobody has to compute its log-probability before.
         advantage: shaped like ``target``, or ``[B]``, one per row of a ``[B, L]`` batch. Constant.
         replayed: bool, shaped like ``target`` or ``[B]``: tokens of replayed trajectories. None: none are.
         clip: ``(low, high)``: fresh ratios are clipped to ``[1 - low, 1 + high]``; None: no clipping.

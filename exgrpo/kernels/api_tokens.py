@@ -38,7 +38,8 @@ def policy_loss(
 
     Args:
         log_prob: log-probabilities under the current policy, in nats, ``[...]``, any floating dtype.
-        old_log_prob: those under the policy that generated the tokens, same shape. Constant.
+        old_log_prob: those under the policy that generated the tokens, same shape. Constant. ``inf`` stands for the
+            present policy: the ratio is 1.
         advantage: same shape, or ``[B]``, one per row of a ``[B, L]`` batch. Constant.
         replayed: bool, same shape or ``[B]``; None: no token is replayed.
         clip: ``(low, high)``, both at least 0, or None.

@@ -1,5 +1,6 @@
 """Checked inputs, as the backends receive them."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from exgrpo.kernels.vocab_parallel import VocabShard
 
+PRESENT = math.inf
+"""As an old log-probability: that of the present policy, whatever it is."""
 IGNORED = -100
 """Target of a position that the caller leaves out, unless the caller says otherwise."""
 

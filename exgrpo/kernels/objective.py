@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.inputs import PolicyTokens, ScoredTokens, Surrogate
+from exgrpo.kernels.inputs import PRESENT, PolicyTokens, ScoredTokens, Surrogate
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios count as at most this much: exp stays finite, and beyond it the ratio has no gradient."""
@@ -46,7 +46,7 @@ def bounded_ratio(log_ratio: Tensor) -> Tensor:
 def policy_objective(log_prob: Tensor, tokens: PolicyTokens, surrogate: Surrogate) -> Objective:
     """Objective and derivative of every token. All tensors have the shape of ``log_prob``."""
     old_log_prob, advantage, replayed = tokens
-    log_ratio = log_prob - old_log_prob
+    log_ratio = log_prob - torch.where(old_log_prob == PRESENT, log_prob, old_log_prob)
     ratio = bounded_ratio(log_ratio)
     value = ratio * advantage
     coefficient = value.masked_fill(log_ratio > MAX_LOG_RATIO, 0)

@@ -9,7 +9,7 @@ both modes of autograd and by torch.func, are right.
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.inputs import IGNORED, compute_dtype
+from exgrpo.kernels.inputs import IGNORED, PRESENT, compute_dtype
 from exgrpo.kernels.results import LogProb, PolicyLoss
 
 MAX_LOG_RATIO = 20.0
@@ -108,6 +108,7 @@ def policy_loss(
     tokens = (log_prob, entropy, old_log_prob.detach(), _per_token(advantage.detach(), log_prob))
     dtype = compute_dtype(log_prob.dtype)
     log_prob, entropy, old_log_prob, advantage = (values.to(dtype).masked_fill(~mask, 0) for values in tokens)
+    old_log_prob = torch.where(old_log_prob == PRESENT, log_prob.detach(), old_log_prob)
 
     ratio = importance_ratio(log_prob, old_log_prob)
     fresh = ratio * advantage

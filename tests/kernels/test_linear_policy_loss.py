@@ -237,3 +237,22 @@ def test_loss_does_not_depend_on_packing(backend, device):
         total = total + result.loss
     torch.testing.assert_close(total, whole[0])
     torch.testing.assert_close(case.gradients(total), gradients)
+
+
+@pytest.mark.parametrize("terms", [{}, {"clip": None, "beta": None, "entropy_coef": 0.1}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_inf_stands_for_the_log_prob_of_the_present_policy(terms, dtype, backend, device):
+    """Against float64 with the log-probs themselves in these places, fresh and replayed ones."""
+    case = make_case(150, 40, 211, dtype, device, bias=True)
+    old, advantage, replayed = make_tokens(case)
+    present = torch.rand(150, device=device) < 0.6
+    more = {"replayed": replayed, **terms}
+    unknown = old.masked_fill(present, torch.inf)
+    whole = case.to(torch.float64)
+    known = torch.where(present, whole.log_prob(reference.linear_log_prob).log_prob.detach(), old.double())
+    ours, our_gradients = run(case, (unknown, advantage), backend=backend, **more)
+    plain, plain_gradients = run(case, (unknown, advantage), reference.linear_policy_loss, **more)
+    exact, exact_gradients = run(whole, (known, advantage), reference.linear_policy_loss, **more)
+    assert (ours[3][present & (case.target >= 0)] == 1).all()
+    assert_as_good(ours, plain, exact, factor=2.0)
+    assert_as_good(our_gradients, plain_gradients, exact_gradients, factor=2.0, measure=relative_error)

@@ -133,3 +133,28 @@ def test_shape_ratio_bounds(ratio, beta):
     (slope,) = torch.autograd.grad(shaped, w)
     assert 0 <= slope.item() * ratio <= 0.25 + 1e-12
     assert shape_ratio(torch.tensor(beta, dtype=torch.float64), beta).item() == pytest.approx(0.5)
+
+
+def test_inf_stands_for_the_present_policy():
+    log_prob, old, advantage, entropy, mask = make()
+    present = torch.rand(old.shape) < 0.5
+    more = {
+        "entropy": entropy,
+        "mask": mask,
+        "entropy_coef": 0.2,
+        "replayed": torch.tensor([True, False] * 2 + [False]),
+    }
+    results = [
+        policy_loss(log_prob, old.masked_fill(present, math.inf), advantage, **more),
+        reference.policy_loss(log_prob, old.masked_fill(present, math.inf), advantage, **more),
+        policy_loss(log_prob, torch.where(present, log_prob.detach(), old), advantage, **more),
+    ]
+    gradients = [torch.autograd.grad(result.loss, (log_prob, entropy)) for result in results]
+    for i in (0, 1):
+        torch.testing.assert_close(tuple(results[i]), tuple(results[2]))
+        torch.testing.assert_close(gradients[i], gradients[2])
+
+
+def test_a_log_prob_that_is_no_number_is_noticed_under_the_present_policy():
+    log_prob = torch.tensor([-1.0, math.nan], requires_grad=True)
+    assert policy_loss(log_prob, torch.full((2,), math.inf), torch.ones(2)).loss.isnan()

@@ -70,7 +70,7 @@ def _objective(
     HAS_BETA: tl.constexpr,
 ):
     """Value, its derivative, ratio and whether clipped: `objective.policy_objective`."""
-    log_ratio = log_prob - old_log_prob
+    log_ratio = log_prob - tl.where(old_log_prob == float("inf"), log_prob, old_log_prob)  # inf: the present policy
     ratio = tl.exp(tl.minimum(log_ratio, MAX_LOG_RATIO, propagate_nan=tl.PropagateNan.ALL))
     value = ratio * advantage
     coefficient = tl.where(log_ratio > MAX_LOG_RATIO, 0.0, value)
