@@ -1,5 +1,7 @@
 """Liger: its fused linear GRPO loss on :mod:`exgrpo.kernels`. Importable without Liger."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,8 +19,8 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
     The objective of a token is :math:`\min(w A, \mathrm{clip}(w, 1 - \mathrm{low}, 1 + \mathrm{high}) A) - \beta K`,
     with the importance ratio w and the k3 estimate K of the divergence from a reference model. ``loss_type`` says how
     the tokens' losses are averaged. Without a divergence the logits are computed once
-    (:func:`exgrpo.kernels.linear_policy_loss`); with one, or without old log-probabilities, they are computed
-    again in the backward (:func:`exgrpo.kernels.linear_log_prob`).
+    (:func:`exgrpo.kernels.linear_policy_loss`); with one they are computed again in the backward
+    (:func:`exgrpo.kernels.linear_log_prob`).
 
     Args:
         beta: weight of the divergence from the reference; 0: there is none.
@@ -128,12 +130,13 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         kept = selected_token_ids.masked_fill(~mask, IGNORED)
         row_weight, normalizer = self._average(mask, num_items_in_batch)
         weighted = (advantages * row_weight).unsqueeze(-1) * _per_token(vllm_is_ratio, mask)
-        if self.beta == 0 and old_per_token_logps is not None:
+        if self.beta == 0:
+            present = torch.full(mask.shape, math.inf, device=mask.device)
             result = linear_policy_loss(
                 _input,
                 lin_weight,
                 kept,
-                old_per_token_logps,
+                present if old_per_token_logps is None else old_per_token_logps,
                 weighted,
                 clip=self.clip,
                 normalizer=normalizer,
@@ -145,8 +148,6 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         old = log_prob.detach() if old_per_token_logps is None else old_per_token_logps
         result = policy_loss(log_prob, old, weighted, clip=self.clip, normalizer=normalizer, mask=mask)
         clipped = self._clipped_share(result.ratio, advantages, mask)
-        if self.beta == 0:
-            return result.loss, (clipped,)
         reference = self._reference(log_prob, kept, ref_per_token_logps, ref_input, ref_weight, ref_bias)
         divergence = self._divergence(log_prob, old, reference, mask)
         loss = result.loss + self.beta * (divergence * row_weight.unsqueeze(-1)).sum() / normalizer

@@ -7,6 +7,7 @@ passes over the head instead of four.
 B rows, C completion tokens.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -169,9 +170,8 @@ class FusedLossMixin(GRPOTrainer):
     """Puts in front of `trl.GRPOTrainer` a head that never holds the logits: `class T(FusedLossMixin, GRPOTrainer)`.
 
     Every objective of TRL takes its log-probs and entropies from `linear_log_prob`. Where the objective is also one
-    of `linear_policy_loss` and `old_per_token_logps` are known (with `num_iterations` above 1, generations that are
-    used for several optimiser steps, or vLLM), the loss and its gradient come from there: loss types grpo, bnpo,
-    dr_grpo and dapo with token-level ratios, any clip range, temperature, entropy bonus and vLLM importance ratios.
+    of `linear_policy_loss`, the loss and its gradient come from there: loss types grpo, bnpo, dr_grpo and dapo with
+    token-level ratios, any clip range, temperature, entropy bonus and vLLM importance ratios.
     Arguments, metrics and checkpoints are those of GRPOTrainer.
 
     Raises:
@@ -204,7 +204,7 @@ class FusedLossMixin(GRPOTrainer):
         return [option for option, holds in beyond.items() if holds]
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if inputs.get("old_per_token_logps") is None or not self.model.training or self._beyond_kernel():
+        if not self.model.training or self._beyond_kernel():
             return super()._compute_loss(model, inputs)
         fused = _FusedPass(model, self._objective(inputs))
         # TRL's own arithmetic on the detached results: its metrics, and its control of an adaptive entropy bonus.
@@ -231,8 +231,11 @@ class FusedLossMixin(GRPOTrainer):
         advantage = advantage * self._token_share(inputs, mask) * tokens
         if self.use_vllm and self.vllm_importance_sampling_correction:
             advantage = advantage * inputs["importance_sampling_ratio"]
+        old_log_prob = inputs.get("old_per_token_logps")
+        if old_log_prob is None:  # one optimiser step per generation: the policy itself wrote the answers
+            old_log_prob = torch.full(mask.shape, math.inf, device=mask.device)
         return Objective(
-            old_log_prob=inputs["old_per_token_logps"],
+            old_log_prob=old_log_prob,
             advantage=advantage.expand(mask.shape),
             mask=mask.bool(),
             normalizer=(tokens * self.current_gradient_accumulation_steps).float(),

@@ -110,7 +110,9 @@ def assert_near_exact(ours: Outcome, trl: Outcome, exact: Outcome) -> None:
     for name in ("loss", "gradient"):
         right = getattr(exact, name)
         error, of_trl = ((getattr(one, name) - right).norm() for one in (ours, trl))
-        assert error <= 2 * of_trl + 1e-6 * right.norm(), (name, error, of_trl, right.norm())
+        # Under the policy itself the terms of the loss, of about 0.5, cancel: what is left are their roundings.
+        rounding = 0.5 * 2.0**-24 if name == "loss" else 0.0
+        assert error <= 2 * of_trl + 1e-6 * right.norm() + rounding, (name, error, of_trl, right.norm())
     assert exact.gradient.norm() > 0
 
 
@@ -120,8 +122,8 @@ def assert_near_exact(ours: Outcome, trl: Outcome, exact: Outcome) -> None:
 def test_loss_is_that_of_trl(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path, loss_type: str, entropy_coef: float, old: bool
 ) -> None:
-    # Where the policy of before is known one kernel forms the loss, and nothing is computed twice.
-    monkeypatch.setattr(trl_loss, "linear_log_prob" if old else "linear_policy_loss", None)
+    # One kernel forms the loss, and nothing is computed twice.
+    monkeypatch.setattr(trl_loss, "linear_log_prob", None)
     inputs = batch(old=old)
     del inputs["tool_mask"]
     outcomes = three_outcomes(
