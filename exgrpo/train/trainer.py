@@ -26,8 +26,8 @@ from exgrpo.train.seeds import derive_seed, generator
 EXACT = 1e-5
 """Nats. An engine whose log-probs are as near to the trainer's on average knows the trainer's scores: a
 ratio is then wrong by a hundred thousandth, where it is clipped at a fifth."""
-SAMPLED = 16
-"""Answers of a step that the trainer scores itself to find out."""
+SAMPLED = 1 / 32
+"""Share of a step's answers that the trainer scores itself to find out, at least two."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,8 +227,8 @@ class Trainer:
             for rollout in rollouts
             if rollout.log_prob is not None and rollout.entropy is not None
         ]
-        if len(of_engine) == len(rollouts) > SAMPLED and self.config.policy.dtype == "fp32":
-            sample = np.linspace(0, len(rollouts) - 1, SAMPLED).round().astype(int)
+        if len(of_engine) == len(rollouts) and self.config.policy.dtype == "fp32":
+            sample = np.linspace(0, len(rollouts) - 1, max(2, int(SAMPLED * len(rollouts)))).round().astype(int)
             sampled = [sequences[i] for i in sample]
             own = self.policy.score(sampled, self.sampling.temperature)
             compared = [(score.log_prob, of_engine[i].log_prob) for i, score in zip(sample, own, strict=True)]

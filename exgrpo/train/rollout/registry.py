@@ -22,7 +22,7 @@ ENGINES: dict[str, Callable[[EngineSettings, World], RolloutEngine]] = {
 OBSTACLES: dict[str, Callable[[EngineSettings, World], str | None]] = {"vllm": availability.obstacle}
 """Of the engines that may be impossible: the reason why one is, with the remedy where there is one; None: it is not."""
 PREFERRED, FALLBACK = "vllm", "transformers"
-"""What `auto` means without servers, and where the preferred engine is impossible."""
+"""What `auto` means without servers, and on CPUs, and where the preferred engine is impossible."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ def choose_engine(settings: EngineSettings, world: World) -> Choice:
 
 def _choose(settings: EngineSettings, world: World) -> Choice:
     asked = "server" if settings.rollout.servers else settings.rollout.engine
+    if asked == "auto" and world.device.type == "cpu" and settings.rollout.tensor_parallel == 1:
+        return Choice(FALLBACK)
     name = PREFERRED if asked == "auto" else asked
     obstacle = OBSTACLES[name](settings, world) if name in OBSTACLES else None
     if obstacle is None:

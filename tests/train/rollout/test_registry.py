@@ -56,13 +56,18 @@ def installed(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
-def test_auto_takes_vllm_where_it_can_and_says_otherwise_why_not(installed, device):
-    installed(TESTED_VERSION + "+cpu")
-    assert str(chosen(settings(), device)) == "vllm"
-    assert str(chosen(settings(engine="transformers"), device)) == "transformers"
+def test_auto_takes_vllm_on_gpus_where_it_can_and_says_otherwise_why_not(installed):
+    installed(TESTED_VERSION)
+    assert str(chosen(settings(), GPU)) == "vllm"
+    assert str(chosen(settings(engine="transformers"), GPU)) == "transformers"
     installed(None)
-    assert str(chosen(settings(), device)).startswith("transformers (vLLM is not installed")
+    assert str(chosen(settings(), GPU)).startswith("transformers (vLLM is not installed")
+
+
+def test_auto_takes_transformers_on_cpus(installed):
+    installed(TESTED_VERSION + "+cpu")
+    assert str(chosen(settings())) == "transformers"
+    assert str(chosen(settings(engine="vllm"))) == "vllm"
 
 
 def test_servers_that_are_named_are_taken(installed):
