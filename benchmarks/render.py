@@ -69,6 +69,8 @@ COLUMNS = (
     Column("replayed", "replayed", "{:.1f}".format),
     Column("generated tokens", "generated_tokens", "{:,.0f}".format),
     Column("by phase", "phases", lambda phases: ", ".join(f"{k} {seconds(v)}" for k, v in phases.items())),
+    Column("by size", "growth", lambda growth: ", ".join(f"{int(k):,}: {seconds(v)}" for k, v in growth.items())),
+    Column("growth exponent", "exponent", "{:.2f}".format),
     Column("", "wrong", lambda wrong: "WRONG" if wrong else ""),
 )
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.memory import Peak, peak_of
@@ -24,6 +25,12 @@ Facts = dict[str, Any]
 LAST_LINES = 15
 ANSWERS = "BENCHMARK_ANSWERS"
 """Environment variable with the number of the pipe for answers."""
+SPINS = {"GOMP_SPINCOUNT": "1000"}
+"""How long threads of OpenMP that wait take the processor, unless the environment says otherwise.
+
+By its own default one program spins 300 times as long as another, by how many threads it has. On a machine that is busy
+otherwise this made TRL's steps up to 20 times slower, and no step of exgrpo.
+"""
 PATIENCE = 60
 """Seconds that a program has to end by itself."""
 
@@ -55,11 +62,13 @@ class Turn:
     """A turn that was taken.
 
     Attributes:
+        asked: what for.
         seconds: from the question to the answer, by the driver's clock.
         facts: the answer.
         peak: memory of the program until then.
     """
 
+    asked: Facts
     seconds: float
     facts: Facts
     peak: Peak
@@ -84,7 +93,7 @@ class Program:
             self._process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), ANSWERS: str(writer)},
+                env={**SPINS, **os.environ, "PYTHONPATH": str(ROOT), ANSWERS: str(writer)},
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -99,15 +108,19 @@ class Program:
             self.close()
             raise
 
-    def turn(self, asked: Facts | None = None) -> Turn:
-        """Have the program take a turn."""
+    def turn(self, asked: Facts) -> Turn:
+        """Have the program take a turn.
+
+        Raises:
+            ProgramError: it has ended.
+        """
         assert self._process.stdin is not None
         start = time.perf_counter()
         with suppress(BrokenPipeError):  # what it said before it ended is in the log
-            self._process.stdin.write(json.dumps(asked or {}) + "\n")
+            self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
         facts = self._answer()
-        return Turn(time.perf_counter() - start, facts, peak_of(self._process.pid))
+        return Turn(asked, time.perf_counter() - start, facts, peak_of(self._process.pid))
 
     def _answer(self) -> Facts:
         line = self._answers.readline()
@@ -145,18 +158,27 @@ def command(module: str, *options: str) -> list[str]:
 
 
 def take_turns(
-    programs: Mapping[str, Program], warmup: int, rounds: int, asked: Sequence[Facts] = ({},)
+    programs: Mapping[str, Program],
+    warmup: int,
+    rounds: int,
+    asked: Mapping[str, Sequence[Facts]] = MappingProxyType({}),
 ) -> dict[str, list[Turn]]:
     """The turns of each program, after `warmup` rounds that do not count.
 
-    In a round every program takes a turn for each thing that is asked; another program begins in each.
+    In a round every program takes its turns, and another program begins in each.
+
+    Args:
+        programs: by name.
+        warmup: rounds before those that count.
+        rounds: that count.
+        asked: by name of the program, what its turns of a round are for; without, it has one turn.
     """
     names = list(programs)
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     for number in range(warmup + rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            taken = [programs[name].turn(one) for one in asked]
+            taken = [programs[name].turn(one) for one in asked.get(name, [{}])]
             if number >= warmup:
                 turns[name] += taken
     return turns
