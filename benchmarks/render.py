@@ -120,7 +120,7 @@ def markdown(record: Record) -> str:
         "",
         f"{machine.cpu}, {machine.threads} threads"
         f" ({machine.cpu_capability}), Python {machine.python}, {versions}, {revision}.",
-        "[How it was measured](../../docs/benchmarks.md). The rows of one table took turns in one process. Ratios are"
+        "[How it was measured](../../docs/benchmarks.md). The rows of one table took turns. Ratios are"
         " medians, over the rounds, of the ratio within a round. Errors are against float64 on the same inputs.",
     ]
     for grid in grids(record.rows):

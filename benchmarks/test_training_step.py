@@ -17,8 +17,6 @@ TRL, ON_POLICY, EXGRPO, VLLM = "trl", "on-policy", "exgrpo", "exgrpo with vllm"
 ROWS = (TRL, ON_POLICY, EXGRPO, VLLM)
 NEEDS = {TRL: ("trl", "trl==1.16.0"), VLLM: ("vllm", "vllm")}
 """What only some rows need: a module, and what to install."""
-WARMUP = 3
-"""Rounds that are not counted: in them the buffer fills, and memory is taken."""
 
 
 def missing() -> dict[str, str]:
@@ -96,7 +94,7 @@ def measure(workload: Workload, folder: Path, rounds: int) -> Results:
                 if row not in NEEDS:
                     raise
                 rows[row] = Result(failure=str(error))
-        return rows | results(take_turns(programs, WARMUP, rounds))
+        return rows | results(take_turns(programs, workload.warmup, rounds))
 
 
 @pytest.mark.timeout(3600)

@@ -36,6 +36,7 @@ class Workload:
         pass_tokens: padded tokens per forward pass of exgrpo.
         pass_rows: sequences per forward pass of TRL.
         batch_tokens: tokens that exgrpo generates at once.
+        warmup: rounds that are not counted: in them memory is taken, and the experience gets something to replay.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Workload:
     pass_tokens: int
     pass_rows: int
     batch_tokens: int
+    warmup: int
 
     def write_questions(self, path: Path) -> None:
         """One object per line."""
@@ -131,6 +133,7 @@ DEFAULT = Workload(
     pass_tokens=16384,
     pass_rows=64,
     batch_tokens=32768,
+    warmup=3,
 )
 # Its answers are hardly ever right, which would leave nothing to learn from: half of them are taken for right ones.
 SMOLLM2 = Workload(
@@ -147,4 +150,5 @@ SMOLLM2 = Workload(
     pass_tokens=2048,
     pass_rows=8,
     batch_tokens=16384,
+    warmup=1,
 )

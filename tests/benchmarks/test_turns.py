@@ -63,10 +63,8 @@ def test_a_program_that_ends_says_why(tmp_path):
 
 
 def test_the_peak_of_a_program_has_that_of_its_children():
-    hold = (
-        "import sys; held = bytearray(int(sys.argv[1]) << 20); del held; print('ready', flush=True); sys.stdin.read()"
-    )
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}, '64'], check=True)"
+    hold = "import sys; held = bytearray(64 << 20); del held; print('ready', flush=True); sys.stdin.read()"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}], check=True)"
     # The second program has a child, and holds little itself.
     for code, least in ((hold, Peak(64 << 20, 0)), (child, Peak(0, 64 << 20))):
         with subprocess.Popen(
