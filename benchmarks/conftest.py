@@ -35,6 +35,7 @@ RACES = pytest.StashKey[Races]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The sizes of the heads, and the time to spend."""
     parser.addoption("--sizes", choices=tuple(BUDGET), default="small", help="full: models' real sizes as well.")
+    parser.addoption("--rounds", type=int, default=5, help="Rounds of programs that take turns, such as trainers.")
     parser.addoption("--minutes", type=float, default=math.inf, help="Begin no group after so many minutes.")
 
 
@@ -42,6 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def sizes(request: pytest.FixtureRequest) -> str:
     """What --sizes says."""
     return request.config.getoption("sizes")
+
+
+@pytest.fixture(scope="session")
+def rounds(request: pytest.FixtureRequest) -> int:
+    """What --rounds says."""
+    return request.config.getoption("rounds")
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,10 @@
-"""Peak memory of a call."""
+"""Peak memory of a call, and of a program with its children."""
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -41,8 +43,49 @@ def _release_free_memory() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def _status(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+@dataclass(frozen=True)
+class Peak:
+    """The most memory that a program has held at a time, in bytes.
+
+    Attributes:
+        own: of its process.
+        children: of the processes that it started and that still run, summed up. What they share counts in each, so
+            this is an upper bound.
+    """
+
+    own: int
+    children: int
+
+    @property
+    def total(self) -> int:
+        """Of all."""
+        return self.own + self.children
+
+
+def peak_of(pid: int) -> Peak:
+    """The peak of a running process so far.
+
+    Raises:
+        OSError: there is none, or this system keeps no such mark.
+    """
+    children = 0
+    for child in _descendants(pid):
+        with suppress(OSError):  # it has just ended
+            children += _status("VmHWM", child)
+    return Peak(_status("VmHWM", pid), children)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):
+            for child in map(int, (task / "children").read_text(encoding="ascii").split()):
+                yield child
+                yield from _descendants(child)
+
+
+def _status(field: str, pid: int | str = "self") -> int:
+    path = Path(f"/proc/{pid}/status")
+    found = re.search(rf"^{field}:\s+(\d+) kB$", path.read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
-        raise OSError(f"/proc/self/status has no {field}")
+        raise OSError(f"{path} has no {field}")
     return int(found[1]) * 1024

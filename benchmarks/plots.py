@@ -1,4 +1,4 @@
-"""The plots of a record: heads against the floor, scaling, the phases of a training step."""
+"""The plots of a record: heads against the floor, scaling, the phases of a training step and how they grow."""
 
 from pathlib import Path
 
@@ -23,7 +23,9 @@ def draw(rows: list[Row], path: Path) -> bool:
     heads = [name for name, of_group in groups.items() if any(ERRORS & row.keys() for row in of_group)]
     scaling = [name for name in SCALED if any(row["group"].startswith(f"scaling of {name}") for row in rows)]
     steps = [row for row in rows if "phases" in row]
-    panels = len(heads) + 2 * len(scaling) + bool(steps)
+    memory = [row for row in steps if row.get("peak_bytes")]
+    growth = [name for name, of_group in groups.items() if any("growth" in row for row in of_group)]
+    panels = len(heads) + 2 * len(scaling) + bool(steps) + bool(memory) + len(growth)
     if not panels:
         return False
     lines = -(-panels // 2)
@@ -37,6 +39,10 @@ def draw(rows: list[Row], path: Path) -> bool:
         _lines(next(axes), of_sweep, SCALED[name], "peak_bytes", "peak bytes")
     if steps:
         _phases(next(axes), steps)
+    if memory:
+        _memory(next(axes), memory)
+    for group in growth:
+        _growth(next(axes), group, groups[group])
     for empty in axes:
         empty.set_axis_off()
     figure.savefig(path, metadata={"Date": None})
@@ -69,12 +75,42 @@ def _lines(axes: Axes, rows: list[Row], along: str, key: str, label: str) -> Non
 
 
 def _phases(axes: Axes, rows: list[Row]) -> None:
-    names = [f"{row['group'].removeprefix('training step: ')}\n{row['row']}" for row in rows]
+    """Bars as long as the time in that of TRL, where it took part, or else of an on-policy step."""
+    peer = any("times_trl" in row for row in rows)
+    names = _names(rows)
     left = [0.0] * len(rows)
-    for phase in rows[0]["phases"]:
-        widths = [row["phases"][phase] / sum(row["phases"].values()) * row.get("times_on_policy", 1.0) for row in rows]
+    times = [row["times_trl"][0] if peer and "times_trl" in row else row.get("times_on_policy", 1.0) for row in rows]
+    for phase in dict.fromkeys(phase for row in rows for phase in row["phases"]):
+        widths = [
+            row["phases"].get(phase, 0.0) / sum(row["phases"].values()) * of_row
+            for row, of_row in zip(rows, times, strict=True)
+        ]
         axes.barh(names, widths, left=left, label=phase)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_title("a training step, on-policy = 1", loc="left", fontsize=9)
+    axes.set_title(f"a training step, {'TRL' if peer else 'on-policy'} = 1", loc="left", fontsize=9)
     axes.legend(fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _memory(axes: Axes, rows: list[Row]) -> None:
+    colours = [OTHERS if row["row"] == "trl" else OURS for row in rows]
+    bars = axes.barh(_names(rows), [row["peak_bytes"] / 2**20 for row in rows], color=colours)
+    axes.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
+    axes.set_title("a training step: peak MiB of the processes", loc="left", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _names(rows: list[Row]) -> list[str]:
+    return [f"{row['group'].removeprefix('training step: ')}\n{row['row']}" for row in rows]
+
+
+def _growth(axes: Axes, group: str, rows: list[Row]) -> None:
+    for row in rows:
+        sizes = [int(size) for size in row["growth"]]
+        label = f"{row['row']}: size ^ {row['exponent']:.2f}"
+        axes.loglog(sizes, list(row["growth"].values()), marker="o", label=label)
+    axes.set_title(f"{group}: seconds of a step", loc="left", fontsize=9)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.minorticks_off()
+    axes.legend(fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

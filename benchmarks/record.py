@@ -109,4 +109,6 @@ def write(record: Record, path: Path) -> None:
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(of_key) for key, of_key in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

@@ -33,6 +33,12 @@ def mebibytes(value: float) -> str:
     return f"{value / 2**20:,.0f}"
 
 
+def spread(value: tuple[float, float, float]) -> str:
+    """A ratio with the quartiles around it."""
+    median, low, high = value
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of the tables: where its value comes from and how it is written."""
@@ -48,7 +54,12 @@ COLUMNS = (
     Column("floor / time", "floor_over_time", "{:.2f}".format),
     Column("time / ours", "times_ours", "{:.2f}".format),
     Column("time / on-policy", "times_on_policy", "{:.3f}".format),
+    Column("time / TRL", "times_trl", spread),
+    Column("time per token", "seconds_per_token", seconds),
+    Column("that / TRL", "token_times_trl", spread),
     Column("peak MiB", "peak_bytes", mebibytes),
+    Column("in children", "children_bytes", mebibytes),
+    Column("peak / TRL", "memory_times_trl", "{:.2f}".format),
     Column("log-prob error", "log_prob_error", "{:.1e}".format),
     Column("gradient error", "gradient_error", "{:.1e}".format),
     Column("bytes / token", "bytes_per_token", "{:.2f}".format),
@@ -56,7 +67,10 @@ COLUMNS = (
     Column("tokens / s", "tokens_per_second", "{:,.0f}".format),
     Column("push", "push", seconds),
     Column("replayed", "replayed", "{:.1f}".format),
+    Column("generated tokens", "generated_tokens", "{:,.0f}".format),
     Column("by phase", "phases", lambda phases: ", ".join(f"{k} {seconds(v)}" for k, v in phases.items())),
+    Column("by size", "growth", lambda growth: ", ".join(f"{int(k):,}: {seconds(v)}" for k, v in growth.items())),
+    Column("growth exponent", "exponent", "{:.2f}".format),
     Column("", "wrong", lambda wrong: "WRONG" if wrong else ""),
 )
 
@@ -106,7 +120,7 @@ def markdown(record: Record) -> str:
         "",
         f"{machine.cpu}, {machine.threads} threads"
         f" ({machine.cpu_capability}), Python {machine.python}, {versions}, {revision}.",
-        "[How it was measured](../../docs/benchmarks.md). The rows of one table took turns in one process. Ratios are"
+        "[How it was measured](../../docs/benchmarks.md). The rows of one table took turns. Ratios are"
         " medians, over the rounds, of the ratio within a round. Errors are against float64 on the same inputs.",
     ]
     for grid in grids(record.rows):

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.programs import QUIET, ROOT, answer_of
 from benchmarks.races import Result, Results
-from benchmarks.test_training_step import DEFAULT, SMOLLM2, smollm2
 from benchmarks.timing import CLOCK, paired_ratio
+from benchmarks.workloads import DEFAULT, SMOLLM2, smollm2
 
 TRANSFORMERS = "transformers"
 ROWS = (TRANSFORMERS, "vllm", "server")
@@ -41,7 +41,7 @@ def results(numbers: dict[str, Any]) -> Results:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.benchmark(timer=CLOCK)
-@pytest.mark.parametrize("model", [DEFAULT, SMOLLM2])
+@pytest.mark.parametrize("model", [DEFAULT.name, SMOLLM2.name])
 @pytest.mark.parametrize("row", ROWS)
 def test_rollouts(benchmark, races, tmp_path, model, row):
     if benchmark.disabled:
@@ -51,8 +51,8 @@ def test_rollouts(benchmark, races, tmp_path, model, row):
 
     def measure() -> Results:
         options = []
-        if model == SMOLLM2:
-            values = {**SMOLLM2_OPTIONS, "policy.path": smollm2(tmp_path / "model")}
+        if model == SMOLLM2.name:
+            values = {**SMOLLM2_OPTIONS, "policy.path": str(smollm2(tmp_path / "model"))}
             options = [part for name, value in values.items() for part in (f"--{name}", value)]
         return results(answer_of("benchmarks.rollouts", tmp_path / "rounds.json", *options, *QUIET))
 

