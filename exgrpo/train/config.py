@@ -132,7 +132,7 @@ class RolloutConfig(Section):
         65536, ge=1, le=MOST_TOKENS, description="Prompt + response tokens generated at once per rank."
     )
     engine: Literal["auto", "transformers", "vllm", "server"] = Field(
-        "auto", description="What generates; auto: rollout.servers if any, else vLLM where it can, else transformers."
+        "auto", description="What generates; auto: rollout.servers if any, else vLLM on GPUs where it can, else transformers."
     )
     kv_cache_gib: float = Field(
         4.0, gt=0, le=16384, description="vLLM: GiB per rank for keys and values; no machine has more than 16384."
