@@ -30,6 +30,9 @@ def results(turns: dict[str, list[Turn]]) -> dict[str, Results]:
             size: [turn for turn in turns[str(one.width)] if turn.asked == one.asked()]
             for size, one in points(axis).items()
         }
+        for size, one in points(axis).items():
+            tokens = one.questions * one.samples * one.max_tokens
+            assert all(turn.facts["generated_tokens"] == tokens for turn in of_axis[size]), "an answer has ended early"
         base = next(size for size, one in points(axis).items() if one == BASE)
         rows[axis] = {}
         for phase in PHASES:

@@ -97,7 +97,7 @@ def measure(workload: Workload, folder: Path, rounds: int) -> Results:
         return rows | results(take_turns(programs, workload.warmup, rounds))
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(10800)
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize("workload", [DEFAULT, SMOLLM2], ids=lambda workload: workload.name)
 @pytest.mark.parametrize("row", ROWS)

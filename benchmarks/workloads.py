@@ -131,7 +131,9 @@ DEFAULT = Workload(
     lr=1e-4,
     reward="benchmarks.boxed:score",
     pass_tokens=16384,
-    pass_rows=64,
+    # Tried in turns: 32, 64, 128 and 256, with as much accumulation as that leaves. 256, without any, is the fastest,
+    # by 2 % to 128, 5 % to 64 and 7 % to 32. It takes the most memory: 1684 MiB, and the others 1312, 1084 and 1033.
+    pass_rows=256,
     batch_tokens=32768,
     warmup=3,
 )
@@ -148,7 +150,7 @@ SMOLLM2 = Workload(
     lr=1e-6,
     reward="benchmarks.coin:score",
     pass_tokens=2048,
-    pass_rows=8,
+    pass_rows=8,  # about the tokens of a pass of exgrpo, so that both keep about as many activations
     batch_tokens=16384,
     warmup=1,
 )
