@@ -132,7 +132,8 @@ class RolloutConfig(Section):
         65536, ge=1, le=MOST_TOKENS, description="Prompt + response tokens generated at once per rank."
     )
     engine: Literal["auto", "transformers", "vllm", "server"] = Field(
-        "auto", description="What generates; auto: rollout.servers if any, else vLLM on GPUs where it can, else transformers."
+        "auto",
+        description="What generates; auto: rollout.servers if any, on GPUs vLLM where it can, else transformers.",
     )
     kv_cache_gib: float = Field(
         4.0, gt=0, le=16384, description="vLLM: GiB per rank for keys and values; no machine has more than 16384."
@@ -259,7 +260,7 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up.")
     warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="Optimiser steps of linear warm-up.")
     minibatches: int = Field(2, ge=1, le=MOST_ANSWERS, description="Optimiser steps per training step.")
-    micro_batch_tokens: int = Field(16384, ge=1, le=MOST_TOKENS, description="Padded tokens per forward pass and rank.")
+    micro_batch_tokens: int = Field(16384, ge=1, le=MOST_TOKENS, description="Tokens per forward pass and rank.")
 
 
 class DistributedConfig(Section):

@@ -17,17 +17,11 @@ from exgrpo.train.metrics.idle import IdleSteps
 from exgrpo.train.metrics.step import OptimiserSteps, StepRecord, step_metrics
 from exgrpo.train.metrics.work import Reading, Work, together
 from exgrpo.train.policy.batch import TokenSequence, build_minibatches, build_rows
-from exgrpo.train.policy.mismatch import Floats
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.records import Group, Score, TokenIds, Trajectory
 from exgrpo.train.rollout import Sampling, Stops
+from exgrpo.train.scores import FreshScorer, FreshScores
 from exgrpo.train.seeds import derive_seed, generator
-
-EXACT = 1e-5
-"""Nats. An engine whose log-probs are as near to the trainer's on average knows the trainer's scores: a
-ratio is then wrong by a hundred thousandth, where it is clipped at a fifth."""
-SAMPLED = 1 / 32
-"""Share of a step's answers that the trainer scores itself to find out, at least two."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,21 +51,6 @@ class PlannedStep:
 
     plan: StepPlan
     produced: Future[Produced] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class FreshScores:
-    """How the policy before the update sees the fresh answers of a step.
-
-    Attributes:
-        scores: of all of them.
-        scored: what the trainer has read for that.
-        compared: [R] fp32 log-probs of the trainer and of the engine, of the answers that both have scored.
-    """
-
-    scores: list[Score]
-    scored: list[TokenSequence]
-    compared: list[tuple[Floats, Floats]]
 
 
 class Trainer:
@@ -106,6 +85,7 @@ class Trainer:
             success=config.reward.success,
             success_option="reward.success",
         )
+        self.scorer = FreshScorer(config, policy)
         self.batch_rng = generator(config.seed, "mini-batches")
         self.idle = IdleSteps()
         self.skipped_updates = 0
@@ -128,13 +108,20 @@ class Trainer:
         with clock("rollout"):
             produced = planned.produced.result() if planned.produced else self._produce(planned.plan, step)
             answers = self.answerer.join(produced)
+        sequences = self._sequences(questions, answers)
         with clock("score"):
-            fresh = self._score_fresh(questions, answers)
-            groups = self._groups(questions, answers, fresh.scores, replayed, step)
-        taken_in = self.replay.take_in(groups, step)
+            fresh = self.scorer.before(sequences, answers.rollouts)
+        groups = self._groups(questions, answers, fresh.scores, replayed, step)
+        if fresh.known:
+            taken_in = self.replay.take_in(groups, step)
         self._next = self._begin_next(step + 1)
         with clock("update"):
-            optimised = self._update(groups)
+            optimised = self._update(groups, keep_scores=not fresh.known)
+        if not fresh.known:
+            with clock("score"):
+                fresh = self.scorer.after(optimised.scores, sequences, answers.rollouts)
+            groups = self._groups(questions, answers, fresh.scores, replayed, step)
+            taken_in = self.replay.take_in(groups, step)
         with clock("rollout"):
             self._wait_for_next()  # the engine takes no weights while it generates
         with clock("push"):
@@ -210,40 +197,12 @@ class Trainer:
         if self._next and self._next.produced:
             self._next.produced.exception()
 
-    def _score_fresh(self, questions: Sequence[int], answers: Answers) -> FreshScores:
-        """Scores of all fresh answers under the policy before the update.
-
-        An engine with the trainer's arithmetic has computed them in sampling. Whether it has is looked at in each step,
-        on answers from all over the step.
-        """
-        rollouts = answers.rollouts
-        sequences = [
+    def _sequences(self, questions: Sequence[int], answers: Answers) -> list[TokenSequence]:
+        return [
             TokenSequence(self._prompt(question), answer.rollout.response)
             for question, of_question in zip(questions, answers.of_question, strict=True)
             for answer in of_question
         ]
-        of_engine = [
-            Score(rollout.log_prob, rollout.entropy)
-            for rollout in rollouts
-            if rollout.log_prob is not None and rollout.entropy is not None
-        ]
-        if len(of_engine) == len(rollouts) and self.config.policy.dtype == "fp32":
-            sample = np.linspace(0, len(rollouts) - 1, max(2, int(SAMPLED * len(rollouts)))).round().astype(int)
-            sampled = [sequences[i] for i in sample]
-            own = self.policy.score(sampled, self.sampling.temperature)
-            compared = [(score.log_prob, of_engine[i].log_prob) for i, score in zip(sample, own, strict=True)]
-            if np.abs(np.concatenate([ours - theirs for ours, theirs in compared])).mean() <= EXACT:
-                return FreshScores(of_engine, sampled, compared)
-        scores = self.policy.score(sequences, self.sampling.temperature)
-        return FreshScores(
-            scores,
-            sequences,
-            [
-                (score.log_prob, rollout.log_prob)
-                for score, rollout in zip(scores, rollouts, strict=True)
-                if rollout.log_prob is not None
-            ],
-        )
 
     def _groups(
         self,
@@ -279,11 +238,11 @@ class Trainer:
             behaviour=behaviour,
         )
 
-    def _update(self, groups: Sequence[Group]) -> OptimiserSteps:
-        """One optimiser step per mini-batch that has an advantage.
+    def _update(self, groups: Sequence[Group], *, keep_scores: bool) -> OptimiserSteps:
+        """One optimiser step per mini-batch that has an advantage; the scores that it computes are kept if asked.
 
-        Without one, a mini-batch has only its entropy bonus. AdamW would make a full step of that, however small its
-        gradient is.
+        Without an advantage, a mini-batch has only its entropy bonus. AdamW would make a full step of that, however
+        small its gradient is.
         """
         objective = self.config.objective
         rows = build_rows(
@@ -298,16 +257,21 @@ class Trainer:
         )
         clip = objective.clip_with_replay or all(group.replayed is None for group in groups)
         active = [minibatch for minibatch in minibatches if minibatch.has_advantage]
-        updates = [self.policy.update(minibatch, objective, clip=clip) for minibatch in active]
+        updates = [self.policy.update(minibatch, objective, clip=clip, keep_scores=keep_scores) for minibatch in active]
+        scores = [score for update in updates for score in update.scores]
+        rows_read = [row for minibatch in active for row in minibatch.rows]
         self.skipped_updates += sum(not update.applied for update in updates)
         return OptimiserSteps(
             updates=updates,
             idle=len(minibatches) - len(active),
             idle_groups=sum(all(row.masked or row.advantage == 0 for row in of_group) for of_group in rows),
             tokens=sum(minibatch.tokens for minibatch in minibatches),
-            read=together(row for minibatch in active for row in minibatch.rows),
+            read=together(rows_read),
             skipped=self.skipped_updates,
             learning_rate=self.policy.learning_rate,
+            scores={id(row.response): score for row, score in zip(rows_read, scores, strict=True)}
+            if keep_scores
+            else {},
         )
 
     def _work(self, fresh: FreshScores, groups: Sequence[Group], optimised: OptimiserSteps) -> Work:

@@ -125,11 +125,12 @@ class RecordingPolicy:
         self.scored.append((list(sequences), temperature))
         return [fake_score(one.response, self.version, temperature) for one in sequences]
 
-    def update(self, minibatch: MiniBatch, objective, *, clip: bool) -> UpdateStats:
+    def update(self, minibatch: MiniBatch, objective, *, clip: bool, keep_scores: bool = False) -> UpdateStats:
         self.updates.append((minibatch, clip))
+        scores = tuple(fake_score(row.response, self.version) for row in minibatch.rows) if keep_scores else ()
         self.version += 1
         counts = torch.zeros(2, BINS, dtype=torch.int64)
-        return UpdateStats(0.0, 1.0, self.version % 3 != 0, 0.0, 1.0, 1.0, 1.0, 1.0, 0, counts)
+        return UpdateStats(0.0, 1.0, self.version % 3 != 0, 0.0, 1.0, 1.0, 1.0, 1.0, 0, counts, scores)
 
     def weights(self):
         return ["weights"]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from exgrpo.train.metrics.work import Reading, Work
 from exgrpo.train.policy.mismatch import Floats, mismatch_metrics
 from exgrpo.train.policy.ratios import BINS, log_ratio_quantiles
 from exgrpo.train.policy.update import UpdateStats
-from exgrpo.train.records import Group
+from exgrpo.train.records import Group, Score
 
 UPDATE_MEANS = (
     "loss",
@@ -38,6 +38,7 @@ class OptimiserSteps:
         read: the rows of the optimiser steps.
         skipped: optimiser steps of the run so far whose gradient was not finite.
         learning_rate: of the next optimiser step.
+        scores: of rows before their step, by `id` of the response; those that were asked for.
     """
 
     updates: list[UpdateStats]
@@ -47,6 +48,7 @@ class OptimiserSteps:
     read: list[Reading]
     skipped: int
     learning_rate: float
+    scores: dict[int, Score] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from exgrpo.kernels import PolicyLoss
+from exgrpo.kernels.inputs import PRESENT
 from exgrpo.train.distributed import World
 from exgrpo.train.policy.batch import MicroBatch
 from exgrpo.train.policy.ratios import count_log_ratios
+from exgrpo.train.records import Score
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +20,7 @@ class UpdateStats:
     tokens (and the largest fresh one); `replayed_weight` is the mean of what the ratio of a replayed token is shaped
     to; a mean over no tokens is NaN. `gradient_tokens` counts those which the policy loss gives a gradient: with an
     advantage, and not clipped. `log_ratios` [2, BINS] counts fresh and replayed tokens, see `ratios`.
+    `scores` are those of its rows before the step, where they were asked for.
     """
 
     loss: float
@@ -30,6 +33,7 @@ class UpdateStats:
     replayed_weight: float
     gradient_tokens: int
     log_ratios: torch.Tensor
+    scores: tuple[Score, ...] = ()
 
 
 class Tally:
@@ -64,9 +68,13 @@ class Tally:
                 ]
             )
         )
-        self.log_ratios.append(count_log_ratios(result.log_prob - batch.old_log_prob, of_token, active))
+        own = batch.old_log_prob == PRESENT
+        log_ratio = result.log_prob - torch.where(own, result.log_prob, batch.old_log_prob)
+        self.log_ratios.append(count_log_ratios(log_ratio, of_token, active))
 
-    def stats(self, world: World, *, grad_norm: float | torch.Tensor, applied: bool) -> UpdateStats:
+    def stats(
+        self, world: World, *, grad_norm: float | torch.Tensor, applied: bool, scores: tuple[Score, ...] = ()
+    ) -> UpdateStats:
         """What the step did, over all ranks, which call it together."""
         stacked, counts = torch.stack(self.sums).cpu(), torch.stack(self.log_ratios).sum(0).cpu()
         gathered = world.gather((torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)]), counts))
@@ -84,4 +92,5 @@ class Tally:
             replayed_weight=weight / replayed if replayed else float("nan"),
             gradient_tokens=int(gradient),
             log_ratios=torch.stack([counts for _, counts in gathered]).sum(0),
+            scores=scores,
         )

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
+from exgrpo.kernels import LogProb, PolicyLoss
 from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import ConfigError
@@ -122,16 +123,28 @@ class Policy:
         for indices in plan[self.world.rank]:
             of_pass = [sequences[i] for i in indices]
             result = self.engine(self.layout.tokens(of_pass, self.world.device), temperature)
-            log_prob, entropy = result.log_prob.cpu().numpy(), result.entropy.cpu().numpy()
-            for i, place in zip(indices, self.layout.places(of_pass), strict=True):
-                mine.append((i, Score(log_prob[place].copy(), entropy[place].copy())))
+            mine += self._scores(indices, of_pass, result)
         return self.world.join(mine)
 
-    def update(self, minibatch: MiniBatch, objective: ObjectiveConfig, *, clip: bool) -> UpdateStats:
+    def _scores(
+        self, numbers: Sequence[int], sequences: Sequence[TokenSequence], result: LogProb | PolicyLoss
+    ) -> list[tuple[int, Score]]:
+        """What a pass has found, by the numbers of its sequences."""
+        log_prob, entropy = result.log_prob.cpu().numpy(), result.entropy.cpu().numpy()
+        places = self.layout.places(sequences)
+        return [
+            (number, Score(log_prob[place].copy(), entropy[place].copy()))
+            for number, place in zip(numbers, places, strict=True)
+        ]
+
+    def update(
+        self, minibatch: MiniBatch, objective: ObjectiveConfig, *, clip: bool, keep_scores: bool = False
+    ) -> UpdateStats:
         """One optimiser step on the mini-batch, for the policy at the rollout temperature.
 
         The loss is a sum over the mini-batch divided by constants of the whole of it, so neither the packing nor the
-        number of ranks changes it. (DeepSpeed averages gradients over ranks: hence normalizer / ranks.)
+        number of ranks changes it. (DeepSpeed averages gradients over ranks: hence normalizer / ranks.) The scores of
+        its rows before the step are kept if asked.
         """
         terms = LossTerms(
             clip=objective.clip if clip else None,
@@ -143,9 +156,13 @@ class Policy:
         plan = self.layout.plan(minibatch.rows, self.budget, self.world.size)
         self.engine.train()
         tally = Tally(terms.beta)
+        mine: list[tuple[int, Score]] = []
         for indices in plan[self.world.rank] or [[]]:
-            batch = self.layout.rows([minibatch.rows[i] for i in indices], self.world.device)
+            rows = [minibatch.rows[i] for i in indices]
+            batch = self.layout.rows(rows, self.world.device)
             result = self.engine(batch, terms)
+            if keep_scores:
+                mine += self._scores(indices, rows, result)
             self.engine.backward(result.loss, scale_wrt_gas=False)
             tally.add(batch, result)
         skipped = self.engine.skipped_steps
@@ -154,6 +171,7 @@ class Policy:
             self.world,
             grad_norm=self.engine.get_global_grad_norm(),
             applied=self.engine.skipped_steps == skipped,
+            scores=tuple(self.world.join(mine)) if keep_scores else (),
         )
 
     def weights(self) -> "WholeWeights":
