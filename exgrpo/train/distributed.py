@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from exgrpo.train.alone import collect_alone
 from exgrpo.train.errors import ConfigError, ExgrpoError
 
 T = TypeVar("T")
@@ -118,6 +119,8 @@ def start(timeout_minutes: float) -> World:
         deepspeed.init_distributed(timeout=timeout, verbose=False)
     except (ValueError, OSError) as error:
         raise ConfigError(f"the processes of the run cannot join their group: {error}") from error
+    if on_cpu and dist.get_world_size() == 1:
+        collect_alone()
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
