@@ -8,15 +8,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
 from exgrpo.train.policy.segments import Segments
 
 PACKED = "exgrpo_packed"
 """Name of the attention implementation; without segments it is "sdpa"."""
-_HARMLESS = frozenset({"is_causal", "position_ids", "use_cache", "output_attentions", "cache_position"})
-"""Arguments that change nothing here: segments hold what they say."""
+PACKED_FLASH = "exgrpo_packed_varlen"
+"""The same with flash attention."""
+PACKING = {"sdpa": PACKED, "flash_attention_2": PACKED_FLASH}
+"""What packs in the place of an attention implementation of transformers."""
+_HARMLESS = frozenset(
+    {"is_causal", "position_ids", "use_cache", "output_attentions", "cache_position", "sliding_window"}
+)
+"""Arguments that change nothing here, or that are heeded: segments hold what the others say."""
 
 
 def attend(
@@ -51,9 +58,7 @@ def attend(
     """
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    window = kwargs.pop("sliding_window", None)
-    if unknown := [name for name in kwargs.keys() - _HARMLESS if kwargs[name] is not None]:
-        raise NotImplementedError(f"attention with {', '.join(unknown)}")
+    window = _window(kwargs)
     heads, groups = query.shape[1], key.shape[1]
     # By token, so that an embedding's lookup takes the rows and its backward adds up what a prompt's answers give.
     flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
@@ -65,18 +70,71 @@ def attend(
             row.unflatten(-1, (count, -1)).transpose(1, 2)
             for row, count in zip(rows, (heads, groups, groups), strict=True)
         )
-        seen = bucket.distance >= 0
-        if window is not None:
-            seen &= bucket.distance < window
+        causal = bucket.causal and window is None
         on_cpu = q.device.type == "cpu"
-        if not on_cpu:  # kernels of GPUs share keys between heads only without a mask
+        if not on_cpu and not causal:  # kernels of GPUs share keys between heads only without a mask
             k, v = (repeat_kv(states, heads // groups) for states in (k, v))
         result = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen[:, None], dropout_p=dropout, scale=scaling, enable_gqa=on_cpu and heads != groups
+            q,
+            k,
+            v,
+            attn_mask=None if causal else bucket.seen(window)[:, None],
+            is_causal=causal,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=k.shape[1] != heads,
         )
         results.append(result.transpose(1, 2).flatten(0, 1).flatten(1))
     return F.embedding(segments.place, torch.cat(results)).unflatten(-1, (heads, -1))[None], None
 
 
+def attend_flash(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    segments: Segments | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`attend` by flash attention, whose causal mask ends at the last query and the last key of each block."""
+    if segments is None:
+        return flash_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]  # only for GPUs
+
+    window, parts = _window(kwargs), segments.varlen
+    queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
+    result = flash_attn_varlen_func(
+        queries,
+        *(F.embedding(parts.key, states.flatten(1)).unflatten(-1, states.shape[1:]) for states in (keys, values)),
+        parts.query_ends,
+        parts.key_ends,
+        parts.most_queries,
+        parts.most_keys,
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+    )
+    return result[None], None
+
+
+def _window(options: dict[str, Any]) -> int | None:
+    """How far a token sees, of what a model gives beside the usual.
+
+    Raises:
+        NotImplementedError: the model gives something that changes the result in an unknown way.
+    """
+    if unknown := [name for name in options.keys() - _HARMLESS if options[name] is not None]:
+        raise NotImplementedError(f"attention with {', '.join(unknown)}")
+    return options.get("sliding_window")
+
+
 AttentionInterface.register(PACKED, attend)
+AttentionInterface.register(PACKED_FLASH, attend_flash)
+AttentionMaskInterface.register(PACKED_FLASH, flash_attention_mask)
 AttentionMaskInterface.register(PACKED, sdpa_mask)

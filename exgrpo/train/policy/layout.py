@@ -15,6 +15,9 @@ from exgrpo.train.policy.batch import IGNORED, MicroBatch, TokenBatch, TokenSequ
 from exgrpo.train.policy.segments import Block, segments
 from exgrpo.train.records import TokenIds
 
+LONG = 2048
+"""Response tokens from which on a prompt is not shared: beside such an answer it costs little, and a whole row needs
+no mask of its length squared."""
 Plan = list[list[list[int]]]
 """For each rank its micro-batches, each a list of numbers of sequences. All ranks have the same number of them (empty
 ones at the end), because ranks that disagree on the number of passes wait for each other for ever."""
@@ -145,13 +148,17 @@ def _units(sequences: Sequence[TokenSequence], budget: int) -> list[list[int]]:
     units: list[list[int]] = []
     newest: dict[bytes, int] = {}
     for i, sequence in enumerate(sequences):
-        number = newest.get(sequence.prompt.tobytes())
+        number = None if _long(sequence) else newest.get(sequence.prompt.tobytes())
         if number is not None and _cost([*(sequences[j] for j in units[number]), sequence]) <= budget:
             units[number].append(i)
         else:
             newest[sequence.prompt.tobytes()] = len(units)
             units.append([i])
     return units
+
+
+def _long(sequence: TokenSequence) -> bool:
+    return len(sequence.response) >= LONG
 
 
 def _cost(sequences: Sequence[TokenSequence]) -> int:
@@ -168,6 +175,12 @@ def pack_tokens(sequences: Sequence[TokenSequence], device: torch.device) -> Tok
     source: list[npt.NDArray[np.int64]] = []
     length, prompt, at = 0, None, 0
     for sequence in sequences:
+        if _long(sequence):
+            tokens.append(np.concatenate([sequence.prompt, sequence.response[:-1]]))
+            blocks.append(Block(length, sequence.length, 0, 0))
+            source.append(length + np.arange(sequence.length)[sequence.predicting])
+            length += sequence.length
+            continue
         if prompt is None or not np.array_equal(prompt, sequence.prompt):
             prompt, at = sequence.prompt, length
             tokens.append(prompt)

@@ -5,6 +5,7 @@ N tokens of the row, T targets. Attention alone needs to know: everything else i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +45,37 @@ class Bucket:
     Attributes:
         query: [n, Q] int64, places in the row; pads name some token.
         key: [n, K] int64, likewise.
-        distance: [n, Q, K] int64, by how many positions a key comes before a query; negative where it is not seen.
+        position: [n, Q] int64, of the queries among their keys; pads have that of their block's last token.
+        causal: whether nothing comes before any of the blocks. Then Q is K, and a mask is not needed: what pads are,
+            no token sees.
     """
 
     query: torch.Tensor
     key: torch.Tensor
-    distance: torch.Tensor
+    position: torch.Tensor
+    causal: bool
+
+    def seen(self, window: int | None) -> torch.Tensor:
+        """[n, Q, K] bool: the keys that a query sees, itself and those before it, but so many at most."""
+        distance = self.position[..., None] - torch.arange(self.key.shape[1], device=self.key.device)
+        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+@dataclass(frozen=True, eq=False)
+class Varlen:
+    """Blocks without padding; their queries stand in the row one after another.
+
+    Attributes:
+        key: [M] int64, places in the row of the keys of all blocks.
+        query_ends, key_ends: [blocks + 1] int32, where the queries and keys of a block begin and end.
+        most_queries, most_keys: of a block.
+    """
+
+    key: torch.Tensor
+    query_ends: torch.Tensor
+    key_ends: torch.Tensor
+    most_queries: int
+    most_keys: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +85,16 @@ class Segments:
     Attributes:
         position: [1, N] int64, of each token in its sequence.
         source: [T] int64, which token predicts each target.
-        buckets: all blocks.
+        buckets: all blocks, padded.
         place: [N] int64, where a token stands among the queries of all buckets, flat.
+        varlen: all blocks one after another, as flash attention takes them.
     """
 
     position: torch.Tensor
     source: torch.Tensor
     buckets: tuple[Bucket, ...]
     place: torch.Tensor
+    varlen: Varlen
 
 
 def segments(blocks: Sequence[Block], source: npt.NDArray[np.int64], device: torch.device) -> Segments:
@@ -86,9 +114,20 @@ def segments(blocks: Sequence[Block], source: npt.NDArray[np.int64], device: tor
             place[block.start : block.start + block.length] = slots + line * longest + np.arange(block.length)
         slots += len(group) * longest
         buckets.append(_bucket(group, longest, device))
-    whole = (torch.from_numpy(array).to(device, non_blocking=True) for array in (position[None], source, place))
-    of_tokens, of_targets, of_slots = whole
-    return Segments(of_tokens, of_targets, tuple(buckets), of_slots)
+    of_tokens, of_targets, of_slots = _moved(device, position[None], source, place)
+    return Segments(of_tokens, of_targets, tuple(buckets), of_slots, _varlen(blocks, device))
+
+
+def _varlen(blocks: Sequence[Block], device: torch.device) -> Varlen:
+    queries = [block.length for block in blocks]
+    keys = [block.prefix + block.length for block in blocks]
+    ends = (np.cumsum([0, *lengths], dtype=np.int32) for lengths in (queries, keys))
+    key, query_ends, key_ends = _moved(device, np.concatenate([block.keys for block in blocks]), *ends)
+    return Varlen(key, query_ends, key_ends, max(queries), max(keys))
+
+
+def _moved(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
+    return [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
 
 
 def _similar(blocks: Sequence[Block]) -> list[list[Block]]:
@@ -103,15 +142,14 @@ def _similar(blocks: Sequence[Block]) -> list[list[Block]]:
 
 def _bucket(blocks: Sequence[Block], longest: int, device: torch.device) -> Bucket:
     seen = blocks[0].prefix + blocks[0].length
-    query = np.empty((len(blocks), longest), np.int64)
+    query, position = np.empty((len(blocks), longest), np.int64), np.empty((len(blocks), longest), np.int64)
     key = np.empty((len(blocks), seen), np.int64)
     for line, block in enumerate(blocks):
-        query[line] = block.start + np.minimum(np.arange(longest), block.length - 1)
+        # A pad among the queries is the block's last token: no row may see nothing.
+        own = np.minimum(np.arange(longest), block.length - 1)
+        query[line], position[line] = block.start + own, block.prefix + own
         keys = block.keys
         key[line, : len(keys)], key[line, len(keys) :] = keys, keys[-1]
-    lengths = torch.tensor([[block.length, block.prefix] for block in blocks])[:, :, None, None].to(device)
-    length, prefix = lengths[:, 0], lengths[:, 1]
-    # A pad among the queries sees what the last token sees: no row may see nothing.
-    at = torch.arange(longest, device=device)[None, :, None].minimum(length - 1) + prefix
-    distance = at - torch.arange(seen, device=device)
-    return Bucket(torch.from_numpy(query).to(device), torch.from_numpy(key).to(device), distance)
+    causal = not any(block.prefix for block in blocks)
+    of_queries, of_keys, at = _moved(device, query, key, position)
+    return Bucket(of_queries, of_keys, at, causal)

@@ -15,7 +15,7 @@ from exgrpo.kernels import LogProb, PolicyLoss
 from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.policy.attention import PACKED
+from exgrpo.train.policy.attention import PACKING
 from exgrpo.train.policy.batch import MiniBatch, TokenSequence
 from exgrpo.train.policy.layout import Layout, Packed, Padded
 from exgrpo.train.policy.model import LossTerms, PolicyModel
@@ -49,14 +49,15 @@ class Policy:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             except ValueError as error:
                 raise ConfigError(f"policy.gradient_checkpointing: {error}") from error
-        if config.policy.attention == "sdpa" and model._can_set_attn_implementation():
-            model.set_attn_implementation(PACKED)
+        if config.policy.attention in PACKING and model._can_set_attn_implementation():
+            model.set_attn_implementation(PACKING[config.policy.attention])
         wrapped = PolicyModel(model, config.policy.kernel_backend)
         optimizer = torch.optim.AdamW(
             wrapped.parameters(),
             lr=config.optimizer.lr,
             betas=config.optimizer.betas,
             weight_decay=config.optimizer.weight_decay,
+            fused=True,
         )
         scheduler = get_scheduler(
             "constant_with_warmup" if config.optimizer.schedule == "constant" else config.optimizer.schedule,
@@ -75,7 +76,7 @@ class Policy:
 
     def _packs(self) -> bool:
         """Whether packed sequences give what padded ones do: tried, since any layer could look at its neighbours."""
-        if self.model.config._attn_implementation != PACKED:
+        if self.model.config._attn_implementation not in PACKING.values():
             return False
         rng = np.random.default_rng(0)
         size = self.model.config.get_text_config().vocab_size

@@ -1,6 +1,8 @@
 """Packed sequences give what padded ones do: log-probs, loss, gradients; and every sequence is in one pass."""
 
 import copy
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.policy.attention import PACKED
+from exgrpo.train.policy import layout
+from exgrpo.train.policy.attention import PACKED, PACKED_FLASH
 from exgrpo.train.policy.batch import TokenSequence, TrainingRow
 from exgrpo.train.policy.layout import Packed, Padded
 from exgrpo.train.policy.model import LossTerms, PolicyModel
@@ -116,3 +119,46 @@ def test_no_rows_weigh_nothing():
     batch = Packed().rows([], CPU)
     assert batch.segments is None
     assert (batch.target < 0).all()
+
+
+def varlen(q, k, v, query_ends, key_ends, most_queries, most_keys, *, dropout_p, softmax_scale, causal, window_size):
+    """What flash_attn_varlen_func is documented to compute, block by block; its causal mask is aligned at the end."""
+    assert (causal, dropout_p) == (True, 0.0)
+    results = []
+    for i in range(len(query_ends) - 1):
+        rows, seen = slice(query_ends[i], query_ends[i + 1]), slice(key_ends[i], key_ends[i + 1])
+        queries, keys, values = q[rows], k[seen], v[seen]
+        assert len(queries) <= most_queries
+        assert len(keys) <= most_keys
+        keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (keys, values))
+        at = torch.arange(len(queries))[:, None] + len(keys) - len(queries)
+        distance = at - torch.arange(len(keys))
+        hidden = distance < 0
+        if window_size[0] >= 0:
+            hidden |= distance > window_size[0]
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
+        results.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values))
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flash_attention_gets_the_same_segments(monkeypatch, window):
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
+    model = model_of("mistral")
+    model.config.sliding_window = window
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = window
+    rows = groups(np.random.default_rng(0), [4, 1, 9, 2, 13])
+    expected = results(model, Packed(), rows, 10**6)
+    model.set_attn_implementation(PACKED_FLASH)
+    assert_same(results(model, Packed(), rows, 10**6), expected)
+
+
+def test_long_answers_have_their_prompt_to_themselves(monkeypatch):
+    monkeypatch.setattr(layout, "LONG", 8)
+    model = model_of("llama")
+    rows = groups(np.random.default_rng(0), [4, 9, 9, 2, 13, 8, 5, 8])
+    packed, padded = (results(model, way, rows, 10**6) for way in (Packed(), Padded()))
+    assert_same(packed, padded)
+    read = sum(len(one.prompt) + len(one.response) - 1 for one in rows if len(one.response) >= 8)
+    assert Packed().tokens([one for one in rows if len(one.response) >= 8], CPU).tokens.shape == (1, read)
