@@ -49,6 +49,7 @@ def check_engine(
     except RolloutError as error:
         problem = error
     engine.sleep()
+    engine.counts()  # what the check has read is not for the next step to count
     fail_together(world, problem)
     pairs = [(prompt, r) for prompt, rs in zip(prompts, answers, strict=True) for r in rs]
     everything = [pair for of_rank in world.gather(pairs) for pair in of_rank]
