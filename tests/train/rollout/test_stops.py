@@ -118,13 +118,17 @@ def test_stopped_answers_are_the_scan_of_those_that_run_on(engine):
     counts = [30] * len(PROMPTS)
     free = flat(tiny.rollouts(engine, PROMPTS, counts, SAMPLING, seed=0))
     stopped = flat(tiny.rollouts(engine, PROMPTS, counts, STOPPED, seed=0))
-    assert stopped == [pieces.ended(*answer, STRINGS) for answer in free]
+    scanned = [pieces.ended(*answer, STRINGS) for answer in free]
+    assert [answer[:2] for answer in stopped] == [answer[:2] for answer in scanned]
+    # Rows that have ended are left out, and products of other shapes round otherwise.
+    for found, expected in zip(stopped, scanned, strict=True):
+        assert found[2] == pytest.approx(expected[2], abs=1e-5)
     # All ways to end, EOS behind a stop string, and a stop string that the last token of all completes.
     pairs = list(zip(free, stopped, strict=True))
     at_stop = [(before[0], after[0]) for before, after in pairs if pieces.scan(after[0], STRINGS)]
     assert any(long[-1] in EOS and len(long) > len(short) for long, short in at_stop)
     assert any(len(short) == MAX_TOKENS for _, short in at_stop)
-    assert any(after == before and before[1] for before, after in pairs)
+    assert any(after[:2] == before[:2] and before[1] for before, after in pairs)
     assert any(not finished for _, finished, _ in stopped)
 
 

@@ -103,7 +103,7 @@ class GpuEngine(VllmEngine):
         self._weights = None
         self._prompt_tokens = self._cached_tokens = 0
 
-    def _add(self, asked, prompts, sampling):
+    def _add(self, asked, prompts, sampling, seeds):
         for name in asked:
             self._engine.add_request(name, PROMPT, sampling)
 
