@@ -196,6 +196,8 @@ class Run:
             f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
             f"matrix products: {self.utilisation.rate / 1e12:.3g} TFLOP/s: 100 % for mfu"
         )
+        if not self.policy.packs:
+            say("rows are padded: with this model and attention, packed ones do not give the same log-probs")
         if missing := missing_gpu(parts.world):
             say(f"warning: {missing}")
         if config.resume == AUTO and not self.step:

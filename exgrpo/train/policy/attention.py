@@ -78,7 +78,7 @@ def attend(
             q,
             k,
             v,
-            attn_mask=None if causal else bucket.seen(window)[:, None],
+            attn_mask=None if causal else bucket.seen(window),
             is_causal=causal,
             dropout_p=dropout,
             scale=scaling,

@@ -5,6 +5,7 @@ N tokens of the row, T targets. Attention alone needs to know: everything else i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,20 @@ class Bucket:
     position: torch.Tensor
     causal: bool
 
+    @cached_property
+    def before(self) -> torch.Tensor:
+        """[n, 1, Q, K] bool: the keys that a query may see, itself and those before it; the same in all layers."""
+        return self._places <= self.position[:, None, :, None]
+
     def seen(self, window: int | None) -> torch.Tensor:
-        """[n, Q, K] bool: the keys that a query sees, itself and those before it, but so many at most."""
-        distance = self.position[..., None] - torch.arange(self.key.shape[1], device=self.key.device)
-        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        """[n, 1, Q, K] bool: those keys, but so many at most."""
+        if window is None:
+            return self.before
+        return self.before & (self._places > self.position[:, None, :, None] - window)
+
+    @property
+    def _places(self) -> torch.Tensor:
+        return torch.arange(self.key.shape[1], device=self.key.device)
 
 
 @dataclass(frozen=True, eq=False)

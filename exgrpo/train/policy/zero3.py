@@ -72,7 +72,9 @@ class Policy:
             config=settings,
             dist_init_required=False,
         )
-        self.layout: Layout = Packed() if self._packs() else Padded()
+        self.packs = self._packs()
+        """Whether a pass reads rows without padding."""
+        self.layout: Layout = Packed() if self.packs else Padded()
 
     def _packs(self) -> bool:
         """Whether packed sequences give what padded ones do: tried, since any layer could look at its neighbours."""
@@ -89,8 +91,12 @@ class Policy:
         for self.layout in (Padded(), Packed()):
             try:
                 scores[type(self.layout)] = self.score(sequences, 1.0)
-            except (NotImplementedError, TypeError):  # of the attention, or a decoder that takes no segments
+            except NotImplementedError:  # of the attention
                 return False
+            except TypeError as error:
+                if "segments" not in str(error):
+                    raise
+                return False  # the decoder has no place for them
         gaps = [
             np.abs(padded.log_prob - packed.log_prob)
             for padded, packed in zip(scores[Padded], scores[Packed], strict=True)

@@ -162,3 +162,12 @@ def test_long_answers_have_their_prompt_to_themselves(monkeypatch):
     assert_same(packed, padded)
     read = sum(len(one.prompt) + len(one.response) - 1 for one in rows if len(one.response) >= 8)
     assert Packed().tokens([one for one in rows if len(one.response) >= 8], CPU).tokens.shape == (1, read)
+
+
+def test_what_a_model_asks_of_attention_beyond_that_is_refused():
+    """Gemma 2 caps the products; a policy with it pads its rows."""
+    model = model_of("gemma2")
+    rows = groups(np.random.default_rng(0), [4, 9])
+    with pytest.raises(NotImplementedError, match="attention with softcap"):
+        results(model, Packed(), rows, 10**6)
+    results(model, Padded(), rows, 10**6)
