@@ -211,7 +211,9 @@ def run(options: argparse.Namespace, session: Session, stem: str, scratch: Path)
         install = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", str(packages)]
         session.run(Phase("wheels", [*install, *wheels]))
     if "test" in options.phases:
-        session.run(Phase("test", test_command(session, path, scratch, options.dry_run), environment))
+        # With compilers in processes of their own, pytest's workers would wait for these at the end and never report.
+        alone = environment | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        session.run(Phase("test", test_command(session, path, scratch, options.dry_run), alone))
     if "tune" in options.phases:
         interpreted = {"TRITON_INTERPRET": "1"} if options.dry_run else {}
         table.unlink(missing_ok=True)  # that of an earlier run must not be taken for this one's

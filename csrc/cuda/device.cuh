@@ -27,6 +27,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 __device__ __forceinline__ float shuffle_xor(float value, int lanes) { return __shfl_xor_sync(~0u, value, lanes); }
 
+__device__ __forceinline__ bool any_lane(bool condition) { return __any_sync(~0u, condition); }
+
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
 
 // Copies of BYTES (4 or 16) into shared memory, in flight until copies_wait; seen by other threads after a barrier.

@@ -53,7 +53,7 @@ const char* describe_all(const ProductArguments& given, TensorMap& hidden, Tenso
   }
   if (failed == nullptr && given.out != nullptr) {
     failed = describe_matrix(
-        encode, out, "of out", given.out, given.rows, given.vocabulary, given.out_stride, TILE_ROWS);
+        encode, out, "of out", given.out, given.rows, given.vocabulary, given.out_stride, PIECE);
   }
   return failed;
 }
@@ -62,7 +62,8 @@ const char* describe_all(const ProductArguments& given, TensorMap& hidden, Tenso
 const char* launch(
     const ProductArguments& given, const TensorMap& hidden, const TensorMap& weight, const TensorMap& out,
     const Tiles& tiles, cudaStream_t stream) {
-  const auto function = reinterpret_cast<const void*>(product_kernel);
+  const auto kernel = given.out == nullptr ? product_kernel<false> : product_kernel<true>;
+  const auto function = reinterpret_cast<const void*>(kernel);
   auto error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, PRODUCT_SHARED);
   if (error != cudaSuccess) return failure("cudaFuncSetAttribute(MaxDynamicSharedMemorySize)", error);
   cudaLaunchAttribute attribute{};
@@ -80,7 +81,7 @@ const char* launch(
   if (error != cudaSuccess) return failure("cudaOccupancyMaxActiveClusters(product_kernel)", error);
   if (clusters == 0) return failure("exgrpo_product", "the device has no room for a cluster");
   config.gridDim = dim3(CLUSTER * (tiles.count < clusters ? tiles.count : clusters));
-  error = cudaLaunchKernelEx(&config, product_kernel, hidden, weight, out, given, tiles);
+  error = cudaLaunchKernelEx(&config, kernel, hidden, weight, out, given, tiles);
   return failure("cudaLaunchKernelEx(product_kernel)", error);
 }
 

@@ -26,24 +26,26 @@ struct ProductArguments {
 };
 
 constexpr int TILE_ROWS = 128;
-constexpr int TILE_COLUMNS = 128;
-constexpr int TILE_DEPTH = 64;  // of a step along D: the 128 bytes over which shared memory is swizzled
-constexpr int STAGES = 5;       // steps whose copies are in flight
-constexpr int CONSUMERS = 2;    // warpgroups that take the tiles in turn
-constexpr int CLUSTER = 2;      // blocks whose tiles lie below each other: each copies a part of the weight for all
+constexpr int TILE_COLUMNS = 192;  // as many as the registers of a warpgroup hold; the more, the less is copied
+constexpr int TILE_DEPTH = 64;     // of a step along D: the 128 bytes over which shared memory is swizzled
+constexpr int STAGES = 4;          // steps whose copies are in flight
+constexpr int CONSUMERS = 2;       // warpgroups that take the tiles in turn
+constexpr int CLUSTER = 2;         // blocks whose tiles lie below each other: each copies a part of the weight for all
 constexpr int BAND_ROWS = CLUSTER * TILE_ROWS;
 constexpr int GROUP_BANDS = 8;  // that go through the vocabulary together: they and as much weight fit the L2 cache
 constexpr int PRODUCT_THREADS = 128 * (1 + CONSUMERS);
 
-constexpr int STEP_BYTES = TILE_ROWS * TILE_DEPTH * 2;  // of one operand
-constexpr int HALF_COLUMNS = 64;                        // of a tile: what one copy of the result takes
-constexpr int HALF_BYTES = TILE_ROWS * HALF_COLUMNS * 2;
-constexpr int STAGED_BYTES = TILE_COLUMNS / HALF_COLUMNS * HALF_BYTES;
-constexpr int BARRIERS_AT = STAGES * 2 * STEP_BYTES + CONSUMERS * STAGED_BYTES;
-constexpr int PRODUCT_SHARED = BARRIERS_AT + 2 * STAGES * 8;
+constexpr int HIDDEN_BYTES = TILE_ROWS * TILE_DEPTH * 2;  // of a step
+constexpr int WEIGHT_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
+constexpr int STEP_BYTES = HIDDEN_BYTES + WEIGHT_BYTES;
 constexpr int WEIGHT_ROWS = TILE_COLUMNS / CLUSTER;  // of a step, that a block copies
-constexpr int WEIGHT_BYTES = STEP_BYTES / CLUSTER;
-static_assert(TILE_ROWS == TILE_COLUMNS, "the operands of a step have one size");
+constexpr int PIECE = 64;                            // rows and columns of the result that one copy takes
+constexpr int PIECE_BYTES = PIECE * PIECE * 2;
+constexpr int PLACES = TILE_COLUMNS / PIECE;  // for pieces of a consumer that wait for their copies
+constexpr int BARRIERS_AT = STAGES * STEP_BYTES + CONSUMERS * PLACES * PIECE_BYTES;
+constexpr int PRODUCT_SHARED = BARRIERS_AT + 2 * STAGES * 8;
+static_assert(STAGES >= 2, "a step's place is free when the next one is under way");
+static_assert(PRODUCT_SHARED <= 227 << 10, "what a block of Hopper may have");
 
 // A cluster's share of the result is BAND_ROWS by TILE_COLUMNS; numbers of such.
 struct Tiles {

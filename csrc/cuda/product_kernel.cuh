@@ -18,9 +18,9 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
 constexpr int WARPGROUP = 128;
-constexpr int PRODUCER_REGISTERS = 40;
-constexpr int CONSUMER_REGISTERS = 232;
-constexpr int BLOCKS_OF_ROWS = TILE_ROWS / 64;  // rows of one matrix instruction
+constexpr int PRODUCER_REGISTERS = 24;
+constexpr int CONSUMER_REGISTERS = 240;
+constexpr int BLOCKS_OF_ROWS = TILE_ROWS / PIECE;  // PIECE rows are those of one matrix instruction
 constexpr int INSTRUCTION_DEPTH = 16;
 
 // Numbers of hardware barriers: the first of CONSUMERS each.
@@ -30,10 +30,10 @@ constexpr int STAGED = TURN + CONSUMERS;   // a consumer's own threads
 struct SharedTiles {
   unsigned char* base;
 
-  __device__ unsigned char* hidden(int stage) const { return base + stage * 2 * STEP_BYTES; }
-  __device__ unsigned char* weight(int stage) const { return hidden(stage) + STEP_BYTES; }
+  __device__ unsigned char* hidden(int stage) const { return base + stage * STEP_BYTES; }
+  __device__ unsigned char* weight(int stage) const { return hidden(stage) + HIDDEN_BYTES; }
   __device__ unsigned char* staged(int consumer) const {
-    return base + STAGES * 2 * STEP_BYTES + consumer * STAGED_BYTES;
+    return base + STAGES * STEP_BYTES + consumer * PLACES * PIECE_BYTES;
   }
   __device__ SharedBarrier* full(int stage) const {
     return reinterpret_cast<SharedBarrier*>(base + BARRIERS_AT) + stage;
@@ -65,15 +65,16 @@ __device__ inline void produce(
   uint32_t round = 0;
   for (int index = first_share(); index < tiles.count; index += shares_at_once()) {
     const Tile tile = tile_at(index, tiles);
+#pragma unroll 1
     for (int step = 0; step < steps; ++step, ++round) {
       const int stage = round % STAGES;
       barrier_wait(shared.empty(stage), (round / STAGES & 1) ^ 1);
-      barrier_expect(shared.full(stage), 2 * STEP_BYTES);
+      barrier_expect(shared.full(stage), STEP_BYTES);
       load_box(hidden, shared.hidden(stage), shared.full(stage), step * TILE_DEPTH, tile.row);
       // The barrier may hear of another block's part before it is told to expect it: it waits for that, too.
       load_box_for(
-          (1 << CLUSTER) - 1, weight, shared.weight(stage) + part * WEIGHT_BYTES, shared.full(stage), step * TILE_DEPTH,
-          tile.column + part * WEIGHT_ROWS);
+          (1 << CLUSTER) - 1, weight, shared.weight(stage) + part * (WEIGHT_BYTES / CLUSTER), shared.full(stage),
+          step * TILE_DEPTH, tile.column + part * WEIGHT_ROWS);
     }
   }
 }
@@ -84,7 +85,7 @@ __device__ __forceinline__ uint64_t describe(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-using Accumulator = float[BLOCKS_OF_ROWS][64];
+using Accumulator = float[BLOCKS_OF_ROWS][TILE_COLUMNS / 2];
 
 // The stage of a round may be filled anew, as far as this warp is concerned; by all blocks, since all fill it.
 __device__ inline void release(const SharedTiles& shared, uint32_t round) {
@@ -94,6 +95,7 @@ __device__ inline void release(const SharedTiles& shared, uint32_t round) {
 
 // Starts all products of a tile; those of its last step may still be unfinished.
 __device__ inline void main_loop(Accumulator& x, const SharedTiles& shared, uint32_t first_round, int steps) {
+#pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const uint32_t round = first_round + step;
     const int stage = round % STAGES;
@@ -105,7 +107,7 @@ __device__ inline void main_loop(Accumulator& x, const SharedTiles& shared, uint
     for (int depth = 0; depth < TILE_DEPTH; depth += INSTRUCTION_DEPTH) {
 #pragma unroll
       for (int block = 0; block < BLOCKS_OF_ROWS; ++block) {
-        const uint32_t rows = hidden + block * 64 * TILE_DEPTH * 2;
+        const uint32_t rows = hidden + block * PIECE * TILE_DEPTH * 2;
         multiply(x[block], describe(rows + depth * 2), describe(weight + depth * 2), step > 0 || depth > 0);
       }
     }
@@ -131,14 +133,38 @@ __device__ inline Row row_at(const ProductArguments& given, int row, int first_c
   return found;
 }
 
-// exp(d), 0 at the target and beyond the vocabulary; counted in the row's sums.
-__device__ __forceinline__ float exponential(Row& row, float z, int column, int columns) {
-  float d = (z - row.anchor) * row.scale;
-  if (d < UNDERFLOWN) d = UNDERFLOWN;  // not fmaxf: NaN stays NaN
-  const float e = column == row.target || column >= columns ? 0.0f : exp2f(d);
+// exp(d), counted in the row's sums.
+__device__ __forceinline__ float exponential(Row& row, float z) {
+  const float d = larger((z - row.anchor) * row.scale, UNDERFLOWN);
+  const float e = power_of_two(d);
   row.rest += e;
   row.moment += e * d;
   return e;
+}
+
+// Logits at the rows' targets and beyond the vocabulary have no part in anything: their exponentials are 0.
+__device__ inline void leave_out(float (&x)[TILE_COLUMNS / 2], const Row (&rows)[2], int columns) {
+#pragma unroll
+  for (int j = 0; j < TILE_COLUMNS / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int column = 8 * j + threadIdx.x % 4 * 2 + i % 2;
+      if (column == rows[i / 2].target || column >= columns) x[4 * j + i] = -INFINITY;
+    }
+  }
+}
+
+__device__ inline void add_bias(float (&x)[TILE_COLUMNS / 2], const float* bias, int columns) {
+#pragma unroll
+  for (int j = 0; j < TILE_COLUMNS / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = 8 * j + threadIdx.x % 4 * 2 + i;
+      if (column >= columns) continue;
+      x[4 * j + i] += bias[column];
+      x[4 * j + 2 + i] += bias[column];
+    }
+  }
 }
 
 __device__ inline float over_four_lanes(float value) {
@@ -146,44 +172,83 @@ __device__ inline float over_four_lanes(float value) {
   return value + shuffle_xor(value, 2);
 }
 
-// The swizzled place of a pair of results: 16-byte pieces of a 128-byte row trade places by the row's number.
-__device__ __forceinline__ unsigned char* place(unsigned char* staged, int row, int column) {
-  const int half = column / HALF_COLUMNS, byte = column % HALF_COLUMNS * 2;
-  return staged + half * HALF_BYTES + row * 128 + (byte ^ (row % 8 << 4));
+// Where a consumer leaves pieces of the result for their copies to memory, one after the other.
+template <bool WRITES>
+struct Pieces {
+  unsigned char* base;
+  int barrier;  // of the consumer's threads
+
+  // The swizzled place of a pair of results: 16-byte parts of a 128-byte row trade places by the row's number.
+  __device__ __forceinline__ unsigned char* place(int number, int row, int column) const {
+    return base + number % PLACES * PIECE_BYTES + row * 128 + (column * 2 ^ (row % 8 << 4));
+  }
+
+  // The next place may be written.
+  __device__ __forceinline__ void begin() const {
+    if constexpr (!WRITES) return;
+    if (threadIdx.x % WARPGROUP == 0) stores_read<PLACES - 1>();
+    numbered_sync(barrier, WARPGROUP);
+  }
+
+  // It is written: its copy to (column, row) of the result begins.
+  __device__ __forceinline__ void end(int number, const TensorMap& out, int64_t vocabulary, int row, int column) const {
+    if constexpr (!WRITES) return;
+    visible_to_copies();
+    numbered_sync(barrier, WARPGROUP);
+    if (threadIdx.x % WARPGROUP == 0) {
+      if (column < vocabulary) store_box(out, base + number % PLACES * PIECE_BYTES, column, row);
+      else store_nothing();
+    }
+  }
+};
+
+// Exponentials of PIECE columns of a tile, counted and left for their copy.
+template <bool WRITES>
+__device__ __forceinline__ void exponentials(
+    const float* x, Row (&rows)[2], const Pieces<WRITES>& pieces, int number, int first_row) {
+#pragma unroll
+  for (int j = 0; j < PIECE / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float low = exponential(rows[i], x[4 * j + 2 * i]);
+      const float high = exponential(rows[i], x[4 * j + 2 * i + 1]);
+      if constexpr (WRITES) {
+        // The eighth row after has its parts in the same order.
+        unsigned char* place = pieces.place(number, first_row, 8 * j + threadIdx.x % 4 * 2) + i * 8 * 128;
+        *reinterpret_cast<uint32_t*>(place) = pack_bfloat16(low, high);
+      }
+    }
+  }
 }
 
-// Exponentials and sums of a tile; the exponentials, if wanted, to `staged`.
+// Exponentials and sums of a consumer's part of a tile; the exponentials, if wanted, to memory.
+template <bool WRITES>
 __device__ inline void epilogue(
-    const ProductArguments& given, const Accumulator& x, const Tile& tile, unsigned char* staged) {
+    const ProductArguments& given, const TensorMap& out, Accumulator& x, const Tile& tile,
+    const Pieces<WRITES>& pieces) {
   const int thread = threadIdx.x % WARPGROUP;
   const int first_row = thread / WARP * 16 + thread % WARP / 4;
-  const int first_column = thread % 4 * 2;
   const int64_t left = given.vocabulary - tile.column;
   const int columns = left < TILE_COLUMNS ? static_cast<int>(left) : TILE_COLUMNS;
 #pragma unroll
   for (int block = 0; block < BLOCKS_OF_ROWS; ++block) {
-    const int upper = block * 64 + first_row, lower = upper + 8;
-    Row rows[2] = {row_at(given, tile.row + upper, tile.column), row_at(given, tile.row + lower, tile.column)};
+    if (given.bias != nullptr) add_bias(x[block], given.bias + tile.column, columns);
+    const int upper = tile.row + block * PIECE + first_row;
+    Row rows[2] = {row_at(given, upper, tile.column), row_at(given, upper + 8, tile.column)};
+    if (any_lane(rows[0].target >= 0 || rows[1].target >= 0) || columns < TILE_COLUMNS) {
+      leave_out(x[block], rows, columns);
+    }
 #pragma unroll
-    for (int j = 0; j < TILE_COLUMNS / 8; ++j) {
-      const int column = 8 * j + first_column;
-      float bias[2] = {};
-      if (given.bias != nullptr) {
-        if (column < columns) bias[0] = given.bias[tile.column + column];
-        if (column + 1 < columns) bias[1] = given.bias[tile.column + column + 1];
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float low = exponential(rows[i], x[block][4 * j + 2 * i] + bias[0], column, columns);
-        const float high = exponential(rows[i], x[block][4 * j + 2 * i + 1] + bias[1], column + 1, columns);
-        if (given.out == nullptr) continue;
-        *reinterpret_cast<uint32_t*>(place(staged, upper + 8 * i, column)) = pack_bfloat16(low, high);
-      }
+    for (int part = 0; part < TILE_COLUMNS / PIECE; ++part) {
+      const int number = block * (TILE_COLUMNS / PIECE) + part;
+      pieces.begin();
+      exponentials(x[block] + part * (PIECE / 2), rows, pieces, number, first_row);
+      pieces.end(number, out, given.vocabulary, tile.row + block * PIECE, tile.column + part * PIECE);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float rest = over_four_lanes(rows[i].rest), moment = over_four_lanes(rows[i].moment);
-      const int row = tile.row + upper + 8 * i;
+      const int row = upper + 8 * i;
       if (thread % 4 != 0 || row >= given.rows) continue;
       const int64_t partial = static_cast<int64_t>(tile.column / TILE_COLUMNS) * given.rows + row;
       given.rests[partial] = rest;
@@ -192,21 +257,12 @@ __device__ inline void epilogue(
   }
 }
 
-// What is staged, to memory; whoever stages next waits for `stores_read` of the warpgroup's first thread.
-__device__ inline void store(
-    const ProductArguments& given, const TensorMap& out, const unsigned char* staged, const Tile& tile) {
-  for (int half = 0; half * HALF_COLUMNS < TILE_COLUMNS; ++half) {
-    const int column = tile.column + half * HALF_COLUMNS;
-    if (column < given.vocabulary) store_box(out, staged + half * HALF_BYTES, column, tile.row);
-  }
-}
-
 // One warpgroup: every other tile of this block.
+template <bool WRITES>
 __device__ inline void consume(
     const ProductArguments& given, const TensorMap& out, const SharedTiles& shared, const Tiles& tiles, int steps,
     int consumer) {
-  unsigned char* staged = shared.staged(consumer);
-  const bool first = threadIdx.x % WARPGROUP == 0;
+  const Pieces<WRITES> pieces{shared.staged(consumer), STAGED + consumer};
   int number = 0;
   for (int index = first_share(); index < tiles.count; index += shares_at_once(), ++number) {
     if (number % CONSUMERS != consumer) continue;
@@ -220,20 +276,12 @@ __device__ inline void consume(
     }
     products_wait<0>();
     release(shared, round + steps - 1);
-    if (given.out != nullptr) {
-      if (first) stores_read();
-      numbered_sync(STAGED + consumer, WARPGROUP);
-    }
-    epilogue(given, x, tile, staged);
-    if (given.out != nullptr) {
-      visible_to_copies();
-      numbered_sync(STAGED + consumer, WARPGROUP);
-      if (first) store(given, out, staged, tile);
-    }
+    epilogue(given, out, x, tile, pieces);
   }
-  if (given.out != nullptr && first) stores_read();
+  if (WRITES && threadIdx.x % WARPGROUP == 0) stores_read<0>();
 }
 
+template <bool WRITES>
 __global__ void __launch_bounds__(PRODUCT_THREADS, 1) product_kernel(
     const __grid_constant__ TensorMap hidden, const __grid_constant__ TensorMap weight,
     const __grid_constant__ TensorMap out, const __grid_constant__ ProductArguments given, const Tiles tiles) {
@@ -256,7 +304,7 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 1) product_kernel(
     if (threadIdx.x % WARPGROUP == 0) produce(hidden, weight, shared, tiles, steps);
   } else {
     registers_take<CONSUMER_REGISTERS>();
-    consume(given, out, shared, tiles, steps, warpgroup);
+    consume<WRITES>(given, out, shared, tiles, steps, warpgroup);
   }
   // The other blocks may still copy to this one, and arrive at its barriers.
   cluster_arrive();

@@ -98,9 +98,14 @@ def requested(backend: str, device: torch.device, vocab_group: object = None) ->
     if name == REFERENCE and vocab_group is not None:
         *others, last = BACKENDS
         raise ValueError(f"{source}: it has no vocab_group; expected auto, {', '.join(others)} or {last}")
+    if not torch.compiler.is_compiling():  # the check looks at files, which a compiler does not follow
+        _check_available(name, source, device)
+    return name
+
+
+def _check_available(name: str, source: str, device: torch.device) -> None:
     if reason := unavailable(name, device):
         raise RuntimeError(f"{source}: {reason}; expected auto or torch")
-    return name
 
 
 def requested_for_tokens(device: torch.device) -> str:
@@ -121,7 +126,9 @@ def take(name: str, operation: str, device: torch.device, operand: torch.dtype, 
     All ranks of a group have to take the same backend: their ``logits`` is the largest number of any rank.
     """
     taken = name
-    if name == AUTO:
+    if name != AUTO:
+        _check_available(name, f"backend={name!r}", device)  # a compiled caller has not
+    else:
         taken, preferred = automatic(device, operand, logits), backend_choice.order(device, operand, logits)[0]
         if taken != preferred:
             reason = unavailable(preferred, device)

@@ -10,9 +10,17 @@ from exgrpo.kernels.chunks import chunking
 # Every backend that can run here passes every test that takes the fixture. Triton runs on a GPU, and in its interpreter
 # where TRITON_INTERPRET=1 is in the environment; that process tests nothing else.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BACKENDS = [name for name in dispatch.BACKENDS if not dispatch.unavailable(name, DEVICE)]
+
+
+def backends_of(device):
+    """Those that are tested on a device."""
+    if os.environ.get("TRITON_INTERPRET"):
+        return ["triton"]
+    return [name for name in dispatch.BACKENDS if not dispatch.unavailable(name, torch.device(device))]
+
+
+BACKENDS = backends_of(DEVICE)
 if os.environ.get("TRITON_INTERPRET"):
-    BACKENDS = ["triton"]
     from .interpreting import correct_bfloat16_dot
 
     correct_bfloat16_dot()

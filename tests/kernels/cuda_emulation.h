@@ -305,6 +305,12 @@ void copy_async(void* shared, const void* global) {
   emulation::fiber->copies.push_back([=] { std::memcpy(shared, global, BYTES); });
 }
 
+inline bool any_lane(bool condition) {
+  float found = condition;
+  for (int lanes = 1; lanes < 32; lanes *= 2) found += shuffle_xor(found, lanes);
+  return found > 0;
+}
+
 inline void copies_wait() {
   for (const auto& copy : emulation::fiber->copies) copy();
   emulation::fiber->copies.clear();

@@ -46,13 +46,13 @@ inline float element(uint64_t description, int row, int depth) {
   return value;
 }
 
-// Calls f(place in shared memory, place in the matrix) for a box; null where the matrix has ended.
+// Calls f(place in shared memory, place in the matrix) for a box; null from column ``last`` on and where rows have ended.
 template <typename Function>
-void over_box(const TensorMap& map, uint32_t address, int x, int y, Function f) {
+void over_box(const TensorMap& map, int64_t last, uint32_t address, int x, int y, Function f) {
   if (address % SHARED_ALIGNMENT) throw std::runtime_error("a box that is not aligned");
   for (int row = 0; row < map.box_rows; ++row) {
     for (int column = 0; column < map.box_columns; ++column) {
-      const bool inside = y + row < map.rows && x + column < map.columns;
+      const bool inside = y + row < map.rows && x + column < last;
       f(swizzled(address + (row * map.box_columns + column) * 2),
         inside ? map.matrix + ((y + row) * map.stride + x + column) * 2 : nullptr);
     }
@@ -109,7 +109,7 @@ inline void load_box_for(
     if (!(blocks >> rank & 1)) continue;
     const auto copy = [=, &map] {
       auto& block = emulation::block_of(rank);
-      emulation::over_box(map, address, x, y, [&](uint32_t place, const unsigned char* from) {
+      emulation::over_box(map, map.columns, address, x, y, [&](uint32_t place, const unsigned char* from) {
         if (from) std::memcpy(block.shared + place, from, 2);
         else std::memset(block.shared + place, 0, 2);
       });
@@ -129,8 +129,9 @@ inline void load_box(const TensorMap& map, unsigned char* shared, SharedBarrier*
 inline void store_box(const TensorMap& map, const unsigned char* shared, int x, int y) {
   const unsigned char* base = shared_memory();
   const uint32_t address = shared_address(shared);
+  const int64_t ended = (map.columns + 7) / 8 * 8;  // as seen on an H100: of a row's last 16 bytes all are written
   const auto copy = [=, &map] {
-    emulation::over_box(map, address, x, y, [=](uint32_t place, unsigned char* to) {
+    emulation::over_box(map, ended, address, x, y, [=](uint32_t place, unsigned char* to) {
       if (to) std::memcpy(to, base + place, 2);
     });
   };
@@ -138,19 +139,31 @@ inline void store_box(const TensorMap& map, const unsigned char* shared, int x, 
   else emulation::fiber->copies.push_back(copy);
 }
 
-inline void stores_read() { copies_wait(); }
+inline void store_nothing() {
+  if (!emulation::machine->schedule.eager) emulation::fiber->copies.push_back([] {});
+}
 
-inline void multiply(float (&x)[64], uint64_t a, uint64_t b, int accumulate) {
+template <int PENDING>
+void stores_read() {
+  auto& copies = emulation::fiber->copies;
+  for (; copies.size() > PENDING; copies.erase(copies.begin())) copies.front()();
+}
+
+inline float power_of_two(float x) { return std::exp2(x); }
+inline float larger(float x, float y) { return std::isnan(x) || x > y ? x : y; }
+
+template <int COUNT>
+void multiply(float (&x)[COUNT], uint64_t a, uint64_t b, int accumulate) {
   const int thread = threadIdx.x % 128;
   const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
   ++emulation::fiber->uncommitted;
   emulation::fiber->products.push_back([=, &x] {
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < COUNT; ++i) {
       if (!accumulate) x[i] = 0;
     }
     for (int depth = 0; depth < 16; ++depth) {
       const float of_rows[] = {emulation::element(a, row, depth), emulation::element(a, row + 8, depth)};
-      for (int i = 0; i < 64; i += 4) {
+      for (int i = 0; i < COUNT; i += 4) {
         const float first = emulation::element(b, i * 2 + column, depth);
         const float second = emulation::element(b, i * 2 + column + 1, depth);
         x[i] += of_rows[0] * first;

@@ -18,11 +18,14 @@ extern "C" const char* emulated_product(const ProductArguments* given, int clust
   const auto hidden = describe_matrix(given->hidden, given->rows, given->width, given->hidden_stride, TILE_ROWS);
   const auto weight =
       describe_matrix(given->weight, given->vocabulary, given->width, given->weight_stride, WEIGHT_ROWS);
-  const auto out = describe_matrix(given->out, given->rows, given->vocabulary, given->out_stride, TILE_ROWS);
+  const auto out = describe_matrix(given->out, given->rows, given->vocabulary, given->out_stride, PIECE);
   const int bands = static_cast<int>((given->rows + BAND_ROWS - 1) / BAND_ROWS);
   const int columns = static_cast<int>((given->vocabulary + TILE_COLUMNS - 1) / TILE_COLUMNS);
   const Tiles tiles{bands, columns, bands * columns};
   return emulation::reported(emulation::launch(
       CLUSTER * clusters, PRODUCT_THREADS, CLUSTER, PRODUCT_SHARED, {backwards, eager},
-      [&] { product_kernel(hidden, weight, out, *given, tiles); }));
+      [&] {
+        const auto kernel = given->out ? product_kernel<true> : product_kernel<false>;
+        kernel(hidden, weight, out, *given, tiles);
+      }));
 }

@@ -73,9 +73,11 @@ def disassembled(built):
 def test_everything_stays_in_registers(code, disassembled):
     machine_code, usage = disassembled[code]
     kernels = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
-    assert len(kernels) == (5 if code[0] == "rows" else 1)
+    assert len(kernels) == (5 if code[0] == "rows" else 2)
     for registers, stack, shared, local in kernels:
-        assert int(registers) <= REGISTERS[code[0]]
+        limit = REGISTERS[code[0]]
+        # The product's warpgroups trade theirs: what they trade for is right only if they begin with all of them.
+        assert int(registers) <= limit if code[0] == "rows" else int(registers) == limit - limit % 8
         assert (int(stack), int(local)) == (0, 0)
         assert int(shared) <= 1024  # the system's
     assert not re.search(r"\b(?:LDL|STL)\b", machine_code)
@@ -91,14 +93,28 @@ def test_rows_are_read_and_written_sixteen_bytes_at_a_time(architecture, disasse
 
 
 def test_the_product_is_on_the_matrix_units(disassembled):
-    """Operands and result by tensor copies, eight products a step that are not waited for one by one."""
+    """Operands and result by tensor copies, eight products a step that nothing waits for one by one."""
     machine_code, _ = disassembled["product", "90a"]
-    assert len(re.findall(r"\bHGMMA\.64x128x16\.F32\.BF16\b", machine_code)) == 8
-    assert len(re.findall(r"\bWARPGROUP\.DEPBAR", machine_code)) == 2
-    assert re.search(r"\bUTMALDG\.2D\b", machine_code)
-    assert re.search(r"\bUTMASTG\.2D\b", machine_code)
-    assert re.search(r"\bUSETMAXREG\b", machine_code)
-    assert not re.search(r"\bHMMA\b", machine_code)
+    kernels = machine_code.split("Function : ")[1:]
+    for kernel in kernels:
+        products = list(re.finditer(r"\bHGMMA\.64x192x16\.F32\.BF16\b", kernel))
+        assert len(products) == 8
+        assert len(re.findall(r"\bWARPGROUP\.DEPBAR", kernel)) == 2
+        assert re.search(r"\bUTMALDG\.2D\b", kernel)
+        assert re.search(r"\bUSETMAXREG\b", kernel)
+        assert not re.search(r"\bHMMA\b", kernel)
+        # Where barriers were waited for with a cluster's scope, these took half of the time.
+        assert not re.search(r"\b(?:MEMBAR|ERRBAR|CCTL)\b", kernel[products[0].start() : products[-1].end()])
+    assert sorted(bool(re.search(r"\bUTMASTG\.2D\b", kernel)) for kernel in kernels) == [False, True]
+
+
+def test_an_exponential_takes_few_instructions(disassembled):
+    """Of the whole kernel, all in all: its epilogue is written out for the 192 numbers of a thread."""
+    machine_code, _ = disassembled["product", "90a"]
+    counts = [
+        len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s", kernel, re.M)) for kernel in machine_code.split("Function : ")[1:]
+    ]
+    assert max(counts) < 192 * 20
 
 
 def test_shared_memory_is_within_limits(tmp_path):
@@ -224,7 +240,7 @@ def on_hopper(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a driver")
 def test_the_driver_is_asked_before_anything_is_launched(on_hopper, built):
-    assert "_cuda.so is not in" in binding.unavailable(torch.device("cuda"))
+    assert "_cuda.so" in binding.unavailable(torch.device("cuda"))
     on_hopper.write_bytes(b"no library")
     assert "build it anew with EXGRPO_CUDA=force" in binding.unavailable(torch.device("cuda"))
     on_hopper.unlink()

@@ -79,7 +79,8 @@ class Case:
                 assert (error <= bound + 1e-30).all()
         if out:
             assert ((self.out.double() - e).abs() <= (roundings + 2.0**-8) * e + 1e-30).all()
-        assert (self.storage[:, self.out.shape[1] if out else 0 :] == 7).all()
+        ended = -(-self.out.shape[1] // 8) * 8  # tensor copies write 16 bytes as a whole
+        assert (self.storage[:, ended if out else 0 :] == 7).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": torch.float32, "temperature": True}], ids=["plain", "bias"])

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib import metadata
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from exgrpo.kernels.tuning.workload import Shape, Workload
 
 GPU = torch.device("cuda")
 VOCABULARY = 152064
+NOT_INTERPRETED = metadata.version("triton") < "3.7" and metadata.version("numpy") >= "2.4"
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +185,7 @@ def test_a_bad_shape_is_refused():
     assert "'8,16' is no shape; expected T,D,V" in done.stderr
 
 
+@pytest.mark.skipif(NOT_INTERPRETED, reason="Triton before 3.7 interprets nothing with NumPy 2.4 or later")
 def test_the_program_tunes_the_interpreter(tmp_path):
     output = tmp_path / "folder" / "table.toml"
     options = ("--shapes", "4,16,128", "--dtype", "float32", "--minutes", "0.02")

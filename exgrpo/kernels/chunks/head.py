@@ -120,8 +120,11 @@ class GradientSums:
         """
         products, factor = self.products, scale.unsqueeze(1)
         if self.hidden is not None:
-            tokens = rows if self.head.order is None else self.head.order[rows]
-            self.hidden[tokens] = products.hidden_gradient(grad_logits).mul_(factor)
+            found = products.hidden_gradient(grad_logits)
+            if self.head.order is None and isinstance(rows, slice):
+                torch.mul(found, factor, out=self.hidden[rows])
+            else:
+                self.hidden[rows if self.head.order is None else self.head.order[rows]] = found.mul_(factor)
         if self.weight is not None:
             products.add_weight_gradient(grad_logits, chunk.hidden, factor, self.weight, fresh=not self.begun)
         if self.bias is not None:

@@ -71,10 +71,10 @@ class Products:
         self.operand = operand
         self.compute = compute_dtype(operand)
         self.mixed = operand != self.compute and multiplies_into_float32(weight.device.type, operand)
-        self.written_once = self.compute
-        """The dtype of a weight gradient that no chunk is added to."""
         # The gradients of a token mean are around 1e-7: float16 has no range for them.
         self.mixed_gradients = self.mixed and operand == torch.bfloat16
+        self.written_once = operand if self.mixed_gradients and weight.dtype == operand else self.compute
+        """The dtype of a weight gradient that no chunk is added to: the product itself rounds its float32 sums."""
         self.precision = ROUNDED if operand == torch.bfloat16 and weight.device.type == "cpu" else nullcontext()
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
@@ -108,7 +108,8 @@ class Products:
     ) -> None:
         """Adds grad_logits.T [V, rows] @ (factor * hidden) [rows, D] to ``total`` [V, D]; ``fresh``: writes it there.
 
-        factor is [rows, 1] in the compute dtype, hidden [rows, D] rounded already.
+        factor is [rows, 1] in the compute dtype, hidden [rows, D] rounded already, ``total`` in the compute dtype; or
+        in `written_once`, and then fresh.
         """
         beta = 0.0 if fresh else 1.0  # with 0 what stands in ``total`` is not even read
         scaled = torch.mul(hidden, factor)
@@ -116,8 +117,11 @@ class Products:
             with self.precision:
                 total.addmm_(grad_logits.t(), scaled, beta=beta)
             return
-        columns = grad_logits.to(self.operand).t()
-        torch.addmm(total, columns, scaled.to(self.operand), out_dtype=torch.float32, beta=beta, out=total)
+        columns, scaled = grad_logits.to(self.operand).t(), scaled.to(self.operand)
+        if total.dtype == self.operand:
+            torch.mm(columns, scaled, out=total)
+        else:
+            torch.addmm(total, columns, scaled, out_dtype=torch.float32, beta=beta, out=total)
 
     def add_bias_gradient(self, grad_logits: Tensor, factor: Tensor, total: Tensor) -> None:
         """Adds grad_logits.T [V, rows] @ factor [rows] to ``total`` [V]."""

@@ -6,40 +6,46 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels.cuda_chunks.binding import PRODUCT_CAPABILITIES, Call, ProductArguments
-from exgrpo.kernels.triton_chunks.fused_product import AnchoredRows, FusedProduct, Listed, Operands
+from exgrpo.kernels.triton_chunks.fused_product import AnchoredRows, FusedProduct, Listed, Operands, aligned
 from exgrpo.kernels.triton_chunks.launch import Tile
 from exgrpo.kernels.triton_chunks.triton_fused import FusedTritonPasses
 
-TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 128, 64
-"""Those of csrc/cuda/product.h; the Triton kernels that redo a few rows add to the sums of the same column tiles."""
+TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 192, 64
+"""Those of csrc/cuda/product.h."""
 
 
 class FusedCudaProduct(FusedProduct):
-    """bfloat16 operands that a tensor map describes, without a cap; anything else takes the Triton kernels.
+    """That of operands and a result which `fits` of; the few rows that are done again take the Triton kernels."""
 
-    The rows that are done again do, too: there are few of them, or none.
-    """
-
-    def __init__(self, operands: Operands, softcap: float | None, tile: Tile) -> None:
-        hidden = operands.hidden
-        self._chosen = hidden.dtype == torch.bfloat16 and softcap is None and _capable(hidden.device)
-        if self._chosen:
-            tile = replace(tile, rows=TILE_ROWS, columns=TILE_COLUMNS, depth=TILE_DEPTH)
-        super().__init__(operands, softcap, tile)
+    def __init__(self, operands: Operands, tile: Tile) -> None:
+        super().__init__(operands, None, replace(tile, rows=TILE_ROWS, columns=TILE_COLUMNS, depth=TILE_DEPTH))
+        self._triton_tile = tile
 
     def exponentials(self, rows: AnchoredRows, out: Tensor | None, listed: Listed | None) -> None:
+        """See `FusedProduct`; of all rows."""
+        assert listed is None
+        product_call(self.operands, rows, out, self.partial).launch(self.operands.hidden.device)
+
+    def again(self) -> FusedProduct:
         """See `FusedProduct`."""
-        described = self.describable(out) and (out is None or out.dtype == torch.bfloat16)
-        if self._chosen and described and listed is None and self.operands.weight.numel():
-            product_call(self.operands, rows, out, self.partial).launch(self.operands.hidden.device)
-        else:
-            super().exponentials(rows, out, listed)
+        return FusedProduct(self.operands, None, self._triton_tile)
 
 
 class FusedCudaPasses(FusedTritonPasses):
-    """`FusedTritonPasses` around this product."""
+    """`FusedTritonPasses` around this product where it can be, around the Triton kernels elsewhere."""
 
-    product = FusedCudaProduct
+    def product(self, operands: Operands, out: Tensor | None) -> FusedProduct:
+        """See `FusedTritonPasses`."""
+        if self.softcap is None and fits(operands, out):
+            return FusedCudaProduct(operands, self.plan.tile)
+        return super().product(operands, out)
+
+
+def fits(operands: Operands, out: Tensor | None) -> bool:
+    """Whether the product is compiled for the device and can describe the matrices: bf16, aligned, not empty."""
+    matrices = [operands.hidden, operands.weight, *([] if out is None else [out])]
+    described = all(matrix.dtype == torch.bfloat16 and aligned(matrix) for matrix in matrices)
+    return described and operands.weight.numel() > 0 and _capable(operands.hidden.device)
 
 
 def product_call(operands: Operands, rows: AnchoredRows, out: Tensor | None, partial: Tensor) -> Call:

@@ -60,11 +60,9 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
 def _held_dtype(tensor: Tensor) -> torch.dtype:
     """Of a gradient between forward and backward: where it is scaled in place then, that of the tensor.
 
-    Not float16, which has no range for the gradients of a token mean before a scaler has multiplied them; nor on a GPU,
-    where to round them first would be another pass over memory.
+    Not float16, which has no range for the gradients of a token mean before a scaler has multiplied them.
     """
-    early = tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
-    return tensor.dtype if early else compute_dtype(tensor.dtype)
+    return tensor.dtype if tensor.dtype == torch.bfloat16 else compute_dtype(tensor.dtype)
 
 
 @forward.register_fake

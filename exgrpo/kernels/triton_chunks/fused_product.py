@@ -44,7 +44,7 @@ def fused_sums(
         shard: merges over the ranks.
         out: [n, V] bf16, fp16 or fp32, unit stride along V: receives exp(d_v), 0 at the target, with a softcap
             multiplied by its slope 1 - (z_v / softcap)^2. None: forward only. It is written fastest where 16 bytes
-            divide its row stride, whatever V is.
+            divide its row stride, whatever V is; then all of the 16 bytes are written in which a row ends.
     """
     hidden = product.operands.hidden
     if not target.numel():
@@ -52,15 +52,17 @@ def fused_sums(
         return Sums(empty, empty, empty, empty)
     (at_target,) = shard.largest_of(product.target_logits(target))
     product.exponentials(AnchoredRows(target, at_target, temperature), out, None)
-    rest, _ = shard.sum_of(*product.sums())
+    own = product.sums()
+    rest, _ = shard.sum_of(*own)
     # Beyond the limit, or overflown. Where the target's logit itself is NaN, nothing mends it.
     # By the operands alone: with and without ``out`` the anchors are the same.
     far = ~(rest <= _largest_sum(hidden.dtype)) & ~at_target.isnan()
     listed = Listed.where(far)
-    (largest,) = shard.largest_of(product.largest(listed))
+    again = product.again()
+    (largest,) = shard.largest_of(again.largest(listed))
     anchor = torch.where(far, largest, at_target)
-    product.exponentials(AnchoredRows(target, anchor, temperature), out, listed)
-    rest, moment = shard.sum_of(*product.sums())
+    again.exponentials(AnchoredRows(target, anchor, temperature), out, listed)
+    rest, moment = shard.sum_of(*(torch.where(far, *pair) for pair in zip(again.sums(), own, strict=True)))
     gap = at_target - anchor
     return Sums(anchor, gap if temperature is None else gap / temperature, rest, moment)
 
@@ -189,6 +191,10 @@ class FusedProduct:
             PARTS=parts,
         )
 
+    def again(self) -> "FusedProduct":
+        """The product that does listed rows again; the sums of other rows are lost."""
+        return self
+
     def sums(self) -> tuple[Tensor, ...]:
         """S and M [n], over the tiles."""
         return self.partial.sum(1).unbind()
@@ -227,10 +233,10 @@ class FusedProduct:
     def describable(self, out: Tensor | None) -> bool:
         """Whether the matrices can be read and written through tensor descriptors."""
         matrices = (self.operands.hidden, self.operands.weight, out)
-        return self.traits.described and all(_aligned(matrix) for matrix in matrices if matrix is not None)
+        return self.traits.described and all(aligned(matrix) for matrix in matrices if matrix is not None)
 
 
-def _aligned(matrix: Tensor) -> bool:
+def aligned(matrix: Tensor) -> bool:
     """Whether a descriptor can be made of it."""
     return (
         matrix.stride(1) == 1

@@ -14,8 +14,6 @@ from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses
 class FusedTritonPasses(TritonPasses):
     """The product itself gives exp(d) and its sums; F is made of the exponentials."""
 
-    product: type[FusedProduct] = FusedProduct
-
     def __init__(self, head: ChunkedHead, chosen: Plan) -> None:
         super().__init__(head, chosen)
         self._exponential = self._logits
@@ -28,8 +26,11 @@ class FusedTritonPasses(TritonPasses):
             out = self._memory(chunk, dtype)
             self._exponential = out
         operands = Operands(chunk.hidden.contiguous(), head.head.weight, self.bias)
-        product = self.product(operands, self.softcap, self.plan.tile)
-        return fused_sums(product, chunk.target.local(), chunk.temperature, head.shard, out)
+        return fused_sums(self.product(operands, out), chunk.target.local(), chunk.temperature, head.shard, out)
+
+    def product(self, operands: Operands, out: Tensor | None) -> FusedProduct:
+        """What computes a chunk's exponentials into ``out``."""
+        return FusedProduct(operands, self.softcap, self.plan.tile)
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
         """See `Passes`: the same product finds the same anchors again."""

@@ -175,7 +175,9 @@ def tune_class(tuner: Tuner, dtype: str, shapes: Sequence[Shape]) -> Entry:
     calls = [call for work in whole for call in (work.forward, work.loss)]
     if dtype in launch.FUSABLE:
         tile = tuner.choose("tile", TILES, calls, dtype, {**entry, "logits": "fused"})
-        if tile is not None:
+        if tile is None:
+            entry["logits"] = "library"
+        else:
             entry["tile"] = tile
             entry["logits"] = tuner.choose("logits", ("library", "fused"), calls, dtype, entry) or "library"
     chunks = [value for value in CHUNK_ROWS if value <= most]
