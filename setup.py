@@ -218,7 +218,8 @@ def cuda_objects(folder: Path) -> Iterator[tuple[list[str], Path]]:
 
 def execute(command: list[str]) -> None:
     """Runs a compiler."""
-    print(shlex.join(command), flush=True)
+    sys.stdout.write(f"{shlex.join(command)}\n")  # at once: others print beside it
+    sys.stdout.flush()
     if subprocess.run(command).returncode:
         remedy = "EXGRPO_BUILD=skip and EXGRPO_CUDA=skip build without it"
         raise CompileError(f"this failed, see above ({remedy}): {shlex.join(command)}")

@@ -125,8 +125,11 @@ class Program:
     def _answer(self) -> Facts:
         line = self._answers.readline()
         if not line:
+            status = self._process.wait()
+            killed = " (killed: is there memory for all programs at once?)" if status == -signal.SIGKILL else ""
             said = "\n".join(self._log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-            raise ProgramError(f"{' '.join(map(str, self._process.args))} has ended:\n{said}")
+            words = " ".join(map(str, self._process.args))
+            raise ProgramError(f"{words} has ended with exit status {status}{killed}:\n{said}")
         return json.loads(line)
 
     def close(self) -> None:

@@ -149,8 +149,8 @@ SMOLLM2 = Workload(
     updates=2,
     lr=1e-6,
     reward="benchmarks.coin:score",
-    pass_tokens=2048,
-    pass_rows=8,  # about the tokens of a pass of exgrpo, so that both keep about as many activations
+    pass_tokens=1024,  # about a question's eight answers
+    pass_rows=8,
     batch_tokens=16384,
     warmup=1,
 )

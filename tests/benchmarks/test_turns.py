@@ -56,8 +56,12 @@ def test_two_programs_take_turns_and_sleep_between_them(tmp_path):
 
 
 def test_a_program_that_ends_says_why(tmp_path):
-    with fake("a", tmp_path) as program, pytest.raises(ProgramError, match="has ended:\n(.*\n)*out of luck"):
+    ended = "has ended with exit status 1:\n(.*\n)*out of luck"
+    with fake("a", tmp_path) as program, pytest.raises(ProgramError, match=ended):
         program.turn({"fail": True})
+    kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(ProgramError, match=r"exit status -9 \(killed: is there memory for all programs at once"):
+        Program([sys.executable, "-c", kill], tmp_path / "log")
     with pytest.raises(ProgramError, match="no such model"):
         Program([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path / "log")
 

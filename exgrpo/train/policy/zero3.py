@@ -1,4 +1,4 @@
-"""The policy under DeepSpeed ZeRO-3: scores, optimiser steps, whole weights."""
+"""The policy, under DeepSpeed ZeRO-3 where it is sharded: scores, optimiser steps, whole weights."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from exgrpo.train.policy.batch import MiniBatch, TokenSequence
 from exgrpo.train.policy.layout import Layout, Packed, Padded
 from exgrpo.train.policy.model import LossTerms, PolicyModel
 from exgrpo.train.policy.update import Tally, UpdateStats
+from exgrpo.train.policy.whole import WholeEngine
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Score
@@ -29,7 +30,7 @@ PACKED_GAP = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 
 
 class Policy:
-    """The trained model, its optimiser and its schedule, sharded by DeepSpeed ZeRO-3.
+    """The trained model, its optimiser and its schedule: sharded by DeepSpeed ZeRO-3, or `kept_whole`.
 
     Args:
         config: the run.
@@ -41,8 +42,10 @@ class Policy:
         self.world = world
         self.budget = config.optimizer.micro_batch_tokens
         self.temperature = config.rollout.temperature
+        whole = kept_whole(config, world.size)
         settings = deepspeed_settings(config)
-        self._zero3 = HfDeepSpeedConfig(settings)  # alive: from_pretrained then loads each rank its shard
+        # Alive: from_pretrained then loads each rank its shard.
+        self._zero3 = None if whole else HfDeepSpeedConfig(settings)
         model = source.load(DTYPES[config.policy.dtype], config.policy.attention)
         if config.policy.gradient_checkpointing:
             try:
@@ -65,13 +68,17 @@ class Policy:
             num_warmup_steps=config.optimizer.warmup_steps,
             num_training_steps=max(1, config.steps * config.optimizer.minibatches),
         )
-        self.engine, *_ = deepspeed.initialize(
-            model=wrapped,
-            optimizer=optimizer,
-            lr_scheduler=scheduler,
-            config=settings,
-            dist_init_required=False,
-        )
+        self.engine: Any
+        if whole:
+            self.engine = WholeEngine(wrapped.to(world.device), optimizer, scheduler, config.optimizer.grad_clip)
+        else:
+            self.engine, *_ = deepspeed.initialize(
+                model=wrapped,
+                optimizer=optimizer,
+                lr_scheduler=scheduler,
+                config=settings,
+                dist_init_required=False,
+            )
         self.packs = self._packs()
         """Whether a pass reads rows without padding."""
         self.layout: Layout = Packed() if self.packs else Padded()
@@ -116,7 +123,7 @@ class Policy:
     @property
     def checkpoint_bytes(self) -> int:
         """What the shards of a checkpoint take on disk at least: fp32 weights and both moments of AdamW."""
-        return 3 * 4 * sum(parameter.ds_numel for parameter in self.model.parameters())
+        return 3 * 4 * sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], temperature: float) -> list[Score]:
@@ -209,6 +216,11 @@ class WholeWeights:
         for name, parameter in self.model.named_parameters():
             with deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.data
+
+
+def kept_whole(config: Config, ranks: int) -> bool:
+    """Whether the process that is alone trains without ZeRO-3: in fp32, with the optimiser on its device."""
+    return ranks == 1 and config.policy.dtype == "fp32" and not config.distributed.offload_optimizer
 
 
 def deepspeed_settings(config: Config) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def main(result: Path, cases: list[dict]) -> None:
         clip = case.pop("clip", True)
         poison = case.pop("poison", False)
         policy = Policy(tiny.config(folder, objective, **case), find_model(str(folder)), world)
-        sharded = all(p.ds_tensor.numel() < p.ds_numel or world.size == 1 for p in policy.model.parameters())
+        sharded = world.size == 1 or all(p.ds_tensor.numel() < p.ds_numel for p in policy.model.parameters())
         batches = tiny.minibatches(objective)
         if poison:
             batches[0] = tiny.poisoned(batches[0])
