@@ -122,27 +122,11 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// x [64, N] (+)= a [64, 16] @ b [N, 16]^T of bfloat16; thread t of the warpgroup has row 16 (t / 32) + t % 32 / 4
+// x [64, 192] (+)= a [64, 16] @ b [192, 16]^T of bfloat16; thread t of the warpgroup has row 16 (t / 32) + t % 32 / 4
 // in x[0], x[1], x[4], x[5], ... and the eighth row after it in the others, columns 8 j + 2 (t % 4) and the next in
 // x[4 j + ...].
 #define EXGRPO_4(i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
 #define EXGRPO_16(i) EXGRPO_4(i), EXGRPO_4(i + 4), EXGRPO_4(i + 8), EXGRPO_4(i + 12)
-__device__ __forceinline__ void multiply(float (&x)[64], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, add, 1, 1, 0, 0;\n"
-      "}\n"
-      : EXGRPO_16(0), EXGRPO_16(16), EXGRPO_16(32), EXGRPO_16(48)
-      : "l"(a), "l"(b), "r"(accumulate));
-}
-
 __device__ __forceinline__ void multiply(float (&x)[96], uint64_t a, uint64_t b, int accumulate) {
   asm volatile(
       "{\n"
@@ -161,25 +145,6 @@ __device__ __forceinline__ void multiply(float (&x)[96], uint64_t a, uint64_t b,
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
-__device__ __forceinline__ void multiply(float (&x)[128], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, add, 1, 1, 0, 0;\n"
-      "}\n"
-      : EXGRPO_16(0), EXGRPO_16(16), EXGRPO_16(32), EXGRPO_16(48), EXGRPO_16(64), EXGRPO_16(80), EXGRPO_16(96), EXGRPO_16(112)
-      : "l"(a), "l"(b), "r"(accumulate));
-}
 #undef EXGRPO_16
 #undef EXGRPO_4
 
