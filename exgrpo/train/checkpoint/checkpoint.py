@@ -179,7 +179,8 @@ class Checkpoints:
             loaded, _ = policy.engine.load_checkpoint(str(found.folder), tag=ZERO)
         if loaded is None:
             raise CheckpointError(
-                f"DeepSpeed finds no files of its own in {found.folder / ZERO}: is it another version?"
+                f"{found.folder / ZERO} has no files that this run could load: is it of another version, or of a run "
+                "with another distributed.offload_optimizer?"
             )
         trainer.restore(state)
         return found.step, found.manifest.progress

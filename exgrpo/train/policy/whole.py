@@ -18,6 +18,8 @@ STATE = "whole.pt"
 class WholeEngine:
     """A module, its optimiser and its schedule; the part of `deepspeed.DeepSpeedEngine` that `Policy` needs.
 
+    `scale_wrt_gas` and `save_latest` are there for DeepSpeed's sake: what they switch off there does not exist here.
+
     Args:
         module: in float32: AdamW would lose small updates of 16-bit weights.
         optimizer: of its parameters.

@@ -208,7 +208,7 @@ def test_a_disk_that_fails_is_damage(tmp_path, monkeypatch, caplog):
 def test_weights_that_deepspeed_does_not_find_are_an_error(tmp_path, monkeypatch):
     logged_run(tmp_path)
     monkeypatch.setattr(SavingEngine, "load_checkpoint", lambda *_, **__: (None, None))
-    with pytest.raises(CheckpointError, match=r"DeepSpeed finds no files of its own in .*/step_00000006/zero"):
+    with pytest.raises(CheckpointError, match=r"step_00000006/zero has no files that this run could load"):
         load(tmp_path)
 
 
