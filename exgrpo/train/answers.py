@@ -44,6 +44,21 @@ class Answers:
     grade_seconds: float
     engine: EngineCounts
 
+    def and_further(self, other: "Answers") -> "Answers":
+        """These, and those to further questions that were asked afterwards."""
+        return Answers(
+            of_question=[*self.of_question, *other.of_question],
+            timed_out=self.timed_out + other.timed_out,
+            failed=self.failed + other.failed,
+            generate_seconds=self.generate_seconds + other.generate_seconds,
+            grade_seconds=self.grade_seconds + other.grade_seconds,
+            engine=EngineCounts(
+                prompt_tokens=self.engine.prompt_tokens + other.engine.prompt_tokens,
+                cached_tokens=self.engine.cached_tokens + other.engine.cached_tokens,
+                asleep_seconds=self.engine.asleep_seconds + other.engine.asleep_seconds,
+            ),
+        )
+
     @property
     def rewards(self) -> np.ndarray:
         """All rewards, flat."""

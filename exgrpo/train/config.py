@@ -9,13 +9,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from exgrpo.train.experience.buckets import BUCKETS
 from exgrpo.train.experience.difficulty import BANDS
-from exgrpo.train.experience.sampling import LAWS
-from exgrpo.train.experience.selection import RULES
+from exgrpo.train.experience.settings import ExperienceConfig, choices, rule
 from exgrpo.train.limits import (
     LARGEST_REWARD,
     LONGEST,
@@ -27,24 +25,15 @@ from exgrpo.train.limits import (
     MOST_TOKENS,
 )
 from exgrpo.train.pretrained.arguments import Overrides
+from exgrpo.train.section import Section
 
 if TYPE_CHECKING:
-    QuestionLaw = str
-    TrajectoryRule = str
-    BucketBy = str
     Band = str
-else:  # the choices are the entries of tables, which a type checker cannot read
-    QuestionLaw, TrajectoryRule = Literal[tuple(LAWS)], Literal[tuple(RULES)]
-    BucketBy, Band = Literal[tuple(BUCKETS)], Literal[tuple(BANDS)]
+else:  # the choices are the entries of a table, which a type checker cannot read
+    Band = Literal[tuple(BANDS)]
 
 PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
 """Asks any model for what the reward math_no_think reads."""
-
-
-class Section(BaseModel):
-    """A group of fields: immutable, closed to unknown keys, and to numbers that are not finite."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 def as_in(section: type[Section], name: str, **changes: Any) -> Any:
@@ -156,6 +145,13 @@ class RolloutConfig(Section):
         le=1000,
         description="Largest importance weight of the mismatch between engine and trainer; above 1000 it caps nothing.",
     )
+    refills: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="Dynamic sampling (DAPO): until every group of the batch has a gradient, ask as many further "
+        "questions, at most so many times; groups without one are left out.",
+    )
     ahead: bool = Field(
         False,
         description="Generate the next step's answers while this step's update runs; needs servers and "
@@ -169,49 +165,6 @@ class RolloutConfig(Section):
     )
 
 
-class ExperienceConfig(Section):
-    """What is kept and replayed (algorithm of arXiv 2510.02245, sections 3.2 and 3.3)."""
-
-    ratio: float = Field(0.5, ge=0, le=1, description="rho: fraction of a batch replayed; 0 = on-policy GRPO.")
-    start_pass_rate: float = Field(
-        0.35,
-        ge=0,
-        le=1,
-        description="Replay starts after a step whose batch Pass@1 exceeds this; 0 = at once.",
-    )
-    question_weight: QuestionLaw = Field(
-        "gaussian", description="Law by which success counts are drawn; random: questions, whatever their count."
-    )
-    mu: float = Field(0.5, ge=0, le=1, description="Centre of the Gaussian law as a fraction of K.")
-    sigma: float = Field(
-        1.0,
-        ge=0.001,
-        le=1e6,
-        description="Width of the Gaussian law in success counts: at 0.001 the likeliest count only, at 1e6 all alike.",
-    )
-    trajectory: TrajectoryRule = Field(
-        "lowest_entropy", description="Which stored success of a drawn question is replayed."
-    )
-    count_replayed: bool = Field(
-        False, description="Count the replayed row as a success when a mixed group's accuracy is estimated."
-    )
-    retire: bool = Field(
-        True,
-        description="Questions that all fresh answers of a step solve, at least two, leave for good (if ratio > 0); "
-        "False: they stay, buffered with the highest count.",
-    )
-    bucket_by: BucketBy = Field(
-        "success_count",
-        description="reward_deviation, for continuous rewards: the spread of a group's rewards stands for its success "
-        "count, what beats its group's mean is stored, replay starts by the mean reward, and a question is solved "
-        "when every answer that counts is a success.",
-    )
-    max_per_question: int | None = Field(
-        None, ge=1, le=MOST_ANSWERS, description="Keep only the latest so many per question."
-    )
-    max_age: int | None = Field(None, ge=1, le=MOST_STEPS, description="Never replay what is older than so many steps.")
-
-
 class ObjectiveConfig(Section):
     """The loss (arXiv 2510.02245, section 3.3)."""
 
@@ -221,14 +174,23 @@ class ObjectiveConfig(Section):
         "None = no clipping.",
     )
     clip_with_replay: bool = Field(False, description="Clip in steps that replay, too (the paper does not).")
-    beta: float | None = Field(
+    weigh: Annotated[str, rule("weigh")] = Field(
+        "shaped", description=f"How replayed tokens enter the loss: {choices('weigh')}"
+    )
+    beta: float = Field(
         0.1,
         ge=1e-6,
         le=1e6,
-        description="f(w) = w/(w+beta) on replayed tokens; None = plain w. Below 1e-6 or above 1e6, f is 1 or 0.",
+        description="shaped: f(w) = w/(w+beta) on replayed tokens. Below 1e-6 or above 1e6, f is 1 or 0.",
     )
-    importance_correction: bool = Field(
-        True, description="Weigh replayed tokens against the policy that wrote them, not this step's."
+    second_moment: float = Field(
+        0.04, gt=0, le=1e6, description="second_moment: largest mean square of the log-ratios that count."
+    )
+    trigger: float = Field(
+        1e-4, gt=0, le=1, description="veto: ratio of a failure's token, below which nothing behind it is learnt."
+    )
+    coefficient: float = Field(
+        0.1, ge=0, le=1e6, description="likelihood, jensen_shannon: what stands in the place of an advantage."
     )
     scale_by_std: bool = Field(False, description="Divide advantages by the group's standard deviation.")
     normalize: Literal["constant", "token", "sequence"] = Field(
@@ -389,6 +351,11 @@ class Config(Section):
             raise ValueError(
                 f"rollout.servers are given and rollout.engine is {rollout.engine}: leave one of them out, or take "
                 "rollout.engine=server"
+            )
+        if rollout.ahead and rollout.refills:
+            raise ValueError(
+                "rollout.ahead and rollout.refills exclude each other: how many questions a step asks is known only "
+                "when its answers are graded"
             )
         if rollout.ahead and not (rollout.servers and rollout.behaviour == "engine"):
             raise ValueError(

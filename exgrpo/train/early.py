@@ -13,6 +13,7 @@ from exgrpo.train.config import Config
 from exgrpo.train.data.files import Row, from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.errors import ConfigError, is_first_rank
+from exgrpo.train.experience import rules
 from exgrpo.train.hub import offline_reason
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.pretrained.location import on_hub
@@ -49,6 +50,7 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     if not resumed and is_first_rank():
         check_output(config)
     check_attention(config.policy.attention)
+    check_method(config)
     PromptFormat.of(config.data).check_settings()
     data, reward = config.data, config.reward
     check_places(config.policy.path, [source for source in (data.train, data.test) if source is not None])
@@ -61,6 +63,25 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     grader = Grader(reward.function, workers=reward.workers, time_limit=reward.time_limit)
     resources.callback(grader.close)
     return Early(train, test, grader)
+
+
+def check_method(config: Config) -> None:
+    """Whether the functions of the method of replay are there, and go together.
+
+    Raises:
+        ConfigError: one is not, or they do not.
+    """
+    experience = config.experience
+    for kind in ("admit", "prioritise"):
+        rules.find(kind, getattr(experience, kind))
+    for name in experience.forgets:
+        rules.find("expire", name)
+    rules.find("weigh", config.objective.weigh)
+    if getattr(rules.find("compose", experience.compose), "alone", False) and experience.advantage == "group":
+        raise ConfigError(
+            f"experience.compose {experience.compose} trains on single stored answers, which have no advantage in a "
+            "group of their own: it needs experience.advantage=stored"
+        )
 
 
 def check_attention(name: str) -> None:

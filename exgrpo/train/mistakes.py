@@ -11,9 +11,13 @@ from exgrpo.train.errors import SHOWN, cut, shown
 SHOWN_PROBLEMS = 10
 REFUSED = {
     "rollout.top_p": "training samples from the whole distribution, because importance ratios compare probabilities "
-    "under it: leave this out, and lower rollout.temperature for likelier answers (evaluation.top_p is free)"
+    "under it: leave this out, and lower rollout.temperature for likelier answers (evaluation.top_p is free)",
+    "experience.question_weight": "the law of questions is experience.prioritise",
+    "experience.retire": "solved questions leave by the function retirement of experience.expire: --experience.expire "
+    "without a value keeps them",
+    "objective.importance_correction": "False is objective.weigh=uncorrected",
 }
-"""Keys that users of other trainers look for, and what to do instead."""
+"""Keys that users of other trainers or of earlier versions look for, and what to do instead."""
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:

@@ -73,9 +73,10 @@ class Recorder:
         for i in shown[: config.output.sample_groups]:
             question = self._parts.inputs.train_set.questions[result.questions[i]]
             answers = [(_label(a.reward, a.rollout.finished), a.text) for a in result.answers.of_question[i]]
-            replayed = result.replayed[i]
-            if replayed is not None:
-                answers.append((f"replayed from step {replayed.step}", text_of(replayed, decode, config.rollout.stop)))
+            answers += [
+                (f"replayed from step {row.step}", text_of(row, decode, config.rollout.stop))
+                for row in result.replayed[i]
+            ]
             log.sample(step, question.text, question.gold, answers)
 
     def conclude(self, before: float | None, after: float | None, console: Console) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]
-Behaviour = Literal["trainer", "engine"]
+Behaviour = Literal["trainer", "engine", "unknown"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,9 @@ class Trajectory:
         finished: whether it ends with EOS or a stop string, as of a `Rollout`.
         reward: what the verifier gave.
         step: training step in which it was written.
-        behaviour: who computed `log_prob`: the trainer, before that step's update, or the rollout engine, in sampling.
+        behaviour: who computed `log_prob`: the trainer, before that step's update, or the rollout engine, in sampling;
+            unknown: nobody, as of text from elsewhere. `log_prob` is 0 then: the writer counts as certain.
+        key: of the solution that it gives: answers that differ only in form have the same one; 0: none.
     """
 
     question: int
@@ -64,6 +66,7 @@ class Trajectory:
     reward: float
     step: int
     behaviour: Behaviour = "trainer"
+    key: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +76,20 @@ class Group:
     Attributes:
         question: index of the question.
         fresh: answers of this step.
-        replayed: from the experience buffer, or None.
+        replayed: from the experience buffer.
         scores: of each fresh answer under the trainer's policy before the step's update, at the rollout temperature.
             Rows whose log-probs are the engine's need them; empty where nobody computed them.
+        stored_advantage: of each replayed answer, in the group that it was written in; empty: replayed answers count in
+            this group's mean, and have its advantages.
     """
 
     question: int
     fresh: tuple[Trajectory, ...]
-    replayed: Trajectory | None = None
+    replayed: tuple[Trajectory, ...] = ()
     scores: tuple[Score, ...] = ()
+    stored_advantage: tuple[float, ...] = ()
 
     @property
     def rows(self) -> tuple[Trajectory, ...]:
-        """All K trajectories; the replayed one is the last."""
-        return self.fresh if self.replayed is None else (*self.fresh, self.replayed)
+        """All trajectories; the replayed ones are the last."""
+        return (*self.fresh, *self.replayed)

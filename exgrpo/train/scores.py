@@ -43,16 +43,18 @@ class FreshScorer:
     Args:
         config: the run.
         policy: scores.
+        all_trained: whether the update reads every fresh answer.
     """
 
-    def __init__(self, config: Config, policy: Policy) -> None:
+    def __init__(self, config: Config, policy: Policy, *, all_trained: bool = True) -> None:
         self.policy = policy
         self.temperature = config.rollout.temperature
         self.same_arithmetic = config.policy.dtype == "fp32"
         # The only optimiser step sees the policy before it, and where every row has a gradient it reads all of them.
         # Weights by the engine's log-probs, and plans of steps ahead, need the scores before.
         self.own_forward = (
-            config.optimizer.minibatches == 1
+            all_trained
+            and config.optimizer.minibatches == 1
             and config.objective.entropy_coef > 0
             and config.objective.train_on == "all"
             and config.rollout.behaviour == "trainer"

@@ -11,14 +11,26 @@ import numpy as np
 from exgrpo.train.answers import Answer, Answerer, Answers, Produced
 from exgrpo.train.config import Config
 from exgrpo.train.data.questions import QuestionSet
-from exgrpo.train.experience import MeanScore, Replay, ReplayState, Selected, StepPlan, in_band
+from exgrpo.train.experience import (
+    MeanScore,
+    PlannedGroup,
+    Replay,
+    ReplayState,
+    Selected,
+    in_band,
+    numbers_of,
+    planned_from,
+)
+from exgrpo.train.experience.weighing import Weighed
 from exgrpo.train.metrics.clock import PhaseClock
 from exgrpo.train.metrics.idle import IdleSteps
 from exgrpo.train.metrics.step import OptimiserSteps, StepRecord, step_metrics
 from exgrpo.train.metrics.work import Reading, Work, together
-from exgrpo.train.policy.batch import TokenSequence, build_minibatches, build_rows
+from exgrpo.train.policy.batch import TokenSequence, advantages, build_minibatches, build_rows
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.records import Group, Score, TokenIds, Trajectory
+from exgrpo.train.replayed import Weigher
+from exgrpo.train.reward.success import EPSILON
 from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.scores import FreshScorer, FreshScores
 from exgrpo.train.seeds import derive_seed, generator
@@ -30,9 +42,9 @@ class StepResult:
 
     Attributes:
         metrics: plain numbers by name, as written to metrics.jsonl.
-        questions: index of the question of each group, fresh ones first.
+        questions: index of the question of each group; those that replay come last.
         answers: the fresh answers of each group.
-        replayed: the replayed trajectory of each group, or None.
+        replayed: the replayed trajectories of each group.
         work: what the model read and wrote, by phase.
         notes: sentences that a person should read.
     """
@@ -40,17 +52,32 @@ class StepResult:
     metrics: dict[str, float]
     questions: list[int]
     answers: Answers
-    replayed: list[Trajectory | None]
+    replayed: list[tuple[Trajectory, ...]]
     work: Work
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """The questions of a step, and its answers where they are generated while the step before updates."""
+    """The groups of a step, and its answers where they are generated while the step before updates."""
 
-    plan: StepPlan
+    groups: list[PlannedGroup]
     produced: Future[Produced] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What a step has asked and been answered.
+
+    Attributes:
+        questions: index of the question of each group.
+        joined: the stored answers that join each group.
+        answers: the fresh ones.
+    """
+
+    questions: list[int]
+    joined: list[list[Selected]]
+    answers: Answers
 
 
 class Trainer:
@@ -84,8 +111,11 @@ class Trainer:
             config.seed,
             success=config.reward.success,
             success_option="reward.success",
+            scale_by_std=config.objective.scale_by_std,
         )
-        self.scorer = FreshScorer(config, policy)
+        self.weigher = Weigher(config, lambda rows: self._score(rows, self.sampling.temperature))
+        all_trained = not (self.replay.settles or config.rollout.refills)
+        self.scorer = FreshScorer(config, policy, all_trained=all_trained)
         self.batch_rng = generator(config.seed, "mini-batches")
         self.idle = IdleSteps()
         self.skipped_updates = 0
@@ -99,43 +129,43 @@ class Trainer:
         clock = PhaseClock()
         self._compared = []
         with clock("select"):
-            planned = self._next or PlannedStep(self.replay.plan(self.config.questions))
-            questions = planned.plan.questions
-            selected = self._select(planned.plan)
-        if not questions:
+            planned = self._next or PlannedStep(self.replay.plan(self.config.questions, step))
+            joined = self.replay.select(planned.groups, self._mean_scores)
+        if not planned.groups:
             return None
-        replayed = [*([None] * len(planned.plan.fresh)), *(one.trajectory for one in selected)]
         with clock("rollout"):
-            produced = planned.produced.result() if planned.produced else self._produce(planned.plan, step)
-            answers = self.answerer.join(produced)
-        sequences = self._sequences(questions, answers)
+            asked = self._ask(planned, joined, step)
+        rollouts, sequences = asked.answers.rollouts, self._sequences(asked)
         with clock("score"):
-            fresh = self.scorer.before(sequences, answers.rollouts)
-        groups = self._groups(questions, answers, fresh.scores, replayed, step)
+            fresh = self.scorer.before(sequences, rollouts)
+        groups = self._groups(asked, fresh.scores, step)
         if fresh.known:
             taken_in = self.replay.take_in(groups, step)
+        with clock("select"):
+            trained, late = self._settle(groups, step)
+            weighed = self._weigh(trained)
         self._next = self._begin_next(step + 1)
         with clock("update"):
-            optimised = self._update(groups, keep_scores=not fresh.known)
+            optimised = self._update(trained, *weighed, keep_scores=not fresh.known)
         if not fresh.known:
             with clock("score"):
-                fresh = self.scorer.after(optimised.scores, sequences, answers.rollouts)
-            groups = self._groups(questions, answers, fresh.scores, replayed, step)
+                fresh = self.scorer.after(optimised.scores, sequences, rollouts)
+            groups = self._groups(asked, fresh.scores, step)
             taken_in = self.replay.take_in(groups, step)
         with clock("rollout"):
             self._wait_for_next()  # the engine takes no weights while it generates
         with clock("push"):
             self.answerer.engine.push_weights(self.policy.weights())
-        self.generated_tokens += sum(len(rollout.response) for rollout in answers.rollouts)
+        self.generated_tokens += sum(len(rollout.response) for rollout in rollouts)
         work = self._work(fresh, groups, optimised)
         record = StepRecord(
             step=step,
             groups=groups,
-            sources=[self.questions[question].source for question in questions],
-            answers=answers,
+            sources=[self.questions[question].source for question in asked.questions],
+            answers=asked.answers,
             compared=fresh.compared,
             stale=planned.produced is not None,
-            selected=selected,
+            selected=[*(one for of_group in joined for one in of_group), *late],
             pass_rate=taken_in.pass_rate,
             replay=self.replay,
             optimised=optimised,
@@ -143,22 +173,51 @@ class Trainer:
             seconds=clock.seconds,
             work=work,
         )
-        notes = (taken_in.note, self.idle.observe(not optimised.updates, groups))
-        return StepResult(step_metrics(record), questions, answers, replayed, work, tuple(filter(None, notes)))
+        notes = (taken_in.note, self.idle.observe(not optimised.updates, trained))
+        return self._result(record, [group for group in trained if not group.fresh], notes)
 
-    def _select(self, plan: StepPlan) -> list[Selected]:
-        """The trajectory to replay for each replayed question."""
-        selected = self.replay.select(plan.replayed, self._mean_scores)
-        if self.config.objective.importance_correction:
-            return selected
-        # Ablation: the past policy is taken to be the one before this step's update.
-        present = self._score([one.trajectory for one in selected], self.sampling.temperature)
-        return [
-            dataclasses.replace(
-                one, trajectory=dataclasses.replace(one.trajectory, log_prob=score.log_prob, behaviour="trainer")
+    @staticmethod
+    def _result(record: StepRecord, late: Sequence[Group], notes: Sequence[str | None]) -> StepResult:
+        """What to look at: the groups that were asked, and behind them those of stored answers alone."""
+        groups = [*record.groups, *late]
+        of_question = [*record.answers.of_question, *([] for _ in late)]
+        return StepResult(
+            metrics=step_metrics(record),
+            questions=[group.question for group in groups],
+            answers=dataclasses.replace(record.answers, of_question=of_question),
+            replayed=[group.replayed for group in groups],
+            work=record.work,
+            notes=tuple(filter(None, notes)),
+        )
+
+    def _ask(self, planned: PlannedStep, joined: list[list[Selected]], step: int) -> Asked:
+        """The fresh answers of the planned groups; with refills, further questions while too few have a gradient."""
+        produced = planned.produced.result() if planned.produced else self._produce(planned.groups, step)
+        asked = Asked([group.question for group in planned.groups], joined, self.answerer.join(produced))
+        for _ in range(self.config.rollout.refills):
+            missing = self.config.questions - sum(map(_teaches, _rewards(asked)))
+            more = self.replay.more(missing, step, asked.questions) if missing > 0 else []
+            if not more:
+                break
+            further = self.answerer.join(self._produce(more, step))
+            asked = Asked(
+                [*asked.questions, *(group.question for group in more)],
+                [*asked.joined, *([] for _ in more)],
+                asked.answers.and_further(further),
             )
-            for one, score in zip(selected, present, strict=True)
-        ]
+        return asked
+
+    def _settle(self, groups: list[Group], step: int) -> tuple[list[Group], list[Selected]]:
+        """The groups that are trained on, and the stored answers that came only now."""
+        if self.config.rollout.refills:
+            teaching = [group for group in groups if _teaches([row.reward for row in group.rows])]
+            groups = teaching[: self.config.questions] or groups
+        return self.replay.settle(groups, self.config.questions, step)
+
+    def _weigh(self, groups: Sequence[Group]) -> tuple[list[list[float]], list[Weighed]]:
+        """The advantages of the rows that are trained on, and the terms of the replayed ones."""
+        of_groups = advantages(groups, scale_by_std=self.config.objective.scale_by_std)
+        return of_groups, self.weigher(groups, of_groups)
 
     def _mean_scores(self, trajectories: Sequence[Trajectory]) -> list[MeanScore]:
         """Trajectories are compared at temperature 1, whatever the rollout temperature."""
@@ -173,12 +232,11 @@ class Trainer:
     def _prompt(self, question: int) -> TokenIds:
         return np.array(self.questions[question].prompt, dtype=np.int32)
 
-    def _produce(self, plan: StepPlan, step: int) -> Produced:
-        """K fresh answers to each question, one fewer where a replayed one takes a place in the group."""
-        samples = self.config.rollout.samples
+    def _produce(self, groups: Sequence[PlannedGroup], step: int) -> Produced:
+        """The fresh answers of some groups."""
         return self.answerer.produce(
-            [self.questions[question] for question in plan.questions],
-            [*([samples] * len(plan.fresh)), *([samples - 1] * len(plan.replayed))],
+            [self.questions[group.question] for group in groups],
+            [group.fresh for group in groups],
             self.sampling,
             derive_seed(self.config.seed, "rollouts", step),
         )
@@ -186,42 +244,35 @@ class Trainer:
     def _begin_next(self, step: int) -> PlannedStep | None:
         """Begin to generate for a step with the policy as it is before the present step's update.
 
-        Everything that its plan depends on is settled by then; only which success is replayed is not.
+        Everything that its plan depends on is settled by then; only which answer is replayed is not.
         """
         if not self.config.rollout.ahead or step > self.config.steps:
             return None
-        plan = self.replay.plan(self.config.questions)
-        return PlannedStep(plan, self._background.submit(self._produce, plan, step))
+        groups = self.replay.plan(self.config.questions, step)
+        return PlannedStep(groups, self._background.submit(self._produce, groups, step))
 
     def _wait_for_next(self) -> None:
         if self._next and self._next.produced:
             self._next.produced.exception()
 
-    def _sequences(self, questions: Sequence[int], answers: Answers) -> list[TokenSequence]:
+    def _sequences(self, asked: Asked) -> list[TokenSequence]:
         return [
             TokenSequence(self._prompt(question), answer.rollout.response)
-            for question, of_question in zip(questions, answers.of_question, strict=True)
+            for question, of_question in zip(asked.questions, asked.answers.of_question, strict=True)
             for answer in of_question
         ]
 
-    def _groups(
-        self,
-        questions: Sequence[int],
-        answers: Answers,
-        of_fresh: Sequence[Score],
-        replayed: Sequence[Trajectory | None],
-        step: int,
-    ) -> list[Group]:
+    def _groups(self, asked: Asked, of_fresh: Sequence[Score], step: int) -> list[Group]:
         """Groups of trajectories with the log-probs of the policy that wrote them, and scores before the update."""
         scores = iter(of_fresh)
         groups = []
-        for question, of_question, past in zip(questions, answers.of_question, replayed, strict=True):
+        for question, joined, of_question in zip(asked.questions, asked.joined, asked.answers.of_question, strict=True):
             of_group = tuple(islice(scores, len(of_question)))
-            fresh = tuple(
+            fresh = [
                 self._trajectory(question, answer, score, step)
                 for answer, score in zip(of_question, of_group, strict=True)
-            )
-            groups.append(Group(question, fresh, past, of_group))
+            ]
+            groups.append(dataclasses.replace(self.replay.group(question, joined, fresh), scores=of_group))
         return groups
 
     def _trajectory(self, question: int, answer: Answer, score: Score, step: int) -> Trajectory:
@@ -238,7 +289,14 @@ class Trainer:
             behaviour=behaviour,
         )
 
-    def _update(self, groups: Sequence[Group], *, keep_scores: bool) -> OptimiserSteps:
+    def _update(
+        self,
+        groups: Sequence[Group],
+        of_groups: Sequence[Sequence[float]],
+        replayed: Sequence[Weighed],
+        *,
+        keep_scores: bool,
+    ) -> OptimiserSteps:
         """One optimiser step per mini-batch that has an advantage; the scores that it computes are kept if asked.
 
         Without an advantage, a mini-batch has only its entropy bonus. AdamW would make a full step of that, however
@@ -247,23 +305,29 @@ class Trainer:
         objective = self.config.objective
         rows = build_rows(
             groups,
+            of_groups,
             self._prompt,
-            scale_by_std=objective.scale_by_std,
+            replayed=replayed,
             mismatch_cap=self.config.rollout.mismatch_cap,
             trained=self._trained,
         )
         minibatches = build_minibatches(
             rows, self.config.optimizer.minibatches, self.batch_rng, objective, self.config.rollout.max_tokens
         )
-        clip = objective.clip_with_replay or all(group.replayed is None for group in groups)
+        term = self.weigher.term
+        clip = objective.clip_with_replay or term == "clipped" or not replayed
         active = [minibatch for minibatch in minibatches if minibatch.has_advantage]
-        updates = [self.policy.update(minibatch, objective, clip=clip, keep_scores=keep_scores) for minibatch in active]
+        updates = [
+            self.policy.update(minibatch, objective, clip=clip, term=term, keep_scores=keep_scores)
+            for minibatch in active
+        ]
         scores = [score for update in updates for score in update.scores]
         rows_read = [row for minibatch in active for row in minibatch.rows]
         self.skipped_updates += sum(not update.applied for update in updates)
         return OptimiserSteps(
             updates=updates,
             idle=len(minibatches) - len(active),
+            groups=len(rows),
             idle_groups=sum(all(row.masked or row.advantage == 0 for row in of_group) for of_group in rows),
             tokens=sum(minibatch.tokens for minibatch in minibatches),
             read=together(rows_read),
@@ -287,6 +351,8 @@ class Trainer:
 
         A step on one band is the part of a whole step that this band contributes, not a smaller batch.
         """
+        if not group.fresh:  # of stored answers alone: it says nothing about the current policy
+            return True
         samples = self.config.rollout.samples
         count = self.replay.memory.evidence(group).count(samples)
         return in_band(count, samples, self.config.objective.train_on)
@@ -299,7 +365,7 @@ class Trainer:
         replay = self.replay.state()
         generators = {**replay.values["generators"], "batch": self.batch_rng.bit_generator.state}
         # Answers that were generated ahead are generated again: by then the policy is a newer one.
-        ahead = self._next and {name: of.tolist() for name, of in vars(self._next.plan).items()}
+        ahead = self._next and numbers_of(self._next.groups)
         own = {"skipped_updates": self.skipped_updates, "generated_tokens": self.generated_tokens, "ahead": ahead}
         return ReplayState({**replay.values, **own, "generators": generators}, replay.arrays, replay.trajectories)
 
@@ -310,5 +376,17 @@ class Trainer:
         self.skipped_updates, self.generated_tokens = values["skipped_updates"], values["generated_tokens"]
         self.batch_rng.bit_generator.state = values["generators"]["batch"]
         if values["ahead"]:
-            plan = StepPlan(**{name: np.array(of, np.int64) for name, of in values["ahead"].items()})
-            self._next = PlannedStep(plan)
+            self._next = PlannedStep(planned_from(values["ahead"]))
+
+
+def _rewards(asked: Asked) -> list[list[float]]:
+    """Of all answers of each group."""
+    return [
+        [*(answer.reward for answer in of_question), *(one.trajectory.reward for one in joined)]
+        for of_question, joined in zip(asked.answers.of_question, asked.joined, strict=True)
+    ]
+
+
+def _teaches(rewards: Sequence[float]) -> bool:
+    """Whether answers with these rewards have an advantage in their group."""
+    return max(rewards) - min(rewards) > EPSILON

@@ -12,8 +12,8 @@ from exgrpo.train.dotted import joined
 from exgrpo.train.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT = 3
-"""Version of the format; 1 had neither a number nor checksums, 2 did not count replays."""
+FORMAT = 4
+"""Version of the format; 1 had neither a number nor checksums, 2 did not count replays, 3 kept no origin of answers."""
 _KEYS_OF_FORMAT_1 = {"step", "files", "arrays", "segments", "values", "progress"}
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,9 +19,11 @@ import numpy.typing as npt
 from safetensors.numpy import load, save
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, write_whole
-from exgrpo.train.records import Trajectory
+from exgrpo.train.records import Behaviour, Trajectory
 
 SUFFIX = ".safetensors"
+BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
+"""By their numbers in a file."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,8 @@ def _pack(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray]:
         "finished": np.array([t.finished for t in trajectories], np.uint8),
         "reward": np.array([t.reward for t in trajectories], np.float64),
         "step": np.array([t.step for t in trajectories], np.int32),
-        "by_engine": np.array([t.behaviour == "engine" for t in trajectories], np.uint8),
+        "behaviour": np.array([BEHAVIOURS.index(t.behaviour) for t in trajectories], np.uint8),
+        "key": np.array([t.key for t in trajectories], np.int64),
     }
 
 
@@ -171,10 +175,11 @@ def _unpack(arrays: dict[str, npt.NDArray]) -> list[Trajectory]:
         arrays["finished"].tolist(),
         arrays["reward"].tolist(),
         arrays["step"].tolist(),
-        ("engine" if by_engine else "trainer" for by_engine in arrays["by_engine"].tolist()),
+        (BEHAVIOURS[number] for number in arrays["behaviour"].tolist()),
+        arrays["key"].tolist(),
         strict=True,
     )
     return [
-        Trajectory(question, response, log_prob, bool(finished), reward, step, behaviour)
-        for question, response, log_prob, finished, reward, step, behaviour in columns
+        Trajectory(question, response, log_prob, bool(finished), reward, step, behaviour, key)
+        for question, response, log_prob, finished, reward, step, behaviour, key in columns
     ]

@@ -4,6 +4,7 @@ Pure functions of a configuration, a model shape, the hardware and stated assump
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -13,12 +14,19 @@ from exgrpo.train.config import Config
 from exgrpo.train.estimate.parts import Amount, Assumptions, Hardware, MemoryItem, Phase, Work
 from exgrpo.train.estimate.rollout import asleep_bytes, push_seconds, rollout_memory, rollout_seconds
 from exgrpo.train.estimate.shape import FP32, ModelShape
+from exgrpo.train.experience import rules
 from exgrpo.train.experience.selection import RULES
 from exgrpo.train.policy.zero3 import deepspeed_settings
 from exgrpo.train.pretrained.tokenizer import DTYPES
 
 TRAJECTORY_OVERHEAD = 700
 """Bytes of a stored trajectory beside its tokens: the object, two arrays, its place in a checkpoint."""
+STORED: dict[str, Callable[[float], float]] = {
+    "successes": lambda success_rate: success_rate,
+    "solutions": lambda success_rate: success_rate,
+    "nothing": lambda success_rate: 0.0,
+}
+"""Share of the fresh answers that a function `admit` keeps; of others, all."""
 
 
 def gpu_memory(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[MemoryItem, ...]:
@@ -111,7 +119,8 @@ def buffer_bytes(config: Config, assumptions: Assumptions) -> float:
         return 0
     age = config.experience.max_age
     steps = config.steps if age is None else min(config.steps, age + 1)
-    stored = steps * work(config, assumptions).fresh * assumptions.success_rate
+    admitted = STORED.get(config.experience.admit, lambda success_rate: 1.0)(assumptions.success_rate)
+    stored = min(steps * work(config, assumptions).fresh * admitted, config.experience.capacity or math.inf)
     # Token id and log-prob, 4 bytes each.
     return stored * (8 * assumptions.response_tokens + TRAJECTORY_OVERHEAD)
 
@@ -131,11 +140,28 @@ def disk(config: Config, shape: ModelShape, assumptions: Assumptions) -> tuple[A
 
 def work(config: Config, assumptions: Assumptions) -> Work:
     """The sequences of one step; as many questions are replayed as the ratio allows."""
-    experience, rows = config.experience, config.questions * config.rollout.samples
-    replayed = math.floor(experience.ratio * config.questions + 1e-9)
+    experience, samples = config.experience, config.rollout.samples
+    rows = config.questions * samples
+    questions = math.floor(experience.ratio * config.questions + 1e-9)
+    chosen = questions * experience.replayed if experience.compose in ("mixed", "appended") else 0
+    shared = questions * samples
+    fresh, trained, replayed = {
+        "mixed": (rows - chosen, rows, chosen),
+        "appended": (rows, rows + chosen, chosen),
+        "beside": (rows, rows + shared, shared),
+        "buffer": (rows - shared, rows, rows),
+        "in_place": (rows, rows, shared),
+        "bapo": (rows + shared // 2, rows, shared),
+    }.get(experience.compose, (rows, rows, 0))
     stored = min(assumptions.candidates, experience.max_per_question or math.inf)
-    scored = RULES[experience.trajectory].scored or not config.objective.importance_correction
-    return Work(fresh=rows - replayed, rows=rows, candidates=replayed * stored if scored else 0)
+    candidates = questions * stored if chosen and RULES[experience.trajectory].scored else 0
+    return Work(fresh, trained, candidates + _weighed(config, replayed))
+
+
+def _weighed(config: Config, replayed: int) -> int:
+    """Replayed answers that take a pass before the update, for the function `weigh`."""
+    present = getattr(rules.find("weigh", config.objective.weigh), "present", None)
+    return replayed if present == "values" or (present and config.optimizer.minibatches > 1) else 0
 
 
 def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> tuple[Phase, ...]:

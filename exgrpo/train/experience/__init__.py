@@ -1,34 +1,42 @@
 """Experience management (arXiv 2510.02245, section 3.2): what is kept, retired, drawn and replayed.
 
 Pure decisions: numpy arrays and a random generator in, choices out. No model, no process group. `Replay` joins them
-all. A further question law, trajectory rule, way to read rewards or band is one entry in a table: `sampling.LAWS`,
-`selection.RULES`, `buckets.BUCKETS`, `difficulty.BANDS`; the configuration takes the names from there.
+all. A method is five functions, each a file in a folder: `admit`, `prioritise`, `compose`, `weigh` and `expire`; see
+`rules`. A further trajectory rule, way to read rewards or band is one entry in a table: `selection.RULES`,
+`buckets.BUCKETS`, `difficulty.BANDS`. The configuration takes the names from there.
 """
 
 from exgrpo.train.experience.difficulty import Evidence, count_successes, deviation_counts, in_band
-from exgrpo.train.experience.memory import ExperienceMemory, MemoryRules
-from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, StepPlan, plan_questions
-from exgrpo.train.experience.replay import Replay, ReplayState, Selected, TakenIn
-from exgrpo.train.experience.sampling import draw_questions, question_law
+from exgrpo.train.experience.memory import ExperienceMemory
+from exgrpo.train.experience.plan import DelayedStart, FreshQuestions
+from exgrpo.train.experience.replay import Replay, ReplayState, Selected, TakenIn, numbers_of, planned_from
+from exgrpo.train.experience.sampling import Priority, draw
 from exgrpo.train.experience.selection import Candidates, MeanScore
+from exgrpo.train.experience.settings import ExperienceConfig, Setting
+from exgrpo.train.experience.supply import PlannedGroup, Supply
+from exgrpo.train.experience.units import Units
 
 __all__ = [
     "Candidates",
     "DelayedStart",
     "Evidence",
+    "ExperienceConfig",
     "ExperienceMemory",
     "FreshQuestions",
     "MeanScore",
-    "MemoryRules",
+    "PlannedGroup",
+    "Priority",
     "Replay",
     "ReplayState",
     "Selected",
-    "StepPlan",
+    "Setting",
+    "Supply",
     "TakenIn",
+    "Units",
     "count_successes",
     "deviation_counts",
-    "draw_questions",
+    "draw",
     "in_band",
-    "plan_questions",
-    "question_law",
+    "numbers_of",
+    "planned_from",
 ]

@@ -1,123 +1,91 @@
 """The experience buffer E, its success counts and the retired set S."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import compress
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from exgrpo.train.experience import rules
 from exgrpo.train.experience.buckets import BUCKETS
 from exgrpo.train.experience.difficulty import Evidence, count_successes
+from exgrpo.train.experience.settings import Setting
+from exgrpo.train.experience.table import Origin, Table
 from exgrpo.train.experience.tables import look_up
-from exgrpo.train.records import Group, TokenIds, Trajectory
+from exgrpo.train.experience.units import Units
+from exgrpo.train.records import Group, Trajectory
 
-
-@dataclass(frozen=True)
-class MemoryRules:
-    """What is stored, for how long, and when a question leaves.
-
-    Attributes:
-        success: a reward of at least this is a success.
-        count_replayed: see `count_successes`.
-        max_per_question: keep only the latest so many trajectories of a question.
-        max_age: no step replays a trajectory that was written more than so many steps before it.
-        retire: solved questions leave for good. Without it they stay: nothing is ever retired, and a group that
-            solves its question is one more group with successes, of the highest count.
-        bucket_by: one of `BUCKETS`.
-    """
-
-    success: float = 1.0
-    count_replayed: bool = False
-    max_per_question: int | None = None
-    max_age: int | None = None
-    retire: bool = True
-    bucket_by: str = "success_count"
-
-
-class Stored(NamedTuple):
-    """A trajectory in the buffer."""
-
-    trajectory: Trajectory
-    replays: int = 0
-    """How often its response has been replayed."""
+Ints = npt.NDArray[np.int64]
+NEVER = -1
+"""In the place of a step or a count: the question was not asked yet."""
+OF_QUESTIONS = ("count", "asked", "times", "shown", "earlier")
+"""Arrays with a number for each question."""
+EPSILON = 1e-6
+"""Added to a standard deviation before it divides, as in `exgrpo.kernels.group_advantage`."""
 
 
 class ExperienceMemory:
-    """Successful trajectories by question, each question's success count, and the questions that are retired.
+    """Stored trajectories by question, each question's success count, and the questions that are retired.
 
     Invariants, after every operation:
         a question has a success count, in [1, K-1], if and only if it has stored trajectories;
         a retired question has neither;
-        the stored trajectories of a question are distinct successes of that question, oldest first.
+        the stored trajectories of a question are distinct answers to that question, oldest first.
 
-    A success has a reward of at least `success`, and a question's count is that of its latest group, k = K m / F with
-    m successes of F rows that count: not rounded, and kept inside [1, K-1]. Where rewards are continuous (bucket_by
-    "reward_deviation", section 5.3 of the paper) what is stored are the rows that are better than their group's mean,
-    so that their advantage was positive, and counts are those of `deviation_counts`. Either way a question is
-    solved when all rows that count, at least two, have a reward of at least `success`.
+    What is stored and what is forgotten, the options say by their functions `admit` and `expire`. A question's count is
+    that of its latest group, k = K m / F with m successes of F rows that count: not rounded, and kept inside [1, K-1].
+    Where rewards are continuous (bucket_by "reward_deviation", section 5.3 of the paper) counts are those of
+    `deviation_counts`. Either way a question is solved when all rows that count, at least two, have a reward of at
+    least `success`.
 
     Args:
         questions: number of questions; they are known by index 0..questions-1.
-        samples: K, answers per question.
-        rules: what is stored, and for how long.
+        setting: K, what a success is, and the options.
+
+    Attributes:
+        count: [questions] success count; 0 where nothing is stored.
+        retired: [questions] whether it has left for good.
+        asked: [questions] step in which it was asked last, or `NEVER`.
+        times: [questions] how often it was asked.
+        shown: [questions] success count by its latest group, in [0, K], whether or not anything is stored; or `NEVER`.
+        earlier: [questions] the same by the group before; or `NEVER`.
+        table: what is stored.
     """
 
-    def __init__(self, questions: int, samples: int, rules: MemoryRules = MemoryRules()) -> None:
-        self.samples = samples
-        self.rules = rules
+    def __init__(self, questions: int, setting: Setting) -> None:
+        options = setting.options
+        self.setting = setting
+        self.samples = setting.samples
         self.count: npt.NDArray[np.float64] = np.zeros(questions)
         self.retired: npt.NDArray[np.bool_] = np.zeros(questions, dtype=bool)
-        self._buckets = look_up(BUCKETS, rules.bucket_by, "bucket_by")
-        self._stored: dict[int, tuple[Stored, ...]] = {}
+        self.asked: Ints = np.full(questions, NEVER, np.int64)
+        self.times: Ints = np.zeros(questions, np.int64)
+        self.shown: npt.NDArray[np.float64] = np.full(questions, float(NEVER))
+        self.earlier = self.shown.copy()
+        self.table = Table(questions)
+        self._buckets = look_up(BUCKETS, options.bucket_by, "bucket_by")
+        self._admit = rules.find("admit", options.admit)
+        self._one_per_key = getattr(self._admit, "one_per_key", False)
+        # Plain GRPO stores nothing and retires nothing.
+        self._expire = [rules.find("expire", name) for name in options.forgets if options.ratio > 0]
 
     def __len__(self) -> int:
         """|E|: number of questions with stored trajectories."""
-        return len(self._stored)
+        return int(np.count_nonzero(self.count))
 
     def trajectories(self, question: int) -> tuple[Trajectory, ...]:
-        """The stored successes of a question, oldest first; empty where there are none."""
-        return tuple(one.trajectory for one in self._stored.get(question, ()))
+        """The stored answers to a question, oldest first; empty where there are none."""
+        return tuple(self.table.trajectory(row) for row in self.table.of_question(question))
 
     def all_trajectories(self) -> list[Trajectory]:
-        """Everything that is stored, by question; of a question oldest first."""
-        return [one.trajectory for one in self._all()]
-
-    def all_replays(self) -> npt.NDArray[np.int64]:
-        """[N] how often each of `all_trajectories` has been replayed."""
-        return np.array([one.replays for one in self._all()], dtype=np.int64)
-
-    def _all(self) -> Iterator[Stored]:
-        return (one for question in sorted(self._stored) for one in self._stored[question])
-
-    def restore(
-        self,
-        count: npt.NDArray[np.float64],
-        retired: npt.NDArray[np.bool_],
-        trajectories: Sequence[Trajectory],
-        replays: npt.NDArray[np.int64],
-    ) -> None:
-        """Take over the state of another memory of the same questions: its fields, all trajectories and replays."""
-        self.count, self.retired = count.copy(), retired.copy()
-        self._stored = {}
-        for trajectory, times in zip(trajectories, replays.tolist(), strict=True):
-            of_question = self._stored.get(trajectory.question, ())
-            self._stored[trajectory.question] = (*of_question, Stored(trajectory, times))
-
-    def count_replay(self, question: int, index: int) -> int:
-        """Note that the question's trajectory at this index is replayed; returns how often it has been by now."""
-        stored = list(self._stored[question])
-        stored[index] = Stored(stored[index].trajectory, stored[index].replays + 1)
-        self._stored[question] = tuple(stored)
-        return stored[index].replays
+        """Everything that is stored, in the order in which it was."""
+        return self.table.column("trajectory").tolist()
 
     @property
     def trajectory_count(self) -> int:
         """Number of stored trajectories."""
-        return sum(len(stored) for stored in self._stored.values())
+        return len(self.table)
 
-    def bucket_sizes(self) -> npt.NDArray[np.int64]:
+    def bucket_sizes(self) -> Ints:
         """[K+1] number of buffered questions by success count, rounded half up for people to read.
 
         Entries 0 and K are always 0.
@@ -126,56 +94,112 @@ class ExperienceMemory:
         sizes[0] = 0
         return sizes
 
-    def update(self, groups: Sequence[Group], step: int, *, collect: bool) -> None:
-        """Take in the graded groups of one training step, and forget what is too old for the next one.
+    def stored(self, now: int, solved: Ints | None = None) -> Units:
+        """All stored trajectories, in the order of `Table.rows`, for a step."""
+        table = self.table
 
-        Solved questions retire before the delayed start too; successes are stored only where `collect` (after it).
+        def read(name: str) -> npt.NDArray:
+            return self.count[table.column("question")] if name == "count" else table.column(name)
+
+        return Units(now, read, solved)
+
+    def buffered(self, now: int) -> Units:
+        """The questions with stored trajectories, in the order of their indices, for a step."""
+        questions = np.flatnonzero(self.count)
+        newest = self.table.newest(questions)
+        own = {"question": questions, "count": self.count[questions]}
+        return Units(now, lambda name: own[name] if name in own else self.table.values(name, newest))
+
+    def prompts(self, now: int) -> Units:
+        """The questions that were asked already and have not left, for a step."""
+        questions = np.flatnonzero((self.asked != NEVER) & ~self.retired)
+        return Units.of(
+            now,
+            question=questions,
+            count=self.shown[questions],
+            step=self.asked[questions],
+            replays=self.times[questions] - 1,
+        )
+
+    def update(self, groups: Sequence[Group], step: int, *, collect: bool) -> None:
+        """Take in the graded groups of one training step, and forget what the functions of `expire` say.
+
+        Questions leave before the delayed start too; answers are stored only where `collect` (after it).
         """
         shown = [self.evidence(group) for group in groups]
-        counts = np.clip(self._buckets.counts(shown, self.samples), 1, self.samples - 1)
-        for group, evidence, count in zip(groups, shown, counts, strict=True):
-            if self.rules.retire and evidence.solved:
-                self._retire(group.question)
-            elif not self.retired[group.question]:
-                if collect:
-                    self._store(group)
-                if group.question in self._stored:
-                    self.count[group.question] = count
-        if self.rules.max_age is not None:
-            self._forget(oldest=step + 1 - self.rules.max_age)
+        counts = self._buckets.counts(shown, self.samples)
+        inner = np.clip(counts, 1, self.samples - 1)
+        for group, evidence, count, within in zip(groups, shown, counts, inner, strict=True):
+            question = group.question
+            self.earlier[question] = self.shown[question]
+            self.asked[question], self.shown[question] = step, count
+            self.times[question] += 1
+            if self.retired[question]:
+                continue
+            if collect:
+                self._store(group, evidence)
+            if self.table.held[question]:
+                self.count[question] = within
+        solved = [group.question for group, evidence in zip(groups, shown, strict=True) if evidence.solved]
+        self._forget(step + 1, np.array(solved, np.int64))
 
     def evidence(self, group: Group) -> Evidence:
         """What a group shows about the current policy."""
-        return count_successes(group, self.rules.success, count_replayed=self.rules.count_replayed)
+        options = self.setting.options
+        return count_successes(group, self.setting.success, count_replayed=options.count_replayed)
 
-    def _retire(self, question: int) -> None:
-        self.retired[question] = True
-        self.count[question] = 0
-        self._stored.pop(question, None)
+    def _store(self, group: Group, evidence: Evidence) -> None:
+        admitted = [row for row in self._admit(group, self.setting) if len(row.response)]
+        if not admitted:  # without tokens there is nothing to replay
+            return
+        question, table = group.question, self.table
+        rewards = np.array([row.reward for row in group.rows])
+        divisor = rewards.std(ddof=1) + EPSILON if self.setting.scale_by_std and len(rewards) > 1 else 1.0
+        for row in admitted:
+            # Of two equal responses the newer log-probs stay: their policy is nearer to the current one.
+            same = [old for old in table.of_question(question) if self._same(table.trajectory(old), row)]
+            replays = sum(table.origin(old).replays for old in same)
+            table.remove(same)
+            advantage = (row.reward - rewards.mean()) / divisor
+            table.add(row, Origin(float(advantage), evidence.successes, evidence.rows, replays))
+        most = self.setting.options.max_per_question
+        if most is not None:
+            table.remove(table.of_question(question)[:-most])
 
-    def _store(self, group: Group) -> None:
-        kept = self._stored.get(group.question, ())
-        for row in self._buckets.admitted(group, self.rules.success):
-            if len(row.response):  # without tokens there is nothing to replay
-                # Of two equal responses the newer log-probs stay: their policy is nearer to the current one.
-                same = [_same(old.trajectory.response, row.response) for old in kept]
-                replays = sum(compress((old.replays for old in kept), same))
-                kept = (*(old for old, is_same in zip(kept, same, strict=True) if not is_same), Stored(row, replays))
-        if self.rules.max_per_question is not None:
-            kept = kept[-self.rules.max_per_question :]
-        if kept:
-            self._stored[group.question] = kept
+    def _forget(self, now: int, solved: Ints) -> None:
+        """What the functions of `expire` let go, one after the other, before the step `now` is planned."""
+        for expire in self._expire:
+            rows, leaving = expire(self.stored(now, solved), self.setting)
+            if rows is not None:
+                gone = self.table.rows()[rows]
+                questions = np.unique(self.table.values("question", gone))
+                self.table.remove(gone)
+                self.count[questions[self.table.held[questions] == 0]] = 0
+            if leaving is not None:
+                self._retire(leaving)
+        self.table.tidy()
 
-    def _forget(self, oldest: int) -> None:
-        for question, stored in list(self._stored.items()):
-            young = tuple(one for one in stored if one.trajectory.step >= oldest)
-            if not young:
-                del self._stored[question]
-                self.count[question] = 0
-            elif len(young) < len(stored):
-                self._stored[question] = young
+    def _retire(self, questions: Ints) -> None:
+        for question in questions.tolist():
+            self.table.remove(self.table.of_question(question))
+        self.retired[questions] = True
+        self.count[questions] = 0
 
+    def arrays(self) -> dict[str, npt.NDArray]:
+        """The state besides the trajectories, for `restore`."""
+        of_questions = {name: getattr(self, name).copy() for name in OF_QUESTIONS}
+        of_rows = {name: self.table.column(name).copy() for name in Origin.__dataclass_fields__}
+        return {**of_questions, "retired": self.retired.astype(np.uint8), **of_rows}
 
-def _same(a: TokenIds, b: TokenIds) -> bool:
-    # Nearly all pairs differ in length, which costs a tenth of comparing contents to find out.
-    return len(a) == len(b) and np.array_equal(a, b)
+    def restore(self, arrays: dict[str, npt.NDArray], trajectories: Sequence[Trajectory]) -> None:
+        """Take over the state of another memory of the same questions: its `arrays` and `all_trajectories`."""
+        for name in OF_QUESTIONS:
+            setattr(self, name, arrays[name].copy())
+        self.retired = arrays["retired"].astype(bool)
+        self.table.fill(trajectories, {name: arrays[name] for name in Origin.__dataclass_fields__})
+
+    def _same(self, a: Trajectory, b: Trajectory) -> bool:
+        if self._one_per_key and a.key and a.key == b.key:
+            return True
+        # Nearly all pairs differ in length, which costs a tenth of comparing contents to find out.
+        return len(a.response) == len(b.response) and np.array_equal(a.response, b.response)

@@ -1,26 +1,7 @@
-"""What a training step works on: fresh questions, replayed ones, and whether replay has begun."""
-
-import math
-from dataclasses import dataclass
+"""Which questions a training step asks anew, and whether replay has begun."""
 
 import numpy as np
 import numpy.typing as npt
-
-from exgrpo.train.experience.memory import ExperienceMemory
-from exgrpo.train.experience.sampling import LogWeights, draw_questions
-
-
-@dataclass(frozen=True, eq=False)
-class StepPlan:
-    """Question indices of one step: each fresh one gets K rollouts, each replayed one K-1."""
-
-    fresh: npt.NDArray[np.int64]
-    replayed: npt.NDArray[np.int64]
-
-    @property
-    def questions(self) -> list[int]:
-        """All of them, fresh ones first."""
-        return [*self.fresh.tolist(), *self.replayed.tolist()]
 
 
 class DelayedStart:
@@ -58,25 +39,3 @@ class FreshQuestions:
                 taken[question] = True
                 drawn.append(question)
         return np.array(drawn, dtype=np.int64)
-
-
-def plan_questions(
-    memory: ExperienceMemory,
-    pool: FreshQuestions,
-    rng: np.random.Generator,
-    *,
-    batch: int,
-    ratio: float,
-    law: LogWeights | None,
-) -> StepPlan:
-    """Choose the questions of a step: n = min(floor(ratio * batch), |E|) replayed, batch - n fresh.
-
-    A question is in the batch once at most. Where too few are left unretired, the batch is smaller. Before replay has
-    begun, `ratio` is 0.
-    """
-    # The small term keeps products such as 0.29 * 100 = 28.999999999999996 from losing a question.
-    wanted = math.floor(ratio * batch + 1e-9)
-    replayed = draw_questions(rng, memory.count, min(wanted, len(memory)), law)
-    excluded = memory.retired.copy()
-    excluded[replayed] = True
-    return StepPlan(fresh=pool.draw(batch - len(replayed), excluded), replayed=replayed)

@@ -3,23 +3,21 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from exgrpo.train.experience import rules
 from exgrpo.train.experience.buckets import BUCKETS, pass_rate
-from exgrpo.train.experience.memory import ExperienceMemory, MemoryRules
-from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, StepPlan, plan_questions
-from exgrpo.train.experience.sampling import question_law
+from exgrpo.train.experience.memory import ExperienceMemory
+from exgrpo.train.experience.plan import DelayedStart, FreshQuestions
 from exgrpo.train.experience.selection import RULES, Candidates, MeanScore
+from exgrpo.train.experience.settings import ExperienceConfig, Setting
+from exgrpo.train.experience.supply import PlannedGroup, Supply, settles
 from exgrpo.train.experience.tables import look_up
 from exgrpo.train.records import Group, Trajectory
 from exgrpo.train.reward.success import RewardWatch
 from exgrpo.train.seeds import generator
-
-if TYPE_CHECKING:  # the configuration takes the names of rules from this package
-    from exgrpo.train.config import ExperienceConfig
 
 ScoreAll = Callable[[Sequence[Trajectory]], Sequence[MeanScore]]
 """Scores trajectories under the current policy at temperature 1, in the order in which they are given."""
@@ -27,17 +25,19 @@ ScoreAll = Callable[[Sequence[Trajectory]], Sequence[MeanScore]]
 
 @dataclass(frozen=True, eq=False)
 class Selected:
-    """The stored success that is replayed for a question.
+    """A stored answer that is replayed.
 
     Attributes:
-        trajectory: the chosen one.
-        entropy: its mean token entropy in nats under the current policy; None where the rule asks for no scores.
+        trajectory: the answer.
+        entropy: its mean token entropy in nats under the current policy; None where nobody asked for scores.
         replays: how often it has been replayed, this time included.
+        advantage: in the group that it was written in.
     """
 
     trajectory: Trajectory
     entropy: float | None
     replays: int
+    advantage: float
 
 
 class TakenIn(NamedTuple):
@@ -54,7 +54,7 @@ class ReplayState:
     Attributes:
         values: plain numbers, and the states of the generators.
         arrays: of the memory and of the questions in their order.
-        trajectories: the experience buffer, by question and oldest first.
+        trajectories: the experience buffer, in the order in which it was filled.
     """
 
     values: dict[str, Any]
@@ -63,7 +63,7 @@ class ReplayState:
 
 
 class Replay:
-    """Experience memory, delayed start, the law of questions, the rule of trajectories and their generators.
+    """Experience memory, delayed start, the functions of a method and their generators.
 
     Arrays and generators in, decisions out: no model, no process group. Every process holds the same one and takes
     the same decisions from the same groups.
@@ -75,81 +75,131 @@ class Replay:
         seed: of the draws.
         success: a reward of at least this is a success.
         success_option: name of the option that sets `success`, for notes.
+        scale_by_std: stored advantages are divided by the standard deviation of their group.
 
     Attributes:
         memory: what is stored, and which questions are retired.
         latch: whether replay has begun.
         watch: whether rewards fit `success`.
         pool: the fresh questions.
-        law: by which success counts are drawn, or None.
-        rng: draws the replayed questions, and trajectories where the rule is random.
+        rng: draws what is replayed.
+
+    Raises:
+        ConfigError: a function of the configuration cannot be found.
     """
 
     def __init__(
         self,
-        config: "ExperienceConfig",
+        config: ExperienceConfig,
         questions: int,
         samples: int,
         seed: int,
         *,
         success: float = 1.0,
         success_option: str = "success",
+        scale_by_std: bool = False,
     ) -> None:
-        self.ratio = config.ratio
-        rules = MemoryRules(
-            success=success,
-            count_replayed=config.count_replayed,
-            max_per_question=config.max_per_question,
-            max_age=config.max_age,
-            retire=config.retire and config.ratio > 0,  # plain GRPO retires nothing
-            bucket_by=config.bucket_by,
-        )
-        self.memory = ExperienceMemory(questions, samples, rules)
+        self.config = config
+        self.setting = Setting(config, samples, success, scale_by_std)
+        self.memory = ExperienceMemory(questions, self.setting)
         self.latch = DelayedStart(config.start_pass_rate)
         self.watch = RewardWatch(success, success_option)
         self.pool = FreshQuestions(questions, generator(seed, "fresh questions"))
-        self.law = question_law(config.question_weight, samples, mu=config.mu, sigma=config.sigma)
         self.rng = generator(seed, "replay")
         self._progress = look_up(BUCKETS, config.bucket_by, "bucket_by").progress
         self._rule = look_up(RULES, config.trajectory, "trajectory rule")
+        self._prioritise = rules.find("prioritise", config.prioritise)
+        self._compose = rules.find("compose", config.compose)
+        self._settle = settles(self._compose)
 
     @property
     def active(self) -> bool:
         """Whether the next step replays, and stores what it collects."""
-        return self.latch.open and self.ratio > 0
+        return self.latch.open and self.config.ratio > 0
 
     @property
     def finished(self) -> bool:
         """Whether every question is retired."""
         return bool(self.memory.retired.all())
 
-    def plan(self, batch: int) -> StepPlan:
-        """The questions of the next step: `batch` of them, or fewer where too few are left unretired."""
-        ratio = self.ratio if self.active else 0.0
-        return plan_questions(self.memory, self.pool, self.rng, batch=batch, ratio=ratio, law=self.law)
+    @property
+    def settles(self) -> bool:
+        """Whether what is trained on is decided after the answers are graded."""
+        return self._settle is not None
 
-    def select(self, questions: npt.NDArray[np.int64], score: ScoreAll) -> list[Selected]:
-        """The trajectory to replay for each of some buffered questions; each choice counts as a replay.
+    def _supply(self, batch: int, step: int) -> Supply:
+        ratio = self.config.ratio if self.active else 0.0
+        return Supply(step, batch, ratio, self.setting, self.memory, self.pool, self._prioritise, self.rng)
+
+    def plan(self, batch: int, step: int) -> list[PlannedGroup]:
+        """The groups of a step: of `batch` questions, or fewer where too few are left unretired."""
+        return list(self._compose(self._supply(batch, step)))
+
+    def more(self, wanted: int, step: int, without: Sequence[int]) -> list[PlannedGroup]:
+        """Groups of fresh answers to at most `wanted` further questions, which are not `without`."""
+        return self._supply(wanted, step).fresh(wanted, without)
+
+    def select(self, planned: Sequence[PlannedGroup], score: ScoreAll) -> list[list[Selected]]:
+        """The stored answers that join each of the planned groups; each of them counts as a replay.
 
         Args:
-            questions: [n] indices of questions with stored trajectories.
-            score: is called once, with all candidates, if the rule compares scores, and else not at all.
+            planned: groups of a step.
+            score: is called once, with all candidates, if the rule compares scores and has to choose, else not at all.
         """
-        stored = [self.memory.trajectories(question) for question in questions.tolist()]
-        scored = self._rule.scored
-        of_all = iter(score([trajectory for of_question in stored for trajectory in of_question]) if scored else ())
+        table = self.memory.table
+        stored = [table.of_question(group.question) if group.choose else [] for group in planned]
+        candidates = [[table.trajectory(row) for row in rows] for rows in stored]
+        scored = self._rule.scored and any(stored)
+        of_all = iter(score([one for of_group in candidates for one in of_group]) if scored else ())
         selected = []
-        for of_question in stored:
-            candidates = Candidates(of_question, tuple(islice(of_all, len(of_question))))
-            chosen = self._rule.choose(candidates, self.rng)
-            entropy = candidates.scores[chosen].entropy if scored else None
-            replays = self.memory.count_replay(of_question[chosen].question, chosen)
-            selected.append(Selected(of_question[chosen], entropy, replays))
+        for group, rows, of_group in zip(planned, stored, candidates, strict=True):
+            scores = tuple(islice(of_all, len(rows)))
+            chosen = self._choose(group.choose, of_group, scores)
+            joined = [self._selected(rows[i], scores[i].entropy if scores else None) for i in chosen]
+            selected.append([*joined, *(self._selected(row, None) for row in group.rows)])
         return selected
+
+    def _choose(self, wanted: int, candidates: Sequence[Trajectory], scores: Sequence[MeanScore]) -> list[int]:
+        """Which candidates the rule takes, one after the other."""
+        left, chosen = list(range(len(candidates))), []
+        for _ in range(wanted):
+            of_left = Candidates([candidates[i] for i in left], [scores[i] for i in left] if scores else ())
+            chosen.append(left.pop(self._rule.choose(of_left, self.rng)))
+        return chosen
+
+    def _selected(self, row: int, entropy: float | None) -> Selected:
+        table = self.memory.table
+        (replays,) = table.replayed(np.array([row])).tolist()
+        return Selected(table.trajectory(row), entropy, replays, table.origin(row).advantage)
+
+    def group(self, question: int, joined: Sequence[Selected], fresh: Sequence[Trajectory] = ()) -> Group:
+        """A group of fresh and stored answers, with advantages as the options say."""
+        stored = self.config.advantage == "stored"
+        return Group(
+            question,
+            tuple(fresh),
+            tuple(one.trajectory for one in joined),
+            stored_advantage=tuple(one.advantage for one in joined) if stored else (),
+        )
+
+    def settle(self, groups: Sequence[Group], batch: int, step: int) -> tuple[list[Group], list[Selected]]:
+        """What is trained on of the graded groups of a step, and the stored answers that came only now."""
+        if self._settle is None:
+            return list(groups), []
+        trained: list[Group] = []
+        late: list[Selected] = []
+        for group in self._settle(groups, self._supply(batch, step)):
+            if isinstance(group, Group):
+                trained.append(group)
+                continue
+            joined = [self._selected(row, None) for row in group.rows]
+            trained.append(self.group(group.question, joined))
+            late += joined
+        return trained, late
 
     def take_in(self, groups: Sequence[Group], step: int) -> TakenIn:
         """Learn what the graded groups of a step show; what they open or close counts from the next step on."""
-        success = self.memory.rules.success
+        success = self.setting.success
         rewards = np.array([row.reward for group in groups for row in group.fresh])
         self.memory.update(groups, step, collect=self.active)
         self.latch.observe(self._progress(rewards, success))
@@ -167,12 +217,7 @@ class Replay:
                 "rewards_seen": self.watch.state(),
                 "generators": {name: rng.bit_generator.state for name, rng in self._generators().items()},
             },
-            arrays={
-                "count": self.memory.count,
-                "retired": self.memory.retired.astype(np.uint8),
-                "replays": self.memory.all_replays(),
-                "pool_order": self.pool.order,
-            },
+            arrays={**self.memory.arrays(), "pool_order": self.pool.order},
             trajectories=self.memory.all_trajectories(),
         )
 
@@ -184,5 +229,14 @@ class Replay:
         self.watch.restore(values["rewards_seen"])
         for name, rng in self._generators().items():
             rng.bit_generator.state = values["generators"][name]
-        retired = arrays["retired"].astype(bool)
-        self.memory.restore(arrays["count"], retired, state.trajectories, arrays["replays"])
+        self.memory.restore(arrays, state.trajectories)
+
+
+def numbers_of(planned: Sequence[PlannedGroup]) -> list[list[int]]:
+    """Planned groups as plain numbers, for `planned_from`."""
+    return [[group.question, group.fresh, group.choose, *group.rows] for group in planned]
+
+
+def planned_from(numbers: Sequence[Sequence[int]]) -> list[PlannedGroup]:
+    """The planned groups of `numbers_of`."""
+    return [PlannedGroup(question, fresh, choose, tuple(rows)) for question, fresh, choose, *rows in numbers]

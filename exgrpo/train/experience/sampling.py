@@ -1,84 +1,81 @@
-"""Which buffered questions are replayed: a law over success counts, uniform among equal ones (section 3.2)."""
+"""How units are drawn by weights, without replacement."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.experience.tables import look_up
-
 Floats = npt.NDArray[np.float64]
-LogWeights = Callable[[Floats], Floats]
-"""Success counts k, in [1, K-1] and not rounded, to logarithms of unnormalised weights."""
+Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class LawSettings:
-    """K = `samples`, and the centre (as a fraction of K) and width (in counts) of the Gaussian law."""
+class Priority(NamedTuple):
+    """How likely each of N units is drawn: what a function `prioritise` gives.
 
-    samples: int
-    mu: float
-    sigma: float
-
-
-LAWS: dict[str, Callable[[LawSettings, Floats], Floats] | None] = {
-    "gaussian": lambda of, k: -((k - of.mu * of.samples) ** 2) / (2 * of.sigma**2),
-    "uniform": lambda of, k: np.zeros_like(k),
-    "linear": lambda of, k: np.log(k / of.samples),
-    "sqrt": lambda of, k: 0.5 * np.log(k / of.samples),
-    "linear_clip": lambda of, k: np.log(np.minimum(k / of.samples, 0.5)),
-    "random": None,  # counts do not matter: every buffered question is equally likely
-}
-"""By the name that `experience.question_weight` gives the law: success counts k to logarithms of unnormalised weights.
-
-Logarithms, so that no width makes the weight of every count vanish.
-"""
-
-
-def question_law(name: str, samples: int, *, mu: float = 0.5, sigma: float = 1.0) -> LogWeights | None:
-    """The law of that name for K = `samples`; None where counts do not matter.
-
-    Raises:
-        ValueError: no law has that name.
+    Attributes:
+        log_weight: logarithms of unnormalised weights, so that no setting makes all of them vanish. Without strata [N],
+            of the units; with them [S]; None: all units are alike.
+        stratum: [N] int, the stratum of each unit, 0..S-1; a unit is as likely as any other one of its stratum. None:
+            weights are those of units.
     """
-    law = look_up(LAWS, name, "sampling law")
-    return None if law is None else partial(law, LawSettings(samples, mu, sigma))
+
+    log_weight: Floats | None = None
+    stratum: Ints | None = None
 
 
-def draw_questions(
-    rng: np.random.Generator, count: Floats, wanted: int, law: LogWeights | None
-) -> npt.NDArray[np.int64]:
-    """Draw `wanted` distinct buffered questions.
+def draw(rng: np.random.Generator, size: int, wanted: int, priority: Priority) -> Ints:
+    """Draw `wanted` different ones of `size` units.
 
-    Numbers per success count are multinomial over the counts that occur; members uniform without replacement. What
-    the questions of a count cannot supply goes one at a time to counts with room, by the same weights.
+    One after the other, by the weights of those that are left. With strata their numbers are multinomial and their
+    members uniform without replacement; what a stratum cannot supply goes one at a time to those with room, by the
+    same weights.
 
     Args:
         rng: generator that is advanced.
-        count: [Q] success count of each question in [1, K-1], 0 where it is not buffered.
-        wanted: at most the number of buffered questions.
-        law: from `question_law`; None: every buffered question is equally likely.
+        size: N.
+        wanted: at most N.
+        priority: of these units.
 
     Returns:
-        [wanted] indices of questions, ordered by success count (None: in any order).
+        [wanted] numbers of units; with strata ordered by stratum, else in the order of their drawing.
     """
-    buffered = np.flatnonzero(count)
-    if wanted > len(buffered):
-        raise ValueError(f"wanted: {wanted} questions asked for, {len(buffered)} are buffered")
+    if wanted > size:
+        raise ValueError(f"wanted: {wanted} units asked for, and there are {size}")
     if wanted == 0:
         return np.empty(0, dtype=np.int64)
-    if law is None:
-        return rng.choice(buffered, wanted, replace=False).astype(np.int64)
-    values = np.unique(count[buffered])
-    members = [np.flatnonzero(count == value) for value in values]
-    room = np.array([len(of_value) for of_value in members], dtype=np.int64)
-    log_weights = law(values)
-    taken = np.minimum(rng.multinomial(wanted, _probabilities(log_weights, room)), room)
+    if priority.log_weight is None:
+        return rng.choice(size, wanted, replace=False).astype(np.int64)
+    if priority.stratum is None:
+        return _draw_units(rng, priority.log_weight, wanted)
+    return _draw_strata(rng, priority.log_weight, priority.stratum, wanted)
+
+
+def _draw_units(rng: np.random.Generator, log_weight: Floats, wanted: int) -> Ints:
+    """Independent draws, of which repeated ones are made again among the units that are left.
+
+    This is drawing one after the other: a draw that would repeat one is a draw by the weights of the others.
+    """
+    finite = np.exp(log_weight - log_weight.max())
+    if (positive := np.count_nonzero(finite)) <= wanted:  # weights that vanish beside the largest come last
+        certain = np.flatnonzero(finite)
+        others = np.flatnonzero(finite == 0)
+        return np.concatenate([rng.permutation(certain), rng.choice(others, wanted - positive, replace=False)])
+    drawn: list[int] = []
+    while len(drawn) < wanted:
+        sums = np.cumsum(finite)
+        places = np.searchsorted(sums, rng.random(wanted - len(drawn)) * sums[-1], side="right")
+        new = list(dict.fromkeys(places.tolist()))
+        finite[new] = 0
+        drawn += new
+    return np.array(drawn, np.int64)
+
+
+def _draw_strata(rng: np.random.Generator, log_weight: Floats, stratum: Ints, wanted: int) -> Ints:
+    room = np.bincount(stratum, minlength=len(log_weight))
+    taken = np.minimum(rng.multinomial(wanted, _probabilities(log_weight, room)), room)
     while taken.sum() < wanted:
-        taken[rng.choice(len(room), p=_probabilities(log_weights, room - taken))] += 1
-    drawn = [rng.choice(of_value, n, replace=False) for of_value, n in zip(members, taken, strict=True)]
+        taken[rng.choice(len(room), p=_probabilities(log_weight, room - taken))] += 1
+    drawn = [rng.choice(np.flatnonzero(stratum == s), n, replace=False) for s, n in enumerate(taken.tolist()) if n]
     return np.concatenate(drawn).astype(np.int64)
 
 

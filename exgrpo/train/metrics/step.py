@@ -33,7 +33,8 @@ class OptimiserSteps:
     Attributes:
         updates: one for each optimiser step.
         idle: mini-batches that gave none, because nothing could be learnt from them.
-        idle_groups: groups of which no answer has an advantage that is trained on.
+        groups: groups of all mini-batches.
+        idle_groups: those of which no answer has an advantage that is trained on.
         tokens: response tokens of all mini-batches.
         read: the rows of the optimiser steps.
         skipped: optimiser steps of the run so far whose gradient was not finite.
@@ -43,6 +44,7 @@ class OptimiserSteps:
 
     updates: list[UpdateStats]
     idle: int
+    groups: int
     idle_groups: int
     tokens: int
     read: list[Reading]
@@ -57,7 +59,7 @@ class StepRecord:
 
     Attributes:
         step: its number, from 1.
-        groups: with the scores of their fresh answers.
+        groups: that were asked, with the scores of their fresh answers.
         sources: the data source of each group's question.
         answers: the fresh answers of each group.
         compared: log-probs of the trainer and of the engine, of answers that both have scored.
@@ -104,7 +106,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         "timed_out": answers.timed_out,
         "reward_failed": answers.failed,
         "groups": len(record.groups),
-        "idle_group_fraction": optimised.idle_groups / len(record.groups),
+        "idle_group_fraction": optimised.idle_groups / optimised.groups,
         **_of_selected(record.selected, record.step),
         **_of_replay(record.replay),
         "learning_rate": optimised.learning_rate,

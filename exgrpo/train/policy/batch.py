@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ import torch
 
 from exgrpo.kernels import group_advantage
 from exgrpo.train.config import ObjectiveConfig
+from exgrpo.train.experience.weighing import Weighed
 from exgrpo.train.policy.mismatch import truncated_weight
 from exgrpo.train.policy.segments import Segments
 from exgrpo.train.records import Group, TokenIds
@@ -118,15 +120,32 @@ class MicroBatch(TokenBatch):
     replayed: torch.Tensor
 
 
+def advantages(groups: Sequence[Group], *, scale_by_std: bool = False) -> list[list[float]]:
+    """Of the rows of each group: reward minus the mean over all rows (Dr.GRPO).
+
+    Where a group's replayed rows have stored advantages, these stay, and the mean is that of the fresh rows.
+
+    Args:
+        groups: graded groups of one step.
+        scale_by_std: divide by the standard deviation of the group's rewards.
+    """
+    counted = [group.fresh if group.stored_advantage else group.rows for group in groups]
+    reward = torch.tensor([row.reward for rows in counted for row in rows], dtype=torch.float32)
+    index = torch.tensor([i for i, rows in enumerate(counted) for _ in rows], dtype=torch.int64)
+    shared = iter(group_advantage(reward, index, scale_by_std=scale_by_std).tolist())
+    return [[*islice(shared, len(rows)), *group.stored_advantage] for group, rows in zip(groups, counted, strict=True)]
+
+
 def build_rows(
     groups: Sequence[Group],
+    of_groups: Sequence[Sequence[float]],
     prompt: Callable[[int], TokenIds],
     *,
-    scale_by_std: bool = False,
+    replayed: Sequence[Weighed] | None = None,
     mismatch_cap: float = math.inf,
     trained: Callable[[Group], bool] = lambda group: True,
 ) -> list[list[TrainingRow]]:
-    """The rows of each group with their advantages: reward minus the mean over all K rows (Dr.GRPO).
+    """The rows of each group, with their advantages and the log-probs that their ratios refer to.
 
     Where the log-probs of a fresh row are the engine's, its ratios refer to the trainer's, which the group's scores
     hold, and the step from the engine that sampled to the trainer is weighed by truncated importance sampling:
@@ -134,30 +153,42 @@ def build_rows(
 
     Args:
         groups: graded groups of one step.
+        of_groups: the advantages of their rows.
         prompt: [P] token ids of a question, by its index.
-        scale_by_std: divide advantages by the standard deviation of the group's rewards.
+        replayed: the terms of all replayed rows, in their order; None: ratios to the policies that wrote them.
         mismatch_cap: see above.
         trained: whether a group is in the trained band; the rows of others are masked.
     """
-    reward = torch.tensor([row.reward for group in groups for row in group.rows], dtype=torch.float32)
-    index = torch.tensor([i for i, group in enumerate(groups) for _ in group.rows], dtype=torch.int64)
-    advantages = iter(group_advantage(reward, index, scale_by_std=scale_by_std).tolist())
+    if replayed is None:
+        replayed = [Weighed(row.log_prob) for group in groups for row in group.replayed]
+    weighed = iter(replayed)
     rows = []
-    for group in groups:
-        asked, masked = prompt(group.question), not trained(group)
-        terms = zip(group.rows, _ratio_terms(group, mismatch_cap), strict=True)
-        rows.append(
-            [
-                TrainingRow(asked, row.response, old, next(advantages), row is group.replayed, weight, masked)
-                for row, (old, weight) in terms
-            ]
-        )
+    for group, of_group in zip(groups, of_groups, strict=True):
+        asked, masked, count = prompt(group.question), not trained(group), len(group.fresh)
+        terms = zip(group.fresh, _ratio_terms(group, mismatch_cap), of_group[:count], strict=True)
+        of_fresh = [
+            TrainingRow(asked, row.response, old, advantage, weight=weight, masked=masked)
+            for row, (old, weight), advantage in terms
+        ]
+        of_past = [
+            TrainingRow(
+                asked,
+                row.response,
+                term.reference,
+                advantage if term.advantage is None else term.advantage,
+                replayed=True,
+                weight=term.factor,
+                masked=masked,
+            )
+            for row, advantage, term in zip(group.replayed, of_group[count:], weighed, strict=False)
+        ]
+        rows.append([*of_fresh, *of_past])
     return rows
 
 
 def _ratio_terms(group: Group, mismatch_cap: float) -> list[tuple[Floats, Floats | None]]:
-    """For each row of a group the log-probs [R] that its ratios refer to, and its weights [R] if it has any."""
-    terms: list[tuple[Floats, Floats | None]] = [(row.log_prob, None) for row in group.rows]
+    """For each fresh row the log-probs [R] that its ratios refer to, and its weights [R] if it has any."""
+    terms: list[tuple[Floats, Floats | None]] = [(row.log_prob, None) for row in group.fresh]
     for i, row in enumerate(group.fresh):
         if row.behaviour == "engine":
             own = group.scores[i].log_prob

@@ -16,10 +16,20 @@ from exgrpo.train.policy.batch import MicroBatch, TokenBatch
 
 @dataclass(frozen=True)
 class LossTerms:
-    """How the loss of a micro-batch is formed; the same for all micro-batches of a mini-batch."""
+    """How the loss of a micro-batch is formed; the same for all micro-batches of a mini-batch.
+
+    Attributes:
+        clip: bounds of ratios, or None.
+        beta: of the shaping of replayed tokens; None: their plain ratio.
+        as_fresh: replayed tokens have the term of fresh ones.
+        entropy_coef: weight of the sum of entropies.
+        normalizer: divisor of the summed token objectives.
+        temperature: of the policy.
+    """
 
     clip: tuple[float, float] | None
     beta: float | None
+    as_fresh: bool
     entropy_coef: float
     normalizer: float
     temperature: float
@@ -89,7 +99,7 @@ class PolicyModel(nn.Module):
             batch.target,
             batch.old_log_prob,
             batch.advantage,
-            replayed=batch.replayed,
+            replayed=None if terms.as_fresh else batch.replayed,
             clip=terms.clip,
             beta=terms.beta,
             entropy_coef=terms.entropy_coef,

@@ -59,7 +59,7 @@ class Tally:
                     result.loss.detach().double(),
                     fresh.sum().double(),
                     replayed.sum().double(),
-                    result.clipped.sum().double(),
+                    (fresh & (result.clipped != 0)).sum().double(),
                     torch.where(fresh, ratio, zero).sum(),
                     torch.where(replayed, ratio, zero).sum(),
                     torch.where(replayed, weight, zero).sum(),

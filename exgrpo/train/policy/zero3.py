@@ -15,6 +15,7 @@ from exgrpo.kernels import LogProb, PolicyLoss
 from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import ConfigError
+from exgrpo.train.experience.weighing import Term
 from exgrpo.train.policy.attention import PACKING
 from exgrpo.train.policy.batch import MiniBatch, TokenSequence
 from exgrpo.train.policy.layout import Layout, Packed, Padded
@@ -152,17 +153,24 @@ class Policy:
         ]
 
     def update(
-        self, minibatch: MiniBatch, objective: ObjectiveConfig, *, clip: bool, keep_scores: bool = False
+        self,
+        minibatch: MiniBatch,
+        objective: ObjectiveConfig,
+        *,
+        clip: bool,
+        term: Term = "shaped",
+        keep_scores: bool = False,
     ) -> UpdateStats:
         """One optimiser step on the mini-batch, for the policy at the rollout temperature.
 
         The loss is a sum over the mini-batch divided by constants of the whole of it, so neither the packing nor the
-        number of ranks changes it. (DeepSpeed averages gradients over ranks: hence normalizer / ranks.) The scores of
-        its rows before the step are kept if asked.
+        number of ranks changes it. (DeepSpeed averages gradients over ranks: hence normalizer / ranks.) `term` is that
+        of replayed tokens. The scores of its rows before the step are kept if asked.
         """
         terms = LossTerms(
             clip=objective.clip if clip else None,
-            beta=objective.beta,
+            beta=objective.beta if term == "shaped" else None,
+            as_fresh=term == "clipped",
             entropy_coef=objective.entropy_coef * minibatch.normalizer / minibatch.tokens,
             normalizer=minibatch.normalizer / self.world.size,
             temperature=self.temperature,

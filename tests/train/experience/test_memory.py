@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.experience import ExperienceMemory, MemoryRules, count_successes, deviation_counts, in_band
+from exgrpo.train.experience import (
+    ExperienceConfig,
+    ExperienceMemory,
+    Setting,
+    count_successes,
+    deviation_counts,
+    in_band,
+)
 from exgrpo.train.records import Group, Trajectory
 
 K = 4
@@ -23,7 +30,13 @@ def trajectory(question: int, ids: tuple[int, ...], reward: float, step: int = 0
 
 def group(question: int, rewards: list[float], *, replayed: bool = False, step: int = 0, first: int = 0) -> Group:
     fresh = tuple(trajectory(question, (first + i, 7), reward, step) for i, reward in enumerate(rewards))
-    return Group(question, fresh, trajectory(question, (99,), 1.0) if replayed else None)
+    return Group(question, fresh, (trajectory(question, (99,), 1.0),) if replayed else ())
+
+
+def remembering(questions: int, samples: int = K, *, success: float = 1.0, retire: bool = True, **options):
+    """A memory with these options."""
+    config = ExperienceConfig(**options, expire=("retirement",) if retire else ())
+    return ExperienceMemory(questions, Setting(config, samples, success))
 
 
 steps = st.lists(
@@ -58,7 +71,7 @@ steps = st.lists(
 )
 @settings(max_examples=300)
 def test_memory_follows_a_plain_model(history, samples, options, start):
-    memory = ExperienceMemory(QUESTIONS, samples, MemoryRules(**options))
+    memory = remembering(QUESTIONS, samples, **options)
     success, max_per_question, max_age = options["success"], options["max_per_question"], options["max_age"]
     stored: dict[int, dict[tuple[int, ...], int]] = {}  # question -> response -> step, oldest first
     count: dict[int, Fraction] = {}
@@ -129,7 +142,7 @@ continuous_steps = st.lists(
 @given(continuous_steps, st.booleans())
 @settings(max_examples=200)
 def test_memory_of_continuous_rewards_follows_a_plain_model(history, retire):
-    memory = ExperienceMemory(QUESTIONS, K, MemoryRules(bucket_by="reward_deviation", retire=retire))
+    memory = remembering(QUESTIONS, K, bucket_by="reward_deviation", retire=retire)
     stored: dict[int, dict[tuple[int, ...], float]] = {}  # question -> response -> reward, oldest first
     bucket: dict[int, int] = {}
     retired: set[int] = set()
@@ -167,7 +180,7 @@ def test_memory_of_continuous_rewards_follows_a_plain_model(history, retire):
 
 
 def test_binary_groups_store_the_same_by_either_rule():
-    by_count, by_spread = ExperienceMemory(3, K), ExperienceMemory(3, K, MemoryRules(bucket_by="reward_deviation"))
+    by_count, by_spread = remembering(3, K), remembering(3, K, bucket_by="reward_deviation")
     groups = [group(0, [1.0, 0.0, 0.0, 0.0]), group(1, [1.0, 1.0, 0.0, 0.0]), group(2, [0.0] * 4)]
     for memory in (by_count, by_spread):
         memory.update(groups, 0, collect=True)
@@ -201,7 +214,7 @@ def test_bands_are_the_papers(samples):
 
 
 def test_without_retirement_a_solved_question_has_the_highest_count_and_keeps_its_trajectories():
-    memory = ExperienceMemory(2, K, MemoryRules(retire=False))
+    memory = remembering(2, K, retire=False)
     memory.update([group(0, [1.0, 0.0, 0.0, 0.0], first=10)], 0, collect=True)
     memory.update([group(0, [1.0] * 3, replayed=True), group(1, [1.0] * 4)], 1, collect=True)
     assert not memory.retired.any()
@@ -221,7 +234,7 @@ def test_a_groups_count_is_the_fraction_of_its_counted_rows(samples, mixed, coun
 
 
 def test_one_lucky_answer_does_not_retire_a_question():
-    memory = ExperienceMemory(2, 2)
+    memory = remembering(2, 2)
     memory.update([group(q, [1.0, 0.0]) for q in range(2)], 0, collect=True)
     memory.update([group(q, [1.0], replayed=True) for q in range(2)], 1, collect=True)
     assert not memory.retired.any()
@@ -232,7 +245,7 @@ def test_one_lucky_answer_does_not_retire_a_question():
 
 @pytest.mark.parametrize("max_age", [1, 2, 3])
 def test_what_the_next_step_finds_is_at_most_max_age_steps_old(max_age):
-    memory = ExperienceMemory(1, K, MemoryRules(max_age=max_age))
+    memory = remembering(1, K, max_age=max_age)
     memory.update([group(0, [1.0, 0.0, 0.0, 0.0], step=5)], 5, collect=True)
     for step in range(6, 6 + max_age):
         assert memory.trajectory_count == 1, "at the selection of this step it is not too old"
@@ -244,7 +257,7 @@ def test_what_the_next_step_finds_is_at_most_max_age_steps_old(max_age):
 @pytest.mark.parametrize(("success", "stored"), [(0.3, 3), (0.9, 2), (1.0, 0)])
 @pytest.mark.parametrize("right", [0.9, float(np.float32(0.9)), 0.2 + 0.7], ids=["exact", "fp32", "sum"])
 def test_a_success_is_what_the_setting_says(success, stored, right):
-    memory = ExperienceMemory(2, K, MemoryRules(success=success))
+    memory = remembering(2, K, success=success)
     memory.update([group(0, [right, right, 0.3, 0.0]), group(1, [right] * K)], 0, collect=True)
     assert memory.trajectory_count == stored
     assert memory.count[0] == stored
@@ -254,7 +267,7 @@ def test_a_success_is_what_the_setting_says(success, stored, right):
 def test_by_deviation_a_question_is_solved_when_all_answers_are_successes():
     solved = {}
     for success in (1.0, 5.0, 9.0):
-        memory = ExperienceMemory(3, K, MemoryRules(bucket_by="reward_deviation", success=success))
+        memory = remembering(3, K, bucket_by="reward_deviation", success=success)
         memory.update(
             [group(0, [2.0, 5.0, 9.0, 9.0]), group(1, [5.0, 9.0, 9.0, 9.0]), group(2, [9.0] * K)], 0, collect=True
         )
@@ -265,14 +278,14 @@ def test_by_deviation_a_question_is_solved_when_all_answers_are_successes():
 @pytest.mark.parametrize("bucket_by", ["success_count", "reward_deviation"])
 def test_an_answer_without_tokens_is_no_success_whatever_its_reward(bucket_by):
     empty = Trajectory(0, np.empty(0, np.int32), np.empty(0, np.float32), False, 0.0, 0)
-    memory = ExperienceMemory(1, 2, MemoryRules(success=-1.0, bucket_by=bucket_by))
+    memory = remembering(1, 2, success=-1.0, bucket_by=bucket_by)
     memory.update([Group(0, (empty, trajectory(0, (1, 2), -0.5)))], 0, collect=True)
     assert not memory.retired.any()
     assert all(len(row.response) for row in memory.all_trajectories())
 
 
 def test_unsolved_buffered_question_has_the_lowest_count_and_keeps_its_trajectories():
-    memory = ExperienceMemory(1, K)
+    memory = remembering(1, K)
     memory.update([group(0, [1.0, 1.0, 1.0, 0.0])], 0, collect=True)
     assert memory.count[0] == 3
     memory.update([group(0, [0.0] * 3, replayed=True)], 1, collect=True)
@@ -281,14 +294,14 @@ def test_unsolved_buffered_question_has_the_lowest_count_and_keeps_its_trajector
 
 
 def test_nothing_is_collected_before_the_start_but_solved_questions_retire():
-    memory = ExperienceMemory(2, K)
+    memory = remembering(2, K)
     memory.update([group(0, [1.0] * 4), group(1, [1.0, 0.0, 0.0, 0.0])], 0, collect=False)
     assert memory.retired.tolist() == [True, False]
     assert len(memory) == 0
 
 
 def test_of_two_equal_responses_the_newer_log_probs_stay():
-    memory = ExperienceMemory(1, K)
+    memory = remembering(1, K)
     for step in (0, 5):
         memory.update([group(0, [1.0, 0.0, 0.0, 0.0], step=step)], step, collect=True)
     assert [t.step for t in memory.trajectories(0)] == [5]
@@ -297,7 +310,7 @@ def test_of_two_equal_responses_the_newer_log_probs_stay():
 def test_the_memory_takes_about_eight_bytes_per_token():
     tokens, count = 1000, 500
     rng = np.random.default_rng(0)
-    memory = ExperienceMemory(count, 8)
+    memory = remembering(count, 8)
 
     def row(question: int, reward: float) -> Trajectory:
         response, log_prob = rng.integers(0, 9, tokens, dtype=np.int32), rng.random(tokens, dtype=np.float32)

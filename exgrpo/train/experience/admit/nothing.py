@@ -1,0 +1,9 @@
+"""Nothing is stored: what is replayed are prompts, or traces that were given at the start."""
+
+from exgrpo.train.experience.settings import Setting
+from exgrpo.train.records import Group, Trajectory
+
+
+def admit(group: Group, setting: Setting) -> tuple[Trajectory, ...]:
+    """No answer."""
+    return ()

@@ -1,0 +1,1 @@
+"""How a batch is made: `compose(supply) -> planned groups`, one function in each file; see `experience.supply`."""

@@ -1,0 +1,1 @@
+"""How likely what is drawn: `prioritise(units, setting) -> Priority`, one function in each file."""

@@ -1,0 +1,13 @@
+"""Easy questions are somewhat likelier (ExGRPO, arXiv 2510.02245: one of its alternatives)."""
+
+import numpy as np
+
+from exgrpo.train.experience.laws import by_count
+from exgrpo.train.experience.sampling import Priority
+from exgrpo.train.experience.settings import Setting
+from exgrpo.train.experience.units import Units
+
+
+def prioritise(units: Units, setting: Setting) -> Priority:
+    """sqrt(k / K)."""
+    return by_count(units, lambda k: 0.5 * np.log(k / setting.samples))

@@ -1,0 +1,133 @@
+"""The options of the experience, and what its functions may look at besides their data."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from exgrpo.train.experience import rules
+from exgrpo.train.experience.buckets import BUCKETS
+from exgrpo.train.experience.selection import RULES
+from exgrpo.train.limits import MOST_ANSWERS, MOST_ROWS, MOST_SAMPLES, MOST_STEPS
+from exgrpo.train.section import Section
+
+if TYPE_CHECKING:
+    TrajectoryRule = str
+    BucketBy = str
+else:  # the choices are the entries of tables, which a type checker cannot read
+    TrajectoryRule, BucketBy = Literal[tuple(RULES)], Literal[tuple(BUCKETS)]
+
+
+LIMITS = {"age": "max_age", "uses": "max_uses", "capacity": "capacity"}
+"""Functions of `expire` that need a limit, and its option."""
+
+
+def rule(kind: rules.Kind) -> AfterValidator:
+    """Checks the name of a function of this kind."""
+    return AfterValidator(partial(rules.check_name, kind))
+
+
+def choices(kind: rules.Kind) -> str:
+    """The names of the functions of a kind, for the help."""
+    return f"{', '.join(rules.names(kind))}, or a function by its place."
+
+
+class ExperienceConfig(Section):
+    """What is kept and replayed (algorithm of arXiv 2510.02245, sections 3.2 and 3.3; recipes/replay has others)."""
+
+    ratio: float = Field(
+        0.5, ge=0, le=1, description="rho: share of a batch that is replayed (see compose); 0 = on-policy GRPO."
+    )
+    start_pass_rate: float = Field(
+        0.35,
+        ge=0,
+        le=1,
+        description="Replay starts after a step whose batch Pass@1 exceeds this; 0 = at once.",
+    )
+    admit: Annotated[str, rule("admit")] = Field(
+        "successes", description=f"Which answers are stored: {choices('admit')}"
+    )
+    prioritise: Annotated[str, rule("prioritise")] = Field(
+        "gaussian", description=f"By what replayed questions or answers are drawn: {choices('prioritise')}"
+    )
+    compose: Annotated[str, rule("compose")] = Field(
+        "mixed", description=f"How a batch is made of fresh and replayed answers: {choices('compose')}"
+    )
+    expire: tuple[Annotated[str, rule("expire")], ...] = Field(
+        ("retirement",),
+        description=f"What is forgotten; any of {choices('expire')} retirement: questions that all fresh answers of "
+        "a step solve, at least two, leave for good. age, uses and capacity follow from their limits below.",
+    )
+    mu: float = Field(0.5, ge=0, le=1, description="gaussian: centre of the law, as a fraction of K.")
+    sigma: float = Field(
+        1.0,
+        ge=0.001,
+        le=1e6,
+        description="gaussian: width of the law in counts: at 0.001 the likeliest count only, at 1e6 all alike.",
+    )
+    age_scale: float = Field(50.0, gt=0, le=MOST_STEPS, description="freshness: steps in which a weight falls to 1/e.")
+    trajectory: TrajectoryRule = Field(
+        "lowest_entropy", description="Which stored answer of a drawn question is replayed."
+    )
+    replayed: int = Field(
+        1, ge=1, le=MOST_SAMPLES - 1, description="mixed, appended: replayed answers in a group, as far as there are."
+    )
+    advantage: Literal["group", "stored"] = Field(
+        "group",
+        description="Of a replayed answer: in the group that it joins, or stored: in the one that it was written in.",
+    )
+    count_replayed: bool = Field(
+        False, description="Count replayed answers as successes when a mixed group's accuracy is estimated."
+    )
+    bucket_by: BucketBy = Field(
+        "success_count",
+        description="reward_deviation, for continuous rewards: the spread of a group's rewards stands for its success "
+        "count, what beats its group's mean is a success to store, replay starts by the mean reward, and a question "
+        "is solved when every answer that counts is a success.",
+    )
+    band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]] = Field(
+        (0.25, 0.75), description="again: pass rates of prompts that come back; admit in_band: of groups to store."
+    )
+    cooldown: int = Field(10, ge=1, le=MOST_STEPS, description="again: steps until a prompt may come back.")
+    hard: float = Field(0.125, ge=0, le=1, description="bapo: a prompt with at most this pass rate is hard.")
+    max_per_question: int | None = Field(
+        None, ge=1, le=MOST_ANSWERS, description="Keep only the latest so many per question."
+    )
+    max_age: int | None = Field(None, ge=1, le=MOST_STEPS, description="Never replay what is older than so many steps.")
+    max_uses: int | None = Field(
+        None, ge=1, le=MOST_STEPS, description="Replay an answer, or let a prompt come back, at most so often."
+    )
+    capacity: int | None = Field(
+        None, ge=1, le=MOST_ROWS, description="Keep the latest so many answers of all questions together."
+    )
+
+    @model_validator(mode="after")
+    def _limited(self) -> Self:
+        for name, limit in LIMITS.items():
+            if name in self.expire and getattr(self, limit) is None:
+                raise ValueError(f"experience.expire {name} needs its limit, experience.{limit}")
+        return self
+
+    @property
+    def forgets(self) -> tuple[str, ...]:
+        """The functions of `expire`, and those whose limit is given."""
+        implied = [name for name, limit in LIMITS.items() if getattr(self, limit) is not None]
+        return (*self.expire, *(name for name in implied if name not in self.expire))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a function of the experience may look at besides its data.
+
+    Attributes:
+        options: of the experience.
+        samples: K, answers per question.
+        success: a reward of at least this is a success.
+        scale_by_std: advantages are divided by the standard deviation of their group.
+    """
+
+    options: ExperienceConfig
+    samples: int
+    success: float = 1.0
+    scale_by_std: bool = False

@@ -1,0 +1,128 @@
+"""What a function `compose` of `exgrpo.train.experience.compose` works with and what it gives.
+
+`compose(supply) -> planned groups` is called before anything is generated. A function that decides what is trained on
+after the answers are graded says so by `needs(settle=function)`: `settle(groups, supply)` gets the graded groups of the
+step, after the memory has taken them in, and gives groups, or planned groups of stored answers alone. If these are of
+one answer each, it says `needs(alone=True)`, for such a group has no advantage of its own.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from exgrpo.train.experience.memory import ExperienceMemory
+from exgrpo.train.experience.plan import FreshQuestions
+from exgrpo.train.experience.sampling import Priority, draw
+from exgrpo.train.experience.settings import Setting
+from exgrpo.train.experience.units import Units
+from exgrpo.train.records import Group
+
+Ints = npt.NDArray[np.int64]
+Kind = Literal["buffered", "prompts", "stored"]
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """One group of a step.
+
+    Attributes:
+        question: its question.
+        fresh: how many answers are generated.
+        choose: how many of the question's stored answers join; the rule of trajectories says which.
+        rows: stored answers that join, as rows of the memory's table.
+    """
+
+    question: int
+    fresh: int
+    choose: int = 0
+    rows: tuple[int, ...] = ()
+
+
+Compose = Callable[["Supply"], Sequence[PlannedGroup]]
+Settle = Callable[[Sequence[Group], "Supply"], Sequence[Group | PlannedGroup]]
+
+
+@dataclass(frozen=True, eq=False)
+class Supply:
+    """What the batch of a step can be made of.
+
+    Attributes:
+        step: that is planned.
+        batch: B, questions of a step.
+        ratio: rho; 0 before replay has begun.
+        setting: K and the options.
+        memory: what is stored.
+        pool: the fresh questions.
+        prioritise: gives the weights of units.
+        rng: of all draws but those of fresh questions.
+    """
+
+    step: int
+    batch: int
+    ratio: float
+    setting: Setting
+    memory: ExperienceMemory
+    pool: FreshQuestions
+    prioritise: Callable[[Units, Setting], Priority]
+    rng: np.random.Generator
+
+    @property
+    def samples(self) -> int:
+        """K, answers per question."""
+        return self.setting.samples
+
+    def share(self, of: int) -> int:
+        """floor(rho of)."""
+        # The small term keeps products such as 0.29 * 100 = 28.999999999999996 from losing a question.
+        return math.floor(self.ratio * of + 1e-9)
+
+    def units(self, kind: Kind) -> Units:
+        """Questions with stored answers, prompts that were asked already, or all stored answers."""
+        return getattr(self.memory, kind)(self.step)
+
+    def draw(self, kind: Kind, wanted: int) -> Ints:
+        """At most `wanted` different units by their weights: indices of questions, or rows of stored answers."""
+        units = self.units(kind)
+        return self.draw_from(units, wanted, self.memory.table.rows() if kind == "stored" else units.question)
+
+    def draw_from(self, units: Units, wanted: int, names: Ints) -> Ints:
+        """At most `wanted` of some units by their weights, by their names [len(units)]."""
+        wanted = min(wanted, len(names))
+        if wanted == 0:
+            return np.empty(0, np.int64)
+        return names[draw(self.rng, len(names), wanted, self.prioritise(units, self.setting))]
+
+    def fresh(self, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
+        """Groups of K answers to the next questions, at most `wanted`, that have not left and are not `without`."""
+        excluded = self.memory.retired.copy()
+        excluded[np.asarray(without, np.int64)] = True
+        return [PlannedGroup(question, self.samples) for question in self.pool.draw(wanted, excluded).tolist()]
+
+    def alone(self, rows: Ints) -> list[PlannedGroup]:
+        """A group for each of some stored answers."""
+        questions = self.memory.table.values("question", rows)
+        return [PlannedGroup(q, 0, rows=(row,)) for q, row in zip(questions.tolist(), rows.tolist(), strict=True)]
+
+
+def settles(compose: Compose) -> Settle | None:
+    """The function that decides after grading; None: what was planned is trained on."""
+    found: Any = getattr(compose, "settle", None)
+    return found
+
+
+def draw_groups(supply: Supply, wanted: int, without: Collection[int] = ()) -> list[PlannedGroup]:
+    """At most `wanted` groups of earlier steps, to questions that are not `without`.
+
+    The weight of a group is that of its first answer. Two groups to one question may be drawn.
+    """
+    table = supply.memory.table
+    rows, question, step = table.rows(), table.column("question"), table.column("step")
+    first = np.flatnonzero((np.diff(question, prepend=-1) != 0) | (np.diff(step, prepend=-1) != 0))
+    ends = dict(zip(first.tolist(), [*first[1:].tolist(), len(rows)], strict=True))
+    first = first[(step[first] < supply.step) & ~np.isin(question[first], list(without))]
+    drawn = supply.draw_from(supply.units("stored").take(first), wanted, first)
+    return [PlannedGroup(int(question[at]), 0, rows=tuple(rows[at : ends[at]].tolist())) for at in drawn.tolist()]

@@ -1,0 +1,61 @@
+"""The terms of replayed answers in the loss, by the function `objective.weigh`."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from exgrpo.train.config import Config
+from exgrpo.train.experience import rules
+from exgrpo.train.experience.weighing import PRESENT, Floats, Present, ReplayedAnswer, Term, Weighed, WeighOptions
+from exgrpo.train.records import Group, Score, Trajectory
+
+
+class Weigher:
+    """Asks the function for the terms of a step's replayed answers.
+
+    Args:
+        config: the run.
+        score: trajectories to their scores under the policy before the update, at the rollout temperature.
+
+    Attributes:
+        term: in the loss, of all replayed tokens.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+
+    def __init__(self, config: Config, score: Callable[[Sequence[Trajectory]], Sequence[Score]]) -> None:
+        objective = config.objective
+        self._weigh = rules.find("weigh", objective.weigh)
+        self.term: Term = getattr(self._weigh, "term", "shaped")
+        self._present: Present | None = getattr(self._weigh, "present", None)
+        self._only_update = config.optimizer.minibatches == 1
+        self._score = score
+        self._options = WeighOptions(
+            success=config.reward.success,
+            second_moment=objective.second_moment,
+            trigger=objective.trigger,
+            coefficient=objective.coefficient,
+        )
+
+    def __call__(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Weighed]:
+        """The terms of all replayed answers of the groups that are trained on, in their order."""
+        rows = [row for group in groups for row in group.replayed]
+        of_rows = [
+            advantage
+            for group, of_group in zip(groups, advantages, strict=True)
+            for advantage in of_group[len(group.fresh) :]
+        ]
+        answers = [
+            ReplayedAnswer(row.log_prob, advantage, row.reward, present)
+            for row, advantage, present in zip(rows, of_rows, self._log_probs(rows), strict=True)
+        ]
+        return self._weigh(answers, self._options)
+
+    def _log_probs(self, rows: Sequence[Trajectory]) -> Sequence[Floats | None]:
+        """[R] of each answer under the policy before the update, where the function needs them."""
+        if self._present is None or not rows:
+            return [None] * len(rows)
+        if self._present == "reference" and self._only_update:
+            return [np.full_like(row.log_prob, PRESENT) for row in rows]
+        return [score.log_prob for score in self._score(rows)]
