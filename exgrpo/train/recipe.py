@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from tyro.conf import arg
 
-from exgrpo.train.builtin import ASSETS, DEFAULT_TASK
+from exgrpo.train.builtin import ASSETS, DEFAULT_TASK, PREFIX, model_names
 from exgrpo.train.command_line import check_names, names, one_line
 from exgrpo.train.config import Config
 from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
@@ -115,20 +115,35 @@ def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
 class RecipeArgument(BaseModel):
     """The one option that is not part of a configuration."""
 
-    recipe: Annotated[Path | None, arg(help="YAML recipe that replaces the defaults below.")] = None
+    recipe: Annotated[
+        tuple[Path, ...],
+        arg(help="YAML recipes that replace the defaults below, later ones beating earlier ones; or builtin:NAME."),
+    ] = ()
 
 
-def split_recipe(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The recipe that a command line names, and its other arguments."""
+def split_recipe(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The recipes that a command line names, and its other arguments."""
     # The deepspeed launcher adds --local_rank; ranks are read from the environment.
     argv = [argument for argument in argv if not argument.startswith("--local_rank")]
     with one_line(RecipeArgument, PROGRAM):
         chosen, rest = tyro.cli(RecipeArgument, args=argv, return_unknown_args=True, add_help=False)
-    return chosen.recipe, rest
+    return [_builtin(path) for path in chosen.recipe], rest
+
+
+def _builtin(path: Path) -> Path:
+    """The recipe of a built-in task where a path is its name."""
+    name = str(path).removeprefix(PREFIX)
+    if name == str(path):
+        return path
+    if name not in model_names():
+        raise ConfigError(
+            f"unknown recipe {shown(str(path))}; there are {', '.join(PREFIX + n for n in model_names())}"
+        )
+    return ASSETS / name / "recipe.yaml"
 
 
 def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequence[str] = NAMED) -> Config:
-    """Resolve `[--recipe FILE] [--section.field VALUE ...]` into a configuration, on top of `default`.
+    """Resolve `[--recipe FILE ...] [--section.field VALUE ...]` into a configuration, on top of `default`.
 
     Without a recipe and a default it is the default run's, unless a model or questions are named. `needed` are those
     of the `NAMED` keys that must be given then.
@@ -137,14 +152,15 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
         ConfigError: the recipe is wrong, an option is unknown (the message names the near one) or one of `REFUSED`, or
             a value is impossible.
     """
-    recipe, rest = split_recipe(argv)
+    recipes, rest = split_recipe(argv)
     options = set(names(rest))
     for key in options & set(REFUSED):
         raise ConfigError(f"{key}: {REFUSED[key]}")
     check_names(rest, Config, RecipeArgument)
-    if recipe or default is None:
-        own = recipe or (None if options & set(NAMED) else DEFAULT_RUN)
-        default = unfinished(read_recipe(own) if own else {}, str(own), needed)
+    if recipes or default is None:
+        own = recipes or ([] if options & set(NAMED) else [DEFAULT_RUN])
+        values = merged(*(read_recipe(path) for path in own))
+        default = unfinished(values, " + ".join(map(str, own)), needed)
     with one_line(Config, PROGRAM):
         return tyro.cli(
             Config,
@@ -152,7 +168,7 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
             default=default,
             prog=PROGRAM,
             config=(tyro.conf.FlagConversionOff,),  # --policy.gradient_checkpointing True, as in a recipe
-            description=f"{Config.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",
+            description=f"{Config.__doc__} --recipe FILE ... reads YAML recipes before the options below are applied.",
             use_underscores=True,
         )
 

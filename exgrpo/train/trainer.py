@@ -173,7 +173,7 @@ class Trainer:
             seconds=clock.seconds,
             work=work,
         )
-        notes = (taken_in.note, self.idle.observe(not optimised.updates, trained))
+        notes = (taken_in.note, self.idle.observe(bool(trained) and not optimised.updates, trained))
         return self._result(record, [group for group in trained if not group.fresh], notes)
 
     @staticmethod

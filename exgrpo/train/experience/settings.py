@@ -90,6 +90,7 @@ class ExperienceConfig(Section):
         (0.25, 0.75), description="again: pass rates of prompts that come back; admit in_band: of groups to store."
     )
     cooldown: int = Field(10, ge=1, le=MOST_STEPS, description="again: steps until a prompt may come back.")
+    lag: int = Field(64, ge=1, le=MOST_STEPS, description="stale: steps between the answers of a group and its update.")
     hard: float = Field(0.125, ge=0, le=1, description="bapo: a prompt with at most this pass rate is hard.")
     max_per_question: int | None = Field(
         None, ge=1, le=MOST_ANSWERS, description="Keep only the latest so many per question."

@@ -6,6 +6,7 @@ step, after the memory has taken them in, and gives groups, or planned groups of
 one answer each, it says `needs(alone=True)`, for such a group has no advantage of its own.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from exgrpo.train.experience.memory import ExperienceMemory
 from exgrpo.train.experience.plan import FreshQuestions
 from exgrpo.train.experience.sampling import Priority, draw
 from exgrpo.train.experience.settings import Setting
+from exgrpo.train.experience.table import Table
 from exgrpo.train.experience.units import Units
 from exgrpo.train.records import Group
 
@@ -114,15 +116,38 @@ def settles(compose: Compose) -> Settle | None:
     return found
 
 
+def with_stored(supply: Supply, groups: Sequence[PlannedGroup], most: int) -> list[PlannedGroup]:
+    """Fresh groups, of which the first floor(rho B) are joined by at most so many stored answers, which come last."""
+    held = supply.memory.table.held
+    joined = [min(most, int(held[group.question])) for group in groups[: supply.share(supply.batch)]]
+    first = [dataclasses.replace(group, choose=several) for group, several in zip(groups, joined, strict=False)]
+    return sorted([*first, *groups[len(first) :]], key=lambda group: group.choose > 0)
+
+
 def draw_groups(supply: Supply, wanted: int, without: Collection[int] = ()) -> list[PlannedGroup]:
-    """At most `wanted` groups of earlier steps, to questions that are not `without`.
+    """At most `wanted` whole groups of earlier steps, to questions that are not `without`.
 
     The weight of a group is that of its first answer. Two groups to one question may be drawn.
     """
     table = supply.memory.table
-    rows, question, step = table.rows(), table.column("question"), table.column("step")
-    first = np.flatnonzero((np.diff(question, prepend=-1) != 0) | (np.diff(step, prepend=-1) != 0))
-    ends = dict(zip(first.tolist(), [*first[1:].tolist(), len(rows)], strict=True))
+    question, step = table.column("question"), table.column("step")
+    first = first_of_groups(table)
     first = first[(step[first] < supply.step) & ~np.isin(question[first], list(without))]
-    drawn = supply.draw_from(supply.units("stored").take(first), wanted, first)
-    return [PlannedGroup(int(question[at]), 0, rows=tuple(rows[at : ends[at]].tolist())) for at in drawn.tolist()]
+    return groups_at(table, supply.draw_from(supply.units("stored").take(first), wanted, first))
+
+
+def first_of_groups(table: Table) -> Ints:
+    """Where a group begins among the rows: what follows each other, to one question of one step, is one."""
+    question, step = table.column("question"), table.column("step")
+    return np.flatnonzero((np.diff(question, prepend=-1) != 0) | (np.diff(step, prepend=-1) != 0))
+
+
+def groups_at(table: Table, places: Ints) -> list[PlannedGroup]:
+    """The whole stored groups, as they were written, that some places among the rows belong to."""
+    rows, question, first = table.rows(), table.column("question"), first_of_groups(table)
+    numbers = dict.fromkeys((np.searchsorted(first, places, side="right") - 1).tolist())
+    ends = np.append(first[1:], len(rows))
+    return [
+        PlannedGroup(int(question[first[number]]), 0, rows=tuple(rows[first[number] : ends[number]].tolist()))
+        for number in numbers
+    ]

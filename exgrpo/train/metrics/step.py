@@ -106,7 +106,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         "timed_out": answers.timed_out,
         "reward_failed": answers.failed,
         "groups": len(record.groups),
-        "idle_group_fraction": optimised.idle_groups / optimised.groups,
+        "idle_group_fraction": optimised.idle_groups / max(optimised.groups, 1),
         **_of_selected(record.selected, record.step),
         **_of_replay(record.replay),
         "learning_rate": optimised.learning_rate,

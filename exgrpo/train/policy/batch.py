@@ -129,6 +129,8 @@ def advantages(groups: Sequence[Group], *, scale_by_std: bool = False) -> list[l
         groups: graded groups of one step.
         scale_by_std: divide by the standard deviation of the group's rewards.
     """
+    if not groups:
+        return []
     counted = [group.fresh if group.stored_advantage else group.rows for group in groups]
     reward = torch.tensor([row.reward for rows in counted for row in rows], dtype=torch.float32)
     index = torch.tensor([i for i, rows in enumerate(counted) for _ in rows], dtype=torch.int64)
@@ -212,6 +214,8 @@ def build_minibatches(
         objective: its normalisation and entropy coefficient.
         max_tokens: L_max of the constant normalisation.
     """
+    if not rows:
+        return []
     parts = np.array_split(rng.permutation(len(rows)), min(count, len(rows)))
     return [_minibatch([row for i in part for row in rows[i]], objective, max_tokens) for part in parts]
 
