@@ -100,8 +100,11 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """How answers are graded."""
 
-    function: str = Field(
-        "math_no_think", description="math, math_no_think, package.module:function or file.py:function."
+    function: str | None = Field(
+        None,
+        min_length=1,
+        description="math, math_no_think, package.module:function or file.py:function, for all questions; None: what "
+        "their source brings, else math_no_think.",
     )
     success: float = Field(
         1.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD, description="A reward of at least this is a success."

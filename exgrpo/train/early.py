@@ -16,6 +16,7 @@ from exgrpo.train.errors import ConfigError, is_first_rank
 from exgrpo.train.hub import offline_reason
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.pretrained.location import on_hub
+from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader
 
 
@@ -58,7 +59,8 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
 
     train = read(data.train, data.train_split, data.train_limit)
     test = None if data.test is None else read(data.test, data.test_split, data.test_limit)
-    grader = Grader(reward.function, workers=reward.workers, time_limit=reward.time_limit)
+    rewards = dict.fromkeys(reward_of(row.reward, reward.function) for row in (*train, *(test or ())))
+    grader = Grader(*rewards, workers=reward.workers, time_limit=reward.time_limit)
     resources.callback(grader.close)
     return Early(train, test, grader)
 

@@ -9,7 +9,7 @@ from exgrpo.train.config import Config, ExperienceConfig
 from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.recipe import load_recipe, parse_args, read_recipe, to_yaml
-from exgrpo.train.reward.names import resolve_reward
+from exgrpo.train.reward.names import resolve_reward, reward_of
 
 
 def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
@@ -41,7 +41,7 @@ def test_an_own_model_is_asked_for_what_its_reward_reads():
     own = parse_args(OWN)
     assert (own.data.train_limit, own.data.test) == (None, None)
     answer = r"So it is \boxed{" + "7}."
-    assert resolve_reward(own.reward.function)(answer, "7") == 1.0
+    assert resolve_reward(reward_of("", own.reward.function))(answer, "7") == 1.0
     assert own.data.prompt_format.format(question="What is 3 + 4?").startswith("What is 3 + 4?")
     assert r"\boxed{}" in own.data.prompt_format.format(question="")
 

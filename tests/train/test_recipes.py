@@ -8,7 +8,7 @@ import yaml
 
 from exgrpo.train.evaluate.options import defaults
 from exgrpo.train.recipe import load_recipe, to_yaml
-from exgrpo.train.reward.names import resolve_reward
+from exgrpo.train.reward.names import resolve_reward, reward_of
 from tests.train.trainers import make
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -125,7 +125,7 @@ def resolved(recipe: str) -> dict[str, Any]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_is_valid_and_repeatable(recipe, tmp_path):
     config = load_recipe(FOLDER / recipe)
-    resolve_reward(config.reward.function)
+    resolve_reward(reward_of("", config.reward.function))
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_recipe(tmp_path / "config.yaml") == config
 

@@ -29,7 +29,8 @@ from exgrpo.train.errors import SHOWN, DataError, MissingDataError, cut, os_erro
 from exgrpo.train.reward.grading import boxed_answer
 
 TASKS = "exgrpo.train.data"
-"""A built-in task is a module here with generate(split, count, seed) -> objects with a question and an answer."""
+"""A built-in task is a module here with generate(split, count, seed, **arguments) -> objects with a question and an
+answer. Its REWARD, where it has one, is the name of the reward of its questions."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 COLUMNS = ("prompt", "reward_model", "data_source", "question", "problem", "answer", "solution")
 NESTED = ("prompt", "reward_model")
@@ -49,6 +50,8 @@ class Row:
     """The row's own system message."""
     source: str
     """The row's data_source, else the stem of its file, the hub name or the name of the generator."""
+    reward: str = ""
+    """Name of the reward that its source brings; "": none."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +164,9 @@ def _builtin_rows(source: str, split: str, limit: int | None, seed: int) -> list
         raise DataError(f"unknown data set {shown(source)}; there is {known}")
     if limit is None:
         raise DataError(f"{source} needs a limit: the number of problems to generate")
+    reward = getattr(task, "REWARD", "")
     problems = task.generate(split, limit, seed)
-    return [Row(problem.question, problem.answer, None, name) for problem in problems]
+    return [Row(problem.question, problem.answer, None, name, reward) for problem in problems]
 
 
 def _local_files(source: str) -> list[Path]:

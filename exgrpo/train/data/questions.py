@@ -31,6 +31,8 @@ class Question:
     """The right answer."""
     source: str
     """The data set that the row names, else the stem of its file, the hub name or the name of the generator."""
+    reward: str = ""
+    """Name of the reward that its source brings; "": none."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def question_set(
     left_out: list[Question] = []
     for row, prompt in _tokenised(rows, tokenizer, prompts, progress):
         among = questions if len(prompt) <= prompts.max_prompt_tokens else left_out
-        among.append(Question(len(among), tuple(prompt), row.question, row.gold, row.source))
+        among.append(Question(len(among), tuple(prompt), row.question, row.gold, row.source, row.reward))
         if len(questions) == limit:
             break
     if not questions:

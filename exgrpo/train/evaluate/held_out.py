@@ -6,7 +6,8 @@ from exgrpo.train.answers import Answerer
 from exgrpo.train.config import RewardConfig
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.evaluate.scores import LeftOut, SourceScore, Verdict, question_key, score, score_all
-from exgrpo.train.reward.form import tell
+from exgrpo.train.reward.form import Graded, tell
+from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.success import is_success
 from exgrpo.train.rollout import Sampling
 
@@ -24,10 +25,11 @@ def evaluate(
         for question, of_question in zip(questions, answers.of_question, strict=True)
         for answer in of_question
     ]
-    texts = [(answer.text, question.gold) for question, answer in pairs]
-    unknown = [None] * len(texts)
-    formed = tell("form", reward, texts, answerer.world) or unknown
-    found = tell("found", reward, texts, answerer.world) or unknown
+    graded = [
+        Graded(answer.text, question.gold, reward_of(question.reward, reward.function)) for question, answer in pairs
+    ]
+    formed = tell("form", reward, graded, answerer.world)
+    found = tell("found", reward, graded, answerer.world)
     verdicts = [
         Verdict(
             question.source,
@@ -36,6 +38,7 @@ def evaluate(
             answer.rollout.finished,
             has_form,
             has_answer,
+            answer.key,
         )
         for (question, answer), has_form, has_answer in zip(pairs, formed, found, strict=True)
     ]

@@ -22,6 +22,8 @@ class Verdict(NamedTuple):
     """Whether it has the form that the reward needs; None: the reward cannot tell."""
     found: bool | None = None
     """Whether the reward finds any answer in it; None: the reward cannot tell."""
+    key: int = 0
+    """Of its solution, as in `Grades`; right answers to a question without a key count as one solution."""
 
 
 class LeftOut(NamedTuple):

@@ -206,7 +206,7 @@ def test_the_recipe_of_a_run_asks_and_grades_as_the_run_does(tmp_path):
     options = parse_options(["m", "--data.test=d", "--recipe", str(tmp_path / "config.yaml"), "--evaluation.samples=5"])
     data, asked, rollout = options.data, options.evaluation, options.rollout
     assert (data.answer_prefix, data.prompt_format, data.max_prompt_tokens) == ("<think>", "{question}", 61)
-    assert (options.reward.function, options.reward.success, options.reward.time_limit) == ("math", 0.5, 3.0)
+    assert (options.reward.function, options.reward.success, options.reward.time_limit) == (None, 0.5, 3.0)
     assert (asked.temperature, asked.top_p, asked.samples, rollout.max_tokens) == (0.7, 0.95, 5, 80)
     assert rollout.stop == ("Q:",)
     assert (options.policy.dtype, options.policy.overrides) == ("fp32", {"rope_theta": 5.0})

@@ -102,12 +102,13 @@ def test_an_interrupted_evaluation_knows_which_answers_were_cut(tmp_path):
     options = Options(model="m", data={"test": ("d",)})
     file = AnswerFile(tmp_path, options, [2])
     rollouts = [Rollout(np.array([3], np.int32), finished=finished) for finished in (True, False)]
-    answers = [[Answer(rollout, "text", 1.0) for rollout in rollouts]]
+    answers = [[Answer(rollout, "text", 1.0, 5) for rollout in rollouts]]
     file.append(0, [Question(0, (1,), "question", "gold", "s")], answers)
     again = AnswerFile(tmp_path, options, [2])
-    assert again.texts() == [("text", "gold")] * 2
+    assert again.graded() == [("text", "gold", "math_no_think")] * 2
     found = list(again.verdicts(1.0, [True, False], [None, None]))
     assert [(one.finished, one.formed, one.found) for one in found] == [(True, True, None), (False, False, None)]
+    assert [one.key for one in found] == [5, 5]
 
 
 def test_in_training_the_same_numbers_are_written_and_reported(tmp_path):
