@@ -11,7 +11,7 @@ import numpy as np
 from exgrpo.train.answers import Answer, Answerer, Answers, Produced
 from exgrpo.train.config import Config
 from exgrpo.train.data.questions import QuestionSet
-from exgrpo.train.experience import MeanScore, Replay, ReplayState, Selected, StepPlan, in_band
+from exgrpo.train.experience import MeanScore, Mixture, Replay, ReplayState, Selected, StepPlan, in_band
 from exgrpo.train.metrics.clock import PhaseClock
 from exgrpo.train.metrics.idle import IdleSteps
 from exgrpo.train.metrics.step import OptimiserSteps, StepRecord, step_metrics
@@ -69,6 +69,7 @@ class Trainer:
     def __init__(self, config: Config, questions: QuestionSet, policy: Policy, answerer: Answerer) -> None:
         self.config = config
         self.questions = questions.questions
+        weights = config.data.train_weights
         self.policy = policy
         self.answerer = answerer
         self.sampling = Sampling(
@@ -84,6 +85,7 @@ class Trainer:
             config.seed,
             success=config.reward.success,
             success_option="reward.success",
+            mixture=Mixture(questions.sizes, weights) if weights else None,
         )
         self.scorer = FreshScorer(config, policy)
         self.batch_rng = generator(config.seed, "mini-batches")

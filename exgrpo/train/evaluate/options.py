@@ -17,6 +17,7 @@ from exgrpo.train.config import (
     RewardConfig,
     RolloutConfig,
     Section,
+    Sources,
     StopString,
     as_in,
 )
@@ -48,7 +49,7 @@ class PolicyOptions(Section):
 class DataOptions(Section):
     """Questions and their prompts."""
 
-    test: tuple[str, ...] = Field(min_length=1, description="JSONL, JSON, parquet or CSV files, hub or builtin names.")
+    test: Sources = Field(description="JSONL, JSON, parquet or CSV files, hub names, builtin:NAME, reasoning_gym:NAME.")
     test_split: str = as_in(DataConfig, "test_split")
     test_limit: int | None = as_in(DataConfig, "test_limit", description="Use only so many questions of each data set.")
     chat: bool = as_in(DataConfig, "chat")

@@ -7,7 +7,7 @@ all. A further question law, trajectory rule, way to read rewards or band is one
 
 from exgrpo.train.experience.difficulty import Evidence, count_successes, deviation_counts, in_band
 from exgrpo.train.experience.memory import ExperienceMemory, MemoryRules
-from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, StepPlan, plan_questions
+from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, Mixture, StepPlan, plan_questions
 from exgrpo.train.experience.replay import Replay, ReplayState, Selected, TakenIn
 from exgrpo.train.experience.sampling import draw_questions, question_law
 from exgrpo.train.experience.selection import Candidates, MeanScore
@@ -20,6 +20,7 @@ __all__ = [
     "FreshQuestions",
     "MeanScore",
     "MemoryRules",
+    "Mixture",
     "Replay",
     "ReplayState",
     "Selected",

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from exgrpo.train.experience.buckets import BUCKETS, pass_rate
 from exgrpo.train.experience.memory import ExperienceMemory, MemoryRules
-from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, StepPlan, plan_questions
+from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, Mixture, StepPlan, plan_questions
 from exgrpo.train.experience.sampling import question_law
 from exgrpo.train.experience.selection import RULES, Candidates, MeanScore
 from exgrpo.train.experience.tables import look_up
@@ -75,6 +75,7 @@ class Replay:
         seed: of the draws.
         success: a reward of at least this is a success.
         success_option: name of the option that sets `success`, for notes.
+        mixture: the sources of the questions and their weights; None: they are one source.
 
     Attributes:
         memory: what is stored, and which questions are retired.
@@ -94,6 +95,7 @@ class Replay:
         *,
         success: float = 1.0,
         success_option: str = "success",
+        mixture: Mixture | None = None,
     ) -> None:
         self.ratio = config.ratio
         rules = MemoryRules(
@@ -107,7 +109,7 @@ class Replay:
         self.memory = ExperienceMemory(questions, samples, rules)
         self.latch = DelayedStart(config.start_pass_rate)
         self.watch = RewardWatch(success, success_option)
-        self.pool = FreshQuestions(questions, generator(seed, "fresh questions"))
+        self.pool = FreshQuestions(questions, generator(seed, "fresh questions"), mixture)
         self.law = question_law(config.question_weight, samples, mu=config.mu, sigma=config.sigma)
         self.rng = generator(seed, "replay")
         self._progress = look_up(BUCKETS, config.bucket_by, "bucket_by").progress
@@ -163,7 +165,7 @@ class Replay:
         return ReplayState(
             values={
                 "replay_open": self.latch.open,
-                "pool_position": self.pool.position,
+                "pool_position": self.pool.position.tolist(),
                 "rewards_seen": self.watch.state(),
                 "generators": {name: rng.bit_generator.state for name, rng in self._generators().items()},
             },
@@ -180,7 +182,8 @@ class Replay:
         """Go on from the state of a replay with the same configuration and questions; further values are ignored."""
         values, arrays = state.values, state.arrays
         self.latch.open = values["replay_open"]
-        self.pool.position, self.pool.order = values["pool_position"], arrays["pool_order"].copy()
+        self.pool.position = np.array(values["pool_position"], np.int64)
+        self.pool.order = arrays["pool_order"].copy()
         self.watch.restore(values["rewards_seen"])
         for name, rng in self._generators().items():
             rng.bit_generator.state = values["generators"][name]
