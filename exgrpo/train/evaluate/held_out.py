@@ -51,12 +51,24 @@ def metrics(overall: SourceScore, by_source: dict[str, SourceScore]) -> dict[str
     lacking = {name: getattr(overall, name) for name in ("truncated", "without_form", "without_answer")}
     return {
         "test/pass_rate": overall.pass_rate,
-        **{f"pass_at/{k}": value for k, value in overall.pass_at.items()},
+        **_at_k("pass_at", overall.pass_at, overall.pass_at_error),
+        **_at_k("distinct_at", overall.distinct_at, overall.distinct_at_error),
         **{f"test/{name}": source.pass_rate for name, source in by_source.items()},
         "held_out/low": overall.low,
         "held_out/high": overall.high,
-        **{f"held_out/{name}": math.nan if value is None else value for name, value in lacking.items()},
+        **{f"held_out/{name}": _number(value) for name, value in lacking.items()},
     }
+
+
+def _at_k(name: str, values: dict[int, float], errors: dict[int, float | None]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for k, value in values.items():
+        found |= {f"{name}/{k}": value, f"{name}/{k}/error": _number(errors[k])}
+    return found
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _key(question: Question) -> str:

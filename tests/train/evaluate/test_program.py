@@ -21,7 +21,7 @@ from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.evaluation import answers_per_row
 from exgrpo.train.evaluate.held_out import evaluate
 from exgrpo.train.evaluate.options import AS_TRAINED, Options, defaults, parse_options
-from exgrpo.train.evaluate.scores import LeftOut, Verdict, average, pass_at_k, score, score_all
+from exgrpo.train.evaluate.scores import LeftOut, Verdict, average, distinct_at_k, pass_at_k, score, score_all
 from exgrpo.train.recipe import DEFAULT_RUN, to_yaml
 from exgrpo.train.rollout import Sampling
 from tests.train.configs import configured
@@ -40,6 +40,35 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(verdicts, data):
     subsets = list(itertools.combinations(verdicts, k))
     expected = sum(any(subset) for subset in subsets) / len(subsets)
     assert pass_at_k(len(verdicts), sum(verdicts), k) == pytest.approx(expected)
+
+
+@given(st.lists(st.integers(-1, 3), min_size=1, max_size=8), st.data())
+def test_distinct_at_k_is_the_mean_number_of_right_solutions_over_subsets(keys, data):
+    """-1: a wrong answer."""
+    k = data.draw(st.integers(1, len(keys)))
+    subsets = list(itertools.combinations(keys, k))
+    expected = sum(len(set(subset) - {-1}) for subset in subsets) / len(subsets)
+    counts = [keys.count(key) for key in set(keys) - {-1}]
+    assert distinct_at_k(len(keys), counts, k) == pytest.approx(expected)
+
+
+@given(st.lists(st.lists(st.integers(-1, 3), min_size=4, max_size=9), min_size=1, max_size=6))
+def test_scores_at_k_are_means_over_questions_with_their_standard_errors(questions):
+    verdicts = [Verdict("s", str(i), key >= 0, key=abs(key)) for i, keys in enumerate(questions) for key in keys]
+    found = score(verdicts)["s"]
+    assert list(found.distinct_at) == list(found.pass_at)
+    for k in found.distinct_at:
+        subsets = [list(itertools.combinations(keys, k)) for keys in questions]
+        distinct = [np.mean([len(set(subset) - {-1}) for subset in of_question]) for of_question in subsets]
+        one = [np.mean([max(subset) >= 0 for subset in of_question]) for of_question in subsets]
+        for values, mean, error in (
+            (distinct, found.distinct_at[k], found.distinct_at_error[k]),
+            (one, found.pass_at[k], found.pass_at_error[k]),
+        ):
+            assert mean == pytest.approx(np.mean(values))
+            expected = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else None
+            assert error == (expected if expected is None else pytest.approx(expected, abs=1e-12))
+        assert found.distinct_at[k] >= found.pass_at[k] - 1e-12
 
 
 @pytest.mark.parametrize("k", [0, 4])
@@ -77,6 +106,8 @@ def test_in_training_all_questions_count_alike():
     )
     assert overall.pass_rate == 0.5
     assert overall.pass_at == {2: 0.75}
+    # The answers are different texts: two solutions where both are right, one where one is.
+    assert overall.distinct_at == {2: 1.0}
     assert by_source == {"fake": overall}
 
 
