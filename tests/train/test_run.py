@@ -131,12 +131,12 @@ def test_rewards_that_do_not_fit_and_held_out_questions_that_are_too_long_are_to
 
 
 def test_sources_are_mixed_by_weight_and_each_is_graded_by_its_own_reward(tmp_path):
-    """All answers end before "</think>": the task's reward, math, gives 0 to them, and the file's, the default, does not."""
+    """All answers end before "</think>": the task's reward, math, is 0 then, and the file's, the default, is not."""
     (tmp_path / "mine.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n' * 20)
     sources = ["builtin:arithmetic", str(tmp_path / "mine.jsonl")]
     done = launch(
         MAIN,
-        *(*SMALL, f"--recipe={DEFAULT_RUN}", "--rollout.stop", "</think>"),
+        *(*SMALL, f"--recipe={DEFAULT_RUN}", "--rollout.stop", "</think>", "--preflight=warn"),
         *("--steps=2", "--questions=16", "--data.train", *sources, "--data.train_weights", "1", "3"),
         *("--data.test", *sources, "--experience.ratio=0", "--evaluation.samples=2"),
         f"--output.folder={tmp_path / 'runs'}",
