@@ -4,10 +4,12 @@ A reward is a deterministic function (response, gold) -> finite number. Names: t
 exgrpo.train.reward.builtin, such as "math" and "math_no_think" (see exgrpo.train.reward.grading), or a Python path:
 "package.module:function" for what can be imported, "path/to/file.py:function" for a file.
 
-A reward may have two functions of the same signature beside it. They give 1.0 or 0.0, whether the answer is right or
-wrong. The form function says whether a response has the form in which the reward looks for an answer; the found
-function says whether the reward finds any answer in it. They are named like the reward with "_form" or "_found" behind
-("math_form" for "math", "my_rewards.py:score_form" for "my_rewards.py:score"), and `beside` finds them.
+A reward may have functions beside it, which take (response, gold) too. They are named like the reward with "_form",
+"_found" or "_key" behind ("math_form" for "math", "my_rewards.py:score_form" for "my_rewards.py:score"), and `beside`
+finds them. The form function and the found function give 1.0 or 0.0, whether the answer is right or wrong: the first
+says whether a response has the form in which the reward looks for an answer, the second whether the reward finds any
+answer in it. The key function gives a text, the canonical form of the solution in the response: answers that differ in
+form only have the same key. An empty text is no key.
 """
 
 import difflib
@@ -18,17 +20,31 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from exgrpo.train.builtin import find_module, module_names
 from exgrpo.train.errors import MissingRewardError, RewardError, os_errors_as, shown
 
 Reward = Callable[[str, str], float]
 
-Kind = Literal["form", "found"]
+Key = Callable[[str, str], str]
+
+Kind = Literal["form", "found", "key"]
 """Of a function beside a reward."""
 
 BUILTIN = "exgrpo.train.reward.builtin"
+DEFAULT = "math_no_think"
+"""The reward of questions whose source brings none."""
+
+
+def reward_of(own: str, for_all: str | None) -> str:
+    """The name of the reward that grades a question.
+
+    Args:
+        own: the reward that the question's source brings; "": none.
+        for_all: `reward.function`, which is for all questions; None: not given.
+    """
+    return for_all or own or DEFAULT
 
 
 def builtin_reward(name: str) -> ModuleType | None:
@@ -52,6 +68,12 @@ def resolve_reward(name: str) -> Reward:
         raise RewardError(f"reward {name!r}: there is no {attribute!r} in it{hint}")
     _check_signature(function, name)
     return function
+
+
+def resolve_key(name: str) -> Key | None:
+    """The key function beside the reward called `name`; None where it has none. Raises as `resolve_reward` does."""
+    found = beside(name, "key")
+    return None if found is None else cast(Key, resolve_reward(found))
 
 
 def beside(name: str, kind: Kind) -> str | None:
