@@ -183,7 +183,10 @@ class Replay:
         )
 
     def settle(self, groups: Sequence[Group], batch: int, step: int) -> tuple[list[Group], list[Selected]]:
-        """What is trained on of the graded groups of a step, and the stored answers that came only now."""
+        """What is trained on of the graded groups of a step, and the stored answers that came only now.
+
+        Where the function leaves nothing to train on, the graded groups stay.
+        """
         if self._settle is None:
             return list(groups), []
         trained: list[Group] = []
@@ -195,7 +198,7 @@ class Replay:
             joined = [self._selected(row, None) for row in group.rows]
             trained.append(self.group(group.question, joined))
             late += joined
-        return trained, late
+        return trained or list(groups), late
 
     def take_in(self, groups: Sequence[Group], step: int) -> TakenIn:
         """Learn what the graded groups of a step show; what they open or close counts from the next step on."""

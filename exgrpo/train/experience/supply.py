@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience.memory import ExperienceMemory
 from exgrpo.train.experience.plan import FreshQuestions
 from exgrpo.train.experience.sampling import Priority, draw
@@ -94,7 +95,9 @@ class Supply:
         wanted = min(wanted, len(names))
         if wanted == 0:
             return np.empty(0, np.int64)
-        return names[draw(self.rng, len(names), wanted, self.prioritise(units, self.setting))]
+        priority = self.prioritise(units, self.setting)
+        _check(priority, len(names), self.setting.options.prioritise)
+        return names[draw(self.rng, len(names), wanted, priority)]
 
     def fresh(self, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
         """Groups of K answers to the next questions, at most `wanted`, that have not left and are not `without`."""
@@ -106,6 +109,16 @@ class Supply:
         """A group for each of some stored answers."""
         questions = self.memory.table.values("question", rows)
         return [PlannedGroup(q, 0, rows=(row,)) for q, row in zip(questions.tolist(), rows.tolist(), strict=True)]
+
+
+def _check(priority: Priority, units: int, name: str) -> None:
+    """Whether a function of a user's own gives what it has to."""
+    log_weight, stratum = priority
+    of_units = stratum if stratum is not None else log_weight
+    if of_units is not None and len(of_units) != units:
+        raise ConfigError(f"experience.prioritise {name}: it gave {len(of_units)} numbers for {units} units")
+    if log_weight is not None and not log_weight.max() < np.inf:
+        raise ConfigError(f"experience.prioritise {name}: a logarithm of a weight is {log_weight.max()}")
 
 
 def settles(compose: Compose) -> Settle | None:
@@ -122,7 +135,8 @@ def draw_groups(supply: Supply, wanted: int, without: Collection[int] = ()) -> l
     table = supply.memory.table
     rows, question, step = table.rows(), table.column("question"), table.column("step")
     first = np.flatnonzero((np.diff(question, prepend=-1) != 0) | (np.diff(step, prepend=-1) != 0))
-    ends = dict(zip(first.tolist(), [*first[1:].tolist(), len(rows)], strict=True))
-    first = first[(step[first] < supply.step) & ~np.isin(question[first], list(without))]
-    drawn = supply.draw_from(supply.units("stored").take(first), wanted, first)
-    return [PlannedGroup(int(question[at]), 0, rows=tuple(rows[at : ends[at]].tolist())) for at in drawn.tolist()]
+    ends = np.append(first[1:], len(rows))
+    may = np.flatnonzero((step[first] < supply.step) & ~np.isin(question[first], list(without)))
+    drawn = supply.draw_from(supply.units("stored").take(first[may]), wanted, may)
+    places = [(int(first[number]), int(ends[number])) for number in drawn.tolist()]
+    return [PlannedGroup(int(question[at]), 0, rows=tuple(rows[at:end].tolist())) for at, end in places]

@@ -1,6 +1,8 @@
 """The sampling law against closed forms and chi-square tests (seeded, so that they cannot flicker)."""
 
+import itertools
 import math
+from collections import Counter
 from fractions import Fraction
 
 import numpy as np
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.experience import ExperienceConfig, Priority, Replay, Setting, Units, draw, rules
+from exgrpo.train.experience import ExperienceConfig, Priority, Replay, Setting, Units, draw, rules, sampling
 from tests.train.experience.test_memory import group
 
 K = 8
@@ -153,3 +155,81 @@ def test_a_very_narrow_law_still_draws_from_far_counts():
 def test_too_large_a_number_is_refused():
     with pytest.raises(ValueError, match="6 units asked for, and there are 5"):
         draw_questions(np.random.default_rng(0), counts({1: 5}), 6, "uniform")
+
+
+WEIGHTS = [5.0, 1.0, 0.25, 3.0]
+
+
+def successive(weights, wanted: int) -> dict[tuple[int, ...], float]:
+    """The exact probability of each order in which `wanted` units are drawn one after the other."""
+    found = {}
+    for order in itertools.permutations(range(len(weights)), wanted):
+        left, chance = sum(weights), 1.0
+        for one in order:
+            chance *= weights[one] / left
+            left -= weights[one]
+        found[order] = chance
+    return found
+
+
+@pytest.mark.parametrize("rounds", [8, 1, 0], ids=["draws", "one round", "race"])
+@pytest.mark.parametrize("wanted", [1, 2, 3, 4])
+def test_units_are_drawn_one_after_the_other_by_their_weights(monkeypatch, wanted, rounds):
+    monkeypatch.setattr(sampling, "ROUNDS", rounds)
+    exact, rng, times = successive(WEIGHTS, wanted), np.random.default_rng(6), 20_000
+    priority = Priority(np.log(WEIGHTS) + 700)
+    observed = Counter(tuple(draw(rng, 4, wanted, priority).tolist()) for _ in range(times))
+    assert set(observed) <= set(exact)
+    assert sum(exact.values()) == pytest.approx(1)
+    statistic = stats.chisquare([observed[order] for order in exact], [times * chance for chance in exact.values()])
+    assert statistic.pvalue > 0.01
+
+
+@pytest.mark.parametrize("gap", [690.0, 744.0, 745.0, 5000.0, np.inf])
+def test_weights_that_nearly_vanish_come_last_and_are_drawn_by_themselves(gap):
+    """Two of ordinary weight, and four that are exp(gap) times as light; of these one is three times as likely."""
+    rng, times = np.random.default_rng(7), 3000
+    light = -gap + np.log([1.0, 1.0, 3.0, 1.0])
+    priority = Priority(np.concatenate([[0.0, 1.0], light]))
+    drawn = np.array([draw(rng, 6, 3, priority) for _ in range(times)])
+    assert {tuple(sorted(pair)) for pair in drawn[:, :2].tolist()} == {(0, 1)}
+    counts = np.bincount(drawn[:, 2], minlength=6)[2:]
+    expected = np.array([1, 1, 3, 1]) / 6 if np.isfinite(gap) else np.full(4, 1 / 4)
+    assert stats.chisquare(counts, times * expected).pvalue > 0.01
+
+
+@given(
+    st.lists(
+        st.one_of(st.floats(-1e6, 1e6), st.sampled_from([-np.inf, math.log(1e-300), 0.0])), min_size=1, max_size=12
+    ),
+    st.data(),
+)
+def test_any_weights_give_different_units_and_all_of_them_where_all_are_wanted(log_weight, data):
+    size = len(log_weight)
+    wanted = data.draw(st.integers(0, size))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    for priority in (Priority(), Priority(np.array(log_weight)), Priority(np.zeros(3), np.arange(size) % 3)):
+        drawn = draw(rng, size, wanted, priority)
+        assert drawn.dtype == np.int64
+        assert len(set(drawn.tolist())) == len(drawn) == wanted
+        assert set(drawn.tolist()) <= set(range(size))
+    # With gaps of more than 50 nats the order is certain.
+    steep = Priority(-60.0 * np.arange(size))
+    assert draw(rng, size, wanted, steep).tolist() == list(range(wanted))
+
+
+def test_equal_weights_are_no_weights():
+    rng, times = np.random.default_rng(8), 4000
+    drawn = np.concatenate([draw(rng, 10, 3, Priority(np.full(10, -4.0))) for _ in range(times)])
+    statistic = np.sum((np.bincount(drawn) - 0.3 * times) ** 2) / (0.3 * times) * 9 / 7
+    assert 0.01 < stats.chi2(9).cdf(statistic) < 0.99
+
+
+@pytest.mark.parametrize("law", ["linear", "sqrt", "linear_clip"])
+def test_a_count_of_zero_comes_last(law):
+    """Prompts may have it, questions with stored answers cannot."""
+    count, rng = np.array([0.0, 3.0, 0.0, 5.0]), np.random.default_rng(0)
+    drawn = [draw(rng, 4, 3, prioritised(law, count)).tolist() for _ in range(300)]
+    assert all({1, 3} < set(one) for one in drawn)
+    assert {one for of_draw in drawn for one in of_draw} == {0, 1, 2, 3}
+    assert set(draw(rng, 2, 1, prioritised(law, np.zeros(2))).tolist()) <= {0, 1}
