@@ -45,7 +45,7 @@ def test_a_new_task_is_one_new_file(new_file):
         ("test 5?", "5", "counting"),
         ("test 6?", "6", "counting"),
     ]
-    assert module_names(TASKS, "generate") == ["arithmetic", "counting"]
+    assert module_names(TASKS, "generate") == ["arithmetic", "colouring", "countdown", "counting"]
 
 
 def test_a_new_reward_is_one_new_file(new_file):

@@ -1,4 +1,4 @@
-r"""Graphs to colour, generated, with their reward: give each node one of three colours so that no edge joins equal ones.
+r"""Graphs to colour, generated, with their reward: three colours, and no edge joins nodes of one colour.
 
 Most graphs have many right colourings, and few of all colourings are right: a random one is right with a probability
 of about (2/3)^edges.
@@ -32,7 +32,7 @@ MAX_PROMPT_TOKENS = 40
 """No question takes more tokens than this with the chat template of the shipped tokenizer."""
 
 MAX_RESPONSE_TOKENS = 32
-"""Every answer that colours each node once fits in this many tokens of the shipped tokenizer, the end token included."""
+"""Every colouring fits in this many tokens of the shipped tokenizer, the end token included."""
 
 DEFAULT_DIFFICULTY = 3
 COLOURS = "RGB"
@@ -55,6 +55,8 @@ class Problem:
     edges: tuple[str, ...]
     """Each is its two nodes; the order of the edges is that of the question."""
 
+    difficulty: int
+
 
 def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_DIFFICULTY) -> list[Problem]:
     """Return `count` different problems of the split, the same ones for the same arguments.
@@ -74,7 +76,7 @@ def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_D
                 break
         named = f"{nodes[0]} to {nodes[-1]} with {', '.join(COLOURS)}"
         question = f"Colour {named} so that edges differ: {' '.join(edges)}."
-        return Problem(question, " ".join((nodes, *edges)), nodes, edges)
+        return Problem(question, " ".join((nodes, *edges)), nodes, edges, difficulty)
 
     return different_problems(draw, lambda problem: " ".join((nodes, *sorted(problem.edges))), split, count, seed)
 

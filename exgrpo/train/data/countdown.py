@@ -27,10 +27,10 @@ MODEL_FOLDER = ASSETS / "countdown"
 REWARD = "exgrpo.train.data.countdown:reward"
 """The reward of the task's answers."""
 
-MAX_PROMPT_TOKENS = 24
+MAX_PROMPT_TOKENS = 32
 """No question takes more tokens than this with the chat template of the shipped tokenizer."""
 
-MAX_RESPONSE_TOKENS = 56
+MAX_RESPONSE_TOKENS = 64
 """Every worked solution fits in this many tokens of the shipped tokenizer, the end token included."""
 
 DEFAULT_DIFFICULTY = 2
@@ -38,7 +38,7 @@ DEFAULT_DIFFICULTY = 2
 LARGEST = 99
 """No target, and no result on the way of a worked solution, is larger."""
 
-_SIZES = {1: (3, 30), 2: (4, 12), 3: (4, 25), 4: (5, 25)}
+_SIZES = {1: (3, 30), 2: (4, 15), 3: (5, 15), 4: (6, 15)}
 """How many numbers there are, and the largest possible one, by difficulty."""
 _OPERATORS, _WEIGHTS = "+-*/", (0.35, 0.3, 0.25, 0.1)
 
@@ -52,11 +52,13 @@ class Problem:
     solution: Node
     """The expression that the problem was made from, one of the right ones."""
 
+    difficulty: int
+
 
 def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_DIFFICULTY) -> list[Problem]:
     """Return `count` different problems of the split, the same ones for the same arguments.
 
-    Difficulty 1 has three numbers up to 30, 2 has four up to 12, 3 has four up to 25, 4 has five up to 25. Raises
+    Difficulty 1 has three numbers up to 30; 2, 3 and 4 have four, five and six numbers up to 15. Raises
     DataError for another difficulty, and where the split has too few different problems.
     """
     check_difficulty(difficulty, _SIZES)
@@ -67,7 +69,7 @@ def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_D
         solution = random_expression(numbers, rng)
         target = solution.value
         question = f"Make {target} from {', '.join(map(str, numbers))}."
-        return Problem(question, " ".join(map(str, (target, *numbers))), solution)
+        return Problem(question, " ".join(map(str, (target, *numbers))), solution, difficulty)
 
     return different_problems(draw, lambda problem: _canonical(problem.answer), split, count, seed)
 
@@ -154,4 +156,3 @@ def _steps(node: Node) -> Iterator[Node]:
         yield from _steps(node.left)
         yield from _steps(node.right)
         yield node
-

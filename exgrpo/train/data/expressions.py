@@ -1,4 +1,4 @@
-"""Expressions of numbers with + - * / and brackets: read safely, computed as fractions, written, brought to one form."""
+"""Expressions of numbers with + - * / and brackets: read safely, computed exactly, written, brought to one form."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from fractions import Fraction
 LONGEST = 200
 """Characters. A longer text is no expression, so that every function here is quick for any text."""
 
-_SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "×": "*", "·": "*", "÷": "/", "−": "-"}
+_SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-"}
 _SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
 _TOKEN = re.compile(r"\s*([0-9]{1,6}(?![0-9])|[-+*/()])\s*")
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}

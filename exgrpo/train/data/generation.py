@@ -23,7 +23,9 @@ def split_of_key(key: str) -> Split:
     return next(split for split, tenths in _TENTHS.items() if tenth in tenths)
 
 
-def different_problems(draw: Callable[[Random], P], key_of: Callable[[P], str], split: Split, count: int, seed: int) -> list[P]:
+def different_problems(
+    draw: Callable[[Random], P], key_of: Callable[[P], str], split: Split, count: int, seed: int
+) -> list[P]:
     """Return `count` problems of the split whose keys differ, the same ones for the same arguments.
 
     `draw` makes a problem of any split from the generator; `key_of` is its canonical form, by which problems are
