@@ -1,9 +1,10 @@
 r"""Pretrain the tiny model of the colouring task and save it, with its tokenizer, in Hugging Face format.
 
-The corpus is synthetic and, like real corpora, of mixed quality. It colours the nodes of a graph one after the other.
-At a small rate it looks at the edges: then the colour is a random one of those that no neighbour has, as far as there
-is one. Otherwise the colour is random. So the model knows the form of an answer and a little of the rule, and few of
-its answers are right. The problems are those of the `pretrain` split, of all difficulties.
+The corpus is synthetic and, like real corpora, of mixed quality. It colours the nodes of a graph one after the other,
+and writes before each node the colours of its neighbours that have one. At a rate that falls with the difficulty it
+heeds them: then the colour is a random one of those that no neighbour has, as far as there is one. Otherwise the colour
+is random. So the model knows the rule, and few of its answers to difficult problems are right. The problems are those
+of the `pretrain` split, of all difficulties.
 
 Run it from the repository: `python -m recipes.colouring.pretrain`. The result depends only on the seed and on the
 arithmetic of the machine.
@@ -22,17 +23,16 @@ from exgrpo.train.data.colouring import (
     MAX_RESPONSE_TOKENS,
     MODEL_FOLDER,
     Problem,
-    format_solution,
     generate,
     reward,
     reward_key,
+    worked_solution,
 )
 from recipes import pretraining
 
 NODES = "abcdefgh"
-PIECES = r"Colour a to [a-z] with R, G, B so that edges differ:| ?[A-Za-z]+(?:=[RGB])?|\d| ?[^\sA-Za-z\d]+ ?|\s+"
-"""The sentence of a question, an edge and the colour of a node are one token each: the answer is short, and each of its
-tokens names its node."""
+PIECES = r"Colour a to [a-z] with R, G, B so that edges differ:| ?[A-Za-z]+(?:=[RGB])?|\d| ?[^\sA-Za-z\d]+|\s+"
+"""The sentence of a question, an edge and the colour of a node are one token each."""
 SENTENCES = [f"Colour a to {last} with R, G, B so that edges differ:" for last in NODES[-2:]]
 TEXT = " ".join(
     [
@@ -40,7 +40,7 @@ TEXT = " ".join(
         *(a + b for a, b in combinations(NODES, 2)),
         *(node + "=" + colour for node in NODES for colour in COLOURS),
     ]
-) + "".join(f".a={colour}" for colour in COLOURS)
+) + "".join(f";a={colour}" for colour in COLOURS)
 MARKS = ("<think>", "</think>", "\\boxed{")
 VOCABULARY = 448
 
@@ -53,11 +53,11 @@ class Options(pretraining.Options):
     """Folder for the model and the tokenizer."""
     steps: int = 1000
     """Optimiser steps."""
-    problems: int = 40_000
+    problems: int = 30_000
     """Different problems in the corpus; each pass answers them anew."""
     shares: tuple[float, float, float, float] = (0.3, 0.25, 0.35, 0.1)
     """Shares of the difficulties 1 to 4 in the corpus."""
-    careful: tuple[float, float, float, float] = (0.95, 0.7, 0.2, 0.1)
+    careful: tuple[float, float, float, float] = (0.9, 0.6, 0.2, 0.1)
     """Rate at which the colour of a node is chosen by its edges, for the difficulties 1 to 4."""
 
 
@@ -71,7 +71,7 @@ def solution(problem: Problem, rng: random.Random, options: Options) -> str:
             near = {colours.get(a if b == node else b) for a, b in problem.edges if node in (a, b)}
             free = "".join(colour for colour in COLOURS if colour not in near) or COLOURS
         colours[node] = rng.choice(free)
-    return format_solution(problem.nodes, "".join(colours.values()))
+    return worked_solution(problem, "".join(colours.values()))
 
 
 def corpus(options: Options) -> pretraining.Corpus:

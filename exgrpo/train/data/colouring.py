@@ -3,9 +3,9 @@ r"""Graphs to colour, generated, with their reward: three colours, and no edge j
 Most graphs have many right colourings, and few of all colourings are right: a random one is right with a probability
 of about (2/3)^edges.
 
-    question  "Colour a to g with R, G, B so that edges differ: ab ac bd."
-    answer    "abcdefg ab ac bd": the nodes, then the edges; it is what rewards get as the gold answer
-    response  "\boxed{a=R b=G c=B d=R e=R f=G g=B}"
+    question  "Colour a to d with R, G, B so that edges differ: ab ac bd."
+    answer    "abcd ab ac bd": the nodes, then the edges; it is what rewards get as the gold answer
+    response  "<think> a=R; a=R b=G; a=R c=B; b=G d=R</think>\boxed{a=R b=G c=B d=R}"
 
 The splits share no problem: a hash of the number of nodes and the sorted edges decides the split that a problem
 belongs to. Graphs that are equal but for the names of their nodes are different problems.
@@ -28,11 +28,11 @@ MODEL_FOLDER = ASSETS / "colouring"
 REWARD = "exgrpo.train.data.colouring:reward"
 """The reward of the task's answers."""
 
-MAX_PROMPT_TOKENS = 40
+MAX_PROMPT_TOKENS = 24
 """No question takes more tokens than this with the chat template of the shipped tokenizer."""
 
-MAX_RESPONSE_TOKENS = 32
-"""Every colouring fits in this many tokens of the shipped tokenizer, the end token included."""
+MAX_RESPONSE_TOKENS = 48
+"""Every worked solution fits in this many tokens of the shipped tokenizer, the end token included."""
 
 DEFAULT_DIFFICULTY = 3
 COLOURS = "RGB"
@@ -86,6 +86,16 @@ def format_solution(nodes: str, colours: str) -> str:
     return f"\\boxed{{{' '.join(f'{node}={colour}' for node, colour in zip(nodes, colours, strict=True))}}}"
 
 
+def worked_solution(problem: Problem, colours: str) -> str:
+    r"""Return a response: for each node its neighbours before it, then itself, in <think> tags, and the box."""
+    colour = dict(zip(problem.nodes, colours, strict=True))
+    groups = []
+    for node in problem.nodes:
+        near = sorted(edge[0] for edge in problem.edges if edge[1] == node)
+        groups.append("".join(f" {each}={colour[each]}" for each in (*near, node)))
+    return f"<think>{';'.join(groups)}</think>{format_solution(problem.nodes, colours)}"
+
+
 def reward(response: str, gold: str) -> float:
     """1.0 where the answer of `response` colours each node of `gold` once, and the ends of each edge unlike, else 0.0.
 
@@ -97,7 +107,7 @@ def reward(response: str, gold: str) -> float:
     if not colours:
         return 0.0
     nodes, edges = _graph(gold)
-    return float(colours.keys() == set(nodes) and all(colours[a] != colours[b] for a, b in edges))
+    return float(colours.keys() == set(nodes) and all(colours[edge[0]] != colours[edge[1]] for edge in edges))
 
 
 def reward_key(response: str, gold: str) -> str:
@@ -143,7 +153,7 @@ def _right_colourings(nodes: str, edges: tuple[str, ...], colours: str = "") -> 
         yield colours
         return
     place = len(colours)
-    taken = {colours[nodes.index(a)] for a, b in edges if b == nodes[place]}
+    taken = {colours[nodes.index(edge[0])] for edge in edges if edge[1] == nodes[place]}
     for colour in COLOURS:
         if colour not in taken:
             yield from _right_colourings(nodes, edges, colours + colour)

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.train.data.colouring import COLOURS, format_solution, generate, reward, reward_form, reward_key
+from exgrpo.train.data.colouring import (
+    COLOURS,
+    format_solution,
+    generate,
+    reward,
+    reward_form,
+    reward_key,
+    worked_solution,
+)
 from exgrpo.train.errors import DataError
 
 NODES = "abcde"
@@ -83,6 +91,20 @@ def test_hostile_responses_are_worth_nothing(response):
 def test_a_malformed_gold_answer_is_an_error(gold):
     with pytest.raises(DataError, match="the nodes and then the edges"):
         reward("\\boxed{a=R b=G c=R}", gold)
+
+
+def test_worked_solutions_name_the_ends_of_each_edge_before_the_answer():
+    for problem in generate("train", 50, seed=4):
+        solution = worked_solution(problem, "RGBRGBR")
+        thoughts, _, box = solution.removeprefix("<think>").partition("</think>")
+        assert box == format_solution(problem.nodes, "RGBRGBR")
+        pairs = []
+        for node, group in zip(problem.nodes, thoughts.split(";"), strict=True):
+            *near, own = (word[0] for word in group.split())
+            assert own == node
+            pairs += [other + node for other in near]
+        assert sorted(pairs) == sorted(problem.edges)
+        assert reward(solution, problem.answer) == reward(box, problem.answer)
 
 
 def test_problems_can_be_solved_and_get_harder():
