@@ -4,14 +4,14 @@ A right answer is an expression that uses each number exactly once and equals th
 fractions: a division need not come out even on the way. Most problems have many right expressions.
 
     question  "Make 55 from 3, 5, 8, 9."      answer (what rewards get as the gold answer)  "55 3 5 8 9"
-    response  "<think>3 + 5 = 8, 8 * 8 = 64, 64 - 9 = 55</think>\boxed{(3 + 5) * 8 - 9}"
+    response  "\boxed{(3 + 5) * 8 - 9}"
 
 The splits share no problem: a hash of the target and the sorted numbers decides the split that a problem belongs to.
 """
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -30,13 +30,13 @@ REWARD = "exgrpo.train.data.countdown:reward"
 MAX_PROMPT_TOKENS = 32
 """No question takes more tokens than this with the chat template of the shipped tokenizer."""
 
-MAX_RESPONSE_TOKENS = 64
-"""Every worked solution fits in this many tokens of the shipped tokenizer, the end token included."""
+MAX_RESPONSE_TOKENS = 32
+"""Every generated expression fits in this many tokens of the shipped tokenizer, the end token included."""
 
 DEFAULT_DIFFICULTY = 2
 
 LARGEST = 99
-"""No target, and no result on the way of a worked solution, is larger."""
+"""No target, and no result on the way of a generated expression, is larger."""
 
 _SIZES = {1: (3, 30), 2: (4, 15), 3: (5, 15), 4: (6, 15)}
 """How many numbers there are, and the largest possible one, by difficulty."""
@@ -85,19 +85,9 @@ def random_expression(numbers: Sequence[int], rng: random.Random) -> Node:
     return nodes[0]
 
 
-def worked_solution(solution: Node) -> str:
-    r"""Return a response: the operations one by one between <think> and </think>, then the expression in \boxed{}."""
-    thoughts = ", ".join(
-        f"{step.left.value} {step.operator} {step.right.value} = {step.value}"
-        for step in _steps(solution)
-        if step.left and step.right
-    )
-    return format_solution(thoughts, solution)
-
-
-def format_solution(thoughts: str, solution: Node) -> str:
-    r"""Return the text of a response: the thoughts in <think> tags, then the expression in \boxed{}."""
-    return f"<think>{thoughts}</think>\\boxed{{{write(solution)}}}"
+def format_solution(solution: Node) -> str:
+    r"""Return the text of a response: the expression in \boxed{}."""
+    return f"\\boxed{{{write(solution)}}}"
 
 
 def reward(response: str, gold: str) -> float:
@@ -148,11 +138,3 @@ def _numbers(gold: str) -> list[int]:
 def _canonical(answer: str) -> str:
     target, *numbers = answer.split()
     return " ".join((target, *sorted(numbers)))
-
-
-def _steps(node: Node) -> Iterator[Node]:
-    """Yield the operations in the order in which they can be done."""
-    if node.left and node.right:
-        yield from _steps(node.left)
-        yield from _steps(node.right)
-        yield node

@@ -8,12 +8,12 @@ import pytest
 
 from exgrpo.train.data.countdown import (
     LARGEST,
+    format_solution,
     generate,
     random_expression,
     reward,
     reward_form,
     reward_key,
-    worked_solution,
 )
 from exgrpo.train.errors import DataError
 from tests.train.data.test_expressions import all_expressions, value_of
@@ -91,7 +91,7 @@ def test_hostile_responses_are_worth_nothing(response):
 
 def test_the_key_is_a_right_answer_itself():
     for problem in generate("test", 100, seed=2):
-        response = worked_solution(problem.solution)
+        response = format_solution(problem.solution)
         key = reward_key(response, problem.answer)
         assert reward(f"\\boxed{{{key}}}", problem.answer) == reward(response, problem.answer) == 1.0
     assert reward_key("\\boxed{9 - (2 - 1)}", "") == reward_key("\\boxed{1 + (9) - 2}", "") == "1+9-2"
@@ -104,18 +104,18 @@ def test_a_malformed_gold_answer_is_an_error(gold):
         reward("\\boxed{3 + 5}", gold)
 
 
-def test_worked_solutions_do_right_operations_that_lead_to_the_target():
+def test_a_problem_can_be_solved_by_whole_numbers_within_the_limit():
+    def results(node):
+        return [node.value, *results(node.left), *results(node.right)] if node.operator else []
+
     for difficulty in (1, 2, 3, 4):
         for problem in generate("train", 50, seed=4, difficulty=difficulty):
             target, *numbers = map(int, problem.answer.split())
             assert problem.question == f"Make {target} from {', '.join(map(str, numbers))}."
-            thoughts = worked_solution(problem.solution).removeprefix("<think>").split("</think>")[0].split(", ")
-            assert len(thoughts) == len(numbers) - 1
-            for step in thoughts:
-                left, _, right = step.partition(" = ")
-                assert value_of(left) == int(right)
-                assert 1 <= int(right) <= LARGEST
-            assert int(right) == target
+            assert sorted(problem.solution.numbers()) == sorted(numbers)
+            assert all(value.denominator == 1 and 1 <= value <= LARGEST for value in results(problem.solution))
+            text = format_solution(problem.solution)
+            assert value_of(text.removeprefix("\\boxed{").removesuffix("}")) == target
 
 
 def test_problems_get_harder():
