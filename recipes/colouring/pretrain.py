@@ -51,7 +51,7 @@ class Options(pretraining.Options):
 
     output: Path = MODEL_FOLDER
     """Folder for the model and the tokenizer."""
-    steps: int = 1000
+    steps: int = 800
     """Optimiser steps."""
     problems: int = 30_000
     """Different problems in the corpus; each pass answers them anew."""
