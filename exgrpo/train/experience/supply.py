@@ -99,6 +99,15 @@ class Supply:
         _check(priority, len(names), self.setting.options.prioritise)
         return names[draw(self.rng, len(names), wanted, priority)]
 
+    def earlier(self) -> tuple[Units, Ints]:
+        """The stored answers of earlier steps, and their rows."""
+        table = self.memory.table
+        before = table.column("step") < self.step
+        count = int(np.count_nonzero(before))
+        # They were stored first, as a rule: then there is nothing to gather.
+        places = slice(count) if before[:count].all() else np.flatnonzero(before)
+        return self.units("stored").take(places), table.rows()[places]
+
     def fresh(self, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
         """Groups of K answers to the next questions, at most `wanted`, that have not left and are not `without`."""
         excluded = self.memory.retired.copy()
@@ -134,7 +143,7 @@ def draw_groups(supply: Supply, wanted: int, without: Collection[int] = ()) -> l
     """
     table = supply.memory.table
     rows, question, step = table.rows(), table.column("question"), table.column("step")
-    first = np.flatnonzero((np.diff(question, prepend=-1) != 0) | (np.diff(step, prepend=-1) != 0))
+    first = np.flatnonzero(np.append(True, (question[1:] != question[:-1]) | (step[1:] != step[:-1]))[: len(rows)])
     ends = np.append(first[1:], len(rows))
     may = np.flatnonzero((step[first] < supply.step) & ~np.isin(question[first], list(without)))
     drawn = supply.draw_from(supply.units("stored").take(first[may]), wanted, may)
