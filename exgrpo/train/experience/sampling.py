@@ -13,6 +13,8 @@ ROUNDS = 8
 """After so many rounds of draws a few units outweigh all others, and what is left is drawn in another way."""
 BLOCK = 256
 """Units whose weights are summed first, so that the sum of all is not made for each."""
+MOST = 1 << 14
+"""Draws of a round, which take 2 KiB each."""
 SMALLEST = 1e-200
 """A sum of weights below which they have lost their digits."""
 FARTHEST = 1e4
@@ -72,7 +74,7 @@ def _draw_units(rng: np.random.Generator, log_weight: Floats, wanted: int) -> In
     for _ in range(ROUNDS):
         if sums[-1] < SMALLEST:
             break
-        missing = wanted - len(drawn)
+        before, missing = len(drawn), min(wanted - len(drawn), MOST)
         # A block by its sum, and a unit of the block: fewer sums are made than for all units.
         block = np.searchsorted(sums, rng.random(missing) * sums[-1], side="right")
         inner = np.cumsum(weight[block], axis=1)
@@ -80,7 +82,7 @@ def _draw_units(rng: np.random.Generator, log_weight: Floats, wanted: int) -> In
         drawn |= dict.fromkeys(places.tolist())
         if len(drawn) == wanted:
             return np.array(list(drawn), np.int64)
-        if 2 * (wanted - len(drawn)) > missing:
+        if 2 * (len(drawn) - before) < missing:
             weight.reshape(-1)[list(drawn)] = 0
             sums = np.cumsum(weight.sum(1))
     found = np.array(list(drawn), np.int64)

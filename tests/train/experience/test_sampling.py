@@ -172,11 +172,12 @@ def successive(weights, wanted: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-@pytest.mark.parametrize(("rounds", "block"), [(8, 256), (8, 3), (1, 2), (0, 256)])
+@pytest.mark.parametrize(("rounds", "block", "most"), [(8, 256, 9), (8, 3, 9), (8, 3, 1), (1, 2, 9), (0, 256, 9)])
 @pytest.mark.parametrize("wanted", [1, 2, 3, 4])
-def test_units_are_drawn_one_after_the_other_by_their_weights(monkeypatch, wanted, rounds, block):
+def test_units_are_drawn_one_after_the_other_by_their_weights(monkeypatch, wanted, rounds, block, most):
     monkeypatch.setattr(sampling, "ROUNDS", rounds)
     monkeypatch.setattr(sampling, "BLOCK", block)
+    monkeypatch.setattr(sampling, "MOST", most)
     exact, rng, times = successive(WEIGHTS, wanted), np.random.default_rng(6), 20_000
     priority = Priority(np.log(WEIGHTS) + 700)
     observed = Counter(tuple(draw(rng, 4, wanted, priority).tolist()) for _ in range(times))
