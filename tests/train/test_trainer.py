@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from exgrpo.train.experience import rules
 from tests.train.fakes import (
     ScriptedGrader,
     engine_log_prob,
@@ -350,7 +351,7 @@ def test_it_is_said_once_that_no_reward_is_a_success_and_not_again_after_a_resum
 def test_the_random_law_reaches_the_plan():
     trainer = make(half(20), experience={"prioritise": "random"})
     trainer.step(1)
-    assert trainer.replay.setting.options.prioritise == "random"
+    assert trainer.replay._supply(6, 2).prioritise is rules.find("prioritise", "random")
     assert trainer.step(2).metrics["replayed"] == 3
 
 

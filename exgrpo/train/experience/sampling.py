@@ -11,6 +11,10 @@ Ints = npt.NDArray[np.int64]
 
 ROUNDS = 8
 """After so many rounds of draws a few units outweigh all others, and what is left is drawn in another way."""
+BLOCK = 256
+"""Units whose weights are summed first, so that the sum of all is not made for each."""
+MOST = 1 << 14
+"""Draws of a round, which take 2 KiB each."""
 SMALLEST = 1e-200
 """A sum of weights below which they have lost their digits."""
 FARTHEST = 1e4
@@ -59,24 +63,42 @@ def draw(rng: np.random.Generator, size: int, wanted: int, priority: Priority) -
 
 
 def _draw_units(rng: np.random.Generator, log_weight: Floats, wanted: int) -> Ints:
-    """Independent draws, of which repeated ones are made again among the units that are left.
+    """Independent draws, of which repeated ones do not count.
 
-    This is drawing one after the other: a draw that would repeat one is a draw by the weights of the others.
+    This is drawing one after the other: what is drawn and does not repeat one is drawn by the weights of the others.
+    Where many repeat, those that are drawn are taken out.
     """
-    weight = np.exp(log_weight - log_weight.max()) if np.isfinite(log_weight.max()) else np.zeros(len(log_weight))
-    drawn: list[int] = []
+    weight = _weights(log_weight)
+    drawn: dict[int, None] = {}
+    sums = np.cumsum(weight.sum(1))
     for _ in range(ROUNDS):
-        sums = np.cumsum(weight)
         if sums[-1] < SMALLEST:
             break
-        places = np.searchsorted(sums, rng.random(wanted - len(drawn)) * sums[-1], side="right")
-        new = list(dict.fromkeys(places.tolist()))
-        weight[new] = 0
-        drawn += new
+        before, missing = len(drawn), min(wanted - len(drawn), MOST)
+        # A block by its sum, and a unit of the block: fewer sums are made than for all units.
+        block = np.searchsorted(sums, rng.random(missing) * sums[-1], side="right")
+        inner = np.cumsum(weight[block], axis=1)
+        places = block * BLOCK + (inner <= (rng.random(missing) * inner[:, -1])[:, None]).sum(1)
+        drawn |= dict.fromkeys(places.tolist())
         if len(drawn) == wanted:
-            return np.array(drawn, np.int64)
-    left = np.delete(np.arange(len(log_weight)), drawn)
-    return np.concatenate([drawn, left[_race(rng, log_weight[left], wanted - len(drawn))]]).astype(np.int64)
+            return np.array(list(drawn), np.int64)
+        if 2 * (len(drawn) - before) < missing:
+            weight.reshape(-1)[list(drawn)] = 0
+            sums = np.cumsum(weight.sum(1))
+    found = np.array(list(drawn), np.int64)
+    left = np.delete(np.arange(len(log_weight)), found)
+    return np.concatenate([found, left[_race(rng, log_weight[left], wanted - len(found))]])
+
+
+def _weights(log_weight: Floats) -> Floats:
+    """[ceil(N / BLOCK), BLOCK] the weights beside the largest, in rows; 0 behind the last."""
+    weight = np.zeros(-(-len(log_weight) // BLOCK) * BLOCK)
+    largest = log_weight.max()
+    if np.isfinite(largest):
+        of_units = weight[: len(log_weight)]
+        np.subtract(log_weight, largest, out=of_units)
+        np.exp(of_units, out=of_units)
+    return weight.reshape(-1, BLOCK)
 
 
 def _race(rng: np.random.Generator, log_weight: Floats, wanted: int) -> Ints:

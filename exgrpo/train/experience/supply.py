@@ -101,6 +101,15 @@ class Supply:
         _check(priority, len(names), self.setting.options.prioritise)
         return names[draw(self.rng, len(names), wanted, priority)]
 
+    def earlier(self) -> tuple[Units, Ints]:
+        """The stored answers of earlier steps, and their rows."""
+        table = self.memory.table
+        before = table.column("step") < self.step
+        count = int(np.count_nonzero(before))
+        # They were stored first, as a rule: then there is nothing to gather.
+        places = slice(count) if before[:count].all() else np.flatnonzero(before)
+        return self.units("stored").take(places), table.rows()[places]
+
     def fresh(self, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
         """Groups of K answers to the next questions, at most `wanted`, that have not left and are not `without`."""
         excluded = self.memory.retired.copy()
@@ -152,7 +161,7 @@ def draw_groups(supply: Supply, wanted: int, without: Collection[int] = ()) -> l
 def first_of_groups(table: Table) -> Ints:
     """Where a group begins among the rows: what follows each other, to one question of one step, is one."""
     question, step = table.column("question"), table.column("step")
-    return np.flatnonzero((np.diff(question, prepend=-1) != 0) | (np.diff(step, prepend=-1) != 0))
+    return np.flatnonzero(np.append(True, (question[1:] != question[:-1]) | (step[1:] != step[:-1]))[: len(question)])
 
 
 def groups_at(table: Table, places: Ints) -> list[PlannedGroup]:

@@ -51,8 +51,8 @@ class Units:
     def __len__(self) -> int:
         return len(self.question)
 
-    def take(self, places: npt.NDArray) -> "Units":
-        """Some of them, by number [M] or by a mask [N]."""
+    def take(self, places: npt.NDArray | slice) -> "Units":
+        """Some of them, by number [M], by a mask [N] or by a slice."""
         return Units(self.now, lambda name: self._read(name)[places], self.solved)
 
     @cached_property

@@ -172,10 +172,12 @@ def successive(weights, wanted: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-@pytest.mark.parametrize("rounds", [8, 1, 0], ids=["draws", "one round", "race"])
+@pytest.mark.parametrize(("rounds", "block", "most"), [(8, 256, 9), (8, 3, 9), (8, 3, 1), (1, 2, 9), (0, 256, 9)])
 @pytest.mark.parametrize("wanted", [1, 2, 3, 4])
-def test_units_are_drawn_one_after_the_other_by_their_weights(monkeypatch, wanted, rounds):
+def test_units_are_drawn_one_after_the_other_by_their_weights(monkeypatch, wanted, rounds, block, most):
     monkeypatch.setattr(sampling, "ROUNDS", rounds)
+    monkeypatch.setattr(sampling, "BLOCK", block)
+    monkeypatch.setattr(sampling, "MOST", most)
     exact, rng, times = successive(WEIGHTS, wanted), np.random.default_rng(6), 20_000
     priority = Priority(np.log(WEIGHTS) + 700)
     observed = Counter(tuple(draw(rng, 4, wanted, priority).tolist()) for _ in range(times))
@@ -218,7 +220,9 @@ def test_any_weights_give_different_units_and_all_of_them_where_all_are_wanted(l
     assert draw(rng, size, wanted, steep).tolist() == list(range(wanted))
 
 
-def test_equal_weights_are_no_weights():
+@pytest.mark.parametrize("block", [1, 2, 3, 16])
+def test_equal_weights_are_no_weights(monkeypatch, block):
+    monkeypatch.setattr(sampling, "BLOCK", block)
     rng, times = np.random.default_rng(8), 4000
     drawn = np.concatenate([draw(rng, 10, 3, Priority(np.full(10, -4.0))) for _ in range(times)])
     statistic = np.sum((np.bincount(drawn) - 0.3 * times) ** 2) / (0.3 * times) * 9 / 7

@@ -100,27 +100,30 @@ def divergence(log_u):
     return u * log_u - (u + 1) * ((u + 1) / 2).log()
 
 
+def paper_terms(name: str, one: ReplayedAnswer, theta: torch.Tensor, mask: np.ndarray | None) -> torch.Tensor:
+    """The paper's term of each token, to be maximised."""
+    past, present = torch.from_numpy(one.log_prob).double(), torch.from_numpy(one.present).double()
+    w, r, a = (theta - past).exp(), (theta - present).exp(), one.advantage
+    terms = {
+        "shaped": lambda: w / (w + BETA) * a,
+        "ratio": lambda: w * a,
+        "clipped": lambda: clipped(w, a),
+        "as_fresh": lambda: clipped(r, a),
+        "uncorrected": lambda: r / (r + BETA) * a,
+        "decoupled": lambda: (present - past).exp() * clipped(r, a),
+        "likelihood": lambda: OPTIONS.coefficient * theta if one.reward >= 1 else 0 * theta,
+        "jensen_shannon": lambda: -OPTIONS.coefficient * divergence(theta - past),
+        "second_moment": lambda: torch.from_numpy(mask) * w * a,
+        "veto": lambda: torch.tensor(veto_mask(one)).double() * clipped(w, a),
+    }
+    return terms[name]()
+
+
 def objectives(name: str, of: list[ReplayedAnswer], thetas: list[torch.Tensor]) -> torch.Tensor:
     """The sum of each paper's terms, to be maximised."""
     masks = second_moment_masks(of, OPTIONS.second_moment) if name == "second_moment" else [None] * len(of)
-    total = torch.zeros((), dtype=torch.float64)
-    for one, theta, mask in zip(of, thetas, masks, strict=True):
-        past, present = torch.from_numpy(one.log_prob).double(), torch.from_numpy(one.present).double()
-        w, r, a = (theta - past).exp(), (theta - present).exp(), one.advantage
-        terms = {
-            "shaped": lambda: w / (w + BETA) * a,
-            "ratio": lambda: w * a,
-            "clipped": lambda: clipped(w, a),
-            "as_fresh": lambda: clipped(r, a),
-            "uncorrected": lambda: r / (r + BETA) * a,
-            "decoupled": lambda: (present - past).exp() * clipped(r, a),
-            "likelihood": lambda: OPTIONS.coefficient * theta if one.reward >= 1 else 0 * theta,
-            "jensen_shannon": lambda: -OPTIONS.coefficient * divergence(theta - past),
-            "second_moment": lambda: torch.from_numpy(mask) * w * a,
-            "veto": lambda: torch.tensor(veto_mask(one)).double() * clipped(w, a),
-        }
-        total = total + terms[name]().sum()
-    return total
+    terms = [paper_terms(name, *of_one).sum() for of_one in zip(of, thetas, masks, strict=True)]
+    return torch.stack(terms).sum()
 
 
 # The divergence's gradient is that of the policy before the update, see below: its objective only moves with it.
