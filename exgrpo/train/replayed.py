@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from exgrpo.train.config import Config
+from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.weighing import PRESENT, Floats, Present, ReplayedAnswer, Term, Weighed, WeighOptions
 from exgrpo.train.records import Group, Score, Trajectory
@@ -14,7 +14,10 @@ class Weigher:
     """Asks the function for the terms of a step's replayed answers.
 
     Args:
-        config: the run.
+        objective: names the function, and its options.
+        success: a reward of at least this is a success.
+        one_update: whether all of a step's answers are in one optimiser step, so that the update itself sees the policy
+            before it.
         score: trajectories to their scores under the policy before the update, at the rollout temperature.
 
     Attributes:
@@ -24,15 +27,21 @@ class Weigher:
         ConfigError: there is no such function.
     """
 
-    def __init__(self, config: Config, score: Callable[[Sequence[Trajectory]], Sequence[Score]]) -> None:
-        objective = config.objective
+    def __init__(
+        self,
+        objective: ObjectiveConfig,
+        success: float,
+        score: Callable[[Sequence[Trajectory]], Sequence[Score]],
+        *,
+        one_update: bool,
+    ) -> None:
         self._weigh = rules.find("weigh", objective.weigh)
         self.term: Term = getattr(self._weigh, "term", "shaped")
         self._present: Present | None = getattr(self._weigh, "present", None)
-        self._only_update = config.optimizer.minibatches == 1
+        self._one_update = one_update
         self._score = score
         self._options = WeighOptions(
-            success=config.reward.success,
+            success=success,
             second_moment=objective.second_moment,
             trigger=objective.trigger,
             coefficient=objective.coefficient,
@@ -56,6 +65,6 @@ class Weigher:
         """[R] of each answer under the policy before the update, where the function needs them."""
         if self._present is None or not rows:
             return [None] * len(rows)
-        if self._present == "reference" and self._only_update:
+        if self._present == "reference" and self._one_update:
             return [np.full_like(row.log_prob, PRESENT) for row in rows]
         return [score.log_prob for score in self._score(rows)]
