@@ -4,10 +4,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from exgrpo.train.config import ObjectiveConfig
+from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.weighing import PRESENT, Floats, Present, ReplayedAnswer, Term, Weighed, WeighOptions
 from exgrpo.train.records import Group, Score, Trajectory
+
+ScoreRows = Callable[[Sequence[Trajectory]], Sequence[Score]]
+"""Trajectories to their scores under the policy before the update, at the rollout temperature."""
 
 
 class Weigher:
@@ -18,7 +21,7 @@ class Weigher:
         success: a reward of at least this is a success.
         one_update: whether all of a step's answers are in one optimiser step, so that the update itself sees the policy
             before it.
-        score: trajectories to their scores under the policy before the update, at the rollout temperature.
+        score: asks the policy, where the function needs it.
 
     Attributes:
         term: in the loss, of all replayed tokens.
@@ -31,7 +34,7 @@ class Weigher:
         self,
         objective: ObjectiveConfig,
         success: float,
-        score: Callable[[Sequence[Trajectory]], Sequence[Score]],
+        score: ScoreRows,
         *,
         one_update: bool,
     ) -> None:
@@ -46,6 +49,11 @@ class Weigher:
             trigger=objective.trigger,
             coefficient=objective.coefficient,
         )
+
+    @classmethod
+    def of_run(cls, config: Config, score: ScoreRows) -> "Weigher":
+        """With the options of a run."""
+        return cls(config.objective, config.reward.success, score, one_update=config.optimizer.minibatches == 1)
 
     def __call__(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Weighed]:
         """The terms of all replayed answers of the groups that are trained on, in their order."""

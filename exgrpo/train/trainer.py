@@ -113,12 +113,7 @@ class Trainer:
             success_option="reward.success",
             scale_by_std=config.objective.scale_by_std,
         )
-        self.weigher = Weigher(
-            config.objective,
-            config.reward.success,
-            lambda rows: self._score(rows, self.sampling.temperature),
-            one_update=config.optimizer.minibatches == 1,
-        )
+        self.weigher = Weigher.of_run(config, lambda rows: self._score(rows, self.sampling.temperature))
         all_trained = not (self.replay.settles or config.rollout.refills)
         self.scorer = FreshScorer(config, policy, all_trained=all_trained)
         self.batch_rng = generator(config.seed, "mini-batches")
