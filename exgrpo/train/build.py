@@ -92,7 +92,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     on_main(world, lambda: resources.enter_context(claim(folder)))
     with os_errors_as(ConfigError, "DeepSpeed cannot set the policy up"):
         policy = Policy(config, pretrained.model, world)
-    answerer = Answerer(engine, inputs.grader, pretrained.tokenizer.decode, world)
+    answerer = Answerer(engine, inputs.grader, pretrained.tokenizer.decode, world, config.reward.function)
     trainer = Trainer(config, inputs.train_set, policy, answerer)
     checkpoints = Checkpoints(
         folder,

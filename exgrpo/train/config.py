@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from exgrpo.train.experience.difficulty import BANDS
@@ -57,18 +57,33 @@ class PolicyConfig(Section):
     kernel_backend: str = Field("auto", description="Backend of exgrpo.kernels for the fused head.")
 
 
+def _several(sources: Any) -> Any:
+    return (sources,) if isinstance(sources, str) else sources
+
+
+Sources = Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length=1)]
+"""One or several sources of questions; in a recipe, one may stand without a list."""
+Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
+
+
 class DataConfig(Section):
     """Questions, their prompts and where they come from."""
 
-    train: str = Field(description="JSONL, JSON, parquet or CSV, a hub name, or builtin:NAME.")
+    train: Sources = Field(
+        description="One or several of: JSONL, JSON, parquet or CSV, a hub name, builtin:NAME?ARGUMENT=VALUE, "
+        "reasoning_gym:NAME?ARGUMENT=VALUE."
+    )
+    train_weights: tuple[Weight, ...] = Field(
+        (), description="Shares of the sources among the fresh questions, one number each; none: by their sizes."
+    )
     train_split: str = Field("train", description="Split of a hub or builtin data set to train on.")
     train_limit: int | None = Field(
-        None, ge=1, le=MOST_ROWS, description="Use only the first so many training questions."
+        None, ge=1, le=MOST_ROWS, description="Use only the first so many training questions of each source."
     )
-    test: str | None = Field(None, description="Held-out questions; None: no evaluation.")
+    test: Sources | None = Field(None, description="Sources of held-out questions; None: no evaluation.")
     test_split: str = Field("test", description="Split of a hub or builtin data set to evaluate on.")
     test_limit: int | None = Field(
-        None, ge=1, le=MOST_ROWS, description="Use only the first so many held-out questions."
+        None, ge=1, le=MOST_ROWS, description="Use only the first so many held-out questions of each source."
     )
     chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message put before every question.")
@@ -89,8 +104,11 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """How answers are graded."""
 
-    function: str = Field(
-        "math_no_think", description="math, math_no_think, package.module:function or file.py:function."
+    function: str | None = Field(
+        None,
+        min_length=1,
+        description="math, math_no_think, package.module:function or file.py:function, for all questions; None: what "
+        "their source brings, else math_no_think.",
     )
     success: float = Field(
         1.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD, description="A reward of at least this is a success."
@@ -332,16 +350,26 @@ class Config(Section):
                     "one sequence must fit"
                 )
         self._possible_rollout(self.rollout)
-        if self.data.keep_system and self.data.system_prompt is not None:
-            raise ValueError("data.keep_system and data.system_prompt exclude each other: unset one")
-        if not self.data.chat and (self.data.keep_system or self.data.system_prompt is not None):
-            raise ValueError("data.chat=False has no place for a system message: put it into data.prompt_format")
+        self._possible_data(self.data)
         if self.objective.train_on != "all" and self.experience.bucket_by == "reward_deviation":
             raise ValueError(
                 f"objective.train_on={self.objective.train_on} is a band of success rates, which the continuous "
                 "rewards of experience.bucket_by=reward_deviation do not have: use train_on=all"
             )
         return self
+
+    @staticmethod
+    def _possible_data(data: DataConfig) -> None:
+        named = data.train != ("",)  # a recipe may leave them to the command line
+        if named and data.train_weights and len(data.train_weights) != len(data.train):
+            raise ValueError(
+                f"data.train_weights has {len(data.train_weights)} numbers and data.train {len(data.train)} sources: "
+                "give one number for each source, or none"
+            )
+        if data.keep_system and data.system_prompt is not None:
+            raise ValueError("data.keep_system and data.system_prompt exclude each other: unset one")
+        if not data.chat and (data.keep_system or data.system_prompt is not None):
+            raise ValueError("data.chat=False has no place for a system message: put it into data.prompt_format")
 
     @staticmethod
     def _possible_rollout(rollout: RolloutConfig) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 
 from exgrpo.train.config import Config
 from exgrpo.train.data.files import Row, from_hub, read_rows
@@ -17,6 +18,7 @@ from exgrpo.train.experience import rules
 from exgrpo.train.hub import offline_reason
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.pretrained.location import on_hub
+from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader
 
 
@@ -25,13 +27,13 @@ class Early:
     """What the first look has read and started.
 
     Attributes:
-        train: rows of the questions to train on.
-        test: rows of the held-out questions; None where there are none.
+        train: rows of the questions to train on, by source.
+        test: rows of the held-out questions, by source; None where there are none.
         grader: grades answers; its processes run.
     """
 
-    train: list[Row]
-    test: list[Row] | None
+    train: list[list[Row]]
+    test: list[list[Row]] | None
     grader: Grader
 
 
@@ -53,14 +55,16 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     check_method(config)
     PromptFormat.of(config.data).check_settings()
     data, reward = config.data, config.reward
-    check_places(config.policy.path, [source for source in (data.train, data.test) if source is not None])
+    check_places(config.policy.path, (*data.train, *(data.test or ())))
 
-    def read(source: str, split: str, limit: int | None) -> list[Row]:
-        return read_rows(source, split=split, limit=limit, seed=config.seed)
+    def read(sources: Sequence[str], split: str, limit: int | None) -> list[list[Row]]:
+        return [read_rows(source, split=split, limit=limit, seed=config.seed) for source in sources]
 
     train = read(data.train, data.train_split, data.train_limit)
     test = None if data.test is None else read(data.test, data.test_split, data.test_limit)
-    grader = Grader(reward.function, workers=reward.workers, time_limit=reward.time_limit)
+    rows = chain.from_iterable((*train, *(test or ())))
+    rewards = dict.fromkeys(reward_of(row.reward, reward.function) for row in rows)
+    grader = Grader(*rewards, workers=reward.workers, time_limit=reward.time_limit)
     resources.callback(grader.close)
     return Early(train, test, grader)
 

@@ -1,11 +1,12 @@
 """What a run starts from: a model with its tokenizer, questions in its tokens, a grader. No process has joined yet."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exgrpo.train.config import Config
 from exgrpo.train.data.files import Row
 from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.data.questions import QuestionSet, question_set
+from exgrpo.train.data.questions import QuestionSet, joined, question_set
 from exgrpo.train.early import Early
 from exgrpo.train.errors import is_first_rank
 from exgrpo.train.pretrained.tokenizer import Pretrained, load_pretrained
@@ -41,9 +42,14 @@ def read_inputs(config: Config, early: Early) -> Inputs:
     """
     pretrained, data = load_pretrained(config.policy.path, config.policy.overrides), config.data
 
-    def tokenised(source: str, rows: list[Row], limit: int | None) -> QuestionSet:
-        prompts = PromptFormat.of(data)
-        return question_set(source, rows, pretrained.tokenizer, prompts, limit=limit, progress=is_first_rank())
+    def tokenised(sources: Sequence[str], rows: Sequence[list[Row]], limit: int | None) -> QuestionSet:
+        prompts, progress = PromptFormat.of(data), is_first_rank()
+        return joined(
+            [
+                question_set(source, of_source, pretrained.tokenizer, prompts, limit=limit, progress=progress)
+                for source, of_source in zip(sources, rows, strict=True)
+            ]
+        )
 
     train = tokenised(data.train, early.train, data.train_limit)
     test = None if data.test is None or early.test is None else tokenised(data.test, early.test, data.test_limit)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from exgrpo.train.answers import Answerer
 from exgrpo.train.config import Config
 from exgrpo.train.data.questions import Question
-from exgrpo.train.reward.form import tell
+from exgrpo.train.reward.form import Graded, tell
+from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.success import is_success
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.seeds import derive_seed
@@ -22,9 +23,10 @@ class Preflight:
     Attributes:
         answers: how many there are.
         finished: how many were not cut at the length limit.
-        formed: how many have the form that the reward needs; None where the reward has no check of the form.
+        formed: how many have the form that the reward needs; None where a reward has no check of the form.
         right: how many are successes.
         equal: whether all rewards are the same.
+        rewards: names of the rewards that graded them.
         example: how the first answer ends.
     """
 
@@ -33,6 +35,7 @@ class Preflight:
     formed: int | None
     right: int
     equal: bool
+    rewards: tuple[str, ...]
     example: str
 
     def __str__(self) -> str:
@@ -51,8 +54,8 @@ class Preflight:
             )
         if self.formed == 0:
             return (
-                f"none of {self.answers} answers has the form that reward.function={config.reward.function} needs: ask "
-                "for it in data.prompt_format or data.system_prompt, open the answers by data.answer_prefix, or take "
+                f"none of {self.answers} answers has the form that the reward {', '.join(self.rewards)} needs: ask for "
+                "it in data.prompt_format or data.system_prompt, open the answers by data.answer_prefix, or take "
                 f"another reward.function. One answer ends: {self.example!r}"
             )
         return None
@@ -67,15 +70,17 @@ def preflight(config: Config, answerer: Answerer, questions: Sequence[Question],
         sampling,
         derive_seed(config.seed, "preflight"),
     )
-    texts = [
-        (of_question[0].text, question.gold) for of_question, question in zip(answers.of_question, asked, strict=True)
+    given = [
+        Graded(of_question[0].text, question.gold, reward_of(question.reward, config.reward.function))
+        for of_question, question in zip(answers.of_question, asked, strict=True)
     ]
-    formed = tell("form", config.reward, texts, answerer.world)
+    formed = [form for form in tell("form", config.reward, given, answerer.world) if form is not None]
     return Preflight(
         answers=len(asked),
         finished=sum(rollout.finished for rollout in answers.rollouts),
-        formed=None if formed is None else sum(formed),
+        formed=sum(formed) if len(formed) == len(given) else None,
         right=int(is_success(answers.rewards, config.reward.success).sum()),
         equal=len(set(answers.rewards.tolist())) == 1,
-        example=texts[0][0][-SHOWN_CHARACTERS:],
+        rewards=tuple(dict.fromkeys(answer.reward for answer in given)),
+        example=given[0].response[-SHOWN_CHARACTERS:],
     )

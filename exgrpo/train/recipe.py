@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import tyro
 import yaml
 from pydantic import BaseModel, ValidationError
-from tyro.conf import arg
+from tyro.conf import UseAppendAction, arg
 
 from exgrpo.train.builtin import ASSETS, DEFAULT_TASK, PREFIX, model_names
 from exgrpo.train.command_line import check_names, names, one_line
@@ -112,12 +112,23 @@ def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
+def read_recipes(paths: Sequence[Path]) -> dict[str, Any]:
+    """The values of several recipes, of which later ones beat earlier ones; see `read_recipe`."""
+    return merged(*(read_recipe(path) for path in paths))
+
+
+def origin_of(paths: Sequence[Path]) -> str:
+    """The names of recipes, for messages."""
+    return " with ".join(map(str, paths))
+
+
 class RecipeArgument(BaseModel):
     """The one option that is not part of a configuration."""
 
     recipe: Annotated[
         tuple[Path, ...],
-        arg(help="YAML recipes that replace the defaults below, later ones beating earlier ones; or builtin:NAME."),
+        UseAppendAction,
+        arg(help="YAML recipe, or builtin:NAME, that replaces the defaults below; of several the later ones win."),
     ] = ()
 
 
@@ -143,7 +154,7 @@ def _builtin(path: Path) -> Path:
 
 
 def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequence[str] = NAMED) -> Config:
-    """Resolve `[--recipe FILE ...] [--section.field VALUE ...]` into a configuration, on top of `default`.
+    """Resolve `[--recipe FILE]* [--section.field VALUE ...]` into a configuration, on top of `default`.
 
     Without a recipe and a default it is the default run's, unless a model or questions are named. `needed` are those
     of the `NAMED` keys that must be given then.
@@ -159,8 +170,7 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
     check_names(rest, Config, RecipeArgument)
     if recipes or default is None:
         own = recipes or ([] if options & set(NAMED) else [DEFAULT_RUN])
-        values = merged(*(read_recipe(path) for path in own))
-        default = unfinished(values, " + ".join(map(str, own)), needed)
+        default = unfinished(read_recipes(own), origin_of(own), needed)
     with one_line(Config, PROGRAM):
         return tyro.cli(
             Config,
@@ -168,7 +178,7 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
             default=default,
             prog=PROGRAM,
             config=(tyro.conf.FlagConversionOff,),  # --policy.gradient_checkpointing True, as in a recipe
-            description=f"{Config.__doc__} --recipe FILE ... reads YAML recipes before the options below are applied.",
+            description=f"{Config.__doc__} --recipe FILE, once or more, is read before the options below are applied.",
             use_underscores=True,
         )
 

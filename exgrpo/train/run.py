@@ -23,7 +23,7 @@ from exgrpo.train.evaluate.held_out import evaluate, metrics
 from exgrpo.train.inputs import Inputs, read_inputs
 from exgrpo.train.metrics.display import Display
 from exgrpo.train.metrics.run_log import GO_ON
-from exgrpo.train.preflight import preflight
+from exgrpo.train.preflight import QUESTIONS, preflight
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.recorder import Recorder
 from exgrpo.train.rollout import Sampling
@@ -191,7 +191,7 @@ class Run:
             dropped += f", {questions.beyond_limit} more left out by data.train_limit"
         say(
             f"{config.policy.path} ({config.policy.dtype}) on {parts.world.size} x {parts.world.device.type}, "
-            f"{len(questions.questions)} questions from {config.data.train}{dropped}\n"
+            f"{len(questions.questions)} questions from {', '.join(config.data.train)}{dropped}\n"
             f"rollouts by {parts.choice}{repeats}\n"
             f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
             f"matrix products: {self.utilisation.rate / 1e12:.3g} TFLOP/s: 100 % for mfu"
@@ -208,7 +208,7 @@ class Run:
     def _preflight(self, say: Callable[[str], None]) -> None:
         if self.config.preflight == "off":
             return
-        result = preflight(self.config, self.answerer, self.train_set.questions, self.parts.trainer.sampling)
+        result = preflight(self.config, self.answerer, self.train_set.first(QUESTIONS), self.parts.trainer.sampling)
         say(str(result))
         problem = result.problem(self.config)
         if problem and self.config.preflight == "stop":

@@ -13,6 +13,7 @@ from exgrpo.train.config import Config
 from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.experience import (
     MeanScore,
+    Mixture,
     PlannedGroup,
     Replay,
     ReplayState,
@@ -96,6 +97,7 @@ class Trainer:
     def __init__(self, config: Config, questions: QuestionSet, policy: Policy, answerer: Answerer) -> None:
         self.config = config
         self.questions = questions.questions
+        weights = config.data.train_weights
         self.policy = policy
         self.answerer = answerer
         self.sampling = Sampling(
@@ -112,6 +114,7 @@ class Trainer:
             success=config.reward.success,
             success_option="reward.success",
             scale_by_std=config.objective.scale_by_std,
+            mixture=Mixture(questions.sizes, weights) if weights else None,
         )
         self.weigher = Weigher.of_run(config, lambda rows: self._score(rows, self.sampling.temperature))
         all_trained = not (self.replay.settles or config.rollout.refills)
@@ -287,6 +290,7 @@ class Trainer:
             reward=answer.reward,
             step=step,
             behaviour=behaviour,
+            key=answer.key,
         )
 
     def _update(

@@ -13,6 +13,7 @@ from exgrpo.train.policy.ratios import BINS
 from exgrpo.train.policy.update import UpdateStats
 from exgrpo.train.records import Rollout, Score, TokenIds
 from exgrpo.train.reward.pool import Grades
+from exgrpo.train.reward.worker import hashed
 from exgrpo.train.rollout import EngineCounts, Finished, Sampling
 
 EOS = 1
@@ -87,15 +88,17 @@ class ScriptedGrader:
     def __init__(self, reward: Callable[[str], float] = marked) -> None:
         self.reward = reward
         self.rewards: list[float] = []
+        self.keys: list[int] = []
 
     def begin(self) -> "ScriptedGrader":
         return ScriptedGrader(self.reward)
 
-    def add(self, response: str, gold: str, question: str) -> None:
+    def add(self, response: str, gold: str, question: str, reward: str) -> None:
         self.rewards.append(self.reward(response))
+        self.keys.append(hashed(response))
 
     def finish(self) -> Grades:
-        return Grades(tuple(self.rewards), timed_out=0, failed=0)
+        return Grades(tuple(self.rewards), timed_out=0, failed=0, key=tuple(self.keys))
 
 
 def engine_log_prob(response: TokenIds) -> np.ndarray:

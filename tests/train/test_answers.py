@@ -54,12 +54,12 @@ class KeepingGrader:
     def begin(self):
         return self
 
-    def add(self, response, gold, question):
+    def add(self, response, gold, question, reward):
         self.seen.append(response)
 
     def finish(self):
         self.seen.append("finish")
-        return Grades((0.0, 1.0, 2.0, 3.0), timed_out=2, failed=1)
+        return Grades((0.0, 1.0, 2.0, 3.0), timed_out=2, failed=1, key=(0, 10, 20, 30))
 
 
 class StoppedEngine(FixedEngine):
@@ -99,6 +99,7 @@ def test_answers_are_graded_as_they_finish_and_stand_in_the_order_of_samples():
     answers = answering(FixedEngine(happened), grader).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
     assert happened == ["wake", *["5 mm<|im_end|>"] * 2, *["5 mm"] * 2, "sleep", "finish"]
     assert [[a.reward for a in of_question] for of_question in answers.of_question] == [[2, 0], [3, 1]]
+    assert [[a.key for a in of_question] for of_question in answers.of_question] == [[20, 0], [30, 10]]
     assert (answers.timed_out, answers.failed) == (2, 1)
     assert answers.engine == EngineCounts(prompt_tokens=8, cached_tokens=6)
 

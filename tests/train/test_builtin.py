@@ -45,7 +45,12 @@ def test_a_new_task_is_one_new_file(new_file):
         ("test 5?", "5", "counting"),
         ("test 6?", "6", "counting"),
     ]
-    assert module_names(TASKS, "generate") == ["arithmetic", "counting"]
+    assert {row.reward for row in rows} == {""}
+    assert "counting" in module_names(TASKS, "generate")
+
+
+def test_a_task_brings_its_reward():
+    assert {row.reward for row in read_rows("builtin:arithmetic", split="test", limit=2, seed=5)} == {"math"}
 
 
 def test_a_new_reward_is_one_new_file(new_file):

@@ -9,7 +9,7 @@ from exgrpo.train.config import Config, ExperienceConfig
 from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.recipe import load_recipe, parse_args, read_recipe, to_yaml
-from exgrpo.train.reward.names import resolve_reward
+from exgrpo.train.reward.names import resolve_reward, reward_of
 
 
 def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
@@ -32,7 +32,7 @@ def test_an_own_model_takes_nothing_from_the_default_run():
     own, written = parse_args(OWN), load_recipe(DEFAULT_RUN).model_dump()
     for key, value in flat(read_recipe(DEFAULT_RUN)).items():
         section, _, name = key.rpartition(".")
-        assert value == (written[section][name] if section else written[name])
+        assert (written[section][name] if section else written[name]) in (value, (value,))
         assert getattr(getattr(own, section) if section else own, name) != value, key
 
 
@@ -41,9 +41,38 @@ def test_an_own_model_is_asked_for_what_its_reward_reads():
     own = parse_args(OWN)
     assert (own.data.train_limit, own.data.test) == (None, None)
     answer = r"So it is \boxed{" + "7}."
-    assert resolve_reward(own.reward.function)(answer, "7") == 1.0
+    assert resolve_reward(reward_of("", own.reward.function))(answer, "7") == 1.0
     assert own.data.prompt_format.format(question="What is 3 + 4?").startswith("What is 3 + 4?")
     assert r"\boxed{}" in own.data.prompt_format.format(question="")
+
+
+def test_one_source_or_several(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    for text, arguments, train, test in (
+        ("data: {train: a}", [], ("a",), None),
+        ("data: {train: [a, b], test: c, train_weights: [1, 3]}", [], ("a", "b"), ("c",)),
+        ("data: {train_weights: [1, 3]}", ["--data.train", "a", "b", "--data.test", "c", "d"], ("a", "b"), ("c", "d")),
+        ("data: {train: a, test: b}", ["--data.test=None"], ("a",), None),
+        ("data: {train: a}", ["--data.train=b?x=1&y=2"], ("b?x=1&y=2",), None),
+    ):
+        recipe.write_text(f"policy.path: m\n{text}\n")
+        config = parse_args([f"--recipe={recipe}", *arguments])
+        assert (config.data.train, config.data.test) == (train, test)
+        (tmp_path / "config.yaml").write_text(to_yaml(config))
+        assert load_recipe(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data.train_weights", "1"], "data.train_weights has 1 numbers and data.train 2 sources: give one number"),
+        (["--data.train_weights", "1", "0"], "data.train_weights.1: Input should be greater than or equal to"),
+        (["--data.test"], "data.test: Value should have at least 1 item"),
+    ],
+)
+def test_weights_and_sources_that_cannot_be(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_args(["--policy.path=m", "--data.train", "a", "b", *arguments])
 
 
 @pytest.mark.parametrize("missing", [OWN[:1], OWN[1:]])

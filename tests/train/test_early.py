@@ -120,8 +120,8 @@ def test_what_is_read_is_what_the_configuration_names(tmp_path):
     files = {"train": str(tmp_path / "train.jsonl"), "test": str(tmp_path / "test.jsonl")}
     with ExitStack() as resources:
         found = look(configured({"data": files, "reward": {"function": "math"}}), resources)
-        assert [row.gold for row in found.train] == ["1", "2"]
-        assert [row.gold for row in found.test] == ["3"]
+        assert [[row.gold for row in rows] for rows in found.train] == [["1", "2"]]
+        assert [[row.gold for row in rows] for rows in found.test] == [["3"]]
         assert found.grader.grade([("</think>\\boxed{3}", "3")]).reward == (1.0,)
 
 

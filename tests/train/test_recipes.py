@@ -8,7 +8,7 @@ import yaml
 
 from exgrpo.train.evaluate.options import defaults
 from exgrpo.train.recipe import load_recipe, to_yaml
-from exgrpo.train.reward.names import resolve_reward
+from exgrpo.train.reward.names import resolve_reward, reward_of
 from tests.train.trainers import make
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -125,7 +125,7 @@ def resolved(recipe: str) -> dict[str, Any]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_is_valid_and_repeatable(recipe, tmp_path):
     config = load_recipe(FOLDER / recipe)
-    resolve_reward(config.reward.function)
+    resolve_reward(reward_of("", config.reward.function))
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_recipe(tmp_path / "config.yaml") == config
 
@@ -178,7 +178,7 @@ def test_every_recipe_drives_the_loop(recipe):
 
 @pytest.mark.parametrize("recipe", EVALUATION, ids=lambda path: path.stem)
 def test_an_evaluation_recipe_asks_as_its_training_recipe_does(recipe):
-    options = defaults(recipe)
+    options = defaults([recipe])
     training = load_recipe(FOLDER / ("paper.yaml" if recipe.stem == "paper" else f"paper/{recipe.name}"))
     asked = options.evaluation
     assert (asked.temperature, asked.top_p, options.rollout.max_tokens, asked.samples) == (0.6, 1.0, 8192, 1)

@@ -130,6 +130,29 @@ def test_rewards_that_do_not_fit_and_held_out_questions_that_are_too_long_are_to
     assert [record["test/held_out"] for record in test] == [0.0, 0.0]
 
 
+def test_sources_are_mixed_by_weight_and_each_is_graded_by_its_own_reward(tmp_path):
+    """All answers end before "</think>": the task's reward, math, is 0 then, and the file's, the default, is not."""
+    (tmp_path / "mine.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n' * 20)
+    sources = ["builtin:arithmetic", str(tmp_path / "mine.jsonl")]
+    done = launch(
+        MAIN,
+        *(*SMALL, f"--recipe={DEFAULT_RUN}", "--rollout.stop", "</think>", "--preflight=warn"),
+        *("--steps=2", "--questions=16", "--data.train", *sources, "--data.train_weights", "1", "3"),
+        *("--data.test", *sources, "--experience.ratio=0", "--evaluation.samples=2"),
+        f"--output.folder={tmp_path / 'runs'}",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"60 questions from {', '.join(sources)}" in " ".join(done.stdout.split())
+    training = [record for record in records(tmp_path / "runs" / "small") if "reward" in record]
+    held_out = [record for record in records(tmp_path / "runs" / "small") if "test/pass_rate" in record]
+    for source, some in (("arithmetic", False), ("mine", True)):
+        assert any(record[f"reward/{source}"] > 0 for record in training) == some
+        assert any(record[f"test/{source}"] > 0 for record in held_out) == some
+    for record in held_out:
+        assert record["distinct_at/2"] >= record["pass_at/2"] >= record["test/pass_rate"]
+        assert {"distinct_at/2/error", "pass_at/2/error"} <= record.keys()
+
+
 def test_a_run_in_use_is_not_continued_by_another_process(run):
     folder, _ = run
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "in_use_by"}

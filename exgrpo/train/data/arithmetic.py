@@ -25,6 +25,9 @@ MAX_PROMPT_TOKENS = 24
 MAX_RESPONSE_TOKENS = 80
 """Every correct worked solution fits in this many tokens of the shipped tokenizer, the end token included."""
 
+REWARD = "math"
+"""The name of the reward: it reads what follows the thinking."""
+
 LEVELS = (1, 2, 3, 4)
 
 _LEVEL_WEIGHTS = (0.4, 0.3, 0.1, 0.2)

@@ -25,11 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from exgrpo.train.builtin import PREFIX, find_module, module_names
+from exgrpo.train.data import gym
+from exgrpo.train.data.arguments import checked, parameters, split_arguments
 from exgrpo.train.errors import SHOWN, DataError, MissingDataError, cut, os_errors_as, shown
 from exgrpo.train.reward.grading import boxed_answer
 
 TASKS = "exgrpo.train.data"
-"""A built-in task is a module here with generate(split, count, seed) -> objects with a question and an answer."""
+"""A built-in task is a module here with generate(split, count, seed, **arguments) -> objects with a question and an
+answer. Its REWARD, where it has one, is the name of the reward of its questions."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 COLUMNS = ("prompt", "reward_model", "data_source", "question", "problem", "answer", "solution")
 NESTED = ("prompt", "reward_model")
@@ -48,7 +51,9 @@ class Row:
     system: str | None
     """The row's own system message."""
     source: str
-    """The row's data_source, else the stem of its file, the hub name or the name of the generator."""
+    """The row's data_source, else the stem of its file, the hub name or the name of the generator with arguments."""
+    reward: str = ""
+    """Name of the reward that its source brings; "": none."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,11 @@ class _BadRow:
 
 def read_rows(source: str, *, split: str, limit: int | None, seed: int) -> list[Row]:
     """All rows of `source`; see exgrpo.train.data.questions.load_questions for the arguments and errors."""
-    if source.startswith(PREFIX):
-        return _builtin_rows(source, split, limit, seed)
+    if _generated(source):
+        if limit is None:
+            raise DataError(f"{source} needs a limit: the number of questions to generate")
+        read = _builtin_rows if source.startswith(PREFIX) else _gym_rows
+        return read(source, split, limit, seed)
     if files := _local_files(source):
         found = [item for path in files for item in _file_rows(path)]
     else:
@@ -77,7 +85,11 @@ def read_rows(source: str, *, split: str, limit: int | None, seed: int) -> list[
 
 def from_hub(source: str) -> bool:
     """Whether a source of questions is the name of a hub data set. Raises MissingDataError for a missing file."""
-    return not source.startswith(PREFIX) and not _local_files(source)
+    return not _generated(source) and not _local_files(source)
+
+
+def _generated(source: str) -> bool:
+    return source.startswith((PREFIX, gym.PREFIX))
 
 
 def parse_row(row: Any, source: str) -> Row:
@@ -153,16 +165,21 @@ def _kind(value: Any) -> str:
     return "null" if value is None else f"{type(value).__name__} {value!r:.40}"
 
 
-def _builtin_rows(source: str, split: str, limit: int | None, seed: int) -> list[Row]:
-    name = source.removeprefix(PREFIX)
-    task = find_module(TASKS, name, "generate")
+def _builtin_rows(source: str, split: str, limit: int, seed: int) -> list[Row]:
+    place, given = split_arguments(source)
+    task = find_module(TASKS, place.removeprefix(PREFIX), "generate")
     if task is None:
         known = ", ".join(f"{PREFIX}{name}" for name in module_names(TASKS, "generate"))
         raise DataError(f"unknown data set {shown(source)}; there is {known}")
-    if limit is None:
-        raise DataError(f"{source} needs a limit: the number of problems to generate")
-    problems = task.generate(split, limit, seed)
-    return [Row(problem.question, problem.answer, None, name) for problem in problems]
+    arguments = checked(source, given, parameters(task.generate, ("split", "count", "seed")))
+    reward, name = getattr(task, "REWARD", ""), source.removeprefix(PREFIX)
+    problems = task.generate(split, limit, seed, **arguments)
+    return [Row(problem.question, problem.answer, None, name, reward) for problem in problems]
+
+
+def _gym_rows(source: str, split: str, limit: int, seed: int) -> list[Row]:
+    pairs = gym.read_gym(source, split, limit, seed)
+    return [Row(question, gold, None, source, gym.REWARD) for question, gold in pairs]
 
 
 def _local_files(source: str) -> list[Path]:

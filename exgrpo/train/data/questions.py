@@ -2,9 +2,10 @@
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import accumulate, chain, islice, zip_longest
 from typing import Any
 
 from rich.console import Console
@@ -31,11 +32,13 @@ class Question:
     """The right answer."""
     source: str
     """The data set that the row names, else the stem of its file, the hub name or the name of the generator."""
+    reward: str = ""
+    """Name of the reward that its source brings; "": none."""
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """The questions of a data set, in its order."""
+    """The questions of one or several sources, in their order."""
 
     questions: tuple[Question, ...]
     """[N], N >= 1."""
@@ -44,11 +47,25 @@ class QuestionSet:
     the last one taken."""
     beyond_limit: int = 0
     """Rows after the last one taken, which the limit leaves out."""
+    parts: tuple[int, ...] = ()
+    """How many of the N come from each source, one source after the other; empty: there is one."""
 
     @property
     def dropped_long(self) -> int:
         """Number of rows left out because their prompts are too long."""
         return len(self.left_out)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """[S] how many of the N questions come from each source, one source after the other."""
+        return self.parts or (len(self.questions),)
+
+    def first(self, count: int) -> list[Question]:
+        """`count` questions, or all there are: the first ones of every source, as many of each where it has them."""
+        ends = list(accumulate(self.sizes))
+        turns = zip_longest(*(range(end - size, end) for end, size in zip(ends, self.sizes, strict=True)))
+        indices = (index for turn in turns for index in turn if index is not None)
+        return [self.questions[index] for index in sorted(islice(indices, count))]
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -95,12 +112,13 @@ def load_questions(
     """Loads questions and tokenises their prompts.
 
     Args:
-        source: a .jsonl, .json, .parquet or .csv file, a pattern that matches several, builtin:NAME, or the name of a
-            hub data set, "name" or "name:config". exgrpo.train.data.files lists the row formats.
+        source: a .jsonl, .json, .parquet or .csv file, a pattern that matches several, builtin:NAME or
+            reasoning_gym:NAME, both with arguments behind a "?" or without, or the name of a hub data set, "name" or
+            "name:config". exgrpo.train.data.files lists the row formats.
         tokenizer: of transformers.
         prompts: how questions become prompts.
-        split: of a hub or builtin data set; a file is taken whole.
-        limit: take the first so many rows whose prompts fit. A built-in task needs it: how many to generate.
+        split: of a hub, builtin or reasoning-gym data set; a file is taken whole.
+        limit: take the first so many rows whose prompts fit. What is generated needs it: how many.
         seed: of the generated problems.
         progress: show a progress bar while it lasts, where there is a terminal.
 
@@ -132,7 +150,7 @@ def question_set(
     left_out: list[Question] = []
     for row, prompt in _tokenised(rows, tokenizer, prompts, progress):
         among = questions if len(prompt) <= prompts.max_prompt_tokens else left_out
-        among.append(Question(len(among), tuple(prompt), row.question, row.gold, row.source))
+        among.append(Question(len(among), tuple(prompt), row.question, row.gold, row.source, row.reward))
         if len(questions) == limit:
             break
     if not questions:
@@ -144,6 +162,20 @@ def question_set(
         )
     unread = len(rows) - len(questions) - len(left_out)
     return QuestionSet(tuple(questions), tuple(left_out), beyond_limit=unread)
+
+
+def joined(sets: Sequence[QuestionSet]) -> QuestionSet:
+    """The questions of several sources, at least one, in one set with indices of its own."""
+    if len(sets) == 1:
+        return sets[0]
+    questions = chain.from_iterable(of_source.questions for of_source in sets)
+    left_out = chain.from_iterable(of_source.left_out for of_source in sets)
+    return QuestionSet(
+        tuple(replace(question, index=index) for index, question in enumerate(questions)),
+        tuple(replace(question, index=index) for index, question in enumerate(left_out)),
+        sum(of_source.beyond_limit for of_source in sets),
+        tuple(map(len, sets)),
+    )
 
 
 def _tokenised(

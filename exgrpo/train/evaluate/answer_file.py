@@ -14,6 +14,8 @@ from exgrpo.train.data.questions import Question
 from exgrpo.train.errors import OutputError
 from exgrpo.train.evaluate.options import Options
 from exgrpo.train.evaluate.scores import Verdict, question_key
+from exgrpo.train.reward.form import Graded
+from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.success import is_success
 
 ANSWERS, OPTIONS = "answers.jsonl", "options.yaml"
@@ -28,17 +30,23 @@ class AnswerFile:
         expected: answers of each chunk when it is complete.
 
     Raises:
-        OutputError: the folder holds an evaluation with other options.
+        OutputError: the folder holds an evaluation with other options, or one of a version without keys.
     """
 
     def __init__(self, folder: Path, options: Options, expected: Sequence[int]) -> None:
         self.path = folder / ANSWERS
+        self.reward = options.reward.function
         text = yaml.safe_dump(options.model_dump(mode="json"), sort_keys=False)
         if (folder / OPTIONS).exists() and (folder / OPTIONS).read_text(encoding="utf-8") != text:
             raise OutputError(f"output: {folder} holds an evaluation with other options; choose another --output")
         (folder / OPTIONS).write_text(text, encoding="utf-8")
         found: dict[int, list[dict[str, Any]]] = {}
         for record in self._records():
+            if not {"key", "graded_by"} <= record.keys():
+                raise OutputError(
+                    f"output: {self.path} is of an older version, without the keys of solutions: choose another "
+                    "--output, or remove the folder"
+                )
             found.setdefault(record["chunk"], []).append(record)
         self.done = {chunk for chunk, records in found.items() if len(records) == expected[chunk]}
         partial = self.path.with_suffix(".tmp")
@@ -66,7 +74,9 @@ class AnswerFile:
                         "question": question.text,
                         "gold": question.gold,
                         "response": answer.text,
+                        "graded_by": reward_of(question.reward, self.reward),
                         "reward": answer.reward,
+                        "key": answer.key,
                         "finished": answer.rollout.finished,
                         "tokens": len(answer.rollout.response),
                     }
@@ -79,11 +89,11 @@ class AnswerFile:
         for record, has_form, has_answer in zip(self._records(), formed, found, strict=True):
             key = question_key(record["question"], record["gold"])
             right = is_success(record["reward"], success)
-            yield Verdict(record["source"], key, right, record["finished"], has_form, has_answer)
+            yield Verdict(record["source"], key, right, record["finished"], has_form, has_answer, record["key"])
 
-    def texts(self) -> list[tuple[str, str]]:
-        """[N] (response, gold) of all answers in the file."""
-        return [(record["response"], record["gold"]) for record in self._records()]
+    def graded(self) -> list[Graded]:
+        """[N] all answers in the file."""
+        return [Graded(record["response"], record["gold"], record["graded_by"]) for record in self._records()]
 
     def rewards(self) -> npt.NDArray[np.float64]:
         """[N] rewards of all answers in the file."""

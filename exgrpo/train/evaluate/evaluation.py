@@ -23,6 +23,7 @@ from exgrpo.train.evaluate.scores import LeftOut, SourceScore, question_key, sco
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.tokenizer import DTYPES, Pretrained, load_pretrained
 from exgrpo.train.reward.form import tell
+from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.reward.success import RewardWatch
 from exgrpo.train.rollout import Sampling, Stops
@@ -136,11 +137,12 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
         file = AnswerFile(options.output, options, [sum(chunk.counts) for chunk in chunks]) if world.is_main else None
     done = world.gather(file.done if file else set())[0]
     reward = options.reward
-    grader = Grader(reward.function, workers=reward.workers, time_limit=reward.time_limit)
+    rewards = dict.fromkeys(reward_of(question.reward, reward.function) for question in questions)
+    grader = Grader(*rewards, workers=reward.workers, time_limit=reward.time_limit)
     resources.callback(grader.close)
     engine = open_engine(choice, settings, world)
     resources.callback(engine.close)
-    answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world)
+    answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world, reward.function)
     console = Console(quiet=not world.is_main)
     console.print(f"{len(questions)} rows, {len(done)} of {len(chunks)} chunks done")
     console.print(f"answers by {choice}")
@@ -167,10 +169,9 @@ def _scores(
     watch = RewardWatch(options.reward.success, "reward.success", patience=1)
     if file and (note := watch.observe(file.rewards())):
         console.print(note, highlight=False, soft_wrap=True)
-    texts = file.texts() if file else []
-    unknown = [None] * len(texts)
-    formed = tell("form", options.reward, texts, world) or unknown
-    found = tell("found", options.reward, texts, world) or unknown
+    graded = file.graded() if file else []
+    formed = tell("form", options.reward, graded, world)
+    found = tell("found", options.reward, graded, world)
     return world.gather(score(file.verdicts(options.reward.success, formed, found), wrong) if file else {})[0]
 
 

@@ -6,7 +6,8 @@ from exgrpo.train.answers import Answerer
 from exgrpo.train.config import RewardConfig
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.evaluate.scores import LeftOut, SourceScore, Verdict, question_key, score, score_all
-from exgrpo.train.reward.form import tell
+from exgrpo.train.reward.form import Graded, tell
+from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.success import is_success
 from exgrpo.train.rollout import Sampling
 
@@ -24,10 +25,11 @@ def evaluate(
         for question, of_question in zip(questions, answers.of_question, strict=True)
         for answer in of_question
     ]
-    texts = [(answer.text, question.gold) for question, answer in pairs]
-    unknown = [None] * len(texts)
-    formed = tell("form", reward, texts, answerer.world) or unknown
-    found = tell("found", reward, texts, answerer.world) or unknown
+    graded = [
+        Graded(answer.text, question.gold, reward_of(question.reward, reward.function)) for question, answer in pairs
+    ]
+    formed = tell("form", reward, graded, answerer.world)
+    found = tell("found", reward, graded, answerer.world)
     verdicts = [
         Verdict(
             question.source,
@@ -36,6 +38,7 @@ def evaluate(
             answer.rollout.finished,
             has_form,
             has_answer,
+            answer.key,
         )
         for (question, answer), has_form, has_answer in zip(pairs, formed, found, strict=True)
     ]
@@ -48,12 +51,24 @@ def metrics(overall: SourceScore, by_source: dict[str, SourceScore]) -> dict[str
     lacking = {name: getattr(overall, name) for name in ("truncated", "without_form", "without_answer")}
     return {
         "test/pass_rate": overall.pass_rate,
-        **{f"pass_at/{k}": value for k, value in overall.pass_at.items()},
+        **_at_k("pass_at", overall.pass_at, overall.pass_at_error),
+        **_at_k("distinct_at", overall.distinct_at, overall.distinct_at_error),
         **{f"test/{name}": source.pass_rate for name, source in by_source.items()},
         "held_out/low": overall.low,
         "held_out/high": overall.high,
-        **{f"held_out/{name}": math.nan if value is None else value for name, value in lacking.items()},
+        **{f"held_out/{name}": _number(value) for name, value in lacking.items()},
     }
+
+
+def _at_k(name: str, values: dict[int, float], errors: dict[int, float | None]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for k, value in values.items():
+        found |= {f"{name}/{k}": value, f"{name}/{k}/error": _number(errors[k])}
+    return found
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _key(question: Question) -> str:

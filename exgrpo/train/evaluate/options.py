@@ -17,6 +17,7 @@ from exgrpo.train.config import (
     RewardConfig,
     RolloutConfig,
     Section,
+    Sources,
     StopString,
     as_in,
 )
@@ -25,7 +26,7 @@ from exgrpo.train.dotted import flat, known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.mistakes import explain
 from exgrpo.train.pretrained.arguments import Overrides
-from exgrpo.train.recipe import RecipeArgument, merged, read_recipe, split_recipe, unfinished
+from exgrpo.train.recipe import RecipeArgument, merged, origin_of, read_recipes, split_recipe, unfinished
 
 PROGRAM = "python -m exgrpo.train.evaluate"
 AS_TRAINED = {
@@ -48,7 +49,7 @@ class PolicyOptions(Section):
 class DataOptions(Section):
     """Questions and their prompts."""
 
-    test: tuple[str, ...] = Field(min_length=1, description="JSONL, JSON, parquet or CSV files, hub or builtin names.")
+    test: Sources = Field(description="JSONL, JSON, parquet or CSV files, hub names, builtin:NAME, reasoning_gym:NAME.")
     test_split: str = as_in(DataConfig, "test_split")
     test_limit: int | None = as_in(DataConfig, "test_limit", description="Use only so many questions of each data set.")
     chat: bool = as_in(DataConfig, "chat")
@@ -116,13 +117,13 @@ def parse_options(argv: Sequence[str]) -> Options:
         ConfigError: the recipe is wrong, an option is unknown (the message names the near one), or a value is
             impossible.
     """
-    recipe, rest = split_recipe(argv)
+    recipes, rest = split_recipe(argv)
     check_names(rest, Options, RecipeArgument)
     with one_line(Options, PROGRAM):
         return tyro.cli(
             Options,
             args=rest,
-            default=defaults(recipe),
+            default=defaults(recipes),
             config=(tyro.conf.FlagConversionOff,),
             prog=PROGRAM,
             description=f"{Options.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",
@@ -130,19 +131,19 @@ def parse_options(argv: Sequence[str]) -> Options:
         )
 
 
-def defaults(recipe: Path | None) -> Options:
-    """The options in a YAML recipe, or the default ones; the command line has the model and questions that lack there.
+def defaults(recipes: Sequence[Path]) -> Options:
+    """The options in YAML recipes, or the default ones; the command line has the model and questions that lack there.
 
     The recipe of a training run, such as the config.yaml in its folder, means: ask and grade as that run does. It is
     known by an option that only training has. Its questions are not taken.
     """
-    values = read_recipe(recipe) if recipe else {}
+    values, origin = read_recipes(recipes), origin_of(recipes)
     if flat(values).keys() & (set(known_keys(Config)) - set(known_keys(Options))):
-        values = as_trained(unfinished(values, str(recipe)))
+        values = as_trained(unfinished(values, origin))
     try:
         checked = Options.model_validate(merged({"model": "", "data": {"test": [""]}}, values))
     except ValidationError as error:
-        raise ConfigError(explain(error, Options, str(recipe))) from None
+        raise ConfigError(explain(error, Options, origin)) from None
     if "test" not in values.get("data", {}):
         checked = checked.model_copy(update={"data": checked.data.model_copy(update={"test": tyro.MISSING})})
     return checked if "model" in values else checked.model_copy(update={"model": tyro.MISSING})

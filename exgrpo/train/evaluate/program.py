@@ -29,7 +29,10 @@ def write(scores: dict[str, SourceScore], folder: Path, console: Console) -> Non
     Raises:
         OutputError: scores.json cannot be written.
     """
-    console.print(_rates(scores), _counts(scores))
+    console.print(_rates(scores))
+    if ks := sorted({k for source in scores.values() for k in source.distinct_at}):
+        console.print(_distinct(scores, ks))
+    console.print(_counts(scores))
     result = {"average": average(scores), "sources": {name: asdict(source) for name, source in scores.items()}}
     with os_errors_as(OutputError, f"{folder / SCORES} cannot be written"):
         (folder / SCORES).write_text(json.dumps(result, indent=2, allow_nan=False), encoding="utf-8")
@@ -43,6 +46,13 @@ def _rates(scores: dict[str, SourceScore]) -> Table:
         pass_at = [_number(source.pass_at.get(k)) for k in ks]
         table.add_row(name, f"{source.pass_rate:.3f}", f"{source.low:.3f} to {source.high:.3f}", *pass_at)
     table.add_row("average", f"{average(scores):.3f}")
+    return table
+
+
+def _distinct(scores: dict[str, SourceScore], ks: Sequence[int]) -> Table:
+    table = Table("source", *(f"distinct@{k}" for k in ks))
+    for name, source in scores.items():
+        table.add_row(name, *(_number(source.distinct_at.get(k)) for k in ks))
     return table
 
 

@@ -1,11 +1,13 @@
-"""Pass@1, avg@k and unbiased pass@k from graded answers, with their uncertainty, and what answers lack."""
+"""Pass@1, avg@k, unbiased pass@k and distinct right answers at k, with their uncertainty, and what answers lack."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from exgrpo.train.evaluate.interval import effective_count, wilson
 
@@ -22,6 +24,8 @@ class Verdict(NamedTuple):
     """Whether it has the form that the reward needs; None: the reward cannot tell."""
     found: bool | None = None
     """Whether the reward finds any answer in it; None: the reward cannot tell."""
+    key: int = 0
+    """Of its solution, as in `Grades`; right answers to a question without a key count as one solution."""
 
 
 class LeftOut(NamedTuple):
@@ -43,6 +47,9 @@ class SourceScore:
         standard_error: of pass_rate, over questions; None of one question.
         low, high: 95 % confidence interval of pass_rate: Wilson's, with the effective number of answers.
         pass_at: for k = 2, 4, 8, ... up to the answers every question has, the probability that one of k is right.
+        pass_at_error: standard error of each, over questions; None of one question.
+        distinct_at: for the same k, the expected number of different solutions among the right ones of k answers.
+        distinct_at_error: standard error of each, over questions; None of one question.
         left_out: those of the questions that were not asked, for their prompts are too long.
         truncated: fraction of the given answers that were cut at the length limit; None where there are none.
         without_form: fraction of the given answers without the form that the reward needs; None where it cannot tell.
@@ -56,6 +63,9 @@ class SourceScore:
     low: float
     high: float
     pass_at: dict[int, float]
+    pass_at_error: dict[int, float | None]
+    distinct_at: dict[int, float]
+    distinct_at_error: dict[int, float | None]
     left_out: int
     truncated: float | None
     without_form: float | None
@@ -72,9 +82,23 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
     1 - C(samples - right, k) / C(samples, k): the fraction of the k-subsets of the answers that hold a right one.
     """
+    return distinct_at_k(samples, [right], k)
+
+
+def distinct_at_k(samples: int, right: Iterable[int], k: int) -> float:
+    """Unbiased estimate of the number of different solutions among the right ones of k answers.
+
+    Each solution counts 1 - C(samples - c, k) / C(samples, k), the fraction of the k-subsets of the answers that hold
+    one of its c answers.
+
+    Args:
+        samples: answers to the question.
+        right: of each solution, how many right answers give it.
+        k: answers that are drawn without replacement.
+    """
     if not 1 <= k <= samples:
         raise ValueError(f"k: {k} is not between 1 and the {samples} answers")
-    return 1 - comb(samples - right, k) / comb(samples, k)
+    return sum(1 - comb(samples - count, k) / comb(samples, k) for count in right)
 
 
 def score_source(verdicts: Sequence[Verdict], left_out: Sequence[LeftOut] = ()) -> SourceScore:
@@ -82,29 +106,42 @@ def score_source(verdicts: Sequence[Verdict], left_out: Sequence[LeftOut] = ()) 
 
     Rows that ask the same question, as in files that repeat each row 32 times, count as one question with more answers.
     """
-    by_question: dict[str, list[bool]] = {}
+    samples: Counter[str] = Counter()
+    solutions: dict[str, Counter[int]] = {}
     for verdict in verdicts:
-        by_question.setdefault(verdict.question, []).append(verdict.right)
+        samples[verdict.question] += 1
+        solutions.setdefault(verdict.question, Counter()).update([verdict.key] if verdict.right else ())
     for row in left_out:
-        by_question.setdefault(row.question, []).extend([False] * row.answers)
-    rights = list(by_question.values())
-    rates, answers = np.array([np.mean(of_question) for of_question in rights]), sum(map(len, rights))
+        samples[row.question] += row.answers
+    rights = [solutions.get(question, Counter()) for question in samples]
+    counts, answers = list(samples.values()), samples.total()
+    rates = np.array([right.total() / count for count, right in zip(counts, rights, strict=True)])
     low, high = wilson(float(rates.mean()), effective_count(rates, answers))
-    fewest = min(map(len, rights))
-    ks = [2**i for i in range(1, fewest.bit_length()) if 2**i <= fewest]
+    ks = [2**i for i in range(1, min(counts).bit_length())]
+    pairs = list(zip(counts, rights, strict=True))
+    pass_at = {k: np.array([pass_at_k(count, right.total(), k) for count, right in pairs]) for k in ks}
+    distinct_at = {k: np.array([distinct_at_k(count, right.values(), k) for count, right in pairs]) for k in ks}
     return SourceScore(
-        questions=len(rights),
+        questions=len(rates),
         answers=answers,
         pass_rate=float(rates.mean()),
-        standard_error=float(rates.std(ddof=1) / np.sqrt(len(rates))) if len(rates) > 1 else None,
+        standard_error=_error(rates),
         low=low,
         high=high,
-        pass_at={k: float(np.mean([pass_at_k(len(v), sum(v), k) for v in rights])) for k in ks},
+        pass_at={k: float(values.mean()) for k, values in pass_at.items()},
+        pass_at_error={k: _error(values) for k, values in pass_at.items()},
+        distinct_at={k: float(values.mean()) for k, values in distinct_at.items()},
+        distinct_at_error={k: _error(values) for k, values in distinct_at.items()},
         left_out=len({row.question for row in left_out}),
         truncated=_lacking([verdict.finished for verdict in verdicts]),
         without_form=_lacking([verdict.formed for verdict in verdicts]),
         without_answer=_lacking([verdict.found for verdict in verdicts]),
     )
+
+
+def _error(values: npt.NDArray[np.float64]) -> float | None:
+    """The standard error of a mean over questions; None of one question."""
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
 
 
 def _lacking(having: Sequence[bool | None]) -> float | None:

@@ -8,7 +8,7 @@ all. A method is five functions, each a file in a folder: `admit`, `prioritise`,
 
 from exgrpo.train.experience.difficulty import Evidence, count_successes, deviation_counts, in_band
 from exgrpo.train.experience.memory import ExperienceMemory
-from exgrpo.train.experience.plan import DelayedStart, FreshQuestions
+from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, Mixture
 from exgrpo.train.experience.replay import Replay, ReplayState, Selected, TakenIn, numbers_of, planned_from
 from exgrpo.train.experience.sampling import Priority, draw
 from exgrpo.train.experience.selection import Candidates, MeanScore
@@ -24,6 +24,7 @@ __all__ = [
     "ExperienceMemory",
     "FreshQuestions",
     "MeanScore",
+    "Mixture",
     "PlannedGroup",
     "Priority",
     "Replay",

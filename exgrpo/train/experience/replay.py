@@ -10,7 +10,7 @@ import numpy as np
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.buckets import BUCKETS, pass_rate
 from exgrpo.train.experience.memory import ExperienceMemory
-from exgrpo.train.experience.plan import DelayedStart, FreshQuestions
+from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, Mixture
 from exgrpo.train.experience.selection import RULES, Candidates, MeanScore
 from exgrpo.train.experience.settings import ExperienceConfig, Setting
 from exgrpo.train.experience.supply import PlannedGroup, Supply, settles
@@ -76,6 +76,7 @@ class Replay:
         success: a reward of at least this is a success.
         success_option: name of the option that sets `success`, for notes.
         scale_by_std: stored advantages are divided by the standard deviation of their group.
+        mixture: the sources of the questions and their weights; None: they are one source.
 
     Attributes:
         memory: what is stored, and which questions are retired.
@@ -98,13 +99,14 @@ class Replay:
         success: float = 1.0,
         success_option: str = "success",
         scale_by_std: bool = False,
+        mixture: Mixture | None = None,
     ) -> None:
         self.config = config
         self.setting = Setting(config, samples, success, scale_by_std)
         self.memory = ExperienceMemory(questions, self.setting)
         self.latch = DelayedStart(config.start_pass_rate)
         self.watch = RewardWatch(success, success_option)
-        self.pool = FreshQuestions(questions, generator(seed, "fresh questions"))
+        self.pool = FreshQuestions(questions, generator(seed, "fresh questions"), mixture)
         self.rng = generator(seed, "replay")
         self._progress = look_up(BUCKETS, config.bucket_by, "bucket_by").progress
         self._rule = look_up(RULES, config.trajectory, "trajectory rule")
@@ -213,7 +215,7 @@ class Replay:
         return ReplayState(
             values={
                 "replay_open": self.latch.open,
-                "pool_position": self.pool.position,
+                "pool_position": self.pool.position.tolist(),
                 "rewards_seen": self.watch.state(),
                 "generators": {name: rng.bit_generator.state for name, rng in self._generators().items()},
             },
@@ -225,7 +227,8 @@ class Replay:
         """Go on from the state of a replay with the same configuration and questions; further values are ignored."""
         values, arrays = state.values, state.arrays
         self.latch.open = values["replay_open"]
-        self.pool.position, self.pool.order = values["pool_position"], arrays["pool_order"].copy()
+        self.pool.position = np.atleast_1d(np.array(values["pool_position"], np.int64))
+        self.pool.order = arrays["pool_order"].copy()
         self.watch.restore(values["rewards_seen"])
         for name, rng in self._generators().items():
             rng.bit_generator.state = values["generators"][name]

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pebble import ProcessExpired, ProcessPool
 
 from exgrpo.train.errors import GraderError, RewardError, shown
-from exgrpo.train.limits import LARGEST_REWARD
 from exgrpo.train.reward.names import absolute, decisive_part_of
 from exgrpo.train.reward.worker import Outcome, grade, start_problem, start_worker
 
-_Task = tuple[str, str]  # the part of a response that decides, and the gold answer
+_Task = tuple[str, str, str]  # the reward, the part of a response that decides, and the gold answer
 
 START_SECONDS = 300.0
 _EMPTY_ROUNDS = 3
@@ -33,26 +32,30 @@ class Grades:
     """How many of the N answers hit the time limit."""
     failed: int
     """How many of the N answers made the reward raise, or its process die."""
+    key: tuple[int, ...]
+    """[N] of the solution in each answer: equal for answers to a question that differ in form only, 63 bits of a hash.
+    0: it has none, or the answer timed out or failed."""
 
 
 class Grader:
-    """Grades answers with one reward in `workers` processes; use it as a context manager or call close().
+    """Grades answers with one or several rewards in `workers` processes; use it as a context manager or call close().
 
     Every answer gets `time_limit` seconds of its own, start-up excluded. An answer that exceeds them (its process is
     killed, whatever it is doing) or whose process dies is worth 0 and counted; the others are unaffected and the
     process is replaced. Equal answers in one call are graded once. Processes are forked from a small server, never
-    from this (possibly multi-threaded) process, and import the reward only.
+    from this (possibly multi-threaded) process, and import the rewards only.
 
     Raises RewardError for a reward that cannot be resolved and GraderError when the processes do not start, both at
     construction.
     """
 
-    def __init__(self, reward: str, *, workers: int, time_limit: float) -> None:
+    def __init__(self, reward: str, *others: str, workers: int, time_limit: float) -> None:
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         if not (math.isfinite(time_limit) and time_limit > 0):
             raise ValueError(f"time_limit must be a positive number of seconds, got {time_limit}")
-        self._reward = absolute(reward)
+        self._default = reward
+        self._rewards = {name: absolute(name) for name in (reward, *others)}
         self._workers = workers
         self._time_limit = time_limit
         self._warned = False
@@ -71,7 +74,10 @@ class Grader:
         self._stop()
 
     def grade(self, answers: Sequence[tuple[str, str]]) -> Grades:
-        """Grades (response, gold) pairs; blocks until all are graded. Raises as `begin` and `Grading.finish` do."""
+        """Grades (response, gold) pairs with the first reward; blocks until all are graded.
+
+        Raises as `begin` and `Grading.finish` do.
+        """
         grading = self.begin()
         for response, gold in answers:
             grading.add(response, gold)
@@ -81,7 +87,7 @@ class Grader:
         """Begin to grade answers that come one by one. Raises ValueError after close()."""
         if self._closed:
             raise ValueError("the grader is closed")
-        return Grading(self, self._reward)
+        return Grading(self, self._rewards, self._default)
 
     def schedule(self, task: _Task) -> "_Scheduled":
         """Have a task graded in the background. Raises RuntimeError when the pool is broken."""
@@ -116,20 +122,21 @@ class Grader:
         self._pool.stop()
         self._pool.join()
 
-    def report(self, outcomes: Sequence[Outcome], questions: Sequence[str]) -> None:
-        """Raises RewardError for what is no reward, and warns of the first failure."""
-        for outcome, question in zip(outcomes, questions, strict=True):
+    def report(self, rewards: Sequence[str], outcomes: Sequence[Outcome], questions: Sequence[str]) -> None:
+        """Raises RewardError for what is no reward or no key, and warns of the first failure."""
+        for reward, outcome, question in zip(rewards, outcomes, questions, strict=True):
             if outcome.misuse is not None:
+                returned, rule = outcome.misuse
                 raise RewardError(
-                    f"reward {self._reward!r} returned {outcome.misuse} for an answer to {shown(question)}: a reward "
-                    f"is a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}. Mend the function and start "
-                    "again: a run goes on from its checkpoint with --resume auto, an evaluation with the same command"
+                    f"reward {reward!r} returned {returned} for an answer to {shown(question)}: {rule}. Mend the "
+                    "function and start again: a run goes on from its checkpoint with --resume auto, an evaluation "
+                    "with the same command"
                 )
             if outcome.error is not None and not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"reward {self._reward!r} failed on an answer, which is therefore worth 0 (further failures are "
-                    f"only counted): {outcome.error}",
+                    f"reward {reward!r} failed on an answer, which is therefore worth 0 (further failures are only "
+                    f"counted): {outcome.error}",
                     stacklevel=4,
                 )
 
@@ -139,7 +146,7 @@ class Grader:
         pool = ProcessPool(
             max_workers=self._workers,
             initializer=start_worker,
-            initargs=(self._reward, self._time_limit),
+            initargs=(tuple(self._rewards.values()), self._time_limit),
             context=context,
         )
         try:
@@ -147,7 +154,8 @@ class Grader:
         except FutureTimeoutError:
             problem = GraderError(f"the grading processes did not start within {START_SECONDS:.0f} s")
         except (BrokenProcessPool, ProcessExpired) as error:
-            problem = GraderError(f"a grading process died while it loaded reward {self._reward!r}: {error}")
+            names = ", ".join(map(repr, self._rewards.values()))
+            problem = GraderError(f"a grading process died while it loaded reward {names}: {error}")
         if problem is not None:
             pool.stop()
             pool.join()
@@ -162,18 +170,26 @@ class Grading:
     uses the grader otherwise.
     """
 
-    def __init__(self, grader: Grader, reward: str) -> None:
+    def __init__(self, grader: Grader, rewards: dict[str, str], default: str) -> None:
         self._grader = grader
-        self._decisive_part = decisive_part_of(reward)
+        self._rewards = rewards
+        self._default = default
+        self._decisive_part = {name: decisive_part_of(name) for name in rewards}
         self._tasks: list[_Task | None] = []
+        self._names: list[str] = []
         self._questions: list[str] = []
         self._scheduled: dict[_Task, _Scheduled] = {}
 
-    def add(self, response: str, gold: str, question: str | None = None) -> None:
-        """Begin to grade one more answer; a message names its question, where it is given, or else its gold answer."""
-        part = self._decisive_part(response)
-        task = None if part is None else (part, gold)
+    def add(self, response: str, gold: str, question: str | None = None, reward: str | None = None) -> None:
+        """Begin to grade one more answer with one of the grader's rewards; None: its first.
+
+        A message names the question, where it is given, or else the gold answer.
+        """
+        name = self._default if reward is None else reward
+        part = self._decisive_part[name](response)
+        task = None if part is None else (self._rewards[name], part, gold)
         self._tasks.append(task)
+        self._names.append(self._rewards[name])
         self._questions.append(gold if question is None else question)
         if task is not None and task not in self._scheduled:
             with suppress(RuntimeError):  # a broken pool is replaced in the end
@@ -182,8 +198,9 @@ class Grading:
     def finish(self) -> Grades:
         """What all answers are worth, in the order of `add`; blocks until all are graded.
 
-        Raises RewardError where a reward returns something other than a finite number within +-LARGEST_REWARD. The
-        first exception that a reward raises is shown as a warning; it and all others count as failed.
+        Raises RewardError where a reward returns something other than a finite number within +-LARGEST_REWARD, or a key
+        function something other than a text. The first exception that one of them raises is shown as a warning; it and
+        all others count as failed.
         """
         pending = list(dict.fromkeys(task for task in self._tasks if task is not None))
         done: dict[_Task, Outcome] = {}
@@ -197,11 +214,12 @@ class Grading:
             done.update(outcomes)
             pending = [task for task in pending if task not in done]
         results = [Outcome() if task is None else done[task] for task in self._tasks]
-        self._grader.report(results, self._questions)
+        self._grader.report(self._names, results, self._questions)
         return Grades(
             reward=tuple(outcome.reward for outcome in results),
             timed_out=sum(outcome.timed_out for outcome in results),
             failed=sum(outcome.error is not None for outcome in results),
+            key=tuple(outcome.key for outcome in results),
         )
 
 

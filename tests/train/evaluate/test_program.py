@@ -21,7 +21,7 @@ from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.evaluation import answers_per_row
 from exgrpo.train.evaluate.held_out import evaluate
 from exgrpo.train.evaluate.options import AS_TRAINED, Options, defaults, parse_options
-from exgrpo.train.evaluate.scores import LeftOut, Verdict, average, pass_at_k, score, score_all
+from exgrpo.train.evaluate.scores import LeftOut, Verdict, average, distinct_at_k, pass_at_k, score, score_all
 from exgrpo.train.recipe import DEFAULT_RUN, to_yaml
 from exgrpo.train.rollout import Sampling
 from tests.train.configs import configured
@@ -40,6 +40,35 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(verdicts, data):
     subsets = list(itertools.combinations(verdicts, k))
     expected = sum(any(subset) for subset in subsets) / len(subsets)
     assert pass_at_k(len(verdicts), sum(verdicts), k) == pytest.approx(expected)
+
+
+@given(st.lists(st.integers(-1, 3), min_size=1, max_size=8), st.data())
+def test_distinct_at_k_is_the_mean_number_of_right_solutions_over_subsets(keys, data):
+    """-1: a wrong answer."""
+    k = data.draw(st.integers(1, len(keys)))
+    subsets = list(itertools.combinations(keys, k))
+    expected = sum(len(set(subset) - {-1}) for subset in subsets) / len(subsets)
+    counts = [keys.count(key) for key in set(keys) - {-1}]
+    assert distinct_at_k(len(keys), counts, k) == pytest.approx(expected)
+
+
+@given(st.lists(st.lists(st.integers(-1, 3), min_size=4, max_size=9), min_size=1, max_size=6))
+def test_scores_at_k_are_means_over_questions_with_their_standard_errors(questions):
+    verdicts = [Verdict("s", str(i), key >= 0, key=abs(key)) for i, keys in enumerate(questions) for key in keys]
+    found = score(verdicts)["s"]
+    assert list(found.distinct_at) == list(found.pass_at)
+    for k in found.distinct_at:
+        subsets = [list(itertools.combinations(keys, k)) for keys in questions]
+        distinct = [np.mean([len(set(subset) - {-1}) for subset in of_question]) for of_question in subsets]
+        one = [np.mean([max(subset) >= 0 for subset in of_question]) for of_question in subsets]
+        for values, mean, error in (
+            (distinct, found.distinct_at[k], found.distinct_at_error[k]),
+            (one, found.pass_at[k], found.pass_at_error[k]),
+        ):
+            assert mean == pytest.approx(np.mean(values))
+            expected = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else None
+            assert error == (expected if expected is None else pytest.approx(expected, abs=1e-12))
+        assert found.distinct_at[k] >= found.pass_at[k] - 1e-12
 
 
 @pytest.mark.parametrize("k", [0, 4])
@@ -77,6 +106,8 @@ def test_in_training_all_questions_count_alike():
     )
     assert overall.pass_rate == 0.5
     assert overall.pass_at == {2: 0.75}
+    # The answers are different texts: two solutions where both are right, one where one is.
+    assert overall.distinct_at == {2: 1.0}
     assert by_source == {"fake": overall}
 
 
@@ -151,7 +182,7 @@ def test_avg_counts_the_answers_to_a_question_over_its_rows(repeats, per_row):
 def test_bad_recipes_are_named(tmp_path, text, message):
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        defaults(tmp_path / "r.yaml")
+        defaults([tmp_path / "r.yaml"])
 
 
 def test_what_an_evaluation_shares_with_a_run_has_the_type_that_it_has_there():
@@ -206,7 +237,7 @@ def test_the_recipe_of_a_run_asks_and_grades_as_the_run_does(tmp_path):
     options = parse_options(["m", "--data.test=d", "--recipe", str(tmp_path / "config.yaml"), "--evaluation.samples=5"])
     data, asked, rollout = options.data, options.evaluation, options.rollout
     assert (data.answer_prefix, data.prompt_format, data.max_prompt_tokens) == ("<think>", "{question}", 61)
-    assert (options.reward.function, options.reward.success, options.reward.time_limit) == ("math", 0.5, 3.0)
+    assert (options.reward.function, options.reward.success, options.reward.time_limit) == (None, 0.5, 3.0)
     assert (asked.temperature, asked.top_p, asked.samples, rollout.max_tokens) == (0.7, 0.95, 5, 80)
     assert rollout.stop == ("Q:",)
     assert (options.policy.dtype, options.policy.overrides) == ("fp32", {"rope_theta": 5.0})

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from scipy.stats import binomtest
 from exgrpo.train.answers import Answer
 from exgrpo.train.config import RewardConfig
 from exgrpo.train.data.questions import Question
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.errors import ConfigError, OutputError
 from exgrpo.train.evaluate.answer_file import AnswerFile
 from exgrpo.train.evaluate.held_out import evaluate, metrics
 from exgrpo.train.evaluate.interval import effective_count, wilson
@@ -102,12 +103,13 @@ def test_an_interrupted_evaluation_knows_which_answers_were_cut(tmp_path):
     options = Options(model="m", data={"test": ("d",)})
     file = AnswerFile(tmp_path, options, [2])
     rollouts = [Rollout(np.array([3], np.int32), finished=finished) for finished in (True, False)]
-    answers = [[Answer(rollout, "text", 1.0) for rollout in rollouts]]
+    answers = [[Answer(rollout, "text", 1.0, 5) for rollout in rollouts]]
     file.append(0, [Question(0, (1,), "question", "gold", "s")], answers)
     again = AnswerFile(tmp_path, options, [2])
-    assert again.texts() == [("text", "gold")] * 2
+    assert again.graded() == [("text", "gold", "math_no_think")] * 2
     found = list(again.verdicts(1.0, [True, False], [None, None]))
     assert [(one.finished, one.formed, one.found) for one in found] == [(True, True, None), (False, False, None)]
+    assert [one.key for one in found] == [5, 5]
 
 
 def test_in_training_the_same_numbers_are_written_and_reported(tmp_path):
@@ -122,12 +124,24 @@ def test_in_training_the_same_numbers_are_written_and_reported(tmp_path):
     numbers = metrics(overall, by_source)
     assert (numbers["held_out/low"], numbers["held_out/high"]) == (overall.low, overall.high)
     assert math.isnan(numbers["held_out/without_answer"])
-    assert {"test/" if name.startswith("test/f") else name.rstrip("0123456789") for name in numbers} <= documented()
+    assert {re.sub(r"^test/f.*", "test/", re.sub("[0-9]+", "K", name)) for name in numbers} <= documented()
+    # The two right answers to question 0 are different texts.
+    assert numbers["distinct_at/2"] == overall.distinct_at[2] == 1.0
+    assert numbers["distinct_at/2/error"] == overall.distinct_at_error[2] == pytest.approx(1 / math.sqrt(3))
+    assert numbers["pass_at/2/error"] == overall.pass_at_error[2] == pytest.approx(1 / 3)
     log = RunLog(tmp_path)
     log.metrics("evaluation", {"step": 0, **numbers})
     log.close()
     columns = load_run(tmp_path, "run").columns.held_out
     assert columns["held_out/without_form"].tolist() == [0.5]
+
+
+def test_answers_of_a_version_without_keys_are_refused(tmp_path):
+    options = Options(model="m", data={"test": ("d",)})
+    AnswerFile(tmp_path, options, [1])
+    (tmp_path / "answers.jsonl").write_text('{"chunk": 0, "response": "text", "gold": "1"}\n')
+    with pytest.raises(OutputError, match="of an older version, without the keys of solutions: choose another --out"):
+        AnswerFile(tmp_path, options, [1])
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,11 @@ LIMIT = 3
 """
 
 
+def worth(grades: Grades) -> tuple[tuple[float, ...], int, int]:
+    """The grades without the keys of the solutions."""
+    return grades.reward, grades.timed_out, grades.failed
+
+
 @pytest.fixture
 def user_file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
@@ -121,7 +126,7 @@ def test_builtin_rewards_have_a_form(name: str) -> None:
     with Grader(form, workers=1, time_limit=30) as grader:
         answers = ["<think>hm</think>\\boxed{4}", "\\boxed{4}", "<think>hm</think>4"]
         expected = {"math": (1.0, 0.0, 0.0), "math_no_think": (1.0, 1.0, 0.0)}[name]
-        assert grader.grade([(answer, "5") for answer in answers]) == Grades(expected, 0, 0)
+        assert worth(grader.grade([(answer, "5") for answer in answers])) == (expected, 0, 0)
 
 
 @pytest.mark.parametrize("name", ["math", "math_no_think"])
@@ -136,7 +141,7 @@ def test_builtin_rewards_tell_whether_they_find_an_answer(name: str) -> None:
             "\\boxed{4",
         ]
         expected = {"math": (0.0, 0.0, 1.0, 0.0, 0.0), "math_no_think": (1.0, 1.0, 1.0, 0.0, 0.0)}[name]
-        assert grader.grade([(answer, "7") for answer in answers]) == Grades(expected, 0, 0)
+        assert worth(grader.grade([(answer, "7") for answer in answers])) == (expected, 0, 0)
 
 
 def test_a_user_reward_may_have_a_form(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +181,9 @@ def test_grades_come_in_order_and_agree_with_the_function() -> None:
     answers = [(f"<think>{i}</think>\\boxed{{{i % 3}}}", "1") for i in range(20)]
     answers += [("\\boxed{1}", "1"), ("</think>", "1"), ("<think>a</think>\\boxed{\\frac{1}{2}}", "0.5")]
     with Grader("math", workers=2, time_limit=30) as grader:
-        assert grader.grade([]) == Grades((), 0, 0)
+        assert worth(grader.grade([])) == ((), 0, 0)
         expected = tuple(grading.math(response, gold) for response, gold in answers)
-        assert grader.grade(answers) == Grades(expected, 0, 0)
+        assert worth(grader.grade(answers)) == (expected, 0, 0)
         assert 1.0 in expected
 
 
@@ -202,14 +207,14 @@ def test_hangs_and_crashes_cost_only_their_own_answer(user_file: Path) -> None:
         assert (grades.timed_out, grades.failed) == (3, 4)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # shown once only
-            assert grader.grade([("raise", "x"), ("1", "1")]) == Grades((0.0, 1.0), 0, 1)
+            assert worth(grader.grade([("raise", "x"), ("1", "1")])) == ((0.0, 1.0), 0, 1)
 
 
 def test_expressions_that_hang_math_verify_are_killed() -> None:
     answers = [(f"\\boxed{{{text}}}", "5") for text in ("9^{9^{9^9}}", "5", "10^{10^{10}}")]
     with Grader("math_no_think", workers=2, time_limit=1.0) as grader:
         assert grader.grade(answers).reward == (0.0, 1.0, 0.0)
-        assert grader.grade([("\\boxed{5}", "5")]) == Grades((1.0,), 0, 0)
+        assert worth(grader.grade([("\\boxed{5}", "5")])) == ((1.0,), 0, 0)
 
 
 def test_grading_goes_on_when_idle_processes_are_killed(user_file: Path) -> None:
@@ -232,7 +237,7 @@ def test_answers_are_graded_while_more_of_them_come(user_file: Path, tmp_path: P
             time.sleep(0.01)
         grading_begun.add("b", str(tmp_path / "count"))
         grading_begun.add("a", str(tmp_path / "count"))
-        assert grading_begun.finish() == Grades((0.5, 0.5, 0.5), 0, 0)
+        assert worth(grading_begun.finish()) == ((0.5, 0.5, 0.5), 0, 0)
     assert (tmp_path / "count").read_text() == "xx"
 
 
@@ -291,7 +296,7 @@ def test_what_is_no_reward_is_one_line_that_names_function_question_and_value(
 
 def test_what_an_exception_cannot_say_is_left_out_and_other_numbers_are_rewards(odd: Grader) -> None:
     with pytest.warns(UserWarning, match="worth 0 .*: RudeError: <RudeError that cannot be printed>"):
-        assert odd.grade([("rude error", ""), ("yes", ""), ("most", "")]) == Grades((0.0, 1.0, 1e6), 0, 1)
+        assert worth(odd.grade([("rude error", ""), ("yes", ""), ("most", "")])) == ((0.0, 1.0, 1e6), 0, 1)
 
 
 def test_grading_processes_import_no_trainer(user_file: Path) -> None:

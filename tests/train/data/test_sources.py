@@ -1,0 +1,148 @@
+"""Sources of questions: arguments in their names, several of them in one set, each with its own reward."""
+
+import re
+import sys
+import textwrap
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exgrpo.train import data
+from exgrpo.train.data.arguments import split_arguments
+from exgrpo.train.data.files import from_hub, read_rows
+from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.questions import Question, QuestionSet, joined, load_questions, question_set
+from exgrpo.train.early import look
+from exgrpo.train.errors import DataError
+from tests.train.configs import configured
+from tests.train.data.test_questions import TOKENIZER
+
+TASK = """
+from types import SimpleNamespace
+from typing import Literal
+
+REWARD = "exgrpo_tests.rewards:score"
+
+def generate(
+    split, count, seed, low: int = 0, step: float = 1.0, words: tuple[str, ...] = (),
+    form: Literal["short", "long"] = "short", free=None,
+):
+    given = repr((low, step, words, form, free))
+    return [SimpleNamespace(question=f"{split} {i} {given}", answer=str(i)) for i in range(count)]
+"""
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    (tmp_path / "given.py").write_text(textwrap.dedent(TASK))
+    monkeypatch.setattr(data, "__path__", [*data.__path__, str(tmp_path)])
+    yield
+    sys.modules.pop("exgrpo.train.data.given", None)
+
+
+@pytest.mark.parametrize(
+    ("query", "given"),
+    [
+        ("", "(0, 1.0, (), 'short', None)"),
+        ("?low=3", "(3, 1.0, (), 'short', None)"),
+        ("?step=2&form=long", "(0, 2.0, (), 'long', None)"),
+        ("?words=[a,%20b]&low=-1", "(-1, 1.0, ('a', 'b'), 'short', None)"),
+        ("?free=true", "(0, 1.0, (), 'short', True)"),
+        ("?free=2026-01-02", "(0, 1.0, (), 'short', '2026-01-02')"),
+        ("?words=[%2B]", "(0, 1.0, ('+',), 'short', None)"),
+    ],
+)
+def test_arguments_reach_the_task(task, query, given):
+    rows = read_rows(f"builtin:given{query}", split="test", limit=2, seed=0)
+    assert [row.question for row in rows] == [f"test 0 {given}", f"test 1 {given}"]
+    assert {(row.source, row.reward) for row in rows} == {(f"given{query}", "exgrpo_tests.rewards:score")}
+    assert not from_hub(f"builtin:given{query}")
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("?lwo=3", r"unknown argument 'lwo'; did you mean 'low'\? \(there is low, step, words, form, free\)"),
+        ("?seed=3", r"unknown argument 'seed'.*\(there is low, "),
+        ("?low=x", r"low: Input should be a valid integer \(got 'x'\)"),
+        ("?low=1.5", "low: Input should be a valid integer"),
+        ("?low=true", "low: Input should be a valid integer"),
+        ("?low=", r"low: Input should be a valid integer \(got None\)"),
+        ("?form=wide", "form: Input should be 'short' or 'long'"),
+        ("?words=a", "words: Input should be a valid array"),
+        ("?low", "arguments are written NAME=VALUE&NAME=VALUE: bad query field: 'low'"),
+        ("?low=1&low=2", "the argument 'low' comes twice"),
+        ("?low=[", "'low': not valid YAML"),
+    ],
+)
+def test_bad_arguments_are_named(task, query, message):
+    with pytest.raises(DataError, match=rf"^builtin:given{re.escape(query)}: {message}"):
+        read_rows(f"builtin:given{query}", split="test", limit=2, seed=0)
+
+
+def test_a_task_without_arguments_takes_none():
+    with pytest.raises(DataError, match=r"unknown argument 'level' \(it takes none\)"):
+        read_rows("builtin:arithmetic?level=1", split="test", limit=2, seed=0)
+
+
+def test_a_question_mark_in_a_pattern_of_files_begins_no_arguments(tmp_path):
+    for name in ("a1", "a2", "b1"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "q", "answer": "1"}\n')
+    rows = read_rows(str(tmp_path / "a?.jsonl"), split="train", limit=None, seed=0)
+    assert [row.source for row in rows] == ["a1", "a2"]
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,9}", fullmatch=True), st.integers(), max_size=4))
+def test_arguments_are_read_as_they_were_written(arguments):
+    query = "&".join(f"{name}={value}" for name, value in arguments.items())
+    assert split_arguments(f"builtin:x?{query}" if query else "builtin:x") == ("builtin:x", arguments)
+
+
+def of_size(size, source, left_out=0):
+    questions = [Question(i, (i,), f"{source} {i}", "1", source) for i in range(size + left_out)]
+    return QuestionSet(tuple(questions[:size]), tuple(questions[size:]), beyond_limit=size)
+
+
+def test_several_sources_become_one_set_with_indices_of_its_own():
+    found = joined([of_size(3, "a", 1), of_size(2, "b"), of_size(1, "c", 2)])
+    assert [(question.index, question.text) for question in found] == list(
+        enumerate(["a 0", "a 1", "a 2", "b 0", "b 1", "c 0"])
+    )
+    assert [(question.index, question.source) for question in found.left_out] == [(0, "a"), (1, "c"), (2, "c")]
+    assert (found.sizes, found.beyond_limit, found.dropped_long) == ((3, 2, 1), 6, 3)
+    alone = of_size(3, "a")
+    assert joined([alone]) is alone
+    assert alone.sizes == (3,)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 40))
+def test_the_first_questions_are_of_all_sources(sizes, count):
+    questions = joined([of_size(size, str(i)) for i, size in enumerate(sizes)])
+    first = questions.first(count)
+    assert len(first) == min(count, sum(sizes))
+    given = [[q.text for q in first if q.source == str(i)] for i in range(len(sizes))]
+    for i, (texts, size) in enumerate(zip(given, sizes, strict=True)):
+        assert texts == [f"{i} {j}" for j in range(len(texts))]
+        assert len(texts) == size or len(texts) >= max(map(len, given)) - 1
+    assert [q.index for q in first] == sorted(q.index for q in first)
+
+
+def test_questions_have_the_reward_of_their_rows():
+    rows = read_rows("builtin:arithmetic", split="test", limit=2, seed=0)
+    prompts = PromptFormat(max_prompt_tokens=100)
+    assert {q.reward for q in question_set("x", rows, TOKENIZER, prompts)} == {"math"}
+    assert {q.reward for q in load_questions("builtin:arithmetic", TOKENIZER, prompts, limit=2)} == {"math"}
+
+
+def test_the_grader_of_a_run_has_the_rewards_of_all_its_questions(tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"question": "q", "answer": "4"}\n')
+    sources = {"train": ["builtin:arithmetic", str(tmp_path / "mine.jsonl")], "train_limit": 3, "test": None}
+    with ExitStack() as resources:
+        found = look(configured({"data": sources}), resources)
+        assert [len(rows) for rows in found.train] == [3, 1]
+        grading = found.grader.begin()
+        for reward in ("math", "math_no_think"):
+            grading.add("\\boxed{4}", "4", reward=reward)
+        assert grading.finish().reward == (0.0, 1.0)

@@ -1,0 +1,157 @@
+"""Several rewards in one grader, and the keys by which answers of one solution are known."""
+
+from hashlib import blake2b
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exgrpo.train.config import RewardConfig
+from exgrpo.train.errors import RewardError
+from exgrpo.train.reward.form import Graded, tell
+from exgrpo.train.reward.names import beside, resolve_key, reward_of
+from exgrpo.train.reward.pool import Grader
+from exgrpo.train.reward.worker import hashed
+from tests.train.fakes import LoneWorld
+
+REWARDS = """
+def total(response, gold):
+    if response == "fails":
+        raise KeyError("no")
+    return float(eval(response) == int(gold))
+
+def total_key(response, gold):
+    if response == "1+2":
+        return ""
+    if response == "wrong type":
+        return 3
+    return "+".join(sorted(response.replace(" ", "").split("+")))
+
+def total_form(response, gold):
+    return float("+" in response)
+
+def anything(response, gold):
+    return 0.25
+
+def lasting(response, gold):
+    import time
+    time.sleep(60)
+
+def misused(response, gold):
+    return 1.0
+
+def misused_key(response, gold):
+    return 3
+
+def failing(response, gold):
+    return 1.0
+
+def failing_key(response, gold):
+    raise ValueError("no key")
+"""
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(REWARDS)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("own", "for_all", "expected"),
+    [("", None, "math_no_think"), ("math", None, "math"), ("math", "a.py:f", "a.py:f"), ("", "a.py:f", "a.py:f")],
+)
+def test_a_question_has_the_reward_of_all_else_its_own_else_the_default(own, for_all, expected):
+    assert reward_of(own, for_all) == expected
+
+
+def test_each_answer_is_graded_by_the_reward_that_is_named(mine):
+    total, anything = f"{mine}:total", f"{mine}:anything"
+    with Grader(total, "math", anything, workers=2, time_limit=30) as grader:
+        grading = grader.begin()
+        for response, gold, reward in (
+            ("1+3", "4", total),
+            ("1+3", "5", total),
+            ("1+3", "4", "math"),
+            ("<think>1+3</think>4", "4", "math"),
+            ("1+3", "4", anything),
+            ("3+1", "4", None),
+        ):
+            grading.add(response, gold, reward=reward)
+        assert grading.finish().reward == (1.0, 0.0, 0.0, 1.0, 0.25, 1.0)
+
+
+def test_a_message_names_the_reward_at_fault(mine):
+    with Grader("math", f"{mine}:total", f"{mine}:misused", workers=1, time_limit=30) as grader:
+        grading = grader.begin()
+        grading.add("fails", "1", reward=f"{mine}:total")
+        with pytest.warns(UserWarning, match="mine.py:total' failed on an answer"):
+            assert grading.finish().key == (0,)
+        grading = grader.begin()
+        grading.add("1", "1", "one?", f"{mine}:misused")
+        with pytest.raises(
+            RewardError, match=r"mine.py:misused' returned the key 3 \(int\) for an answer to 'one\?': a key is a text"
+        ):
+            grading.finish()
+
+
+def test_answers_that_differ_in_form_only_have_one_key(mine):
+    with Grader(f"{mine}:total", workers=1, time_limit=30) as grader:
+        keys = grader.grade([("1+3", "4"), ("3 + 1", "4"), ("2+2", "4"), ("1+3", "9"), ("1+2", "3")]).key
+    assert keys == (hashed("1+3"), hashed("1+3"), hashed("2+2"), hashed("1+3"), 0)
+
+
+def test_without_a_key_function_the_key_is_of_the_part_that_decides(mine):
+    answers = ["<think>a</think>so \\boxed{4}", "<think>b</think>it is \\boxed{4}.", "\\boxed{4}", "</think>\\boxed{5}"]
+    with Grader("math", "math_no_think", f"{mine}:anything", workers=1, time_limit=30) as grader:
+        first, second, none, other = grader.grade([(answer, "4") for answer in answers]).key
+        assert first == second != other
+        assert none == 0 not in (first, other)
+        grading = grader.begin()
+        for response in (" a\n", "a", "b", " \n"):
+            grading.add(response, "", reward=f"{mine}:anything")
+        assert grading.finish().key == (hashed("a"), hashed("a"), hashed("b"), 0)
+
+
+def test_what_takes_too_long_or_fails_has_no_key(mine):
+    with Grader(f"{mine}:lasting", f"{mine}:failing", workers=1, time_limit=0.5) as grader:
+        grading = grader.begin()
+        grading.add("a", "a")
+        grading.add("a", "a", reward=f"{mine}:failing")
+        with pytest.warns(UserWarning, match="no key"):
+            grades = grading.finish()
+    assert (grades.reward, grades.key, grades.timed_out, grades.failed) == ((0.0, 0.0), (0, 0), 1, 1)
+
+
+@given(st.text(min_size=1))
+def test_a_key_is_63_bits_of_a_hash_and_never_0(text):
+    top = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+    assert 0 < hashed(text) < 2**63
+    assert hashed(text) == top // 2
+
+
+def test_half_of_a_surrogate_pair_has_a_key_and_an_empty_text_has_none():
+    assert hashed("\ud800") != 0
+    assert hashed("") == 0
+
+
+def test_the_key_function_is_found_like_the_others(mine):
+    assert beside(f"{mine}:total", "key") == f"{mine}:total_key"
+    assert resolve_key(f"{mine}:total")("2+1", "") == "1+2"
+    assert resolve_key(f"{mine}:anything") is None
+    assert resolve_key("math") is None
+
+
+def test_forms_are_told_by_the_reward_of_each_answer(mine):
+    answers = [
+        Graded("1+1", "2", f"{mine}:total"),
+        Graded("2", "2", f"{mine}:total"),
+        Graded("2", "2", f"{mine}:anything"),
+        Graded("\\boxed{2}", "2", "math_no_think"),
+    ]
+    config = RewardConfig(workers=1, time_limit=30)
+    assert tell("form", config, answers, LoneWorld()) == [True, False, None, True]
+    assert tell("found", config, answers[:3], LoneWorld()) == [None] * 3
+    assert tell("form", config, [], LoneWorld()) == []
