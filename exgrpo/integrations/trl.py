@@ -116,7 +116,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
 
     def _check_method(self) -> None:
         args = self.args
-        if getattr(rules.find("admit", args.admit), "one_per_key", False):
+        if getattr(rules.find("admit", args.admit), "distinct", None) == "key":
             raise ValueError(
                 f"admit={args.admit!r}: compares answers by the keys of their solutions, and rewards in TRL give none; "
                 "use admit='successes'"
