@@ -7,8 +7,6 @@ tokens, N rows of this process.
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,68 +21,22 @@ with needs(__name__, "exgrpo[train]", "trl>=1.16,<2"):
     from accelerate.utils import gather_object
     from datasets import Dataset
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
     from trl.trainer.utils import pad
 
-    from exgrpo.integrations.trl_replay import load_replay, plan_generation, save_replay
-    from exgrpo.train.config import ExperienceConfig, ObjectiveConfig, RewardConfig, Section
-    from exgrpo.train.experience import MeanScore, Replay
-    from exgrpo.train.records import Group, Trajectory
+    from exgrpo.integrations.trl_batch import deal, group_advantages, rebuild, trained_rows
+    from exgrpo.integrations.trl_config import ExGRPOConfig
+    from exgrpo.integrations.trl_replay import Plan, load_replay, placed, plan_generation, save_replay
+    from exgrpo.train.experience import MeanScore, Replay, Selected, rules
+    from exgrpo.train.records import Group, Score, Trajectory
+    from exgrpo.train.replayed import Weigher
 
 __all__ = ["ExGRPOConfig", "ExGRPOTrainer", "FusedLossMixin"]
 
 EXPERIENCE = "experience"
 """Folder of the experience in a checkpoint."""
-
-
-def _of_recipe(section: type[Section], name: str) -> Any:
-    of_recipe = section.model_fields[name]
-    return field(default=of_recipe.default, metadata={"help": of_recipe.description})
-
-
-_experience = partial(_of_recipe, ExperienceConfig)
-
-
-@dataclass
-class ExGRPOConfig(GRPOConfig):
-    """GRPOConfig with the options of experience replay, which are named as in the recipes of `exgrpo.train`.
-
-    Its defaults are the paper's: loss type dr_grpo, advantages that are not scaled, an entropy bonus of 0.001.
-
-    Raises:
-        ValueError: an option of the replay is out of its range; the message names it.
-    """
-
-    loss_type: str = field(default="dr_grpo", metadata={"help": "dr_grpo, dapo, bnpo or grpo."})
-    scale_rewards: str = field(default="none", metadata={"help": "none, group or batch."})
-    entropy_coef: float = field(default=0.001, metadata={"help": "Weight of the mean token entropy bonus."})
-    ratio: float = _experience("ratio")
-    start_pass_rate: float = _experience("start_pass_rate")
-    question_weight: str = _experience("question_weight")
-    mu: float = _experience("mu")
-    sigma: float = _experience("sigma")
-    trajectory: str = _experience("trajectory")
-    count_replayed: bool = _experience("count_replayed")
-    retire: bool = _experience("retire")
-    bucket_by: str = _experience("bucket_by")
-    max_per_question: int | None = _experience("max_per_question")
-    max_age: int | None = _experience("max_age")
-    success: float = _of_recipe(RewardConfig, "success")
-    clip_with_replay: bool = _of_recipe(ObjectiveConfig, "clip_with_replay")
-    replay_beta: float | None = field(default=0.1, metadata={"help": ObjectiveConfig.model_fields["beta"].description})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.replay_beta is not None and self.replay_beta <= 0:
-            raise ValueError(f"replay_beta: expected a number above 0 or None, got {self.replay_beta}")
-        if not math.isfinite(self.success):
-            raise ValueError(f"success: expected a finite number, got {self.success}")
-        _ = self.experience
-
-    @property
-    def experience(self) -> ExperienceConfig:
-        """The options of the experience as a section of a recipe."""
-        return ExperienceConfig(**{name: getattr(self, name) for name in ExperienceConfig.model_fields})
+AS_GENERATED = ("mixed", "traced", "again")
+"""Functions `compose` that train on the groups that TRL knows."""
 
 
 class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
@@ -115,11 +67,21 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             self.num_generations,
             self.args.seed,
             success=self.args.success,
+            scale_by_std=self.args.scale_rewards == "group",
+        )
+        micro_batches = self.args.steps_per_generation * self.num_iterations
+        self.weigher = Weigher(
+            self.args.objective,
+            self.args.success,
+            lambda rows: self._scores(rows, self.temperature),
+            one_update=self.args.gradient_accumulation_steps % micro_batches == 0,
         )
         self.generation = 0
         self._stored: dict[int, Trajectory] = {}  # by row of this process, while a generation is made
         self._rewards = np.empty(0)  # of all rows of all processes in that generation
-        self._mixed = False  # whether any process has a replayed row in it
+        self._mixed = False  # whether any process has a stored answer in the place of a fresh one in it
+        self._replays = False  # whether the generation that is trained on replays anything
+        self._rows = math.nan  # of a micro-batch of it, on average, without those that fill up
 
     def _check(self) -> None:
         if not isinstance(self.args, ExGRPOConfig):
@@ -150,6 +112,29 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         if beyond := self._beyond_kernel():
             raise ValueError(f"{', '.join(beyond)}: not part of the objective with replay; leave it at its default")
 
+        self._check_method()
+
+    def _check_method(self) -> None:
+        args = self.args
+        if getattr(rules.find("admit", args.admit), "distinct", None) == "key":
+            raise ValueError(
+                f"admit={args.admit!r}: compares answers by the keys of their solutions, and rewards in TRL give none; "
+                "use admit='successes'"
+            )
+        if args.compose in AS_GENERATED and args.advantage == "group":
+            return
+        of_whole = {
+            f"scale_rewards={args.scale_rewards!r}": args.scale_rewards == "batch",
+            f"multi_objective_aggregation={args.multi_objective_aggregation!r}": args.multi_objective_aggregation
+            == "normalize_then_sum",
+        }
+        if given := [option for option, holds in of_whole.items() if holds]:
+            raise ValueError(
+                f"{', '.join(given)}: divides by a deviation over all answers of a generation, and with "
+                f"compose={args.compose!r} and advantage={args.advantage!r} there are answers of other generations; "
+                "use scale_rewards 'none' or 'group' and multi_objective_aggregation='sum_then_normalize'"
+            )
+
     def _truncated_sampling(self) -> list[str]:
         """The options, with their values, by which answers are not sampled from the whole distribution."""
         whole = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
@@ -159,31 +144,69 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        samples, first = self.num_generations, self.accelerator.process_index * len(inputs)
-        plan = plan_generation(self.replay, len(inputs) * self.accelerator.num_processes // samples)
-        chosen = [one.trajectory for one in self.replay.select(plan.replayed, self._score)]
-        self._mixed = len(chosen) > 0
-        questions = plan.questions
-        # The last answer of a question that is replayed is the stored one.
-        stored = {(len(plan.fresh) + i) * samples + samples - 1: row for i, row in enumerate(chosen)}
-        self._stored = {i: stored[first + i] for i in range(len(inputs)) if first + i in stored}
-        of_row = np.repeat(questions, samples)[first : first + len(inputs)].tolist()
-        output = super()._generate_and_score_completions([self.train_dataset[question] for question in of_row])
-        if "old_per_token_logps" not in output:
-            output["old_per_token_logps"] = self._log_probs(output)
-        written = gather_object(self._written(output, of_row, first))
-        groups = [
-            Group(question, tuple(row for row in written[end - samples : end] if row), stored.get(end - 1))
-            for question, end in zip(questions, range(samples, len(written) + 1, samples), strict=True)
-        ]
+        samples, processes = self.num_generations, self.accelerator.num_processes
+        questions = len(inputs) * processes // samples
+        plan = plan_generation(self.replay, questions, self.generation, processes // math.gcd(processes, samples))
+        joined = self.replay.select(plan.groups, self._mean_scores)
+        output, groups = self._answer(plan, joined)
         taken_in = self.replay.take_in(groups, self.generation)
+        settled = self.replay.settles
+        planned = [group for group in groups if not settled or group.question not in plan.fillers]
+        trained, late = self.replay.settle(planned, questions, self.generation)
+        output = self._trained_batch(output, groups, trained)
         self.generation += 1
         if taken_in.note and self.accelerator.is_main_process:
             warnings.warn(taken_in.note, stacklevel=2)
-        self._log_experience(taken_in.pass_rate, chosen)
-        self._put_stored(output)
+        self._log_experience(taken_in.pass_rate, sum(map(len, joined)) + len(late))
         self.control.should_training_stop |= self.replay.finished
         return output
+
+    def _answer(self, plan: Plan, joined: Sequence[Sequence[Selected]]) -> tuple[dict[str, Tensor], list[Group]]:
+        """TRL's batch of K rows for each planned group, and the graded groups, on all processes."""
+        samples = self.num_generations
+        stored = placed(plan.groups, joined, samples)
+        self._mixed = len(stored) > 0
+        of_row = np.repeat([group.question for group in plan.groups], samples)
+        rows = len(of_row) // self.accelerator.num_processes
+        first = self.accelerator.process_index * rows
+        self._stored = {i: stored[first + i] for i in range(rows) if first + i in stored}
+        mine = of_row[first : first + rows].tolist()
+        output = super()._generate_and_score_completions([self.train_dataset[question] for question in mine])
+        if "old_per_token_logps" not in output:
+            output["old_per_token_logps"] = self._log_probs(output)
+        written = gather_object(self._written(output, mine, first))
+        groups = [
+            self.replay.group(group.question, of_group, [row for row in written[start : start + samples] if row])
+            for group, of_group, start in zip(plan.groups, joined, range(0, len(written), samples), strict=True)
+        ]
+        return output, groups
+
+    def _trained_batch(
+        self, output: dict[str, Tensor], groups: Sequence[Group], trained: Sequence[Group]
+    ) -> dict[str, Tensor]:
+        """This process's share of the groups that are trained on, from TRL's batch of `groups`."""
+        samples, processes, steps = (
+            self.num_generations,
+            self.accelerator.num_processes,
+            self.args.steps_per_generation,
+        )
+        given = self.accelerator.gather(output["advantages"]).tolist()
+        scale = self.args.scale_rewards == "group"
+        of_groups = group_advantages(trained, groups, given, samples, scale_by_std=scale)
+        terms = self.weigher(trained, of_groups)
+        rows = trained_rows(trained, groups, of_groups, terms, samples)
+        self._replays = len(terms) > 0
+        # TRL cuts the rows of a process into equal micro-batches, and compares numbers of all processes row by row.
+        per_process = len(output["advantages"])
+        dealt = deal(rows, per_process, processes)
+        size = steps * max(1, math.ceil(max(map(len, dealt)) / steps))
+        # Losses that are means over rows or over tokens of a generation do not count those that fill up. (bnpo is a
+        # mean over the tokens of each micro-batch, which has them by its mask.)
+        self._rows = max(1, len(rows)) / (processes * steps)
+        tokens = sum(len(row.trajectory.response) for row in rows)
+        output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], tokens)
+        index = self.accelerator.process_index
+        return rebuild(output, dealt[index], size, index * per_process, self._collate)
 
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: dict[str, Any], num_generations: int, **kwargs: Any
@@ -244,41 +267,40 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             rows.append(None if i in self._stored else row)
         return rows
 
-    def _put_stored(self, output: dict[str, Tensor]) -> None:
-        """Give replayed rows the log-probs of the policy that wrote them, and mark them."""
-        mask = output["completion_mask"]
-        replayed = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
-        for i, row in self._stored.items():
-            replayed[i] = True
-            output["old_per_token_logps"][i, : len(row.log_prob)] = torch.from_numpy(row.log_prob).to(mask.device)
-        output["replayed"] = replayed
-        # TRL's entropies and clip ratios are means over the tokens that this mask leaves: the fresh ones.
-        output["tool_mask"] = torch.ones_like(mask) * ~replayed[:, None]
-
     def _objective(self, inputs: dict[str, Any]) -> Objective:
         objective = super()._objective({name: value for name, value in inputs.items() if name != "tool_mask"})
-        clip = objective.clip if self.args.clip_with_replay or not self._mixed else None
-        return objective._replace(replayed=inputs["replayed"], beta=self.args.replay_beta, clip=clip)
+        term = self.weigher.term
+        clip = objective.clip if self.args.clip_with_replay or term == "clipped" or not self._replays else None
+        replayed = None if term == "clipped" else inputs["replayed"]
+        return objective._replace(
+            replayed=replayed, beta=self.args.replay_beta if term == "shaped" else None, clip=clip
+        )
 
-    def _score(self, trajectories: Sequence[Trajectory]) -> list[MeanScore]:
-        """Mean entropy and negative log-prob of each trajectory under the current policy, on all processes.
+    def _mean_rows(self, inputs: dict[str, Any]) -> float:
+        return self._rows
 
-        Trajectories are compared at temperature 1, whatever the temperature of sampling.
-        """
+    def _mean_scores(self, trajectories: Sequence[Trajectory]) -> list[MeanScore]:
+        """Trajectories are compared at temperature 1, whatever the temperature of sampling."""
+        scores = self._scores(trajectories, 1.0)
+        return [MeanScore(float(score.entropy.mean()), float(-score.log_prob.mean())) for score in scores]
+
+    def _scores(self, trajectories: Sequence[Trajectory], temperature: float) -> list[Score]:
+        """Each trajectory under the current policy, on all processes."""
         count, size = self.accelerator.num_processes, self.args.per_device_train_batch_size
         longest_first = sorted(range(len(trajectories)), key=lambda i: -len(trajectories[i].response))
         # Every process makes as many passes: they gather parameters together.
         dealt = longest_first + longest_first[:1] * (-len(longest_first) % count)
         mine = dealt[self.accelerator.process_index :: count]
-        scores: list[tuple[int, float, float]] = []
+        scores: list[tuple[int, Score]] = []
         for start in range(0, len(mine), size):
-            batch = self._collate([trajectories[i] for i in mine[start : start + size]])
-            with at_temperature(self._causal_lm(self.model), 1.0):
-                log_prob, entropy = self._log_probs(batch, entropy=True)
-            tokens = batch["completion_mask"].sum(1)
-            means = torch.stack([entropy.sum(1) / tokens, -log_prob.sum(1) / tokens], dim=1).tolist()
-            scores += [(i, *of_row) for i, of_row in zip(mine[start : start + size], means, strict=True)]
-        by_index = {i: MeanScore(entropy, nll) for i, entropy, nll in gather_object(scores)}
+            numbers = mine[start : start + size]
+            with at_temperature(self._causal_lm(self.model), temperature):
+                both = self._log_probs(self._collate([trajectories[i] for i in numbers]), entropy=True)
+            of_rows = zip(numbers, *(values.float().cpu().numpy() for values in both), strict=True)
+            for i, log_prob, entropy in of_rows:
+                length = len(trajectories[i].response)
+                scores.append((i, Score(log_prob[:length].copy(), entropy[:length].copy())))
+        by_index = dict(gather_object(scores))
         return [by_index[i] for i in range(len(trajectories))]
 
     def _collate(self, rows: Sequence[Trajectory]) -> dict[str, Tensor]:
@@ -289,15 +311,16 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         }
         batch = {}
         for name, (ids, side) in sides.items():
-            batch[f"{name}_ids"] = pad(ids, padding_value=self._tokenizer.pad_token_id, padding_side=side)
-            batch[f"{name}_mask"] = pad([torch.ones_like(one) for one in ids], padding_value=0, padding_side=side)
+            whole = {"padding_side": side, "pad_to_multiple_of": self.pad_to_multiple_of}
+            batch[f"{name}_ids"] = pad(ids, padding_value=self._tokenizer.pad_token_id, **whole)
+            batch[f"{name}_mask"] = pad([torch.ones_like(one) for one in ids], padding_value=0, **whole)
         return {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
 
-    def _log_experience(self, pass_rate: float, chosen: Sequence[Trajectory]) -> None:
+    def _log_experience(self, pass_rate: float, replayed: int) -> None:
         memory = self.replay.memory
         numbers = {
             "pass_rate": pass_rate,
-            "replayed": len(chosen),
+            "replayed": replayed,
             "replay_open": float(self.replay.latch.open),
             "buffer_questions": len(memory),
             "buffer_trajectories": memory.trajectory_count,

@@ -245,7 +245,7 @@ class FusedLossMixin(GRPOTrainer):
 
     def _token_share(self, inputs: dict[str, Any], mask: Tensor) -> Tensor:
         """Weight of a token in the policy loss of a micro-batch, [B, 1] or 0-d, before gradient accumulation."""
-        rows = mask.shape[0]
+        rows = self._mean_rows(inputs)
         if self.loss_type == "grpo":
             return 1 / (rows * mask.sum(-1, keepdim=True).clamp(min=1))
         if self.loss_type == "bnpo":
@@ -254,6 +254,10 @@ class FusedLossMixin(GRPOTrainer):
             return mask.new_tensor(1 / (rows * self.max_completion_length), dtype=torch.float32)
         micro_batches = self.accelerator.num_processes * self.args.steps_per_generation
         return micro_batches / inputs["num_items_in_batch"].clamp(min=1)
+
+    def _mean_rows(self, inputs: dict[str, Any]) -> float:
+        """The number of rows that a mean over those of a micro-batch divides by."""
+        return len(inputs["completion_mask"])
 
     def _entropy_coef(self) -> float:
         if not self._entropy_bonus_enabled:

@@ -1,30 +1,90 @@
-"""What a run in TRL needs besides :mod:`exgrpo.train.experience`: batches of one size, and the state in a checkpoint.
+"""What a run in TRL needs besides :mod:`exgrpo.train.experience`: plans of generations, and the state in a checkpoint.
 
 It needs no TRL.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
-from exgrpo.train.experience import Replay, ReplayState, StepPlan
+from exgrpo.train.experience import PlannedGroup, Replay, ReplayState, Selected
+from exgrpo.train.records import Trajectory
 
 STATE = "state.json"
 
 
-def plan_generation(replay: Replay, batch: int) -> StepPlan:
-    """The questions of the next generation, exactly `batch` of them.
+class Plan(NamedTuple):
+    """The questions of a generation.
 
-    Where too few are unsolved, retired ones fill up: they teach little, and the batch keeps its shape.
+    Attributes:
+        groups: one for each, in the order of their rows; those that stored answers join come last.
+        fillers: questions that are asked only to fill up.
     """
-    plan = replay.plan(batch)
-    missing = batch - len(plan.questions)
-    if missing == 0:
-        return plan
-    solved = replay.rng.choice(np.flatnonzero(replay.memory.retired), missing, replace=False)
-    return StepPlan(np.concatenate([plan.fresh, solved]), plan.replayed)
+
+    groups: list[PlannedGroup]
+    fillers: frozenset[int]
+
+
+def plan_generation(replay: Replay, batch: int, step: int, multiple: int = 1) -> Plan:
+    """The groups of the next generation, a multiple of `multiple`.
+
+    Where too few questions are unsolved for `batch` groups, retired ones fill up: they teach little, and the batch
+    keeps its shape. What a method settles after grading has its shape from `settle`, and is not filled so.
+
+    Args:
+        replay: decides.
+        batch: B, questions of a generation.
+        step: number of the generation.
+        multiple: what the number of groups has to be a multiple of, for every process to have as many rows; B is one.
+    """
+    planned = replay.plan(batch, step)
+    asked = [group.question for group in planned]
+    left = ~replay.memory.retired
+    left[asked] = False
+    fillers: list[int] = []
+    if len(planned) < batch and not left.any() and not replay.settles:
+        fillers = _retired(replay, batch - len(planned))
+    if missing := -(len(planned) + len(fillers)) % multiple:
+        fillers += [group.question for group in replay.more(missing, step, [*asked, *fillers])]
+        missing = -(len(planned) + len(fillers)) % multiple
+        retired = int(np.count_nonzero(replay.memory.retired))
+        if missing <= retired:
+            fillers += _retired(replay, missing)
+        else:  # of more than B groups, some are not asked
+            planned = planned[: (len(planned) + len(fillers)) // multiple * multiple - len(fillers)]
+    groups = [*planned, *(PlannedGroup(question, replay.memory.samples) for question in fillers)]
+    # The order does not matter to what is settled before an answer joins.
+    return Plan(sorted(groups, key=lambda group: group.choose > 0), frozenset(fillers))
+
+
+def _retired(replay: Replay, wanted: int) -> list[int]:
+    """Questions that have left for good."""
+    if not wanted:
+        return []
+    return replay.rng.choice(np.flatnonzero(replay.memory.retired), wanted, replace=False).tolist()
+
+
+def placed(groups: Sequence[PlannedGroup], joined: Sequence[Sequence[Selected]], samples: int) -> dict[int, Trajectory]:
+    """The stored answers that take the places of fresh ones, by their rows: the last of the K of their group.
+
+    Raises:
+        ValueError: a group has no fresh answer, more than K, or too few answers for its places.
+    """
+    stored = {}
+    for i, (group, of_group) in enumerate(zip(groups, joined, strict=True)):
+        if not 1 <= group.fresh <= samples <= group.fresh + len(of_group):
+            raise ValueError(
+                f"compose: question {group.question} has {group.fresh} fresh and {len(of_group)} stored answers; in "
+                f"TRL a group is planned with 1 to {samples} fresh ones, and with stored ones in all places that are "
+                f"left of {samples}; groups of stored answers alone come from its function settle"
+            )
+        for j, one in enumerate(of_group[: samples - group.fresh], group.fresh):
+            stored[samples * i + j] = one.trajectory
+    return stored
 
 
 def save_replay(folder: Path, replay: Replay, generation: int) -> None:
@@ -64,6 +124,11 @@ def load_replay(folder: Path, replay: Replay) -> int:
             f"{folder} is the experience of {len(arrays['count'])} questions and train_dataset has {questions}: "
             "resume with the data set of the run"
         )
+    if lacking := set(replay.memory.arrays()) - set(arrays):
+        raise ValueError(
+            f"{folder} is of an earlier version, which did not keep {', '.join(sorted(lacking))}: to start from the "
+            "weights of that checkpoint, give it as the model and leave resume_from_checkpoint out"
+        )
     values = {
         "replay_open": saved["open"],
         "rewards_seen": saved["rewards_seen"],
@@ -71,7 +136,5 @@ def load_replay(folder: Path, replay: Replay) -> int:
         "generators": {"pool": saved["pool"], "replay": saved["replay"]},
     }
     trajectories = ExperienceStore(folder).load(arrays)
-    # Earlier versions did not count replays, on which no decision depends.
-    uncounted = {"replays": np.zeros(len(trajectories), np.int64)}
-    replay.restore(ReplayState(values, {**uncounted, **arrays}, trajectories))
+    replay.restore(ReplayState(values, arrays, trajectories))
     return int(saved["generation"])

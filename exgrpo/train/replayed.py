@@ -4,19 +4,25 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from exgrpo.train.config import Config
+from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.weighing import PRESENT, Floats, Present, ReplayedAnswer, Term, Weighed, WeighOptions
 from exgrpo.train.records import Group, Score, Trajectory
+
+ScoreRows = Callable[[Sequence[Trajectory]], Sequence[Score]]
+"""Trajectories to their scores under the policy before the update, at the rollout temperature."""
 
 
 class Weigher:
     """Asks the function for the terms of a step's replayed answers.
 
     Args:
-        config: the run.
-        score: trajectories to their scores under the policy before the update, at the rollout temperature.
+        objective: names the function, and its options.
+        success: a reward of at least this is a success.
+        one_update: whether all of a step's answers are in one optimiser step, so that the update itself sees the policy
+            before it.
+        score: asks the policy, where the function needs it.
 
     Attributes:
         term: in the loss, of all replayed tokens.
@@ -25,20 +31,31 @@ class Weigher:
         ConfigError: there is no such function.
     """
 
-    def __init__(self, config: Config, score: Callable[[Sequence[Trajectory]], Sequence[Score]]) -> None:
-        objective = config.objective
+    def __init__(
+        self,
+        objective: ObjectiveConfig,
+        success: float,
+        score: ScoreRows,
+        *,
+        one_update: bool,
+    ) -> None:
         self._name = objective.weigh
         self._weigh = rules.find("weigh", self._name)
         self.term: Term = getattr(self._weigh, "term", "shaped")
         self._present: Present | None = getattr(self._weigh, "present", None)
-        self._only_update = config.optimizer.minibatches == 1
+        self._one_update = one_update
         self._score = score
         self._options = WeighOptions(
-            success=config.reward.success,
+            success=success,
             second_moment=objective.second_moment,
             trigger=objective.trigger,
             coefficient=objective.coefficient,
         )
+
+    @classmethod
+    def of_run(cls, config: Config, score: ScoreRows) -> "Weigher":
+        """With the options of a run."""
+        return cls(config.objective, config.reward.success, score, one_update=config.optimizer.minibatches == 1)
 
     def __call__(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Weighed]:
         """The terms of all replayed answers of the groups that are trained on, in their order."""
@@ -64,6 +81,6 @@ class Weigher:
         """[R] of each answer under the policy before the update, where the function needs them."""
         if self._present is None or not rows:
             return [None] * len(rows)
-        if self._present == "reference" and self._only_update:
+        if self._present == "reference" and self._one_update:
             return [np.full_like(row.log_prob, PRESENT) for row in rows]
         return [score.log_prob for score in self._score(rows)]

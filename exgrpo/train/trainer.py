@@ -116,7 +116,7 @@ class Trainer:
             scale_by_std=config.objective.scale_by_std,
             mixture=Mixture(questions.sizes, weights) if weights else None,
         )
-        self.weigher = Weigher(config, lambda rows: self._score(rows, self.sampling.temperature))
+        self.weigher = Weigher.of_run(config, lambda rows: self._score(rows, self.sampling.temperature))
         all_trained = not (self.replay.settles or config.rollout.refills)
         self.scorer = FreshScorer(config, policy, all_trained=all_trained)
         self.batch_rng = generator(config.seed, "mini-batches")

@@ -73,7 +73,7 @@ def test_trajectories_are_compared_at_temperature_1_and_stored_at_that_of_sampli
     stored = trainer.replay.memory.all_trajectories()
     assert stored
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-    for row, (entropy, nll) in zip(stored, trainer._score(stored), strict=True):
+    for row, (entropy, nll) in zip(stored, trainer._mean_scores(stored), strict=True):
         prompt = tokenizer()(trainer.train_dataset[row.question]["prompt"])["input_ids"]
         response = torch.from_numpy(row.response).long()
         with torch.no_grad():

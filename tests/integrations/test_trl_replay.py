@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exgrpo.integrations.trl_replay import STATE, load_replay, plan_generation, save_replay
+from exgrpo.integrations.trl_replay import STATE, load_replay, placed, plan_generation, save_replay
+from exgrpo.train.checkpoint.store import read_checked, write_checked
 from exgrpo.train.config import ExperienceConfig
-from exgrpo.train.experience import Replay
+from exgrpo.train.experience import PlannedGroup, Replay, Selected
 from exgrpo.train.records import Group, Trajectory
 
 
@@ -24,29 +25,75 @@ def test_a_generation_keeps_its_size_when_few_questions_are_left() -> None:
     replay = Replay(ExperienceConfig(start_pass_rate=0.0), questions=6, samples=2, seed=0)
     replay.take_in([group(question, [1.0, 1.0]) for question in range(4)], 0)
     replay.take_in([group(4, [1.0, 0.0])], 1)
-    plan = plan_generation(replay, 4)
-    assert plan.replayed.tolist() == [4]
-    assert len({*plan.fresh.tolist(), 4}) == 4
-    assert 5 in plan.fresh
+    plan = plan_generation(replay, 4, 2)
+    assert plan.groups[-1] == PlannedGroup(4, 1, choose=1)
+    assert plan.groups[0] == PlannedGroup(5, 2)
+    assert [group.question for group in plan.groups[1:3]] == list(plan.fillers)
+    assert plan.fillers < {0, 1, 2, 3}
+    assert len(plan.fillers) == 2
     assert not replay.finished
+
+
+@pytest.mark.parametrize("compose", ["buffer", "bapo"])
+@pytest.mark.parametrize("retired", [0, 3])
+def test_every_process_has_as_many_rows(compose: str, retired: int) -> None:
+    options = ExperienceConfig(start_pass_rate=0.0, compose=compose, prioritise="random", ratio=0.75)
+    replay = Replay(options, questions=12, samples=3, seed=0)
+    replay.take_in([group(question, [float(question < retired)] * 3) for question in range(12)], 0)
+    plan = plan_generation(replay, 4, 2, multiple=4)  # 12 rows are a multiple of 4 processes, 9 or 3 are not
+    asked = [one.question for one in plan.groups]
+    assert len(asked) == len(set(asked)) == {"buffer": 4, "bapo": 8}[compose]
+    assert len(plan.fillers) == {"buffer": 3, "bapo": 1}[compose]
+    assert plan.fillers <= set(asked)
+
+
+def test_more_questions_than_there_are_are_not_asked() -> None:
+    options = ExperienceConfig(start_pass_rate=0.0, compose="bapo", prioritise="random", ratio=0.75)
+    replay = Replay(options, questions=7, samples=3, seed=0)
+    replay.take_in([group(question, [0.0, 0.0, 0.0]) for question in range(7)], 0)
+    plan = plan_generation(replay, 4, 2, multiple=4)
+    assert len(plan.groups) == 4
+    assert not plan.fillers
+
+
+def test_stored_answers_take_the_last_places() -> None:
+    one, other, third = (Selected(group(i, [1.0]).fresh[0], None, 1, 0.0) for i in range(3))
+    groups = [PlannedGroup(0, 3), PlannedGroup(1, 1, choose=2), PlannedGroup(2, 3, choose=1)]
+    assert placed(groups, [[], [one, other], [third]], 3) == {4: one.trajectory, 5: other.trajectory}
+
+
+@pytest.mark.parametrize("planned", [PlannedGroup(7, 0, choose=3), PlannedGroup(7, 4), PlannedGroup(7, 1, choose=1)])
+def test_groups_that_tensors_cannot_hold_are_refused(planned: PlannedGroup) -> None:
+    one = Selected(group(7, [1.0]).fresh[0], None, 1, 0.0)
+    with pytest.raises(ValueError, match="compose: question 7 has .* 1 to 3 fresh ones"):
+        placed([planned], [[one] * planned.choose], 3)
 
 
 def test_a_saved_state_goes_on_with_the_same_draws(tmp_path: Path) -> None:
     replay, other = (Replay(ExperienceConfig(start_pass_rate=0.0), 20, 4, seed) for seed in (0, 1))
     replay.take_in([group(question, [1.0, 0.0, 0.0, 1.0]) for question in range(8)], 0)
-    replay.plan(8)
+    replay.plan(8, 1)
     save_replay(tmp_path, replay, 1)
     assert load_replay(tmp_path, other) == 1
     for _ in range(4):
-        expected, found = replay.plan(8), other.plan(8)
-        assert found.fresh.tolist() == expected.fresh.tolist()
-        assert found.replayed.tolist() == expected.replayed.tolist()
+        assert other.plan(8, 1) == replay.plan(8, 1)
 
 
 def test_a_saved_state_has_the_names_that_earlier_versions_read(tmp_path: Path) -> None:
     save_replay(tmp_path, Replay(ExperienceConfig(), 20, 4, seed=0), 3)
     names = {"arrays", "open", "generation", "rewards_seen", "pool_position", "pool", "replay"}
     assert set(json.loads((tmp_path / STATE).read_text(encoding="utf-8"))) == names
+
+
+def test_a_state_that_lacks_what_is_known_now_is_refused(tmp_path: Path) -> None:
+    replay = Replay(ExperienceConfig(), 20, 4, seed=0)
+    save_replay(tmp_path, replay, 3)
+    state = json.loads((tmp_path / STATE).read_text(encoding="utf-8"))
+    arrays = read_checked(tmp_path, state["arrays"])
+    state["arrays"] = write_checked(tmp_path, {name: arrays[name] for name in arrays if name not in ("asked", "shown")})
+    (tmp_path / STATE).write_text(json.dumps(state), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"earlier version, which did not keep asked, shown: .* give it as the model"):
+        load_replay(tmp_path, replay)
 
 
 def test_experience_of_other_questions_is_refused(tmp_path: Path) -> None:

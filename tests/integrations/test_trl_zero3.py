@@ -27,25 +27,38 @@ ZERO_3 = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
 }
+BESIDE = {
+    "admit": "with_advantage",
+    "prioritise": "random",
+    "compose": "beside",
+    "advantage": "stored",
+    "weigh": "decoupled",
+    "ratio": 0.6,
+    "expire": [],
+    "learning_rate": 0.1,
+}
+"""A method that leaves answers out, adds others, fills up, and scores what it replays."""
 
 
 def test_zero_3_is_the_unsharded_run(tmp_path: Path) -> None:
     # Plain gradient descent: what comes out is linear in the gradients. The loss does not depend on how rows are
     # packed, so two ranks are two micro-batches.
     common = {"max_steps": 3, "start_pass_rate": 0.0, "entropy_coef": 0.0, "optim": "sgd", "learning_rate": 1.0}
-    heads = {"tied": True, "untied": False}
-    for head, tied in heads.items():
-        save_model(tmp_path / head, tied=tied)
-    whole, shards = (
-        {str(tmp_path / head): str(tmp_path / kind / head) for head in heads} for kind in ("whole", "shards")
-    )
-    trl_worker.main(whole, {**common, "gradient_accumulation_steps": 2})
-    finished = launch(
-        Path(trl_worker.__file__), json.dumps(shards), json.dumps({**common, "deepspeed": ZERO_3}), ranks=2
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    for model in shards:
-        assert_same_run(Path(shards[model]), Path(whole[model]))
+    kinds = {"tied": common, "untied": common, "beside": {**common, **BESIDE}}
+    for kind in kinds:
+        save_model(tmp_path / kind, tied=kind == "tied")
+    for folder, changes in {"whole": {"gradient_accumulation_steps": 2}, "shards": {"deepspeed": ZERO_3}}.items():
+        runs = [
+            (str(tmp_path / kind), str(tmp_path / folder / kind), {**of_kind, **changes})
+            for kind, of_kind in kinds.items()
+        ]
+        if folder == "whole":
+            trl_worker.main(runs)
+            continue
+        finished = launch(Path(trl_worker.__file__), json.dumps(runs), ranks=2)
+        assert finished.returncode == 0, finished.stderr[-4000:]
+    for kind in kinds:
+        assert_same_run(tmp_path / "shards" / kind, tmp_path / "whole" / kind)
 
 
 def assert_same_run(shards: Path, whole: Path) -> None:

@@ -1,6 +1,6 @@
-"""Three real ExGRPO steps of each model; rank 0 saves losses and weights.
+"""Three real ExGRPO steps of each run; rank 0 saves losses and weights.
 
-Arguments: JSON of the output folder by model folder, JSON of changes of the options.
+Argument: JSON of the runs: of each the model's folder, the output folder and changes of the options.
 """
 
 import json
@@ -19,11 +19,11 @@ class Trainer(ExGRPOTrainer, WrittenAnswers):
     """ExGRPO on written answers."""
 
 
-def main(folders: dict[str, str], changes: dict) -> None:
+def main(runs: list[tuple[str, str, dict]]) -> None:
     __compatible_ops__["deepspeed_shm_comm"] = False  # only inference would use it
-    if "deepspeed" in changes:
+    if any("deepspeed" in changes for *_, changes in runs):
         deepspeed.init_distributed("gloo")  # on CPUs nothing else does before the model is loaded in shards
-    for model, output in folders.items():
+    for model, output, changes in runs:
         train(model, Path(output), changes)
 
 
@@ -40,5 +40,4 @@ def train(model: str, output: Path, changes: dict) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    *_, folders, changes = sys.argv  # the launcher puts --local_rank first
-    main(json.loads(folders), json.loads(changes))
+    main(json.loads(sys.argv[-1]))  # the launcher puts --local_rank first

@@ -1,0 +1,267 @@
+"""Methods of replay in TRL: which rows reach the loss, and with what.
+
+The oracle is a plain model of each composition over everything that was written, and the loss by its formula.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,<2'", exc_type=ImportError)
+
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, TrlParser
+
+from exgrpo.integrations.trl import ExGRPOConfig
+from exgrpo.integrations.trl_loss import Objective
+from exgrpo.train.config import ExperienceConfig, ObjectiveConfig
+from exgrpo.train.experience import rules
+from exgrpo.train.policy.batch import advantages, build_rows
+from exgrpo.train.records import Group, Score, Trajectory
+from exgrpo.train.replayed import Weigher
+from tests.integrations.trl_methods import METHODS, Recorded, Row, trainer_of
+from tests.integrations.trl_trainers import COMPLETION, reward, tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NOT_HERE = {
+    "beta": "replay_beta here: beta is the KL weight of TRL",
+    "clip": "epsilon and epsilon_high of TRL",
+    "scale_by_std": "scale_rewards of TRL",
+    "normalize": "loss_type of TRL",
+    "train_on": "an experiment of the paper; a band is a choice of questions, which a data set can be",
+}
+"""Options of a recipe that ExGRPOConfig does not have, and why."""
+
+
+def test_every_composition_is_tried() -> None:
+    assert sorted(METHODS) == rules.names("compose")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_rows_of_a_method_reach_the_loss(tmp_path: Path, model: Path, name: str) -> None:
+    rule, changes = METHODS[name]
+    trainer = trainer_of(tmp_path, model, compose=name, weigh="ratio", max_steps=4, **changes)
+    trainer.train()
+    replays = 0
+    for generation in range(4):
+        past, now = trainer.history[:generation], trainer.history[generation]
+        expected, rows = rule(past, now), trainer.rows(generation)
+        assert sorted(row.answer for row in rows if not row.replayed) == sorted(expected.fresh)
+        replayed = [row.answer for row in rows if row.replayed]
+        assert len(replayed) == len(set(replayed)) == expected.replayed
+        assert set(replayed) <= {one for of_group in expected.among for one in of_group}
+        if expected.whole:
+            assert sorted(replayed) == sorted(
+                one for of_group in expected.among if of_group[0] in replayed for one in of_group
+            )
+        assert_terms(trainer, rows, generation, stored=changes.get("advantage") == "stored")
+        assert_loss(trainer, rows, generation, "dr_grpo")
+        assert trainer.state.log_history[generation]["experience/replayed"] == expected.replayed
+        replays += expected.replayed
+    assert (replays > 0) == (name != "again")
+
+
+def assert_terms(trainer: Recorded, rows: Sequence[Row], generation: int, *, stored: bool) -> None:
+    """Old log-probs are those of the time of writing; advantages are those of the rows' groups."""
+    written = {one: group for groups in trainer.history[: generation + 1] for group in groups for one in group.answers}
+    together = defaultdict(list)
+    for row in rows:  # a whole stored group is one of its own
+        beyond = row.replayed and trainer.args.compose in ("in_place", "stale", "bapo", "rehearsal")
+        rehearsed = beyond and trainer.args.compose == "rehearsal"
+        together[row.answer[0], beyond, 0 if rehearsed else beyond and id(written[row.answer])].append(row)
+    for of_group in together.values():
+        rewards = reward([list(row.answer[1]) for row in of_group])
+        counted = [one for one, row in zip(rewards, of_group, strict=True) if not (stored and row.replayed)]
+        for row, own in zip(of_group, rewards, strict=True):
+            mean = written[row.answer].mean if stored and row.replayed else np.mean(counted)
+            assert row.advantage == pytest.approx(own - mean, abs=1e-6)
+            np.testing.assert_array_equal(np.float32(row.old), trainer.log_probs[row.answer])
+
+
+def assert_loss(trainer: Recorded, rows: Sequence[Row], generation: int, loss_type: str) -> None:
+    """Sums over what is trained on, divided by means over what is trained on: rows that fill up do not count."""
+    sums = []
+    for inputs, log_prob, _ in trainer.losses[generation]:
+        mask = inputs["completion_mask"].double()
+        ratio = (log_prob - inputs["old_per_token_logps"]).double().exp()
+        if not any(row.replayed for row in rows):
+            bound = ratio.clamp(0.8, 1.2) * inputs["advantages"][:, None]
+            objective = torch.minimum(ratio * inputs["advantages"][:, None], bound) * mask
+        else:
+            objective = ratio * inputs["advantages"][:, None] * mask
+        shares = mask.sum(1, keepdim=True).clamp(min=1) if loss_type == "grpo" else 1
+        sums.append(float((objective / shares).sum()))
+    divisor = {"dr_grpo": len(rows) * COMPLETION, "grpo": len(rows), "dapo": sum(len(row.old) for row in rows)}
+    expected = -sum(sums) / max(1, divisor[loss_type])
+    assert sum(loss for _, _, loss in trainer.losses[generation]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_rows_that_fill_up_do_not_count(tmp_path: Path, model: Path, loss_type: str) -> None:
+    changes = {**METHODS["beside"][1], "ratio": 0.6}  # 16 fresh answers and 9 stored ones in two micro-batches
+    trainer = trainer_of(tmp_path, model, compose="beside", weigh="ratio", max_steps=4, loss_type=loss_type, **changes)
+    trainer.train()
+    filled = 0
+    for generation in range(4):
+        rows = trainer.rows(generation)
+        filled += sum(len(inputs["replayed"]) for inputs, _, _ in trainer.losses[generation]) - len(rows)
+        assert_loss(trainer, rows, generation, loss_type)
+    assert filled
+
+
+@pytest.mark.parametrize("name", rules.names("weigh"))
+def test_terms_of_replayed_answers_are_those_of_exgrpo_train(tmp_path: Path, model: Path, name: str) -> None:
+    # Two optimiser steps a generation: then no pass can be spared. A trigger of 0.9 and a bound of 0.001 bite here.
+    limits = {"trigger": 0.9, "second_moment": 1e-3, "coefficient": 0.3, "replay_beta": 0.2}
+    trainer = trainer_of(
+        tmp_path,
+        model,
+        **{"compose": "appended", **METHODS["appended"][1]},
+        **limits,
+        weigh=name,
+        max_steps=3,
+        steps_per_generation=2,
+        gradient_accumulation_steps=1,
+    )
+    checked = []
+    inside = trainer._trained_batch
+
+    def compared(output: Any, groups: Sequence[Group], trained: Sequence[Group]) -> dict[str, Any]:
+        plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+        plain.load_state_dict(trainer.model.state_dict())
+        batch = inside(output, groups, trained)
+        checked.append(assert_as_in_train(trainer, batch, trained, plain))
+        return batch
+
+    trainer._trained_batch = compared
+    trainer.train()
+    assert checked[-1] > 0
+
+
+def assert_as_in_train(trainer: Recorded, batch: dict[str, Any], trained: Sequence[Group], plain: Any) -> int:
+    """Compare with the rows of `exgrpo.train`, on scores by plain torch in float64; returns how many are replayed."""
+
+    def prompt(question: int) -> np.ndarray:
+        return np.array(tokenizer()(trainer.train_dataset[question]["prompt"])["input_ids"], np.int32)
+
+    def score(rows: Sequence[Trajectory]) -> list[Score]:
+        scores = []
+        for row in rows:
+            ids = torch.tensor([[*prompt(row.question), *row.response]])
+            with torch.no_grad():
+                full = plain(ids).logits[0, -len(row.response) - 1 : -1].log_softmax(-1)
+            own = full.gather(1, ids[0, -len(row.response) :, None])[:, 0].float().numpy()
+            scores.append(Score(own, own))
+        return scores
+
+    args, of_groups = trainer.args, advantages(trained)
+    objective = ObjectiveConfig(
+        weigh=args.weigh,
+        beta=args.replay_beta,
+        second_moment=args.second_moment,
+        trigger=args.trigger,
+        coefficient=args.coefficient,
+    )
+    weigher = Weigher(objective, 1.0, score, one_update=False)
+    rows = build_rows(trained, of_groups, prompt, replayed=weigher(trained, of_groups))
+    found = trainer._objective(batch)
+    assert_term(found, batch, weigher.term, args.replay_beta)
+    place = {
+        (tuple(ids[:length]), replayed): i
+        for i, (ids, length, replayed) in enumerate(
+            zip(
+                batch["completion_ids"].tolist(),
+                batch["completion_mask"].sum(1).tolist(),
+                batch["replayed"].tolist(),
+                strict=True,
+            )
+        )
+    }
+    for row in (row for of_group in rows for row in of_group):
+        i, length = place[tuple(row.response.tolist()), row.replayed], len(row.response)
+        np.testing.assert_allclose(found.old_log_prob[i, :length].numpy(), row.old_log_prob, atol=1e-5)
+        advantage = batch["advantages"][i]
+        advantage = advantage[:length] if advantage.dim() else advantage.expand(length)
+        weight = np.ones(length) if row.weight is None else row.weight
+        np.testing.assert_allclose(advantage.numpy(), row.advantage * weight, atol=1e-5)
+    return sum(row.replayed for of_group in rows for row in of_group)
+
+
+def assert_term(found: Objective, batch: dict[str, Any], term: str, beta: float) -> None:
+    clip = (0.2, 0.2) if term == "clipped" or not batch["replayed"].any() else None
+    assert found.clip == clip
+    assert found.beta == (beta if term == "shaped" else None)
+    if term == "clipped":
+        assert found.replayed is None
+    else:
+        assert torch.equal(found.replayed, batch["replayed"])
+
+
+def test_where_one_update_sees_the_policy_nobody_computes_it_before(tmp_path: Path, model: Path) -> None:
+    changes = METHODS["appended"][1]
+    trainer = trainer_of(tmp_path, model, compose="appended", weigh="as_fresh", max_steps=2, **changes)
+    trainer._scores = pytest.fail
+    trainer.train()
+    replayed = [row for row in trainer.rows(1) if row.replayed]
+    assert replayed
+    assert {old for row in replayed for old in row.old} == {math.inf}
+
+
+def test_a_resumed_run_goes_on_with_a_method_that_settles(tmp_path: Path, model: Path) -> None:
+    changes = {"compose": "beside", **METHODS["beside"][1], "weigh": "clipped", "max_uses": 3, "asked": 8}
+    changes |= {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "constant"}
+    whole, resumed = (trainer_of(tmp_path / name, model, **changes) for name in ("run", "resumed"))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    for generation in range(2):
+        found, expected = resumed.rows(generation), whole.rows(generation + 2)
+        assert [row[:2] for row in sorted(found)] == [row[:2] for row in sorted(expected)]
+        for one, other in zip(sorted(found), sorted(expected), strict=True):
+            assert one.advantage == pytest.approx(other.advantage, abs=1e-6)
+            np.testing.assert_allclose(one.old, other.old, atol=1e-5)
+    for name, array in whole.replay.memory.arrays().items():
+        np.testing.assert_allclose(resumed.replay.memory.arrays()[name], array, atol=1e-6)
+
+
+def test_options_are_those_of_the_recipes() -> None:
+    own = {field.name for field in fields(GRPOConfig)}
+    added = {field.name: field for field in fields(ExGRPOConfig) if field.name not in own}
+    of_recipes = {**ExperienceConfig.model_fields, **ObjectiveConfig.model_fields}
+    missing = {name for name in of_recipes if name not in added}
+    assert missing - {"entropy_coef"} == set(NOT_HERE)  # entropy_coef TRL has, too
+    assert not set(of_recipes) & own - {"entropy_coef", "beta"}
+    of_line = ["--compose", "beside", "--expire", "age", "uses", "--max_age", "3", "--max_uses", "2"]
+    on_cpu = ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false"]
+    default, given = (TrlParser((ExGRPOConfig,)).parse_args_and_config([*on_cpu, *line])[0] for line in ([], of_line))
+    assert given.experience == ExperienceConfig(compose="beside", expire=("age", "uses"), max_age=3, max_uses=2)
+    assert default.experience == ExperienceConfig()
+    assert default.objective == ObjectiveConfig()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compose": "besides"}, "unknown compose function 'besides'; did you mean 'beside'"),
+        ({"weigh": "clip"}, "unknown weigh function 'clip'"),
+        ({"expire": ["age"]}, "needs its limit"),
+        ({"replay_beta": None}, "replay_beta: expected a number .* weigh='ratio'"),
+        ({"admit": "solutions"}, "admit='solutions': .* use admit='successes'"),
+        ({"compose": "beside", "scale_rewards": "batch"}, "scale_rewards='batch': .*compose='beside'"),
+        (
+            {"advantage": "stored", "multi_objective_aggregation": "normalize_then_sum"},
+            "multi_objective_aggregation='normalize_then_sum': .* advantage='stored'",
+        ),
+    ],
+    ids=str,
+)
+def test_refused(tmp_path: Path, model: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer_of(tmp_path, model, max_steps=1, **changes)
