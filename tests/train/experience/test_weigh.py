@@ -274,7 +274,7 @@ def test_the_replayed_rows_take_their_terms_in_order():
 def test_terms_that_are_too_few_are_one_clear_error(tmp_path):
     (tmp_path / "mine.py").write_text("def weigh(answers, options):\n    return []\n")
     config = configured({"objective.weigh": f"{tmp_path}/mine.py:weigh"})
-    weigher = Weigher(config, lambda rows: [])
+    weigher = Weigher.of_run(config, lambda rows: [])
     assert weigher.term == "shaped"
     row = Trajectory(0, np.array([1], np.int32), np.zeros(1, np.float32), True, 1.0, 0)
     with pytest.raises(ConfigError, match="gave 0 terms for 1 replayed answers; it gives one Weighed for each"):
