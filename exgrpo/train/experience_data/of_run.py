@@ -1,7 +1,7 @@
 """The experience in the newest sound checkpoint of a run: columns in memory, tokens and texts when asked for."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -210,25 +210,20 @@ def open_run(run: Path) -> RunExperience:
         if not run.is_dir():
             raise CheckpointError(f"{run}: there is no such folder of a run")
         found, problems = survey(run)
-        for problem, experience in _attempts(run, found):
-            if experience:
-                for text in problems:
-                    logger.warning("%s; shown is what %s has stored", text, f"step {experience.step}")
-                return experience
-            problems.append(problem)
+        for checkpoint in found:
+            try:
+                experience = RunExperience(run, checkpoint)
+            except DamagedFileError as error:
+                problems.append(str(error))
+                continue
+            for problem in problems:
+                logger.warning("%s; what follows is of step %d", problem, experience.step)
+            return experience
     if problems:
         raise CheckpointError(f"{run} has no sound checkpoint, where experience is stored: " + "; ".join(problems))
     raise CheckpointError(
         f"{run} has no checkpoint, where experience is stored: a run writes one every checkpoint.every steps"
     )
-
-
-def _attempts(run: Path, found: Sequence[Checkpoint]) -> Iterator[tuple[str, RunExperience | None]]:
-    for checkpoint in found:
-        try:
-            yield "", RunExperience(run, checkpoint)
-        except DamagedFileError as error:
-            yield str(error), None
 
 
 def _open(path: Path, name: str) -> Any:

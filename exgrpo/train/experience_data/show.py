@@ -9,15 +9,15 @@ from rich.text import Text
 from exgrpo.train.experience_data.stored import AskedQuestion, Overview
 
 BARS = "▁▂▃▄▅▆▇█"
-BINS = 10
+BINS = 12
 MEANINGS = {
     "age": "steps since the answer was written",
     "group accuracy": "successes among the answers of the group that it was written in",
-    "success count": "by question: of its latest group, as if that had K answers that count",
-    "answers": "by question: stored ones",
-    "solutions": "by question: stored ones that differ by their key",
+    "success count": "of a question, by its latest group",
+    "answers": "stored ones of a question",
+    "solutions": "stored ones of a question that differ by their key",
 }
-QUANTILES = {"lowest": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "highest": 1.0}
+QUANTILES = {"min": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "max": 1.0}
 
 
 def show(overview: Overview, console: Console) -> None:
@@ -27,7 +27,7 @@ def show(overview: Overview, console: Console) -> None:
         console.print(f"{count:>10,}  {name}", highlight=False)
     if not len(overview.question):
         return
-    table = Table("", *QUANTILES, "mean", "")
+    table = Table("", *QUANTILES, "mean", "histogram")
     for column in table.columns:
         column.no_wrap = True
     for column in table.columns[1:-1]:
