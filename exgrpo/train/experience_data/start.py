@@ -122,6 +122,9 @@ def start_experience(trainer: Trainer, encoding: Encoding) -> Started | None:
     rows = agree(world, lambda: _read(trainer, encoding, started))
     _check_alike(world, rows, started)
     _grade(trainer, rows, started)
+    if getattr(rules.find("admit", options.admit), "one_per_key", False):
+        rows = _one_per_key(rows, started)
+    started.encoded = sum(not row.own_tokens for row in rows)
     trajectories = _trajectories(trainer, rows, started)
     counts = success_counts(trajectories, [row.trace for row in rows], trainer.replay.setting)
     origins = [
@@ -137,8 +140,7 @@ def _read(trainer: Trainer, encoding: Encoding, started: Started) -> list[_Row]:
     """The traces that can be used, each answer once, in the order of the file."""
     config = trainer.config
     questions = Questions(trainer.questions)
-    per_key = getattr(rules.find("admit", config.experience.admit), "one_per_key", False)
-    kept: dict[tuple[int, object], _Row] = {}
+    kept: dict[tuple[int, bytes], _Row] = {}
     traces = read_traces(config.experience.start) if config.experience.start else iter(())
     while chunk := list(islice(traces, CHUNK)):
         started.read += len(chunk)
@@ -148,13 +150,12 @@ def _read(trainer: Trainer, encoding: Encoding, started: Started) -> list[_Row]:
             elif len(row.tokens) > config.rollout.max_tokens:
                 started.long += 1
             else:
-                same = (row.question.index, row.key if per_key and row.key else row.tokens.tobytes())
+                same = (row.question.index, row.tokens.tobytes())
                 started.repeated += kept.pop(same, None) is not None
                 kept[same] = row
     if not kept:
         reason = f"of its {started.read} rows, {started.left_out}" if started.read else "it has no rows"
         raise DataError(f"experience.start: nothing in {started.source} can be used: {reason}")
-    started.encoded = sum(not row.own_tokens for row in kept.values())
     return list(kept.values())
 
 
@@ -196,6 +197,17 @@ def _grade(trainer: Trainer, rows: Sequence[_Row], started: Started) -> None:
         found = answerer.world.join([(place, (reward, key)) for (place, _), reward, key in graded])
         for row, (reward, key) in zip(chunk, found, strict=True):
             row.reward, row.key = reward, key
+
+
+def _one_per_key(rows: Sequence[_Row], started: Started) -> list[_Row]:
+    """Of the rows with the same solution to a question the last one."""
+    kept: dict[tuple[int, int, int], _Row] = {}
+    for number, row in enumerate(rows):
+        same = (row.question.index, row.key, 0 if row.key else number)
+        kept.pop(same, None)
+        kept[same] = row
+    started.repeated += len(rows) - len(kept)
+    return list(kept.values())
 
 
 def _trajectories(trainer: Trainer, rows: Sequence[_Row], started: Started) -> list[Trajectory]:

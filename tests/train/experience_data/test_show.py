@@ -116,14 +116,14 @@ def test_the_program_exports(tmp_path, say):
     [
         ([], "name a command, show or export"),
         (["list"], "name a command, show or export"),
-        (["show"], "missing: RUN"),
+        (["show"], "(see python -m exgrpo.train.experience show --help)"),
         (["show", "none"], "none: there is no such folder of a run"),
         (["show", "none", "--qestion", "1"], "did you mean --question?"),
         (["show", "empty"], "empty has no checkpoint, where experience is stored: a run writes one every checkpoint"),
         (["export", "empty", "out"], "empty has no checkpoint"),
         (["show", "run", "--question", "99"], "there is no question 99: the run has the questions 0 to 5"),
         (["show", "run", "--page", "page.txt"], "page.txt: choose a name that ends in .html"),
-        (["show", "run", "--page", "run/config/page.html"], "page.html cannot be written: Not a directory"),
+        (["show", "run", "--page", "run/config/page.html"], "page.html cannot be written: File exists"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, say, arguments, message):

@@ -77,9 +77,7 @@ def test_a_row_that_cannot_be_right_is_named(tmp_path, change, message):
 
 def test_missing_columns_are_named_before_anything_is_read(tmp_path):
     path = write_parquet(tmp_path / "traces.parquet", [{"text": "1 + 1", "answer": "2"}])
-    with pytest.raises(
-        DataError, match=r"has no response and no question \(or problem or prompt_ids\); it has text, a"
-    ):
+    with pytest.raises(DataError, match=r"has no response and no question \(or problem or prompt_ids\); it has te"):
         check_traces(path)
     path = write_jsonl(tmp_path / "traces.jsonl", [{"question": "1 + 1", "response": None}])
     with pytest.raises(DataError, match="line 1: has no response; it has question"):
