@@ -178,7 +178,7 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
             default=default,
             prog=PROGRAM,
             config=(tyro.conf.FlagConversionOff,),  # --policy.gradient_checkpointing True, as in a recipe
-            description=f"{Config.__doc__} --recipe FILE, once or more, reads YAML recipes before the options below are applied.",
+            description=f"{Config.__doc__} --recipe FILE, once or more, is read before the options below are applied.",
             use_underscores=True,
         )
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from hashlib import sha256
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from exgrpo.train.data.arguments import split_arguments
@@ -29,6 +30,7 @@ REWARD = "exgrpo.train.reward.reasoning_gym:reward"
 SPLITS = {"train": range(8), "test": range(8, 10)}
 """The tenths of all questions that are in a split."""
 
+_ROOT = Path(__file__).parents[3]
 _PROCESS = "exgrpo.train.data.gym_process"
 
 
@@ -64,9 +66,10 @@ def in_split(question: str, split: str) -> bool:
 
 
 def _made(source: str, order: dict[str, Any]) -> dict[str, Any]:
-    paths = os.pathsep.join(path for path in sys.path if path)
+    # As this process finds the project, but not in the working directory: a file there may have the name of a module.
+    paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-m", _PROCESS],
+        [sys.executable, "-P", "-m", _PROCESS],
         input=json.dumps(order, default=str),
         env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": paths},
         capture_output=True,

@@ -29,7 +29,7 @@ class ExperienceMemory:
     Invariants, after every operation:
         a question has a success count, in [1, K-1], if and only if it has stored trajectories;
         a retired question has neither;
-        the stored trajectories of a question are distinct answers to that question, oldest first.
+        the stored trajectories of a question come oldest first, and are distinct if `admit` wants them to be.
 
     What is stored and what is forgotten, the options say by their functions `admit` and `expire`. A question's count is
     that of its latest group, k = K m / F with m successes of F rows that count: not rounded, and kept inside [1, K-1].
@@ -64,7 +64,7 @@ class ExperienceMemory:
         self.table = Table(questions)
         self._buckets = look_up(BUCKETS, options.bucket_by, "bucket_by")
         self._admit = rules.find("admit", options.admit)
-        self._one_per_key = getattr(self._admit, "one_per_key", False)
+        self._distinct = getattr(self._admit, "distinct", None)
         # Plain GRPO stores nothing and retires nothing.
         self._expire = [rules.find("expire", name) for name in options.forgets if options.ratio > 0]
 
@@ -156,8 +156,9 @@ class ExperienceMemory:
         rewards = np.array([row.reward for row in group.rows])
         divisor = rewards.std(ddof=1) + EPSILON if self.setting.scale_by_std and len(rewards) > 1 else 1.0
         for row in admitted:
-            # Of two equal responses the newer log-probs stay: their policy is nearer to the current one.
-            same = [old for old in table.of_question(question) if self._same(table.trajectory(old), row)]
+            # Of two equal answers the newer log-probs stay: their policy is nearer to the current one.
+            earlier = table.of_question(question) if self._distinct else []
+            same = [old for old in earlier if self._same(table.trajectory(old), row)]
             replays = sum(table.origin(old).replays for old in same)
             table.remove(same)
             advantage = (row.reward - rewards.mean()) / divisor
@@ -213,7 +214,7 @@ class ExperienceMemory:
         self.table.fill(trajectories, {name: arrays[name] for name in Origin.__dataclass_fields__})
 
     def _same(self, a: Trajectory, b: Trajectory) -> bool:
-        if self._one_per_key and a.key and a.key == b.key:
+        if self._distinct == "key" and a.key and a.key == b.key:
             return True
         # Nearly all pairs differ in length, which costs a tenth of comparing contents to find out.
         return len(a.response) == len(b.response) and np.array_equal(a.response, b.response)

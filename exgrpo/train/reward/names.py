@@ -13,17 +13,15 @@ form only have the same key. An empty text is no key.
 """
 
 import difflib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, cast
 
 from exgrpo.train.builtin import find_module, module_names
-from exgrpo.train.errors import MissingRewardError, RewardError, os_errors_as, shown
+from exgrpo.train.errors import MissingRewardError, RewardError, shown
+from exgrpo.train.python_path import load_function, load_place
 
 Reward = Callable[[str, str], float]
 
@@ -60,12 +58,8 @@ def resolve_reward(name: str) -> Reward:
     """
     if builtin := builtin_reward(name):
         return builtin.reward
-    module, attribute = _locate(name)
-    function = getattr(module, attribute, None)
-    if function is None:
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RewardError(f"reward {name!r}: there is no {attribute!r} in it{hint}")
+    _check_place(name)
+    function = load_function(name, "reward", RewardError, MissingRewardError)
     _check_signature(function, name)
     return function
 
@@ -84,8 +78,9 @@ def beside(name: str, kind: Kind) -> str | None:
     if builtin := builtin_reward(name):
         function = getattr(builtin, kind, None)
         return f"{function.__module__}:{function.__name__}" if function else None
-    module, attribute = _locate(name)
-    return f"{name}_{kind}" if callable(getattr(module, f"{attribute}_{kind}", None)) else None
+    _check_place(name)
+    module = load_place(name, "reward", RewardError, MissingRewardError)
+    return f"{name}_{kind}" if callable(getattr(module, f"{name.rpartition(':')[2]}_{kind}", None)) else None
 
 
 def decisive_part_of(name: str) -> Callable[[str], str | None]:
@@ -103,10 +98,9 @@ def absolute(reward: str) -> str:
     return f"{Path(place).expanduser().resolve()}:{attribute}" if place.endswith(".py") else reward
 
 
-def _locate(name: str) -> tuple[ModuleType, str]:
-    """The module or file of a Python path, loaded, and the attribute."""
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
+def _check_place(name: str) -> None:
+    """Whether a name can be a Python path."""
+    if not all(name.rpartition(":")[::2]):
         known = module_names(BUILTIN, "reward")
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else "."
@@ -114,41 +108,9 @@ def _locate(name: str) -> tuple[ModuleType, str]:
             f"unknown reward {shown(name)}{hint} Known: {', '.join(known)}, 'package.module:function' and "
             "'path/to/file.py:function'"
         )
-    return (_load_file if place.endswith(".py") else _load_module)(place, name), attribute
-
-
-def _load_module(place: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(place)
-    except Exception as error:
-        raise RewardError(
-            f"reward {name!r}: cannot import {place}: {type(error).__name__}: {shown(error)}. A module must be "
-            "installed or on PYTHONPATH; a file can be named by its path, path/to/file.py:function"
-        ) from error
-
-
-def _load_file(place: str, name: str) -> ModuleType:
-    path = Path(place).expanduser().resolve()
-    with os_errors_as(RewardError, f"reward {name!r}: {path} cannot be read"):
-        is_file = path.is_file()
-    if not is_file:
-        raise MissingRewardError(f"reward {name!r}: there is no file {path}")
-    module_name = f"exgrpo_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise RewardError(f"reward {name!r}: cannot run {path}: {type(error).__name__}: {shown(error)}") from error
-    return module
 
 
 def _check_signature(function: Any, name: str) -> None:
-    if not callable(function):
-        raise RewardError(f"reward {name!r} is not callable: it is a {type(function).__name__}")
     try:
         signature = inspect.signature(function)
     except ValueError:

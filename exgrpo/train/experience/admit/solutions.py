@@ -6,7 +6,7 @@ from exgrpo.train.experience.settings import Setting
 from exgrpo.train.records import Group, Trajectory
 
 
-@needs(one_per_key=True)
+@needs(distinct="key")
 def admit(group: Group, setting: Setting) -> list[Trajectory]:
     """The successes of a group; of those to a question that have the same solution key the memory keeps the newest."""
     return successes.admit(group, setting)
