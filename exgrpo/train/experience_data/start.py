@@ -82,7 +82,7 @@ class Started:
         return of + (f"; {changed}" if changed else "") + (f"; left out: {self.left_out}" if self.left_out else "")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Row:
     """A trace on its way: its question and tokens, and what is still to come."""
 
@@ -101,8 +101,8 @@ class _Row:
 def start_experience(trainer: Trainer, encoding: Encoding) -> Started | None:
     """Fill the experience of a new run with the traces that `experience.start` names; all ranks call it together.
 
-    Everything in the file is stored that belongs to a training question and fits; equal answers once, the last one.
-    All of it counts as written before the first step.
+    Everything in the file is stored that belongs to a training question and fits, whatever its reward; of equal answers
+    the last one, unless the method stores whole groups. All of it counts as written before the first step.
 
     Args:
         trainer: of the run, before its first step.
@@ -122,8 +122,7 @@ def start_experience(trainer: Trainer, encoding: Encoding) -> Started | None:
     rows = agree(world, lambda: _read(trainer, encoding, started))
     _check_alike(world, rows, started)
     _grade(trainer, rows, started)
-    if getattr(rules.find("admit", options.admit), "one_per_key", False):
-        rows = _one_per_key(rows, started)
+    rows = _distinct(rows, getattr(rules.find("admit", options.admit), "distinct", None), started)
     started.encoded = sum(not row.own_tokens for row in rows)
     trajectories = _trajectories(trainer, rows, started)
     counts = success_counts(trajectories, [row.trace for row in rows], trainer.replay.setting)
@@ -137,10 +136,10 @@ def start_experience(trainer: Trainer, encoding: Encoding) -> Started | None:
 
 
 def _read(trainer: Trainer, encoding: Encoding, started: Started) -> list[_Row]:
-    """The traces that can be used, each answer once, in the order of the file."""
+    """The traces that can be used, in the order of the file."""
     config = trainer.config
     questions = Questions(trainer.questions)
-    kept: dict[tuple[int, bytes], _Row] = {}
+    rows: list[_Row] = []
     traces = read_traces(config.experience.start) if config.experience.start else iter(())
     while chunk := list(islice(traces, CHUNK)):
         started.read += len(chunk)
@@ -150,13 +149,11 @@ def _read(trainer: Trainer, encoding: Encoding, started: Started) -> list[_Row]:
             elif len(row.tokens) > config.rollout.max_tokens:
                 started.long += 1
             else:
-                same = (row.question.index, row.tokens.tobytes())
-                started.repeated += kept.pop(same, None) is not None
-                kept[same] = row
-    if not kept:
+                rows.append(row)
+    if not rows:
         reason = f"of its {started.read} rows, {started.left_out}" if started.read else "it has no rows"
         raise DataError(f"experience.start: nothing in {started.source} can be used: {reason}")
-    return list(kept.values())
+    return rows
 
 
 def _encoded(traces: Sequence[Trace], questions: Questions, encoding: Encoding, started: Started) -> Iterator[_Row]:
@@ -168,7 +165,8 @@ def _encoded(traces: Sequence[Trace], questions: Questions, encoding: Encoding, 
     for (trace, question), own in zip(found, same, strict=True):
         tokens, finished = (trace.tokens, trace.finished) if own else next(others)
         assert tokens is not None
-        yield _Row(trace, question, tokens, finished, own)
+        # What is needed no more is not kept: there may be a million traces.
+        yield _Row(replace(trace, question=None, gold=None, prompt=None), question, tokens, finished, own)
 
 
 def _check_alike(world: World, rows: Sequence[_Row], started: Started) -> None:
@@ -199,11 +197,13 @@ def _grade(trainer: Trainer, rows: Sequence[_Row], started: Started) -> None:
             row.reward, row.key = reward, key
 
 
-def _one_per_key(rows: Sequence[_Row], started: Started) -> list[_Row]:
-    """Of the rows with the same solution to a question the last one."""
-    kept: dict[tuple[int, int, int], _Row] = {}
-    for number, row in enumerate(rows):
-        same = (row.question.index, row.key, 0 if row.key else number)
+def _distinct(rows: list[_Row], distinct: str | None, started: Started) -> list[_Row]:
+    """Of equal answers to a question the last one, where the method has no more than one; see `experience.admit`."""
+    if distinct is None:
+        return rows
+    kept: dict[tuple[int, int | bytes], _Row] = {}
+    for row in rows:
+        same = (row.question.index, row.key if distinct == "key" and row.key else row.tokens.tobytes())
         kept.pop(same, None)
         kept[same] = row
     started.repeated += len(rows) - len(kept)

@@ -35,7 +35,7 @@ ZERO_LOG_PROB = 1e-3
 """A log-prob may be above 0 by so much, which is rounding."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Trace:
     """An answer from a file; what the file does not say is None.
 
