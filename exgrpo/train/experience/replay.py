@@ -185,7 +185,7 @@ class Replay:
         )
 
     def settle(self, groups: Sequence[Group], batch: int, step: int) -> tuple[list[Group], list[Selected]]:
-        """What is trained on of the graded groups of a step, and the stored answers that came only now."""
+        """What is trained on of the graded groups of a step, perhaps nothing, and the stored answers that came late."""
         if self._settle is None:
             return list(groups), []
         trained: list[Group] = []

@@ -9,6 +9,14 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
+ROUNDS = 8
+"""After so many rounds of draws a few units outweigh all others, and what is left is drawn in another way."""
+SMALLEST = 1e-200
+"""A sum of weights below which they have lost their digits."""
+FARTHEST = 1e4
+"""Nats by which a weight of 0 comes behind all others."""
+
+
 class Priority(NamedTuple):
     """How likely each of N units is drawn: what a function `prioritise` gives.
 
@@ -55,19 +63,29 @@ def _draw_units(rng: np.random.Generator, log_weight: Floats, wanted: int) -> In
 
     This is drawing one after the other: a draw that would repeat one is a draw by the weights of the others.
     """
-    finite = np.exp(log_weight - log_weight.max())
-    if (positive := np.count_nonzero(finite)) <= wanted:  # weights that vanish beside the largest come last
-        certain = np.flatnonzero(finite)
-        others = np.flatnonzero(finite == 0)
-        return np.concatenate([rng.permutation(certain), rng.choice(others, wanted - positive, replace=False)])
+    weight = np.exp(log_weight - log_weight.max()) if np.isfinite(log_weight.max()) else np.zeros(len(log_weight))
     drawn: list[int] = []
-    while len(drawn) < wanted:
-        sums = np.cumsum(finite)
+    for _ in range(ROUNDS):
+        sums = np.cumsum(weight)
+        if sums[-1] < SMALLEST:
+            break
         places = np.searchsorted(sums, rng.random(wanted - len(drawn)) * sums[-1], side="right")
         new = list(dict.fromkeys(places.tolist()))
-        finite[new] = 0
+        weight[new] = 0
         drawn += new
-    return np.array(drawn, np.int64)
+        if len(drawn) == wanted:
+            return np.array(drawn, np.int64)
+    left = np.delete(np.arange(len(log_weight)), drawn)
+    return np.concatenate([drawn, left[_race(rng, log_weight[left], wanted - len(drawn))]]).astype(np.int64)
+
+
+def _race(rng: np.random.Generator, log_weight: Floats, wanted: int) -> Ints:
+    """The same law, whatever the weights: arrival times are exponential with the weights as rates, the first win."""
+    finite = np.isfinite(log_weight)
+    last = log_weight[finite].min() - FARTHEST if finite.any() else 0.0
+    time = np.log(rng.standard_exponential(len(log_weight))) - np.where(finite, log_weight, last)
+    first = np.argpartition(time, wanted - 1)[:wanted]
+    return first[np.argsort(time[first])]
 
 
 def _draw_strata(rng: np.random.Generator, log_weight: Floats, stratum: Ints, wanted: int) -> Ints:
@@ -80,6 +98,9 @@ def _draw_strata(rng: np.random.Generator, log_weight: Floats, stratum: Ints, wa
 
 
 def _probabilities(log_weights: Floats, room: npt.NDArray[np.int64]) -> Floats:
-    masked = np.where(room > 0, log_weights, -np.inf)
+    there = room > 0
+    # Weights of 0 come last, and are alike then.
+    weights = log_weights if np.isfinite(log_weights[there]).any() else np.zeros(len(room))
+    masked = np.where(there, weights, -np.inf)
     weights = np.exp(masked - masked.max())
     return weights / weights.sum()

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience.memory import ExperienceMemory
 from exgrpo.train.experience.plan import FreshQuestions
 from exgrpo.train.experience.sampling import Priority, draw
@@ -96,7 +97,9 @@ class Supply:
         wanted = min(wanted, len(names))
         if wanted == 0:
             return np.empty(0, np.int64)
-        return names[draw(self.rng, len(names), wanted, self.prioritise(units, self.setting))]
+        priority = self.prioritise(units, self.setting)
+        _check(priority, len(names), self.setting.options.prioritise)
+        return names[draw(self.rng, len(names), wanted, priority)]
 
     def fresh(self, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
         """Groups of K answers to the next questions, at most `wanted`, that have not left and are not `without`."""
@@ -108,6 +111,16 @@ class Supply:
         """A group for each of some stored answers."""
         questions = self.memory.table.values("question", rows)
         return [PlannedGroup(q, 0, rows=(row,)) for q, row in zip(questions.tolist(), rows.tolist(), strict=True)]
+
+
+def _check(priority: Priority, units: int, name: str) -> None:
+    """Whether a function of a user's own gives what it has to."""
+    log_weight, stratum = priority
+    of_units = stratum if stratum is not None else log_weight
+    if of_units is not None and len(of_units) != units:
+        raise ConfigError(f"experience.prioritise {name}: it gave {len(of_units)} numbers for {units} units")
+    if log_weight is not None and not log_weight.max() < np.inf:
+        raise ConfigError(f"experience.prioritise {name}: a logarithm of a weight is {log_weight.max()}")
 
 
 def settles(compose: Compose) -> Settle | None:
