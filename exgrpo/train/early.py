@@ -15,6 +15,7 @@ from exgrpo.train.data.files import Row, from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.errors import ConfigError, is_first_rank
 from exgrpo.train.experience import rules
+from exgrpo.train.experience_data.traces import check_traces
 from exgrpo.train.hub import offline_reason
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.pretrained.location import on_hub
@@ -53,6 +54,8 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
         check_output(config)
     check_attention(config.policy.attention)
     check_method(config)
+    if config.experience.start and not resumed:
+        check_traces(config.experience.start)
     PromptFormat.of(config.data).check_settings()
     data, reward = config.data, config.reward
     check_places(config.policy.path, (*data.train, *(data.test or ())))

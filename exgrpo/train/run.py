@@ -20,6 +20,8 @@ from exgrpo.train.early import Early
 from exgrpo.train.ending import Stopped
 from exgrpo.train.errors import OutputError, PreflightError, os_errors_as
 from exgrpo.train.evaluate.held_out import evaluate, metrics
+from exgrpo.train.experience_data.matching import Encoding
+from exgrpo.train.experience_data.start import Started, start_experience
 from exgrpo.train.inputs import Inputs, read_inputs
 from exgrpo.train.metrics.display import Display
 from exgrpo.train.metrics.run_log import GO_ON
@@ -72,6 +74,7 @@ class Run:
     Attributes:
         parts: what it consists of.
         step: the last finished training step.
+        started: what the experience of a new run has begun with; None: nothing.
         before: held-out Pass@1 before the first step; None without held-out questions.
         utilisation: what the steps need against the best rate of matrix products that the run has measured.
         weight_gap: mean difference of log-probs between the rollout engine and the trainer.
@@ -90,12 +93,17 @@ class Run:
         self.utilisation = parts.utilisation
         self.step = 0
         self.before: float | None = None
+        self.started = None if resume else self._start_experience()
         position = self._restore() if resume else None
         self.recorder = Recorder(parts, resources, position)
         parts.engine.push_weights(self.policy.weights())
         self.weight_gap = self._check_weights()
         if self.step == 0:
             self.recorder.add_to_next({"weight_gap": self.weight_gap})
+
+    def _start_experience(self) -> Started | None:
+        encoding = Encoding.of(self.parts.inputs.pretrained, self.config.rollout.stop)
+        return start_experience(self.parts.trainer, encoding)
 
     def _restore(self) -> dict[str, int]:
         """Go back to the newest sound checkpoint; returns where the log stood."""
@@ -196,6 +204,8 @@ class Run:
             f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
             f"matrix products: {self.utilisation.rate / 1e12:.3g} TFLOP/s: 100 % for mfu"
         )
+        if self.started:
+            say(str(self.started))
         if not self.policy.packs:
             say("rows are padded: with this model and attention, packed ones do not give the same log-probs")
         if missing := missing_gpu(parts.world):

@@ -1,6 +1,6 @@
 """The experience buffer E, its success counts and the retired set S."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -190,6 +190,20 @@ class ExperienceMemory:
             self.table.remove(self.table.of_question(question))
         self.retired[questions] = True
         self.count[questions] = 0
+
+    def fill(self, trajectories: Sequence[Trajectory], origins: Sequence[Origin], count: Mapping[int, float]) -> None:
+        """Begin with answers from elsewhere, whatever would store them.
+
+        Args:
+            trajectories: [N] distinct answers, oldest first; their questions are not retired.
+            origins: [N] of each.
+            count: success count in [1, K-1] of each of their questions.
+        """
+        of_rows = {name: np.array([getattr(one, name) for one in origins]) for name in Origin.__dataclass_fields__}
+        self.table.fill(trajectories, of_rows)
+        self.count[:] = 0
+        for question, of_question in count.items():
+            self.count[question] = of_question
 
     def arrays(self) -> dict[str, npt.NDArray]:
         """The state besides the trajectories, for `restore`."""

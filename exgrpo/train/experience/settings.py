@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -102,6 +103,24 @@ class ExperienceConfig(Section):
     capacity: int | None = Field(
         None, ge=1, le=MOST_ROWS, description="Keep the latest so many answers of all questions together."
     )
+
+    start: Path | None = Field(
+        None,
+        description="An exported experience, or a file of traces (parquet, JSONL), that fills the buffer before the "
+        "first step.",
+    )
+    start_log_prob: Literal["recompute", "keep", "unknown"] = Field(
+        "recompute",
+        description="start: old log-probs. recompute: by this run's policy, except where the file has those of a "
+        "policy that began as this run's policy.path; keep: the file's, where it has them; unknown: 0, as if the "
+        "writer had been certain.",
+    )
+
+    @model_validator(mode="after")
+    def _startable(self) -> Self:
+        if self.start is not None and self.ratio == 0:
+            raise ValueError("experience.start fills a buffer that experience.ratio=0 never replays: leave one out")
+        return self
 
     @model_validator(mode="after")
     def _limited(self) -> Self:

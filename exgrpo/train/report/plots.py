@@ -29,6 +29,7 @@ MARKERS = ("", "o", "s", "^", "D", "v")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))
 FEW_POINTS = 12
 MAX_KEYS = 8
+HISTOGRAM_BINS = 40
 # Quantiles between which a band of a fan lies, what to call it, and how opaque it is.
 BANDS = (("q01", "q99", "1 to 99 %", 0.12), ("q10", "q90", "10 to 90 %", 0.25))
 SIZE = (4.3, 2.7)
@@ -293,6 +294,16 @@ def draw_stacks(plan: Stack, groups: Sequence[PlotGroup], prefix: str) -> list[P
             svg = _svg(figure, f"{prefix}-{i}", full_title, f"{group.label} at step {steps[-1]:g}: {last}")
         pictures.append(Picture(full_title, plan.note, svg))
     return pictures
+
+
+def draw_histogram(title: str, values: FloatArray, name: str) -> Picture:
+    """How [N] values, at least one, are distributed; `name` is the plot's own in the page."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _canvas("number", bottom=0.12)
+        axes.hist(values, bins=min(HISTOGRAM_BINS, max(1, len(np.unique(values)))), color=colour(0))
+        low, middle, high = np.quantile(values, (0.0, 0.5, 1.0))
+        text = f"{len(values)} values from {low:.4g} to {high:.4g}, median {middle:.4g}"
+        return Picture(title, "", _svg(figure, name, title, text))
 
 
 def _stack(

@@ -1,0 +1,103 @@
+"""What a run has stored, shown or exported: `python -m exgrpo.train.experience show RUN | export RUN FOLDER`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import tyro
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+
+from exgrpo.train.checkpoint.listing import FOLDER
+from exgrpo.train.command_line import check_names, one_line
+from exgrpo.train.errors import ConfigError, ExgrpoError, print_error
+from exgrpo.train.experience_data.of_file import FileExperience
+from exgrpo.train.experience_data.of_run import open_run
+from exgrpo.train.experience_data.show import show, show_question
+from exgrpo.train.experience_data.stored import Experience
+
+PROGRAM = "python -m exgrpo.train.experience"
+T = TypeVar("T", bound=BaseModel)
+
+
+class ShowOptions(BaseModel):
+    """Show what a run has stored, in its newest sound checkpoint, or what an exported experience holds."""
+
+    model_config = ConfigDict(frozen=True)
+
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Field(
+        description="Folder of a run or of an exported experience, or a file of traces."
+    )
+    question: int | None = Field(None, ge=0, description="Show the stored answers to the question of this index.")
+    page: Path | None = Field(None, description="Write an HTML page with the answers to the fullest questions.")
+
+
+class ExportOptions(BaseModel):
+    """Write what a run has stored, in its newest sound checkpoint, as a data set in the Hugging Face layout."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run: Annotated[Path, tyro.conf.Positional] = Field(description="Folder of a run.")
+    folder: Annotated[Path, tyro.conf.Positional] = Field(description="Folder of the data set, new or empty.")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; returns its exit status."""
+    command, *rest = argv or ("",)
+    try:
+        if command in ("-h", "--help"):
+            for name, (_, options) in COMMANDS.items():
+                print(f"{PROGRAM} {name}: {options.__doc__}")
+            return 0
+        if command not in COMMANDS:
+            raise ConfigError(f"name a command, {' or '.join(COMMANDS)} (see {PROGRAM} --help)")
+        COMMANDS[command][0](rest)
+    except ExgrpoError as error:
+        return print_error(error)
+    return 0
+
+
+def _options(model: type[T], command: str, argv: Sequence[str]) -> T:
+    program = f"{PROGRAM} {command}"
+    check_names(argv, model)
+    with one_line(model, program):
+        return tyro.cli(model, args=argv, prog=program, use_underscores=True)
+
+
+def open_experience(source: Path) -> Experience:
+    """What is stored at a place: a run, an exported folder or a file of traces.
+
+    Raises:
+        CheckpointError: a run has no sound checkpoint, or there is no such folder.
+        DataError: a file or an exported folder cannot be read.
+    """
+    exported = source.is_dir() and (source / "data").is_dir() and not (source / FOLDER).is_dir()
+    return FileExperience(source) if exported or source.is_file() else open_run(source)
+
+
+def _show(argv: Sequence[str]) -> None:
+    options = _options(ShowOptions, "show", argv)
+    experience, console = open_experience(options.source), Console()
+    overview = experience.overview()
+    if options.question is None:
+        show(overview, console)
+    else:
+        show_question(experience.questions([options.question])[0], console)
+    if options.page:
+        from exgrpo.train.experience_data.page import write_page  # matplotlib: only for a page
+
+        write_page(experience, overview, options.page)
+        print(f"page in {options.page}")
+
+
+def _export(argv: Sequence[str]) -> None:
+    options = _options(ExportOptions, "export", argv)
+    from exgrpo.train.experience_data.export import export
+
+    print(f"{export(options.run, options.folder)} trajectories in {options.folder}")
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], type[BaseModel]]] = {
+    "show": (_show, ShowOptions),
+    "export": (_export, ExportOptions),
+}

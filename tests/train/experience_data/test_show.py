@@ -1,0 +1,162 @@
+"""What a person sees of stored experience: counts, distributions, texts, a page."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from exgrpo.train.experience_data import program
+from exgrpo.train.experience_data.export import export
+from exgrpo.train.experience_data.of_file import FileExperience
+from exgrpo.train.experience_data.of_run import open_run
+from exgrpo.train.experience_data.page import write_page
+from exgrpo.train.experience_data.show import bars, counts
+from exgrpo.train.experience_data.stored import different
+from tests.train.experience_data.runs import QUESTIONS, make_run, questions, some, trajectory
+from tests.train.report.pages import Page
+
+
+@pytest.fixture
+def say(capsys, monkeypatch):
+    """The program in this process; gives its status, what it prints and its errors."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments):
+        status = program.main([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_columns_say_what_is_stored(tmp_path):
+    overview = open_run(make_run(tmp_path, some())).overview()
+    assert counts(overview) == {
+        "stored trajectories": 7,
+        "questions with stored trajectories": 3,
+        "questions in all": QUESTIONS,
+        "questions that have left": 1,
+        "log-probs by: trainer": 4,
+        "log-probs by: engine": 3,
+    }
+    found = overview.distributions
+    assert found["age"].tolist() == [2, 4, 2, 4, 2, 4, 2]
+    assert found["replays"].tolist() == list(range(7))
+    np.testing.assert_allclose(found["group accuracy"], [(1 + i % 2) / 3 for i in range(7)])
+    assert found["tokens"].tolist() == [len(one.response) for one in some()]
+    assert found["reward"].tolist() == [1, 1, 1, 1, 1, 1, 0]
+    assert found["success count"].tolist() == [2, 2, 2]
+    assert found["answers"].tolist() == [3, 2, 2]
+    assert found["solutions"].tolist() == [1, 1, 1]
+    assert overview.fullest(2) == [0, 1]
+
+
+def test_a_file_shows_what_the_run_shows(tmp_path):
+    run = open_run(make_run(tmp_path / "run", some()))
+    export(tmp_path / "run", tmp_path / "set")
+    file = FileExperience(tmp_path / "set")
+    ours, theirs = run.overview(), file.overview()
+    assert theirs.question.tolist() == ours.question.tolist()
+    for name in ("replays", "group accuracy", "tokens", "reward", "answers", "solutions"):
+        assert theirs.distributions[name].tolist() == ours.distributions[name].tolist()
+    assert theirs.distributions["step"].tolist() == [one.step for one in some()]
+    assert theirs.behaviour == ours.behaviour
+    for a, b in zip(run.questions([0, 2]), file.questions([0, 2]), strict=True):
+        assert (a.text, a.gold, len(a.answers)) == (b.text, b.gold, len(b.answers))
+        for one, other in zip(a.answers, b.answers, strict=True):
+            assert one.label == other.label
+            assert one.text == other.text
+
+
+def test_different_solutions_are_counted_by_question_and_no_key_is_none():
+    question, key = np.array([0, 0, 0, 1, 1, 2]), np.array([5, 5, 6, 0, 5, 0])
+    assert different(question, key).tolist() == [2, 1]
+
+
+def test_bars_have_the_heights_of_a_histogram():
+    assert bars(np.array([3.0, 3.0])) == "█"
+    drawn = bars(np.array([0.0] * 8 + [11.0] + [12.0] * 4))
+    assert len(drawn) == 12
+    assert drawn[0] == "█"
+    assert drawn[1:-1].strip() == ""
+    assert drawn[-1] == "▆"  # 5 of 8
+
+
+def test_the_program_prints_tables_and_the_answers_to_a_question(tmp_path, say):
+    run = make_run(tmp_path / "run", some())
+    status, out, _ = say("show", run)
+    assert status == 0
+    assert f"{run}, step 5" in out
+    assert "7  stored trajectories" in out
+    for name in ("age", "replays", "group accuracy", "tokens", "success count", "solutions"):
+        assert name in out
+    status, out, _ = say("show", run, "--question", "0")
+    first = some()[0]
+    assert status == 0
+    assert questions()[0].text in out
+    assert f"right answer: {questions()[0].gold}" in out
+    assert f"reward 1, step 3, replayed 0 times, mean log-prob {first.log_prob.mean():.3f}, by trainer" in out
+    assert f"<think>0</think>\\boxed{{{questions()[0].gold}}}" in out
+    assert "cut at the length limit" in out
+    assert "<|end|>" not in out
+    assert "question 4: 0 stored answers" in say("show", run, "--question", "4")[1]
+
+
+def test_the_program_exports(tmp_path, say):
+    run = make_run(tmp_path / "run", some())
+    status, out, _ = say("export", run, tmp_path / "set")
+    assert (status, out) == (0, f"7 trajectories in {tmp_path / 'set'}\n")
+    status, out, _ = say("show", tmp_path / "set" / "data" / "train-00000-of-00001.parquet")
+    assert status == 0
+    assert "7  stored trajectories" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a command, show or export"),
+        (["list"], "name a command, show or export"),
+        (["show"], "(see python -m exgrpo.train.experience show --help)"),
+        (["show", "none"], "none: there is no such folder of a run"),
+        (["show", "none", "--qestion", "1"], "did you mean --question?"),
+        (["show", "empty"], "empty has no checkpoint, where experience is stored: a run writes one every checkpoint"),
+        (["export", "empty", "out"], "empty has no checkpoint"),
+        (["show", "run", "--question", "99"], "there is no question 99: the run has the questions 0 to 5"),
+        (["show", "run", "--page", "page.txt"], "page.txt: choose a name that ends in .html"),
+        (["show", "run", "--page", "run/config/page.html"], "page.html cannot be written: File exists"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, say, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (make_run(tmp_path / "run", some()) / "config").touch()
+    status, _, told = say(*arguments)
+    assert status == 2
+    assert message in told
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1
+
+
+def test_a_page_loads_nothing_and_shows_texts_as_they_are(tmp_path):
+    made = [trajectory(0, "<b>1 + 1</b> & 2</think>"), *some()]
+    experience = open_run(make_run(tmp_path / "run", made))
+    write_page(experience, experience.overview(), tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")  # which takes no script and no picture from elsewhere
+    assert all(place.startswith("#") for place in page.loads)
+    assert "<b>" not in page.source
+    assert experience.questions([0])[0].answers[0].text.startswith("<b>1 + 1</b>")
+    assert "&lt;b&gt;1 + 1&lt;/b&gt; &amp; 2" in page.source
+    assert page.row("stored trajectories") == ["8"]
+    assert page.figures["tokens"]["text"].startswith("8 values from ")
+    assert len(set(page.ids)) == len(page.ids)
+
+
+def test_the_package_and_the_tables_need_neither_torch_nor_a_tokenizer(tmp_path):
+    run = make_run(tmp_path / "run", some())
+    heavy = ("torch", "transformers", "datasets", "matplotlib", "pyarrow")
+    script = (
+        f"import sys; from exgrpo.train.experience_data.program import main; main(['show', {str(run)!r}]); "
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
