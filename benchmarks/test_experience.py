@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from exgrpo.train.checkpoint.store import ExperienceStore
-from exgrpo.train.experience import ExperienceMemory, FreshQuestions, plan_questions, question_law
+from exgrpo.train.experience import ExperienceConfig, Replay
 from exgrpo.train.records import Group, Trajectory
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
@@ -17,39 +17,68 @@ TOKENS = 32
 """Short responses: what is timed does not read them, and a million of the paper's length would take 8 GB and more."""
 SAMPLES, QUESTIONS_PER_STEP, RATIO = 8, 128, 0.5
 ROUNDS = 20
+STEPS = 1000
+"""In which a filled memory was written."""
 
 
-def trajectory(question: int, rng: np.random.Generator, reward: float = 1.0, tokens: int = TOKENS) -> Trajectory:
+def trajectory(
+    question: int, rng: np.random.Generator, reward: float = 1.0, tokens: int = TOKENS, step: int = 0
+) -> Trajectory:
     """A trajectory with arrays of its own."""
     response, log_prob = rng.integers(0, 1 << 17, tokens, dtype=np.int32), rng.random(tokens, dtype=np.float32)
-    return Trajectory(question, response, log_prob, True, reward, 0)
+    return Trajectory(question, response, log_prob, True, reward, step)
+
+
+def filled_arrays(questions: int, stored: list[Trajectory], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """The arrays of a memory that holds these."""
+    # What whole and mixed groups show: m of K and m of K-1.
+    rows = rng.integers(SAMPLES - 1, SAMPLES + 1, questions)
+    count = SAMPLES * rng.integers(1, rows) / rows
+    return {
+        "count": count,
+        "asked": rng.integers(0, STEPS, questions),
+        "times": rng.integers(1, 4, questions),
+        "shown": count,
+        "earlier": count,
+        "retired": np.zeros(questions, np.uint8),
+        "advantage": rng.normal(size=len(stored)),
+        "successes": rng.integers(1, SAMPLES, len(stored)),
+        "answers": np.full(len(stored), SAMPLES),
+        "replays": np.zeros(len(stored), np.int64),
+    }
 
 
 class Experience:
-    """A filled memory and what plans with it."""
+    """A filled replay: the default one, or that of another method."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, per_question: int = PER_QUESTION, **options) -> None:
         self.rng = np.random.default_rng(0)
-        questions = size // PER_QUESTION
-        # What whole and mixed groups show: m of K and m of K-1.
-        rows = self.rng.integers(SAMPLES - 1, SAMPLES + 1, questions)
-        count = SAMPLES * self.rng.integers(1, rows) / rows
-        self.memory = ExperienceMemory(questions, SAMPLES)
-        stored = [trajectory(i // PER_QUESTION, self.rng) for i in range(size)]
-        self.memory.restore(count, np.zeros(questions, bool), stored, np.zeros(size, np.int64))
-        self.law = question_law("gaussian", SAMPLES)
-        self.pool = FreshQuestions(questions, np.random.default_rng(1))
+        self.step = STEPS
+        questions = size // per_question
+        stored = [
+            trajectory(i // per_question, self.rng, float(i % 2), step=i * STEPS // size)
+            if options
+            else trajectory(i // per_question, self.rng)
+            for i in range(size)
+        ]
+        config = ExperienceConfig(**{"start_pass_rate": 0.0, "ratio": RATIO, **options})
+        self.replay = Replay(config, questions, SAMPLES, seed=1)
+        self.memory = self.replay.memory
+        self.memory.restore(filled_arrays(questions, stored, self.rng), stored)
 
     def plan(self) -> object:
-        """The questions of a step."""
-        options = {"batch": QUESTIONS_PER_STEP, "ratio": RATIO, "law": self.law}
-        return plan_questions(self.memory, self.pool, self.rng, **options)
+        """The groups of a step."""
+        self.step += 1
+        return self.replay.plan(QUESTIONS_PER_STEP, self.step)
 
     def groups(self) -> list[Group]:
-        """A step's graded groups, half of the answers right."""
+        """A step's graded groups; half of the answers are right, of every fourth group all or none."""
         questions = self.rng.choice(len(self.memory.count), min(QUESTIONS_PER_STEP, len(self.memory.count)), False)
-        rewards = [1.0, 0.0] * (SAMPLES // 2)
-        return [Group(int(q), tuple(trajectory(int(q), self.rng, reward) for reward in rewards)) for q in questions]
+        kinds = [[1.0, 0.0] * (SAMPLES // 2)] * 3 + [[0.0] * SAMPLES]
+        return [
+            Group(int(q), tuple(trajectory(int(q), self.rng, reward, step=self.step) for reward in kinds[number % 4]))
+            for number, q in enumerate(questions)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +105,7 @@ def timed(benchmark, experience: Experience, what: str, folder) -> Callable[[], 
         return lambda: benchmark.pedantic(lambda: (memory.trajectory_count, memory.bucket_sizes()), rounds=ROUNDS)
 
     def take(groups: list[Group]) -> None:
-        experience.memory.update(groups, 0, collect=True)
+        experience.memory.update(groups, STEPS, collect=True)
 
     if what == "update":
         return lambda: benchmark.pedantic(take, setup=lambda: ((experience.groups(),), {}), rounds=ROUNDS)
@@ -107,15 +136,76 @@ def report(races, benchmark) -> None:
         races.rows.append({"group": benchmark.group, "median": benchmark.stats.stats.median, **benchmark.extra_info})
 
 
+ALL = {"admit": "all", "expire": ()}
+METHODS = {
+    "gaussian, mixed": {},
+    "random, appended": {**ALL, "prioritise": "random", "compose": "appended", "replayed": 2},
+    "advantage, beside": {**ALL, "prioritise": "advantage", "compose": "beside", "advantage": "stored"},
+    "freshness, beside": {**ALL, "prioritise": "freshness", "compose": "beside", "advantage": "stored"},
+    "random, buffer": {
+        **ALL,
+        "prioritise": "random",
+        "compose": "buffer",
+        "advantage": "stored",
+        "capacity": SIZES[-1],
+    },
+    "newest, in place": {**ALL, "prioritise": "newest", "compose": "in_place", "admit": "with_advantage"},
+    "middle, again": {**ALL, "prioritise": "middle", "compose": "again", "admit": "nothing"},
+    "random, bapo": {**ALL, "prioritise": "random", "compose": "bapo", "admit": "in_band"},
+}
+
+
+@pytest.fixture(scope="module")
+def filled_by():
+    """The replay of the latest method; a million trajectories are not kept beside others."""
+    made: dict[str, Experience] = {}
+
+    def of_method(name: str, size: int) -> Experience:
+        if name not in made:
+            made.clear()
+            gc.collect()
+            made[name] = Experience(size, per_question=SAMPLES, **METHODS[name])
+        return made[name]
+
+    return of_method
+
+
+@pytest.mark.parametrize("what", ["plan", "take in", "settle"])
+@pytest.mark.parametrize("name", METHODS)
+def test_method(benchmark, races, filled_by, name, what):
+    """A step of each method's own, beside a million stored answers in groups of K."""
+    size = SIZES[0] if benchmark.disabled else SIZES[-1]
+    experience = filled_by(name, size)
+    replay = experience.replay
+
+    def graded():
+        return (experience.groups(), experience.step), {}
+
+    def taken_in():
+        groups, _ = graded()[0]
+        replay.take_in(groups, experience.step)
+        return (groups, QUESTIONS_PER_STEP, experience.step), {}
+
+    benchmark.group = f"experience: {what}, by method"
+    benchmark.extra_info |= {"row": name, "trajectories": size}
+    if what == "plan":
+        benchmark.pedantic(experience.plan, rounds=ROUNDS, warmup_rounds=1)
+    elif what == "take in":
+        benchmark.pedantic(replay.take_in, setup=graded, rounds=ROUNDS)
+    else:
+        benchmark.pedantic(replay.settle, setup=taken_in, rounds=ROUNDS)
+    report(races, benchmark)
+
+
 @pytest.mark.parametrize("tokens", [100, 1_000, 10_000])
 def test_memory(benchmark, races, tokens):
     """Bytes per token by what is allocated: 8 for its id and log-prob, and a trajectory's objects."""
     rng, count = np.random.default_rng(0), 1_000
-    memory = ExperienceMemory(count, SAMPLES)
+    memory = Replay(ExperienceConfig(), count, SAMPLES, seed=0).memory
 
     def fill() -> None:
         stored = [trajectory(question, rng, tokens=tokens) for question in range(count)]
-        memory.restore(np.ones(count), np.zeros(count, bool), stored, np.zeros(count, np.int64))
+        memory.restore(filled_arrays(count, stored, rng), stored)
 
     benchmark.group = "experience: memory"
     tracemalloc.start()

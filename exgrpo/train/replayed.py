@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from exgrpo.train.config import Config, ObjectiveConfig
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.weighing import PRESENT, Floats, Present, ReplayedAnswer, Term, Weighed, WeighOptions
 from exgrpo.train.records import Group, Score, Trajectory
@@ -38,7 +39,8 @@ class Weigher:
         *,
         one_update: bool,
     ) -> None:
-        self._weigh = rules.find("weigh", objective.weigh)
+        self._name = objective.weigh
+        self._weigh = rules.find("weigh", self._name)
         self.term: Term = getattr(self._weigh, "term", "shaped")
         self._present: Present | None = getattr(self._weigh, "present", None)
         self._one_update = one_update
@@ -67,7 +69,13 @@ class Weigher:
             ReplayedAnswer(row.log_prob, advantage, row.reward, present)
             for row, advantage, present in zip(rows, of_rows, self._log_probs(rows), strict=True)
         ]
-        return self._weigh(answers, self._options)
+        weighed = list(self._weigh(answers, self._options))
+        if len(weighed) != len(answers):
+            raise ConfigError(
+                f"objective.weigh {self._name}: it gave {len(weighed)} terms for {len(answers)} replayed answers; it "
+                "gives one Weighed for each"
+            )
+        return weighed
 
     def _log_probs(self, rows: Sequence[Trajectory]) -> Sequence[Floats | None]:
         """[R] of each answer under the policy before the update, where the function needs them."""

@@ -8,6 +8,7 @@ import torch
 
 from exgrpo.train.answers import Answerer
 from exgrpo.train.data.questions import Question, QuestionSet
+from exgrpo.train.experience.weighing import Term
 from exgrpo.train.policy.batch import MiniBatch, TokenSequence
 from exgrpo.train.policy.ratios import BINS
 from exgrpo.train.policy.update import UpdateStats
@@ -122,14 +123,18 @@ class RecordingPolicy:
         self.version = 0
         self.learning_rate = 1e-3
         self.updates: list[tuple[MiniBatch, bool]] = []
+        self.terms: list[str] = []
         self.scored: list[tuple[list[TokenSequence], float]] = []
 
     def score(self, sequences: Sequence[TokenSequence], temperature: float) -> list[Score]:
         self.scored.append((list(sequences), temperature))
         return [fake_score(one.response, self.version, temperature) for one in sequences]
 
-    def update(self, minibatch: MiniBatch, objective, *, clip: bool, keep_scores: bool = False) -> UpdateStats:
+    def update(
+        self, minibatch: MiniBatch, objective, *, clip: bool, term: Term = "shaped", keep_scores: bool = False
+    ) -> UpdateStats:
         self.updates.append((minibatch, clip))
+        self.terms.append(term)
         scores = tuple(fake_score(row.response, self.version) for row in minibatch.rows) if keep_scores else ()
         self.version += 1
         counts = torch.zeros(2, BINS, dtype=torch.int64)

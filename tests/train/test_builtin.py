@@ -46,7 +46,7 @@ def test_a_new_task_is_one_new_file(new_file):
         ("test 6?", "6", "counting"),
     ]
     assert {row.reward for row in rows} == {""}
-    assert "counting" in module_names(TASKS, "generate")
+    assert module_names(TASKS, "generate") == ["arithmetic", "colouring", "countdown", "counting"]
 
 
 def test_a_task_brings_its_reward():

@@ -13,7 +13,8 @@ from tests.train.trainers import make
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 EVALUATION = sorted((FOLDER / "evaluation").glob("*.yaml"))
-RECIPES = sorted(str(path.relative_to(FOLDER)) for path in set(FOLDER.rglob("*.yaml")) - set(EVALUATION))
+METHODS = set((FOLDER / "replay").glob("*.yaml"))  # see test_method_recipes.py
+RECIPES = sorted(str(path.relative_to(FOLDER)) for path in set(FOLDER.rglob("*.yaml")) - set(EVALUATION) - METHODS)
 
 PAPER = {
     "steps": 700,
@@ -35,19 +36,23 @@ PAPER = {
     "rollout.max_tokens": 8192,
     "experience.ratio": 0.5,
     "experience.start_pass_rate": 0.35,
-    "experience.question_weight": "gaussian",
+    "experience.admit": "successes",
+    "experience.prioritise": "gaussian",
+    "experience.compose": "mixed",
     "experience.mu": 0.5,
     "experience.sigma": 1.0,
     "experience.trajectory": "lowest_entropy",
     "experience.count_replayed": False,
-    "experience.retire": True,
+    "experience.expire": ("retirement",),
+    "experience.replayed": 1,
+    "experience.advantage": "group",
     "experience.bucket_by": "success_count",
     "experience.max_per_question": None,
     "experience.max_age": None,
     "objective.clip": (0.2, 0.2),
     "objective.clip_with_replay": False,
+    "objective.weigh": "shaped",
     "objective.beta": 0.1,
-    "objective.importance_correction": True,
     "objective.scale_by_std": False,
     "objective.normalize": "constant",
     "objective.entropy_coef": 0.001,
@@ -89,20 +94,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "paper/llama3.1_8b_instruct.yaml": {"steps": 500, "policy.path": "meta-llama/Llama-3.1-8B-Instruct", **PLAIN},
     "paper/luffy_7b.yaml": {"steps": 500, "policy.path": "models/LUFFY-Qwen-Math-7B-Zero", **PLAIN},
     "ablations/on_policy.yaml": ON_POLICY,
-    "ablations/no_question_selection.yaml": {"experience.question_weight": "random"},
+    "ablations/no_question_selection.yaml": {"experience.prioritise": "random"},
     "ablations/no_trajectory_selection.yaml": {"experience.trajectory": "random"},
-    "ablations/no_selection.yaml": {"experience.question_weight": "random", "experience.trajectory": "random"},
+    "ablations/no_selection.yaml": {"experience.prioritise": "random", "experience.trajectory": "random"},
     "ablations/highest_entropy.yaml": {"experience.trajectory": "highest_entropy"},
     "ablations/lowest_nll.yaml": {"experience.trajectory": "lowest_nll"},
     "ablations/shortest.yaml": {"experience.trajectory": "shortest"},
-    "ablations/no_shaping.yaml": {"objective.beta": None},
-    "ablations/no_importance_correction.yaml": {"objective.importance_correction": False},
+    "ablations/no_shaping.yaml": {"objective.weigh": "ratio"},
+    "ablations/no_importance_correction.yaml": {"objective.weigh": "uncorrected"},
     "ablations/ratio_0.25.yaml": {"experience.ratio": 0.25},
     "ablations/ratio_0.75.yaml": {"experience.ratio": 0.75},
     "ablations/sigma_0.5.yaml": {"experience.sigma": 0.5},
     "ablations/sigma_1.5.yaml": {"experience.sigma": 1.5},
     "ablations/mu_0.25.yaml": {"experience.mu": 0.25},
-    "ablations/no_retirement.yaml": {"experience.retire": False},
+    "ablations/no_retirement.yaml": {"experience.expire": ()},
     "ablations/no_delayed_start.yaml": {"experience.start_pass_rate": 0.0},
     "preliminary/easy.yaml": {**ON_POLICY, "objective.train_on": "easy"},
     "preliminary/medium.yaml": {**ON_POLICY, "objective.train_on": "medium"},
@@ -138,7 +143,7 @@ def test_the_paper_recipe_has_the_papers_values():
 def test_the_paper_recipe_writes_its_values_out():
     """A default that changes must not change the paper's run. Options that the paper lacks are off by default."""
     written = flat(yaml.safe_load((FOLDER / "paper.yaml").read_text()))
-    off = {"count_replayed", "bucket_by", "max_per_question", "max_age", "train_on"}
+    off = {"count_replayed", "bucket_by", "max_per_question", "max_age", "train_on", "replayed", "advantage"}
     assert {key for key in PAPER if key.split(".")[-1] not in off} <= set(written)
 
 
@@ -173,7 +178,8 @@ def test_every_recipe_drives_the_loop(recipe):
     )
     results = [trainer.step(step) for step in (1, 2, 3)]
     assert (results[-1].metrics["replayed"] > 0) == (values.experience.ratio > 0)
-    assert bool(trainer.replay.memory.retired.any()) == (values.experience.retire and values.experience.ratio > 0)
+    retires = "retirement" in values.experience.expire and values.experience.ratio > 0
+    assert bool(trainer.replay.memory.retired.any()) == retires
 
 
 @pytest.mark.parametrize("recipe", EVALUATION, ids=lambda path: path.stem)

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from exgrpo.train.experience import rules
 from tests.train.fakes import (
     ScriptedGrader,
     engine_log_prob,
@@ -24,7 +25,7 @@ def test_replayed_groups_get_one_fresh_answer_less_and_no_question_comes_twice()
     assert first.metrics["replayed"] == 0
     assert second.metrics["replayed"] == 3
     assert len(set(second.questions)) == 6
-    replayed = [question for question, row in zip(second.questions, second.replayed, strict=True) if row]
+    replayed = [question for question, rows in zip(second.questions, second.replayed, strict=True) if rows]
     assert set(replayed) <= set(first.questions)
 
 
@@ -58,14 +59,15 @@ def test_ratios_refer_to_the_policy_that_wrote_the_tokens():
 
 @pytest.mark.parametrize("correct", [True, False])
 def test_ratios_are_at_the_rollout_temperature_and_the_selection_at_1(correct):
-    trainer = make(half(20), rollout={"temperature": 0.5}, objective={"importance_correction": correct})
+    weigh = "shaped" if correct else "uncorrected"
+    trainer = make(half(20), rollout={"temperature": 0.5}, objective={"weigh": weigh})
     trainer.step(1)
     for stored in (t for q in range(20) for t in trainer.replay.memory.trajectories(q)):
         np.testing.assert_array_equal(stored.log_prob, fake_score(stored.response, 0, 0.5).log_prob)
     candidates = {q: trainer.replay.memory.trajectories(q) for q in range(20)}
     version = trainer.policy.version
     trainer.policy.updates.clear()
-    replayed = [t for t in trainer.step(2).replayed if t is not None]
+    replayed = [t for of_group in trainer.step(2).replayed for t in of_group]
     assert len(replayed) == 3
     for chosen in replayed:
         entropies = [fake_score(c.response, version).entropy.mean() for c in candidates[chosen.question]]
@@ -151,7 +153,7 @@ def test_a_checkpoint_keeps_the_questions_that_are_ahead():
 
 
 def test_without_importance_correction_they_refer_to_this_steps_policy():
-    trainer = make(half(20), objective={"importance_correction": False})
+    trainer = make(half(20), objective={"weigh": "uncorrected"})
     trainer.step(1)
     version = trainer.policy.version
     trainer.policy.updates.clear()
@@ -177,9 +179,8 @@ def test_the_replayed_trajectory_is_the_best_under_the_current_policy(rule, key)
         stored = {q: trainer.replay.memory.trajectories(q) for q in range(12)}
         version = trainer.policy.version
         result = trainer.step(step)
-        for question, row in zip(result.questions, result.replayed, strict=True):
-            if row is not None:
-                assert row is min(stored[question], key=lambda t: key(t, version))
+        for question, rows in zip(result.questions, result.replayed, strict=True):
+            assert list(rows) == sorted(stored[question], key=lambda t: key(t, version))[: len(rows)]
     assert result.metrics["replayed"] == 4
     assert any(len(candidates) > 1 for candidates in stored.values())
 
@@ -233,7 +234,7 @@ def test_solved_questions_are_never_seen_again_and_the_run_ends_when_all_are():
 
 
 def test_without_retirement_solved_questions_come_again_and_are_replayed():
-    trainer = make(dict.fromkeys(range(6), 1.0), experience={"retire": False})
+    trainer = make(dict.fromkeys(range(6), 1.0), experience={"expire": []})
     first, second = trainer.step(1), trainer.step(2)
     assert set(first.questions) == set(second.questions)
     assert first.metrics["buffer_questions"] == 6
@@ -303,7 +304,7 @@ def test_continuous_rewards_are_stored_replayed_and_start_replay_by_their_mean()
     assert len(set(trainer.replay.memory.count[trainer.replay.memory.count > 0].tolist())) > 1
     third = trainer.step(3)
     assert third.metrics["replayed"] == 3
-    assert all(0 < row.reward < 1 for row in third.replayed if row)
+    assert all(0 < row.reward < 1 for rows in third.replayed for row in rows)
 
 
 def peak(top: float):
@@ -348,9 +349,9 @@ def test_it_is_said_once_that_no_reward_is_a_success_and_not_again_after_a_resum
 
 
 def test_the_random_law_reaches_the_plan():
-    trainer = make(half(20), experience={"question_weight": "random"})
+    trainer = make(half(20), experience={"prioritise": "random"})
     trainer.step(1)
-    assert trainer.replay.law is None
+    assert trainer.replay._supply(6, 2).prioritise is rules.find("prioritise", "random")
     assert trainer.step(2).metrics["replayed"] == 3
 
 

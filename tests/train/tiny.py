@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from exgrpo.train.config import Config, ObjectiveConfig, RolloutConfig
-from exgrpo.train.policy.batch import MiniBatch, build_minibatches, build_rows
+from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches, build_rows
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Group, Rollout, TokenIds, Trajectory
@@ -87,14 +87,15 @@ def groups() -> list[Group]:
         Group(
             question,
             tuple(trajectory(rng, question, float(reward)) for reward in of_group),
-            trajectory(rng, question, 1.0) if len(of_group) == 3 else None,
+            (trajectory(rng, question, 1.0),) if len(of_group) == 3 else (),
         )
         for question, of_group in enumerate(rewards)
     ]
 
 
 def minibatches(objective: ObjectiveConfig) -> list[MiniBatch]:
-    rows = build_rows(groups(), prompt, scale_by_std=objective.scale_by_std)
+    graded = groups()
+    rows = build_rows(graded, advantages(graded, scale_by_std=objective.scale_by_std), prompt)
     return build_minibatches(rows, STEPS, np.random.default_rng(2), objective, max_tokens=24)
 
 

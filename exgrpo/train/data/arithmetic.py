@@ -1,20 +1,19 @@
 """Arithmetic problems of mixed difficulty, generated, with answers and column-by-column solutions.
 
 Levels: 1 is one operation on small numbers, 2 on numbers of up to three digits, 3 on longer ones, 4 is two operations.
-The splits share no problem: a hash of the expression, with the operands of a commutative operation in order,
-decides the split that a problem belongs to.
+A difficulty is a mixture of levels. The splits share no problem: a hash of the expression, with the operands of a
+commutative operation in order, decides the split that a problem belongs to.
 """
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import sha256
-from typing import Literal
 
 from exgrpo.train.builtin import ASSETS
-from exgrpo.train.errors import DataError
+from exgrpo.train.data.generation import Split, check_difficulty, different_problems, split_of_key
 
-Split = Literal["pretrain", "train", "test"]
+REWARD = "math"
+"""The reward of the task's answers."""
 
 MODEL_FOLDER = ASSETS / "arithmetic"
 """The pretrained model and its tokenizer, in Hugging Face format."""
@@ -30,10 +29,16 @@ REWARD = "math"
 
 LEVELS = (1, 2, 3, 4)
 
-_LEVEL_WEIGHTS = (0.4, 0.3, 0.1, 0.2)
+DEFAULT_DIFFICULTY = 2
+
+_LEVEL_WEIGHTS = {
+    1: (0.7, 0.3, 0.0, 0.0),
+    2: (0.4, 0.3, 0.1, 0.2),
+    3: (0.1, 0.3, 0.3, 0.3),
+    4: (0.0, 0.0, 0.5, 0.5),
+}
+"""How often each level is drawn, by difficulty."""
 _PHRASES = ("What is {}?", "Compute {}.")
-_TENTHS: dict[Split, range] = {"pretrain": range(5), "train": range(5, 8), "test": range(8, 10)}
-_DRAWS_PER_PROBLEM = 100
 
 
 @dataclass(frozen=True)
@@ -48,28 +53,27 @@ class Problem:
     level: int
 
 
-def generate(split: Split, count: int, seed: int) -> list[Problem]:
-    """Return `count` different problems of the split, the same ones for the same arguments."""
-    rng = random.Random(f"{split}:{seed}")
-    problems: dict[str, Problem] = {}
-    for _ in range(count * _DRAWS_PER_PROBLEM):
-        if len(problems) == count:
-            break
-        level = rng.choices(LEVELS, _LEVEL_WEIGHTS)[0]
+def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_DIFFICULTY) -> list[Problem]:
+    """Return `count` different problems of the split, the same ones for the same arguments.
+
+    `difficulty`, 1 to 4, shifts how often each level is drawn: 1 has levels 1 and 2 alone, 4 has levels 3 and 4 alone.
+    Raises DataError for another difficulty, and where the split has too few different problems.
+    """
+    check_difficulty(difficulty, _LEVEL_WEIGHTS)
+    weights = _LEVEL_WEIGHTS[difficulty]
+
+    def draw(rng: random.Random) -> Problem:
+        level = rng.choices(LEVELS, weights)[0]
         expression = _EXPRESSIONS[level](rng)
         question = rng.choice(_PHRASES).format(expression)
-        key = _canonical(expression)
-        if key not in problems and split_of(expression) == split:
-            problems[key] = Problem(question, str(evaluate(expression)), expression, level)
-    if len(problems) < count:
-        raise DataError(f"the {split} split has too few different problems for a count of {count}")
-    return list(problems.values())
+        return Problem(question, str(evaluate(expression)), expression, level)
+
+    return different_problems(draw, lambda problem: _canonical(problem.expression), split, count, seed)
 
 
 def split_of(expression: str) -> Split:
     """Return the one split that the expression belongs to."""
-    tenth = int.from_bytes(sha256(_canonical(expression).encode()).digest()[:8], "big") % 10
-    return next(split for split, tenths in _TENTHS.items() if tenth in tenths)
+    return split_of_key(_canonical(expression))
 
 
 def evaluate(expression: str) -> int:

@@ -16,7 +16,9 @@ def by_count(units: Units, log_weight: Callable[[Floats], Floats]) -> Priority:
         log_weight: of success counts k.
     """
     counts = _distinct(units.count)
-    return Priority(log_weight(counts), np.searchsorted(counts, units.count))
+    with np.errstate(divide="ignore"):  # a prompt may have a count of 0, and so a weight of 0
+        of_counts = log_weight(counts)
+    return Priority(of_counts, np.searchsorted(counts, units.count))
 
 
 def _distinct(values: Floats) -> Floats:

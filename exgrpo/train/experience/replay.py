@@ -157,8 +157,8 @@ class Replay:
         for group, rows, of_group in zip(planned, stored, candidates, strict=True):
             scores = tuple(islice(of_all, len(rows)))
             chosen = self._choose(group.choose, of_group, scores)
-            joined = [self._selected(rows[i], scores[i].entropy if scores else None) for i in chosen]
-            selected.append([*joined, *(self._selected(row, None) for row in group.rows)])
+            entropies = [scores[i].entropy for i in chosen] if scores else None
+            selected.append([*self._join([rows[i] for i in chosen], entropies), *self._join(group.rows)])
         return selected
 
     def _choose(self, wanted: int, candidates: Sequence[Trajectory], scores: Sequence[MeanScore]) -> list[int]:
@@ -169,10 +169,16 @@ class Replay:
             chosen.append(left.pop(self._rule.choose(of_left, self.rng)))
         return chosen
 
-    def _selected(self, row: int, entropy: float | None) -> Selected:
-        table = self.memory.table
-        (replays,) = table.replayed(np.array([row])).tolist()
-        return Selected(table.trajectory(row), entropy, replays, table.origin(row).advantage)
+    def _join(self, rows: Sequence[int], entropies: Sequence[float] | None = None) -> list[Selected]:
+        """Stored answers that are replayed, by their rows."""
+        table, numbers = self.memory.table, np.array(rows, np.int64)
+        columns = (
+            table.values("trajectory", numbers).tolist(),
+            [None] * len(rows) if entropies is None else entropies,
+            table.replayed(numbers).tolist(),
+            table.values("advantage", numbers).tolist(),
+        )
+        return [Selected(*of_row) for of_row in zip(*columns, strict=True)]
 
     def group(self, question: int, joined: Sequence[Selected], fresh: Sequence[Trajectory] = ()) -> Group:
         """A group of fresh and stored answers, with advantages as the options say."""
@@ -185,18 +191,16 @@ class Replay:
         )
 
     def settle(self, groups: Sequence[Group], batch: int, step: int) -> tuple[list[Group], list[Selected]]:
-        """What is trained on of the graded groups of a step, and the stored answers that came only now."""
+        """What is trained on of the graded groups of a step, perhaps nothing, and the stored answers that came late."""
         if self._settle is None:
             return list(groups), []
-        trained: list[Group] = []
-        late: list[Selected] = []
-        for group in self._settle(groups, self._supply(batch, step)):
-            if isinstance(group, Group):
-                trained.append(group)
-                continue
-            joined = [self._selected(row, None) for row in group.rows]
-            trained.append(self.group(group.question, joined))
-            late += joined
+        settled = self._settle(groups, self._supply(batch, step))
+        late = self._join([row for group in settled if isinstance(group, PlannedGroup) for row in group.rows])
+        joined = iter(late)
+        trained = [
+            group if isinstance(group, Group) else self.group(group.question, list(islice(joined, len(group.rows))))
+            for group in settled
+        ]
         return trained, late
 
     def take_in(self, groups: Sequence[Group], step: int) -> TakenIn:

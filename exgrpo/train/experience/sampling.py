@@ -9,6 +9,18 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
+ROUNDS = 8
+"""After so many rounds of draws a few units outweigh all others, and what is left is drawn in another way."""
+BLOCK = 256
+"""Units whose weights are summed first, so that the sum of all is not made for each."""
+MOST = 1 << 14
+"""Draws of a round, which take 2 KiB each."""
+SMALLEST = 1e-200
+"""A sum of weights below which they have lost their digits."""
+FARTHEST = 1e4
+"""Nats by which a weight of 0 comes behind all others."""
+
+
 class Priority(NamedTuple):
     """How likely each of N units is drawn: what a function `prioritise` gives.
 
@@ -51,23 +63,51 @@ def draw(rng: np.random.Generator, size: int, wanted: int, priority: Priority) -
 
 
 def _draw_units(rng: np.random.Generator, log_weight: Floats, wanted: int) -> Ints:
-    """Independent draws, of which repeated ones are made again among the units that are left.
+    """Independent draws, of which repeated ones do not count.
 
-    This is drawing one after the other: a draw that would repeat one is a draw by the weights of the others.
+    This is drawing one after the other: what is drawn and does not repeat one is drawn by the weights of the others.
+    Where many repeat, those that are drawn are taken out.
     """
-    finite = np.exp(log_weight - log_weight.max())
-    if (positive := np.count_nonzero(finite)) <= wanted:  # weights that vanish beside the largest come last
-        certain = np.flatnonzero(finite)
-        others = np.flatnonzero(finite == 0)
-        return np.concatenate([rng.permutation(certain), rng.choice(others, wanted - positive, replace=False)])
-    drawn: list[int] = []
-    while len(drawn) < wanted:
-        sums = np.cumsum(finite)
-        places = np.searchsorted(sums, rng.random(wanted - len(drawn)) * sums[-1], side="right")
-        new = list(dict.fromkeys(places.tolist()))
-        finite[new] = 0
-        drawn += new
-    return np.array(drawn, np.int64)
+    weight = _weights(log_weight)
+    drawn: dict[int, None] = {}
+    sums = np.cumsum(weight.sum(1))
+    for _ in range(ROUNDS):
+        if sums[-1] < SMALLEST:
+            break
+        before, missing = len(drawn), min(wanted - len(drawn), MOST)
+        # A block by its sum, and a unit of the block: fewer sums are made than for all units.
+        block = np.searchsorted(sums, rng.random(missing) * sums[-1], side="right")
+        inner = np.cumsum(weight[block], axis=1)
+        places = block * BLOCK + (inner <= (rng.random(missing) * inner[:, -1])[:, None]).sum(1)
+        drawn |= dict.fromkeys(places.tolist())
+        if len(drawn) == wanted:
+            return np.array(list(drawn), np.int64)
+        if 2 * (len(drawn) - before) < missing:
+            weight.reshape(-1)[list(drawn)] = 0
+            sums = np.cumsum(weight.sum(1))
+    found = np.array(list(drawn), np.int64)
+    left = np.delete(np.arange(len(log_weight)), found)
+    return np.concatenate([found, left[_race(rng, log_weight[left], wanted - len(found))]])
+
+
+def _weights(log_weight: Floats) -> Floats:
+    """[ceil(N / BLOCK), BLOCK] the weights beside the largest, in rows; 0 behind the last."""
+    weight = np.zeros(-(-len(log_weight) // BLOCK) * BLOCK)
+    largest = log_weight.max()
+    if np.isfinite(largest):
+        of_units = weight[: len(log_weight)]
+        np.subtract(log_weight, largest, out=of_units)
+        np.exp(of_units, out=of_units)
+    return weight.reshape(-1, BLOCK)
+
+
+def _race(rng: np.random.Generator, log_weight: Floats, wanted: int) -> Ints:
+    """The same law, whatever the weights: arrival times are exponential with the weights as rates, the first win."""
+    finite = np.isfinite(log_weight)
+    last = log_weight[finite].min() - FARTHEST if finite.any() else 0.0
+    time = np.log(rng.standard_exponential(len(log_weight))) - np.where(finite, log_weight, last)
+    first = np.argpartition(time, wanted - 1)[:wanted]
+    return first[np.argsort(time[first])]
 
 
 def _draw_strata(rng: np.random.Generator, log_weight: Floats, stratum: Ints, wanted: int) -> Ints:
@@ -80,6 +120,9 @@ def _draw_strata(rng: np.random.Generator, log_weight: Floats, stratum: Ints, wa
 
 
 def _probabilities(log_weights: Floats, room: npt.NDArray[np.int64]) -> Floats:
-    masked = np.where(room > 0, log_weights, -np.inf)
+    there = room > 0
+    # Weights of 0 come last, and are alike then.
+    weights = log_weights if np.isfinite(log_weights[there]).any() else np.zeros(len(room))
+    masked = np.where(there, weights, -np.inf)
     weights = np.exp(masked - masked.max())
     return weights / weights.sum()

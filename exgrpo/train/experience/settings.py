@@ -108,6 +108,8 @@ class ExperienceConfig(Section):
         for name, limit in LIMITS.items():
             if name in self.expire and getattr(self, limit) is None:
                 raise ValueError(f"experience.expire {name} needs its limit, experience.{limit}")
+        if self.band[0] > self.band[1]:
+            raise ValueError(f"experience.band is from low to high, and {self.band[0]} is above {self.band[1]}")
         return self
 
     @property

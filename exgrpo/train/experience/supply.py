@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience.memory import ExperienceMemory
 from exgrpo.train.experience.plan import FreshQuestions
 from exgrpo.train.experience.sampling import Priority, draw
@@ -96,7 +97,18 @@ class Supply:
         wanted = min(wanted, len(names))
         if wanted == 0:
             return np.empty(0, np.int64)
-        return names[draw(self.rng, len(names), wanted, self.prioritise(units, self.setting))]
+        priority = self.prioritise(units, self.setting)
+        _check(priority, len(names), self.setting.options.prioritise)
+        return names[draw(self.rng, len(names), wanted, priority)]
+
+    def earlier(self) -> tuple[Units, Ints]:
+        """The stored answers of earlier steps, and their rows."""
+        table = self.memory.table
+        before = table.column("step") < self.step
+        count = int(np.count_nonzero(before))
+        # They were stored first, as a rule: then there is nothing to gather.
+        places = slice(count) if before[:count].all() else np.flatnonzero(before)
+        return self.units("stored").take(places), table.rows()[places]
 
     def fresh(self, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
         """Groups of K answers to the next questions, at most `wanted`, that have not left and are not `without`."""
@@ -108,6 +120,16 @@ class Supply:
         """A group for each of some stored answers."""
         questions = self.memory.table.values("question", rows)
         return [PlannedGroup(q, 0, rows=(row,)) for q, row in zip(questions.tolist(), rows.tolist(), strict=True)]
+
+
+def _check(priority: Priority, units: int, name: str) -> None:
+    """Whether a function of a user's own gives what it has to."""
+    log_weight, stratum = priority
+    of_units = stratum if stratum is not None else log_weight
+    if of_units is not None and len(of_units) != units:
+        raise ConfigError(f"experience.prioritise {name}: it gave {len(of_units)} numbers for {units} units")
+    if log_weight is not None and not log_weight.max() < np.inf:
+        raise ConfigError(f"experience.prioritise {name}: a logarithm of a weight is {log_weight.max()}")
 
 
 def settles(compose: Compose) -> Settle | None:
@@ -139,7 +161,7 @@ def draw_groups(supply: Supply, wanted: int, without: Collection[int] = ()) -> l
 def first_of_groups(table: Table) -> Ints:
     """Where a group begins among the rows: what follows each other, to one question of one step, is one."""
     question, step = table.column("question"), table.column("step")
-    return np.flatnonzero((np.diff(question, prepend=-1) != 0) | (np.diff(step, prepend=-1) != 0))
+    return np.flatnonzero(np.append(True, (question[1:] != question[:-1]) | (step[1:] != step[:-1]))[: len(question)])
 
 
 def groups_at(table: Table, places: Ints) -> list[PlannedGroup]:

@@ -5,7 +5,7 @@ marked, and those of a question form a chain from the newest to the oldest. Once
 the others are moved together.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,8 +79,10 @@ class Table:
 
     def column(self, name: str) -> npt.NDArray:
         """[N] one of `COLUMNS`, of `rows`."""
-        rows, column = self.rows(), self._columns[name][: self._size]
-        return column if len(rows) == self._size else column[rows]
+        rows, column = self.rows(), self._columns[name]
+        if len(rows) and rows[-1] - rows[0] == len(rows) - 1:  # without gaps there is nothing to gather
+            return column[rows[0] : rows[-1] + 1]
+        return column[rows]
 
     def values(self, name: str, rows: Ints) -> npt.NDArray:
         """[len(rows)] one of `COLUMNS`, of some rows."""
@@ -143,11 +145,11 @@ class Table:
         self._older = np.concatenate([self._older, np.full(room, NONE, np.int64)])
         self._alive = np.concatenate([self._alive, np.zeros(room, bool)])
 
-    def remove(self, rows: Iterable[int] | Ints) -> None:
+    def remove(self, rows: Sequence[int] | Ints) -> None:
         """Let rows go that are there, each named once."""
-        gone = np.fromiter(rows, np.int64) if not isinstance(rows, np.ndarray) else rows
-        if not len(gone):
+        if not len(rows):
             return
+        gone = np.asarray(rows, np.int64)
         self._alive[gone] = False
         self._columns["trajectory"][gone] = None
         questions = self._columns["question"][gone]

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from exgrpo.train.errors import ConfigError
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -30,14 +32,27 @@ class Units:
 
     @classmethod
     def of(cls, now: int, solved: Ints | None = None, **columns: npt.NDArray) -> "Units":
-        """Units with these columns."""
-        return cls(now, columns.__getitem__, solved)
+        """Units with these columns.
+
+        Raises, when another one is looked at:
+            ConfigError: it is not known of them.
+        """
+
+        def read(name: str) -> npt.NDArray:
+            if name not in columns:
+                raise ConfigError(
+                    f"experience.prioritise looks at {name!r}, which is not known of what is drawn here: there are "
+                    f"{', '.join(columns)}; take another function"
+                )
+            return columns[name]
+
+        return cls(now, read, solved)
 
     def __len__(self) -> int:
         return len(self.question)
 
-    def take(self, places: npt.NDArray) -> "Units":
-        """Some of them, by number [M] or by a mask [N]."""
+    def take(self, places: npt.NDArray | slice) -> "Units":
+        """Some of them, by number [M], by a mask [N] or by a slice."""
         return Units(self.now, lambda name: self._read(name)[places], self.solved)
 
     @cached_property

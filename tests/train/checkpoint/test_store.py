@@ -21,14 +21,14 @@ def trajectory(question: int, seed: int) -> Trajectory:
         finished=bool(seed % 2),
         reward=1.0 + seed / 3,
         step=seed,
-        behaviour="engine" if seed % 3 else "trainer",
+        behaviour=("trainer", "engine", "unknown")[seed % 3],
+        key=seed * 7919 - (1 << 62) if seed % 4 else 0,
     )
 
 
 def same(a: Trajectory, b: Trajectory) -> bool:
-    plain = all(
-        getattr(a, name) == getattr(b, name) for name in ("question", "finished", "reward", "step", "behaviour")
-    )
+    names = ("question", "finished", "reward", "step", "behaviour", "key")
+    plain = all(getattr(a, name) == getattr(b, name) for name in names)
     return plain and np.array_equal(a.response, b.response) and np.array_equal(a.log_prob, b.log_prob)
 
 

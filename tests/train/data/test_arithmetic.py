@@ -1,12 +1,12 @@
 """The default run's problems, their worked solutions, and the tokenizer and model that ship with the package."""
 
+from hashlib import sha256
+
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from exgrpo.train.data import arithmetic
 from exgrpo.train.data.arithmetic import (
     LEVELS,
     MAX_PROMPT_TOKENS,
@@ -49,15 +49,20 @@ def test_splits_share_nothing_not_even_with_operands_exchanged():
     assert not seen["train"] & seen["test"]
 
 
-def test_the_seed_decides():
-    assert generate("train", 50, seed=1) == generate("train", 50, seed=1)
-    assert generate("train", 50, seed=1) != generate("train", 50, seed=2)
+def test_the_default_problems_stay_those_that_the_shipped_model_was_made_from():
+    digest = sha256()
+    for split in SPLITS:
+        for seed in (0, 7):
+            problems = [(p.question, p.answer, p.expression, p.level) for p in generate(split, 1000, seed)]
+            digest.update(repr(problems).encode())
+    assert digest.hexdigest() == "bad2743232b521c8fbee582cc1c65d87ea804c355b3f21d1b006b5a0736d19db"
 
 
-def test_too_many_problems_is_a_clear_error(monkeypatch):
-    monkeypatch.setattr(arithmetic, "_DRAWS_PER_PROBLEM", 1)
-    with pytest.raises(ValueError, match="too few different problems for a count of 500"):
-        generate("test", 500, seed=0)
+def test_a_greater_difficulty_has_higher_levels():
+    levels = [[p.level for p in generate("train", 400, 3, difficulty=difficulty)] for difficulty in (1, 2, 3, 4)]
+    means = [sum(of_difficulty) / 400 for of_difficulty in levels]
+    assert means == sorted(means)
+    assert [set(of_difficulty) for of_difficulty in levels] == [{1, 2}, set(LEVELS), set(LEVELS), {3, 4}]
 
 
 @given(st.integers(0, 10_000))
@@ -93,23 +98,3 @@ def test_reloading_gives_the_same_tokens(tokenizer, tmp_path):
     again = AutoTokenizer.from_pretrained(tmp_path)
     text = "What is 31 + 4?" + worked_solution("31 + 4")
     assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
-
-
-def test_the_model_answers_in_the_format_and_some_of_the_time_right(tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(MODEL_FOLDER)
-    assert sum(file.stat().st_size for file in MODEL_FOLDER.iterdir()) < 5e6
-    problems = generate("test", 64, seed=11)
-    tokenizer.padding_side = "left"
-    prompts = tokenizer.apply_chat_template(
-        [[{"role": "user", "content": problem.question}] for problem in problems],
-        add_generation_prompt=True,
-        padding=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    torch.manual_seed(0)
-    output = model.generate(**prompts, do_sample=True, max_new_tokens=MAX_RESPONSE_TOKENS)
-    texts = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert sum("</think>" in text and "\\boxed{" in text for text in texts) > 0.9 * len(texts)
-    rewards = [grading.math(text, problem.answer) for text, problem in zip(texts, problems, strict=True)]
-    assert 0 < sum(rewards) < len(rewards)

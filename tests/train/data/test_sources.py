@@ -82,8 +82,8 @@ def test_bad_arguments_are_named(task, query, message):
         read_rows(f"builtin:given{query}", split="test", limit=2, seed=0)
 
 
-def test_a_task_without_arguments_takes_none():
-    with pytest.raises(DataError, match=r"unknown argument 'level' \(it takes none\)"):
+def test_an_argument_that_a_task_does_not_take_is_named_with_those_that_it_takes():
+    with pytest.raises(DataError, match=r"unknown argument 'level' \(there is difficulty\)"):
         read_rows("builtin:arithmetic?level=1", split="test", limit=2, seed=0)
 
 

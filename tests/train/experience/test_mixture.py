@@ -92,9 +92,9 @@ def test_a_replay_with_a_mixture_goes_on_exactly(steps):
         return Replay(ExperienceConfig(), 347, 4, seed, mixture=Mixture(SIZES, WEIGHTS))
 
     whole, resumed = replay(3), replay(4)
-    for _ in range(steps):
-        whole.plan(16)
+    for step in range(steps):
+        whole.plan(16, step)
     state = copy.deepcopy(whole.state())
-    expected = [whole.plan(16).fresh.tolist() for _ in range(60)]
+    expected = [whole.plan(16, step) for step in range(60)]
     resumed.restore(state)
-    assert [resumed.plan(16).fresh.tolist() for _ in range(60)] == expected
+    assert [resumed.plan(16, step) for step in range(60)] == expected

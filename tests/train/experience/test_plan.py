@@ -5,26 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.train.experience import (
-    Candidates,
-    DelayedStart,
-    ExperienceMemory,
-    FreshQuestions,
-    MeanScore,
-    plan_questions,
-    question_law,
-)
+from exgrpo.train.experience import Candidates, DelayedStart, ExperienceConfig, FreshQuestions, MeanScore, Replay
 from exgrpo.train.experience.selection import RULES
 from tests.train.experience.test_memory import K, group, trajectory
 
-LAW = question_law("gaussian", K)
 
-
-def filled(questions: int, buffered: int, retired: int) -> ExperienceMemory:
-    memory = ExperienceMemory(questions, K)
+def filled(questions: int, buffered: int, retired: int, ratio: float) -> Replay:
+    replay = Replay(ExperienceConfig(start_pass_rate=0.0, ratio=ratio), questions, K, 0)
+    memory = replay.memory
     memory.update([group(q, [1.0, 1.0, 0.0, 0.0]) for q in range(buffered)], 0, collect=True)
     memory.update([group(q, [1.0] * K) for q in range(buffered, buffered + retired)], 0, collect=True)
-    return memory
+    return replay
 
 
 @given(
@@ -36,27 +27,30 @@ def filled(questions: int, buffered: int, retired: int) -> ExperienceMemory:
 )
 def test_plan_mixes_replayed_and_fresh_questions(buffered, retired, other, batch, ratio):
     questions = max(1, buffered + retired + other)
-    memory = filled(questions, buffered, retired)
-    rng = np.random.default_rng(0)
-    pool = FreshQuestions(questions, rng)
-    plan = plan_questions(memory, pool, rng, batch=batch, ratio=ratio, law=LAW)
-    assert len(plan.replayed) == min(int(ratio * batch), buffered)
-    chosen = [*plan.fresh, *plan.replayed]
-    assert len(chosen) == len(set(chosen)) == min(batch, max(questions - retired, 0))
-    assert not memory.retired[chosen].any()
+    replay = filled(questions, buffered, retired, ratio)
+    groups = replay.plan(batch, 1)
+    replayed = [group for group in groups if group.choose]
+    assert len(replayed) == min(int(ratio * batch), buffered)
+    assert groups[len(groups) - len(replayed) :] == replayed, "groups that replay come last"
+    assert {(group.fresh, group.choose, group.rows) for group in replayed} <= {(K - 1, 1, ())}
+    assert {(group.fresh, group.rows) for group in groups if not group.choose} <= {(K, ())}
+    chosen = [group.question for group in groups]
+    left = questions - int(replay.memory.retired.sum())
+    assert int(replay.memory.retired.sum()) == (retired if ratio else 0)
+    assert len(chosen) == len(set(chosen)) == min(batch, left)
+    assert not replay.memory.retired[chosen].any()
 
 
 def test_floor_of_the_ratio_is_not_lost_to_rounding():
-    memory, rng = filled(200, 100, 0), np.random.default_rng(0)
-    plan = plan_questions(memory, FreshQuestions(200, rng), rng, batch=100, ratio=0.29, law=LAW)
-    assert len(plan.replayed) == 29
+    groups = filled(200, 100, 0, ratio=0.29).plan(100, 1)
+    assert sum(group.choose for group in groups) == 29
 
 
 def test_without_replay_all_questions_are_fresh():
-    memory, rng = filled(20, 10, 0), np.random.default_rng(0)
-    plan = plan_questions(memory, FreshQuestions(20, rng), rng, batch=8, ratio=0, law=LAW)
-    assert len(plan.replayed) == 0
-    assert len(plan.fresh) == 8
+    replay = filled(20, 10, 0, ratio=0.5)
+    replay.latch.open = False
+    for groups in (replay.plan(8, 1), filled(20, 10, 0, ratio=0.0).plan(8, 1)):
+        assert [(group.fresh, group.choose) for group in groups] == [(K, 0)] * 8
 
 
 def test_fresh_questions_come_epoch_by_epoch():

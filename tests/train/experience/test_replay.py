@@ -2,11 +2,10 @@
 
 import copy
 
-import numpy as np
 import pytest
 
 from exgrpo.train.config import ExperienceConfig
-from exgrpo.train.experience import MeanScore, Replay
+from exgrpo.train.experience import MeanScore, PlannedGroup, Replay
 from tests.train.experience.test_memory import group
 
 
@@ -22,12 +21,12 @@ def test_replay_starts_after_the_step_that_passes_the_threshold():
 def test_a_restored_state_goes_on_with_the_same_draws():
     replay, other = (Replay(ExperienceConfig(start_pass_rate=0.0), 20, 4, seed) for seed in (0, 1))
     replay.take_in([group(question, [1.0, 0.0, 0.0, 1.0]) for question in range(8)], 1)
-    replay.plan(8)
+    replay.plan(8, 2)
     other.restore(copy.deepcopy(replay.state()))
     for _ in range(4):
-        expected, found = replay.plan(8), other.plan(8)
-        assert found.fresh.tolist() == expected.fresh.tolist()
-        assert found.replayed.tolist() == expected.replayed.tolist()
+        expected, found = replay.plan(8, 2), other.plan(8, 2)
+        assert found == expected
+        assert sum(group.choose for group in found) == 4
 
 
 def test_a_success_is_what_the_setting_says_and_a_misfit_is_told_once():
@@ -59,15 +58,18 @@ def test_candidates_of_all_questions_are_scored_together_and_only_if_the_rule_co
         # Distinct numbers; the lowest entropy is the first candidate, the lowest nll the last.
         return [MeanScore(row.question + row.response[0] / 10, -row.response[0]) for row in trajectories]
 
-    drawn = np.array([5, 1, 3])
-    selected = replay.select(drawn, score)
-    stored = {q: replay.memory.trajectories(q) for q in drawn.tolist()}
-    assert [one.trajectory.question for one in selected] == drawn.tolist()
+    drawn = [5, 1, 3]
+    planned = [PlannedGroup(0, 4), *(PlannedGroup(question, 3, 1) for question in drawn)]
+    nobody, *joined = replay.select(planned, score)
+    assert nobody == []
+    selected = [one for (one,) in joined]
+    stored = {q: replay.memory.trajectories(q) for q in drawn}
+    assert [one.trajectory.question for one in selected] == drawn
     if rule in ("shortest", "random"):
         assert not asked
         assert all(one.entropy is None and one.trajectory in stored[one.trajectory.question] for one in selected)
         return
-    assert [list(of_call) for of_call in asked] == [[row for q in drawn.tolist() for row in stored[q]]]
+    assert [list(of_call) for of_call in asked] == [[row for q in drawn for row in stored[q]]]
     best = 0 if rule == "lowest_entropy" else -1
     for one in selected:
         assert one.trajectory is stored[one.trajectory.question][best]

@@ -1,17 +1,20 @@
-"""The configuration takes the names of rules from the tables, and refuses others with a list of them."""
+"""The configuration takes names from tables and folders, and refuses others with a list of those that are there."""
+
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
 from exgrpo.train.config import ExperienceConfig, ObjectiveConfig
+from exgrpo.train.experience import rules
 from exgrpo.train.experience.buckets import BUCKETS
 from exgrpo.train.experience.difficulty import BANDS
-from exgrpo.train.experience.sampling import LAWS
 from exgrpo.train.experience.selection import RULES
+from exgrpo.train.experience.settings import LIMITS
 from exgrpo.train.experience.tables import look_up
 
 TABLES = [
-    (ExperienceConfig, "question_weight", LAWS),
     (ExperienceConfig, "trajectory", RULES),
     (ExperienceConfig, "bucket_by", BUCKETS),
     (ObjectiveConfig, "train_on", BANDS),
@@ -27,7 +30,35 @@ def test_every_entry_is_a_choice_and_nothing_else(section, field, table):
     assert all(f"'{name}'" in str(refused.value) for name in table)
 
 
+@pytest.mark.parametrize("kind", get_args(rules.Kind))
+def test_every_file_of_a_folder_is_a_choice_and_nothing_else(kind):
+    section = ObjectiveConfig if kind == "weigh" else ExperienceConfig
+    files = (Path(rules.__file__).parent / kind).glob("[a-z]*.py")
+    known = sorted(path.stem for path in files)
+    assert rules.names(kind) == known
+    limits = dict.fromkeys(LIMITS.values(), 5) if kind == "expire" else {}
+
+    def valued(name):
+        return (name,) if kind == "expire" else name
+
+    for name in known:
+        assert getattr(section(**{kind: valued(name)}, **limits), kind) == valued(name)
+        assert rules.find(kind, name).__module__ == f"{rules.PACKAGE}.{kind}.{name}"
+    with pytest.raises(ValidationError) as refused:
+        section(**{kind: valued("none of them")})
+    assert all(name in str(refused.value) for name in known)
+
+
 def test_a_name_that_is_not_there_is_told_with_those_that_are():
     assert look_up({"a": 1, "b": 2}, "b", "letter") == 2
     with pytest.raises(ValueError, match="unknown letter 'c'; expected one of a, b"):
         look_up({"a": 1, "b": 2}, "c", "letter")
+
+
+@pytest.mark.parametrize(("name", "limit"), LIMITS.items())
+def test_a_limit_implies_its_function_which_needs_it(name, limit):
+    assert ExperienceConfig(**{limit: 3}).forgets == ("retirement", name)
+    assert ExperienceConfig(**{limit: 3}, expire=()).forgets == (name,)
+    assert ExperienceConfig(**{limit: 3}, expire=(name, "retirement")).forgets == (name, "retirement")
+    with pytest.raises(ValidationError, match=f"experience.expire {name} needs its limit, experience.{limit}"):
+        ExperienceConfig(expire=(name,))

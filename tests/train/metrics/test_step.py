@@ -113,7 +113,7 @@ def test_quantiles_of_a_step_are_over_all_its_updates(monkeypatch):
     trainer = make(half(20))
     updates = []
 
-    def update(minibatch, objective, *, clip, keep_scores):
+    def update(minibatch, objective, *, clip, term, keep_scores):
         updates.append(0.1 * (len(updates) + 1))
         counts = torch.stack([torch.from_numpy(counted([updates[-1]] * 9)), torch.zeros(BINS, dtype=torch.int64)])
         return UpdateStats(0.0, 1.0, True, 0.0, 1.0, 1.0, math.nan, math.nan, 0, counts)

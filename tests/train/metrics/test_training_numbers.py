@@ -11,7 +11,7 @@ import torch
 
 from exgrpo.kernels import PolicyLoss
 from exgrpo.train.config import ExperienceConfig
-from exgrpo.train.experience import Replay
+from exgrpo.train.experience import PlannedGroup, Replay
 from exgrpo.train.metrics.display import COLUMNS
 from exgrpo.train.metrics.utilisation import PASSES, Utilisation
 from exgrpo.train.policy.batch import TrainingRow
@@ -28,7 +28,7 @@ def test_replays_of_a_trajectory_are_counted():
     trainer, seen = make(half(8)), Counter()
     for step in range(1, 9):
         result = trainer.step(step)
-        keys = [(row.question, row.response.tobytes()) for row in result.replayed if row is not None]
+        keys = [(row.question, row.response.tobytes()) for rows in result.replayed for row in rows]
         seen.update(keys)
         times = [seen[key] for key in keys]
         assert result.metrics["replayed_times"] == pytest.approx(np.mean(times) if times else np.nan, nan_ok=True)
@@ -38,7 +38,8 @@ def test_replays_of_a_trajectory_are_counted():
 
 def test_replays_are_counted_on_after_a_resume_and_when_the_same_answer_is_written_again():
     def replayed(replay):
-        return [one.replays for one in replay.select(np.array([0]), lambda trajectories: [])]
+        (of_group,) = replay.select([PlannedGroup(0, K - 1, 1)], lambda trajectories: [])
+        return [one.replays for one in of_group]
 
     replay, resumed = (Replay(ExperienceConfig(start_pass_rate=0.0, trajectory="shortest"), 2, K, 0) for _ in range(2))
     replay.take_in([group(0, [1.0, 0.0, 0.0, 0.0])], 1)
@@ -48,7 +49,7 @@ def test_replays_are_counted_on_after_a_resume_and_when_the_same_answer_is_writt
     resumed.restore(copy.deepcopy(replay.state()))
     assert replayed(resumed) == replayed(replay) == [3]
     replay.take_in([group(0, [1.0] * K, step=3)], 3)
-    assert replay.memory.all_replays().tolist() == [], "a solved question leaves nothing"
+    assert replay.memory.table.column("replays").tolist() == [], "a solved question leaves nothing"
 
 
 def test_groups_without_an_advantage_are_counted():

@@ -12,6 +12,7 @@ from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.policy.batch import (
     IGNORED,
     TrainingRow,
+    advantages,
     build_minibatches,
     build_rows,
 )
@@ -28,11 +29,15 @@ def prompt(question: int) -> np.ndarray:
     return np.array([1, 2, 3], np.int32)
 
 
+def with_advantages(groups: list[Group], **options) -> list[list[TrainingRow]]:
+    return build_rows(groups, advantages(groups), prompt, **options)
+
+
 def test_mixed_group_shares_one_mean():
     # m of the 7 fresh ones right: mean (m+1)/8, so (7-m)/8 for the right ones and -(m+1)/8 for the wrong ones.
     for right in range(8):
         fresh = tuple(trajectory(2, float(i < right)) for i in range(7))
-        ((*rows, last),) = build_rows([Group(0, fresh, trajectory(2, 1.0))], prompt)
+        ((*rows, last),) = with_advantages([Group(0, fresh, (trajectory(2, 1.0),))])
         expected = [(7 - right) / 8] * right + [-(right + 1) / 8] * (7 - right)
         np.testing.assert_allclose([row.advantage for row in rows], expected, atol=1e-7)
         assert last.replayed
@@ -47,7 +52,7 @@ def test_normalizer_counts_the_whole_minibatch(normalize, normalizer):
         Group(0, (trajectory(2, 1.0), trajectory(4, 0.0))),
         Group(1, (trajectory(3, 1.0), trajectory(5, 1.0))),
     ]
-    (minibatch,) = build_minibatches(build_rows(groups, prompt), 1, np.random.default_rng(0), objective, 50)
+    (minibatch,) = build_minibatches(with_advantages(groups), 1, np.random.default_rng(0), objective, 50)
     # The second group's advantages are zero: its rows cannot carry a gradient, yet they count.
     assert minibatch.normalizer == normalizer
     assert minibatch.tokens == 14
@@ -59,7 +64,7 @@ def test_normalizer_counts_the_whole_minibatch(normalize, normalizer):
 def test_with_an_entropy_bonus_every_row_stays():
     groups = [Group(0, (trajectory(3, 1.0), trajectory(5, 1.0)))]
     (minibatch,) = build_minibatches(
-        build_rows(groups, prompt), 1, np.random.default_rng(0), ObjectiveConfig(entropy_coef=0.1), 50
+        with_advantages(groups), 1, np.random.default_rng(0), ObjectiveConfig(entropy_coef=0.1), 50
     )
     assert len(minibatch.rows) == 2
 
@@ -110,14 +115,14 @@ def test_log_probs_of_the_engine_make_weights_by_token_and_leave_the_advantage()
     fresh = tuple(dataclasses.replace(trajectory(n, float(n == 2), first=5 * n), behaviour="engine") for n in (2, 3))
     own = tuple(t.log_prob + np.linspace(-1, 1, len(t.log_prob), dtype=np.float32) for t in fresh)
     past = dataclasses.replace(trajectory(1, 1.0), behaviour="engine")
-    group = Group(0, fresh, past, scores=tuple(Score(of_own, np.zeros_like(of_own)) for of_own in own))
+    group = Group(0, fresh, (past,), scores=tuple(Score(of_own, np.zeros_like(of_own)) for of_own in own))
     as_trainers = tuple(dataclasses.replace(t, behaviour="trainer") for t in fresh)
-    (plain,) = build_rows([Group(0, as_trainers, past)], prompt)
-    (rows,) = build_rows([group], prompt, mismatch_cap=2.0)
+    (plain,) = with_advantages([Group(0, as_trainers, (past,))])
+    (rows,) = with_advantages([group], mismatch_cap=2.0)
     assert [row.advantage for row in rows] == [row.advantage for row in plain]
     for row, of_own in zip(rows, own, strict=False):
         np.testing.assert_array_equal(row.old_log_prob, of_own)
-    np.testing.assert_array_equal(rows[2].old_log_prob, group.replayed.log_prob)
+    np.testing.assert_array_equal(rows[2].old_log_prob, past.log_prob)
     batch = pad_rows(rows, torch.device("cpu"))
     expected = torch.zeros(3, 5)
     for i, factors in enumerate([[np.exp(-1), 2.0], [np.exp(-1), 1.0, 2.0], [1.0]]):
@@ -130,7 +135,7 @@ def test_log_probs_of_the_engine_make_weights_by_token_and_leave_the_advantage()
 def test_masked_rows_count_and_carry_no_gradient():
     groups = [Group(q, (trajectory(2, 1.0), trajectory(4, 0.0))) for q in range(2)]
     objective = ObjectiveConfig(normalize="token", entropy_coef=0.1)
-    rows = build_rows(groups, prompt, trained=lambda group: group.question == 1)
+    rows = with_advantages(groups, trained=lambda group: group.question == 1)
     (minibatch,) = build_minibatches(rows, 1, np.random.default_rng(0), objective, 50)
     assert (minibatch.normalizer, minibatch.tokens) == (12, 12)
     assert list(minibatch.rows) == rows[1]

@@ -19,7 +19,7 @@ from tests.integrations import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
-TERMS = LossTerms((0.2, 0.2), 0.1, 0.02, 13.0, 0.8)
+TERMS = LossTerms((0.2, 0.2), 0.1, False, 0.02, 13.0, 0.8)
 PACKABLE = ["llama", "qwen2", "qwen3", "gemma3_text", "cohere", "granite", "mistral", "olmo2", "qwen3_moe"]
 
 

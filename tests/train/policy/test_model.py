@@ -76,7 +76,7 @@ def test_scores_and_loss_are_those_of_the_models_own_logits(name, temperature):
     ):
         assert_as_near(*values)
 
-    result = policy(batch, LossTerms(CLIP, BETA, COEF, NORMALIZER, temperature))
+    result = policy(batch, LossTerms(CLIP, BETA, False, COEF, NORMALIZER, temperature))
     losses = [own_loss(one, batch, temperature) for one in (plain, exact)]
     assert_as_near(result.loss, *losses)
     assert 0 < result.clipped.sum() < (batch.target >= 0).sum()
@@ -95,7 +95,7 @@ def test_a_plain_model_gives_the_kernels_its_own_weight_and_the_bare_temperature
             policy_model, name, lambda *args, own=own, **options: calls.append((args, options)) or own(*args, **options)
         )
     policy(batch, temperature)
-    policy(batch, LossTerms(CLIP, BETA, COEF, NORMALIZER, temperature))
+    policy(batch, LossTerms(CLIP, BETA, False, COEF, NORMALIZER, temperature))
     for args, options in calls:
         assert args[1] is model.lm_head.weight
         assert args[2] is batch.target

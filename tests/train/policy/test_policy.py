@@ -22,8 +22,20 @@ CASES = {
     },
     "plain ratio, checkpointing": {
         "model": "tied",
-        "objective": {"beta": None, "normalize": "sequence", "entropy_coef": 0.0},
+        "objective": {"normalize": "sequence", "entropy_coef": 0.0},
+        "term": "ratio",
         "checkpointing": True,
+    },
+    "plain ratio": {"model": "untied", "objective": {"entropy_coef": 0.01}, "term": "ratio"},
+    "replayed as fresh": {
+        "model": "untied",
+        "objective": {"entropy_coef": 0.01, "clip": [0.1, 0.3]},
+        "term": "clipped",
+    },
+    "replayed as fresh, token mean": {
+        "model": "tied",
+        "objective": {"entropy_coef": 0.0, "normalize": "token"},
+        "term": "clipped",
     },
     # Three steps in all: from 0 to the peak in one, then down to half of it.
     "schedule": {"model": "tied", "objective": {}, "schedule": "linear", "warmup_steps": 1, "rates": (0, 1, 0.5)},
@@ -58,7 +70,7 @@ def outcomes(request, folders, tmp_path_factory):
     return dict(zip(CASES, torch.load(result, weights_only=True), strict=True))
 
 
-def plain_loss(model, minibatch, objective, clip, temperature):
+def plain_loss(model, minibatch, objective, clip, term, temperature):
     """The paper's objective written out on full logits, one unpadded sequence at a time."""
     total = entropy = torch.zeros(())
     for row in minibatch.rows:
@@ -66,8 +78,8 @@ def plain_loss(model, minibatch, objective, clip, temperature):
         log_probs = (model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :] / temperature).log_softmax(-1)
         log_prob = log_probs[torch.arange(len(row.response)), tokens[len(row.prompt) :]]
         ratio = torch.exp(log_prob - torch.from_numpy(row.old_log_prob))
-        if row.replayed:
-            surrogate = row.advantage * (ratio / (ratio + objective.beta) if objective.beta else ratio)
+        if row.replayed and term != "clipped":
+            surrogate = row.advantage * (ratio / (ratio + objective.beta) if term == "shaped" else ratio)
         else:
             surrogate = row.advantage * ratio
             if clip:
@@ -82,14 +94,14 @@ def plain_loss(model, minibatch, objective, clip, temperature):
 def plain_training(folder, name):
     """Losses and final parameters of the plain loop."""
     case = CASES[name]
-    objective, clip = ObjectiveConfig(**case["objective"]), case.get("clip", True)
+    objective, clip, term = ObjectiveConfig(**case["objective"]), case.get("clip", True), case.get("term", "shaped")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=tiny.LEARNING_RATE, weight_decay=0.01)
     losses = []
     for number, minibatch in enumerate(tiny.minibatches(objective)):
         if case.get("poison") and number == 0:
             continue
-        loss = plain_loss(model, minibatch, objective, clip, case.get("temperature", 1.0))
+        loss = plain_loss(model, minibatch, objective, clip, term, case.get("temperature", 1.0))
         optimizer.param_groups[0]["lr"] = tiny.LEARNING_RATE * case.get("rates", (1, 1, 1))[number]
         optimizer.zero_grad()
         loss.backward()

@@ -20,13 +20,14 @@ def main(result: Path, cases: list[dict]) -> None:
         folder = Path(case.pop("folder"))
         objective = ObjectiveConfig(**case.pop("objective"))
         clip = case.pop("clip", True)
+        term = case.pop("term", "shaped")
         poison = case.pop("poison", False)
         policy = Policy(tiny.config(folder, objective, **case), find_model(str(folder)), world)
         sharded = world.size == 1 or all(p.ds_tensor.numel() < p.ds_numel for p in policy.model.parameters())
         batches = tiny.minibatches(objective)
         if poison:
             batches[0] = tiny.poisoned(batches[0])
-        stats = [policy.update(minibatch, objective, clip=clip) for minibatch in batches]
+        stats = [policy.update(minibatch, objective, clip=clip, term=term) for minibatch in batches]
         rows = [row for minibatch in tiny.minibatches(objective) for row in minibatch.rows]
         scores = policy.score(rows, policy.temperature)
         outcomes.append(

@@ -17,10 +17,8 @@ def settle(groups: Sequence[Group], supply: Supply) -> list[Group | PlannedGroup
     are alike, they stay.
     """
     teaching = [group for group in groups if np.ptp([row.reward for row in group.rows]) > EPSILON] or list(groups)
-    table = supply.memory.table
-    earlier = np.flatnonzero(table.column("step") < supply.step)
-    wanted = supply.share(sum(len(group.fresh) for group in teaching))
-    drawn = supply.draw_from(supply.units("stored").take(earlier), wanted, table.rows()[earlier])
+    units, rows = supply.earlier()
+    drawn = supply.draw_from(units, supply.share(sum(len(group.fresh) for group in teaching)), rows)
     return [*teaching, *supply.alone(drawn)]
 
 

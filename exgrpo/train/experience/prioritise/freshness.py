@@ -12,4 +12,7 @@ POWER, SMALLEST = 0.6, 1e-6
 
 def prioritise(units: Units, setting: Setting) -> Priority:
     """(|reward| exp(-age / age_scale))^0.6: the published code's priority where there is no critic."""
-    return Priority(POWER * (np.log(np.abs(units.reward) + SMALLEST) - units.age / setting.options.age_scale))
+    log_weight = np.log(np.abs(units.reward) + SMALLEST)
+    log_weight -= units.age / setting.options.age_scale
+    log_weight *= POWER
+    return Priority(log_weight)

@@ -19,12 +19,13 @@ def weigh(answers: Sequence[ReplayedAnswer], options: WeighOptions) -> list[Weig
     log_ratio = [answer.log_ratio for answer in answers]
     onward = [of_row * np.sign(answer.advantage) > 0 for of_row, answer in zip(log_ratio, answers, strict=True)]
     squares = [of_row.astype(np.float64) ** 2 for of_row in log_ratio]
-    counted = np.sort(np.concatenate([of_row[far] for of_row, far in zip(squares, onward, strict=True)] or [[]]))
-    means = np.cumsum(counted) / np.arange(1, len(counted) + 1)
+    counted = np.concatenate([of_row[far] for of_row, far in zip(squares, onward, strict=True)] or [[]])
+    order = np.argsort(counted, kind="stable")
+    means = np.cumsum(counted[order]) / np.arange(1, len(counted) + 1)
     # The prefix means of sorted numbers do not fall: as many as are within the bound are the longest prefix.
-    kept = int(np.count_nonzero(means <= options.second_moment))
-    limit = counted[kept - 1] if kept else -1.0
-    return [
-        Weighed(answer.log_prob, (~far | (of_row <= limit)).astype(np.float32))
-        for answer, of_row, far in zip(answers, squares, onward, strict=True)
-    ]
+    counted[order] = means <= options.second_moment
+    kept = np.split(counted, np.cumsum([np.count_nonzero(far) for far in onward])[:-1])
+    factors = [np.ones(len(far), np.float32) for far in onward]
+    for factor, far, of_row in zip(factors, onward, kept, strict=False):
+        factor[far] = of_row
+    return [Weighed(answer.log_prob, factor) for answer, factor in zip(answers, factors, strict=True)]

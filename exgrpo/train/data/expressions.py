@@ -1,0 +1,148 @@
+"""Expressions of numbers with + - * / and brackets: read safely, computed exactly, written, brought to one form."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+LONGEST = 200
+"""Characters. A longer text is no expression, so that every function here is quick for any text."""
+
+_SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-"}
+_SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
+_TOKEN = re.compile(r"\s*([0-9]{1,6}(?![0-9])|[-+*/()])\s*")
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
+_OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a / b,
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A number, or an operation on two expressions, with its value."""
+
+    value: Fraction
+    operator: str = ""
+    """One of + - * /; empty for a number."""
+    left: "Node | None" = None
+    right: "Node | None" = None
+
+    def numbers(self) -> Iterator[int]:
+        """Yield the numbers of the expression from left to right."""
+        if self.left and self.right:
+            yield from self.left.numbers()
+            yield from self.right.numbers()
+        else:
+            yield int(self.value)
+
+
+def combine(operator: str, left: Node, right: Node) -> Node | None:
+    """Return the operation on two expressions, None for a division by zero."""
+    if operator == "/" and right.value == 0:
+        return None
+    return Node(_OPERATIONS[operator](left.value, right.value), operator, left, right)
+
+
+def parse(text: str) -> Node | None:
+    r"""Return the expression that the whole text is, None where it is none or divides by zero.
+
+    Numbers are 1 to 6 digits 0 to 9 without a sign. \times, \cdot, \div, ×, ·, ÷ and − are read as operations too.
+    """
+    tokens = _tokens(_SIGN.sub(lambda match: _SIGNS[match[0]], text)) if len(text) <= LONGEST else None
+    nodes: list[Node] = []
+    waiting: list[str] = []
+    after_operand = False
+    for token in tokens or ():
+        # A number and an opening bracket begin an operand; an operator and a closing bracket follow one.
+        if after_operand != (token in "+-*/)"):
+            return None
+        if token == "(":
+            waiting.append(token)
+        elif token.isdigit():
+            nodes.append(Node(Fraction(token)))
+            after_operand = True
+        else:
+            least = 0 if token == ")" else _PRECEDENCE[token]
+            if not _reduce(nodes, waiting, least):
+                return None
+            if token == ")":
+                if not waiting:
+                    return None
+                waiting.pop()
+            else:
+                waiting.append(token)
+                after_operand = False
+    complete = after_operand and _reduce(nodes, waiting, 0) and not waiting
+    return nodes[0] if complete else None
+
+
+def write(node: Node) -> str:
+    """Return the expression as text with the brackets that it needs, and spaces around operators."""
+    if not (node.left and node.right):
+        return str(node.value)
+    rank = _PRECEDENCE[node.operator]
+    left, right = write(node.left), write(node.right)
+    if _PRECEDENCE.get(node.left.operator, 3) < rank:
+        left = f"({left})"
+    if _PRECEDENCE.get(node.right.operator, 3) < rank + (node.operator in "-/"):
+        right = f"({right})"
+    return f"{left} {node.operator} {right}"
+
+
+def key_of(node: Node) -> str:
+    """Return the one form of all expressions that differ by order, grouping or brackets of sums and of products.
+
+    It is an expression of the same numbers with the same value: what is added comes first, then what is subtracted,
+    each in the order of its text; what is multiplied comes before what is divided by.
+    """
+    terms = list(_parts(node, "+", "-"))
+    if len(terms) == 1:
+        return _product_key(node)
+    return _joined([(inverse, _product_key(term)) for inverse, term in terms], "+", "-")
+
+
+def _product_key(node: Node) -> str:
+    factors = list(_parts(node, "*", "/"))
+    texts = [(inverse, f"({key_of(part)})" if part.operator else str(part.value)) for inverse, part in factors]
+    return _joined(texts, "*", "/")
+
+
+def _parts(node: Node, direct: str, inverse: str) -> Iterator[tuple[bool, Node]]:
+    """Yield what a sum adds (a product multiplies), and, marked by true, what it subtracts (divides by)."""
+    if node.left and node.right and node.operator in (direct, inverse):
+        yield from _parts(node.left, direct, inverse)
+        for turned, part in _parts(node.right, direct, inverse):
+            yield turned != (node.operator == inverse), part
+    else:
+        yield False, node
+
+
+def _joined(texts: list[tuple[bool, str]], direct: str, inverse: str) -> str:
+    ordered = sorted(texts)
+    return "".join(f"{inverse if turned else direct}{text}" for turned, text in ordered).removeprefix(direct)
+
+
+def _tokens(text: str) -> list[str] | None:
+    tokens = []
+    place = 0
+    while place < len(text):
+        match = _TOKEN.match(text, place)
+        if match is None:
+            return None
+        tokens.append(match[1])
+        place = match.end()
+    return tokens
+
+
+def _reduce(nodes: list[Node], waiting: list[str], least: int) -> bool:
+    """Do the waiting operations down to a bracket or to one below the precedence; False for a division by zero."""
+    while waiting and waiting[-1] != "(" and _PRECEDENCE[waiting[-1]] >= max(least, 1):
+        right, left = nodes.pop(), nodes.pop()
+        node = combine(waiting.pop(), left, right)
+        if node is None:
+            return False
+        nodes.append(node)
+    return True

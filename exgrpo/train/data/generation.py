@@ -1,0 +1,54 @@
+"""What the generators of built-in tasks share: splits without a common problem, and drawing different problems."""
+
+from collections.abc import Callable, Collection
+from hashlib import sha256
+from random import Random
+from typing import Literal, TypeVar
+
+from exgrpo.train.errors import DataError
+
+Split = Literal["pretrain", "train", "test"]
+
+DRAWS_PER_PROBLEM = 100
+"""A split has too few problems if this many draws on average do not find another one."""
+
+_TENTHS: dict[Split, range] = {"pretrain": range(5), "train": range(5, 8), "test": range(8, 10)}
+
+P = TypeVar("P")
+
+
+def split_of_key(key: str) -> Split:
+    """Return the one split that the problem with this canonical form belongs to: a hash decides."""
+    tenth = int.from_bytes(sha256(key.encode()).digest()[:8], "big") % 10
+    return next(split for split, tenths in _TENTHS.items() if tenth in tenths)
+
+
+def different_problems(
+    draw: Callable[[Random], P], key_of: Callable[[P], str], split: Split, count: int, seed: int
+) -> list[P]:
+    """Return `count` problems of the split whose keys differ, the same ones for the same arguments.
+
+    `draw` makes a problem of any split from the generator; `key_of` is its canonical form, by which problems are
+    compared and shared out over the splits. Raises DataError where the split has too few different problems.
+    """
+    rng = Random(f"{split}:{seed}")
+    problems: dict[str, P] = {}
+    for _ in range(count * DRAWS_PER_PROBLEM):
+        if len(problems) == count:
+            break
+        problem = draw(rng)
+        key = key_of(problem)
+        if key not in problems and split_of_key(key) == split:
+            problems[key] = problem
+    if len(problems) < count:
+        raise DataError(
+            f"the {split} split has too few different problems for a count of {count}: ask for fewer, or for another "
+            "difficulty"
+        )
+    return list(problems.values())
+
+
+def check_difficulty(difficulty: int, known: Collection[int]) -> None:
+    """Raise DataError where there is no such difficulty."""
+    if difficulty not in known:
+        raise DataError(f"difficulty is one of {', '.join(map(str, known))}, not {difficulty!r}")

@@ -1,0 +1,124 @@
+"""The reward and the key of colouring against all colourings of small graphs."""
+
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exgrpo.train.data.colouring import (
+    COLOURS,
+    format_solution,
+    generate,
+    reward,
+    reward_form,
+    reward_key,
+    worked_solution,
+)
+from exgrpo.train.errors import DataError
+
+NODES = "abcde"
+PAIRS = [a + b for a, b in combinations(NODES, 2)]
+GOLD = "abc ab bc"
+HOSTILE = [
+    "",
+    "\\boxed{",
+    "\\boxed{}",
+    "\\boxed{ }",
+    "\\boxed{" * 5000 + "}" * 5000,
+    "\\boxed{" + "a=R " * 5000 + "}",
+    "\\boxed{" + " " * 100_000 + "}",
+    "\\boxed{" + "a=R" + " " * 150 + "}",
+    "\\boxed{a=R b=G}",
+    "\\boxed{a=R b=G c=B d=R}",
+    "\\boxed{a=R b=G c=B a=B}",
+    "\\boxed{a=R b=G b=G c=B}",
+    "\\boxed{a=R b=G c=Y}",
+    "\\boxed{a=R b=G c=}",
+    "\\boxed{a=Rb=Gc=B}",
+    "\\boxed{\u0430=R b=G c=B}",
+    "\\boxed{R G B}",
+    "\\boxed{\\frac{1}{2}}",
+    "a=R b=G c=B",
+    "\\boxed{a=R b=G c=B}</think>",
+    "x" * 100_000,
+]
+
+
+def colourings(nodes):
+    return ["".join(colours) for colours in product(COLOURS, repeat=len(nodes))]
+
+
+@given(st.sets(st.sampled_from(PAIRS)))
+def test_a_colouring_is_right_if_no_edge_joins_equal_colours(edges):
+    gold = " ".join((NODES, *edges))
+    for colours in colourings(NODES):
+        colour = dict(zip(NODES, colours, strict=True))
+        expected = not any(colour[a] == colour[b] for a, b in edges)
+        assert reward(f"<think>\\boxed{{a=R}}</think>{format_solution(NODES, colours)}", gold) == expected
+
+
+def test_two_colourings_have_one_key_if_their_classes_are_the_same():
+    partition_of = {}
+    for colours in colourings(NODES):
+        classes = frozenset(frozenset(n for n, c in zip(NODES, colours, strict=True) if c == d) for d in COLOURS)
+        key = reward_key(format_solution(NODES, colours), " ".join((NODES, "ab")))
+        assert partition_of.setdefault(key, classes) == classes
+    # Stirling numbers: five nodes in one, two or three classes.
+    assert len(partition_of) == len(set(partition_of.values())) == 1 + 15 + 25
+
+
+def test_order_and_separators_do_not_matter():
+    responses = ["c=R a=R b=G", "a=R, b=G, c=R", "b: G; c: R; a: R", "a = R b = G c = R"]
+    assert {reward(f"\\boxed{{{text}}}", GOLD) for text in responses} == {1.0}
+    assert {reward_key(f"\\boxed{{{text}}}", GOLD) for text in responses} == {"010"}
+
+
+def test_the_last_box_after_the_thinking_decides():
+    right, wrong = "\\boxed{a=R b=G c=R}", "\\boxed{a=R b=R c=R}"
+    assert reward(f"{wrong} no: {right}", GOLD) == reward(f"<think>{wrong}</think>{right}", GOLD) == 1.0
+    assert reward(f"{right} no: {wrong}", GOLD) == reward(f"{right}</think>{wrong}", GOLD) == 0.0
+
+
+@pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_responses_are_worth_nothing(response):
+    assert reward(response, GOLD) == 0.0
+    assert reward_key(response, GOLD) == ""
+    assert reward_form(response, GOLD) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("gold", ["", "abc abd", "abc a", "ab ac", "3 ab"])
+def test_a_malformed_gold_answer_is_an_error(gold):
+    with pytest.raises(DataError, match="the nodes and then the edges"):
+        reward("\\boxed{a=R b=G c=R}", gold)
+
+
+def test_worked_solutions_name_the_ends_of_each_edge_before_the_answer():
+    for problem in generate("train", 50, seed=4):
+        solution = worked_solution(problem, "RGBRGBR")
+        thoughts, _, box = solution.removeprefix("<think>").partition("</think>")
+        assert box == format_solution(problem.nodes, "RGBRGBR")
+        pairs = []
+        for node, group in zip(problem.nodes, thoughts.split(";"), strict=True):
+            *near, own = (word[0] for word in group.split())
+            assert own == node
+            pairs += [other + node for other in near]
+        assert sorted(pairs) == sorted(problem.edges)
+        assert reward(solution, problem.answer) == reward(box, problem.answer)
+
+
+def test_problems_can_be_solved_and_get_harder():
+    """The share of all colourings that are right falls with the difficulty."""
+    shares = []
+    for difficulty in (1, 2, 3, 4):
+        total = 0
+        for problem in generate("test", 5, seed=1, difficulty=difficulty):
+            nodes, *edges = problem.answer.split()
+            assert problem.question.endswith(f"{' '.join(edges)}.")
+            assert len(set(edges)) == len(edges)
+            count = sum(reward(format_solution(nodes, c), problem.answer) for c in colourings(nodes))
+            assert count > 0
+            total += count / 3 ** len(nodes)
+        shares.append(total)
+    assert shares == sorted(shares, reverse=True)
+    assert len(set(shares)) == 4

@@ -1,0 +1,131 @@
+"""The reward and the key of countdown against all expressions of small problems."""
+
+from fractions import Fraction
+from itertools import permutations
+from random import Random
+
+import pytest
+
+from exgrpo.train.data.countdown import (
+    LARGEST,
+    format_solution,
+    generate,
+    random_expression,
+    reward,
+    reward_form,
+    reward_key,
+)
+from exgrpo.train.errors import DataError
+from tests.train.data.test_expressions import all_expressions, value_of
+
+HOSTILE = [
+    "",
+    "\\boxed{",
+    "\\boxed{}",
+    "</think>",
+    "\\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}",
+    "\\boxed{" + "(" * 5000,
+    "\\boxed{" * 5000 + "}" * 5000,
+    "\\boxed{" + "1+" * 90 + "1}",
+    "\\boxed{" + "9" * 5000 + "}",
+    "\\boxed{9**9**9**9}",
+    "\\boxed{9^9^9}",
+    "\\boxed{1/0}",
+    "\\boxed{4/(3-3)}",
+    "\\boxed{\u0663+\u0665}",
+    "\\boxed{\uff13 + \uff15}",
+    "\\boxed{3²+5}",
+    "\\boxed{-3+5}",
+    "\\boxed{3 5}",
+    "\\boxed{3+}",
+    "\\boxed{(3+5}",
+    "\\boxed{3+5)}",
+    "\\boxed{)3+5(}",
+    "\\boxed{3(5)}",
+    "\\boxed{()}",
+    "\\boxed{__import__('os')}",
+    "\\boxed{\\frac{3}{5}}",
+    "\\boxed{3+5\x00}",
+    "\\boxed{3.0+5}",
+    "x" * 100_000,
+    "3 + 5",
+    "\\boxed{3+5}</think>",
+]
+
+
+@pytest.mark.parametrize(("numbers", "target"), [((3, 5, 8), 16), ((2, 2, 6), 6), ((1, 4, 6), 24), ((3, 9, 3), 9)])
+def test_an_answer_is_right_if_it_uses_each_number_once_and_equals_the_target(numbers, target):
+    gold = " ".join(map(str, (target, *numbers)))
+    right = 0
+    for size in (2, 3):
+        for order in permutations(numbers, size):
+            for text in all_expressions(order):
+                expected = size == 3 and value_of(text) == target
+                assert reward(f"<think>\\boxed{{1}}</think>so \\boxed{{{text}}}", gold) == expected
+                right += expected
+    assert right > 1
+    assert reward(f"\\boxed{{{target}}}", gold) == 0.0
+    assert reward(f"\\boxed{{{target} * ({numbers[0]} - {numbers[0]} + 1)}}", gold) == 0.0
+
+
+def test_division_is_exact():
+    assert reward("\\boxed{8 / (3 - 8 / 3)}", "24 3 3 8 8") == 1.0
+    assert reward("\\boxed{7 / 2}", "3 2 7") == 0.0
+
+
+def test_the_last_box_after_the_thinking_decides():
+    right, wrong = "\\boxed{3 + 5}", "\\boxed{5 - 3}"
+    assert reward(f"{wrong} no: {right}", "8 3 5") == 1.0
+    assert reward(f"{right} no: {wrong}", "8 3 5") == 0.0
+    assert reward(f"<think>{wrong}</think>{right}", "8 3 5") == 1.0
+    assert reward(f"{right}</think>", "8 3 5") == 0.0
+    assert reward(f"<think>{wrong}</think>a</think>{right}", "8 3 5") == 1.0
+
+
+@pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_responses_are_worth_nothing(response):
+    assert reward(response, "8 3 5") == 0.0
+    assert isinstance(reward_key(response, "8 3 5"), str)
+    assert reward_form(response, "8 3 5") == float(reward_key(response, "8 3 5") != "")
+
+
+def test_the_key_is_a_right_answer_itself():
+    for problem in generate("test", 100, seed=2):
+        response = format_solution(problem.solution)
+        key = reward_key(response, problem.answer)
+        assert reward(f"\\boxed{{{key}}}", problem.answer) == reward(response, problem.answer) == 1.0
+    assert reward_key("\\boxed{9 - (2 - 1)}", "") == reward_key("\\boxed{1 + (9) - 2}", "") == "1+9-2"
+    assert reward_key("\\boxed{2 * 3}", "") != reward_key("\\boxed{2 + 4}", "")
+
+
+@pytest.mark.parametrize("gold", ["", "8", "eight 3 5", "8 3.5", "3+5"])
+def test_a_malformed_gold_answer_is_an_error(gold):
+    with pytest.raises(DataError, match="the target and then the numbers"):
+        reward("\\boxed{3 + 5}", gold)
+
+
+def test_a_problem_can_be_solved_by_whole_numbers_within_the_limit():
+    def results(node):
+        return [node.value, *results(node.left), *results(node.right)] if node.operator else []
+
+    for difficulty in (1, 2, 3, 4):
+        for problem in generate("train", 50, seed=4, difficulty=difficulty):
+            target, *numbers = map(int, problem.answer.split())
+            assert problem.question == f"Make {target} from {', '.join(map(str, numbers))}."
+            assert sorted(problem.solution.numbers()) == sorted(numbers)
+            assert all(value.denominator == 1 and 1 <= value <= LARGEST for value in results(problem.solution))
+            text = format_solution(problem.solution)
+            assert value_of(text.removeprefix("\\boxed{").removesuffix("}")) == target
+
+
+def test_problems_get_harder():
+    """A random expression reaches the target less and less often."""
+    rng, rates = Random(0), []
+    for difficulty in (1, 2, 3, 4):
+        hits = 0
+        for problem in generate("test", 100, seed=1, difficulty=difficulty):
+            target, *numbers = map(int, problem.answer.split())
+            hits += sum(random_expression(numbers, rng).value == Fraction(target) for _ in range(40))
+        rates.append(hits)
+    assert rates == sorted(rates, reverse=True)
+    assert len(set(rates)) == 4

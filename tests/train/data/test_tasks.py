@@ -1,0 +1,109 @@
+"""What holds for every built-in task: its splits, its difficulties, its reward, and the model that ships for it."""
+
+import inspect
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from exgrpo.train.builtin import ASSETS, find_module, model_names, module_names
+from exgrpo.train.data import generation
+from exgrpo.train.data.files import TASKS
+from exgrpo.train.errors import DataError
+from exgrpo.train.recipe import load_recipe
+from exgrpo.train.reward.names import resolve_reward
+
+NAMES = module_names(TASKS, "generate")
+SPLITS = ("pretrain", "train", "test")
+DIFFICULTIES = (1, 2, 3, 4)
+
+
+@pytest.fixture(params=NAMES)
+def task(request):
+    return find_module(TASKS, request.param, "generate")
+
+
+def meaning(problem):
+    """The same for two problems that differ by order alone: of numbers, of edges, of the ends of an edge."""
+    first, *rest = problem.answer.split()
+    return first, *sorted("".join(sorted(word)) if word.isalpha() else word for word in rest)
+
+
+def test_every_task_has_a_model():
+    assert model_names() == NAMES
+
+
+def test_the_seed_decides(task):
+    assert task.generate("train", 50, 1) == task.generate("train", 50, 1)
+    assert task.generate("train", 50, 1) != task.generate("train", 50, 2)
+    default = inspect.signature(task.generate).parameters["difficulty"].default
+    assert task.generate("train", 50, 1) == task.generate("train", 50, 1, difficulty=default)
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+def test_every_difficulty_has_enough_problems(task, difficulty):
+    problems = task.generate("train", 6000, 0, difficulty=difficulty)
+    assert len({problem.question for problem in problems}) == 6000
+
+
+@pytest.mark.parametrize("name", ["countdown", "colouring"])
+@pytest.mark.parametrize("difficulty", [1, 4])
+def test_splits_share_nothing_not_even_in_another_order(name, difficulty):
+    generate = find_module(TASKS, name, "generate").generate
+    seen = {split: {meaning(p) for p in generate(split, 1500, 0, difficulty=difficulty)} for split in SPLITS}
+    assert {len(problems) for problems in seen.values()} == {1500}
+    assert not seen["pretrain"] & seen["train"]
+    assert not seen["pretrain"] & seen["test"]
+    assert not seen["train"] & seen["test"]
+
+
+@pytest.mark.parametrize("difficulty", [0, 5, -1])
+def test_an_unknown_difficulty_is_a_clear_error(task, difficulty):
+    with pytest.raises(DataError, match=f"difficulty is one of 1, 2, 3, 4, not {difficulty}"):
+        task.generate("train", 1, 0, difficulty=difficulty)
+
+
+def test_too_many_problems_is_a_clear_error(task, monkeypatch):
+    monkeypatch.setattr(generation, "DRAWS_PER_PROBLEM", 1)
+    with pytest.raises(DataError, match="the test split has too few different problems for a count of 500: ask for"):
+        task.generate("test", 500, 0)
+
+
+def test_the_model_answers_in_the_format_and_some_of_the_time_right(task):
+    reward = resolve_reward(task.REWARD)
+    recipe = load_recipe(task.MODEL_FOLDER / "recipe.yaml")
+    assert recipe.reward.function is None, "the task brings its own"
+    assert sum(file.stat().st_size for file in task.MODEL_FOLDER.iterdir()) < 4e6
+    tokenizer = AutoTokenizer.from_pretrained(task.MODEL_FOLDER)
+    model = AutoModelForCausalLM.from_pretrained(task.MODEL_FOLDER)
+    problems = task.generate("test", 128, 11)
+    tokenizer.padding_side = "left"
+    prompts = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": problem.question}] for problem in problems],
+        add_generation_prompt=True,
+        padding=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    torch.manual_seed(0)
+    output = model.generate(**prompts, do_sample=True, max_new_tokens=recipe.rollout.max_tokens)
+    texts = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert sum("\\boxed{" in text and text.endswith("}") for text in texts) > 0.9 * len(texts)
+    rewards = [reward(text, problem.answer) for text, problem in zip(texts, problems, strict=True)]
+    assert 0 < sum(rewards) < len(rewards)
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+def test_questions_fit_and_survive_the_tokenizer(task, difficulty):
+    tokenizer = AutoTokenizer.from_pretrained(task.MODEL_FOLDER)
+    for problem in task.generate("train", 100, 5, difficulty=difficulty):
+        messages = [{"role": "user", "content": problem.question}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert len(prompt) <= task.MAX_PROMPT_TOKENS
+        assert problem.question in tokenizer.decode(prompt)
+    for text in ("Grüße, 数学!\n\t x≠y", "</think> then \\boxed{12}"):
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_the_models_are_small():
+    assert sum(file.stat().st_size for file in ASSETS.rglob("*.safetensors")) < 8e6

@@ -1,0 +1,321 @@
+"""How a batch is made, by each function `compose`: what is asked, and what is trained on once it is graded."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exgrpo.train.experience import ExperienceConfig, MeanScore, Replay
+from exgrpo.train.records import Group, Trajectory
+
+K = 4
+COMPOSES = ("again", "appended", "bapo", "beside", "buffer", "in_place", "mixed")
+SETTLING = ("bapo", "beside", "buffer", "in_place")
+
+
+def rewards(right: int) -> list[float]:
+    return [1.0] * right + [0.0] * (K - right)
+
+
+def graded(question: int, right: int, step: int) -> Group:
+    """A group of K answers, of which some are right; no two answers are equal."""
+    rows = [
+        Trajectory(question, np.array([step, i, question], np.int32), np.zeros(3, np.float32), True, reward, step)
+        for i, reward in enumerate(rewards(right))
+    ]
+    return Group(question, tuple(rows))
+
+
+def replaying(compose: str, questions: int, *steps: dict[int, int], **options) -> Replay:
+    """A replay that has seen some steps: of each question how many answers were right."""
+    values = {"start_pass_rate": 0.0, "ratio": 0.5, "admit": "all", "prioritise": "random", "expire": ()}
+    replay = Replay(ExperienceConfig(**{**values, "compose": compose, **options}), questions, K, 0)
+    for step, of_step in enumerate(filter(None, steps), 1):
+        replay.take_in([graded(question, right, step) for question, right in of_step.items()], step)
+    return replay
+
+
+def settled(replay: Replay, of_step: dict[int, int], batch: int, step: int) -> tuple[list[Group], list]:
+    """What is trained on of a graded step."""
+    groups = [graded(question, right, step) for question, right in of_step.items()]
+    replay.take_in(groups, step)
+    return replay.settle(groups, batch, step)
+
+
+def split(trained: list[Group]) -> tuple[list[Group], list[Group]]:
+    """Groups with fresh answers, and those of stored ones alone."""
+    return [group for group in trained if group.fresh], [group for group in trained if not group.fresh]
+
+
+@pytest.mark.parametrize("compose", COMPOSES)
+@given(
+    st.integers(1, 9),
+    st.integers(0, 9),
+    st.integers(0, 4),
+    st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+    st.integers(2, 3),
+)
+def test_a_plan_asks_no_question_twice_and_no_retired_one(compose, batch, seen, retired, ratio, step):
+    questions = max(1, seen + retired + 2)
+    first = dict.fromkeys(range(seen), 2) | {seen + i: K for i in range(retired)}
+    replay = replaying(compose, questions, first, ratio=ratio, expire=("retirement",), cooldown=1)
+    groups = replay.plan(batch, step)
+    chosen = [group.question for group in groups]
+    assert len(chosen) == len(set(chosen))
+    assert not replay.memory.retired[chosen].any()
+    left = questions - int(replay.memory.retired.sum())
+    share = int(ratio * batch + 1e-9)
+    most = {"buffer": max(1, batch - share)}.get(compose, batch)
+    assert len(chosen) == min(left, most)  # bapo finds no hard prompts here
+    for group in groups:
+        assert group.fresh >= 1
+        assert group.rows == ()
+        extra = compose == "appended"
+        assert group.fresh + group.choose <= K + extra
+        assert group.choose <= replay.memory.table.held[group.question]
+
+
+@pytest.mark.parametrize("compose", COMPOSES)
+def test_before_replay_begins_a_batch_is_fresh(compose):
+    replay = replaying(compose, 12, {question: question % 5 for question in range(8)}, start_pass_rate=0.9)
+    assert not replay.active
+    groups = replay.plan(6, 2)
+    hard = len(groups) - 6
+    assert {(group.fresh, group.choose) for group in groups} == {(K, 0)}
+    assert hard == 0
+    fresh = [graded(group.question, 2, 2) for group in groups]
+    replay.take_in(fresh, 2)
+    trained, late = replay.settle(fresh, 6, 2)
+    assert (trained, late) == (fresh, [])
+
+
+@pytest.mark.parametrize("compose", COMPOSES)
+def test_with_nothing_stored_and_nothing_won_there_is_a_batch_all_the_same(compose):
+    replay = replaying(compose, 8, admit="successes")
+    groups = [graded(group.question, 0, 1) for group in replay.plan(4, 1)]
+    replay.take_in(groups, 1)
+    trained, late = replay.settle(groups, 4, 1)
+    assert bool(trained) == (compose not in ("buffer", "stale")), "these train on stored answers alone"
+    assert late == []
+    assert all(group in groups for group in trained)
+
+
+@pytest.mark.parametrize("compose", COMPOSES)
+def test_once_every_question_has_left_there_is_nothing_to_ask(compose):
+    replay = replaying(compose, 3, dict.fromkeys(range(3), K), expire=("retirement",), cooldown=1)
+    assert replay.finished
+    assert replay.plan(4, 2) == []
+    assert replay.memory.trajectory_count == 0
+
+
+@pytest.mark.parametrize("compose", SETTLING)
+def test_a_batch_takes_what_is_left_of_the_questions(compose):
+    replay = replaying(compose, 5, dict.fromkeys(range(3), K) | {3: 2}, expire=("retirement",))
+    groups = replay.plan(8, 3)
+    assert sorted(group.question for group in groups) == [3, 4]
+    trained, _ = settled(replay, {3: 2, 4: 1}, 8, 3)
+    assert trained
+
+
+@given(st.integers(1, K + 2), st.lists(st.integers(1, 4), min_size=6, max_size=6), st.sampled_from([0.5, 1.0]))
+def test_mixed_groups_replay_as_many_as_are_held_and_keep_a_fresh_answer(replayed, held, ratio):
+    replayed = min(replayed, K)  # the option goes no further than any K
+    replay = replaying("mixed", 20, dict(enumerate(held)), admit="successes", replayed=replayed, ratio=ratio)
+    groups = replay.plan(8, 2)
+    mixed = [group for group in groups if group.choose]
+    assert len(mixed) == min(int(8 * ratio), 6)
+    assert len(groups) == 8
+    for group in mixed:
+        assert group.choose == min(replayed, K - 1, held[group.question])
+        assert group.fresh == K - group.choose
+    for of_group, joined in zip(groups, replay.select(groups, scores), strict=True):
+        assert len(joined) == of_group.choose
+        assert len({id(one.trajectory) for one in joined}) == of_group.choose
+        assert all(one.trajectory.question == of_group.question for one in joined)
+
+
+def scores(trajectories):
+    """Of any trajectories: entropies by their second token, all different within a question."""
+    return [MeanScore(float(row.response[1]), 0.0) for row in trajectories]
+
+
+def test_several_replayed_answers_are_those_of_lowest_entropy():
+    replay = replaying("mixed", 1, {0: K}, admit="all", replayed=2, ratio=1.0)
+    ((first, second),) = replay.select(replay.plan(1, 2), scores)
+    assert [one.trajectory.response[1] for one in (first, second)] == [0, 1]
+    assert [one.entropy for one in (first, second)] == [0, 1]
+
+
+@pytest.mark.parametrize("replayed", [1, 3])
+def test_appended_answers_join_whole_groups_of_their_questions(replayed):
+    replay = replaying("appended", 6, {0: 1, 1: 2, 2: 4}, admit="successes", replayed=replayed, ratio=0.5)
+    seen = Counter()
+    for step in range(2, 40):
+        groups = replay.plan(6, step)
+        assert sorted(group.question for group in groups) == list(range(6))
+        assert {group.fresh for group in groups} == {K}
+        joined = [group for group in groups if group.choose]
+        assert groups[len(groups) - len(joined) :] == joined, "groups that replay come last"
+        assert len(joined) <= 3
+        for group in joined:
+            assert group.choose == min(replayed, {0: 1, 1: 2, 2: 4}[group.question])
+        seen.update(group.question for group in joined)
+    assert set(seen) == {0, 1, 2}
+
+
+def test_all_groups_that_can_be_are_appended_to_with_the_whole_ratio():
+    replay = replaying("appended", 6, {0: 1, 1: 2, 2: 4}, admit="successes", ratio=1.0)
+    assert {group.question for group in replay.plan(6, 2) if group.choose} == {0, 1, 2}
+
+
+@given(st.dictionaries(st.integers(0, 7), st.integers(0, K), min_size=1), st.sampled_from([0.25, 0.5, 1.0]))
+def test_beside_the_groups_that_teach_stand_single_stored_answers(of_step, ratio):
+    replay = replaying("beside", 8, dict.fromkeys(range(4), 2), advantage="stored", ratio=ratio)
+    before = {id(row) for row in replay.memory.all_trajectories()}
+    trained, late = settled(replay, of_step, 8, 2)
+    fresh, alone = split(trained)
+    teaching = [question for question, right in of_step.items() if 0 < right < K] or list(of_step)
+    assert [group.question for group in fresh] == teaching
+    assert len(alone) == min(int(ratio * K * len(teaching) + 1e-9), len(before))
+    rows = [group.replayed[0] for group in alone]
+    assert all(len(group.replayed) == 1 and group.question == group.replayed[0].question for group in alone)
+    assert len({id(row) for row in rows}) == len(rows)
+    assert {id(row) for row in rows} <= before, "nothing of this step is replayed in it"
+    assert [one.trajectory for one in late] == rows
+    # Of groups that were half right: the stored advantage is that of the group then.
+    assert [group.stored_advantage for group in alone] == [(row.reward - 0.5,) for row in rows]
+    assert [one.replays for one in late] == [1] * len(late)
+
+
+@pytest.mark.parametrize(("stored", "expected"), [(40, 16), (2, 12)])
+def test_a_batch_of_the_buffer_is_drawn_whole_and_this_steps_answers_are_in_it_by_chance(stored, expected):
+    """B = 4, K = 4 and rho = 1/2: two questions are asked, sixteen answers trained on, as far as there are."""
+    first = dict.fromkeys(range(10), 2) if stored == 40 else {0: 2}
+    replay = replaying("buffer", 20, first, advantage="stored")
+    assert len(replay.plan(4, 2)) == 2
+    trained, late = settled(replay, {10: 1, 11: 3}, 4, 2)
+    fresh, alone = split(trained)
+    assert fresh == []
+    assert len(alone) == len(late) == expected
+    assert len({id(group.replayed[0]) for group in alone}) == expected
+    steps = Counter(group.replayed[0].step for group in alone)
+    assert set(steps) == {1, 2} if stored == 2 else steps[1] > 0
+
+
+def test_the_buffer_draws_all_stored_answers_alike():
+    replay = replaying("buffer", 8, dict.fromkeys(range(8), 2), advantage="stored")
+    times = Counter()
+    for _ in range(500):
+        trained, _ = replay.settle([], 2, 3)
+        times.update(id(group.replayed[0]) for group in trained)
+    counts = np.array(list(times.values()))
+    assert len(counts) == 32
+    assert abs(counts - 125).max() < 4.5 * np.sqrt(125 * 0.75)
+
+
+@given(st.lists(st.integers(0, K), min_size=1, max_size=6), st.sampled_from([0.25, 0.5, 1.0]), st.integers(0, 4))
+def test_stored_groups_take_the_places_of_groups_without_a_gradient(rights, ratio, stored):
+    replay = replaying("in_place", 20, {10 + q: 1 + q % 3 for q in range(stored)}, prioritise="newest", ratio=ratio)
+    trained, late = settled(replay, dict(enumerate(rights)), 6, 2)
+    fresh, replayed = split(trained)
+    alive = [question for question, right in enumerate(rights) if 0 < right < K]
+    dead = [question for question, right in enumerate(rights) if right in (0, K)]
+    changed = min(len(dead), int(ratio * 6), stored)
+    assert len(trained) == len(rights)
+    assert [group.question for group in fresh] == [*alive, *dead[changed:]]
+    assert len(replayed) == changed
+    for group in replayed:
+        assert [row.step for row in group.replayed] == [1] * K, "a whole group of an earlier step"
+        assert {row.question for row in group.replayed} == {group.question}
+        assert sum(row.reward for row in group.replayed) == 1 + (group.question - 10) % 3
+    assert len({group.question for group in replayed}) == changed
+    assert len(late) == K * changed
+
+
+def test_the_newest_stored_groups_come_first_and_two_of_one_question_are_two_groups():
+    replay = replaying("in_place", 9, {0: 1, 1: 2}, {0: 3, 2: 1}, {0: 2}, prioritise="newest", ratio=1.0)
+    trained, _ = settled(replay, {5: 0, 6: 0, 7: K}, 3, 4)
+    found = [(group.question, group.replayed[0].step, len(group.replayed)) for group in trained]
+    assert found[-1:] == [(0, 3, K)] or (0, 3, K) in found
+    assert {one for one in found if one[1] == 2} == {(0, 2, K), (2, 2, K)}
+
+
+def test_of_a_group_that_has_partly_left_the_rest_is_replayed():
+    replay = replaying("in_place", 9, {0: 1}, admit="all", capacity=3, ratio=1.0)
+    trained, _ = settled(replay, {5: 0}, 2, 2)  # the capacity leaves 3 of this step's answers and no earlier one
+    assert [group.question for group in trained] == [5]
+    replay = replaying("in_place", 9, {0: 1}, admit="successes", ratio=1.0)
+    trained, _ = settled(replay, {5: 0}, 2, 2)
+    assert [(group.question, len(group.replayed)) for group in trained] == [(0, 1)]
+
+
+@pytest.mark.parametrize("band", [(0.25, 0.75), (0.5, 0.5), (0.0, 1.0)])
+@pytest.mark.parametrize("cooldown", [1, 2, 3])
+@pytest.mark.parametrize("max_uses", [None, 1])
+def test_prompts_come_back_from_the_band_after_their_cooldown(band, cooldown, max_uses):
+    first, second = {question: question for question in range(5)}, {question: question - 5 for question in range(5, 10)}
+    options = {"band": band, "cooldown": cooldown, "max_uses": max_uses, "admit": "nothing", "prioritise": "middle"}
+    replay = replaying("again", 40, first, second, {2: 2}, ratio=1.0, **options)
+    asked = {**dict.fromkeys(range(5), 1), **dict.fromkeys(range(5, 10), 2), 2: 3}
+    rates = {question: question % 5 / K for question in range(10)}
+    may = {
+        question
+        for question, step in asked.items()
+        if band[0] <= rates[question] <= band[1] and 4 - step >= cooldown and not (max_uses == 1 and question == 2)
+    }
+    seen = {group.question for group in replay.plan(40, 4)[-len(may) :]} if may else set()
+    assert seen == may
+    for wanted in range(1, 4):
+        groups = replay.plan(wanted, 4)
+        assert {(group.fresh, group.choose) for group in groups} == {(K, 0)}
+        back = [group.question for group in groups if group.question in may][:wanted]
+        nearest = sorted(abs(rates[question] - 0.5) for question in may)[:wanted]
+        assert sorted(abs(rates[question] - 0.5) for question in back) == nearest
+
+
+def test_at_most_the_ratio_of_a_batch_comes_back():
+    replay = replaying("again", 40, dict.fromkeys(range(20), 2), cooldown=1, ratio=0.3)
+    groups = replay.plan(10, 2)
+    assert len(groups) == 10
+    assert all(group.question < 20 for group in groups[7:])
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_in_every_second_step_hard_prompts_are_asked_again(step):
+    replay = replaying("bapo", 30, {question: question % 3 for question in range(12)}, hard=0.25, ratio=0.5)
+    groups = replay.plan(6, step)
+    assert {(group.fresh, group.choose) for group in groups} == {(K, 0)}
+    assert len(groups) == (9 if step == 2 else 6)
+    assert all(group.question % 3 < 2 and group.question < 12 for group in groups[6:])
+
+
+def test_groups_that_teach_are_joined_by_prompts_that_went_better_and_by_stored_groups():
+    first = {0: 0, 1: 0, 2: 1, 3: 2, 4: 2, 5: 2}
+    options = {"hard": 0.25, "admit": "in_band", "band": (0.5, 0.75)}
+    replay = replaying("bapo", 30, first, ratio=0.5, **options)
+    # Six fresh groups, of which 10 and 11 teach; of three hard prompts 0 and 2 went better.
+    of_step = {10: 1, 11: 3, 12: 0, 13: K, 14: 0, 15: K, 0: 2, 1: 0, 2: K}
+    trained, late = settled(replay, of_step, 6, 2)
+    fresh, stored = split(trained)
+    assert [group.question for group in fresh] == [10, 11, 0, 2]
+    assert len(stored) == 2
+    assert {group.question for group in stored} <= {3, 4, 5}
+    assert all(row.step == 1 for group in stored for row in group.replayed)
+    assert len(late) == 2 * K
+
+
+def test_if_no_fresh_group_teaches_all_stay_and_surplus_goes():
+    replay = replaying("bapo", 30, {0: 0}, hard=0.25, admit="in_band")
+    trained, _ = settled(replay, {10: 0, 11: K, 0: 2}, 2, 2)
+    assert [group.question for group in trained] == [10, 11]
+
+
+@pytest.mark.parametrize("compose", SETTLING)
+def test_groups_of_stored_answers_have_no_group_to_count_in_unless_it_is_their_own(compose):
+    replay = replaying(compose, 30, dict.fromkeys(range(8), 1), advantage="group", ratio=1.0)
+    trained, _ = settled(replay, {10: 0, 11: 0, 12: 1, 13: 1}, 4, 2)
+    _, alone = split(trained)
+    assert alone
+    assert all(group.stored_advantage == () for group in alone)

@@ -1,0 +1,124 @@
+"""The columns of stored trajectories against a list of dictionaries."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exgrpo.train.experience import table as module
+from exgrpo.train.experience.table import COLUMNS, NONE, Origin, Table
+from exgrpo.train.records import Trajectory
+
+QUESTIONS = 4
+ORIGIN = tuple(Origin.__dataclass_fields__)
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """So that tables grow and are tidied within a few rows."""
+    monkeypatch.setattr(module, "FEWEST", 4)
+
+
+def a_row(number: int, question: int) -> tuple[Trajectory, Origin]:
+    """A trajectory and origin whose every column is different."""
+    length = 1 + number % 3
+    ids = np.arange(number, number + length, dtype=np.int32)
+    trajectory = Trajectory(
+        question, ids, -ids.astype(np.float32), True, number / 7, 100 + number // 2, "trainer", number * 3 - 5
+    )
+    return trajectory, Origin(number / 11 - 1, number % 5, number % 5 + 2, number % 2)
+
+
+def expected(trajectory: Trajectory, origin: Origin) -> dict:
+    """The columns of a row."""
+    return {
+        "trajectory": trajectory,
+        "question": trajectory.question,
+        "step": trajectory.step,
+        "reward": trajectory.reward,
+        "length": len(trajectory.response),
+        "key": trajectory.key,
+        **{name: getattr(origin, name) for name in ORIGIN},
+    }
+
+
+def check(table: Table, model: list[dict]) -> None:
+    """That a table shows what the model holds, oldest first."""
+    rows = table.rows()
+    assert len(table) == len(rows) == len(model)
+    assert (np.diff(rows) > 0).all()
+    for name in COLUMNS:
+        assert table.column(name).tolist() == [row[name] for row in model]
+        assert table.values(name, rows).tolist() == [row[name] for row in model]
+    for row, of_model in zip(rows.tolist(), model, strict=True):
+        assert table.trajectory(row) is of_model["trajectory"]
+        assert table.origin(row) == Origin(**{name: of_model[name] for name in ORIGIN})
+    for question in range(QUESTIONS):
+        of_question = [row for row, one in zip(rows.tolist(), model, strict=True) if one["question"] == question]
+        assert table.of_question(question) == of_question
+        assert table.held[question] == len(of_question)
+        assert table.newest(np.array([question])).tolist() == (of_question[-1:] or [NONE])
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.lists(st.integers(0, QUESTIONS - 1), max_size=6)),
+        st.tuples(st.just("remove"), st.lists(st.floats(0, 1, exclude_max=True), max_size=6)),
+        st.tuples(st.just("remove as a list"), st.lists(st.floats(0, 1, exclude_max=True), max_size=3)),
+        st.tuples(st.just("replay"), st.lists(st.floats(0, 1, exclude_max=True), max_size=4)),
+        st.tuples(st.just("tidy"), st.just([])),
+        st.tuples(st.just("fill"), st.just([])),
+    ),
+    max_size=20,
+)
+
+
+@given(OPERATIONS)
+@settings(max_examples=400)
+def test_a_table_is_a_list_of_rows(operations):
+    table, model, number = Table(QUESTIONS), [], 0
+    for what, of_what in operations:
+        places = list(dict.fromkeys(int(place * len(model)) for place in of_what)) if model and what != "add" else []
+        rows = table.rows()[places]
+        match what:
+            case "add":
+                for question in of_what:
+                    trajectory, origin = a_row(number, question)
+                    row = table.add(trajectory, origin)
+                    assert table.trajectory(row) is trajectory
+                    model.append(expected(trajectory, origin))
+                    number += 1
+            case "remove" | "remove as a list":
+                table.remove(rows if what == "remove" else rows.tolist())
+                model = [one for place, one in enumerate(model) if place not in places]
+            case "replay":
+                for place in places:
+                    model[place]["replays"] += 1
+                assert table.replayed(rows).tolist() == [model[place]["replays"] for place in places]
+            case "tidy":
+                table.tidy()
+            case "fill":
+                table = Table(QUESTIONS)
+                origins = {name: np.array([one[name] for one in model]) for name in ORIGIN}
+                table.fill([one["trajectory"] for one in model], origins)
+        check(table, model)
+
+
+def test_rows_are_moved_together_once_more_than_half_have_left_and_nothing_is_kept_of_these():
+    table = Table(2)
+    for number in range(20):
+        table.add(*a_row(number, number % 2))
+    table.remove(np.arange(10))
+    table.tidy()
+    assert table.rows().tolist() == list(range(10, 20)), "half of them is not more than half"
+    table.remove(np.array([11]))
+    table.tidy()
+    assert table.rows().tolist() == list(range(9))
+    assert [one.response[0] for one in table.column("trajectory")] == [10, *range(12, 20)]
+    assert sum(one is not None for one in table._columns["trajectory"]) == 9
+
+
+def test_a_replay_of_a_row_that_is_named_twice_counts_twice():
+    table = Table(1)
+    row = table.add(*a_row(0, 0))
+    assert table.replayed(np.array([row, row])).tolist() == [2, 2]

@@ -1,0 +1,322 @@
+"""Steps of every method of replay, watched from outside with a scripted engine and a recording policy."""
+
+import copy
+import dataclasses
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from exgrpo.train import early
+from exgrpo.train.errors import ConfigError
+from exgrpo.train.experience import rules
+from tests.train.configs import configured
+from tests.train.trainers import K, half, make
+
+QUESTIONS = 24
+SKILL = {question: (0.0, 0.25, 0.5, 1.0)[question % 4] for question in range(QUESTIONS)}
+SHARED = {"admit": "all", "expire": []}
+METHODS = {
+    "mixed": {"experience": {"replayed": 2}},
+    "appended": {"experience": {**SHARED, "replayed": 2}},
+    "beside": {"experience": {**SHARED, "prioritise": "advantage", "advantage": "stored", "max_age": 3}},
+    "buffer": {"experience": {**SHARED, "prioritise": "random", "advantage": "stored", "capacity": 60}},
+    "in_place": {
+        "experience": {"expire": [], "prioritise": "newest", "admit": "with_advantage", "max_uses": 2},
+        "objective": {"weigh": "decoupled"},
+    },
+    "traced": {"experience": {"replayed": 2}},
+    "stale": {"experience": {**SHARED, "lag": 1}, "objective": {"weigh": "second_moment"}},
+    "rehearsal": {
+        "experience": {"expire": [], "prioritise": "least_used", "admit": "solutions"},
+        "objective": {"weigh": "likelihood"},
+    },
+    "again": {"experience": {"expire": [], "prioritise": "middle", "admit": "nothing", "cooldown": 1}},
+    "bapo": {
+        "experience": {"expire": [], "prioritise": "random", "admit": "in_band"},
+        "objective": {"weigh": "clipped"},
+    },
+}
+
+
+def method(compose: str, **sections):
+    """A trainer with a method's functions."""
+    values = copy.deepcopy(METHODS[compose])
+    values["experience"] |= {"compose": compose, **sections.pop("experience", {})}
+    return make(SKILL, **{**values, **sections})
+
+
+def untimed(result) -> dict:
+    return {name: value for name, value in result.metrics.items() if "second" not in name}
+
+
+def same(a: dict, b: dict) -> bool:
+    """Whether two steps have the same numbers, to the bit."""
+    return list(a) == list(b) and all(a[name] == b[name] or (math.isnan(a[name]) and math.isnan(b[name])) for name in a)
+
+
+def rows_of(trainer) -> list:
+    """What the updates of all steps since the last look have read."""
+    rows = [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows]
+    trainer.policy.updates.clear()
+    return rows
+
+
+def test_every_way_to_make_a_batch_is_among_them():
+    assert sorted(METHODS) == rules.names("compose")
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("compose", METHODS)
+def test_a_restored_trainer_goes_on_to_the_bit(compose, minibatches):
+    trainer, other = (method(compose, optimizer={"minibatches": minibatches}) for _ in range(2))
+    found = [trainer.step(step) for step in (1, 2)]
+    state = trainer.state()
+    values = json.loads(json.dumps(state.values))
+    other.restore(dataclasses.replace(copy.deepcopy(state), values=values))
+    other.policy.version = trainer.policy.version
+    trainer.policy.updates.clear()
+    for step in (3, 4, 5):
+        expected, again = trainer.step(step), other.step(step)
+        assert same(untimed(expected), untimed(again))
+        assert expected.questions == again.questions
+        ours, theirs = ([[row.response.tolist() for row in rows] for rows in one.replayed] for one in (expected, again))
+        assert ours == theirs
+        for a, b in zip(rows_of(trainer), rows_of(other), strict=True):
+            np.testing.assert_array_equal(a.response, b.response)
+            np.testing.assert_array_equal(a.old_log_prob, b.old_log_prob)
+            assert (a.advantage, a.replayed) == (b.advantage, b.replayed)
+        found.append(expected)
+    if compose == "again":
+        assert all(one.metrics["replayed"] == 0 for one in found)
+        asked = Counter(question for one in found for question in one.questions)
+        assert max(asked.values()) > 1
+    else:
+        assert sum(one.metrics["replayed"] for one in found[2:]) > 0
+
+
+WAYS = [(compose, way) for compose in METHODS for way in ("group", "stored")]
+
+
+@pytest.mark.parametrize(
+    ("compose", "advantage"),
+    # Single answers have no group, and what is rehearsed has no advantage.
+    [one for one in WAYS if one not in (("beside", "group"), ("buffer", "group")) and one[0] != "rehearsal"],
+)
+def test_the_advantage_of_a_replayed_answer_is_that_of_its_group_now_or_then(compose, advantage):
+    trainer = method(compose, experience={"advantage": advantage})
+    written, trained, settle = {}, [], trainer._settle
+    trainer._settle = lambda groups, step: trained.append(settle(groups, step)) or trained[-1]
+    for step in range(1, 6):
+        trainer.step(step)
+        groups, _ = trained[-1]
+        rows = {id(row.response): row for row in rows_of(trainer)}
+        for group in groups:
+            counted = group.fresh if advantage == "stored" and group.replayed else group.rows
+            mean = np.mean([row.reward for row in counted]) if counted else None
+            for row in group.fresh:
+                assert row.step == step
+                if id(row.response) in rows:
+                    assert rows[id(row.response)].advantage == pytest.approx(row.reward - mean, abs=1e-6)
+            for row in (row for row in group.replayed if row.step < step):
+                expected = written[id(row.response)] if advantage == "stored" else row.reward - mean
+                if id(row.response) in rows:
+                    assert rows[id(row.response)].advantage == pytest.approx(expected, abs=1e-6)
+                else:
+                    assert expected == pytest.approx(0, abs=1e-6)
+        for origin in map(trainer.replay.memory.table.origin, trainer.replay.memory.table.rows().tolist()):
+            assert 0 <= origin.successes <= origin.answers <= K
+        column = trainer.replay.memory.table.column
+        written = dict(
+            zip(map(id, (t.response for t in column("trajectory"))), column("advantage").tolist(), strict=True)
+        )
+
+
+@pytest.mark.parametrize("compose", ["beside", "buffer"])
+def test_single_answers_need_stored_advantages(compose):
+    config = configured({"experience": {"compose": compose}})
+    with pytest.raises(ConfigError, match=f"{compose} trains on single stored answers.*needs experience.advantage=sto"):
+        early.check_method(config)
+    early.check_method(configured({"experience": {"compose": compose, "advantage": "stored"}}))
+
+
+def test_stored_advantages_of_scaled_rewards_are_scaled():
+    trainer = method("beside", objective={"scale_by_std": True})
+    trainer.step(1)
+    table = trainer.replay.memory.table
+    of_question = {question: table.of_question(question) for question in table.column("question").tolist()}
+    for rows in of_question.values():
+        rewards = np.array([table.trajectory(row).reward for row in rows])
+        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        np.testing.assert_allclose([table.origin(row).advantage for row in rows], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("refills", [0, 1, 10])
+def test_refills_ask_until_every_group_of_the_batch_has_a_gradient(refills):
+    """Dynamic sampling: half of the questions are all right or all wrong."""
+    trainer = make(SKILL, rollout={"refills": refills}, experience={"ratio": 0.0}, optimizer={"minibatches": 1})
+    result = trainer.step(1)
+    calls = trainer.answerer.engine.calls
+    assert len(calls) <= 1 + refills
+    asked = [question for call in calls for question in call]
+    assert result.questions == asked
+    assert len(asked) == len(set(asked)) == result.metrics["groups"]
+    teaching = [question for question in asked if 0 < SKILL[question] < 1]
+    assert len(calls[0]) == 6
+    for number, call in enumerate(calls[1:], 1):
+        before = [question for earlier in calls[:number] for question in earlier]
+        assert len(call) == 6 - sum(0 < SKILL[question] < 1 for question in before), "as many as are missing"
+    assert (len(teaching) >= 6) == (refills == 10)
+    trained = {int(row.prompt[0]) for row in rows_of(trainer)}
+    assert trained == set(teaching[:6] if refills else asked)
+    if refills == 10:
+        assert result.metrics["idle_group_fraction"] == 0
+    np.testing.assert_array_equal(np.flatnonzero(trainer.replay.memory.times), np.sort(asked))
+    assert result.metrics["generated_tokens"] == sum(
+        len(answer.rollout.response) for of_question in result.answers.of_question for answer in of_question
+    )
+
+
+def test_all_that_was_asked_is_taken_in_even_what_is_not_trained_on():
+    trainer = make(SKILL, rollout={"refills": 10}, experience={"admit": "all", "expire": []})
+    result = trainer.step(1)
+    assert set(trainer.replay.memory.table.column("question").tolist()) == set(result.questions)
+    assert result.metrics["buffer_trajectories"] == K * len(result.questions) > 6 * K
+
+
+@pytest.mark.parametrize("skill", [0.0, 1.0])
+def test_refills_end_with_the_questions_and_groups_without_a_gradient_stay_if_there_are_no_others(skill):
+    trainer = make(dict.fromkeys(range(10), skill), rollout={"refills": 10}, experience={"ratio": 0.0})
+    result = trainer.step(1)
+    assert [len(call) for call in trainer.answerer.engine.calls] == [6, 4]
+    assert len(result.questions) == 10
+    assert result.metrics["idle_group_fraction"] == 1
+    assert trainer.policy.updates == []
+
+
+def test_refills_are_seeded_apart_and_again_alike():
+    stories = []
+    for _ in range(2):
+        trainer = make(SKILL, rollout={"refills": 10})
+        stories.append([untimed(trainer.step(step)) for step in range(1, 4)])
+    assert all(same(a, b) for a, b in zip(*stories, strict=True))
+
+
+def test_replayed_groups_are_filled_up_beside_refills():
+    trainer = make(SKILL, rollout={"refills": 10}, experience={"expire": []})
+    for step in range(1, 4):
+        result = trainer.step(step)
+    assert result.metrics["replayed"] == 3
+    assert sum(map(bool, result.replayed)) == 3
+    assert len({int(row.prompt[0]) for row in rows_of(trainer)}) >= 6
+
+
+OWN = """
+from exgrpo.train.experience.rules import needs
+from exgrpo.train.experience.sampling import Priority
+from exgrpo.train.experience.supply import PlannedGroup
+from exgrpo.train.experience.units import Expired
+from exgrpo.train.experience.weighing import Weighed
+
+def admit(group, setting):
+    return [row for row in group.fresh if row.reward < setting.success]
+
+def prioritise(units, setting):
+    return Priority(-1e3 * units.question.astype(float))
+
+def settle(groups, supply):
+    return [*groups, *supply.alone(supply.draw("stored", 2))]
+
+@needs(settle=settle)
+def compose(supply):
+    return supply.fresh(3)
+
+@needs(term="ratio")
+def weigh(answers, options):
+    return [Weighed(answer.log_prob, advantage=7.0) for answer in answers]
+
+def expire(units, setting):
+    return Expired(units.length > 5, units.solved)
+
+number = 5
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def places(path, **others: str) -> dict:
+    """Recipe values that name all five functions of a file."""
+    names = {kind: f"{path}:{kind}" for kind in ("admit", "prioritise", "compose", "weigh", "expire")} | others
+    weigh, expire = names.pop("weigh"), names.pop("expire")
+    return {"experience": {**names, "expire": [expire], "advantage": "stored"}, "objective": {"weigh": weigh}}
+
+
+def test_a_method_may_be_a_file_of_ones_own(own):
+    values = places(own)
+    early.check_method(configured(values))
+    trainer = make({**half(12), 3: 1.0}, **values)
+    seen = [trainer.step(step) for step in range(1, 8)]
+    memory = trainer.replay.memory
+    assert all(len(one.questions) - len([rows for rows in one.replayed if rows]) == 3 for one in seen)
+    assert {row.reward for row in memory.all_trajectories()} == {0.0}
+    assert max(len(row.response) for row in memory.all_trajectories()) <= 5
+    assert np.flatnonzero(memory.retired).tolist() == [3]
+    lowest = sorted(row.question for row in memory.all_trajectories())[0]
+    assert {row.question for rows in seen[-1].replayed for row in rows} >= {lowest}
+    replayed = [row for row in rows_of(trainer) if row.replayed]
+    assert {row.advantage for row in replayed} == {7.0}
+    assert set(trainer.policy.terms) == {"ratio"}
+
+
+@pytest.mark.parametrize("kind", ["admit", "prioritise", "compose", "weigh", "expire"])
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("{folder}/nowhere.py:admit", "there is no file {folder}/nowhere.py"),
+        ("{file}:{near}", "there is no '{near}' in it; did you mean '{kind}'?"),
+        ("{file}:number", "is not callable: it is a int"),
+        ("no.such.package:admit", "cannot import no.such.package: ModuleNotFoundError"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_clear_error(own, kind, place, message):
+    known = {"file": own, "folder": own.parent, "kind": kind, "near": f"{kind}s"}
+    with pytest.raises(ConfigError) as error:
+        early.check_method(configured(places(own, **{kind: place.format(**known)})))
+    said = str(error.value)
+    assert said.startswith(f"{kind} function '{place.format(**known)}'")
+    assert message.format(**known) in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "near"),
+    [
+        ("experience.admit", "success", "successes"),
+        ("experience.prioritise", "gausian", "gaussian"),
+        ("experience.compose", "mixd", "mixed"),
+        ("experience.expire", ["retirment"], "retirement"),
+        ("objective.weigh", "decoupld", "decoupled"),
+    ],
+)
+def test_an_unknown_name_is_told_with_the_near_one(key, name, near):
+    with pytest.raises(ConfigError, match=rf"{key}.*unknown .* function .*; did you mean '{near}'\? there are "):
+        configured({key: name})
+
+
+def test_weights_that_do_not_fit_are_one_clear_error(own):
+    for body, message in (
+        ("Priority(units.question[1:].astype(float))", r"gave \d+ numbers for \d+ units"),
+        ("Priority(units.question * float('nan'))", "a logarithm of a weight is nan"),
+    ):
+        own.write_text(OWN.replace("Priority(-1e3 * units.question.astype(float))", body))
+        trainer = make(half(12), **places(own, compose="mixed", admit="all"))
+        trainer.step(1)
+        with pytest.raises(ConfigError, match=rf"experience.prioritise {own}:prioritise: {message}|{message}"):
+            trainer.step(2)

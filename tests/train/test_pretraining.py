@@ -1,0 +1,56 @@
+"""The scripts that make the shipped models: their tokenizers, their corpora, and a short run of one."""
+
+from importlib import import_module
+from random import Random
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from exgrpo.train.builtin import ASSETS, model_names
+from recipes import pretraining
+
+
+@pytest.fixture(params=model_names())
+def script(request):
+    return import_module(f"recipes.{request.param}.pretrain")
+
+
+def test_a_script_makes_the_tokenizer_that_ships(script, tmp_path):
+    script.corpus(script.Options()).tokenizer.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_text() == (script.MODEL_FOLDER / name).read_text()
+
+
+def test_solutions_fit_survive_the_tokenizer_and_are_of_mixed_quality(script):
+    corpus = script.corpus(script.Options())
+    rng = Random(0)
+    rewards = []
+    for problem in corpus.problems("pretrain", 400, 0):
+        solution = corpus.solution(problem, rng)
+        ids = corpus.tokenizer(solution)["input_ids"]
+        assert corpus.tokenizer.decode(ids) == solution
+        assert len(ids) + 1 <= corpus.max_tokens
+        rewards.append(corpus.reward(solution, problem.answer))
+    assert 0.1 < sum(rewards) / len(rewards) < 0.9
+
+
+def test_the_corpus_has_the_given_shares_of_the_difficulties():
+    script = import_module("recipes.countdown.pretrain")
+    corpus = script.corpus(script.Options(output=ASSETS, shares=(0.5, 0.3, 0.2, 0.0)))
+    assert [sum(p.difficulty == d for p in corpus.problems("pretrain", 100, 0)) for d in (1, 2, 3, 4)] == [
+        50,
+        30,
+        20,
+        0,
+    ]
+    assert {p.difficulty for p in corpus.problems("test", 20, 0)} == {2}
+
+
+def test_a_short_run_saves_a_model_that_can_be_loaded(tmp_path, capsys):
+    script = import_module("recipes.colouring.pretrain")
+    options = script.Options(output=tmp_path, steps=3, batch=8, problems=40, questions=8, samples=2, hidden=32)
+    pretraining.run(script.corpus(options), options)
+    assert "Pass@2" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.hidden_size == 32
+    assert model.config.vocab_size == script.VOCABULARY
