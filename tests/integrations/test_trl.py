@@ -126,8 +126,11 @@ class SampledExGRPO(WrittenExGRPO):
         return super()._generate_and_score_completions(inputs)
 
 
-def test_replayed_rows_have_no_importance_weight_of_the_sampler(tmp_path: Path, model: Path) -> None:
-    trainer = exgrpo(tmp_path, model, SampledExGRPO, max_steps=3)
+@pytest.mark.parametrize("changes", [{}, {"compose": "beside", "admit": "all", "advantage": "stored"}], ids=str)
+def test_replayed_rows_have_no_importance_weight_of_the_sampler(
+    tmp_path: Path, model: Path, changes: dict[str, Any]
+) -> None:
+    trainer = exgrpo(tmp_path, model, SampledExGRPO, max_steps=3, **changes)
     trainer.log_prob = -5.0
     trainer.train()
     for output in trainer.outputs:
