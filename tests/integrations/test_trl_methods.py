@@ -36,6 +36,8 @@ NOT_HERE = {
     "clip": "epsilon and epsilon_high of TRL",
     "scale_by_std": "scale_rewards of TRL",
     "normalize": "loss_type of TRL",
+    "start": "reads runs and files whose questions are those of data.train; here questions are a data set's rows",
+    "start_log_prob": "says how answers of start are read",
     "train_on": "an experiment of the paper; a band is a choice of questions, which a data set can be",
 }
 """Options of a recipe that ExGRPOConfig does not have, and why."""
