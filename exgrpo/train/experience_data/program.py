@@ -1,4 +1,4 @@
-"""What a run has stored, shown or exported: `python -m exgrpo.train.experience show RUN | export RUN FOLDER`."""
+"""What a run has stored, shown or exported: `python -m exgrpo.train.experience [show] RUN | export RUN FOLDER`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,8 +49,10 @@ def main(argv: Sequence[str]) -> int:
             for name, (_, options) in COMMANDS.items():
                 print(f"{PROGRAM} {name}: {options.__doc__}")
             return 0
+        if command not in COMMANDS and command and Path(command).exists():
+            command, rest = "show", list(argv)
         if command not in COMMANDS:
-            raise ConfigError(f"name a command, {' or '.join(COMMANDS)} (see {PROGRAM} --help)")
+            raise ConfigError(f"{command or 'no argument'} is neither a command, {' or '.join(COMMANDS)}, nor a run")
         COMMANDS[command][0](rest)
     except ExgrpoError as error:
         return print_error(error)

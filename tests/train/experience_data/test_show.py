@@ -114,8 +114,8 @@ def test_the_program_exports(tmp_path, say):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name a command, show or export"),
-        (["list"], "name a command, show or export"),
+        ([], "no argument is neither a command, show or export, nor a run"),
+        (["list"], "list is neither a command, show or export, nor a run"),
         (["show"], "(see python -m exgrpo.train.experience show --help)"),
         (["show", "none"], "none: there is no such folder of a run"),
         (["show", "none", "--qestion", "1"], "did you mean --question?"),
