@@ -15,16 +15,7 @@ def by_count(units: Units, log_weight: Callable[[Floats], Floats]) -> Priority:
         units: at least one.
         log_weight: of success counts k.
     """
-    counts = _distinct(units.count)
+    counts, stratum = np.unique(units.count, return_inverse=True)
     with np.errstate(divide="ignore"):  # a prompt may have a count of 0, and so a weight of 0
         of_counts = log_weight(counts)
-    return Priority(of_counts, np.searchsorted(counts, units.count))
-
-
-def _distinct(values: Floats) -> Floats:
-    """The different values, in order: there are few, and taking them out one after the other is faster than sorting."""
-    found = []
-    while len(values):
-        found.append(values[0])
-        values = values[values != values[0]]
-    return np.sort(np.array(found))
+    return Priority(of_counts, stratum)
