@@ -151,6 +151,9 @@ METHODS = {
     },
     "newest, in place": {**ALL, "prioritise": "newest", "compose": "in_place", "admit": "with_advantage"},
     "middle, again": {**ALL, "prioritise": "middle", "compose": "again", "admit": "nothing"},
+    "random, traced": {**ALL, "prioritise": "random", "compose": "traced", "admit": "nothing"},
+    "oldest, stale": {**ALL, "prioritise": "oldest", "compose": "stale", "lag": 2, "max_uses": 1},
+    "least used, rehearsal": {**ALL, "prioritise": "least_used", "compose": "rehearsal", "admit": "solutions"},
     "random, bapo": {**ALL, "prioritise": "random", "compose": "bapo", "admit": "in_band"},
 }
 
