@@ -84,7 +84,13 @@ def check_method(config: Config) -> None:
     for name in experience.forgets:
         rules.find("expire", name)
     rules.find("weigh", config.objective.weigh)
-    if getattr(rules.find("compose", experience.compose), "alone", False) and experience.advantage == "group":
+    compose = rules.find("compose", experience.compose)
+    if getattr(compose, "fills", False) and config.rollout.refills:
+        raise ConfigError(
+            f"rollout.refills asks further questions in the place of groups without a gradient, and experience.compose "
+            f"{experience.compose} puts stored groups there: leave one of them out"
+        )
+    if getattr(compose, "alone", False) and experience.advantage == "group":
         raise ConfigError(
             f"experience.compose {experience.compose} trains on single stored answers, which have no advantage in a "
             "group of their own: it needs experience.advantage=stored"

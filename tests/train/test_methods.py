@@ -142,6 +142,28 @@ def test_single_answers_need_stored_advantages(compose):
     early.check_method(configured({"experience": {"compose": compose, "advantage": "stored"}}))
 
 
+@pytest.mark.parametrize("compose", METHODS)
+def test_only_one_of_refills_and_stored_groups_fills_the_places_of_groups_without_a_gradient(compose):
+    values = {"experience": {"compose": compose, "advantage": "stored"}, "rollout": {"refills": 1}}
+    if compose not in ("bapo", "in_place", "buffer", "stale"):
+        early.check_method(configured(values))
+        return
+    with pytest.raises(ConfigError, match=f"experience.compose {compose} puts stored groups there: leave one of them"):
+        early.check_method(configured(values))
+
+
+@pytest.mark.parametrize("compose", METHODS)
+def test_answers_that_are_generated_ahead_meet_the_same_plans(compose):
+    """Only plans and answers: stored answers have other log-probs where the policy is a step behind."""
+    ahead = {"behaviour": "engine", "ahead": True, "servers": ["http://unused:8000"]}
+    alone = method(compose, rollout={"behaviour": "engine"}, steps=5)
+    early_bird = method(compose, rollout=ahead, steps=5)
+    for step in range(1, 6):
+        expected, found = alone.step(step), early_bird.step(step)
+        assert found.questions == expected.questions
+        assert found.metrics["replayed"] == expected.metrics["replayed"]
+
+
 def test_stored_advantages_of_scaled_rewards_are_scaled():
     trainer = method("beside", objective={"scale_by_std": True})
     trainer.step(1)

@@ -3,7 +3,8 @@
 `compose(supply) -> planned groups` is called before anything is generated. A function that decides what is trained on
 after the answers are graded says so by `needs(settle=function)`: `settle(groups, supply)` gets the graded groups of the
 step, after the memory has taken them in, and gives groups, or planned groups of stored answers alone. If these are of
-one answer each, it says `needs(alone=True)`, for such a group has no advantage of its own.
+one answer each, it says `needs(alone=True)`, for such a group has no advantage of its own. If they take the places of
+graded groups, it says `needs(fills=True)`: further questions (`rollout.refills`) would be asked for the same places.
 """
 
 import dataclasses

@@ -23,7 +23,7 @@ def settle(groups: Sequence[Group], supply: Supply) -> list[Group | PlannedGroup
     return [*batch, *draw_groups(supply, supply.batch - len(batch), {group.question for group in batch})]
 
 
-@needs(settle=settle)
+@needs(settle=settle, fills=True)
 def compose(supply: Supply) -> list[PlannedGroup]:
     """B groups of K fresh answers; in every second step floor(rho B) hard prompts are answered again beside them.
 

@@ -19,7 +19,7 @@ def settle(groups: Sequence[Group], supply: Supply) -> list[Group | PlannedGroup
     return [*alive, *dead[len(stored) :], *stored]
 
 
-@needs(settle=settle)
+@needs(settle=settle, fills=True)
 def compose(supply: Supply) -> list[PlannedGroup]:
     """B groups of K fresh answers."""
     return supply.fresh(supply.batch)

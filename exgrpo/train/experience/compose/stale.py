@@ -17,7 +17,7 @@ def settle(groups: Sequence[Group], supply: Supply) -> Sequence[Group | PlannedG
     return groups_at(supply.memory.table, np.flatnonzero(step == supply.step - supply.setting.options.lag))
 
 
-@needs(settle=settle)
+@needs(settle=settle, fills=True)
 def compose(supply: Supply) -> list[PlannedGroup]:
     """B groups of K fresh answers."""
     return supply.fresh(supply.batch)
