@@ -231,7 +231,7 @@ class Replay:
         """Go on from the state of a replay with the same configuration and questions; further values are ignored."""
         values, arrays = state.values, state.arrays
         self.latch.open = values["replay_open"]
-        self.pool.position = np.atleast_1d(np.array(values["pool_position"], np.int64))
+        self.pool.position = np.array(values["pool_position"], np.int64)
         self.pool.order = arrays["pool_order"].copy()
         self.watch.restore(values["rewards_seen"])
         for name, rng in self._generators().items():

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -135,8 +135,7 @@ def _check(priority: Priority, units: int, name: str) -> None:
 
 def settles(compose: Compose) -> Settle | None:
     """The function that decides after grading; None: what was planned is trained on."""
-    found: Any = getattr(compose, "settle", None)
-    return found
+    return getattr(compose, "settle", None)
 
 
 def with_stored(supply: Supply, groups: Sequence[PlannedGroup], most: int) -> list[PlannedGroup]:
