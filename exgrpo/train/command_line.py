@@ -7,7 +7,9 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
+from typing import TypeVar
 
+import tyro
 from pydantic import BaseModel, ValidationError
 
 from exgrpo.train.dotted import known_keys
@@ -16,6 +18,20 @@ from exgrpo.train.mistakes import explain, nearest
 
 UNREAD = 141
 """Exit status of a program whose output nobody reads any more."""
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def options_of(model: type[M], program: str, argv: Sequence[str]) -> M:
+    """The options of a command line that has nothing else.
+
+    Raises:
+        ConfigError: an option is unknown, impossible or missing.
+    """
+    check_names(argv, model)
+    with one_line(model, program):
+        return tyro.cli(model, args=list(argv), prog=program, use_underscores=True)
 
 
 def names(argv: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from itertools import chain
 
 from exgrpo.train.config import Config
-from exgrpo.train.data.files import Row, from_hub, read_rows
+from exgrpo.train.data.files import HELD_OUT_SEED, Row, from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.errors import ConfigError, is_first_rank
 from exgrpo.train.experience import rules
@@ -60,11 +60,11 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     data, reward = config.data, config.reward
     check_places(config.policy.path, (*data.train, *(data.test or ())))
 
-    def read(sources: Sequence[str], split: str, limit: int | None) -> list[list[Row]]:
-        return [read_rows(source, split=split, limit=limit, seed=config.seed) for source in sources]
+    def read(sources: Sequence[str], split: str, limit: int | None, seed: int) -> list[list[Row]]:
+        return [read_rows(source, split=split, limit=limit, seed=seed) for source in sources]
 
-    train = read(data.train, data.train_split, data.train_limit)
-    test = None if data.test is None else read(data.test, data.test_split, data.test_limit)
+    train = read(data.train, data.train_split, data.train_limit, config.seed)
+    test = None if data.test is None else read(data.test, data.test_split, data.test_limit, HELD_OUT_SEED)
     rows = chain.from_iterable((*train, *(test or ())))
     rewards = dict.fromkeys(reward_of(row.reward, reward.function) for row in rows)
     grader = Grader(*rewards, workers=reward.workers, time_limit=reward.time_limit)

@@ -138,14 +138,18 @@ def split_recipe(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
     argv = [argument for argument in argv if not argument.startswith("--local_rank")]
     with one_line(RecipeArgument, PROGRAM):
         chosen, rest = tyro.cli(RecipeArgument, args=argv, return_unknown_args=True, add_help=False)
-    return [_builtin(path) for path in chosen.recipe], rest
+    return [recipe_path(path) for path in chosen.recipe], rest
 
 
-def _builtin(path: Path) -> Path:
-    """The recipe of a built-in task where a path is its name."""
+def recipe_path(path: Path, folder: Path = Path()) -> Path:
+    """Where the recipe of a built-in task is, if a path is its name, builtin:NAME; other paths begin at the folder.
+
+    Raises:
+        ConfigError: there is no such task.
+    """
     name = str(path).removeprefix(PREFIX)
     if name == str(path):
-        return path
+        return folder / path
     if name not in model_names():
         raise ConfigError(
             f"unknown recipe {shown(str(path))}; there are {', '.join(PREFIX + n for n in model_names())}"

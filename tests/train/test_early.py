@@ -183,3 +183,11 @@ def test_the_package_of_an_attention_is_looked_for(monkeypatch):
     early.check_attention("sdpa")
     with pytest.raises(ConfigError, match="flash-attn"):
         early.check_attention("flash_attention_2")
+
+
+def test_held_out_questions_do_not_depend_on_the_seed_of_a_run():
+    with ExitStack() as resources:
+        data = {"train_limit": 20, "test_limit": 20}
+        first, second = (look(configured({"seed": seed, "data": data}), resources) for seed in (0, 1))
+    assert first.test == second.test
+    assert first.train != second.train

@@ -23,6 +23,7 @@ METHODS = {
     "appended": {"experience": {**SHARED, "replayed": 2}},
     "beside": {"experience": {**SHARED, "prioritise": "advantage", "advantage": "stored", "max_age": 3}},
     "buffer": {"experience": {**SHARED, "prioritise": "random", "advantage": "stored", "capacity": 60}},
+    "returning": {"experience": {**SHARED, "prioritise": "least_used", "advantage": "stored", "cooldown": 1}},
     "in_place": {
         "experience": {"expire": [], "prioritise": "newest", "admit": "with_advantage", "max_uses": 2},
         "objective": {"weigh": "decoupled"},
@@ -103,7 +104,11 @@ WAYS = [(compose, way) for compose in METHODS for way in ("group", "stored")]
 @pytest.mark.parametrize(
     ("compose", "advantage"),
     # Single answers have no group, and what is rehearsed has no advantage.
-    [one for one in WAYS if one not in (("beside", "group"), ("buffer", "group")) and one[0] != "rehearsal"],
+    [
+        one
+        for one in WAYS
+        if one not in (("beside", "group"), ("buffer", "group"), ("returning", "group")) and one[0] != "rehearsal"
+    ],
 )
 def test_the_advantage_of_a_replayed_answer_is_that_of_its_group_now_or_then(compose, advantage):
     trainer = method(compose, experience={"advantage": advantage})
@@ -134,7 +139,7 @@ def test_the_advantage_of_a_replayed_answer_is_that_of_its_group_now_or_then(com
         )
 
 
-@pytest.mark.parametrize("compose", ["beside", "buffer"])
+@pytest.mark.parametrize("compose", ["beside", "buffer", "returning"])
 def test_single_answers_need_stored_advantages(compose):
     config = configured({"experience": {"compose": compose}})
     with pytest.raises(ConfigError, match=f"{compose} trains on single stored answers.*needs experience.advantage=sto"):
@@ -145,7 +150,7 @@ def test_single_answers_need_stored_advantages(compose):
 @pytest.mark.parametrize("compose", METHODS)
 def test_only_one_of_refills_and_stored_groups_fills_the_places_of_groups_without_a_gradient(compose):
     values = {"experience": {"compose": compose, "advantage": "stored"}, "rollout": {"refills": 1}}
-    if compose not in ("bapo", "in_place", "buffer", "stale"):
+    if compose not in ("bapo", "in_place", "buffer", "returning", "stale"):
         early.check_method(configured(values))
         return
     with pytest.raises(ConfigError, match=f"experience.compose {compose} puts stored groups there: leave one of them"):

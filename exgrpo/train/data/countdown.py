@@ -71,7 +71,7 @@ def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_D
         question = f"Make {target} from {', '.join(map(str, numbers))}."
         return Problem(question, " ".join(map(str, (target, *numbers))), solution, difficulty)
 
-    return different_problems(draw, lambda problem: _canonical(problem.answer), split, count, seed)
+    return different_problems(draw, lambda problem: problem_key(problem.answer), split, count, seed)
 
 
 def random_expression(numbers: Sequence[int], rng: random.Random) -> Node:
@@ -135,6 +135,7 @@ def _numbers(gold: str) -> list[int]:
     return numbers
 
 
-def _canonical(answer: str) -> str:
+def problem_key(answer: str) -> str:
+    """What equal problems have in common, from the answer of one: the target and the numbers in their order."""
     target, *numbers = answer.split()
     return " ".join((target, *sorted(numbers)))

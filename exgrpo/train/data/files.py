@@ -33,6 +33,8 @@ from exgrpo.train.reward.grading import boxed_answer
 TASKS = "exgrpo.train.data"
 """A built-in task is a module here with generate(split, count, seed, **arguments) -> objects with a question and an
 answer. Its REWARD, where it has one, is the name of the reward of its questions."""
+HELD_OUT_SEED = 0
+"""Of generated held-out questions, whatever the seed of a run: runs that differ in their seed have the same ones."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 COLUMNS = ("prompt", "reward_model", "data_source", "question", "problem", "answer", "solution")
 NESTED = ("prompt", "reward_model")

@@ -13,6 +13,7 @@ from rich.progress import track
 from exgrpo.train.answers import Answerer
 from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.config import RolloutConfig
+from exgrpo.train.data.files import HELD_OUT_SEED
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import NoPromptFitsError, Question, load_questions
 from exgrpo.train.distributed import World
@@ -74,7 +75,7 @@ def load(options: Options, tokenizer: Any, *, progress: bool) -> tuple[list[Ques
                 PromptFormat.of(options.data),
                 split=options.data.test_split,
                 limit=options.data.test_limit,
-                seed=options.seed,
+                seed=HELD_OUT_SEED,
                 progress=progress,
             )
         except NoPromptFitsError as error:

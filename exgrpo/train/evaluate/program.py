@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from exgrpo.train.data.files import from_hub, read_rows
+from exgrpo.train.data.files import HELD_OUT_SEED, from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.early import check_places
 from exgrpo.train.errors import OutputError, os_errors_as
@@ -99,4 +99,4 @@ def look(options: Options) -> None:
     check_places(options.model, data.test)
     for source in data.test:
         if not from_hub(source):
-            read_rows(source, split=data.test_split, limit=data.test_limit, seed=options.seed)
+            read_rows(source, split=data.test_split, limit=data.test_limit, seed=HELD_OUT_SEED)

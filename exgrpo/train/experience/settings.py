@@ -88,9 +88,10 @@ class ExperienceConfig(Section):
         "is solved when every answer that counts is a success.",
     )
     band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]] = Field(
-        (0.25, 0.75), description="again: pass rates of prompts that come back; admit in_band: of groups to store."
+        (0.25, 0.75),
+        description="again, returning: pass rates of prompts that come back; admit in_band: of groups to store.",
     )
-    cooldown: int = Field(10, ge=1, le=MOST_STEPS, description="again: steps until a prompt may come back.")
+    cooldown: int = Field(10, ge=1, le=MOST_STEPS, description="again, returning: steps until a prompt may come back.")
     lag: int = Field(64, ge=1, le=MOST_STEPS, description="stale: steps between the answers of a group and its update.")
     hard: float = Field(0.125, ge=0, le=1, description="bapo: a prompt with at most this pass rate is hard.")
     max_per_question: int | None = Field(

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from exgrpo.train.builtin import ASSETS
 from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.experience_data.show import counts
 from exgrpo.train.experience_data.stored import Experience, Overview
 from exgrpo.train.report.plots import draw_histogram
+from exgrpo.train.report.template import template
 
 QUESTIONS = 100
 """So many questions are on a page, those with most trajectories."""
@@ -23,9 +22,7 @@ def write_page(experience: Experience, overview: Overview, output: Path) -> None
     """
     if output.suffix.lower() not in (".html", ".htm"):
         raise OutputError(f"{output}: choose a name that ends in .html")
-    loader = FileSystemLoader(ASSETS / "experience")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    page = environment.get_template("page.html").render(
+    page = template(ASSETS / "experience" / "page.html").render(
         title=f"Experience of {overview.title}",
         counts=counts(overview),
         pictures=[

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
 from exgrpo.train.checkpoint.listing import FOLDER
-from exgrpo.train.command_line import check_names, one_line
+from exgrpo.train.command_line import options_of
 from exgrpo.train.errors import ConfigError, ExgrpoError, print_error
 from exgrpo.train.experience_data.of_file import FileExperience
 from exgrpo.train.experience_data.of_run import open_run
@@ -17,7 +17,6 @@ from exgrpo.train.experience_data.show import show, show_question
 from exgrpo.train.experience_data.stored import Experience
 
 PROGRAM = "python -m exgrpo.train.experience"
-T = TypeVar("T", bound=BaseModel)
 
 
 class ShowOptions(BaseModel):
@@ -59,13 +58,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _options(model: type[T], command: str, argv: Sequence[str]) -> T:
-    program = f"{PROGRAM} {command}"
-    check_names(argv, model)
-    with one_line(model, program):
-        return tyro.cli(model, args=argv, prog=program, use_underscores=True)
-
-
 def open_experience(source: Path) -> Experience:
     """What is stored at a place: a run, an exported folder or a file of traces.
 
@@ -78,7 +70,7 @@ def open_experience(source: Path) -> Experience:
 
 
 def _show(argv: Sequence[str]) -> None:
-    options = _options(ShowOptions, "show", argv)
+    options = options_of(ShowOptions, f"{PROGRAM} show", argv)
     experience, console = open_experience(options.source), Console()
     overview = experience.overview()
     if options.question is None:
@@ -93,7 +85,7 @@ def _show(argv: Sequence[str]) -> None:
 
 
 def _export(argv: Sequence[str]) -> None:
-    options = _options(ExportOptions, "export", argv)
+    options = options_of(ExportOptions, f"{PROGRAM} export", argv)
     from exgrpo.train.experience_data.export import export
 
     print(f"{export(options.run, options.folder)} trajectories in {options.folder}")

@@ -14,6 +14,7 @@ from exgrpo.train.policy.mismatch import Floats, mismatch_metrics
 from exgrpo.train.policy.ratios import BINS, log_ratio_quantiles
 from exgrpo.train.policy.update import UpdateStats
 from exgrpo.train.records import Group, Score
+from exgrpo.train.reward.success import EPSILON
 
 UPDATE_MEANS = (
     "loss",
@@ -95,12 +96,14 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     lengths = np.array([len(rollout.response) for rollout in answers.rollouts])
     total = sum(record.seconds.values())
     seconds = {**record.seconds, "generate": answers.generate_seconds, "grade": answers.grade_seconds}
+    gradient_tokens = sum(update.gradient_tokens for update in optimised.updates)
     return {
         "step": record.step,
         "reward": float(answers.rewards.mean()),
         **_of_sources(record.sources, answers),
         "pass_rate": record.pass_rate,
         "entropy": float(np.concatenate([score.entropy for score in scores]).mean()),
+        "entropy_gap": _entropy_gap(record.groups),
         "response_tokens": float(lengths.mean()),
         "truncated": float(np.mean([not rollout.finished for rollout in answers.rollouts])),
         "timed_out": answers.timed_out,
@@ -113,8 +116,8 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         "skipped_updates": optimised.skipped,
         "idle_updates": optimised.idle,
         "generated_tokens": record.generated_tokens,
-        "gradient_token_fraction": sum(update.gradient_tokens for update in optimised.updates)
-        / max(optimised.tokens, 1),
+        "gradient_tokens": gradient_tokens,
+        "gradient_token_fraction": gradient_tokens / max(optimised.tokens, 1),
         **_of_updates(optimised.updates),
         **_of_engine(answers),
         "tokens_per_second": float(lengths.sum()) / total,
@@ -132,6 +135,18 @@ def _of_sources(sources: Sequence[str], answers: Answers) -> dict[str, float]:
     for source, of_question in zip(sources, answers.of_question, strict=True):
         rewards.setdefault(source, []).extend(answer.reward for answer in of_question)
     return {f"reward/{source}": float(np.mean(rewards[source])) for source in sorted(rewards)}
+
+
+def _entropy_gap(groups: Sequence[Group]) -> float:
+    """Mean over groups with unequal fresh rewards: entropy of what is below their mean, less that of what is above."""
+    gaps = []
+    for group in groups:
+        reward = np.array([row.reward for row in group.fresh])
+        entropy = np.array([score.entropy.mean() for score in group.scores])
+        above = reward > reward.mean()
+        if np.ptp(reward) > EPSILON:
+            gaps.append(entropy[~above].mean() - entropy[above].mean())
+    return float(np.mean(gaps)) if gaps else math.nan
 
 
 def _of_selected(selected: Sequence[Selected], step: int) -> dict[str, float]:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from exgrpo.train.errors import ReportError
 from exgrpo.train.report.curves import MAX_POINTS
@@ -18,6 +17,7 @@ from exgrpo.train.report.groups import RunGroup, differences, group_runs
 from exgrpo.train.report.plots import ASSETS, PlotGroup, colour, marker, sections
 from exgrpo.train.report.runs import load_run
 from exgrpo.train.report.summary import HEADINGS, summary_rows
+from exgrpo.train.report.template import template
 
 MAX_LINES = 8
 KEYS = {"": "", "o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼"}
@@ -62,8 +62,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _page(groups: Sequence[RunGroup]) -> str:
     runs = [run for group in groups for run in group.runs]
-    environment = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined)
-    return environment.get_template("page.html").render(
+    return template(ASSETS / "page.html").render(
         title=f"ExGRPO report: {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}",
         headings=HEADINGS,
         rows=[row for i, group in enumerate(groups) for row in summary_rows(i, group)],

@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
-from exgrpo.train.command_line import check_names, one_line
+from exgrpo.train.command_line import options_of
 from exgrpo.train.errors import ExgrpoError, print_error
 from exgrpo.train.report.page import write_report
 
@@ -27,9 +27,7 @@ class Options(BaseModel):
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit status."""
     try:
-        check_names(argv, Options)
-        with one_line(Options, PROGRAM):
-            options = tyro.cli(Options, args=argv, prog=PROGRAM, use_underscores=True)
+        options = options_of(Options, PROGRAM, argv)
         single = options.runs[0] if len(options.runs) == 1 else Path()
         output = options.output or single / "report.html"
         write_report(options.runs, output)

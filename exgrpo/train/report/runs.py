@@ -16,7 +16,7 @@ from exgrpo.train.report.curves import Columns
 Numbers = dict[str, float]
 RENAMED = {"rollout_tokens_per_second": "tokens_per_second/generate"}
 """Numbers that older runs have under another name."""
-HELD_OUT = ("test/", "held_out/")
+HELD_OUT = ("test/", "held_out/", "pass_at/", "distinct_at/")
 """The headings of what evaluations measure."""
 
 

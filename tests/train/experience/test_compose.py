@@ -11,8 +11,9 @@ from exgrpo.train.experience import ExperienceConfig, MeanScore, Replay
 from exgrpo.train.records import Group, Trajectory
 
 K = 4
-COMPOSES = ("again", "appended", "bapo", "beside", "buffer", "in_place", "mixed")
-SETTLING = ("bapo", "beside", "buffer", "in_place")
+COMPOSES = ("again", "appended", "bapo", "beside", "buffer", "in_place", "mixed", "returning")
+SETTLING = ("bapo", "beside", "buffer", "in_place", "returning")
+BUFFERED = ("buffer", "returning")
 
 
 def rewards(right: int) -> list[float]:
@@ -67,7 +68,7 @@ def test_a_plan_asks_no_question_twice_and_no_retired_one(compose, batch, seen, 
     assert not replay.memory.retired[chosen].any()
     left = questions - int(replay.memory.retired.sum())
     share = int(ratio * batch + 1e-9)
-    most = {"buffer": max(1, batch - share)}.get(compose, batch)
+    most = max(1, batch - share) if compose in BUFFERED else batch
     assert len(chosen) == min(left, most)  # bapo finds no hard prompts here
     for group in groups:
         assert group.fresh >= 1
@@ -97,7 +98,7 @@ def test_with_nothing_stored_and_nothing_won_there_is_a_batch_all_the_same(compo
     groups = [graded(group.question, 0, 1) for group in replay.plan(4, 1)]
     replay.take_in(groups, 1)
     trained, late = replay.settle(groups, 4, 1)
-    assert bool(trained) == (compose not in ("buffer", "stale")), "these train on stored answers alone"
+    assert bool(trained) == (compose not in BUFFERED), "these train on stored answers alone"
     assert late == []
     assert all(group in groups for group in trained)
 
@@ -273,6 +274,20 @@ def test_prompts_come_back_from_the_band_after_their_cooldown(band, cooldown, ma
         back = [group.question for group in groups if group.question in may][:wanted]
         nearest = sorted(abs(rates[question] - 0.5) for question in may)[:wanted]
         assert sorted(abs(rates[question] - 0.5) for question in back) == nearest
+
+
+@pytest.mark.parametrize("band", [(0.25, 0.5), (0.0, 1.0)])
+def test_half_of_what_fills_the_buffer_comes_back_the_least_asked_first(band):
+    first, second = {question: question % 5 for question in range(20)}, dict.fromkeys(range(5), 1)
+    options = {"band": band, "cooldown": 1, "prioritise": "least_used", "advantage": "stored", "max_uses": 2}
+    replay = replaying("returning", 60, first, second, ratio=0.5, **options)
+    rates = {question: question % 5 / K for question in range(20)} | dict.fromkeys(range(5), 1 / K)
+    may = {question for question, rate in rates.items() if band[0] <= rate <= band[1]}
+    asked = [group.question for group in replay.plan(12, 3)]
+    assert len(asked) == 6
+    assert set(asked[3:]) <= may - set(range(5)), "what was asked once comes before what was asked twice"
+    plans = [replaying(one, 60, first, first, first, **options).plan(12, 4) for one in BUFFERED]
+    assert plans[0] == plans[1], "twice is enough"
 
 
 def test_at_most_the_ratio_of_a_batch_comes_back():

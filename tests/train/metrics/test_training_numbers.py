@@ -13,10 +13,12 @@ from exgrpo.kernels import PolicyLoss
 from exgrpo.train.config import ExperienceConfig
 from exgrpo.train.experience import PlannedGroup, Replay
 from exgrpo.train.metrics.display import COLUMNS
+from exgrpo.train.metrics.step import _entropy_gap
 from exgrpo.train.metrics.utilisation import PASSES, Utilisation
 from exgrpo.train.policy.batch import TrainingRow
 from exgrpo.train.policy.layout import pad_rows
 from exgrpo.train.policy.update import Tally
+from exgrpo.train.records import Group, Score, Trajectory
 from tests.train.estimate.shapes import SMALL
 from tests.train.experience.test_memory import group
 from tests.train.fakes import LoneWorld
@@ -111,7 +113,24 @@ def test_the_fraction_of_tokens_with_a_gradient_is_of_fresh_and_replayed_ones(mo
     trainer.policy.updates.clear()
     metrics = trainer.step(2).metrics
     tokens = sum(len(row.response) for minibatch, _ in trainer.policy.updates for row in minibatch.rows)
+    assert metrics["gradient_tokens"] == 10
     assert metrics["gradient_token_fraction"] == pytest.approx(10 / tokens)
+
+
+def test_the_entropy_gap_is_that_of_answers_to_the_same_question():
+    def scored(rewards, *entropies):
+        rows = tuple(
+            Trajectory(0, np.zeros(2, np.int32), np.zeros(2, np.float32), True, reward, 1) for reward in rewards
+        )
+        of_rows = [np.array(entropy, np.float32) for entropy in entropies]
+        return Group(0, rows, scores=tuple(Score(np.zeros(2, np.float32), entropy) for entropy in of_rows))
+
+    first = scored((1, 0, 0), (0.1, 0.3), (0.5, 0.7), (0.9, 1.1))  # 0.2 of the right one, 0.8 of the wrong ones
+    second = scored((0, 0.4, 0.4), (0.2, 0.2), (0.4, 0.4), (0.6, 0.6))  # by the mean, whatever a success is
+    alike = scored((1, 1, 1), (9, 9), (9, 9), (9, 9))
+    assert _entropy_gap([first, alike]) == pytest.approx(0.6)
+    assert _entropy_gap([first, second, alike]) == pytest.approx((0.6 - 0.3) / 2)
+    assert np.isnan(_entropy_gap([alike]))
 
 
 def documented() -> set[str]:

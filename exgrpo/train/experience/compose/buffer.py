@@ -14,7 +14,12 @@ def settle(groups: Sequence[Group], supply: Supply) -> Sequence[Group | PlannedG
     return supply.alone(supply.draw("stored", supply.batch * supply.samples))
 
 
+def asked(supply: Supply) -> int:
+    """B - floor(rho B), at least 1: so on average an answer is trained on 1 / (1 - rho) times."""
+    return max(1, supply.batch - supply.share(supply.batch))
+
+
 @needs(settle=settle, alone=True, fills=True)
 def compose(supply: Supply) -> list[PlannedGroup]:
-    """B - floor(rho B) groups of K fresh answers: on average an answer is trained on 1 / (1 - rho) times."""
-    return supply.fresh(max(1, supply.batch - supply.share(supply.batch)))
+    """As many groups of K fresh answers as `asked` says."""
+    return supply.fresh(asked(supply))

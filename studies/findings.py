@@ -1,0 +1,180 @@
+"""What the runs of a study say, arm by arm and task by task."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from exgrpo.train.errors import ReportError
+from studies.results import Result, ResultFile
+from studies.statistics import (
+    FloatArray,
+    Interval,
+    area,
+    best,
+    cost_ratio,
+    difference,
+    final,
+    height,
+    improvement,
+    interval_of,
+)
+from studies.study import Claim, Counted, Study
+
+Value = Callable[[Result], float]
+SCORES = {"pass_at_1": "Pass@1", "pass_at_k": "Pass@{k}", "distinct_at_k": "distinct@{k}"}
+"""Curves that tell how good a policy is, and what to call them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """The runs of an arm.
+
+    Attributes:
+        name: of the arm.
+        runs: by task, one of each seed.
+        chosen: by task, what its search has chosen.
+        seeds: of the runs, in their order.
+    """
+
+    name: str
+    runs: Mapping[str, Sequence[Result]]
+    chosen: Mapping[str, Mapping[str, Any]]
+    seeds: Sequence[int]
+
+    def values(self, value: Value, tasks: Sequence[str]) -> list[FloatArray]:
+        """A value of each run, by task."""
+        return [np.array([value(run) for run in self.runs[task]]) for task in tasks]
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """The arms of a study, the baseline first, with the seeds that have been run on all tasks.
+
+    Attributes:
+        study: the study.
+        arms: of which at least one seed has been run.
+        missing: names of the others.
+    """
+
+    study: Study
+    arms: Sequence[Arm]
+    missing: Sequence[str]
+
+    @classmethod
+    def of(cls, study: Study, results: ResultFile) -> "Findings":
+        """From the results that there are.
+
+        Raises:
+            ReportError: no seed of the baseline has been run on all tasks.
+        """
+        plan = study.plan
+        names = sorted(plan.arms, key=lambda name: name != plan.baseline)
+        counted = study.counted(lambda key: height(results.by_key.get(key)))
+        arms = [arm for name in names if (arm := _arm(study, name, counted, results.by_key))]
+        missing = [name for name in names if name not in {arm.name for arm in arms}]
+        if plan.baseline in missing:
+            raise ReportError(
+                f"{study.path}: no seed of the baseline, {plan.baseline}, has been run on all tasks: "
+                f"python -m studies.run {study.path}"
+            )
+        return cls(study, arms, missing)
+
+    @property
+    def baseline(self) -> Arm:
+        """What the others are compared with."""
+        return self.arms[0]
+
+    @property
+    def tasks(self) -> list[str]:
+        """Their names."""
+        return list(self.study.plan.tasks)
+
+    @property
+    def samples(self) -> int:
+        """k, answers to a held-out question."""
+        run = self.baseline.runs[self.tasks[0]][0]
+        return int(run.settings.get("evaluation.samples", 1))
+
+    def score_name(self, name: str) -> str:
+        """What to call a curve of `SCORES`."""
+        return SCORES[name].format(k=self.samples)
+
+    def at_the_end(self, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
+        """Interquartile mean of the ends of a curve."""
+        return interval_of(arm.values(lambda run: final(run, name), tasks))
+
+    def at_the_best(self, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
+        """Interquartile mean of the highest points of a curve."""
+        return interval_of(arm.values(lambda run: best(run, name), tasks))
+
+    def area(self, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
+        """Interquartile mean of the mean heights of a curve over the steps."""
+        return interval_of(arm.values(lambda run: area(run, name), tasks))
+
+    def gain(self, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
+        """Mean difference to the baseline at the end."""
+        return self._against(difference, arm, lambda run: final(run, name), tasks)
+
+    def chance(self, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
+        """Probability of improvement over the baseline at the end."""
+        return self._against(improvement, arm, lambda run: final(run, name), tasks)
+
+    def gain_at_equal(self, cost: str, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
+        """Mean difference to the baseline where both have spent what the cheaper one of them has spent in all."""
+        gains = []
+        for task in tasks:
+            spent = self._common(cost, arm, task)
+            gains.append([self._values_at(of, cost, name, task, spent) for of in (arm, self.baseline)])
+        return difference([ours for ours, _ in gains], [theirs for _, theirs in gains])
+
+    def cost_ratio(self, arm: Arm, cost: str, task: str) -> Interval:
+        """What the arm spends until its Pass@1 is the baseline's final one, over what the baseline spends."""
+        return cost_ratio(arm.runs[task], self.baseline.runs[task], cost)
+
+    def spent(self, arm: Arm, cost: str, task: str) -> float:
+        """Mean cost of a whole run."""
+        return float(np.mean([run.curves[cost][-1] for run in arm.runs[task]]))
+
+    def _common(self, cost: str, arm: Arm, task: str) -> float:
+        return min(float(run.curves[cost][-1]) for of in (arm, self.baseline) for run in of.runs[task])
+
+    @staticmethod
+    def _values_at(arm: Arm, cost: str, name: str, task: str, spent: float) -> FloatArray:
+        return np.array([np.interp(spent, run.curves[cost], run.curves[name]) for run in arm.runs[task]])
+
+    def _against(
+        self,
+        compare: Callable[[Sequence[FloatArray], Sequence[FloatArray]], Interval],
+        arm: Arm,
+        value: Value,
+        tasks: Sequence[str],
+    ) -> Interval:
+        return compare(arm.values(value, tasks), self.baseline.values(value, tasks))
+
+    def of_claim(self, claim: Claim) -> Interval | None:
+        """What the runs say about a claim over all tasks; None where an arm is missing."""
+        arms = {arm.name: arm for arm in self.arms}
+        if claim.arm not in arms or (claim.against or claim.arm) not in arms:
+            return None
+        if claim.against is None:
+            return interval_of(
+                arms[claim.arm].values(lambda run: float(np.nanmean(run.curves[claim.curve])), self.tasks)
+            )
+        ours, theirs = (
+            arms[name].values(lambda run: final(run, claim.curve), self.tasks) for name in (claim.arm, claim.against)
+        )
+        return difference(ours, theirs)
+
+
+def _arm(study: Study, name: str, counted: Counted, done: Mapping[str, Result]) -> Arm | None:
+    """An arm with the seeds that have been run on all tasks; None where there are none."""
+    planned = {
+        task: {run.seed: run for run in counted[task, name] or () if run.key in done} for task in study.plan.tasks
+    }
+    seeds = [seed for seed in study.plan.seeds_of(name) if all(seed in runs for runs in planned.values())]
+    if not seeds:
+        return None
+    runs = {task: [done[of_task[seed].key] for seed in seeds] for task, of_task in planned.items()}
+    return Arm(name, runs, {task: of_task[seeds[0]].chosen for task, of_task in planned.items()}, seeds)

@@ -1,0 +1,205 @@
+"""A study's findings as an HTML page with plots, and as tables in Markdown."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exgrpo.train.report.page import KEYS
+from exgrpo.train.report.plots import Panel, Picture, PlotGroup, colour, draw_lines, marker
+from exgrpo.train.report.runs import RunColumns
+from exgrpo.train.report.template import template
+from studies.findings import SCORES, Findings
+from studies.results import Result
+from studies.statistics import LEVEL, Interval
+
+COSTS = {
+    "step": "steps",
+    "generated_tokens": "generated tokens",
+    "gradient_tokens": "tokens with a gradient",
+    "seconds": "training time",
+}
+X = {"seconds": "seconds_so_far"}
+"""What a plot calls a cost."""
+WATCHED = {
+    "train/entropy": ("Entropy of fresh answers", "nats per token"),
+    "train/entropy_gap": ("Entropy of wrong answers less that of right ones", "nats per token"),
+    "train/idle_group_fraction": ("Groups without an advantage", "fraction"),
+    "train/buffer_trajectories": ("Stored answers", "count"),
+    "train/retired": ("Retired questions", "questions"),
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: its title, what has to be known, its headings and its rows of cells."""
+
+    title: str
+    text: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """The table as Markdown."""
+        lines = [self.headings, ["---", *["---:"] * (len(self.headings) - 1)], *self.rows]
+        return f"## {self.title}\n\n{self.text}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def table(findings: Findings) -> str:
+    """All tables as a page of Markdown."""
+    plan = findings.study.plan
+    picture = f"![Curves against generated tokens]({findings.study.name}.svg)\n"
+    parts = [
+        f"# {plan.title}\n\n{plan.text}\n",
+        picture,
+        *(of.markdown() for of in tables(findings)),
+        f"{_origin(findings)}\n",
+    ]
+    return "\n".join(parts)
+
+
+def page(findings: Findings) -> str:
+    """One self-contained HTML page."""
+    plan = findings.study.plan
+    return template(Path(__file__).with_name("page.html")).render(
+        title=plan.title,
+        text=plan.text,
+        origin=_origin(findings),
+        tables=list(tables(findings)),
+        looks=[
+            {"label": arm.name, "colour": colour(i), "marker": KEYS[marker(i)], "text": plan.arms[arm.name].text}
+            for i, arm in enumerate(findings.arms)
+        ],
+        sections=[(task, _pictures(findings, task)) for task in findings.tasks],
+    )
+
+
+def tables(findings: Findings) -> Iterator[Table]:
+    """All tables: over the tasks together where there are several, then task by task."""
+    if len(findings.tasks) > 1:
+        yield _scores(findings, "All tasks", findings.tasks)
+    if findings.study.plan.claims:
+        yield _claims(findings)
+    for task in findings.tasks:
+        yield _scores(findings, f"{task}: the end of training", [task])
+        yield _costs(findings, task)
+
+
+def _scores(findings: Findings, title: str, tasks: Sequence[str]) -> Table:
+    base = findings.baseline
+    headings = ["arm"]
+    for name in SCORES:
+        headings += [findings.score_name(name), f"less {base.name}"]
+    headings += ["better than it", "best Pass@1", "mean Pass@1 over the run", "seeds"]
+    rows = []
+    for arm in findings.arms:
+        row = [arm.name]
+        for name in SCORES:
+            gain = "" if arm is base else _signed(findings.gain(arm, name, tasks))
+            row += [str(findings.at_the_end(arm, name, tasks)), gain]
+        row.append("" if arm is base else str(findings.chance(arm, "pass_at_1", tasks)))
+        row += [str(of(arm, "pass_at_1", tasks)) for of in (findings.at_the_best, findings.area)]
+        row.append(str(len(arm.seeds)))
+        rows.append(row)
+    text = (
+        f"Interquartile means over seeds{f' of {len(tasks)} tasks' if len(tasks) > 1 else ''} at the end of training; "
+        "differences are of means; "
+        f"in brackets {LEVEL:.0%} intervals by stratified bootstrap. A difference in bold has an interval without 0. "
+        "“Better than it” is the probability that a run of the arm ends with a higher Pass@1 than one of the baseline."
+    )
+    return Table(title, text, headings, rows)
+
+
+def _claims(findings: Findings) -> Table:
+    rows = []
+    for claim in findings.study.plan.claims:
+        found = findings.of_claim(claim)
+        against = f"{claim.arm} {'above' if claim.sign > 0 else 'below'} {claim.against or '0'}"
+        if found is None:
+            rows.append([claim.text, against, "", "not run"])
+        elif not found.excludes(0):
+            rows.append([claim.text, against, _signed(found), "undecided"])
+        else:
+            rows.append(
+                [claim.text, against, _signed(found), "agrees" if found.value * claim.sign > 0 else "disagrees"]
+            )
+    text = "Differences at the end of training, means over the tasks; undecided: the interval includes 0."
+    return Table("Claims", text, ["claim", "which means", "here", "verdict"], rows)
+
+
+def _signed(found: Interval) -> str:
+    return _bold(found.text("+.3f"), found.excludes(0))
+
+
+def _bold(text: str, so: bool) -> str:
+    return f"**{text}**" if so else text
+
+
+def _costs(findings: Findings, task: str) -> Table:
+    base, name = findings.baseline, findings.score_name("pass_at_k")
+    headings = ["arm", "tokens", "seconds", "tokens to its end", "seconds to its end"]
+    headings += [f"{score} at equal {cost}" for cost in ("tokens", "seconds") for score in ("Pass@1", name)]
+    headings.append("chosen")
+    rows = []
+    for arm in findings.arms:
+        row = [arm.name, f"{findings.spent(arm, 'generated_tokens', task):,.0f}"]
+        row.append(f"{findings.spent(arm, 'seconds', task):.0f}")
+        costs = ("generated_tokens", "seconds")
+        if arm is base:
+            row += [""] * 6
+        else:
+            row += [_ratio(findings.cost_ratio(arm, cost, task)) for cost in costs]
+            row += [
+                _signed(findings.gain_at_equal(cost, arm, score, [task]))
+                for cost in costs
+                for score in ("pass_at_1", "pass_at_k")
+            ]
+        row.append(", ".join(f"{key} {value:g}" for key, value in arm.chosen[task].items()))
+        rows.append(row)
+    text = (
+        f"“To its end”: what the arm spends until its mean Pass@1 is the last one of {base.name}, divided by what "
+        f"{base.name} spends in all; in bold if the interval is below 1. “At equal”: differences to {base.name} where "
+        "both have spent what the cheaper one of them spends in all."
+    )
+    return Table(f"{task}: the cost", text, headings, rows)
+
+
+def _ratio(found: Interval) -> str:
+    return _bold(found.text(".2f"), found.high < 1)
+
+
+def _pictures(findings: Findings, task: str) -> list[Picture]:
+    groups = [PlotGroup(arm.name, [_columns(run) for run in arm.runs[task]]) for arm in findings.arms]
+    panels = [
+        Panel(f"Pass@1 against {words}", "held-out Pass@1", {"pass_at_1": ""}, X.get(cost, cost), held_out=True)
+        for cost, words in COSTS.items()
+    ]
+    panels += [
+        Panel(f"{findings.score_name(name)} against generated tokens", "held out", {name: ""}, "generated_tokens", True)
+        for name in ("pass_at_k", "distinct_at_k")
+    ]
+    panels += [Panel(title, unit, {name: ""}, "generated_tokens", True) for name, (title, unit) in WATCHED.items()]
+    drawn = [draw_lines(panel, groups, f"{task}-{number}") for number, panel in enumerate(panels)]
+    return [picture for picture in drawn if picture.svg]
+
+
+def _columns(run: Result) -> RunColumns:
+    """The curves of a result as the report's plots take them."""
+    columns = {X.get(name, name): values for name, values in run.curves.items()}
+    return RunColumns(columns, columns, columns)
+
+
+def _origin(findings: Findings) -> str:
+    runs = [run for arm in findings.arms for of_task in arm.runs.values() for run in of_task]
+
+    def several(values: Sequence[Any]) -> str:
+        return ", ".join(dict.fromkeys(map(str, values)))
+
+    versions = several([f"{name} {version}" for run in runs for name, version in run.versions.items()])
+    text = (
+        f"{len(runs)} runs on {several(sorted(run.date for run in runs))}, commit {several([r.commit for r in runs])}, "
+        f"{several([run.processor for run in runs])}, {versions}. Each run has one thread, and several run at a time."
+    )
+    if findings.missing:
+        text += f" Not complete, and so left out: {', '.join(findings.missing)}."
+    return text

@@ -1,0 +1,56 @@
+"""`python -m studies.report FILE`: what a study says, as one page, one table and one picture."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from pydantic import BaseModel, ConfigDict, Field
+
+from exgrpo.train.command_line import options_of
+from exgrpo.train.errors import OutputError, os_errors_as
+from exgrpo.train.process import run_program
+from studies.figure import figure
+from studies.findings import Findings
+from studies.page import page, table
+from studies.results import ResultFile
+from studies.run import RESULTS
+from studies.study import load_study
+
+PROGRAM = "python -m studies.report"
+
+
+class Options(BaseModel):
+    """Write what a study says as a page with all plots, as tables in Markdown, and as a picture with its curves."""
+
+    model_config = ConfigDict(frozen=True)
+
+    study: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")] = Field(description="The study.")
+    results: Path = Field(RESULTS, description="File of results.")
+    output: Path | None = Field(
+        None, description="Folder of the three files; None: that of the results. They are named as the study."
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; returns its exit status."""
+
+    def work(_: ExitStack) -> None:
+        options = options_of(Options, PROGRAM, argv)
+        study = load_study(options.study)
+        findings = Findings.of(study, ResultFile(options.results))
+        folder = options.output or options.results.parent
+        for ending, text in ((".html", page(findings)), (".md", table(findings)), (".svg", figure(findings))):
+            path = folder / f"{study.name}{ending}"
+            with os_errors_as(OutputError, f"{path} cannot be written"):
+                folder.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            print(path)
+
+    return run_program(work, "stopped")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

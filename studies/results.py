@@ -1,0 +1,152 @@
+"""What runs came to, in one text file of a line each, which is added to and never rewritten."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from exgrpo.train.errors import OutputError, os_errors_as
+from exgrpo.train.report.curves import Columns
+from exgrpo.train.report.runs import RunColumns
+
+FloatArray = npt.NDArray[np.float64]
+DIGITS = 5
+"""Significant digits of the numbers in the file."""
+COSTS = ("generated_tokens", "gradient_tokens", "seconds")
+"""What a run had spent in training at an evaluation."""
+TRAINING = (
+    "pass_rate",
+    "entropy",
+    "entropy_gap",
+    "replayed_entropy",
+    "replayed_age",
+    "replayed_times",
+    "replayed_ratio",
+    "idle_group_fraction",
+    "buffer_questions",
+    "buffer_trajectories",
+    "retired",
+)
+"""Numbers of training steps: in the file, means over the steps since the evaluation before, under "train/"."""
+
+
+CURVES = ("pass_at_1", "pass_at_k", "distinct_at_k", *(f"train/{name}" for name in TRAINING))
+"""Curves about which claims can be made."""
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a run came to.
+
+    Attributes:
+        key: of what it computed; see `studies.study.key_of`.
+        settings: that, by option.
+        commit: of the code that ran; "+" at its end: with changes.
+        date: on which it ended, YYYY-MM-DD.
+        versions: of the packages that decide over its numbers.
+        processor: its name.
+        seconds: from the start of the program to its end.
+        curves: [evaluations] numbers at the evaluations, by name: "step", `COSTS`, "pass_at_1", "pass_at_k",
+            "distinct_at_k" of the k answers to each held-out question, and "train/" with `TRAINING`; NaN: none.
+    """
+
+    key: str
+    settings: Mapping[str, Any]
+    commit: str
+    date: str
+    versions: Mapping[str, str]
+    processor: str
+    seconds: float
+    curves: Mapping[str, FloatArray]
+
+    def to_line(self) -> str:
+        """One line of JSON; what is NaN there is null."""
+        plain = {**asdict(self), "seconds": _rounded(self.seconds)}
+        plain["curves"] = {name: [_rounded(value) for value in values] for name, values in self.curves.items()}
+        return json.dumps(plain, separators=(",", ":"))
+
+    @classmethod
+    def of_line(cls, line: str) -> "Result":
+        """The result that a line says; a ValueError, KeyError or TypeError where it says none."""
+        plain = json.loads(line)
+        curves = {name: np.array(values, np.float64) for name, values in plain["curves"].items()}
+        return cls(**{field.name: plain[field.name] for field in fields(cls)} | {"curves": curves})
+
+
+def _rounded(value: float) -> float | int | None:
+    if not np.isfinite(value):
+        return None
+    return int(value) if float(value).is_integer() else float(f"{value:.{DIGITS}g}")
+
+
+def curves_of(columns: RunColumns, samples: int) -> dict[str, FloatArray]:
+    """The curves of a `Result` from the columns of a run with so many answers to a held-out question."""
+    training, held_out = columns.training, columns.held_out
+    step = held_out["step"]
+    none = np.full(len(step), np.nan)
+    curves = {
+        "step": step,
+        "pass_at_1": held_out.get("test/pass_rate", none),
+        "pass_at_k": held_out.get(f"pass_at/{samples}", none),
+        "distinct_at_k": held_out.get(f"distinct_at/{samples}", none),
+    }
+    ends = np.searchsorted(training["step"], step, side="right")
+    for name in COSTS:
+        spent = training[name] if name == "generated_tokens" else np.nancumsum(training[name])
+        curves[name] = np.append(0.0, spent)[ends]
+    for name in TRAINING:
+        curves[f"train/{name}"] = _means(training, name, ends)
+    return curves
+
+
+def _means(training: Columns, name: str, ends: npt.NDArray[np.intp]) -> FloatArray:
+    """Means of a column over the steps that lie between two evaluations; NaN where there are none."""
+    column = training.get(name, np.full(len(training["step"]), np.nan))
+    parts = [column[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return np.array([np.nanmean(part) if np.isfinite(part).any() else np.nan for part in parts])
+
+
+class ResultFile:
+    """The results of a file by key; the newest of several with one key.
+
+    Args:
+        path: of the file; it may be missing.
+
+    Raises:
+        OutputError: it cannot be read, or a line but the last is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.by_key: dict[str, Result] = {}
+        with os_errors_as(OutputError, f"{path} cannot be read"):
+            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        *lines, self._rest = text.split("\n")  # a line that a killed program did not finish is no result
+        for number, line in enumerate(lines, start=1):
+            try:
+                result = Result.of_line(line)
+            except (ValueError, KeyError, TypeError):
+                raise OutputError(f"{path}: line {number} is no result: remove it, and its run is done again") from None
+            self.by_key[result.key] = result
+
+    def add(self, result: Result) -> None:
+        """Append a result; it is on disk when this returns.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        with os_errors_as(OutputError, f"{self.path} cannot be written"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("r+b" if self.path.exists() else "wb") as file:
+                file.seek(-len(self._rest.encode()) if self._rest else 0, os.SEEK_END)
+                file.truncate()
+                file.write(f"{result.to_line()}\n".encode())
+                file.flush()
+                os.fsync(file.fileno())
+        self._rest = ""
+        self.by_key[result.key] = result

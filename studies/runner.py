@@ -1,0 +1,127 @@
+"""A run of a study as a program of its own on a core of its own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from exgrpo.train.checkpoint.listing import survey
+from exgrpo.train.checkpoint.log_files import METRICS
+from exgrpo.train.checkpoint.resume import FINISHED
+from exgrpo.train.config import CheckpointConfig, Config, OutputConfig
+from exgrpo.train.errors import ExgrpoError
+from exgrpo.train.recipe import to_yaml
+from exgrpo.train.report.runs import load_run
+from studies.origin import ROOT, Origin, today
+from studies.results import Result, curves_of
+from studies.study import Planned, settings_of
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+KEPT = ("config.yaml", METRICS, FINISHED)
+"""What stays of a run that has been collected."""
+CHECKPOINT_EVERY = 20
+LAST_LINES = 3
+
+
+class RunFailedError(ExgrpoError, RuntimeError):
+    """A run ended with an error; the message has its last lines and the place of its output."""
+
+
+class Run:
+    """A run as a program; it goes on from its last checkpoint if it has been stopped.
+
+    Args:
+        planned: what to do.
+        folder: of the runs of all studies; it exists. Each run has a folder in it, named by its key.
+        core: on which it runs.
+    """
+
+    def __init__(self, planned: Planned, folder: Path, core: int) -> None:
+        self.planned, self.core = planned, core
+        self.folder = folder.absolute() / planned.key
+        self.log = self.folder.with_suffix(".log")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+
+    def result(self, origin: Origin) -> Result | None:
+        """Do the run, or what is left of it; None if it was stopped.
+
+        Raises:
+            ExgrpoError: it ended with an error, or its folder cannot be read.
+        """
+        if not (self.folder / FINISHED).exists():
+            status = self._do()
+            if self._stopped:
+                return None
+            if status:
+                lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LAST_LINES:]
+                raise RunFailedError(f"{' / '.join(lines)} (its output: {self.log})")
+        return self._collected(origin)
+
+    def stop(self) -> None:
+        """End the program; another thread may call this."""
+        self._stopped = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def tidy(self) -> None:
+        """Remove what nobody needs of a run whose result is kept."""
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in KEPT:
+                path.unlink()
+        for path in (self.log, self.folder.with_suffix(".yaml")):
+            path.unlink(missing_ok=True)
+
+    def _do(self) -> int:
+        program = [sys.executable, "-m", "studies.one", str(self.core), str(os.getpid()), *self._arguments()]
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                program,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=os.environ | dict.fromkeys(THREADS, "1"),
+                start_new_session=True,  # Ctrl-C is for the study, which stops its runs
+            )
+            if self._stopped:
+                self.stop()
+            return self._process.wait()
+
+    def _arguments(self) -> list[str]:
+        if self.folder.exists():
+            if survey(self.folder)[0]:
+                return ["--resume", str(self.folder)]
+            shutil.rmtree(self.folder)
+        recipe = self.folder.with_suffix(".yaml")
+        recipe.write_text(to_yaml(self._placed()), encoding="utf-8")
+        return ["--recipe", str(recipe)]
+
+    def _placed(self) -> Config:
+        """The configuration with its place, and without output that nobody looks at."""
+        config = self.planned.config
+        output = OutputConfig(
+            folder=self.folder.parent, name=self.folder.name, trackers=(), sample_groups=0, save_model=False
+        )
+        checkpoint = CheckpointConfig(every=CHECKPOINT_EVERY, keep=1)
+        reward = config.reward.model_copy(update={"workers": 1})
+        return config.model_copy(update={"output": output, "checkpoint": checkpoint, "reward": reward})
+
+    def _collected(self, origin: Origin) -> Result:
+        config = self.planned.config
+        columns = load_run(self.folder, self.planned.key).columns
+        return Result(
+            key=self.planned.key,
+            settings=settings_of(config),
+            **asdict(origin),
+            date=today(),
+            seconds=sum(float(np.nansum(columns.merged[name])) for name in ("seconds", "seconds/evaluation")),
+            curves=curves_of(columns, config.evaluation.samples),
+        )

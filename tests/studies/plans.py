@@ -1,0 +1,43 @@
+"""Studies and results to test with."""
+
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from studies.findings import SCORES
+from studies.results import COSTS, Result
+
+PLAN = {
+    "title": "A trial",
+    "text": "Which is better?",
+    "settings": {"steps": 4, "questions": 8, "evaluation.samples": 4},
+    "tasks": {"countdown": {"recipes": ["builtin:countdown"]}},
+    "arms": {"without": {"settings": {"experience.ratio": 0}}, "with": {}},
+    "baseline": "without",
+    "seeds": [0, 1],
+}
+
+
+def write(folder: Path, **changes: object) -> Path:
+    """A study's file."""
+    path = folder / "trial.yaml"
+    path.write_text(yaml.safe_dump({**PLAN, **changes}, sort_keys=False))
+    return path
+
+
+def result(key: str, *heights: float, tokens: float = 100.0, seconds: float = 3.0, **settings: object) -> Result:
+    """A run with these values of all scores at its evaluations, which spends so many tokens between two of them."""
+    steps = np.arange(len(heights), dtype=np.float64)
+    curves = {name: np.array(heights) for name in SCORES}
+    curves |= {"step": steps, **{name: np.array(tokens * steps) for name in COSTS}}
+    return Result(
+        key=key,
+        settings={"evaluation.samples": 8, **settings},
+        commit="c0ffee",
+        versions={"torch": "2"},
+        processor="a processor",
+        date="2026-01-02",
+        seconds=seconds,
+        curves={**curves, "train/entropy": np.append(np.nan, np.ones(len(heights) - 1))},
+    )

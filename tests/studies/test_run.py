@@ -1,0 +1,204 @@
+"""Running a study: each run once, in the right order, whatever ends when."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+import studies.run
+from exgrpo.train.checkpoint.resume import FINISHED
+from exgrpo.train.report.runs import load_run
+from studies.left import Left, left_of
+from studies.results import ResultFile
+from studies.runner import KEPT, Run, RunFailedError
+from studies.study import load_study
+from tests.studies.plans import result, write
+from tests.train.warm import ROOT
+
+SEARCH = {"over": {"optimizer.lr": [1e-4, 3e-4]}, "seeds": [100]}
+
+
+class Scripted:
+    """Runs that end at once; their height is their learning rate."""
+
+    def __init__(self):
+        self.done, self.tidied, self.going, self.most = [], [], 0, 0
+        self.broken, self.interrupting = set(), set()
+
+    def __call__(self, planned, folder, core):
+        return SimpleNamespace(
+            planned=planned,
+            core=core,
+            result=lambda origin: self.run(planned, core),
+            stop=lambda: None,
+            tidy=lambda: self.tidied.append(planned.key),
+        )
+
+    def run(self, planned, core):
+        self.going += 1
+        self.most = max(self.most, self.going)
+        time.sleep(0.02)
+        self.going -= 1
+        if (planned.arm, planned.seed) in self.interrupting:
+            raise KeyboardInterrupt
+        if (planned.arm, planned.seed) in self.broken:
+            raise RunFailedError("no space left")
+        self.done.append((planned.arm, planned.seed, planned.config.optimizer.lr, core))
+        return result(planned.key, 0.0, planned.config.optimizer.lr)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    runs = Scripted()
+    monkeypatch.setattr(studies.run, "Run", runs)
+    monkeypatch.setattr(studies.run, "cores", lambda wanted: list(range(wanted)))
+    return runs
+
+
+def run(folder, study, *options):
+    return studies.run.main(
+        [str(study), "--results", str(folder / "results.jsonl"), "--runs", str(folder / "runs"), *options]
+    )
+
+
+def test_the_search_comes_first_and_decides(tmp_path, scripted):
+    assert run(tmp_path, write(tmp_path, search=SEARCH)) == 0
+    assert {seed for _, seed, _, _ in scripted.done[:4]} == {100}
+    assert sorted((arm, seed, lr) for arm, seed, lr, _ in scripted.done[4:]) == [
+        (arm, seed, 3e-4) for arm in ("with", "without") for seed in (0, 1)
+    ]
+    assert scripted.most == 2
+    assert {core for *_, core in scripted.done} == {0, 1}
+    assert len(scripted.tidied) == 8
+
+
+def test_nothing_is_run_twice(tmp_path, scripted, capsys):
+    assert run(tmp_path, write(tmp_path, seeds=[0])) == 0
+    assert run(tmp_path, write(tmp_path, seeds=[0, 1])) == 0
+    assert run(tmp_path, write(tmp_path, seeds=[0, 1])) == 0
+    assert sorted((arm, seed) for arm, seed, *_ in scripted.done) == [
+        (arm, seed) for arm in ("with", "without") for seed in (0, 1)
+    ]
+    assert "4 of 4 runs are done" in capsys.readouterr().out
+
+
+def test_a_plan_runs_nothing(tmp_path, scripted, capsys):
+    assert run(tmp_path, write(tmp_path), "--plan") == 0
+    assert scripted.done == []
+    assert "0 of 4 runs are done" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, scripted, capsys):
+    scripted.broken = {("with", 0)}
+    assert run(tmp_path, write(tmp_path)) == 2
+    assert "error: with on countdown, seed 0: no space left" in capsys.readouterr().err
+    assert len(scripted.done) == 3
+    scripted.broken = set()
+    assert run(tmp_path, write(tmp_path)) == 0
+    assert len(scripted.done) == 4
+
+
+def test_a_study_that_is_stopped_says_how_it_goes_on(tmp_path, scripted, capsys):
+    scripted.interrupting = {("with", 0)}
+    assert run(tmp_path, write(tmp_path)) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_one_study_at_a_time_uses_a_folder(tmp_path, scripted, capsys):
+    (tmp_path / "runs").mkdir()
+    with studies.run.claim(tmp_path / "runs"):
+        program = [sys.executable, "-m", "studies.run", write(tmp_path), "--runs", tmp_path / "runs"]
+        other = subprocess.run(
+            [*program, "--results", tmp_path / "r.jsonl"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+    assert other.returncode == 2
+    assert "is in use by another process" in other.stderr
+
+
+def test_time_left_is_that_of_runs_on_the_same_task(tmp_path):
+    study = load_study(write(tmp_path, seeds=[0, 1, 2]))
+    results = ResultFile(tmp_path / "results.jsonl")
+    left = left_of(study, results, results.by_key.get)
+    assert (left.done, left.left, left.unknown) == (0, 6, 6)
+    assert left.time(2) == "time left not known yet"
+    for arm, seconds in (("without", 10.0), ("with", 30.0)):
+        planned = study.planned("countdown", arm, 0, {})
+        results.add(result(planned.key, 0.1, seconds=seconds))
+    left = left_of(study, results, results.by_key.get)
+    assert left.of == {("without", "countdown"): (1, 3), ("with", "countdown"): (1, 3)}
+    assert left.seconds == pytest.approx(4 * (20 + 8))
+    assert left.unknown == 0
+    assert Left({}, 600.0, 0).time(2) == "about 5 min left"
+    assert Left({}, 36_000.0, 3).time(2) == "more than about 5.0 h left"
+
+
+def test_a_run_goes_on_where_it_has_a_checkpoint_and_else_begins_anew(tmp_path, monkeypatch):
+    study = load_study(write(tmp_path))
+    this = Run(study.planned("countdown", "with", 0, {}), tmp_path / "runs", 0)
+    this.folder.mkdir(parents=True)
+    (this.folder / "metrics.jsonl").write_text("")
+    assert this._arguments()[0] == "--recipe"
+    assert not this.folder.exists()
+    this.folder.mkdir()
+    monkeypatch.setattr("studies.runner.survey", lambda folder: (["a checkpoint"], []))
+    assert this._arguments() == ["--resume", str(this.folder)]
+
+
+SMALL = {"steps": 2, "questions": 4, "data.train_limit": 50, "data.test_limit": 8, "evaluation.samples": 2}
+
+
+def launch(folder, study):
+    """The program in a process of its own."""
+    program = [sys.executable, "-m", "studies.run", study]
+    places = ["--results", folder / "results.jsonl", "--runs", folder / "runs"]
+    return subprocess.Popen([*program, *places], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_killed_study_leaves_no_runs_behind_and_goes_on(tmp_path):
+    study = write(tmp_path, settings=SMALL)
+    killed = launch(tmp_path, study)
+    wait_for(lambda: list((tmp_path / "runs").glob("*.log")))
+    time.sleep(3)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    wait_for(lambda: not processes(str(tmp_path)))
+    again = launch(tmp_path, study)
+    output, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, output
+    assert "4/4" in output
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    found = ResultFile(tmp_path / "results.jsonl").by_key
+    assert len(lines) == len(found) == 4
+    for one in found.values():
+        assert one.settings["steps"] == 2
+        assert list(one.curves["step"]) == [0, 2]
+        folder = tmp_path / "runs" / one.key
+        assert {path.name for path in folder.iterdir()} <= {*KEPT, FINISHED, "in_use_by"}
+        held_out = load_run(folder, "run").columns.held_out["test/pass_rate"]
+        assert list(one.curves["pass_at_1"]) == pytest.approx(list(held_out), rel=1e-4)
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def processes(words):
+    """Numbers of the processes that have these words in their command line."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and int(entry) != os.getpid():
+            try:
+                with open(f"/proc/{entry}/cmdline", "rb") as file:
+                    if words in file.read().decode(errors="replace"):
+                        found.append(int(entry))
+            except OSError:
+                continue
+    return found

@@ -1,0 +1,110 @@
+"""Statistics against closed forms, other implementations and simulated truth."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from studies.statistics import (
+    area,
+    best,
+    cost_ratio,
+    difference,
+    final,
+    height,
+    improvement,
+    interquartile_mean,
+    interval_of,
+)
+from tests.studies.plans import result
+
+
+def test_an_interquartile_mean_is_of_the_middle_half_of_all_tasks():
+    tasks = [np.array([0.0, 10.0, 2.0, 3.0]), np.array([100.0, 4.0, 5.0, -7.0])]
+    assert interquartile_mean(*tasks) == pytest.approx((2 + 3 + 4 + 5) / 4)
+    stacked = [np.stack([task, task + 1]) for task in tasks]
+    np.testing.assert_allclose(interquartile_mean(*stacked), [3.5, 4.5])
+
+
+def test_an_interval_draws_the_seeds_of_each_task_apart():
+    # One task has no spread: where seeds were drawn over all tasks, its share would vary, and the interval be wide.
+    certain, spread = np.full(8, 5.0), np.array([1.0, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0])
+    found = difference([certain, spread], [certain, np.zeros(8)])
+    alone = difference([spread], [np.zeros(8)])
+    assert found.value == pytest.approx(alone.value / 2)
+    assert found.high - found.low == pytest.approx((alone.high - alone.low) / 2, rel=0.1)
+
+
+def test_the_interval_of_a_difference_covers_the_truth_about_as_often_as_it_says():
+    rng, trials = np.random.default_rng(0), 60
+    covered = 0
+    for _ in range(trials):
+        ours, theirs = rng.normal(1.0, 1.0, (2, 20)), rng.normal(0.0, 1.0, (2, 20))
+        covered += not difference(list(ours), list(theirs)).excludes(1.0)
+    # 95 % in the limit, somewhat less with 20 seeds: fewer than 50 of 60 would have a chance below 1e-4 at 93 %.
+    assert covered >= stats.binom.ppf(1e-4, trials, 0.93)
+
+
+def test_the_probability_of_improvement_is_that_of_mann_and_whitney():
+    rng = np.random.default_rng(1)
+    ours, theirs = rng.integers(0, 6, (2, 7)).astype(float), rng.integers(0, 5, (2, 9)).astype(float)
+    chances = [stats.mannwhitneyu(a, b).statistic / (7 * 9) for a, b in zip(ours, theirs, strict=True)]
+    found = improvement(list(ours), list(theirs))
+    assert found.value == pytest.approx(np.mean(chances))
+    assert found.low <= found.value <= found.high
+
+
+def test_the_same_arm_twice_shows_no_difference():
+    values = [np.array([0.1, 0.2, 0.3, 0.4, 0.5])]
+    assert not difference(values, values).excludes(0)
+    assert improvement(values, values).value == 0.5
+
+
+def test_one_seed_has_no_interval():
+    found = interval_of([np.array([0.5])])
+    assert found.value == 0.5
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)
+    assert str(found) == "0.500"
+    assert not found.excludes(0)
+    ratio = cost_ratio([result("a", 0.0, 0.1)], [result("b", 0.0, 0.2)])
+    assert ratio.text(".2f") == "never"
+
+
+def test_what_a_curve_comes_to():
+    run = result("a", 0.1, 0.5, 0.3)
+    assert (final(run, "pass_at_1"), best(run, "pass_at_1")) == (0.3, 0.5)
+    assert area(run, "pass_at_1") == pytest.approx((0.3 + 0.4) / 2)
+    run.curves["pass_at_k"][:] = 0.2, 0.6, 0.8
+    assert height(run) == pytest.approx((0.5 + 0.3 + 0.6 + 0.8) / 4)
+    assert area(result("b", 0.4), "pass_at_1") == 0.4
+    assert height(None) is None
+
+
+def test_what_an_arm_saves_is_read_off_its_mean_curve():
+    base = [result("a", 0.0, 0.2, 0.4), result("b", 0.0, 0.2, 0.4)]  # ends with 0.4 after 200 tokens
+    assert cost_ratio(base, base).value == 1
+    fast = [result("c", 0.0, 0.5, 0.6), result("d", 0.0, 0.3, 0.6)]  # 0.4 on average after 100 tokens
+    found = cost_ratio(fast, base)
+    assert found.value == pytest.approx(0.5)
+    # Of c alone after 80 tokens, of d alone after 133.
+    assert (found.low, found.high) == (pytest.approx(0.4), pytest.approx(2 / 3))
+    cheap = [result("e", 0.0, 0.2, 0.4, tokens=10.0)] * 2
+    assert cost_ratio(cheap, base).value == pytest.approx(0.1)
+    slow = [result("f", 0.0, 0.1, 0.2)] * 2
+    assert cost_ratio(slow, base).value == math.inf
+
+
+def test_a_height_that_was_lost_again_counts_as_reached():
+    base = [result("a", 0.0, 0.2, 0.4)] * 2
+    assert cost_ratio([result("b", 0.0, 0.8, 0.1)] * 2, base).value == pytest.approx(0.25)
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(0.1, 10))
+def test_a_cost_ratio_does_not_depend_on_the_unit(heights, unit):
+    base, other = [result("a", 0.0, 0.5)], [result("b", *heights)]
+    scaled = [[result("c", 0.0, 0.5, tokens=100 * unit)], [result("d", *heights, tokens=100 * unit)]]
+    assert cost_ratio(scaled[1], scaled[0]).value == pytest.approx(cost_ratio(other, base).value)
