@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -27,10 +28,23 @@ class Stopped(KeyboardInterrupt):
 def stop_on_signals() -> None:
     """SIGTERM, which launchers and schedulers send, ends the program as Ctrl-C does: by a KeyboardInterrupt.
 
-    The first signal counts. Launchers send several, and another one in the middle of the clean-up would spoil it.
+    The first signal counts. Launchers send several, and another one in the middle of the clean-up would spoil it. A
+    process that has not ended `GRACE` seconds later says what its threads are doing, and ends.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
+    # A handler in Python waits for the main thread, which may hang in C, as in a collective; this pipe is written at once.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_limit, args=(reader,), name="watch over the end", daemon=True).start()
+
+
+def _limit(signals: int) -> None:
+    """Give this process `GRACE` seconds from the first signal that stops it; a pipe tells of all signals."""
+    while os.read(signals, 1)[0] not in (signal.SIGINT, signal.SIGTERM):
+        pass
+    faulthandler.dump_traceback_later(GRACE, exit=True)
 
 
 def _interrupt(*_: object) -> NoReturn:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
+from exgrpo.train.ending import GRACE
 from tests.train.warm import ROOT, Rank
 
 MAIN = ROOT / "exgrpo" / "train" / "main.py"
@@ -80,7 +81,10 @@ class Ranks:
             for rank in self.ranks if status else ():
                 rank.send(signal.SIGTERM)
             for rank in self.ranks:
-                rank.wait(30 if status else max(0.0, deadline - time.monotonic()))
+                rank.wait(2 * GRACE if status else max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired as error:
+            error.add_note(self._err.read_text(errors="replace")[-5000:])
+            raise
         finally:
             for rank in self.ranks:
                 rank.send(signal.SIGKILL)

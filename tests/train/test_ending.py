@@ -59,6 +59,43 @@ def test_a_signal_stops_once(number):
     assert process.returncode == 0
 
 
+HANGING_CLEAN_UP = """
+import signal
+from exgrpo.train import ending
+ending.GRACE = 0.3
+ending.stop_on_signals()
+try:
+    print("ready", flush=True)
+    signal.pause()
+finally:
+    hang = signal.pause()
+"""
+HANGING_IN_C = """
+import ctypes
+from exgrpo.train import ending
+ending.GRACE = 0.3
+ending.stop_on_signals()
+mutex = ctypes.create_string_buffer(64)  # of zeros: a lock that nobody holds, and no signal interrupts who waits for it
+print("ready", flush=True)
+for _ in range(2):
+    hang = ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize("script", [HANGING_CLEAN_UP, HANGING_IN_C], ids=["clean-up", "in C"])
+def test_a_stopped_process_that_hangs_says_where_and_ends(script):
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    told = process.communicate(timeout=PATIENCE)[1]
+    line = next(number for number, line in enumerate(script.splitlines()) if "hang =" in line)
+    assert process.returncode == 1
+    assert "Timeout (0:00:00.300000)!" in told
+    assert f'File "<string>", line {line + 1} in <module>' in told
+
+
 # A chain as DeepSpeed makes it: `deepspeed`, the launcher, a rank. The rank prints the ids of all three.
 RANK = """
 import os, sys, time
