@@ -33,7 +33,7 @@ def stop_on_signals() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
-    # A handler in Python waits for the main thread, which may hang in C, as in a collective; this pipe is written at once.
+    # A handler in Python waits for the main thread, which may hang in C, as in a collective. To this pipe C writes.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
