@@ -38,7 +38,7 @@ def explain(error: ValidationError, model: type[BaseModel], origin: str, section
     """
     lines = []
     for problem in error.errors()[:SHOWN_PROBLEMS]:
-        key = cut(joined(filter(None, (section, *problem["loc"]))), SHOWN)
+        key = cut(joined(part for part in (section, *problem["loc"]) if part != ""), SHOWN)
         if problem["type"] == "extra_forbidden" and key in REFUSED:
             lines.append(f"{key}: {REFUSED[key]}")
         elif problem["type"] == "extra_forbidden":

@@ -150,6 +150,7 @@ def test_bad_values_are_named(tmp_path, text, message):
         ("base: other.yaml", "other.yaml: no such recipe"),
         ("base: [a.yaml, b.yaml]", "base is the path of one recipe, not a list"),
         ("base: {a: b.yaml}", "base is the path of one recipe, not a dict"),
+        ("rollout: {servers: [5]}", r"rollout.servers.0: Input should be a valid string \(got 5\)"),
         ("policy: 5\ndata.train: d", r"policy: Input should be a valid .* \(got 5\)"),
         ("policy: 5\npolicy.path: m", "policy is a section of keys, and the value 5 stands in its place"),
         ("policy: [m]\npolicy.overrides: {rope_theta: 5}", r"policy is a section of keys, and the value \['m'\]"),

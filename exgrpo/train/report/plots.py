@@ -157,6 +157,8 @@ def sections(groups: Sequence[PlotGroup]) -> list[Section]:
         panels = [Panel(**panel) for panel in plan["panels"]]
         if plan.get("sources"):
             panels += _source_panels(groups)
+        if plan.get("variety"):
+            panels += _variety_panels(groups)
         pictures = [draw_lines(panel, groups, f"plot-{number}-{i}") for i, panel in enumerate(panels)]
         for i, fan in enumerate(plan.get("fans", [])):
             pictures.append(draw_fan(Fan(**fan), groups, f"fan-{number}-{i}"))
@@ -173,6 +175,22 @@ def _source_panels(groups: Sequence[PlotGroup]) -> list[Panel]:
     trained = {name for run in runs for name in run.training if name.startswith("reward/")}
     panels = [Panel(f"Held-out {_source(n)}", "Pass@1", {n: ""}, held_out=True) for n in _several(tested)]
     return panels + [Panel(f"Reward in training: {_source(n)}", "reward", {n: ""}) for n in _several(trained)]
+
+
+def _variety_panels(groups: Sequence[PlotGroup]) -> list[Panel]:
+    """What several answers to a held-out question reach together, where they are measured: at each run's largest k."""
+    runs = [run.held_out for group in groups for run in group.runs]
+    ks = sorted({k for run in runs if (k := max(_ks(run), default=0))})
+    panels = [Panel(f"Held-out Pass@{k}", f"Pass@{k}", {f"pass_at/{k}": ""}, held_out=True) for k in ks]
+    for k in ks:
+        title = f"Different right answers among {k}"
+        panels.append(Panel(title, "solutions", {f"distinct_at/{k}": ""}, held_out=True, zero=True))
+    return panels
+
+
+def _ks(run: Columns) -> list[int]:
+    keys = (name.removeprefix("pass_at/") for name in run)
+    return [int(key) for key in keys if key.isdecimal()]
 
 
 def _several(names: set[str]) -> list[str]:

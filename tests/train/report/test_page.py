@@ -77,7 +77,7 @@ def test_every_plot_of_a_complete_run_is_drawn_named_and_described(whole_page):
     planned = yaml.safe_load((report_plots.ASSETS / "plots.yaml").read_text())
     titles = [panel["title"] for section in planned for panel in section["panels"]]
     titles += [plot["title"] for section in planned for kind in ("fans", "stacks") for plot in section.get(kind, [])]
-    assert set(whole_page.figures) == set(titles)
+    assert set(whole_page.figures) == {*titles, "Held-out Pass@2"}
     assert all(figure["role"] == "img" and figure["text"] for figure in whole_page.figures.values())
 
 
@@ -237,6 +237,16 @@ def test_sources_are_shown_where_there_are_several(tmp_path):
     figures = page_of(tmp_path, make_run(tmp_path / "two", records)).figures
     assert figures["Reward in training: math"]["text"] == "two: 0.25 at step 1, 0.25 at step 2"
     assert "Reward in training: code" in figures
+
+
+def test_several_answers_to_a_question_are_shown_at_the_largest_k(tmp_path):
+    names = ("pass_at/4", "pass_at/8", "pass_at/8/error", "distinct_at/8")
+    records = [{"step": step, "test/pass_rate": 0.5} | dict.fromkeys(names, 0.75) for step in (0, 4)]
+    figures = page_of(tmp_path, make_run(tmp_path / "one", records), make_run(tmp_path / "two", whole_run())).figures
+    assert figures["Held-out Pass@8"]["text"] == "one: 0.75 at step 0, 0.75 at step 4"
+    assert figures["Different right answers among 8"]["text"] == "one: 0.75 at step 0, 0.75 at step 4"
+    assert figures["Held-out Pass@2"]["text"].startswith("two: ")  # its largest
+    assert "Held-out Pass@4" not in figures
 
 
 @pytest.mark.parametrize("text", [None, "", "no json\n", "[]\n", '{"step": -1}\n'])
