@@ -18,16 +18,17 @@ FILES := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 export GOMP_SPINCOUNT ?= 1000
 RECORD := benchmarks/results/latest.json
 
-.PHONY: train compare test check test-processors bench lint clean
+.PHONY: train test check test-processors bench lint clean
 
-# `make train ENGINE=vllm` installs vLLM's build for CPUs and generates with it.
+# Two minutes on two cores: one run with replay, one without, and a page about both. `make train ENGINE=vllm` installs
+# vLLM's build for CPUs and does the trainer's default run with it.
 train: $(READY) $(if $(filter vllm,$(ENGINE)),$(VLLM))
-	$(BIN)/python exgrpo/train/main.py $(if $(ENGINE),--rollout.engine $(ENGINE))
-
-# Three minutes on two cores: one run with replay, one without, and a page about both.
-compare: $(READY)
+ifdef ENGINE
+	$(BIN)/python exgrpo/train/main.py --rollout.engine $(ENGINE)
+else
 	$(BIN)/python -m studies.run studies/first.yaml --results runs/first.jsonl
 	$(BIN)/python -m studies.report studies/first.yaml --results runs/first.jsonl
+endif
 
 # The second run has the Triton kernels in their interpreter, the first one compiles them. They run side by side: the
 # interpreter has the time in which the other one waits. There is a build of vLLM for CPUs on Linux only; without it, the

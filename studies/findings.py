@@ -121,13 +121,11 @@ class Findings:
         """Probability of improvement over the baseline at the end."""
         return self._against(improvement, arm, lambda run: final(run, name), tasks)
 
-    def gain_at_equal(self, cost: str, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
-        """Mean difference to the baseline where both have spent what the cheaper one of them has spent in all."""
-        gains = []
-        for task in tasks:
-            spent = self._common(cost, arm, task)
-            gains.append([self._values_at(of, cost, name, task, spent) for of in (arm, self.baseline)])
-        return difference([ours for ours, _ in gains], [theirs for _, theirs in gains])
+    def gain_at(self, cost: str, share: float, arm: Arm, name: str, task: str) -> Interval:
+        """Mean difference to the baseline where both have spent a share of what the cheaper one spends in all."""
+        spent = share * min(float(run.curves[cost][-1]) for of in (arm, self.baseline) for run in of.runs[task])
+        ours, theirs = (self._values_at(of, cost, name, task, spent) for of in (arm, self.baseline))
+        return difference([ours], [theirs])
 
     def cost_ratio(self, arm: Arm, cost: str, task: str) -> Interval:
         """What the arm spends until its Pass@1 is the baseline's final one, over what the baseline spends."""
@@ -136,9 +134,6 @@ class Findings:
     def spent(self, arm: Arm, cost: str, task: str) -> float:
         """Mean cost of a whole run."""
         return float(np.mean([run.curves[cost][-1] for run in arm.runs[task]]))
-
-    def _common(self, cost: str, arm: Arm, task: str) -> float:
-        return min(float(run.curves[cost][-1]) for of in (arm, self.baseline) for run in of.runs[task])
 
     @staticmethod
     def _values_at(arm: Arm, cost: str, name: str, task: str, spent: float) -> FloatArray:

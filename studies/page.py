@@ -19,6 +19,8 @@ COSTS = {
     "gradient_tokens": "tokens with a gradient",
     "seconds": "training time",
 }
+COUNTED = {"generated_tokens": "tokens", "seconds": "seconds"}
+"""The costs that tables have, in short."""
 X = {"seconds": "seconds_so_far"}
 """What a plot calls a cost."""
 WATCHED = {
@@ -83,6 +85,7 @@ def tables(findings: Findings) -> Iterator[Table]:
     for task in findings.tasks:
         yield _scores(findings, f"{task}: the end of training", [task])
         yield _costs(findings, task)
+        yield _at_equal_cost(findings, task)
 
 
 def _scores(findings: Findings, title: str, tasks: Sequence[str]) -> Table:
@@ -136,32 +139,32 @@ def _bold(text: str, so: bool) -> str:
 
 
 def _costs(findings: Findings, task: str) -> Table:
-    base, name = findings.baseline, findings.score_name("pass_at_k")
-    headings = ["arm", "tokens", "seconds", "tokens to its end", "seconds to its end"]
-    headings += [f"{score} at equal {cost}" for cost in ("tokens", "seconds") for score in ("Pass@1", name)]
-    headings.append("chosen")
+    base = findings.baseline
+    headings = ["arm", *COUNTED.values(), *(f"{words} to its end" for words in COUNTED.values()), "chosen"]
     rows = []
     for arm in findings.arms:
-        row = [arm.name, f"{findings.spent(arm, 'generated_tokens', task):,.0f}"]
-        row.append(f"{findings.spent(arm, 'seconds', task):.0f}")
-        costs = ("generated_tokens", "seconds")
-        if arm is base:
-            row += [""] * 6
-        else:
-            row += [_ratio(findings.cost_ratio(arm, cost, task)) for cost in costs]
-            row += [
-                _signed(findings.gain_at_equal(cost, arm, score, [task]))
-                for cost in costs
-                for score in ("pass_at_1", "pass_at_k")
-            ]
-        row.append(", ".join(f"{key} {value:g}" for key, value in arm.chosen[task].items()))
-        rows.append(row)
+        ratios = ["" if arm is base else _ratio(findings.cost_ratio(arm, cost, task)) for cost in COUNTED]
+        chosen = ", ".join(f"{key} {value:g}" for key, value in arm.chosen[task].items())
+        rows.append([arm.name, *(f"{findings.spent(arm, cost, task):,.0f}" for cost in COUNTED), *ratios, chosen])
     text = (
         f"“To its end”: what the arm spends until its mean Pass@1 is the last one of {base.name}, divided by what "
-        f"{base.name} spends in all; in bold if the interval is below 1. “At equal”: differences to {base.name} where "
-        "both have spent what the cheaper one of them spends in all."
+        f"{base.name} spends in all; in bold if the interval is below 1."
     )
     return Table(f"{task}: the cost", text, headings, rows)
+
+
+def _at_equal_cost(findings: Findings, task: str) -> Table:
+    base, scores = findings.baseline, ("pass_at_1", "pass_at_k")
+    points = [(cost, share) for cost in COUNTED for share in (0.5, 1.0)]
+    headings = ["arm"]
+    headings += [f"{findings.score_name(of)} at {x:.0%} of the {COUNTED[cost]}" for cost, x in points for of in scores]
+    rows = []
+    for arm in findings.arms:
+        if arm is not base:
+            gains = [findings.gain_at(cost, share, arm, of, task) for cost, share in points for of in scores]
+            rows.append([arm.name, *map(_signed, gains)])
+    text = f"Differences to {base.name} where both have spent the same: 100% is all that the cheaper of them spends."
+    return Table(f"{task}: at equal cost", text, headings, rows)
 
 
 def _ratio(found: Interval) -> str:

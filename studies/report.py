@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
 
 from exgrpo.train.command_line import options_of
 from exgrpo.train.errors import OutputError, os_errors_as
@@ -18,6 +19,7 @@ from studies.page import page, table
 from studies.results import ResultFile
 from studies.run import RESULTS
 from studies.study import load_study
+from studies.summary import summary
 
 PROGRAM = "python -m studies.report"
 
@@ -42,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
         study = load_study(options.study)
         findings = Findings.of(study, ResultFile(options.results))
         folder = options.output or options.results.parent
+        Console().print(*summary(findings))
         for ending, text in ((".html", page(findings)), (".md", table(findings)), (".svg", figure(findings))):
             path = folder / f"{study.name}{ending}"
             with os_errors_as(OutputError, f"{path} cannot be written"):

@@ -29,7 +29,7 @@ def results_of(study, path, arms=("without", "with"), spread=0.01):
 
 def test_tables_say_what_the_runs_came_to(tmp_path):
     study = load_study(write(tmp_path, seeds=[0, 1, 2, 3]))
-    end, cost = tables(Findings.of(study, results_of(study, tmp_path / "r.jsonl")))
+    end, cost, equal = tables(Findings.of(study, results_of(study, tmp_path / "r.jsonl")))
     assert end.headings[:4] == ["arm", "Pass@1", "less without", "Pass@8"]
     without, replayed = end.rows
     assert without[:3] == ["without", "0.315 (0.300 to 0.330)", ""]
@@ -40,7 +40,15 @@ def test_tables_say_what_the_runs_came_to(tmp_path):
     assert without[:3] == ["without", "200", "200"]
     # Its mean curve reaches 0.315 after 100 of 200 tokens.
     assert replayed[3].startswith("**0.50 (")
-    assert replayed[5].startswith("**+0.200 ")
+    assert equal.headings[:4] == [
+        "arm",
+        "Pass@1 at 50% of the tokens",
+        "Pass@8 at 50% of the tokens",
+        "Pass@1 at 100% of the tokens",
+    ]
+    (replayed,) = equal.rows
+    assert replayed[1].startswith("**+0.100 ")
+    assert replayed[3].startswith("**+0.200 ")
 
 
 def test_several_tasks_have_a_table_together(tmp_path):
@@ -48,7 +56,7 @@ def test_several_tasks_have_a_table_together(tmp_path):
     study = load_study(write(tmp_path, tasks=tasks))
     titles = [table.title for table in tables(Findings.of(study, results_of(study, tmp_path / "r.jsonl")))]
     assert titles[0] == "All tasks"
-    assert len(titles) == 5
+    assert len(titles) == 7
 
 
 def test_arms_that_are_not_complete_are_left_out_and_named(tmp_path):
@@ -68,9 +76,9 @@ def test_the_program_writes_a_page_and_a_table(tmp_path, capsys):
     results_of(study, tmp_path / "r.jsonl", arms=list(study.plan.arms))
     arguments = [str(path), "--results", str(tmp_path / "r.jsonl"), "--output", str(tmp_path / "out")]
     assert studies.report.main(arguments) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"{tmp_path}/out/trial{ending}" for ending in (".html", ".md", ".svg")
-    ]
+    *shown, page, table, picture = capsys.readouterr().out.splitlines()
+    assert [page, table, picture] == [f"{tmp_path}/out/trial{ending}" for ending in (".html", ".md", ".svg")]
+    assert any(re.match("│ with  .*│ +0.505 ", line) for line in shown)
     page = Page(tmp_path / "out" / "trial.html")
     assert all(place.startswith("#") for place in page.loads)
     assert len(set(page.ids)) == len(page.ids)
