@@ -20,7 +20,7 @@ RECORD := benchmarks/results/latest.json
 
 .PHONY: train test check test-processors bench lint clean
 
-# Two minutes on two cores: one run with replay, one without, and a page about both. `make train ENGINE=vllm` installs
+# Three minutes on two cores: one run with replay, one without, and a page about both. `make train ENGINE=vllm` installs
 # vLLM's build for CPUs and does the trainer's default run with it.
 train: $(READY) $(if $(filter vllm,$(ENGINE)),$(VLLM))
 ifdef ENGINE
