@@ -10,6 +10,7 @@ from exgrpo.train.errors import ConfigError
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.rollout import Sampling, collect
+from exgrpo.train.rollout.server import pool
 from exgrpo.train.rollout.server.engine import ServerEngine
 from exgrpo.train.weight_check import check_engine
 from tests.train import tiny
@@ -46,6 +47,7 @@ def observe(world, folder, urls):
 
 if __name__ == "__main__":
     folder, output, *urls = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
-    world = start(timeout_minutes=2)
+    pool.LEAST_SECONDS = 200  # a server on a busy machine is not what this looks for
+    world = start(timeout_minutes=4)
     seen = observe(world, Path(folder), urls)
     (Path(output) / f"{world.rank}.json").write_text(json.dumps(seen))
