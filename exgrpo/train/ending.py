@@ -37,6 +37,8 @@ def stop_on_signals() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # What is forked from here, as engines' workers are, would write there of its own signals.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     threading.Thread(target=_limit, args=(reader,), name="watch over the end", daemon=True).start()
 
 

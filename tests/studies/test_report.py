@@ -49,6 +49,9 @@ def test_tables_say_what_the_runs_came_to(tmp_path):
     (replayed,) = equal.rows
     assert replayed[1].startswith("**+0.100 ")
     assert replayed[3].startswith("**+0.200 ")
+    assert equal.headings[7:] == ["Pass@1 at 100% of the seconds", "Pass@8 at 100% of the seconds"]
+    assert replayed[5:7] == replayed[1:3], "in these results seconds are tokens"
+    assert replayed[7].startswith("**+0.200 ")
 
 
 def test_several_tasks_have_a_table_together(tmp_path):

@@ -96,6 +96,31 @@ def test_a_stopped_process_that_hangs_says_where_and_ends(script):
     assert f'File "<string>", line {line + 1} in <module>' in told
 
 
+FORKING = """
+import os, signal, time
+from exgrpo.train import ending
+ending.GRACE = 0.3
+ending.stop_on_signals()
+child = os.fork()
+if not child:
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        os._exit(7)
+time.sleep(0.3)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+time.sleep(1)
+print("lives on")
+"""
+
+
+def test_a_signal_to_a_forked_process_is_none_to_its_parent():
+    process = python(FORKING)
+    assert process.communicate(timeout=PATIENCE)[0] == "7\nlives on\n"
+    assert process.returncode == 0
+
+
 # A chain as DeepSpeed makes it: `deepspeed`, the launcher, a rank. The rank prints the ids of all three.
 RANK = """
 import os, sys, time
