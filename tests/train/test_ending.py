@@ -71,12 +71,12 @@ finally:
     hang = signal.pause()
 """
 HANGING_IN_C = """
-import ctypes
+import ctypes, threading
 from exgrpo.train import ending
 ending.GRACE = 0.3
 ending.stop_on_signals()
 mutex = ctypes.create_string_buffer(64)  # of zeros: a lock that nobody holds, and no signal interrupts who waits for it
-print("ready", flush=True)
+threading.Timer(1.0, print, ["ready"], {"flush": True}).start()  # by then this thread has hung for long
 for _ in range(2):
     hang = ctypes.CDLL(None).pthread_mutex_lock(mutex)
 """
