@@ -65,6 +65,8 @@ class Options:
     """Samples for each of them, at temperature 1."""
     threads: int = 1
     """Threads of torch."""
+    device: str = "cpu"
+    """On which the model is trained; the shipped models were on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def build_model(options: Options, tokenizer: PreTrainedTokenizerFast) -> LlamaFo
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-    )
+    ).to(options.device)
 
 
 def train(model: LlamaForCausalLM, corpus: Corpus, options: Options, console: Console) -> None:
@@ -194,7 +196,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus, options: Options, console: Co
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: warmed_up(step, options)) for o in optimizers]
     stream = batches(corpus, options, random.Random(options.seed))
     for step in track(range(options.steps), "pretraining", console=console):
-        ids, targets = next(stream)
+        ids, targets = (part.to(options.device) for part in next(stream))
         logits = model(ids).logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         loss.backward()
@@ -255,7 +257,8 @@ def evaluate_samples(model: LlamaForCausalLM, corpus: Corpus, options: Options) 
     problems = sorted(corpus.problems("test", options.questions, options.seed), key=corpus.group)
     for start in track(range(0, len(problems), PROMPTS_AT_A_TIME), "evaluating"):
         part = problems[start : start + PROMPTS_AT_A_TIME]
-        prompts = tokenizer.pad({"input_ids": [prompt_ids(p.question, tokenizer) for p in part]}, return_tensors="pt")
+        questions = {"input_ids": [prompt_ids(p.question, tokenizer) for p in part]}
+        prompts = tokenizer.pad(questions, return_tensors="pt").to(options.device)
         output = model.generate(
             **prompts,
             do_sample=True,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 CODE = ("exgrpo", "recipes", "studies", ":!studies/results")
 """Where a change may change what runs come to."""
@@ -22,7 +24,7 @@ class Origin:
     Attributes:
         commit: of this project; with "+" behind it if the files differ from it; "" where there is no repository.
         versions: of packages.
-        processor: its name.
+        processor: its name, and behind a comma that of the GPU if there is one.
     """
 
     commit: str
@@ -55,6 +57,7 @@ def _git(*arguments: str) -> str:
 
 
 def _processor() -> str:
+    name = platform.processor() or platform.machine()
     if CPU_INFO.exists() and (found := re.search(r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(), re.MULTILINE)):
-        return found[1]
-    return platform.processor() or platform.machine()
+        name = found[1]
+    return f"{name}, {torch.cuda.get_device_name()}" if torch.cuda.is_available() else name

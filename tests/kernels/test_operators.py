@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import library
 
-from exgrpo.kernels import arguments, group_advantage, operators
+from exgrpo.kernels import arguments, group_advantage, linear_log_prob, linear_policy_loss, operators
 from exgrpo.kernels.operators.linear_log_prob import backward as linear_log_prob_backward
 from exgrpo.kernels.operators.linear_log_prob import forward as linear_log_prob_forward
 from exgrpo.kernels.operators.linear_policy_loss import forward as linear_policy_loss_forward
@@ -71,3 +71,30 @@ def test_group_advantage_compiles_in_one_piece(device):
     reward, group = torch.rand(6, device=device), torch.tensor([0, 1, 0, 1, 1, 2], device=device)
     compiled = torch.compile(lambda r, g: 2 * group_advantage(r, g), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(reward, group), 2 * group_advantage(reward, group))
+
+
+WAITING = ("linear_log_prob", "linear_log_prob_backward", "linear_policy_loss", "group_advantage")
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_operators_that_wait_for_the_device_are_kept_out_of_cuda_graphs(name):
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.exgrpo, name).default.tags
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_compiled_with_cuda_graphs(device):
+    """The host reads how many tokens take part, which no capture allows; what is around the operators is captured."""
+    case = make_case(20, 32, 64, torch.bfloat16, device)
+    old, advantage, _ = make_tokens(case)
+
+    def step(hidden, weight):
+        result = linear_policy_loss(2 * hidden, weight, case.target, old, advantage)
+        log_prob = linear_log_prob(2 * hidden, weight, case.target).log_prob
+        return result.loss + log_prob.sin().mean()
+
+    compiled = torch.compile(step, mode="reduce-overhead")
+    leaves = (case.hidden, case.weight)
+    for _ in range(4):
+        found, exact = (torch.autograd.grad(function(*leaves), leaves) for function in (compiled, step))
+        torch.testing.assert_close([x.clone() for x in found], list(exact), rtol=0.02, atol=1e-3)

@@ -18,7 +18,7 @@ from exgrpo.kernels.tables import DEFAULT
 from exgrpo.kernels.triton_chunks import launch as launching
 from exgrpo.kernels.triton_chunks.fused_kernels import exponentials_kernel, largest_kernel, target_logit_kernel
 from exgrpo.kernels.triton_chunks.fused_product import half_tile, traits
-from exgrpo.kernels.triton_chunks.row_kernels import gradient_kernel, statistics_kernel
+from exgrpo.kernels.triton_chunks.row_kernels import gradient_kernel, listed_largest_kernel, statistics_kernel
 
 from .compiling import SHARED_LIMIT, TARGETS, assert_runs_well, compile_kernel
 
@@ -27,15 +27,17 @@ VECTOR = 16  # bytes of the widest load that all architectures have
 
 # What TritonPasses asks for: the logits' dtype, out's, the bias's (None: there is none), and the switches. F goes into
 # bf16 where the operands have it; the bias may be fp32 then too, under autocast. WRITE and PLAIN exclude a softcap.
-# With GIVEN there is one reading instead of three, without it every bias is tried.
+# With given anchors there is one reading instead of three, without them every bias is tried.
+ANCHORS = {given: {"GIVEN": given, "LISTED": given} for given in (False, True)}
 STATISTICS = [
-    ("fp32", "bf16" if write else "fp32", bias, {"HAS_SOFTCAP": softcap, "GIVEN": given, "WRITE": write})
+    ("fp32", "bf16" if write else "fp32", bias, {"HAS_SOFTCAP": softcap, **ANCHORS[given], "WRITE": write})
     for (bias, given), (softcap, write) in product(
         ((None, False), ("bf16", False), ("fp32", False), (None, True)),
         ((False, False), (False, True), (True, False)),
     )
 ]
-STATISTICS += [("fp64", "fp64", "fp64", {"HAS_SOFTCAP": True, "GIVEN": False, "WRITE": False})]
+STATISTICS += [("fp64", "fp64", "fp64", {"HAS_SOFTCAP": True, **ANCHORS[False], "WRITE": False})]
+LARGEST = [("fp32", "fp32", "bf16", {"HAS_SOFTCAP": True}), ("fp32", "fp32", None, {"HAS_SOFTCAP": False})]
 GRADIENT = [
     ("fp32", out, bias, {"HAS_SOFTCAP": softcap, "PLAIN": plain})
     for (out, bias), (softcap, plain) in product(
@@ -44,6 +46,7 @@ GRADIENT = [
 ]
 GRADIENT += [("fp64", "fp64", "fp64", {"HAS_SOFTCAP": False, "PLAIN": False})]
 CASES = [(statistics_kernel, *case) for case in STATISTICS] + [(gradient_kernel, *case) for case in GRADIENT]
+CASES += [(listed_largest_kernel, *case) for case in LARGEST]
 
 
 def name(value):
@@ -61,7 +64,7 @@ def row_launch(architecture):
 def compiled(architecture, kernel, logits, out, bias, switches, block, aligned=True):
     """A kernel as it is compiled at run time; ``aligned``: 16 divides the vocabulary."""
     constants = {**dict(switches), "HAS_BIAS": bias is not None, "BLOCK": block}
-    dtypes = {"target": "i64", "out": out, "bias": bias or logits}
+    dtypes = {"target": "i64", "listed": "i1", "out": out, "bias": bias or logits}
     numbers = ("vocabulary", "stride")
     types = {x: "i32" if x in numbers else "*" + dtypes.get(x, logits) for x in kernel.arg_names}
     warps = row_launch(architecture).warps
@@ -90,7 +93,7 @@ def test_kernels_do_not_spill_and_load_whole_vectors(architecture, kernel, logit
 @pytest.mark.parametrize(
     ("kernel", "out", "switches"),
     [
-        (statistics_kernel, "bf16", {"HAS_SOFTCAP": False, "GIVEN": False, "WRITE": True}),
+        (statistics_kernel, "bf16", {"HAS_SOFTCAP": False, **ANCHORS[False], "WRITE": True}),
         (gradient_kernel, "bf16", {"HAS_SOFTCAP": True, "PLAIN": False}),
     ],
     ids=name,
@@ -105,7 +108,7 @@ def test_vocabularies_that_16_does_not_divide_do_not_spill(architecture, kernel,
 @pytest.mark.parametrize("architecture", TARGETS)
 def test_blocks_smaller_than_a_program_compile(architecture):
     """A small vocabulary leaves some threads without a column of their own."""
-    switches = (("HAS_SOFTCAP", False), ("GIVEN", False), ("WRITE", True))
+    switches = tuple({"HAS_SOFTCAP": False, **ANCHORS[False], "WRITE": True}.items())
     machine = compiled(architecture, statistics_kernel, "fp32", "bf16", "bf16", switches, 128, aligned=False)
     assert_runs_well(architecture, machine)
 
@@ -113,7 +116,7 @@ def test_blocks_smaller_than_a_program_compile(architecture):
 @pytest.mark.parametrize("architecture", [name for name in TARGETS if name.startswith("sm")])
 @pytest.mark.parametrize(
     ("kernel", "out", "switches"),
-    [(statistics_kernel, "fp32", {"GIVEN": True, "WRITE": False}), (gradient_kernel, "bf16", {"PLAIN": False})],
+    [(statistics_kernel, "fp32", {**ANCHORS[True], "WRITE": False}), (gradient_kernel, "bf16", {"PLAIN": False})],
     ids=name,
 )
 def test_a_broken_logit_is_not_taken_for_an_impossible_word(architecture, kernel, out, switches):

@@ -12,13 +12,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
     pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
-from exgrpo.kernels.triton_chunks.row_kernels import LARGEST_SUM, statistics_kernel
+from exgrpo.kernels.triton_chunks.row_kernels import LARGEST_SUM, listed_largest_kernel, statistics_kernel
 
 BLOCK = 128
 ROUNDINGS = {torch.float32: 16 * 2.0**-23, torch.bfloat16: 2.0**-7}  # the interpreter cuts bf16 off: a whole ulp
 
 
-def run(logits, target, out, *, bias=None, temperature=None, given=None):
+def run(logits, target, out, *, bias=None, temperature=None, given=None, listed=None):
     """Anchors, gaps, S and M of the rows of a view."""
     rows, vocabulary = logits.shape
     anchor, gap, rest, moment = logits.new_empty(4, rows)
@@ -29,6 +29,7 @@ def run(logits, target, out, *, bias=None, temperature=None, given=None):
         target,
         logits.new_ones(rows) if temperature is None else temperature,
         anchor if given is None else given,
+        anchor if listed is None else listed,
         anchor,
         gap,
         rest,
@@ -39,6 +40,7 @@ def run(logits, target, out, *, bias=None, temperature=None, given=None):
         HAS_BIAS=bias is not None,
         HAS_SOFTCAP=False,
         GIVEN=given is not None,
+        LISTED=listed is not None,
         WRITE=True,
         BLOCK=BLOCK,
         num_warps=4,
@@ -165,6 +167,29 @@ def test_given_anchors_stay(dtype, device):
     target[::2] = -1
     given = logits.amax(1) + 0.5
     assert torch.equal(check(logits, target, dtype, given=given), given)
+
+
+def test_rows_that_are_not_listed_stay_as_they_are(dtype, device):
+    logits, target = make_rows(device, 300)
+    given, listed = logits.amax(1), torch.tensor([True, False, False, True, False, True], device=device)
+    whole, some = torch.full((2, 6, 300), 7.0, dtype=dtype, device=device)
+    everything = run(logits, target, whole, given=given)
+    _, _, rest, moment = run(logits, target, some, given=given, listed=listed)
+    assert torch.equal(rest, torch.where(listed, everything[2], 0.0))
+    assert torch.equal(moment, torch.where(listed, everything[3], 0.0))
+    assert torch.equal(some, torch.where(listed.unsqueeze(1), whole, 7.0))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 128, 300])
+def test_largest_logits_of_listed_rows(vocabulary, device):
+    logits, _ = make_rows(device, vocabulary, stride=336)
+    bias, listed = torch.randn(vocabulary, device=device), torch.arange(6, device=device) % 2 == 0
+    largest, cap = torch.full((6,), 7.0, device=device), torch.full((1,), 3.0, device=device)
+    switches = {"HAS_BIAS": True, "HAS_SOFTCAP": True, "BLOCK": BLOCK, "num_warps": 4}
+    listed_largest_kernel[(6,)](logits, bias, listed, largest, cap, vocabulary, logits.stride(0), **switches)
+    exact = 3 * torch.tanh((logits.double() + bias).amax(1) / 3)
+    assert (largest[~listed] == -torch.inf).all()
+    assert_close(largest[listed], exact[listed])
 
 
 def test_a_broken_logit_shows(dtype, device):

@@ -99,10 +99,13 @@ class ChunkedHead:
 class GradientSums:
     """Gradients in the compute dtype, gathered chunk by chunk; those that are not needed are never formed.
 
-    ``once``: there is one chunk at most, and the gradient of the weight may be rounded as it is written.
+    ``once``: there is one chunk at most, and the gradient of the weight may be rounded as it is written. ``unit``: what
+    all that is added has been multiplied by, see `Products.unit`.
     """
 
-    def __init__(self, head: ChunkedHead, needed: Needed, products: Products, *, once: bool) -> None:
+    def __init__(
+        self, head: ChunkedHead, needed: Needed, products: Products, *, once: bool, unit: Tensor | None = None
+    ) -> None:
         weight = head.head.weight
         self.head = head
         self.products = products
@@ -111,6 +114,7 @@ class GradientSums:
         written = products.written_once if once else head.dtype
         self.weight = weight.new_empty(weight.shape, dtype=written) if needed.weight else None
         self.bias = weight.new_zeros(weight.shape[:1], dtype=head.dtype) if needed.bias else None
+        self.unit = unit
         self.begun = False
 
     def add(self, chunk: Chunk, rows: Tensor | slice, grad_logits: Tensor, scale: Tensor) -> None:
@@ -119,6 +123,8 @@ class GradientSums:
         ``rows`` says where its tokens stand in the walk.
         """
         products, factor = self.products, scale.unsqueeze(1)
+        if products.mixed:
+            grad_logits = grad_logits.to(products.operand)
         if self.hidden is not None:
             found = products.hidden_gradient(grad_logits)
             if self.head.order is None and isinstance(rows, slice):
@@ -135,6 +141,10 @@ class GradientSums:
         """The sums; the gradient of the hidden states summed over the vocabulary's shards."""
         if self.weight is not None and not self.begun:
             self.weight.zero_()
+        if self.unit is not None:
+            for gathered in (self.hidden, self.weight, self.bias):
+                if gathered is not None:
+                    gathered.div_(self.unit)
         hidden = self.hidden
         if hidden is not None:
             (hidden,) = self.head.shard.sum_of(hidden)

@@ -30,9 +30,13 @@ def policy_loss_forward(
     normalizer = terms.normalizer
     if normalizer is None:
         normalizer = head.weight.new_full((), max(1, walk.count), dtype=torch.float64)
-    row_terms = RowTerms(terms.surrogate, terms.entropy_coef, normalizer, head.options.softcap)
     tokens = _in_order(walk, terms.tokens)
-    gradients = GradientSums(walk, needed, passes.products, once=walk.active <= passes.chunk_rows())
+    bonus = tokens.advantage.new_full((1,), terms.entropy_coef) if everywhere else None
+    unit = passes.products.unit(tokens.advantage, bonus)
+    # In a unit, the gradients are gathered without the normaliser.
+    divisor, unit = (normalizer, None) if unit is None else (1 / unit, unit * normalizer)
+    row_terms = RowTerms(terms.surrogate, terms.entropy_coef, divisor, head.options.softcap)
+    gradients = GradientSums(walk, needed, passes.products, once=walk.active <= passes.chunk_rows(), unit=unit)
     results = head.weight.new_empty(5, walk.count, dtype=walk.dtype)
     active = walk.active if any(needed) else 0
     for start, end, with_gradient in ((0, active, True), (active, walk.count, False)):

@@ -10,7 +10,6 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +58,13 @@ class _RoundedOperands:
 
 ROUNDED = _RoundedOperands()
 
+HEADROOM = 2
+"""Binary places between the largest upstream gradient and 1, where the range is narrow. A token's gradient times its
+hidden state must stay below 2^16, the end of float16, also where its importance ratio is large; beyond it, the gradient
+is infinite. It is also divided by Z, up to 2^15, and keeps all of float16's digits down to 2^-14."""
+FARTHEST = 100
+"""Binary places of a unit at most: float32 ends at 2^128."""
+
 
 class Products:
     """The products of hidden states with one weight matrix [V, D].
@@ -67,22 +73,39 @@ class Products:
     """
 
     def __init__(self, weight: Tensor, operand: torch.dtype) -> None:
-        self.weight = weight
         self.operand = operand
         self.compute = compute_dtype(operand)
         self.mixed = operand != self.compute and multiplies_into_float32(weight.device.type, operand)
-        # The gradients of a token mean are around 1e-7: float16 has no range for them.
-        self.mixed_gradients = self.mixed and operand == torch.bfloat16
-        self.written_once = operand if self.mixed_gradients and weight.dtype == operand else self.compute
+        """Whether 16-bit operands are multiplied into float32."""
+        self.weight = weight.to(operand) if self.mixed else weight
+        """[V, D], rounded once a call where the operands of every product are 16-bit ones."""
+        rounds = self.mixed and weight.dtype == operand and not self.narrow_range
+        self.written_once = operand if rounds else self.compute
         """The dtype of a weight gradient that no chunk is added to: the product itself rounds its float32 sums."""
         self.precision = ROUNDED if operand == torch.bfloat16 and weight.device.type == "cpu" else nullcontext()
+
+    @property
+    def narrow_range(self) -> bool:
+        """Whether gradients of a token mean, around 1e-7, are beyond the range of the operands of their products."""
+        return self.mixed and self.operand == torch.float16
+
+    def unit(self, *upstream: Tensor | None) -> Tensor | None:
+        """What the gradients with respect to log-probs and entropies are multiplied by; None: 1.
+
+        Where the range is narrow, it is the power of two that brings the largest of ``upstream`` near 2^-HEADROOM. All
+        that is made of them is in that unit then.
+        """
+        if not self.narrow_range:
+            return None
+        values = [values.flatten().to(self.compute) for values in upstream if values is not None]
+        largest = torch.cat([self.weight.new_zeros(1, dtype=self.compute), *values]).abs().amax()
+        exponent = torch.frexp(largest).exponent.clamp(-FARTHEST, FARTHEST)
+        return torch.ldexp(torch.ones_like(largest), -exponent - HEADROOM)
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """hidden [rows, D], rounded already, @ weight.T into ``out`` [rows, V]."""
         if self.mixed:
-            for start, end, tile in self._converted(self.operand):
-                torch.mm(hidden, tile.t(), out_dtype=torch.float32, out=out[:, start:end])
-            return out
+            return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32, out=out)
         hidden = hidden.to(self.compute)
         for start, end, tile in self._converted(self.compute):
             with self.precision:
@@ -90,14 +113,14 @@ class Products:
         return out
 
     def hidden_gradient(self, grad_logits: Tensor) -> Tensor:
-        """grad_logits [rows, V] @ weight, [rows, D]."""
-        # On a CPU too with the weight as it is: to convert it costs more than the product.
-        narrow = self.mixed_gradients or self.precision is ROUNDED
-        into: dict[str, Any] = {"out_dtype": torch.float32} if self.mixed_gradients else {}
-        operand = self.operand if narrow else self.compute
+        """grad_logits [rows, V], `mixed` in the operands' dtype, @ weight, [rows, D]."""
+        if self.mixed:
+            return torch.mm(grad_logits, self.weight, out_dtype=torch.float32)
+        # With the weight as it is: to convert it to float32 costs more than the product.
+        operand = self.operand if self.precision is ROUNDED else self.compute
         total: Tensor | None = None
         for start, end, tile in self._converted(operand):
-            part = torch.mm(grad_logits[:, start:end].to(operand), tile, **into)
+            part = torch.mm(grad_logits[:, start:end].to(operand), tile)
             total = part.to(self.compute) if total is None else total.add_(part)
         if total is None:
             return grad_logits.new_zeros(grad_logits.shape[0], self.weight.shape[1], dtype=self.compute)
@@ -113,11 +136,11 @@ class Products:
         """
         beta = 0.0 if fresh else 1.0  # with 0 what stands in ``total`` is not even read
         scaled = torch.mul(hidden, factor)
-        if not self.mixed_gradients:
+        if not self.mixed:
             with self.precision:
                 total.addmm_(grad_logits.t(), scaled, beta=beta)
             return
-        columns, scaled = grad_logits.to(self.operand).t(), scaled.to(self.operand)
+        columns, scaled = grad_logits.t(), scaled.to(self.operand)
         if total.dtype == self.operand:
             torch.mm(columns, scaled, out=total)
         else:

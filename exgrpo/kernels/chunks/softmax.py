@@ -72,6 +72,12 @@ class Upstream(NamedTuple):
         """The gradient of some of the rows."""
         return Upstream(self.log_prob[rows], None if self.entropy is None else self.entropy[rows])
 
+    def times(self, unit: Tensor | None) -> "Upstream":
+        """The gradient of a multiple of the loss; None: of the loss itself."""
+        if unit is None:
+            return self
+        return Upstream(self.log_prob * unit, None if self.entropy is None else self.entropy * unit)
+
     def beyond(self, softcap: float | None) -> "Upstream | None":
         """What a pass over the vocabulary needs of it, h given; None where no such pass is needed."""
         if self.entropy is None and softcap is None:

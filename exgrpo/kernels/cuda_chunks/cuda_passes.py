@@ -10,7 +10,7 @@ from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statist
 from exgrpo.kernels.cuda_chunks.binding import Call, Output, RowsArguments, load
 from exgrpo.kernels.inputs import PolicyTokens
 from exgrpo.kernels.triton_chunks.launch import Plan
-from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses, padded
+from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses
 from exgrpo.kernels.triton_chunks.triton_tokens import ratio_numbers
 
 
@@ -38,8 +38,9 @@ class CudaPasses(TritonPasses):
         output = Output.NOTHING
         if gradient_follows:
             output = Output.GRADIENT if with_entropy or self.softcap is not None else Output.EXPONENTIALS
-            narrow = self.head.products.mixed_gradients
-            self._formed = padded(len(logits), logits.shape[1], logits, self.head.options.operand) if narrow else logits
+            bfloat16 = self.head.products.mixed and self.head.options.operand == torch.bfloat16
+            # The kernel holds a row before it writes it: F takes the memory of the logits in either dtype.
+            self._formed = logits.view(torch.bfloat16)[:, : logits.shape[1]] if bfloat16 else logits
         call = rows_call(logits, self.bias, chunk.target.local(), chunk.temperature, self.softcap, sums)
         if self._formed is not None:
             set_output(call, output, self._formed)

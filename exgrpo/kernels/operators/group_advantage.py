@@ -5,9 +5,10 @@ from torch import Tensor
 from torch.library import custom_op
 
 from exgrpo.kernels import dispatch
+from exgrpo.kernels.operators.schema import WAITS
 
 
-@custom_op("exgrpo::group_advantage", mutates_args=())
+@custom_op("exgrpo::group_advantage", mutates_args=(), tags=WAITS)
 def group_advantage(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor:
     """Advantages [N] in float64."""
     taken = dispatch.take(backend, "group_advantage", reward.device, reward.dtype, reward.numel())

@@ -9,7 +9,7 @@ from torch.library import custom_op
 from exgrpo.kernels import derivatives, dispatch
 from exgrpo.kernels.chunks import log_prob as log_prob_walks
 from exgrpo.kernels.inputs import Head, Needed, compute_dtype
-from exgrpo.kernels.operators.schema import HEAD, Schema, flat_head, head_of, without_autocast
+from exgrpo.kernels.operators.schema import HEAD, WAITS, Schema, flat_head, head_of, without_autocast
 from exgrpo.kernels.results import LogProb
 
 SCHEMA = Schema(f"{HEAD}, str backend", "(Tensor, Tensor, Tensor)")
@@ -27,7 +27,7 @@ def linear_log_prob(head: Head, backend: str) -> LogProb:
     return LogProb(log_prob, entropy)
 
 
-@custom_op("exgrpo::linear_log_prob", mutates_args=(), schema=SCHEMA.text)
+@custom_op("exgrpo::linear_log_prob", mutates_args=(), schema=SCHEMA.text, tags=WAITS)
 def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability and entropy [T], and the statistics [4, T] of the backward."""
     given = SCHEMA.named(arguments)
@@ -45,7 +45,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return values, torch.empty_like(values), values.new_empty(4, *head.target.shape)
 
 
-@custom_op("exgrpo::linear_log_prob_backward", mutates_args=(), schema=BACKWARD.text)
+@custom_op("exgrpo::linear_log_prob_backward", mutates_args=(), schema=BACKWARD.text, tags=WAITS)
 def backward(*arguments: Any) -> list[Tensor]:
     """The needed ones of the gradients of hidden, weight and bias, in the dtypes of their tensors."""
     given = BACKWARD.named(arguments)

@@ -14,6 +14,7 @@ from exgrpo.kernels.operators.schema import (
     HEAD,
     SURROGATE,
     TOKENS,
+    WAITS,
     Schema,
     flat_head,
     head_of,
@@ -40,7 +41,7 @@ def linear_policy_loss(head: Head, terms: PolicyTerms, backend: str) -> tuple[Te
     return loss, per_token
 
 
-@custom_op("exgrpo::linear_policy_loss", mutates_args=(), schema=SCHEMA.text)
+@custom_op("exgrpo::linear_policy_loss", mutates_args=(), schema=SCHEMA.text, tags=WAITS)
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
     """The loss, the per-token results [4, T], and the gradients; empty ones where they are not needed."""
     given = SCHEMA.named(arguments)

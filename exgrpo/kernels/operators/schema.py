@@ -13,6 +13,9 @@ from torch import Tensor
 from exgrpo.kernels.inputs import Head, HeadOptions, PolicyTerms, PolicyTokens, Surrogate
 from exgrpo.kernels.vocab_parallel import VocabShard
 
+WAITS = (torch.Tag.cudagraph_unsafe,)
+"""Of an operator whose host waits for the device: `torch.compile` keeps it out of its CUDA graphs."""
+
 HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? temperature, float? softcap, "
     "ScalarType operand, SymInt[] shard, str group"

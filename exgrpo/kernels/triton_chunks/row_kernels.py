@@ -54,6 +54,37 @@ def _sums(
 
 
 @triton.jit
+def _largest(logits, bias, softcap, vocabulary, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit of a row."""
+    largest = tl.full([BLOCK], float("-inf"), logits.dtype.element_ty)
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        z = _shaped(logits, bias, columns, columns < vocabulary, softcap, HAS_BIAS, HAS_SOFTCAP)
+        largest = tl.maximum(largest, z)
+    return tl.max(largest)
+
+
+@triton.jit
+def listed_largest_kernel(
+    logits,  # [rows, V] fp32 or fp64, raw products
+    bias,  # [V]; unused without HAS_BIAS
+    listed,  # [rows] bool
+    largest,  # [rows], result: the largest logit of a listed row, -inf for others
+    cap,  # [1]; unused without HAS_SOFTCAP
+    vocabulary,
+    stride,  # between rows of logits
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest logits of the listed rows, which alone are read."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.where(tl.load(listed + row), vocabulary, 0)
+    found = _largest(logits + row * stride, bias, tl.load(cap), columns, HAS_BIAS, HAS_SOFTCAP, BLOCK)
+    tl.store(largest + row, found)
+
+
+@triton.jit
 def statistics_kernel(
     logits,  # [rows, V] fp32 or fp64, raw products; all per-row numbers have its dtype
     bias,  # [V]; unused without HAS_BIAS
@@ -61,6 +92,7 @@ def statistics_kernel(
     target,  # [rows] int64, local; -1 where this rank does not hold it
     temperature,  # [rows]
     given,  # [rows], anchors; unused without GIVEN
+    listed,  # [rows] bool, the rows that are read, S and M of others are 0; unused without LISTED
     anchors,  # [rows], result
     gaps,  # [rows], result: d_y
     rests,  # [rows], result: S
@@ -71,6 +103,7 @@ def statistics_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     GIVEN: tl.constexpr,
+    LISTED: tl.constexpr,
     WRITE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -90,14 +123,11 @@ def statistics_kernel(
     anchor = at_target
     if GIVEN:
         anchor = tl.load(given + row)
+    if LISTED:
+        vocabulary = tl.where(tl.load(listed + row), vocabulary, 0)
     rest, moment = _sums(logits, bias, out, y, anchor, tau, softcap, vocabulary, HAS_BIAS, HAS_SOFTCAP, WRITE, BLOCK)
     if (not GIVEN) and not (rest <= LARGEST_SUM):
-        largest = tl.full([BLOCK], float("-inf"), logits.dtype.element_ty)
-        for start in range(0, vocabulary, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            z = _shaped(logits, bias, columns, columns < vocabulary, softcap, HAS_BIAS, HAS_SOFTCAP)
-            largest = tl.maximum(largest, z)
-        anchor = tl.max(largest)
+        anchor = _largest(logits, bias, softcap, vocabulary, HAS_BIAS, HAS_SOFTCAP, BLOCK)
         rest, moment = _sums(
             logits, bias, out, y, anchor, tau, softcap, vocabulary, HAS_BIAS, HAS_SOFTCAP, WRITE, BLOCK
         )

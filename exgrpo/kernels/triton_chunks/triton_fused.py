@@ -22,10 +22,10 @@ class FusedTritonPasses(TritonPasses):
         """See `Passes`."""
         head, out = self.head, None
         if gradient_follows:
-            dtype = head.options.operand if head.products.mixed_gradients else head.dtype
+            dtype = head.options.operand if head.products.mixed else head.dtype
             out = self._memory(chunk, dtype)
             self._exponential = out
-        operands = Operands(chunk.hidden.contiguous(), head.head.weight, self.bias)
+        operands = Operands(chunk.hidden.contiguous(), head.products.weight, self.bias)
         return fused_sums(self.product(operands, out), chunk.target.local(), chunk.temperature, head.shard, out)
 
     def product(self, operands: Operands, out: Tensor | None) -> FusedProduct:

@@ -1,6 +1,7 @@
 """The passes over a chunk of logits as Triton kernels: see `row_kernels`."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,12 @@ from exgrpo.kernels.chunks.passes import ByFormulas
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
 from exgrpo.kernels.triton_chunks import triton_tokens
 from exgrpo.kernels.triton_chunks.launch import Plan, plan
-from exgrpo.kernels.triton_chunks.row_kernels import gradient_kernel, statistics_kernel
+from exgrpo.kernels.triton_chunks.row_kernels import (
+    LARGEST_SUM,
+    gradient_kernel,
+    listed_largest_kernel,
+    statistics_kernel,
+)
 
 ALIGNED = 16
 """Entries that divide the stride between a matrix's rows, whatever V is: loads are wide then."""
@@ -19,7 +25,7 @@ ALIGNED = 16
 
 def plan_of(head: ChunkedHead) -> Plan:
     """What the launch table has for a head, the fused product only where it can be."""
-    weight, operand = head.head.weight, head.options.operand
+    weight, operand = head.products.weight, head.options.operand
     chosen = plan(weight.device, operand, weight.shape[1], head.shard.largest)
     # The exponentials of a capped logit do not tell how steep the cap is there.
     fused = chosen.fused and head.options.softcap is None and weight.dtype == operand
@@ -42,9 +48,11 @@ class TritonPasses(ByFormulas):
         self.head = head
         self.plan = chosen
         self.products = head.products
-        self.bias = head.head.bias
+        bias = head.head.bias
+        self.bias = None if bias is None else bias.contiguous()
         self.softcap = head.options.softcap
         self._buffer: Tensor | None = None
+        self._narrow: Tensor | None = None
         self._logits = head.head.weight.new_empty(0)
         self._written: Tensor | None = None
 
@@ -54,40 +62,54 @@ class TritonPasses(ByFormulas):
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
         """See `Passes`."""
-        logits, shard = self._products(chunk), self.head.shard
-        write = gradient_follows and not with_entropy and self.softcap is None and self.head.products.mixed_gradients
-        self._written = padded(len(logits), logits.shape[1], logits, self.head.options.operand) if write else None
-        given = self._global_anchor() if shard.group_name else None
+        logits = self._products(chunk)
+        write = gradient_follows and not with_entropy and self.softcap is None and self.head.products.mixed
+        self._written = self._narrow_memory(logits) if write else None
+        return self._sums_of_shards(chunk) if self.head.shard.group_name else self._statistics(chunk)
+
+    def _sums_of_shards(self, chunk: Chunk) -> Sums:
+        """Anchored as one rank's are, but by what all ranks know: no rank reads a row again that no rank has to."""
+        shard = self.head.shard
+        (at_target,) = shard.largest_of(self._target_logits(chunk))
+        own = self._statistics(chunk, at_target)
+        (rest,) = shard.sum_of(own.rest)
+        far = ~(rest <= LARGEST_SUM.value) & ~at_target.isnan()
+        (largest,) = shard.largest_of(self._largest(far))
+        anchor = torch.where(far, largest, at_target)
+        again = self._statistics(chunk, anchor, far)
+        found = torch.stack((again.rest, again.moment)), torch.stack((own.rest, own.moment))
+        gap = at_target - anchor
+        if chunk.temperature is not None:
+            gap = gap / chunk.temperature
+        return Sums(anchor, gap, *shard.sum_of(*torch.where(far, *found)))
+
+    def _statistics(self, chunk: Chunk, given: Tensor | None = None, listed: Tensor | None = None) -> Sums:
+        """The sums of this rank's part: of all rows, or of the listed ones; from given anchors, or from its own."""
+        logits = self._logits
         anchor, gap, rest, moment = logits.new_empty(4, logits.shape[0])
-        if logits.shape[1]:
-            with torch.cuda.device_of(logits):
-                statistics_kernel[(logits.shape[0],)](
-                    logits,
-                    _or(self.bias, logits).contiguous(),
-                    _or(self._written, logits),
-                    chunk.target.local(),
-                    self._temperature(chunk),
-                    _or(given, anchor),
-                    anchor,
-                    gap,
-                    rest,
-                    moment,
-                    self._cap(),
-                    logits.shape[1],
-                    logits.stride(0),
-                    HAS_BIAS=self.bias is not None,
-                    HAS_SOFTCAP=self.softcap is not None,
-                    GIVEN=given is not None,
-                    WRITE=write,
-                    BLOCK=self.plan.rows.block,
-                    num_warps=self.plan.rows.warps,
-                )
-        else:
-            rest, moment, gap = rest.zero_(), moment.zero_(), gap.fill_(-torch.inf)
-        if given is not None:
-            anchor = given
-            (gap,) = shard.largest_of(gap)  # -inf where the target is not held
-            rest, moment = shard.sum_of(rest, moment)
+        if not logits.shape[1]:
+            return Sums(anchor, gap.fill_(-torch.inf), rest.zero_(), moment.zero_())
+        with torch.cuda.device_of(logits):
+            statistics_kernel[(logits.shape[0],)](
+                logits,
+                _or(self.bias, logits),
+                _or(self._written, logits),
+                chunk.target.local(),
+                self._temperature(chunk),
+                _or(given, anchor),
+                _or(listed, anchor),
+                anchor,
+                gap,
+                rest,
+                moment,
+                self._cap(),
+                logits.shape[1],
+                logits.stride(0),
+                GIVEN=given is not None,
+                LISTED=listed is not None,
+                WRITE=self._written is not None,
+                **self._compiled(),
+            )
         return Sums(anchor, gap, rest, moment)
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
@@ -105,14 +127,13 @@ class TritonPasses(ByFormulas):
             chunk.target.put(factors.at_target.to(self._written.dtype), self._written)
             return self._written
         logits, upstream = self._logits, factors.upstream
-        narrow = self.head.products.mixed_gradients
-        out = padded(len(logits), logits.shape[1], logits, self.head.options.operand) if narrow else logits
+        out = self._narrow_memory(logits) if self.head.products.mixed else logits
         if not logits.shape[1]:
             return out
         with torch.cuda.device_of(logits):
             gradient_kernel[(logits.shape[0],)](
                 logits,
-                _or(self.bias, logits).contiguous(),
+                _or(self.bias, logits),
                 out,
                 chunk.target.local(),
                 self._temperature(chunk),
@@ -124,11 +145,8 @@ class TritonPasses(ByFormulas):
                 self._cap(),
                 logits.shape[1],
                 logits.stride(0),
-                HAS_BIAS=self.bias is not None,
-                HAS_SOFTCAP=self.softcap is not None,
                 PLAIN=upstream is None,
-                BLOCK=self.plan.rows.block,
-                num_warps=self.plan.rows.warps,
+                **self._compiled(),
             )
         return out
 
@@ -144,16 +162,51 @@ class TritonPasses(ByFormulas):
             self._buffer = padded(rows, self.head.shard.size, chunk.hidden, dtype)
         return self._buffer[: len(chunk.hidden)]
 
-    def _global_anchor(self) -> Tensor:
-        """The largest logit [rows] over all shards: an anchor that no row has to be read again for."""
-        logits = self._logits
-        if logits.shape[1]:
-            largest = (logits if self.bias is None else logits + self.bias).amax(1)
-        else:
-            largest = logits.new_full((logits.shape[0],), -torch.inf)
+    def _narrow_memory(self, logits: Tensor) -> Tensor:
+        """[rows, V] of the operands' dtype beside the logits, that the next chunk overwrites."""
+        if self._narrow is None:
+            assert self._buffer is not None
+            self._narrow = padded(len(self._buffer), logits.shape[1], logits, self.head.options.operand)
+        return self._narrow[: len(logits)]
+
+    def _target_logits(self, chunk: Chunk) -> Tensor:
+        """The target's logit [rows]; -inf where this rank does not hold it."""
+        position, held = chunk.target
+        if not self._logits.shape[1] or held is None:
+            return self._logits.new_full((len(position),), -torch.inf)
+        found = self._logits.gather(1, position)
+        if self.bias is not None:
+            found = found + self.bias.to(found.dtype)[position]
         if self.softcap is not None:
-            largest = self.softcap * torch.tanh(largest / self.softcap)
-        return self.head.shard.largest_of(largest)[0]
+            found = self.softcap * torch.tanh(found / self.softcap)
+        return torch.where(held, found, -torch.inf).squeeze(1)
+
+    def _largest(self, listed: Tensor) -> Tensor:
+        """The largest logits [rows] of the listed rows, -inf for others."""
+        logits = self._logits
+        largest = logits.new_full((len(logits),), -torch.inf)
+        if logits.shape[1]:
+            with torch.cuda.device_of(logits):
+                listed_largest_kernel[(len(logits),)](
+                    logits,
+                    _or(self.bias, logits),
+                    listed,
+                    largest,
+                    self._cap(),
+                    logits.shape[1],
+                    logits.stride(0),
+                    **self._compiled(),
+                )
+        return largest
+
+    def _compiled(self) -> dict[str, Any]:
+        """What all row kernels are compiled for."""
+        return {
+            "HAS_BIAS": self.bias is not None,
+            "HAS_SOFTCAP": self.softcap is not None,
+            "BLOCK": self.plan.rows.block,
+            "num_warps": self.plan.rows.warps,
+        }
 
     def _temperature(self, chunk: Chunk) -> Tensor:
         return self._logits.new_ones(len(chunk.hidden)) if chunk.temperature is None else chunk.temperature.contiguous()

@@ -1,0 +1,252 @@
+"""What only a GPU does by itself: 16-bit operands multiplied into float32. Here its products are imitated on the CPU.
+
+The process that interprets Triton kernels tests the Triton backend, and the CUDA backend with its kernels emulated; the
+other one tests the torch backend. On a GPU the imitation is not needed: the real products take its place.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from exgrpo.kernels import dispatch, linear_log_prob
+from exgrpo.kernels.chunks import products
+
+from .conftest import DEVICE
+from .cuda_support import INTERPRETING, ON_GPU, emulate_product, emulate_rows, emulated_plan
+from .support import assert_as_good, make_case, make_tokens, relative_error
+from .test_memory import PeakMemory
+
+if INTERPRETING or DEVICE.type == "cuda":
+    pytest.importorskip("triton", reason="triton is not installed")
+    from exgrpo.kernels.cuda_chunks import binding, cuda_fused, cuda_passes
+    from exgrpo.kernels.triton_chunks import launch
+
+    BACKENDS = ["triton", "cuda"] + ["torch"] * (DEVICE.type == "cuda")
+else:
+    BACKENDS = ["torch"]
+
+HALVES = (torch.bfloat16, torch.float16)
+MM, ADDMM = torch.mm, torch.addmm
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    if request.param == "cuda" and not ON_GPU:
+        if DEVICE.type == "cuda":
+            pytest.skip("_cuda.so is not there")
+        emulate_cuda(monkeypatch)
+    return request.param
+
+
+@pytest.fixture(params=HALVES, ids=["bf16", "fp16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(params=["library", "fused"])
+def logits(request, dtype, tmp_path, monkeypatch):
+    """What the launch table says of the logits; the torch backend has no such table."""
+    if "triton" in BACKENDS:
+        table = tmp_path / "launch.toml"
+        name = str(dtype).removeprefix("torch.")
+        table.write_text(f'[{launch.architecture(DEVICE)}.{name}]\nlogits = "{request.param}"\n', encoding="utf-8")
+        monkeypatch.setenv(launch.ENVIRONMENT, str(table))
+        launch.forget()
+        yield request.param
+        launch.forget()
+    else:
+        if request.param == "fused":
+            pytest.skip("the torch backend takes the library's product")
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def multiplied(monkeypatch):
+    """Operands' dtypes of the products so far; see `mm` and `addmm`."""
+    seen = []
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(products, "multiplies_into_float32", lambda device, dtype: dtype in HALVES)
+        monkeypatch.setattr(torch, "mm", lambda a, b, **more: imitated(seen, None, a, b, **more))
+        monkeypatch.setattr(torch, "addmm", lambda c, a, b, **more: imitated(seen, c, a, b, **more))
+    return seen
+
+
+def imitated(seen, added, a, b, *, out_dtype=None, beta=1.0, out=None):
+    """A GPU's product: float32 sums of 16-bit products, which are exact in float32, rounded once where it is written.
+
+    What it needs in between is not seen by who counts memory.
+    """
+    assert a.dtype == b.dtype
+    if out_dtype is None and a.dtype not in HALVES:
+        return MM(a, b, out=out) if added is None else ADDMM(added, a, b, beta=beta, out=out)
+    assert a.dtype in HALVES
+    seen.append(a.dtype)
+    into = a.dtype if out_dtype is None else out_dtype
+    with _disable_current_modes():
+        found = MM(a.float(), b.float())
+        if added is not None and beta:
+            assert added.dtype == into
+            found.add_(added, alpha=beta)
+        if out is None:
+            return found.to(into)
+        assert (out.dtype, out.shape) == (into, found.shape)
+        return out.copy_(found)
+
+
+def hide_interpreter(monkeypatch):
+    """The interpreter works on copies of a kernel's arguments, which no GPU makes."""
+    from triton.runtime.interpreter import GridExecutor
+
+    inside = GridExecutor.__call__
+
+    def unseen(*arguments, **more):
+        with _disable_current_modes():
+            return inside(*arguments, **more)
+
+    monkeypatch.setattr(GridExecutor, "__call__", unseen)
+
+
+def emulate_cuda(monkeypatch):
+    """As `test_cuda_backend` does."""
+
+    def launch_here(call, device):
+        if call.function == "exgrpo_rows":
+            emulate_rows(call, cluster=2, threads=64, columns=-(-call.arguments.vocabulary // 16) * 8)
+        else:
+            emulate_product(call)
+
+    monkeypatch.setitem(dispatch.BACKENDS, "cuda", "exgrpo.kernels.cuda_chunks")
+    monkeypatch.setattr(binding.Call, "launch", launch_here)
+    monkeypatch.setattr(binding, "unavailable", lambda device: "")
+    monkeypatch.setattr(cuda_passes, "_fits", lambda rows: rows > 0 and bool(emulated_plan(rows).cluster))
+    monkeypatch.setattr(cuda_fused, "_capable", lambda device: True)
+
+
+def compare(call, case, backend):
+    """Results and gradients against float64 on the same numbers, with plain torch's error as the yardstick."""
+    ours, gradients = call(case, backend)
+    exact, exact_gradients = call(case.to(torch.float64), "reference")
+    plain, plain_gradients = call(case, "reference")
+    assert_as_good(ours, plain, exact)
+    assert_as_good(gradients, plain_gradients, exact_gradients, measure=relative_error)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True, "temperature": 0.7, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.usefixtures("logits")
+def test_log_prob(options, with_entropy, dtype, backend, device, set_chunk, multiplied):
+    set_chunk(20 * 130 * 4)
+    case = make_case(45, 40, 130, dtype, device, **options)
+    upstream = torch.randn(2, 45, device=device)
+
+    def call(some, name):
+        log_prob, entropy = some.log_prob(linear_log_prob, backend=name)
+        loss = (log_prob * upstream[0].to(log_prob.dtype)).sum()
+        if with_entropy:
+            loss = loss + (entropy * upstream[1].to(entropy.dtype)).sum()
+        return [log_prob.detach(), entropy.detach()], some.gradients(loss)
+
+    compare(call, case, backend)
+    assert device.type == "cuda" or set(multiplied) == {dtype}
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True, "temperature": 0.7, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
+@pytest.mark.usefixtures("logits")
+def test_policy_loss(options, entropy_coef, dtype, backend, device, set_chunk):
+    set_chunk(20 * 130 * 4)
+    case = make_case(45, 40, 130, dtype, device, **options)
+    old, advantage, replayed = make_tokens(case)
+
+    def call(some, name):
+        more = {"replayed": replayed, "entropy_coef": entropy_coef, "clip": None, "backend": name}
+        result = some.policy_loss(old, advantage, **more)
+        return [result.log_prob, result.entropy, result.ratio], some.gradients(result.loss)
+
+    compare(call, case, backend)
+
+
+@pytest.mark.parametrize(("size", "entropy_coef"), [(1e-9, 0.0), (1e-9, 0.05), (1e9, 0.05)])
+@pytest.mark.usefixtures("logits")
+def test_gradients_of_any_size(size, entropy_coef, dtype, backend, device, set_chunk):
+    """A mean over many tokens has gradients far below float16's range, and a scaled loss far above it.
+
+    Before they are cast to the weight's dtype the gradients are in fp32: the error is that of rounded operands.
+    """
+    set_chunk(20 * 130 * 4)
+    case = make_case(45, 40, 130, dtype, device)
+    old, advantage, _ = make_tokens(case)
+
+    def gradients(some, name, scale):
+        more = {"entropy_coef": entropy_coef, "normalizer": 1 / size, "clip": None, "backend": name}
+        loss = some.policy_loss(old, advantage, **more).loss
+        return some.gradients(loss / scale if scale else loss)
+
+    found = gradients(case, backend, size)
+    exact = gradients(case.to(torch.float64), "reference", size)
+    for ours, true in zip(found, exact, strict=True):
+        assert relative_error(ours, true) < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.usefixtures("logits")
+def test_upstream_gradients_of_any_size(dtype, backend, device):
+    case = make_case(45, 40, 130, dtype, device)
+
+    def weight_gradient(some, name, size):
+        weight = some.weight.detach().float().requires_grad_()
+        with torch.autocast(device.type, dtype, enabled=name != "reference"):
+            hidden = some.hidden if name == "reference" else some.hidden.float()
+            weight = weight.to(hidden.dtype) if name == "reference" else weight
+            log_prob = linear_log_prob(hidden, weight, some.target, backend=name).log_prob
+        (found,) = torch.autograd.grad(log_prob.sum() * size, weight)
+        return found / size
+
+    exact = weight_gradient(case.to(torch.float64), "reference", 1.0)
+    for size in (1e-9, 1.0, 1e9):
+        assert relative_error(weight_gradient(case, backend, size), exact) < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.usefixtures("logits")
+def test_autocast_rounds_the_weight_once_a_call(dtype, backend, device, set_chunk, monkeypatch):
+    """And takes the product that 16-bit weights take; the gradient of the weight is not rounded."""
+    set_chunk(20 * 130 * 4)
+    case = make_case(45, 40, 130, dtype, device)
+    wide = case.to(torch.float32)
+    old, advantage, _ = make_tokens(case)
+    made = []
+    inside = products.Products.__init__
+    monkeypatch.setattr(products.Products, "__init__", lambda self, *rest: (inside(self, *rest), made.append(self))[0])
+    monkeypatch.setattr(products.Products, "_converted", lambda *_: pytest.fail("a part of the weight is converted"))
+    more = {"clip": None, "backend": backend}
+    with torch.autocast(device.type, dtype):
+        gradients = wide.gradients(wide.policy_loss(old, advantage, **more).loss)
+    assert [one.weight.dtype for one in made] == [dtype]
+    narrow = case.gradients(case.policy_loss(old, advantage, **more).loss)
+    for ours, theirs in zip(gradients, narrow, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.to(dtype), theirs, rtol=0, atol=0)
+
+
+BYTES = {"library": {"triton": 6, "cuda": 4, "torch": 6}, "fused": {"triton": 2, "cuda": 2}}
+"""Of a logit at the peak: fp32 products beside F, F in the place of the products, or exponentials alone."""
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="what a GPU's own products allocate is not seen here")
+@pytest.mark.parametrize("dtype", [torch.bfloat16], indirect=True, ids=["bf16"])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
+def test_bytes_of_a_logit(entropy_coef, logits, dtype, backend, device, set_chunk, monkeypatch):
+    """What a row more in every chunk adds to the peak, beside some numbers of the row."""
+    if INTERPRETING:
+        hide_interpreter(monkeypatch)
+    vocabulary = 3000
+    case = make_case(120, 8, vocabulary, dtype, device, ignored=False)
+    old, advantage = torch.full((120,), -8.0), torch.ones(120)
+
+    def peak(rows):
+        set_chunk(rows * vocabulary * 4, vocabulary)
+        with PeakMemory() as memory:
+            case.policy_loss(old, advantage, clip=None, entropy_coef=entropy_coef, backend=backend).loss.backward()
+        return memory.peak
+
+    expected = BYTES[logits][backend]
+    assert expected <= (peak(60) - peak(30)) / (30 * vocabulary) < expected + 0.2
