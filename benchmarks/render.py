@@ -14,8 +14,10 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.gpu_model.constants import DEVICES
 from benchmarks.record import Record, Row, groups_of, read
 from benchmarks.record import write as write_record
+from exgrpo.kernels.dispatch import TRITON_INSTALLED
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -51,6 +53,7 @@ class Column:
 COLUMNS = (
     Column("", "row", str),
     Column("median", "median", seconds),
+    Column("predicted", "predicted", seconds),
     Column("floor / time", "floor_over_time", "{:.2f}".format),
     Column("time / ours", "times_ours", "{:.2f}".format),
     Column("time / on-policy", "times_on_policy", "{:.3f}".format),
@@ -123,11 +126,20 @@ def markdown(record: Record) -> str:
         "[How it was measured](../../docs/benchmarks.md). The rows of one table took turns. Ratios are"
         " medians, over the rounds, of the ratio within a round. Errors are against float64 on the same inputs.",
     ]
-    for grid in grids(record.rows):
+    for grid in grids(rows_of_page(record)):
         lines += ["", f"## {grid.title}", "", f"| {' | '.join(grid.header)} |"]
         lines.append("|---" + "|---:" * (len(grid.header) - 1) + "|")
         lines += [f"| {' | '.join(line)} |" for line in grid.lines]
     return "\n".join(lines) + "\n"
+
+
+def rows_of_page(record: Record) -> list[Row]:
+    """The rows of a record; on a GPU that the model knows, with what it predicts: docs/gpu_model.md."""
+    if record.machine.device not in DEVICES or not TRITON_INSTALLED:
+        return record.rows
+    from benchmarks.gpu_model.measured import with_predictions  # which imports triton
+
+    return with_predictions(record)
 
 
 def stem_of(date: str, device: str) -> str:
