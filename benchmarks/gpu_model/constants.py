@@ -14,7 +14,7 @@ DEVICES = {
 """Names that drivers give to the GPUs of the data sheets. Other boards of the same chips have other data sheets."""
 
 LIBRARY_TILES = {(128, 256): 1.0, (256, 128): 1.0, (128, 128): 0.9}
-"""Assumed, not calibrated. Tiles of a library's product, and how fast each is; the library takes the best for a shape."""
+"""Assumed. Tiles of a library's product, and how fast each is; the library takes the best for a shape."""
 
 PEAK_SHARE = 0.81
 """Calibrated. Of the data sheet's bf16 peak, what a library's main loop reaches on a device that was idle before."""
@@ -23,7 +23,7 @@ SUSTAINED_SHARE = 0.685
 """Calibrated. Of the same, what the power limit leaves to products that last."""
 
 CREDIT = 2.5e-3
-"""Calibrated. Seconds of a call's products, at the sustained rate, that the power limit lets pass after an idle time."""
+"""Calibrated. Seconds of a call's products, at the sustained rate, that the power limit spares after an idle time."""
 
 BANDWIDTH_SHARE = 0.65
 """Calibrated. Of the data sheet's bandwidth, what kernels that only read and write reach."""

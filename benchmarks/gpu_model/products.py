@@ -40,9 +40,7 @@ def library_product(gpu: Gpu, m: int, n: int, k: int) -> Product:
         seconds = waves * 2 * rows * columns * k / (speed * per_multiprocessor(gpu))
         return Product(2 * m * n * k, seconds, tiles, waves)
 
-    return min(
-        (with_tiles(*sides, speed) for sides, speed in constants.LIBRARY_TILES.items()), key=lambda p: p.seconds
-    )
+    return min((with_tiles(*sides, speed) for sides, speed in constants.LIBRARY_TILES.items()), key=lambda p: p.seconds)
 
 
 def triton_product(gpu: Gpu, m: int, n: int, k: int, tile: Tile) -> Product:

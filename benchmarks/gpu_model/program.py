@@ -69,9 +69,14 @@ def _predictions(options: Options) -> Table:
         for path in paths_of(gpu):
             way = way_of(gpu, path, size)
             found = predict(way, operation, size, rested=rested)
-            rows = f"{len(way.chunks(size.tokens))} chunks of {max(way.chunks(size.tokens))}"
+            rows = f"{len(way.chunks(size.tokens))} x {max(way.chunks(size.tokens))} rows"
             table.add_row("", f"{path}, {rows}", *_cells(found, bare))
-    table.caption = "; ".join(f"{path}: {what}" for path, what in PATHS.items())
+    now, fastest = (choose(gpu, POLICY_LOSS, size, rested=rested) for choose in (shipped, best))
+    gain = f"{now.seconds / fastest.seconds - 1:.1%}"
+    told = [f"{path}: {what}" for path, what in PATHS.items()]
+    told.append(f"policy loss, shipped: {now}; best of the model: {fastest}, {gain} faster")
+    table.caption = "\n".join(told)
+    table.caption_justify = "left"
     return table
 
 

@@ -54,6 +54,7 @@ class Trace(TorchDispatchMode):
                 return OPDEFS[function.name()]._init_fn(*args, **kwargs)
         found = function(*args, **kwargs)
         given, made = _tensors((args, kwargs)), _tensors(found)
+        self._known |= {tensor.untyped_storage()._cdata for tensor in given}  # those of the caller do not count
         self._keep(made)
         name = function.overloadpacket.__name__
         writes = any(a.alias_info and a.alias_info.is_write for a in function._schema.arguments)
@@ -62,7 +63,8 @@ class Trace(TorchDispatchMode):
         if name not in RESERVES and (writes or new):
             self.launches[name] += 1
             if name != "index_put_":
-                self.bytes += sum(tensor.nbytes for tensor in made + given * (name not in FACTORIES))
+                read = _tensors((args, {**kwargs, "out": None})) if name not in FACTORIES else []
+                self.bytes += sum(tensor.nbytes for tensor in made + read)
         return found
 
     def kernel(self, name: str) -> "Kernel":
