@@ -8,7 +8,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,20 +126,27 @@ def markdown(record: Record) -> str:
         "[How it was measured](../../docs/benchmarks.md). The rows of one table took turns. Ratios are"
         " medians, over the rounds, of the ratio within a round. Errors are against float64 on the same inputs.",
     ]
-    for grid in grids(rows_of_page(record)):
+    for grid in grids(record.rows):
         lines += ["", f"## {grid.title}", "", f"| {' | '.join(grid.header)} |"]
         lines.append("|---" + "|---:" * (len(grid.header) - 1) + "|")
         lines += [f"| {' | '.join(line)} |" for line in grid.lines]
     return "\n".join(lines) + "\n"
 
 
-def rows_of_page(record: Record) -> list[Row]:
-    """The rows of a record; on a GPU that the model knows, with what it predicts: docs/gpu_model.md."""
-    if record.machine.device not in DEVICES or not TRITON_INSTALLED:
-        return record.rows
-    from benchmarks.gpu_model.measured import with_predictions  # which imports triton
+def with_predictions(record: Record) -> Record:
+    """A record with what the model of the GPU paths predicts, see docs/gpu_model.md; one that has it already keeps it.
 
-    return with_predictions(record)
+    The record holds it, since launch tables and the model change. Without Triton or for a GPU without a data sheet,
+    nothing is added.
+    """
+    known = record.machine.device in DEVICES and TRITON_INSTALLED
+    if not known or any("predicted" in row for row in record.rows):
+        return record
+    from benchmarks.gpu_model.measured import prediction_of  # which imports triton
+
+    found = [prediction_of(record.machine.device, row["group"], row.get("row", "")) for row in record.rows]
+    rows = [{**row, "predicted": one and one.seconds} for row, one in zip(record.rows, found, strict=True)]
+    return replace(record, rows=rows)
 
 
 def stem_of(date: str, device: str) -> str:
@@ -151,6 +158,7 @@ def write(record: Record, folder: Path = RESULTS) -> Path:
     """Write the record, its page and, where it has anything to plot, its plots; returns the page."""
     from benchmarks.plots import draw
 
+    record = with_predictions(record)
     stem = stem_of(record.date, record.machine.device)
     folder.mkdir(parents=True, exist_ok=True)
     draw(record.rows, folder / f"{stem}.svg")

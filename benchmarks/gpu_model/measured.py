@@ -1,4 +1,4 @@
-"""The model beside measured rows: the column `predicted` of a page, and how well the model fits a record."""
+"""What the model says of measured rows, and how well it fits a record."""
 
 import re
 from collections.abc import Iterator
@@ -37,12 +37,6 @@ def comparisons(record: Record) -> Iterator[Comparison]:
         found = prediction_of(record.machine.device, row["group"], row.get("row", ""))
         if found:
             yield Comparison(row["group"], row["row"], found, row)
-
-
-def with_predictions(record: Record) -> list[Row]:
-    """The rows of a record, with the predicted seconds of those that the model knows."""
-    found = {(one.group, one.row): one.predicted.seconds for one in comparisons(record)}
-    return [{**row, "predicted": found.get((row["group"], row.get("row", "")))} for row in record.rows]
 
 
 def prediction_of(device: str, group: str, row: str) -> Prediction | None:

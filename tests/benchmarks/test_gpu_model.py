@@ -19,7 +19,7 @@ from benchmarks.gpu_model.program import main
 from benchmarks.gpu_model.walk import CUDA, LIBRARY, PATHS, TRITON, Size, Way, launches, peak_bytes, steps
 from benchmarks.heads import FORWARD, FULL_GPU, LOG_PROB, POLICY_LOSS, WITH_ENTROPY
 from benchmarks.record import read
-from benchmarks.render import RESULTS, markdown
+from benchmarks.render import RESULTS, markdown, write
 from exgrpo.kernels.triton_chunks.launch import Launch, Plan, Tile
 from exgrpo.train.estimate.data_sheets import GPUS, Gpu
 from tests.benchmarks.traced import trace
@@ -257,14 +257,23 @@ def test_mistakes_are_told_in_one_line(arguments, message, capsys):
     assert told.count("\n") == 1
 
 
-def test_pages_of_known_gpus_have_predictions():
+def test_pages_of_known_gpus_have_predictions(tmp_path):
     record = read(RECORD)
-    page = markdown(record)
+    bare = replace(record, rows=[{key: row[key] for key in row if key != "predicted"} for row in record.rows])
+    page = write(bare, tmp_path).read_text()
     found = prediction_of(record.machine.device, "forward bfloat16 8192x1536x151936", "exgrpo cuda")
     assert f"| exgrpo cuda | 6.15 ms | {found.seconds * 1e3:.3g} ms | 0.83 |" in page
     assert "| full logits | 25.5 ms |  | 0.20 |" in page
     for device in ("cpu", "NVIDIA H100 PCIe"):
-        assert "predicted" not in markdown(replace(record, machine=replace(record.machine, device=device)))
+        other = replace(bare, machine=replace(record.machine, device=device))
+        assert write(other, tmp_path).read_text() == markdown(other)
+        assert "predicted" not in markdown(other)
+
+
+def test_a_record_keeps_the_predictions_of_its_day(tmp_path, monkeypatch):
+    page = write(read(RECORD), tmp_path).read_text()
+    monkeypatch.setattr(constants, "LAUNCH", 1.0)
+    assert write(read(RECORD), tmp_path).read_text() == page == RECORD.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize(
