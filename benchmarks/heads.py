@@ -30,6 +30,9 @@ OPERATIONS = {
     WITH_ENTROPY: "clipped policy loss with entropy bonus, forward and backward",
 }
 
+FULL_GPU = ((8192, 1536, 151936), (8192, 3584, 152064), (16384, 4096, 128256), (32768, 3584, 152064))
+"""(T, D, V) of real models, for a GPU."""
+
 WITHOUT_ENTROPY = (FORWARD, LOG_PROB, CROSS_ENTROPY, POLICY_LOSS)
 
 

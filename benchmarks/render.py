@@ -8,14 +8,16 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from benchmarks.gpu_model.constants import DEVICES
 from benchmarks.record import Record, Row, groups_of, read
 from benchmarks.record import write as write_record
+from exgrpo.kernels.dispatch import TRITON_INSTALLED
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -51,6 +53,7 @@ class Column:
 COLUMNS = (
     Column("", "row", str),
     Column("median", "median", seconds),
+    Column("predicted", "predicted", seconds),
     Column("floor / time", "floor_over_time", "{:.2f}".format),
     Column("time / ours", "times_ours", "{:.2f}".format),
     Column("time / on-policy", "times_on_policy", "{:.3f}".format),
@@ -130,6 +133,22 @@ def markdown(record: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_predictions(record: Record) -> Record:
+    """A record with what the model of the GPU paths predicts, see docs/gpu_model.md; one that has it already keeps it.
+
+    The record holds it, since launch tables and the model change. Without Triton or for a GPU without a data sheet,
+    nothing is added.
+    """
+    known = record.machine.device in DEVICES and TRITON_INSTALLED
+    if not known or any("predicted" in row for row in record.rows):
+        return record
+    from benchmarks.gpu_model.measured import prediction_of  # which imports triton
+
+    found = [prediction_of(record.machine.device, row["group"], row.get("row", "")) for row in record.rows]
+    rows = [{**row, "predicted": one and one.seconds} for row, one in zip(record.rows, found, strict=True)]
+    return replace(record, rows=rows)
+
+
 def stem_of(date: str, device: str) -> str:
     """What the names of a machine's files of one day begin with."""
     return f"{date}_{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}"
@@ -139,6 +158,7 @@ def write(record: Record, folder: Path = RESULTS) -> Path:
     """Write the record, its page and, where it has anything to plot, its plots; returns the page."""
     from benchmarks.plots import draw
 
+    record = with_predictions(record)
     stem = stem_of(record.date, record.machine.device)
     folder.mkdir(parents=True, exist_ok=True)
     draw(record.rows, folder / f"{stem}.svg")

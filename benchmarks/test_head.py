@@ -8,6 +8,7 @@ import torch
 from benchmarks.accuracy import errors, exact, first_tokens
 from benchmarks.heads import (
     FORWARD,
+    FULL_GPU,
     LOG_PROB,
     OPERATIONS,
     POLICY_LOSS,
@@ -35,7 +36,6 @@ ROWS: tuple[Implementation, ...] = (
 )
 SMALL = (512, 896, 32000)
 FULL_CPU = ((1024, 896, 32000), (2048, 1536, 151936))
-FULL_GPU = ((8192, 1536, 151936), (8192, 3584, 152064), (16384, 4096, 128256), (32768, 3584, 152064))
 TINY = (64, 64, 1000)
 FRACTIONS = (0.7, 0.5)
 """Of the tokens that count, where not all of them do."""

@@ -113,11 +113,16 @@ def plan(device: torch.device, operand: torch.dtype, width: int, vocabulary: int
         ValueError: a table is malformed.
     """
     entry = setting(architecture(device), dtype_name(operand), shape_class(width))
+    return plan_from(entry, operand, vocabulary, _memory(device))
+
+
+def plan_from(entry: Mapping[str, Any], operand: torch.dtype, vocabulary: int, memory: int) -> Plan:
+    """What every ``setting`` of a table says for a head of this vocabulary, on a device of ``memory`` bytes."""
     fused = entry["logits"] == "fused"
     row_bytes = max(1, vocabulary) * _bytes_per_logit(operand, fused)
     return Plan(
         fused=fused,
-        chunk_rows=max(1, min(entry["chunk_rows"], _memory(device) // MEMORY_SHARE // row_bytes)),
+        chunk_rows=max(1, min(entry["chunk_rows"], memory // MEMORY_SHARE // row_bytes)),
         rows=_fitted(entry, vocabulary),
         tile=Tile(**entry["tile"]),
     )

@@ -1,0 +1,58 @@
+"""What the model says of measured rows, and how well it fits a record."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.gpu_model import constants
+from benchmarks.gpu_model.prediction import Prediction, floor, gpu_of, paths_of, predict, way_of
+from benchmarks.gpu_model.walk import CUDA, LIBRARY, TRITON, Size
+from benchmarks.record import Record, Row
+from exgrpo.kernels.triton_chunks.launch import setting, shape_class
+from exgrpo.train.estimate.data_sheets import Gpu
+
+GROUP = re.compile(r"(\S+) bfloat16 (\d+)x(\d+)x(\d+)")
+"""Of a head's benchmark where all tokens count."""
+PATH_OF_ROW = {"exgrpo triton": TRITON, "exgrpo cuda": CUDA}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A measured row that the model knows."""
+
+    group: str
+    row: str
+    predicted: Prediction
+    measured: Row
+
+    @property
+    def ratio(self) -> float:
+        """Predicted time / measured time."""
+        return self.predicted.seconds / self.measured["median"]
+
+
+def comparisons(record: Record) -> Iterator[Comparison]:
+    """The rows of a record that the model knows; none of a device without a data sheet."""
+    for row in record.rows:
+        found = prediction_of(record.machine.device, row["group"], row.get("row", ""))
+        if found:
+            yield Comparison(row["group"], row["row"], found, row)
+
+
+def prediction_of(device: str, group: str, row: str) -> Prediction | None:
+    """What a row of a group should take on a device, by the launch table of today; None where the model knows none."""
+    parsed = GROUP.fullmatch(group)
+    if device not in constants.DEVICES or not parsed or parsed[1] not in constants.LAUNCHES:
+        return None
+    gpu, operation, size = gpu_of(device), parsed[1], Size(*map(int, parsed.groups()[1:]))
+    if row == "floor":
+        return floor(gpu, operation, size)
+    path = _path(gpu, row, size)
+    return predict(way_of(gpu, path, size), operation, size) if path in paths_of(gpu) else None
+
+
+def _path(gpu: Gpu, row: str, size: Size) -> str | None:
+    """Of a row; the CUDA backend's row kernels are not modelled."""
+    if setting(gpu.architecture, "bfloat16", shape_class(size.width))["logits"] == LIBRARY:
+        return LIBRARY if row == "exgrpo triton" else None
+    return PATH_OF_ROW.get(row)

@@ -1,0 +1,174 @@
+"""What a call does, step after step: the walk of exgrpo/kernels/chunks, counted instead of run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.gpu_model import constants
+from benchmarks.gpu_model.products import Product, cuda_product, library_product, triton_product
+from benchmarks.heads import FORWARD, LOG_PROB, POLICY_LOSS, WITH_ENTROPY
+from exgrpo.kernels.chunks import chunking
+from exgrpo.kernels.cuda_chunks import cuda_fused
+from exgrpo.kernels.triton_chunks.launch import Plan
+from exgrpo.kernels.triton_chunks.triton_passes import ALIGNED
+from exgrpo.train.estimate.data_sheets import Gpu
+
+LIBRARY, TRITON, CUDA = "library", "triton", "cuda"
+PATHS = {
+    LIBRARY: "library products and Triton row kernels",
+    TRITON: "the fused product by Triton",
+    CUDA: "the fused product by CUDA C++, on Hopper",
+}
+B16, F32 = 2, 4
+"""Bytes of a number."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """T tokens, width D and vocabulary V of a bf16 head; every token has a gradient, nothing is clipped."""
+
+    tokens: int
+    width: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A product, or kernels that only read and write.
+
+    Attributes:
+        name: what is done.
+        read, written: bytes of device memory, each operand and result once.
+        product: None for the others.
+    """
+
+    name: str
+    read: float
+    written: float
+    product: Product | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """A path with its plan, on a GPU."""
+
+    gpu: Gpu
+    path: str
+    plan: Plan
+
+    def chunks(self, tokens: int) -> list[int]:
+        """Rows of the chunks."""
+        return [end - begin for begin, end in chunking.spans(tokens, self.plan.chunk_rows)]
+
+    def partials(self, rows: int, vocabulary: int) -> int:
+        """Bytes of the sums of column tiles that a fused product leaves; the CUDA one has two kinds of tiles."""
+        columns = [self.plan.tile.columns] + [cuda_fused.TILE_COLUMNS] * (self.path == CUDA)
+        return sum(2 * F32 * rows * -(-vocabulary // one) for one in columns)
+
+
+def steps(way: Way, operation: str, size: Size) -> Iterator[Step]:
+    """Everything that a call of an operation reads, multiplies and writes; vectors of tokens left out."""
+    width, vocabulary, rows = size.width, size.vocabulary, way.chunks(size.tokens)
+    if operation in (FORWARD, LOG_PROB):
+        for chunk in rows:
+            yield from _logits(way, chunk, size, gradient=False)
+            yield from _sums(way, chunk, size, written=0)
+    if operation == FORWARD:
+        return
+    yield Step("gradient of hidden: zeros", 0, F32 * size.tokens * width)
+    for i, chunk in enumerate(rows):
+        yield from _logits(way, chunk, size, gradient=True)
+        yield from _softmax_gradient(way, operation, chunk, size)
+        yield from _gradient_products(way, chunk, size, first=i == 0, once=len(rows) == 1)
+    yield Step("gradient of hidden: to bf16", F32 * size.tokens * width, B16 * size.tokens * width)
+    if len(rows) > 1:
+        yield Step("gradient of weight: to bf16", F32 * vocabulary * width, B16 * vocabulary * width)
+    if operation != LOG_PROB:
+        both = B16 * (size.tokens + vocabulary) * width
+        yield Step("backward: gradients times that of the loss", both, both)
+
+
+def floor_steps(gpu: Gpu, operation: str, size: Size) -> Iterator[Step]:
+    """The bare products in bf16 with bf16 results, whole."""
+    t, d, v = size.tokens, size.width, size.vocabulary
+    sides = [(t, v, d)] if operation == FORWARD else [(t, v, d), (t, d, v), (v, d, t)]
+    for m, n, k in sides:
+        yield Step("product", B16 * (m + n) * k, B16 * m * n, library_product(gpu, m, n, k))
+
+
+def _logits(way: Way, rows: int, size: Size, *, gradient: bool) -> Iterator[Step]:
+    """hidden @ weight.T of a chunk, into fp32 by the library, into exponentials by a fused product."""
+    width, vocabulary = size.width, size.vocabulary
+    read = B16 * (rows + vocabulary) * width
+    if way.path == LIBRARY:
+        product = library_product(way.gpu, rows, vocabulary, width)
+        yield Step("logits", read, F32 * rows * vocabulary, product)
+        return
+    partials, exponentials = way.partials(rows, vocabulary), B16 * rows * vocabulary * gradient
+    if way.path == CUDA:
+        product = cuda_product(way.gpu, rows, vocabulary, width)
+    else:
+        product = triton_product(way.gpu, rows, vocabulary, width, way.plan.tile)
+    yield Step("logits", read, exponentials, product)
+    # Of the sums, of the sums of rows done again, and of the largest logits of these: S, M; S, M; one of them.
+    yield Step("sums of tiles", 2.5 * partials, partials)
+
+
+def _sums(way: Way, rows: int, size: Size, *, written: int) -> Iterator[Step]:
+    """The reading of fp32 logits; a fused product has the sums already."""
+    if way.path == LIBRARY:
+        yield Step("row kernel", F32 * rows * size.vocabulary, written * rows * size.vocabulary)
+
+
+def _softmax_gradient(way: Way, operation: str, rows: int, size: Size) -> Iterator[Step]:
+    """From logits or exponentials of a chunk to what the gradient products read."""
+    logits = rows * size.vocabulary
+    if way.path == LIBRARY:
+        if operation == WITH_ENTROPY:
+            yield from _sums(way, rows, size, written=0)
+        yield from _sums(way, rows, size, written=B16)
+    elif operation == WITH_ENTROPY:
+        yield Step("row kernel", B16 * logits, B16 * logits)
+
+
+def _gradient_products(way: Way, rows: int, size: Size, *, first: bool, once: bool) -> Iterator[Step]:
+    """The two gradient products of a chunk, and the row scales beside them."""
+    width, vocabulary = size.width, size.vocabulary
+    exponentials, one = B16 * rows * vocabulary, rows * width
+    product = library_product(way.gpu, rows, width, vocabulary)
+    yield Step("gradient of hidden", exponentials + B16 * vocabulary * width, F32 * one, product)
+    yield Step("gradient of hidden: row scales", F32 * one, F32 * one)
+    yield Step("hidden: row scales, to bf16", (B16 + F32) * one, (F32 + B16) * one)
+    sums = (B16 if once else F32) * vocabulary * width
+    product = library_product(way.gpu, vocabulary, width, rows)
+    yield Step("gradient of weight", exponentials + B16 * one + (0 if first else sums), sums, product)
+
+
+def launches(way: Way, operation: str, size: Size) -> int:
+    """How many kernels a call launches."""
+    call, fused, library = constants.LAUNCHES[operation]
+    count = len(way.chunks(size.tokens))
+    return call + count * (library if way.path == LIBRARY else fused) + (count > 1 and operation != FORWARD)
+
+
+def peak_bytes(way: Way, operation: str, size: Size) -> int:
+    """Bytes beyond the inputs at the fullest moment, gradients included; vectors of tokens left out."""
+    chunks = way.chunks(size.tokens)
+    rows, held = max(chunks), min(way.plan.chunk_rows, size.tokens)
+    columns = -(-size.vocabulary // ALIGNED) * ALIGNED
+    buffer = (F32 if way.path == LIBRARY else B16) * held * columns
+    partials = 0 if way.path == LIBRARY else way.partials(rows, size.vocabulary)
+    if operation == FORWARD:
+        return buffer if way.path == LIBRARY else partials
+    one, several = rows * size.width, len(chunks) > 1
+    weight = (F32 if several else B16) * size.vocabulary * size.width
+    gradients = F32 * size.tokens * size.width + weight
+    # dH of the chunk before and after its row scales, and the scaled hidden states in fp32 and bf16.
+    multiplied = buffer + (F32 + F32 + B16) * one
+    formed = partials + buffer
+    if way.path == LIBRARY:
+        formed = buffer + B16 * rows * columns
+        multiplied += B16 * rows * columns
+        if several and operation == POLICY_LOSS:  # that of the chunk before is still held
+            formed += B16 * rows * columns
+    results = B16 * size.tokens * size.width + (B16 * size.vocabulary * size.width if several else 0)
+    return gradients + max(formed, multiplied, results)
