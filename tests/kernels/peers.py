@@ -87,6 +87,8 @@ def cut_cross_entropy(monkeypatch):
     require("cut_cross_entropy")
     if INTERPRETED:
         pytest.skip("torch.compile and Triton's interpreter do not belong in one process")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU its backward takes 16-bit inputs alone, and fp32 is compared here")
     function = CutCrossEntropy().function
     return lambda case: function(
         case.hidden, case.weight, case.target, softcap=case.options["softcap"], reduction="sum"

@@ -49,6 +49,17 @@ def launched(monkeypatch):
     return seen
 
 
+@pytest.fixture(autouse=True)
+def logits(request, tmp_path, monkeypatch):
+    """How bf16 logits are formed: by the library's product where a test says nothing."""
+    table, way = tmp_path / "launch.toml", getattr(request, "param", "library")
+    table.write_text(f'[{launch.architecture(DEVICE)}.bfloat16]\nlogits = "{way}"\n', encoding="utf-8")
+    monkeypatch.setenv(launch.ENVIRONMENT, str(table))
+    launch.forget()
+    yield
+    launch.forget()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("terms", "output"),
@@ -95,17 +106,7 @@ def test_what_the_row_kernel_cannot_hold_is_left_to_triton(device, launched, mon
     assert launched == []
 
 
-@pytest.fixture
-def fused(tmp_path, monkeypatch):
-    table = tmp_path / "launch.toml"
-    table.write_text(f'[{launch.architecture(DEVICE)}.bfloat16]\nlogits = "fused"\n', encoding="utf-8")
-    monkeypatch.setenv(launch.ENVIRONMENT, str(table))
-    launch.forget()
-    yield
-    launch.forget()
-
-
-@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("logits", ["fused"], indirect=True)
 @pytest.mark.parametrize("impossible", [False, True])
 def test_the_fused_product(impossible, device, launched):
     """Some targets are next to impossible: their rows are done again by the Triton kernels, over the same tiles."""

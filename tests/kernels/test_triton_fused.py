@@ -106,12 +106,10 @@ def test_impossible_targets_and_certain_ones(dtype, device):
     compare(case, call)
 
 
-def test_a_cap_and_autocast_take_the_librarys_product(dtype, device, made):
-    """The exponentials do not tell how steep a cap is; a weight of another dtype would have to be converted first."""
+def test_a_cap_takes_the_librarys_product(dtype, device, made):
+    """The exponentials do not tell how steep a cap is."""
     case = make_case(20, 16, 40, dtype, device)
     linear_log_prob(case.hidden, case.weight, case.target, softcap=5.0, backend="triton")
-    with torch.autocast(device.type, dtype):
-        linear_log_prob(case.hidden.float(), case.weight.float(), case.target, backend="triton")
     assert set(made) == {triton_passes.TritonPasses}
 
 
