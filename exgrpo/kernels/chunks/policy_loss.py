@@ -31,8 +31,7 @@ def policy_loss_forward(
     if normalizer is None:
         normalizer = head.weight.new_full((), max(1, walk.count), dtype=torch.float64)
     tokens = _in_order(walk, terms.tokens)
-    bonus = tokens.advantage.new_full((1,), terms.entropy_coef) if everywhere else None
-    unit = passes.products.unit(tokens.advantage, bonus)
+    unit = passes.products.unit(tokens.advantage, terms.entropy_coef)
     # In a unit, the gradients are gathered without the normaliser.
     divisor, unit = (normalizer, None) if unit is None else (1 / unit, unit * normalizer)
     row_terms = RowTerms(terms.surrogate, terms.entropy_coef, divisor, head.options.softcap)

@@ -89,7 +89,7 @@ class Products:
         """Whether gradients of a token mean, around 1e-7, are beyond the range of the operands of their products."""
         return self.mixed and self.operand == torch.float16
 
-    def unit(self, *upstream: Tensor | None) -> Tensor | None:
+    def unit(self, *upstream: Tensor | float | None) -> Tensor | None:
         """What the gradients with respect to log-probs and entropies are multiplied by; None: 1.
 
         Where the range is narrow, it is the power of two that brings the largest of ``upstream`` near 2^-HEADROOM. All
@@ -97,8 +97,9 @@ class Products:
         """
         if not self.narrow_range:
             return None
-        values = [values.flatten().to(self.compute) for values in upstream if values is not None]
-        largest = torch.cat([self.weight.new_zeros(1, dtype=self.compute), *values]).abs().amax()
+        zero = self.weight.new_zeros(1, dtype=self.compute)
+        given = (torch.as_tensor(values, device=zero.device) for values in upstream if values is not None)
+        largest = torch.cat([zero, *(values.to(zero.dtype).flatten() for values in given)]).abs().amax()
         exponent = torch.frexp(largest).exponent.clamp(-FARTHEST, FARTHEST)
         return torch.ldexp(torch.ones_like(largest), -exponent - HEADROOM)
 
