@@ -35,7 +35,7 @@ def table(findings: Sequence[Finding]) -> Table:
 
 def verdict(findings: Sequence[Finding]) -> str:
     """How many checks came to what, in a line."""
-    counts = Counter(found.result for found in findings)
+    counts = Counter[str](found.result for found in findings)
     return ", ".join(f"{counts[result]} {result}" for result in COLOURS)
 
 
@@ -62,15 +62,14 @@ def text(findings: Sequence[Finding], scratch: Path) -> str:
 def anonymous(content: str, scratch: Path) -> str:
     """A text without what names a user: known folders by signs, other paths cut to their last part, no host or user."""
     folders = {
+        os.getcwd(): ".",
         str(scratch): "<scratch>",
         str(Path(exgrpo.__file__).parents[1]): "<source>",
         sys.prefix: "<python>",
-        sys.base_prefix: "<python>",
-        os.getcwd(): ".",
         str(Path.home()): "~",
     }
     for folder in sorted(folders, key=len, reverse=True):
-        if folder.strip("/"):
+        if folder != "/" and not folder.startswith("/usr"):
             content = re.sub(rf"{re.escape(folder)}(?![\w-])", folders[folder], content)
     content = _PATH.sub(r"…/\1", content)
     for name, sign in ((socket.gethostname(), "<host>"), (_user(), "<user>")):

@@ -11,8 +11,8 @@ CASES = (
     ("math_no_think", r"\boxed{x^2 + 1}", "x^2 - 1", 0.0),
     ("exgrpo.train.data.countdown:reward", r"\boxed{(3 + 5) * 8 - 9}", "55 3 5 8 9", 1.0),
     ("exgrpo.train.data.countdown:reward", r"\boxed{3 + 5 + 8 + 9}", "55 3 5 8 9", 0.0),
-    ("exgrpo.train.data.colouring:reward", r"\boxed{a=red b=green}", "ab ab", 1.0),
-    ("exgrpo.train.data.colouring:reward", r"\boxed{a=red b=red}", "ab ab", 0.0),
+    ("exgrpo.train.data.colouring:reward", r"\boxed{a=R b=G}", "ab ab", 1.0),
+    ("exgrpo.train.data.colouring:reward", r"\boxed{a=R b=R}", "ab ab", 0.0),
 )
 """A reward, an answer, the gold answer, and what the answer is worth."""
 HANGS = "exgrpo.train.doctor.checks.grading:hang"
@@ -40,10 +40,11 @@ def check(given: Given) -> str:
         grading.add(response, gold, reward=reward)
     grading.add(ENDLESS, "", reward=HANGS)
     grades = grading.finish()
-    worth = [worth for *_, worth in CASES]
     wrong = [case[:3] for case, reward in zip(CASES, grades.reward, strict=False) if reward != case[3]]
     if wrong or grades.failed:
-        raise CheckFailedError(f"{len(wrong)} of {len(worth)} answers got a wrong reward: {wrong}. {REMEDY}")
+        raise CheckFailedError(
+            f"{max(len(wrong), grades.failed)} of {len(CASES)} answers got a wrong reward or failed: {wrong}. {REMEDY}"
+        )
     if grades.timed_out != 1:
         raise CheckFailedError(f"an answer that hangs was not ended after {LIMIT:g} s. {REMEDY}")
     start = time.perf_counter()
@@ -52,7 +53,7 @@ def check(given: Given) -> str:
     if many.failed or many.timed_out:
         raise CheckFailedError(f"{many.failed} answers failed and {many.timed_out} took over {LIMIT:g} s. {REMEDY}")
     return (
-        f"{len(worth)} answers to 4 rewards graded rightly, 1 that hangs was ended; {rate:.0f} answers/s in 2 processes"
+        f"{len(CASES)} answers to 4 rewards graded rightly, 1 that hangs was ended; {rate:.0f} answers/s in 2 processes"
     )
 
 

@@ -20,7 +20,7 @@ def check(given: Given) -> str:
     if device().type == "cpu":
         return f"{text}, no GPU: the CPU computes"
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return f"{text}, CUDA {torch.version.cuda}, NCCL {nccl}: {names}"
 
 

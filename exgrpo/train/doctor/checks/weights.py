@@ -2,11 +2,17 @@
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from exgrpo.train.doctor.check import Check, CheckFailedError, Given
 from exgrpo.train.doctor.machine import device
 from exgrpo.train.doctor.tiny import open_inputs, tiny_run
 from exgrpo.train.estimate.parts import GIB
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from exgrpo.train.rollout import RolloutEngine
 
 REMEDY = "Try --rollout.engine transformers, and with vLLM --rollout.sleep_level 0"
 FACTOR = 1.5
@@ -27,22 +33,33 @@ def check(given: Given) -> str:
     model = settings.source.load(settings.dtype, settings.attention).to(world.device).requires_grad_(False)
     for parameter in model.parameters():
         parameter.mul_(FACTOR)
-    weights = list(model.named_parameters())
-    before = len(engine.differing(weights))
-    if not before:
-        raise CheckFailedError(f"{choice.name} does not notice that weights differ. {REMEDY}")
-    push = _seconds(lambda: engine.push_weights(weights))
-    _same(engine.differing(weights), "after a push")
-    awake = _free()
-    sleep = _seconds(engine.sleep)
-    freed = _free() - awake
-    wake = _seconds(engine.wake)
-    _same(engine.differing(weights), "after sleep")
-    sleeps = choice.name == "vllm" and device().type == "cuda" and config.rollout.sleep_level > 0
+    seconds, freed = exercise(engine, list(model.named_parameters()))
+    sleeps = choice.name == "vllm" and world.device.type == "cuda" and config.rollout.sleep_level > 0
     if sleeps and freed < config.rollout.kv_cache_gib * GIB / 2:
         raise CheckFailedError(f"asleep, vLLM gave only {freed / GIB:.2f} GiB back. {REMEDY}")
-    gave = f", which gave {freed / GIB:.2f} GiB back" if sleeps else ""
-    return f"{choice.name}: push {push * 1e3:.0f} ms, sleep {sleep * 1e3:.0f} ms{gave}, wake {wake * 1e3:.0f} ms"
+    told = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in seconds.items())
+    return f"{choice.name}: {told}" + (f"; asleep it gave {freed / GIB:.2f} GiB back" if sleeps else "")
+
+
+def exercise(engine: "RolloutEngine", weights: "list[tuple[str, Tensor]]") -> tuple[dict[str, float], float]:
+    """Push weights that are not the engine's, and see that it has them then and after sleep.
+
+    Returns:
+        the seconds of each action by its name, and the bytes of the GPU that sleep gave back.
+
+    Raises:
+        CheckFailedError: it has other weights, or does not know which it has.
+    """
+    if not engine.differing(weights):
+        raise CheckFailedError(f"the engine does not notice that its weights differ. {REMEDY}")
+    seconds = {"push": _seconds(lambda: engine.push_weights(weights))}
+    _same(engine.differing(weights), "after a push")
+    awake = _free()
+    seconds["sleep"] = _seconds(engine.sleep)
+    freed = _free() - awake
+    seconds["wake"] = _seconds(engine.wake)
+    _same(engine.differing(weights), "after sleep")
+    return seconds, freed
 
 
 def _same(differing: list[str], when: str) -> None:
