@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from rich.console import Console
@@ -24,11 +25,17 @@ PROGRAM = "exgrpo.train.doctor"
 PATIENCE = 300
 
 
+@pytest.fixture
+def temporary():
+    """A folder with a short name."""
+    with TemporaryDirectory(prefix="doctor", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.timeout(1800)
-def test_a_whole_run_on_the_cpu(tmp_path):
-    home, temporary, output = tmp_path / "home", tmp_path / "temporary", tmp_path / "doctor.md"
+def test_a_whole_run_on_the_cpu(tmp_path, temporary):
+    home, output = tmp_path / "home", tmp_path / "doctor.md"
     home.mkdir()
-    temporary.mkdir()
     done = subprocess.run(
         [sys.executable, "-m", PROGRAM, "--output", str(output)],
         cwd=ROOT,
@@ -50,6 +57,7 @@ def test_a_whole_run_on_the_cpu(tmp_path):
     assert "2 processes: right" in rows["collectives"]
     assert "2 x cpu, bf16" in rows["zero3_all"]
     assert str(tmp_path) not in told
+    assert str(temporary) not in told
     assert list(home.iterdir()) == []
     assert list(temporary.iterdir()) == []
 
@@ -127,11 +135,11 @@ def test_without_a_recipe_it_is_the_default_run_in_bf16_and_else_the_recipe(tmp_
         recipe_of(Options(recipe=tmp_path / "none.yaml"))
 
 
-def test_a_signal_ends_the_doctor_with_its_checks(tmp_path):
+def test_a_signal_ends_the_doctor_with_its_checks(temporary):
     doctor = subprocess.Popen(
         [sys.executable, "-m", PROGRAM, "--only", "collectives"],
         cwd=ROOT,
-        env={**environment(), "TMPDIR": str(tmp_path)},
+        env={**environment(), "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -146,7 +154,7 @@ def test_a_signal_ends_the_doctor_with_its_checks(tmp_path):
     _, told = doctor.communicate(timeout=PATIENCE)
     assert (doctor.returncode, told) == (130, "stopped: nothing has changed\n")
     assert all(gone(process) for process in processes)
-    assert list(tmp_path.iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_the_program_needs_no_torch():

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
                 output.touch()
         console = Console()
         progress = Console(stderr=True, highlight=False)
-        scratch = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="exgrpo_doctor_")))
+        scratch = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="exgrpo_")))
         findings.extend(examine(checks, recipe, scratch, options.timeout, progress))
         console.print(table(findings))
         report = text(findings, scratch)

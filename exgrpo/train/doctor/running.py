@@ -19,6 +19,8 @@ LOOK_EVERY = 0.05
 SHOWN_LINES = 25
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher says to its processes: of one above the doctor nothing is to be heard."""
+LONGEST_PLACE = 60
+"""Characters of a folder for temporary files: the address of a socket in a folder there has at most 107."""
 SHARED = "/dev/shm/"
 
 
@@ -66,7 +68,9 @@ def environment(folder: Path) -> dict[str, str]:
     """The environment of a check: what libraries write into a home or a cache goes into a folder; the hub's stays."""
     caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     kept = {"HF_HOME": os.environ.get("HF_HOME", f"{caches}/huggingface"), "PYTHONUSERBASE": site.getuserbase()}
-    own = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), str(folder))
+    own = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), str(folder))
+    if len(str(folder)) <= LONGEST_PLACE:
+        own["TMPDIR"] = str(folder)
     inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     return {**inherited, **kept, **own}
 
