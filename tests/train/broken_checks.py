@@ -39,6 +39,10 @@ def crashes(given):
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def vanishes(given):
+    os._exit(0)
+
+
 def leaves_a_process(given):
     sleeper = subprocess.Popen([sys.executable, "-c", SLEEPER])
     return str(sleeper.pid)

@@ -54,7 +54,7 @@ def test_a_whole_run_on_the_cpu(tmp_path, temporary):
     must_run = {"versions", "disk", "memory", "kernels_torch", "collectives", "grading", "agreement", "weights"}
     for name in (*must_run, "zero3_one", "zero3_all"):
         assert "| ok |" in rows[name]
-    assert "2 processes: right" in rows["collectives"]
+    assert "gloo, 2 x cpu: right; " in rows["collectives"]
     assert "2 x cpu, bf16" in rows["zero3_all"]
     assert str(tmp_path) not in told
     assert str(temporary) not in told

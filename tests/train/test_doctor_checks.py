@@ -5,14 +5,17 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from exgrpo.kernels import dispatch, self_check
 from exgrpo.train.config import Config
+from exgrpo.train.distributed import World
 from exgrpo.train.doctor.check import CheckFailedError, Given, Skipped, all_checks
-from exgrpo.train.doctor.checks import disk, grading, kernels, memory, versions, weights, zero3
+from exgrpo.train.doctor.checks import collectives, disk, grading, kernels, memory, versions, weights, zero3
 from exgrpo.train.doctor.tiny import tiny_run
 from exgrpo.train.errors import ConfigError
+from tests.gloo import on_ranks
 from tests.train.configs import configured
 
 
@@ -104,6 +107,20 @@ def test_packages_that_do_not_suit_are_named(monkeypatch):
         f"torch {torch.__version__} is installed, and torch>=99 is needed",
         'surely-not-there>=1; extra == "train" is not installed',
     ]
+
+
+def collect(rank):
+    world = World(rank, 2, torch.device("cpu"), control=None)
+    collectives.ELEMENTS["cpu"] = 1 << 10
+    assert collectives.measure(world).startswith("gloo, 2 x cpu: right; ")
+    dist.all_reduce = lambda tensor: None
+    dist.broadcast = lambda tensor, source: tensor.fill_(7)
+    with pytest.raises(CheckFailedError, match=f"rank {rank} of 2 got wrong numbers from all_reduce, broadcast"):
+        collectives.measure(world)
+
+
+def test_collectives_that_give_wrong_numbers_fail(tmp_path):
+    on_ranks(collect, 2, tmp_path)
 
 
 @pytest.mark.parametrize(

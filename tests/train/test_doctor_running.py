@@ -69,6 +69,11 @@ def test_a_crash_is_a_failure_that_names_the_signal(run):
     assert found.text == f"it was ended by SIGSEGV: before the crash. {REMEDY}"
 
 
+def test_a_process_that_ends_without_a_finding_is_a_failure(run):
+    found = run(broken_checks.vanishes)
+    assert (found.result, found.text) == ("failed", f"it ended with exit status 0 before it had a finding. {REMEDY}")
+
+
 def test_what_a_check_leaves_running_is_ended(run):
     found = run(broken_checks.leaves_a_process)
     assert found.result == "ok"

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from exgrpo.train.doctor.check import LOG, Check, Finding
+from exgrpo.train.errors import SHOWN, cut
 
 GRACE = 10.0
 """Seconds in which processes that are asked to end may clean up; then they are killed."""
@@ -57,10 +58,11 @@ def run_check(check: Check, recipe: Path, folder: Path, timeout: float) -> Findi
     if not in_time:
         text = f"it has not ended within {timeout:g} s. {check.remedy}; --timeout gives it longer"
         return Finding(check.name, "failed", text, seconds, output)
-    if status:
-        last = f": {lines[-1].strip()}" if lines else ""
+    line = found.read_text(encoding="utf-8")
+    if status or not line:
+        last = f": {cut(lines[-1].strip(), SHOWN)}" if lines else ""
         return Finding(check.name, "failed", f"{_ended(status)}{last}. {check.remedy}", seconds, output)
-    said = json.loads(found.read_text(encoding="utf-8"))
+    said = json.loads(line)
     return Finding(check.name, said["result"], said["text"], seconds, output if said["result"] == "failed" else ())
 
 
@@ -85,8 +87,8 @@ def _wait(process: int, deadline: float) -> bool:
 
 
 def _ended(status: int) -> str:
-    if status > 0:
-        return f"it ended with exit status {status}"
+    if status >= 0:
+        return f"it ended with exit status {status}" + ("" if status else " before it had a finding")
     name = signal.Signals(-status).name
     why = " (out of memory?)" if -status == signal.SIGKILL else ""
     return f"it was ended by {name}{why}"

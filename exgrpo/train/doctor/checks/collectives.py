@@ -64,11 +64,12 @@ def measure(world: "World") -> str:
     ]
     if wrong:
         raise CheckFailedError(f"rank {rank} of {size} got wrong numbers from {', '.join(wrong)}")
-    return f"{dist.get_backend()}, {size} processes: right; {gather_rate(world) / 1e9:.2f} GB/s in all_gather"
+    rate = f"; {gather_rate(world) / 1e9:.2f} GB/s in all_gather" if size > 1 else ""
+    return f"{dist.get_backend()}, {size} x {device.type}: right{rate}"
 
 
 def gather_rate(world: "World") -> float:
-    """Bytes per second that each rank receives in the fastest of some gathers; 0 where it is alone."""
+    """Bytes per second that each rank receives in the fastest of some gathers."""
     import torch
     import torch.distributed as dist
 
