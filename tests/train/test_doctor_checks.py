@@ -84,6 +84,18 @@ def test_too_little_memory_fails_with_what_is_needed(given, monkeypatch):
         memory.check(given(**paper))
 
 
+def test_the_fullest_gpu_decides_and_the_remedy_is_the_estimates(given, monkeypatch):
+    monkeypatch.setattr(memory, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(memory, "processes", lambda: 2)
+    monkeypatch.setattr(memory, "free_memory", lambda: 2**40)
+    asked = given(**{"policy.path": "Qwen/Qwen2.5-Math-1.5B", "policy.dtype": "bf16"})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: ((80 - gpu) * 2**30, 80 * 2**30))
+    assert " of 75.0 GiB, CPU memory: " in memory.check(asked)  # 79 without the 4 that no tensor gets
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: ((80 - 70 * gpu) * 2**30, 80 * 2**30))
+    with pytest.raises(CheckFailedError, match=r"GPU: [\d.]+ of 6\.0 GiB free\. It fits with --.* GPUs: "):
+        memory.check(asked)
+
+
 def test_a_recipe_without_a_model_has_no_estimate(given):
     with pytest.raises(Skipped, match=r"policy\.path"):
         memory.check(given(**{"policy.path": ""}))
