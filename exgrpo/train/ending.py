@@ -115,6 +115,15 @@ def end_with_ancestor(ancestor: int) -> None:
     _watch(gone, end)
 
 
+def end_group_with_parent(parent: int) -> None:
+    """Kill this process's group when the parent is gone.
+
+    Args:
+        parent: process id of the parent at the start; it may be gone already.
+    """
+    _watch(lambda: os.getppid() != parent, lambda: os.killpg(0, signal.SIGKILL))
+
+
 def _watch(gone: Callable[[], bool], end: Callable[[], None]) -> None:
     # Not PR_SET_PDEATHSIG: that fires when the thread ends that started this process, and it knows parents only.
     def watch() -> None:
