@@ -26,7 +26,12 @@ def main() -> int:
             if reason:
                 print(f"{device.type:5} {name:7} not available: {reason}")
                 continue
-            errors = {dtype: self_check(name, device, dtype) for dtype in TOLERANCES}
+            try:
+                errors = {dtype: self_check(name, device, dtype) for dtype in TOLERANCES}
+            except RuntimeError as error:  # its self-test failed, or it cannot even run
+                wrong = True
+                print(f"{device.type:5} {name:7} WRONG, {error}")
+                continue
             right = all(error < TOLERANCES[dtype] for dtype, error in errors.items())
             wrong |= not right
             found = ", ".join(f"{dtype_name(dtype)} {error:.1e}" for dtype, error in errors.items())

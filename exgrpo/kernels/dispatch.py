@@ -11,25 +11,36 @@
 The argument ``backend`` decides; where it is ``"auto"``, the environment variable EXGRPO_BACKEND does, and else a table
 by architecture, dtype and size, `backend_choice`. EXGRPO_DEBUG=1 has each kind of call say what it took. Where the
 backend that the table prefers is not available, that is said once without it: nothing else tells of slower kernels.
+
+Before its first call of a kind, a backend other than ``torch`` is tested, see `self_test`. One that fails is left out
+where ``auto`` chooses, which is said once; where it was named, the call is an error. The ranks of a vocab_group take a
+backend only if all of them can. Other processes decide each for itself, unless they exchange what each one would pass
+over and leave it out: `passed_over`, `leave_out`.
 """
 
 import os
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from exgrpo.kernels import backend_choice, debug, extension
+from exgrpo.kernels import backend_choice, debug, extension, self_test
 from exgrpo.kernels.chunks.head import ChunkedHead
 from exgrpo.kernels.chunks.passes import Passes
 from exgrpo.kernels.inputs import Head, ScoredTokens, Surrogate
 from exgrpo.kernels.objective import TokenObjective
+from exgrpo.kernels.trials import HeadTrial, Trial
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 ENVIRONMENT = "EXGRPO_BACKEND"
 AUTO, REFERENCE = "auto", "reference"
+REPORT = "please report this together with what `python -m exgrpo.kernels` prints"
 
 
 class Backend(Protocol):
@@ -61,8 +72,14 @@ def load(name: str) -> Backend:
 TRITON_INSTALLED = find_spec("triton") is not None
 
 
+_LEFT_OUT: dict[str, str] = {}
+"""Backends that this process does not use although it could, and why."""
+
+
 def unavailable(name: str, device: torch.device) -> str:
     """Why a backend cannot compute on this device; empty where it can."""
+    if name in _LEFT_OUT:
+        return _LEFT_OUT[name]
     if name == "cpu":
         return extension.MISSING if device.type == "cpu" else f"it needs a CPU; the tensors are on {device.type}"
     if name in ("triton", "cuda"):
@@ -120,27 +137,74 @@ def automatic(device: torch.device, operand: torch.dtype, logits: int) -> str:
     return next(able, "torch")
 
 
-def take(name: str, operation: str, device: torch.device, operand: torch.dtype, logits: int) -> Backend:
-    """The backend that was requested; ``auto`` becomes one here, when the number of logits is known.
+def take(name: str, trial: Trial, logits: int, group: "ProcessGroup | None" = None) -> Backend:
+    """The backend that was requested for calls like a trial; ``auto`` becomes one here, as the size is known.
 
     All ranks of a group have to take the same backend: their ``logits`` is the largest number of any rank.
+
+    Raises:
+        RuntimeError: the backend that was asked for cannot run here, or failed its self-test.
     """
     taken = name
     if name != AUTO:
-        _check_available(name, f"backend={name!r}", device)  # a compiled caller has not
+        _check_named(name, trial, group)
     else:
-        taken, preferred = automatic(device, operand, logits), backend_choice.order(device, operand, logits)[0]
-        if taken != preferred:
-            reason = unavailable(preferred, device)
-            debug.say(f"the {taken} backend computes on {device.type}, as {preferred} is not available: {reason}")
+        taken, wrong = _first_sound(trial, logits, group)
+        for other, why in wrong.items():
+            debug.say(f"the {taken} backend computes on {trial.device.type}, as {other} is not available: {why}")
     if debug.wanted():
         size = backend_choice.size_class(logits)
-        debug.say(f"{operation}, {size}, {operand} on {device.type}: {taken} ({name} requested)")
+        debug.say(f"{trial.operation}, {size}, {trial.operand} on {trial.device.type}: {taken} ({name} requested)")
     return load(taken)
 
 
-def take_for_head(name: str, operation: str, head: Head) -> Backend:
+def _check_named(name: str, trial: Trial, group: "ProcessGroup | None") -> None:
+    source = f"backend={name!r}"
+    _check_available(name, source, trial.device)  # a compiled caller has not
+    if fault := _fault(name, trial, group):
+        remedy = f"expected auto or torch, or {self_test.ENVIRONMENT}=0 in the environment to use it nevertheless"
+        raise RuntimeError(f"{source}: {fault}; {remedy}")
+
+
+def _first_sound(trial: Trial, logits: int, group: "ProcessGroup | None") -> tuple[str, dict[str, str]]:
+    """The table's first backend that can compute calls like a trial, and what is wrong with those before it."""
+    wrong: dict[str, str] = {}
+    for name in backend_choice.order(trial.device, trial.operand, logits):
+        if not (found := _fault(name, trial, group)):
+            return name, wrong
+        wrong[name] = found
+    return "torch", wrong
+
+
+def _fault(name: str, trial: Trial, group: "ProcessGroup | None") -> str:
+    """Why a backend cannot compute calls like a trial on all ranks of a group; empty where it can."""
+    found = unavailable(name, trial.device)
+    if not found and (failed := self_test.fault(name, trial, load)):
+        found = f"it failed its self-test of {trial}: {failed} ({REPORT})"
+    return self_test.agreed(found, name, trial, group)
+
+
+def passed_over(name: str, trials: Iterable[Trial]) -> dict[str, str]:
+    """The backends that large calls like some trials would pass over, and why, for processes that decide together.
+
+    Raises:
+        RuntimeError: a backend was named, and cannot run here or failed its self-test.
+    """
+    wrong: dict[str, str] = {}
+    for trial in trials:
+        if name == AUTO:
+            wrong |= _first_sound(trial, backend_choice.LARGE + 1, None)[1]
+        elif name != REFERENCE:
+            _check_named(name, trial, None)
+    return wrong
+
+
+def leave_out(backends: Mapping[str, str]) -> None:
+    """Have this process use some backends no more, named with the reasons; before its first call."""
+    _LEFT_OUT.update(backends)
+
+
+def take_for_head(name: str, trial: HeadTrial, head: Head) -> Backend:
     """The same for an operation on a head."""
-    options = head.options
-    logits = head.target.numel() * options.shard.largest
-    return take(name, operation, head.hidden.device, options.operand, logits)
+    shard = head.options.shard
+    return take(name, trial, head.target.numel() * shard.largest, shard.group)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exgrpo.heads.logit_map import measure
-from exgrpo.kernels.dispatch import requested
+from exgrpo.kernels.dispatch import leave_out, passed_over, requested
+from exgrpo.kernels.trials import head_trials
 from exgrpo.train.answers import Answerer
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.config import Config
-from exgrpo.train.distributed import World, on_main
+from exgrpo.train.distributed import World, agree, on_main
 from exgrpo.train.errors import ConfigError, ModelError, os_errors_as
 from exgrpo.train.inputs import Inputs
 from exgrpo.train.metrics.matrix_rate import matrix_rate
@@ -23,7 +24,7 @@ from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.rollout import RolloutEngine
 from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
-from exgrpo.train.rollout.settings import training_settings
+from exgrpo.train.rollout.settings import EngineSettings, training_settings
 from exgrpo.train.trainer import Trainer
 
 
@@ -79,6 +80,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     config = _with_engine(config, choice)
     check_weights(pretrained.model, world)
     check_head(pretrained.model)
+    settle_kernels(config.policy.kernel_backend, settings, world)
     utilisation = Utilisation(
         forward_flops(pretrained.model.empty()),
         matrix_rate(world, settings.dtype),
@@ -133,6 +135,24 @@ def check_head(source: ModelSource) -> None:
         measure(source.empty(), direct=True)
     except ValueError as error:
         raise ModelError(f"policy.path: {source.path} cannot be trained: {error}") from None
+
+
+def settle_kernels(backend: str, settings: EngineSettings, world: World) -> None:
+    """Have all ranks compute with one backend of the kernels, which passes its self-test on each of them.
+
+    Raises:
+        ConfigError: on every rank, where a backend was named that does not pass on one.
+    """
+    width = settings.source.config.get_text_config().hidden_size
+
+    def find() -> dict[str, str]:
+        try:
+            return passed_over(requested(backend, world.device), head_trials(world.device, settings.dtype, width))
+        except RuntimeError as error:
+            raise ConfigError(f"policy.kernel_backend: {error}") from None
+
+    for of_rank in world.gather(agree(world, find)):
+        leave_out(of_rank)
 
 
 def _with_engine(config: Config, choice: Choice) -> Config:

@@ -6,12 +6,13 @@ from torch.library import custom_op
 
 from exgrpo.kernels import dispatch
 from exgrpo.kernels.operators.schema import WAITS
+from exgrpo.kernels.trials import AdvantageTrial
 
 
 @custom_op("exgrpo::group_advantage", mutates_args=(), tags=WAITS)
 def group_advantage(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor:
     """Advantages [N] in float64."""
-    taken = dispatch.take(backend, "group_advantage", reward.device, reward.dtype, reward.numel())
+    taken = dispatch.take(backend, AdvantageTrial(reward.device, reward.dtype, scale_by_std), reward.numel())
     return taken.centre_groups(reward, group, scale_by_std)
 
 

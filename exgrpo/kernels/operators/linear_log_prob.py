@@ -11,6 +11,7 @@ from exgrpo.kernels.chunks import log_prob as log_prob_walks
 from exgrpo.kernels.inputs import Head, Needed, compute_dtype
 from exgrpo.kernels.operators.schema import HEAD, WAITS, Schema, flat_head, head_of, without_autocast
 from exgrpo.kernels.results import LogProb
+from exgrpo.kernels.trials import LogProbTrial
 
 SCHEMA = Schema(f"{HEAD}, str backend", "(Tensor, Tensor, Tensor)")
 BACKWARD = Schema(
@@ -33,7 +34,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = SCHEMA.named(arguments)
     head = head_of(given)
     with without_autocast(head.hidden):
-        taken = dispatch.take_for_head(given["backend"], "linear_log_prob", head)
+        taken = dispatch.take_for_head(given["backend"], LogProbTrial.of(head), head)
         result, saved = log_prob_walks.log_prob_forward(head, taken.passes_of)
     return result.log_prob, result.entropy, saved
 
@@ -51,7 +52,7 @@ def backward(*arguments: Any) -> list[Tensor]:
     given = BACKWARD.named(arguments)
     head = head_of(given)
     with without_autocast(head.hidden):
-        taken = dispatch.take_for_head(given["backend"], "linear_log_prob", head)
+        taken = dispatch.take_for_head(given["backend"], LogProbTrial.of(head), head)
         upstream = (given["grad_log_prob"], given["grad_entropy"])
         needed = Needed(*given["needed"])
         gradients = log_prob_walks.log_prob_backward(head, given["saved"], *upstream, needed, taken.passes_of)

@@ -21,6 +21,7 @@ from exgrpo.kernels.operators.schema import (
     terms_of,
     without_autocast,
 )
+from exgrpo.kernels.trials import PolicyLossTrial
 
 SCHEMA = Schema(
     f"{HEAD}, {TOKENS}, {SURROGATE}, float entropy_coef, Tensor? normalizer, bool[] needed, bool in_place, str backend",
@@ -45,10 +46,10 @@ def linear_policy_loss(head: Head, terms: PolicyTerms, backend: str) -> tuple[Te
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
     """The loss, the per-token results [4, T], and the gradients; empty ones where they are not needed."""
     given = SCHEMA.named(arguments)
-    head, needed = head_of(given), Needed(*given["needed"])
+    head, terms, needed = head_of(given), terms_of(given), Needed(*given["needed"])
     with without_autocast(head.hidden):
-        taken = dispatch.take_for_head(given["backend"], "linear_policy_loss", head)
-        results = policy_loss_walk.policy_loss_forward(head, terms_of(given), needed, taken.passes_of)
+        taken = dispatch.take_for_head(given["backend"], PolicyLossTrial.of_loss(head, terms), head)
+        results = policy_loss_walk.policy_loss_forward(head, terms, needed, taken.passes_of)
     loss, per_token, gradients = results
     pairs = zip(gradients, (head.hidden, head.weight, head.bias), strict=True)
     held = (

@@ -4,12 +4,13 @@ from torch import Tensor
 from torch.library import custom_op
 
 from exgrpo.kernels import dispatch
+from exgrpo.kernels.trials import SegmentTrial
 
 
 @custom_op("exgrpo::segment_mean", mutates_args=())
 def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor, backend: str) -> Tensor:
     """Mean of the counted values [T] of each segment [offsets[i], offsets[i + 1]), [N]; 0 if it has none."""
-    taken = dispatch.take(backend, "sequence_entropy", values.device, values.dtype, values.numel())
+    taken = dispatch.take(backend, SegmentTrial(values.device, values.dtype), values.numel())
     return taken.segment_mean(values, counted, offsets)
 
 

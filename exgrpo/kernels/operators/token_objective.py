@@ -10,6 +10,7 @@ from exgrpo.kernels import derivatives, dispatch
 from exgrpo.kernels.inputs import PolicyTerms, ScoredTokens
 from exgrpo.kernels.operators.scale_gradient import scale_gradient
 from exgrpo.kernels.operators.schema import SURROGATE, TOKENS, Schema, surrogate_of, tokens_of
+from exgrpo.kernels.trials import TokenTrial
 
 SCHEMA = Schema(
     f"Tensor log_prob, Tensor? entropy, {TOKENS}, Tensor? mask, {SURROGATE}, str backend",
@@ -34,8 +35,9 @@ def token_objective(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = SCHEMA.named(arguments)
     scored = ScoredTokens(given["log_prob"], given["entropy"], tokens_of(given), given["mask"])
     values = scored.log_prob
-    taken = dispatch.take(given["backend"], "policy_loss", values.device, values.dtype, values.numel())
-    sums, per_token, coefficient = taken.token_objective(scored, surrogate_of(given))
+    surrogate = surrogate_of(given)
+    taken = dispatch.take(given["backend"], TokenTrial.of(scored, surrogate), values.numel())
+    sums, per_token, coefficient = taken.token_objective(scored, surrogate)
     return sums, per_token, coefficient
 
 
