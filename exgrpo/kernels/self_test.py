@@ -99,7 +99,7 @@ def _tested(name: str, trial: Trial, load: Callable[[str], "Backend"]) -> str:
     thread.start()
     thread.join(LIMIT)
     hangs = thread.is_alive()
-    wrong = f"it did not end within {LIMIT:.0f} s" if hangs else found[0]
+    wrong = f"it did not end within {LIMIT:.0f} s" if hangs else "".join(found or ["it ended its thread"])
     if wrong and trial.device.type == "cuda" and (hangs or not _finishes(trial.device)):
         raise RuntimeError(
             f"the {name} backend failed its self-test of {trial}: {wrong}; the GPU is of no more use to this process: "
@@ -111,20 +111,20 @@ def _tested(name: str, trial: Trial, load: Callable[[str], "Backend"]) -> str:
 @torch.no_grad()
 def _compared(name: str, trial: Trial, load: Callable[[str], "Backend"]) -> str:
     try:
-        exact, plain = (_fetched(trial.outcomes(load(PLAIN), exact=wide)) for wide in (True, False))
+        exact, plain = (fetched(trial.outcomes(load(PLAIN), exact=wide)) for wide in (True, False))
     except Exception as error:
         debug.say(f"the {name} backend goes untested, as plain torch cannot compute {trial}: {_told(error)}")
         return ""
     try:
-        ours = _fetched(trial.outcomes(load(name)))
+        ours = fetched(trial.outcomes(load(name)))
     except torch.OutOfMemoryError:
         return ""  # no fault of the backend: the call itself will say so
     except Exception as error:
         return f"it raised {_told(error)}"
-    return _difference(ours, plain, exact, trial.operand)
+    return difference(ours, plain, exact, trial.operand)
 
 
-def _difference(
+def difference(
     ours: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], operand: torch.dtype
 ) -> str:
     """What is wrong with our results, in a few words; empty where they are right."""
@@ -142,7 +142,7 @@ def _difference(
     return ""
 
 
-def _fetched(outcomes: Outcomes) -> dict[str, Tensor]:
+def fetched(outcomes: Outcomes) -> dict[str, Tensor]:
     """In float64 and on the CPU: waits for the device."""
     return {name: value.to("cpu", torch.float64) for name, value in outcomes.items()}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from exgrpo.kernels import dispatch, linear_log_prob
+from exgrpo.kernels import dispatch, linear_log_prob, self_test, trials
 from exgrpo.kernels.chunks import products
 
 from .conftest import DEVICE
@@ -189,6 +189,16 @@ def test_gradients_of_any_size(size, entropy_coef, dtype, backend, device, set_c
 
 
 @pytest.mark.usefixtures("logits")
+@pytest.mark.parametrize("width", [40, 1000])
+def test_backends_pass_their_self_test(width, dtype, backend, device):
+    """Entry by entry, also of a target that is next to impossible: fp16 must have digits for what is divided by S."""
+    trial = trials.PolicyLossTrial(device, dtype, width, dtype, bias=dtype, temperature=True)
+    exact, plain = (trial.outcomes(dispatch.load("torch"), exact=wide) for wide in (True, False))
+    ours = trial.outcomes(dispatch.load(backend))
+    assert not self_test.difference(*map(self_test.fetched, (ours, plain, exact)), dtype)
+
+
+@pytest.mark.usefixtures("logits")
 def test_upstream_gradients_of_any_size(dtype, backend, device):
     case = make_case(45, 40, 130, dtype, device)
 
@@ -213,6 +223,7 @@ def test_autocast_rounds_the_weight_once_a_call(dtype, backend, device, set_chun
     case = make_case(45, 40, 130, dtype, device)
     wide = case.to(torch.float32)
     old, advantage, _ = make_tokens(case)
+    monkeypatch.setenv("EXGRPO_SELF_TEST", "0")  # it makes products of its own
     made = []
     inside = products.Products.__init__
     monkeypatch.setattr(products.Products, "__init__", lambda self, *rest: (inside(self, *rest), made.append(self))[0])

@@ -52,7 +52,7 @@ def own(monkeypatch, tmp_path):
 def test_every_machine_has_a_plan(machine, architecture, dtype, width):
     machine(architecture)
     plan = launch.plan(GPU, getattr(torch, dtype), width, VOCABULARY)
-    assert plan.fused == ((architecture, dtype) == ("sm_90", "bfloat16"))  # no other was timed yet
+    assert plan.fused == (architecture == "sm_90" and dtype in ("bfloat16", "float16"))  # no other was timed yet
     assert plan.rows.block.bit_count() == plan.rows.warps.bit_count() == 1
     assert 1 <= plan.chunk_rows <= (8192 if plan.fused else 4096)
     assert all(number.bit_count() == 1 for number in (plan.tile.rows, plan.tile.columns, plan.tile.depth))

@@ -61,7 +61,7 @@ ROUNDED = _RoundedOperands()
 HEADROOM = 2
 """Binary places between the largest upstream gradient and 1, where the range is narrow. A token's gradient times its
 hidden state must stay below 2^16, the end of float16, also where its importance ratio is large; beyond it, the gradient
-is infinite. It is also divided by Z, up to 2^15, and keeps all of float16's digits down to 2^-14."""
+is infinite. It is also divided by Z, most often below 2^9, and keeps all of float16's digits down to 2^-14."""
 FARTHEST = 100
 """Binary places of a unit at most: float32 ends at 2^128."""
 

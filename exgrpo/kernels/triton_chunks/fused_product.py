@@ -22,8 +22,9 @@ from exgrpo.kernels.vocab_parallel import VocabShard
 
 LARGEST_SUM = 2.0**40
 """Of S with the target's logit as anchor: p_y is 1e-12 there. No exponential nears the end of fp32 or bf16."""
-LARGEST_SUM_FLOAT16 = 2.0**15
-"""The same for exponentials in fp16, which end at 65504: p_y is 3e-5."""
+LARGEST_SUM_FLOAT16 = 2.0**9
+"""The same for exponentials in fp16: p_y is 2e-3. They end at 2^16, and what multiplies them in the gradient of the
+weight is divided by S: it must not be so small that fp16 has few digits left for it."""
 SMALLEST_TILE = 16
 """Rows that the units of the matrix product need."""
 ALIGNMENT = 16
