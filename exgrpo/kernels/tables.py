@@ -71,13 +71,22 @@ class Table:
         Table.sections.cache_clear()
 
     def setting(self, name: str, dtype: str, shape_class: str) -> dict[str, Any]:
-        """Every setting of an architecture, dtype and class, each from the most specific section that has it."""
-        of_architecture = self.sections().get(name, {})
-        of_dtype = of_architecture.get(dtype, {})
+        """Every setting of an architecture, dtype and class, each from the most specific section that has it.
+
+        What an architecture's own sections do not say, those of older ones of its generation do: sm_80 for sm_86.
+        """
         found: dict[str, Any] = {}
-        for section in (self.sections()[DEFAULT], of_architecture, of_dtype, of_dtype.get(shape_class, {})):
-            found = _laid_over(found, {key: value for key, value in section.items() if key in self.settings})
+        for architecture in (DEFAULT, *self._generation(name)):
+            of_architecture = self.sections()[architecture]
+            of_dtype = of_architecture.get(dtype, {})
+            for section in (of_architecture, of_dtype, of_dtype.get(shape_class, {})):
+                found = _laid_over(found, {key: value for key, value in section.items() if key in self.settings})
         return found
+
+    def _generation(self, name: str) -> list[str]:
+        """The architectures of the table that differ from one in their last digit at most, up to it, oldest first."""
+        alike = (known for known in self.sections() if known[:-1] == name[:-1] and known <= name)
+        return sorted(alike) if name.startswith("sm_") else [known for known in (name,) if known in self.sections()]
 
     def read(self, path: Path) -> dict[str, Any]:
         """A table as it is written, checked.

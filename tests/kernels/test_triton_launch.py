@@ -76,6 +76,18 @@ def test_unknown_gpus_get_the_default(machine):
 
 
 @pytest.mark.parametrize(
+    ("name", "older"),
+    [("sm_86", "sm_80"), ("sm_87", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100"), ("sm_121", "sm_120")],
+)
+def test_gpus_without_a_section_have_that_of_an_older_one_of_their_generation(name, older, own):
+    for dtype, width_class in product(DTYPES, ("narrow", "wide")):
+        assert launch.setting(name, dtype, width_class) == launch.setting(older, dtype, width_class)
+    own(f"[{name}.bfloat16]\nchunk_rows = 77\n")
+    assert launch.setting(name, "bfloat16", "wide") == launch.setting(older, "bfloat16", "wide") | {"chunk_rows": 77}
+    assert launch.setting(older, "bfloat16", "wide")["chunk_rows"] != 77
+
+
+@pytest.mark.parametrize(
     ("vocabulary", "block"),
     [(0, 128), (1, 128), (128, 128), (129, 256), (4096, 4096), (4097, 4096), (VOCABULARY, 4096)],
 )
@@ -85,11 +97,11 @@ def test_blocks_fit_the_vocabulary(vocabulary, block):
 
 @pytest.mark.parametrize(
     ("dtype", "row_bytes"),
-    [(torch.bfloat16, 6), (torch.float16, 4), (torch.float32, 4), (torch.float64, 8)],
+    [(torch.bfloat16, 6), (torch.float16, 6), (torch.float32, 4), (torch.float64, 8)],
     ids=str,
 )
 def test_a_chunk_takes_a_sixteenth_of_the_memory(machine, dtype, row_bytes):
-    """Logits, and beside those of bfloat16 their exponentials."""
+    """Logits, and beside those of 16-bit operands their exponentials."""
     machine("sm_80", gibibytes=16)
     rows = launch.plan(GPU, dtype, 64, VOCABULARY).chunk_rows
     assert rows * VOCABULARY * row_bytes <= 1 << 30 < (rows + 1) * VOCABULARY * row_bytes

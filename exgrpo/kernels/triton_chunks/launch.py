@@ -187,8 +187,8 @@ def _fitted(entry: Mapping[str, Any], vocabulary: int) -> Launch:
 
 
 def _bytes_per_logit(operand: torch.dtype, fused: bool) -> int:
-    """Of a chunk's buffers: the logits in the compute dtype, and the exponentials of bfloat16 in their own."""
-    narrow = operand.itemsize if operand == torch.bfloat16 else 0
+    """Of a chunk's buffers: the logits in the compute dtype, and the exponentials of 16-bit operands in their own."""
+    narrow = operand.itemsize if operand.itemsize == 2 else 0
     return narrow if fused and narrow else max(4, operand.itemsize) + narrow
 
 
