@@ -12,6 +12,7 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
+from exgrpo.kernels import dispatch
 from exgrpo.kernels.cuda_chunks import binding
 from exgrpo.kernels.cuda_chunks.binding import ProductArguments, RowsArguments, RowsPlan
 
@@ -61,6 +62,23 @@ def emulated_plan(vocabulary):
     function = emulated("cuda_emulation").exgrpo_rows_plan
     function.restype, function.argtypes = RowsPlan, [c_int64]
     return function(vocabulary)
+
+
+def emulate_backend(monkeypatch):
+    """Let the CUDA backend run without a GPU: its own kernels emulated, Triton's in their interpreter."""
+    from exgrpo.kernels.cuda_chunks import cuda_fused, cuda_passes
+
+    def launch(call, device):
+        if call.function == "exgrpo_rows":
+            emulate_rows(call, cluster=2, threads=64, columns=-(-call.arguments.vocabulary // 16) * 8)
+        else:
+            emulate_product(call)
+
+    monkeypatch.setitem(dispatch.BACKENDS, "cuda", "exgrpo.kernels.cuda_chunks")
+    monkeypatch.setattr(binding.Call, "launch", launch)
+    monkeypatch.setattr(binding, "unavailable", lambda device: "")
+    monkeypatch.setattr(cuda_passes, "_fits", lambda rows: rows > 0 and bool(emulated_plan(rows).cluster))
+    monkeypatch.setattr(cuda_fused, "_capable", lambda device: True)
 
 
 def run(command):

@@ -121,6 +121,15 @@ def assert_as_good(ours, plain, exact, *, factor=2.0, measure=error):
         assert measure(mine, true) <= bound, (measure(mine, true), bound)
 
 
+def compare(call, case: Case, backend: str) -> None:
+    """Results and gradients of ``call(case, backend)`` against float64, with plain torch's error as the yardstick."""
+    ours, gradients = call(case, backend)
+    exact, exact_gradients = call(case.to(torch.float64), "reference")
+    plain, plain_gradients = call(case.to(case.hidden.dtype), "reference")
+    assert_as_good(ours, plain, exact)
+    assert_as_good(gradients, plain_gradients, exact_gradients, measure=relative_error)
+
+
 def check_schema(operator, *arguments, autograd=True):
     """What an operator's schema says of its arguments is so, and it has no derivative that would be wrong."""
     library.opcheck(

@@ -5,14 +5,14 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from .cuda_support import INTERPRETING, ON_GPU, emulate_product, emulate_rows, emulated_plan
+from .cuda_support import INTERPRETING, ON_GPU, emulate_backend
 
 if not (ON_GPU or INTERPRETING):
     reason = "the backend needs a GPU and _cuda.so, or TRITON_INTERPRET=1 in the environment"
     pytest.skip(reason, allow_module_level=True)
 
 from exgrpo.kernels import dispatch, linear_log_prob
-from exgrpo.kernels.cuda_chunks import binding, cuda_fused, cuda_passes
+from exgrpo.kernels.cuda_chunks import cuda_passes
 from exgrpo.kernels.cuda_chunks.binding import Call, Output
 from exgrpo.kernels.triton_chunks import launch
 
@@ -26,27 +26,17 @@ def launched(monkeypatch):
     """What was launched: the row kernel's outputs, and "product"."""
     monkeypatch.setenv("EXGRPO_SELF_TEST", "0")  # whose launches would be listed too
     seen = []
-    monkeypatch.setitem(dispatch.BACKENDS, "cuda", "exgrpo.kernels.cuda_chunks")
-    on_device = Call.launch
+    if ON_GPU:
+        monkeypatch.setitem(dispatch.BACKENDS, "cuda", "exgrpo.kernels.cuda_chunks")
+    else:
+        emulate_backend(monkeypatch)
+    launch_it = Call.launch
 
-    def launch_here(call, device):
-        of_rows = call.function == "exgrpo_rows"
-        seen.append(Output(call.arguments.output) if of_rows else "product")
-        if ON_GPU:
-            on_device(call, device)
-        elif of_rows:
-            columns = -(-call.arguments.vocabulary // 16) * 8
-            emulate_rows(call, cluster=2, threads=64, columns=columns)
-        else:
-            emulate_product(call)
+    def noted(call, device):
+        seen.append(Output(call.arguments.output) if call.function == "exgrpo_rows" else "product")
+        launch_it(call, device)
 
-    monkeypatch.setattr(Call, "launch", launch_here)
-    if not ON_GPU:
-        monkeypatch.setattr(binding, "unavailable", lambda device: "")
-        monkeypatch.setattr(
-            cuda_passes, "_fits", lambda vocabulary: vocabulary > 0 and bool(emulated_plan(vocabulary).cluster)
-        )
-        monkeypatch.setattr(cuda_fused, "_capable", lambda device: True)
+    monkeypatch.setattr(Call, "launch", noted)
     return seen
 
 

@@ -12,18 +12,18 @@ from exgrpo.kernels import dispatch, linear_log_prob, self_test, trials
 from exgrpo.kernels.chunks import products
 
 from .conftest import DEVICE
-from .cuda_support import INTERPRETING, ON_GPU, emulate_product, emulate_rows, emulated_plan
-from .support import assert_as_good, make_case, make_tokens, relative_error
+from .cuda_support import INTERPRETING, ON_GPU, emulate_backend
+from .support import compare, make_case, make_tokens, relative_error
 from .test_memory import PeakMemory
 
 if INTERPRETING or DEVICE.type == "cuda":
     pytest.importorskip("triton", reason="triton is not installed")
-    from exgrpo.kernels.cuda_chunks import binding, cuda_fused, cuda_passes
     from exgrpo.kernels.triton_chunks import launch
 
     BACKENDS = ["triton", "cuda"] + ["torch"] * (DEVICE.type == "cuda")
+    WAYS = ["library", "fused"]
 else:
-    BACKENDS = ["torch"]
+    BACKENDS, WAYS = ["torch"], ["library"]
 
 HALVES = (torch.bfloat16, torch.float16)
 MM, ADDMM = torch.mm, torch.addmm
@@ -34,7 +34,7 @@ def backend(request, monkeypatch):
     if request.param == "cuda" and not ON_GPU:
         if DEVICE.type == "cuda":
             pytest.skip("_cuda.so is not there")
-        emulate_cuda(monkeypatch)
+        emulate_backend(monkeypatch)
     return request.param
 
 
@@ -43,21 +43,19 @@ def dtype(request):
     return request.param
 
 
-@pytest.fixture(params=["library", "fused"])
+@pytest.fixture(params=WAYS)
 def logits(request, dtype, tmp_path, monkeypatch):
-    """What the launch table says of the logits; the torch backend has no such table."""
-    if "triton" in BACKENDS:
-        table = tmp_path / "launch.toml"
-        name = str(dtype).removeprefix("torch.")
-        table.write_text(f'[{launch.architecture(DEVICE)}.{name}]\nlogits = "{request.param}"\n', encoding="utf-8")
-        monkeypatch.setenv(launch.ENVIRONMENT, str(table))
-        launch.forget()
+    """What the launch table says of the logits. The torch backend has no such table: it takes the library's product."""
+    if "triton" not in BACKENDS:
         yield request.param
-        launch.forget()
-    else:
-        if request.param == "fused":
-            pytest.skip("the torch backend takes the library's product")
-        yield request.param
+        return
+    table = tmp_path / "launch.toml"
+    name = str(dtype).removeprefix("torch.")
+    table.write_text(f'[{launch.architecture(DEVICE)}.{name}]\nlogits = "{request.param}"\n', encoding="utf-8")
+    monkeypatch.setenv(launch.ENVIRONMENT, str(table))
+    launch.forget()
+    yield request.param
+    launch.forget()
 
 
 @pytest.fixture(autouse=True)
@@ -104,31 +102,6 @@ def hide_interpreter(monkeypatch):
             return inside(*arguments, **more)
 
     monkeypatch.setattr(GridExecutor, "__call__", unseen)
-
-
-def emulate_cuda(monkeypatch):
-    """As `test_cuda_backend` does."""
-
-    def launch_here(call, device):
-        if call.function == "exgrpo_rows":
-            emulate_rows(call, cluster=2, threads=64, columns=-(-call.arguments.vocabulary // 16) * 8)
-        else:
-            emulate_product(call)
-
-    monkeypatch.setitem(dispatch.BACKENDS, "cuda", "exgrpo.kernels.cuda_chunks")
-    monkeypatch.setattr(binding.Call, "launch", launch_here)
-    monkeypatch.setattr(binding, "unavailable", lambda device: "")
-    monkeypatch.setattr(cuda_passes, "_fits", lambda rows: rows > 0 and bool(emulated_plan(rows).cluster))
-    monkeypatch.setattr(cuda_fused, "_capable", lambda device: True)
-
-
-def compare(call, case, backend):
-    """Results and gradients against float64 on the same numbers, with plain torch's error as the yardstick."""
-    ours, gradients = call(case, backend)
-    exact, exact_gradients = call(case.to(torch.float64), "reference")
-    plain, plain_gradients = call(case, "reference")
-    assert_as_good(ours, plain, exact)
-    assert_as_good(gradients, plain_gradients, exact_gradients, measure=relative_error)
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "temperature": 0.7, "softcap": 5.0}], ids=str)

@@ -13,7 +13,7 @@ from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference
 from exgrpo.kernels.triton_chunks import launch, triton_fused, triton_passes
 
 from .conftest import DEVICE
-from .support import assert_as_good, coarsen, make_case, make_tokens, relative_error
+from .support import coarsen, compare, make_case, make_tokens
 
 OPTIONS = {
     "plain": {},
@@ -46,17 +46,6 @@ def made(monkeypatch):
     return seen
 
 
-def compare(case, call):
-    """Results and gradients against float64 on the same numbers, with plain torch's error as the yardstick."""
-    exact_case, plain_case = case.to(torch.float64), case.to(case.hidden.dtype)
-    ours, gradients = call(case, "triton")
-    exact, exact_gradients = call(exact_case, "reference")
-    plain, plain_gradients = call(plain_case, "reference")
-    assert_as_good(ours, plain, exact)
-    # Here F is rounded to the operands' dtype once, which plain torch does too.
-    assert_as_good(gradients, plain_gradients, exact_gradients, measure=relative_error)
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_log_prob(name, with_entropy, dtype, device, made, set_chunk):
@@ -71,7 +60,7 @@ def test_log_prob(name, with_entropy, dtype, device, made, set_chunk):
             loss = loss + (entropy * upstream[1].to(entropy.dtype)).sum()
         return [log_prob.detach(), entropy.detach()], some.gradients(loss)
 
-    compare(case, call)
+    compare(call, case, "triton")
     assert set(made) == {triton_fused.FusedTritonPasses}
 
 
@@ -88,7 +77,7 @@ def test_policy_loss(name, entropy_coef, dtype, device, made, set_chunk):
         result = some.policy_loss(old, advantage, **more)
         return [result.log_prob, result.entropy, result.ratio], some.gradients(result.loss)
 
-    compare(case, call)
+    compare(call, case, "triton")
     assert set(made) == {triton_fused.FusedTritonPasses}
 
 
@@ -104,7 +93,7 @@ def test_impossible_targets_and_certain_ones(dtype, device):
         log_prob, entropy = some.log_prob(linear_log_prob, backend=backend)
         return [log_prob.detach(), entropy.detach()], some.gradients(log_prob.sum())
 
-    compare(case, call)
+    compare(call, case, "triton")
 
 
 def test_a_cap_takes_the_librarys_product(dtype, device, made):
