@@ -77,11 +77,7 @@ SOURCES = {
 """The variants of a source: it is compiled once for each, with EXGRPO_VARIANT defined as its name. Others: baseline."""
 
 CUDA_FLAGS = ["-std=c++17", "-O3", "-DNDEBUG", "-Xcompiler", "-fPIC"]
-CUDA_TARGETS = {
-    "csrc/cuda/rows.cu": ("arch=compute_90a,code=sm_90a", "arch=compute_100,code=sm_100"),
-    "csrc/cuda/product.cu": ("arch=compute_90a,code=sm_90a",),
-}
-"""What a source is compiled for, as far as nvcc knows it; with nothing left there are no kernels for GPUs."""
+CUDA_SOURCE, CUDA_TARGET = "csrc/cuda/product.cu", "arch=compute_90a,code=sm_90a"
 CUDA_PROBE = "#include <cudaTypedefs.h>\n#include <cuda_runtime.h>\n__global__ void probe() {}\n"
 
 
@@ -157,12 +153,21 @@ def nvcc() -> str | None:
 
 
 @cache
-def cuda_failure(target: str) -> str:
-    """What keeps nvcc from compiling for a target, in its words; empty where nothing does."""
+def cuda_failure() -> str:
+    """What keeps nvcc from compiling for the target, in its words; empty where nothing does."""
     with TemporaryDirectory() as folder:
         probe = Path(folder, "probe.cu")
         probe.write_text(CUDA_PROBE, encoding="utf-8")
-        command = [str(nvcc()), *CUDA_FLAGS, "-gencode", target, "-c", str(probe), "-o", str(probe.with_suffix(".o"))]
+        command = [
+            str(nvcc()),
+            *CUDA_FLAGS,
+            "-gencode",
+            CUDA_TARGET,
+            "-c",
+            str(probe),
+            "-o",
+            str(probe.with_suffix(".o")),
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if not done.returncode:
         return ""
@@ -170,19 +175,12 @@ def cuda_failure(target: str) -> str:
     return next((line for line in said if "error" in line or "fatal" in line), said[-1])
 
 
-def cuda_targets(source: str) -> list[str]:
-    """The targets of a source that nvcc can compile for."""
-    return [target for target in CUDA_TARGETS[source] if not cuda_failure(target)]
-
-
 def cuda_missing() -> str:
     """What the kernels for GPUs cannot be built without."""
     if not nvcc():
         return "there is no nvcc; install CUDA, and put nvcc on PATH or set CUDA_HOME"
-    for source, targets in CUDA_TARGETS.items():
-        if not cuda_targets(source):
-            return f"{nvcc()} cannot compile {source}, set CUDA_HOME to another CUDA: {cuda_failure(targets[0])}"
-    return ""
+    failure = cuda_failure()
+    return failure and f"{nvcc()} cannot compile {CUDA_SOURCE}, set CUDA_HOME to another CUDA: {failure}"
 
 
 def variants() -> dict[str, list[str]]:
@@ -209,11 +207,8 @@ def cpu_objects(folder: Path) -> Iterator[tuple[list[str], Path]]:
 
 def cuda_objects(folder: Path) -> Iterator[tuple[list[str], Path]]:
     """The command for each object of the kernels for GPUs, and the object."""
-    for source in CUDA_TARGETS:
-        if (ROOT / source).exists():
-            made = folder / f"{Path(source).stem}.cuda.o"
-            code = [argument for target in cuda_targets(source) for argument in ("-gencode", target)]
-            yield [str(nvcc()), *CUDA_FLAGS, *code, "-c", str(ROOT / source), "-o", str(made)], made
+    made = folder / f"{Path(CUDA_SOURCE).stem}.cuda.o"
+    yield [str(nvcc()), *CUDA_FLAGS, "-gencode", CUDA_TARGET, "-c", str(ROOT / CUDA_SOURCE), "-o", str(made)], made
 
 
 def execute(command: list[str]) -> None:
@@ -260,11 +255,6 @@ class BuildPython(build_py):
             self.warn(f"exgrpo will be pure Python, with slower kernels on CPUs: {MISSING}, {AGAIN}")
         if CUDA_MISSING and nvcc():
             self.warn(f"exgrpo will be without its CUDA C++ kernels: {CUDA_MISSING}")
-        if CUDA in EXTENSIONS:
-            targets = {target for source in CUDA_TARGETS for target in CUDA_TARGETS[source]}
-            unknown = sorted(target for target in targets if cuda_failure(target))
-            if unknown:
-                self.warn(f"{nvcc()} does not know {' '.join(unknown)}: the CUDA C++ kernels are built without")
         super().run()
         record = Path(ROOT if self.editable_mode else self.build_lib, RECORD)
         missing = {
@@ -281,7 +271,7 @@ CUDA_MISSING = "" if switch("EXGRPO_CUDA") == "skip" else cuda_missing()
 EXTENSIONS = [CPU] if wanted("EXGRPO_BUILD", MISSING) else []
 if EXTENSIONS:
     check_torch()
-if wanted("EXGRPO_CUDA", CUDA_MISSING) and any((ROOT / source).exists() for source in CUDA_TARGETS):
+if wanted("EXGRPO_CUDA", CUDA_MISSING) and (ROOT / CUDA_SOURCE).exists():
     EXTENSIONS.append(CUDA)
 
 setup(

@@ -52,7 +52,7 @@ def prediction_of(device: str, group: str, row: str) -> Prediction | None:
 
 
 def _path(gpu: Gpu, row: str, size: Size) -> str | None:
-    """Of a row; the CUDA backend's row kernels are not modelled."""
+    """Of a row; only the fused product of the CUDA backend is its own."""
     if setting(gpu.architecture, "bfloat16", shape_class(size.width))["logits"] == LIBRARY:
         return LIBRARY if row == "exgrpo triton" else None
     return PATH_OF_ROW.get(row)

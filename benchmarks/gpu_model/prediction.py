@@ -19,7 +19,7 @@ from benchmarks.gpu_model.walk import (
     peak_bytes,
     steps,
 )
-from exgrpo.kernels.cuda_chunks.binding import PRODUCT_CAPABILITIES
+from exgrpo.kernels.cuda_chunks.binding import CAPABILITY
 from exgrpo.kernels.triton_chunks.launch import plan_from, setting, shape_class
 from exgrpo.train.estimate.data_sheets import GPUS, Gpu
 
@@ -70,8 +70,8 @@ def gpu_of(name: str) -> Gpu:
 
 def paths_of(gpu: Gpu) -> list[str]:
     """The paths that a GPU has."""
-    capable = gpu.architecture in {f"sm_{major}{minor}" for major, minor in PRODUCT_CAPABILITIES}
-    return [path for path in PATHS if path != CUDA or capable]
+    major, minor = CAPABILITY
+    return [path for path in PATHS if path != CUDA or gpu.architecture == f"sm_{major}{minor}"]
 
 
 def way_of(gpu: Gpu, path: str, size: Size, changes: Mapping[str, Any] | None = None) -> Way:

@@ -8,9 +8,8 @@ namespace exgrpo {
 
 // Field by field exgrpo.kernels.cuda_chunks.binding.Build. Versions of CUDA are 1000 major + 10 minor.
 struct Build {
-  int32_t runtime;            // that is linked in
-  int32_t driver;             // the newest that the driver supports; 0: no driver
-  const char* architectures;  // that the row kernel is compiled for: "900,1000"
+  int32_t runtime;  // that is linked in
+  int32_t driver;   // the newest that the driver supports; 0: no driver
 };
 
 }  // namespace exgrpo

@@ -50,7 +50,7 @@ __device__ __forceinline__ void barrier_wait(SharedBarrier* barrier, uint32_t pa
       : "memory");
 }
 
-// Hardware barriers by number, among some of the block's warps; 0 is block_sync's.
+// Hardware barriers by number, among some of the block's warps; 0 is that of the whole block.
 __device__ __forceinline__ void numbered_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }

@@ -1,6 +1,7 @@
 // Launches the product. Every function returns null, or a text that names the call that failed.
 #include <cudaTypedefs.h>
 
+#include "build.h"
 #include "launch.cuh"
 #include "product_kernel.cuh"
 
@@ -87,6 +88,13 @@ const char* launch(
 
 }  // namespace
 }  // namespace exgrpo
+
+// May be called where there is no driver, or an old one.
+extern "C" exgrpo::Build exgrpo_build() {
+  exgrpo::Build build{CUDART_VERSION, 0};
+  if (cudaDriverGetVersion(&build.driver) != cudaSuccess) build.driver = 0;
+  return build;
+}
 
 extern "C" const char* exgrpo_product(const exgrpo::ProductArguments* given, cudaStream_t stream) {
   using namespace exgrpo;

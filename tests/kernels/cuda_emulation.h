@@ -59,7 +59,7 @@ struct Block {
   unsigned char* shared;  // aligned; what device code calls a shared address is an offset into it
   std::vector<unsigned char> memory;
   std::vector<Warp> warps;
-  std::map<int, Barrier> barriers;  // by number; -1: of the whole block
+  std::map<int, Barrier> barriers;  // by number
   std::map<uint32_t, CountingBarrier> counting;  // by shared address
 };
 
@@ -85,7 +85,6 @@ struct Fiber {
 
 struct Machine {
   Index block_size, grid_size;
-  unsigned cluster_size;
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
   Barrier cluster;
@@ -246,7 +245,6 @@ inline std::string launch(
     machine = &here;
     here.block_size = {threads};
     here.grid_size = {blocks};
-    here.cluster_size = cluster_size;
     here.schedule = schedule;
     here.kernel = kernel;
     for (unsigned rank = 0; rank < cluster_size; ++rank) add_block(first + rank, rank, shared_bytes);
@@ -267,17 +265,11 @@ inline const char* reported(std::string text) {
 
 #define threadIdx (exgrpo::emulation::fiber->thread)
 #define blockIdx (exgrpo::emulation::fiber->block->index)
-#define blockDim (exgrpo::emulation::machine->block_size)
 #define gridDim (exgrpo::emulation::machine->grid_size)
 
 namespace exgrpo {
 
 constexpr int WARP = 32;
-
-template <typename Value, int COUNT>
-struct alignas(sizeof(Value) * COUNT) Group {
-  Value values[COUNT];
-};
 
 inline unsigned char* shared_memory() { return emulation::fiber->block->shared; }
 
@@ -294,29 +286,12 @@ inline float shuffle_xor(float value, int lanes) {
   return received;
 }
 
-inline void block_sync() { emulation::sync(emulation::fiber->block->barriers[-1], blockDim.x); }
-
-// Done when waited for.
-template <int BYTES>
-void copy_async(void* shared, const void* global) {
-  if (reinterpret_cast<uintptr_t>(shared) % BYTES || reinterpret_cast<uintptr_t>(global) % BYTES) {
-    throw std::runtime_error("copy_async: not aligned");
-  }
-  emulation::fiber->copies.push_back([=] { std::memcpy(shared, global, BYTES); });
-}
-
 inline bool any_lane(bool condition) {
   float found = condition;
   for (int lanes = 1; lanes < 32; lanes *= 2) found += shuffle_xor(found, lanes);
   return found > 0;
 }
 
-inline void copies_wait() {
-  for (const auto& copy : emulation::fiber->copies) copy();
-  emulation::fiber->copies.clear();
-}
-
-inline unsigned cluster_size() { return emulation::machine->cluster_size; }
 inline unsigned cluster_rank() { return emulation::fiber->block->rank; }
 
 inline void cluster_arrive() {
@@ -330,11 +305,6 @@ inline void cluster_wait() {
   if (generation < 0) throw std::runtime_error("cluster_wait: it has not arrived");
   emulation::wait_until([&] { return emulation::machine->cluster.generation != generation; });
   generation = -1;
-}
-
-template <typename Value>
-Value* of_rank(Value* shared, unsigned rank) {
-  return reinterpret_cast<Value*>(emulation::block_of(rank).shared + shared_address(shared));
 }
 
 // Rounds to nearest even, as the machine does.

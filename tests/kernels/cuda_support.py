@@ -4,7 +4,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_int64
+from ctypes import POINTER, byref, c_bool, c_char_p, c_int
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,7 +14,7 @@ import torch
 
 from exgrpo.kernels import dispatch
 from exgrpo.kernels.cuda_chunks import binding
-from exgrpo.kernels.cuda_chunks.binding import ProductArguments, RowsArguments, RowsPlan
+from exgrpo.kernels.cuda_chunks.binding import ProductArguments
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "csrc" / "cuda"
@@ -43,13 +43,6 @@ def emulated(name):
         shutil.rmtree(folder)
 
 
-def emulate_rows(call, *, cluster, threads, columns, backwards=False):
-    """A call of the row kernel by clusters of this size, each block with so many threads and columns."""
-    function = emulated("cuda_emulation").emulated_rows
-    function.restype, function.argtypes = c_char_p, [POINTER(RowsArguments), c_int, c_int, c_int, c_bool]
-    binding.check(function(byref(call.arguments), cluster, threads, columns, backwards))
-
-
 def emulate_product(call, *, clusters=1, backwards=False, eager=False):
     """A call of the product by so many clusters."""
     function = emulated("cuda_product_emulation").emulated_product
@@ -57,28 +50,11 @@ def emulate_product(call, *, clusters=1, backwards=False, eager=False):
     binding.check(function(byref(call.arguments), clusters, backwards, eager))
 
 
-def emulated_plan(vocabulary):
-    """How a row would be shared out on a GPU."""
-    function = emulated("cuda_emulation").exgrpo_rows_plan
-    function.restype, function.argtypes = RowsPlan, [c_int64]
-    return function(vocabulary)
-
-
 def emulate_backend(monkeypatch):
     """Let the CUDA backend run without a GPU: its own kernels emulated, Triton's in their interpreter."""
-    from exgrpo.kernels.cuda_chunks import cuda_fused, cuda_passes
-
-    def launch(call, device):
-        if call.function == "exgrpo_rows":
-            emulate_rows(call, cluster=2, threads=64, columns=-(-call.arguments.vocabulary // 16) * 8)
-        else:
-            emulate_product(call)
-
     monkeypatch.setitem(dispatch.BACKENDS, "cuda", "exgrpo.kernels.cuda_chunks")
-    monkeypatch.setattr(binding.Call, "launch", launch)
+    monkeypatch.setattr(binding.Call, "launch", lambda call, device: emulate_product(call))
     monkeypatch.setattr(binding, "unavailable", lambda device: "")
-    monkeypatch.setattr(cuda_passes, "_fits", lambda rows: rows > 0 and bool(emulated_plan(rows).cluster))
-    monkeypatch.setattr(cuda_fused, "_capable", lambda device: True)
 
 
 def run(command):

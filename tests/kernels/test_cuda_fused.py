@@ -5,7 +5,6 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from exgrpo.kernels.cuda_chunks.binding import PRODUCT_CAPABILITIES
 from exgrpo.kernels.cuda_chunks.cuda_fused import TILE_COLUMNS, product_call
 from exgrpo.kernels.triton_chunks.fused_product import AnchoredRows, Operands
 
@@ -13,8 +12,9 @@ from .cuda_support import INTERPRETING, ON_GPU, emulate_product
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the process that interprets Triton kernels tests nothing else")
 
-ON_HOPPER = ON_GPU and torch.cuda.get_device_capability() in PRODUCT_CAPABILITIES
-GPU = pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs an sm_90 GPU")])
+GPU = pytest.param(
+    "gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs an sm_90 GPU and _cuda.so")]
+)
 
 
 @pytest.fixture(params=["emulated", GPU])

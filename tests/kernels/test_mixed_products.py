@@ -4,6 +4,8 @@ The process that interprets Triton kernels tests the Triton backend, and the CUD
 other one tests the torch backend. On a GPU the imitation is not needed: the real products take its place.
 """
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -16,46 +18,55 @@ from .cuda_support import INTERPRETING, ON_GPU, emulate_backend
 from .support import compare, make_case, make_tokens, relative_error
 from .test_memory import PeakMemory
 
+
+class Path(NamedTuple):
+    """Of a call; ``logits`` is what the launch table says of them, and torch takes the library's product always."""
+
+    backend: str
+    logits: str
+    dtype: str
+
+
+HALVES = (torch.bfloat16, torch.float16)
+TORCH = [Path("torch", "library", "bfloat16"), Path("torch", "library", "float16")]
+GPU = [Path("triton", way, dtype) for way in ("library", "fused") for dtype in ("bfloat16", "float16")]
+CUDA = [Path("cuda", "fused", "bfloat16")]
+"""The backend is Triton's elsewhere."""
+PATHS = GPU + CUDA if INTERPRETING else TORCH
+if DEVICE.type == "cuda":
+    PATHS = TORCH + GPU + CUDA * ON_GPU
 if INTERPRETING or DEVICE.type == "cuda":
     pytest.importorskip("triton", reason="triton is not installed")
     from exgrpo.kernels.triton_chunks import launch
 
-    BACKENDS = ["triton", "cuda"] + ["torch"] * (DEVICE.type == "cuda")
-    WAYS = ["library", "fused"]
-else:
-    BACKENDS, WAYS = ["torch"], ["library"]
-
-HALVES = (torch.bfloat16, torch.float16)
 MM, ADDMM = torch.mm, torch.addmm
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request, monkeypatch):
-    if request.param == "cuda" and not ON_GPU:
-        if DEVICE.type == "cuda":
-            pytest.skip("_cuda.so is not there")
-        emulate_backend(monkeypatch)
-    return request.param
-
-
-@pytest.fixture(params=HALVES, ids=["bf16", "fp16"])
-def dtype(request):
-    return request.param
-
-
-@pytest.fixture(params=WAYS)
-def logits(request, dtype, tmp_path, monkeypatch):
-    """What the launch table says of the logits. The torch backend has no such table: it takes the library's product."""
-    if "triton" not in BACKENDS:
-        yield request.param
+@pytest.fixture(params=PATHS, ids="-".join)
+def path(request, tmp_path, monkeypatch):
+    chosen = request.param
+    if chosen.backend == "torch":
+        yield chosen
         return
+    if chosen.backend == "cuda" and not ON_GPU:
+        emulate_backend(monkeypatch)
     table = tmp_path / "launch.toml"
-    name = str(dtype).removeprefix("torch.")
-    table.write_text(f'[{launch.architecture(DEVICE)}.{name}]\nlogits = "{request.param}"\n', encoding="utf-8")
+    section = f"[{launch.architecture(DEVICE)}.{chosen.dtype}]"
+    table.write_text(f'{section}\nlogits = "{chosen.logits}"\n', encoding="utf-8")
     monkeypatch.setenv(launch.ENVIRONMENT, str(table))
     launch.forget()
-    yield request.param
+    yield chosen
     launch.forget()
+
+
+@pytest.fixture
+def backend(path):
+    return path.backend
+
+
+@pytest.fixture
+def dtype(path):
+    return getattr(torch, path.dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +117,6 @@ def hide_interpreter(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "temperature": 0.7, "softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("with_entropy", [False, True])
-@pytest.mark.usefixtures("logits")
 def test_log_prob(options, with_entropy, dtype, backend, device, set_chunk, multiplied):
     set_chunk(20 * 130 * 4)
     case = make_case(45, 40, 130, dtype, device, **options)
@@ -125,7 +135,6 @@ def test_log_prob(options, with_entropy, dtype, backend, device, set_chunk, mult
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "temperature": 0.7, "softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
-@pytest.mark.usefixtures("logits")
 def test_policy_loss(options, entropy_coef, dtype, backend, device, set_chunk):
     set_chunk(20 * 130 * 4)
     case = make_case(45, 40, 130, dtype, device, **options)
@@ -140,7 +149,6 @@ def test_policy_loss(options, entropy_coef, dtype, backend, device, set_chunk):
 
 
 @pytest.mark.parametrize(("size", "entropy_coef"), [(1e-9, 0.0), (1e-9, 0.05), (1e9, 0.05)])
-@pytest.mark.usefixtures("logits")
 def test_gradients_of_any_size(size, entropy_coef, dtype, backend, device, set_chunk):
     """A mean over many tokens has gradients far below float16's range, and a scaled loss far above it.
 
@@ -161,7 +169,6 @@ def test_gradients_of_any_size(size, entropy_coef, dtype, backend, device, set_c
         assert relative_error(ours, true) < 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.usefixtures("logits")
 @pytest.mark.parametrize("width", [40, 1000])
 def test_backends_pass_their_self_test(width, dtype, backend, device):
     """Entry by entry, also of a target that is next to impossible: fp16 must have digits for what is divided by S."""
@@ -171,7 +178,6 @@ def test_backends_pass_their_self_test(width, dtype, backend, device):
     assert not self_test.difference(*map(self_test.fetched, (ours, plain, exact)), dtype)
 
 
-@pytest.mark.usefixtures("logits")
 def test_upstream_gradients_of_any_size(dtype, backend, device):
     case = make_case(45, 40, 130, dtype, device)
 
@@ -189,7 +195,6 @@ def test_upstream_gradients_of_any_size(dtype, backend, device):
         assert relative_error(weight_gradient(case, backend, size), exact) < 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.usefixtures("logits")
 def test_autocast_rounds_the_weight_once_a_call(dtype, backend, device, set_chunk, monkeypatch):
     """And takes the product that 16-bit weights take; the gradient of the weight is not rounded."""
     set_chunk(20 * 130 * 4)
@@ -211,14 +216,14 @@ def test_autocast_rounds_the_weight_once_a_call(dtype, backend, device, set_chun
         torch.testing.assert_close(ours.to(dtype), theirs, rtol=0, atol=0)
 
 
-BYTES = {"library": {"triton": 6, "cuda": 4, "torch": 6}, "fused": {"triton": 2, "cuda": 2}}
-"""Of a logit at the peak: fp32 products beside F, F in the place of the products, or exponentials alone."""
+BYTES = {"library": 6, "fused": 2}
+"""Of a logit at the peak: fp32 products beside F, or exponentials alone."""
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="what a GPU's own products allocate is not seen here")
-@pytest.mark.parametrize("dtype", [torch.bfloat16], indirect=True, ids=["bf16"])
+@pytest.mark.parametrize("path", [one for one in PATHS if one.dtype == "bfloat16"], indirect=True, ids="-".join)
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
-def test_bytes_of_a_logit(entropy_coef, logits, dtype, backend, device, set_chunk, monkeypatch):
+def test_bytes_of_a_logit(entropy_coef, path, dtype, backend, device, set_chunk, monkeypatch):
     """What a row more in every chunk adds to the peak, beside some numbers of the row."""
     if INTERPRETING:
         hide_interpreter(monkeypatch)
@@ -232,5 +237,5 @@ def test_bytes_of_a_logit(entropy_coef, logits, dtype, backend, device, set_chun
             case.policy_loss(old, advantage, clip=None, entropy_coef=entropy_coef, backend=backend).loss.backward()
         return memory.peak
 
-    expected = BYTES[logits][backend]
+    expected = BYTES[path.logits]
     assert expected <= (peak(60) - peak(30)) / (30 * vocabulary) < expected + 0.2

@@ -1,12 +1,11 @@
-"""Backend for Hopper and datacenter Blackwell GPUs: the Triton backend, with CUDA C++ for what Triton cannot do.
+"""Backend for Hopper GPUs: the Triton backend, with a fused product in CUDA C++ for its fused one.
 
-A cluster of blocks holds a row while it is read once, see `cuda_passes`; and the epilogues of the fused product run
-under the main loops of other tiles, see `cuda_fused`. The Triton kernels compute what neither can take.
+Its epilogues run under the main loops of other tiles, which Triton cannot do; see `cuda_fused`. The Triton kernels
+compute the rest.
 """
 
 from exgrpo.kernels.chunks.head import ChunkedHead
 from exgrpo.kernels.cuda_chunks.cuda_fused import FusedCudaPasses
-from exgrpo.kernels.cuda_chunks.cuda_passes import CudaPasses
 from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses, plan_of
 from exgrpo.kernels.triton_chunks.triton_tokens import centre_groups, segment_mean, token_objective
 
@@ -14,7 +13,7 @@ from exgrpo.kernels.triton_chunks.triton_tokens import centre_groups, segment_me
 def passes_of(head: ChunkedHead) -> TritonPasses:
     """The passes that the launch table of the Triton backend has for a head."""
     chosen = plan_of(head)
-    return FusedCudaPasses(head, chosen) if chosen.fused else CudaPasses(head, chosen)
+    return FusedCudaPasses(head, chosen) if chosen.fused else TritonPasses(head, chosen)
 
 
 __all__ = ["centre_groups", "passes_of", "segment_mean", "token_objective"]

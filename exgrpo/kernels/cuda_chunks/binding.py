@@ -1,8 +1,7 @@
 """The compiled kernels: _cuda.so, loaded when it is first needed, and its functions with their signatures."""
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
-from enum import IntEnum
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -13,52 +12,8 @@ from exgrpo.kernels.built import why_missing
 
 PATH = Path(__file__).with_name("_cuda.so")
 """Built by setup.py where nvcc is."""
-ROW_CAPABILITIES = {(9, 0): 900, (10, 0): 1000, (10, 3): 1000}
-"""Compute capabilities that csrc/cuda/rows.cu can be compiled for, and the architecture that each runs."""
-PRODUCT_CAPABILITIES = ((9, 0),)
-"""And csrc/cuda/product.cu: the matrix units of other GPUs are programmed in other ways."""
-
-
-class Output(IntEnum):
-    """What the row kernel writes: csrc/cuda/rows.h."""
-
-    NOTHING = 0
-    EXPONENTIALS = 1
-    GRADIENT = 2
-
-
-class RowsArguments(ctypes.Structure):
-    """Field by field that of csrc/cuda/rows.h."""
-
-    _fields_ = (
-        ("rows", c_int64),
-        ("vocabulary", c_int64),
-        ("logits", c_void_p),
-        ("stride", c_int64),
-        ("out", c_void_p),
-        ("out_stride", c_int64),
-        ("out_is_bfloat16", c_int32),
-        ("output", c_int32),
-        ("bias", c_void_p),
-        ("target", c_void_p),
-        ("temperature", c_void_p),
-        ("softcap", c_float),
-        ("anchor", c_void_p),
-        ("gap", c_void_p),
-        ("rest", c_void_p),
-        ("moment", c_void_p),
-        ("old_log_prob", c_void_p),
-        ("advantage", c_void_p),
-        ("replayed", c_void_p),
-        ("normalizer", c_void_p),
-        ("has_clip", c_int32),
-        ("has_beta", c_int32),
-        ("clip_low", c_float),
-        ("clip_high", c_float),
-        ("log_beta", c_float),
-        ("entropy_coef", c_float),
-        ("results", c_void_p),
-    )
+CAPABILITY = (9, 0)
+"""Compute capability that csrc/cuda/product.cu is for: the matrix units of other GPUs are programmed in other ways."""
 
 
 class ProductArguments(ctypes.Structure):
@@ -83,16 +38,10 @@ class ProductArguments(ctypes.Structure):
     )
 
 
-class RowsPlan(ctypes.Structure):
-    """How a row is shared out over a cluster: csrc/cuda/rows.h."""
-
-    _fields_ = (("cluster", c_int32), ("threads", c_int32), ("columns", c_int32), ("shared_bytes", c_int32))
-
-
 class Build(ctypes.Structure):
     """What the library was built with, and the newest CUDA that the driver supports: csrc/cuda/build.h."""
 
-    _fields_ = (("runtime", c_int32), ("driver", c_int32), ("architectures", c_char_p))
+    _fields_ = (("runtime", c_int32), ("driver", c_int32))
 
 
 class Signature(NamedTuple):
@@ -104,8 +53,6 @@ class Signature(NamedTuple):
 
 SIGNATURES = {
     "exgrpo_build": Signature(Build, ()),
-    "exgrpo_rows_plan": Signature(RowsPlan, (c_int64,)),
-    "exgrpo_rows": Signature(c_char_p, (POINTER(RowsArguments), c_void_p)),
     "exgrpo_product": Signature(c_char_p, (POINTER(ProductArguments), c_void_p)),
 }
 
@@ -138,13 +85,9 @@ def unfit(build: Build, capability: tuple[int, int]) -> str:
             f"{_version(build.driver)} at most: update the driver, or install exgrpo anew with nvcc of CUDA "
             f"{build.driver // 1000} on the PATH and EXGRPO_CUDA=force"
         )
-    built = [int(architecture) for architecture in build.architectures.split(b",")]
-    known = [found for found, architecture in ROW_CAPABILITIES.items() if architecture in built]
-    if capability not in known:
-        compiled, found = ", ".join(f"{major}.{minor}" for major, minor in known), "{}.{}".format(*capability)
-        newer = "; install exgrpo anew with a newer nvcc on the PATH and EXGRPO_CUDA=force"
-        remedy = newer if capability in ROW_CAPABILITIES else ""
-        return f"it is compiled for compute capability {compiled}; the device has {found}{remedy}"
+    if capability != CAPABILITY:
+        wanted, found = ("{}.{}".format(*one) for one in (CAPABILITY, capability))
+        return f"it is written for compute capability {wanted} (Hopper); the device has {found}"
     return ""
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.cuda_chunks.binding import PRODUCT_CAPABILITIES, Call, ProductArguments
+from exgrpo.kernels.cuda_chunks.binding import Call, ProductArguments
 from exgrpo.kernels.triton_chunks.fused_product import AnchoredRows, FusedProduct, Listed, Operands, aligned
 from exgrpo.kernels.triton_chunks.launch import Tile
 from exgrpo.kernels.triton_chunks.triton_fused import FusedTritonPasses
@@ -42,10 +42,10 @@ class FusedCudaPasses(FusedTritonPasses):
 
 
 def fits(operands: Operands, out: Tensor | None) -> bool:
-    """Whether the product is compiled for the device and can describe the matrices: bf16, aligned, not empty."""
+    """Whether the product can describe the matrices: bf16, aligned, not empty."""
     matrices = [operands.hidden, operands.weight, *([] if out is None else [out])]
     described = all(matrix.dtype == torch.bfloat16 and aligned(matrix) for matrix in matrices)
-    return described and operands.weight.numel() > 0 and _capable(operands.hidden.device)
+    return described and operands.weight.numel() > 0
 
 
 def product_call(operands: Operands, rows: AnchoredRows, out: Tensor | None, partial: Tensor) -> Call:
@@ -77,7 +77,3 @@ def product_call(operands: Operands, rows: AnchoredRows, out: Tensor | None, par
         moments=partial[1],
     )
     return call
-
-
-def _capable(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) in PRODUCT_CAPABILITIES
