@@ -16,6 +16,7 @@ from exgrpo.train.doctor import program, report
 from exgrpo.train.doctor.check import Check, Finding, all_checks
 from exgrpo.train.doctor.options import Options, chosen, parse_options, recipe_of
 from exgrpo.train.doctor.running import members
+from exgrpo.train.ending import Stopped
 from exgrpo.train.errors import ConfigError
 from tests.train import broken_checks
 from tests.train.launch import ROOT, environment, launch_module
@@ -69,7 +70,7 @@ def test_a_part_that_fails_fails_the_run_and_the_others_go_on(tmp_path, monkeypa
     ]
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     with (tmp_path / "progress").open("w") as file:
-        found = program.examine(checks, recipe_of(Options()), tmp_path, PATIENCE, Console(file=file))
+        found = list(program.examine(checks, recipe_of(Options()), tmp_path, PATIENCE, Console(file=file)))
     assert [(one.name, one.result) for one in found] == [
         ("crashes", "failed"),
         ("measures", "ok"),
@@ -88,6 +89,20 @@ def test_the_exit_status_is_0_only_where_nothing_failed(monkeypatch, capsys, res
     told = capsys.readouterr().out
     assert "│ check0 " in told
     assert "| check1 | " in told  # the text, too, as no file is named for it
+
+
+def test_who_stops_it_sees_what_it_has_found(monkeypatch, capsys):
+    def stopped(*_):
+        yield Finding("disk", "ok", "text", 1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "run_program", lambda work, stopped: work(program.ExitStack()))
+    monkeypatch.setattr(program, "examine", stopped)
+    with pytest.raises(Stopped, match="what is left is done by --only versions grading$"):
+        program.main(["--only", "disk", "grading", "versions"])
+    told = capsys.readouterr().out
+    assert "1 ok, 0 failed, 0 skipped" in told
+    assert "| disk | ok |" in told
 
 
 @pytest.mark.parametrize(
