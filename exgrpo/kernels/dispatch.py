@@ -1,10 +1,10 @@
 """Which backend computes a call, and why.
 
 - ``cpu``: chunks of tokens through the compiled extension; the choice of ``auto`` on CPUs where it is built.
-- ``cuda``: the Triton backend with a fused product in CUDA C++, on Hopper; only on request, since neither is faster
-  everywhere and this one needs nvcc.
+- ``cuda``: the Triton backend with a fused product in CUDA C++; where it is built, the choice of ``auto`` for large
+  calls in bf16 on Hopper.
 - ``triton``: the same chunks with Triton kernels in them, and where its launch table says so with a matrix product of
-  its own; the choice of ``auto`` on GPUs. It waits for the number of tokens that take part, once a call.
+  its own; the choice of ``auto`` on other GPUs. It waits for the number of tokens that take part, once a call.
 - ``torch``: the same chunks in plain PyTorch. Runs on every device. On a GPU it waits for the number of tokens that
   take part: once a call, and once a chunk where gradients are formed with the loss.
 - ``reference``: full logits and plain autograd. The oracle; only on request, since its memory is [T, V].

@@ -41,10 +41,21 @@ def table(monkeypatch, tmp_path):
 @pytest.mark.parametrize("logits", [0, LARGE])
 def test_auto_is_the_extension_on_cpus_and_triton_on_gpus(logits, monkeypatch):
     assert automatic(CPU, torch.float32, logits) == "cpu"
-    assert automatic(CUDA, torch.bfloat16, logits) == "triton"
+    assert automatic(CUDA, torch.float16, logits) == "triton"
     monkeypatch.setattr(dispatch, "TRITON_INSTALLED", False)
     monkeypatch.setattr(extension, "MISSING", "the compiled extension was not built")
     assert automatic(CPU, torch.float32, logits) == automatic(CUDA, torch.bfloat16, logits) == "torch"
+
+
+def test_auto_is_the_product_in_cuda_for_large_calls_on_hopper_where_it_is_built(monkeypatch):
+    binding = pytest.importorskip("exgrpo.kernels.cuda_chunks.binding", reason="triton is not installed")
+    for reason, taken in (("", "cuda"), ("its library was not built", "triton")):
+        monkeypatch.setattr(binding, "unavailable", lambda device, reason=reason: reason)
+        assert automatic(CUDA, torch.bfloat16, LARGE) == taken
+        assert automatic(CUDA, torch.bfloat16, 1) == "triton"
+    monkeypatch.setattr(binding, "unavailable", lambda device: "")
+    monkeypatch.setattr(backend_choice, "architecture", lambda device: "sm_100")
+    assert automatic(CUDA, torch.bfloat16, LARGE) == "triton"
 
 
 def test_a_table_of_ones_own_chooses_by_architecture_dtype_and_size(table):
