@@ -234,13 +234,25 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(
         0.01, ge=0, le=100, description="AdamW weight decay; a step takes lr * weight_decay of each weight away."
     )
+    decay: Literal["all", "matrices"] = Field(
+        "all", description="Which weights decay: all, or matrices alone, without norms and biases."
+    )
     grad_clip: float = Field(
         1.0, ge=0, le=1e6, description="Gradient norm is clipped here; 0 = off, and no norm in use reaches 1e6."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up.")
+    min_lr: float = Field(0.0, ge=0, le=1, description="Learning rate in which a linear or cosine schedule ends.")
     warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="Optimiser steps of linear warm-up.")
     minibatches: int = Field(2, ge=1, le=MOST_ANSWERS, description="Optimiser steps per training step.")
     micro_batch_tokens: int = Field(16384, ge=1, le=MOST_TOKENS, description="Tokens per forward pass and rank.")
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.min_lr and self.schedule == "constant":
+            raise ValueError(f"min_lr ({self.min_lr:g}): a constant schedule does not fall; take linear or cosine")
+        if self.min_lr and self.min_lr >= self.lr:
+            raise ValueError(f"min_lr ({self.min_lr:g}): the schedule falls to it from lr ({self.lr:g}); lower it")
+        return self
 
 
 class DistributedConfig(Section):

@@ -126,6 +126,11 @@ def test_the_resolved_configuration_is_a_recipe_that_repeats_the_run(tmp_path):
         ("experience: {ratio: 3}", r"experience.ratio: Input should be less than or equal to 1 \(got 3\)"),
         ("policy.dtype: fp16", "policy.dtype: Input should be 'fp32' or 'bf16'"),
         ("optimizer.minibatches: 65", r"optimizer.minibatches \(65\) exceeds questions \(64\)"),
+        ("optimizer.min_lr: 1.0e-5", r"min_lr \(1e-05\): a constant schedule does not fall; take linear or cosine"),
+        (
+            "optimizer: {lr: 1.0e-5, min_lr: 1.0e-5, schedule: linear}",
+            r"min_lr \(1e-05\): the schedule falls to it from lr",
+        ),
         ("rollout.max_tokens: 40000", "optimizer.micro_batch_tokens .* one sequence must fit"),
         ("data: {chat: false, system_prompt: hi}", "data.chat=False has no place for a system message"),
         (

@@ -1,6 +1,7 @@
 """A tiny random model and a batch of mixed groups, made the same in every process."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -111,9 +112,8 @@ def config(
     *,
     dtype: str = "fp32",
     checkpointing: bool = False,
-    schedule: str = "constant",
-    warmup_steps: int = 0,
     temperature: float = 1.0,
+    optimizer: Mapping[str, object] | None = None,
 ) -> Config:
     return configured(
         {
@@ -127,8 +127,7 @@ def config(
                 "micro_batch_tokens": 70,
                 "weight_decay": 0.01,
                 "minibatches": 1,
-                "schedule": schedule,
-                "warmup_steps": warmup_steps,
+                **(optimizer or {}),
             },
             # Nothing is small enough to stay whole: every parameter is partitioned.
             "distributed": {"persistence_threshold": 0, "timeout_minutes": 2},

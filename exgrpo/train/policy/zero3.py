@@ -8,7 +8,7 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from transformers import PreTrainedModel, get_scheduler
+from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from exgrpo.kernels import LogProb, PolicyLoss
@@ -20,6 +20,7 @@ from exgrpo.train.policy.attention import PACKING
 from exgrpo.train.policy.batch import MiniBatch, TokenSequence
 from exgrpo.train.policy.layout import Layout, Packed, Padded
 from exgrpo.train.policy.model import LossTerms, PolicyModel
+from exgrpo.train.policy.optimizer import make_optimizer, make_schedule
 from exgrpo.train.policy.update import Tally, UpdateStats
 from exgrpo.train.policy.whole import WholeEngine
 from exgrpo.train.pretrained.source import ModelSource
@@ -56,19 +57,8 @@ class Policy:
         if config.policy.attention in PACKING and model._can_set_attn_implementation():
             model.set_attn_implementation(PACKING[config.policy.attention])
         wrapped = PolicyModel(model, config.policy.kernel_backend)
-        optimizer = torch.optim.AdamW(
-            wrapped.parameters(),
-            lr=config.optimizer.lr,
-            betas=config.optimizer.betas,
-            weight_decay=config.optimizer.weight_decay,
-            fused=True,
-        )
-        scheduler = get_scheduler(
-            "constant_with_warmup" if config.optimizer.schedule == "constant" else config.optimizer.schedule,
-            optimizer,
-            num_warmup_steps=config.optimizer.warmup_steps,
-            num_training_steps=max(1, config.steps * config.optimizer.minibatches),
-        )
+        optimizer = make_optimizer(wrapped.parameters(), config.optimizer)
+        scheduler = make_schedule(optimizer, config)
         self.engine: Any
         if whole:
             self.engine = WholeEngine(wrapped.to(world.device), optimizer, scheduler, config.optimizer.grad_clip)

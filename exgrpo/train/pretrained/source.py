@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from exgrpo.train.errors import SHOWN, ConfigError, ModelError, cut, os_errors_as, shown
 from exgrpo.train.pretrained.location import located
 from exgrpo.train.pretrained.overrides import changes, overridden
+
+CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+"""The classes of transformers that predict the next token."""
+SENSES = ("vision", "image", "audio", "vq")
+"""In the names of the parts of a configuration that are not about text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +81,7 @@ def find_model(path: str, overrides: Mapping[str, Any] | None = None) -> ModelSo
         overrides: values of its configuration that are changed.
 
     Raises:
-        ModelError: the model is missing or needs code of its own.
+        ModelError: the model is missing, needs code of its own, or is no causal LM for text.
         ConfigError: an override does not suit it.
     """
     path = located(path)
@@ -84,7 +90,20 @@ def find_model(path: str, overrides: Mapping[str, Any] | None = None) -> ModelSo
         raw, _ = PreTrainedConfig.get_config_dict(path)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise explained(error, path) from None
+    if other := _other_kind(config, raw):
+        raise ModelError(f"policy.path: {shown(path)} {other}: take a causal LM for text")
     return _source(path, config, raw, overrides or {})
+
+
+def _other_kind(config: PreTrainedConfig, raw: Mapping[str, Any]) -> str:
+    """What a model is, if it is no causal LM for text; empty if it may be one."""
+    parts = [part for part in config.sub_configs if any(sense in part for sense in SENSES)]
+    if parts:
+        return f"({config.model_type}) is for more than text, see {' and '.join(sorted(parts))} in its configuration"
+    if config.is_encoder_decoder:
+        return f"({config.model_type}) has an encoder for its input"
+    heads = raw.get("architectures") or ()
+    return "" if not heads or CAUSAL.intersection(heads) else f"has the head of {' and '.join(heads)}"
 
 
 def read_config(file: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:

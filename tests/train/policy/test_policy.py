@@ -38,7 +38,25 @@ CASES = {
         "term": "clipped",
     },
     # Three steps in all: from 0 to the peak in one, then down to half of it.
-    "schedule": {"model": "tied", "objective": {}, "schedule": "linear", "warmup_steps": 1, "rates": (0, 1, 0.5)},
+    "schedule": {
+        "model": "tied",
+        "objective": {},
+        "optimizer": {"schedule": "linear", "warmup_steps": 1},
+        "rates": (0, 1, 0.5),
+    },
+    "linear to a minimum": {
+        "model": "tied",
+        "objective": {},
+        "optimizer": {"schedule": "linear", "min_lr": 2e-4},
+        "rates": (1, 1 - 0.8 / 3, 1 - 1.6 / 3),
+    },
+    "cosine to a minimum": {
+        "model": "untied",
+        "objective": {},
+        "optimizer": {"schedule": "cosine", "min_lr": 2e-4, "warmup_steps": 1},
+        "rates": (0, 1, 0.6),
+    },
+    "matrices decay": {"model": "untied", "objective": {}, "optimizer": {"weight_decay": 50.0, "decay": "matrices"}},
     "temperature": {"model": "tied", "objective": {"entropy_coef": 0.01}, "temperature": 0.6},
     "scaled logits": {"model": "granite", "objective": {"entropy_coef": 0.01}, "temperature": 0.6},
     "poison": {"model": "tied", "objective": {}, "poison": True},
@@ -96,13 +114,19 @@ def plain_training(folder, name):
     case = CASES[name]
     objective, clip, term = ObjectiveConfig(**case["objective"]), case.get("clip", True), case.get("term", "shaped")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=tiny.LEARNING_RATE, weight_decay=0.01)
+    options = case.get("optimizer", {})
+    decay = options.get("weight_decay", 0.01)
+    kept = [weight for name, weight in model.named_parameters() if "norm" in name and "decay" in options]
+    decayed = [weight for weight in model.parameters() if all(weight is not one for one in kept)]
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": kept, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=tiny.LEARNING_RATE)
     losses = []
     for number, minibatch in enumerate(tiny.minibatches(objective)):
         if case.get("poison") and number == 0:
             continue
         loss = plain_loss(model, minibatch, objective, clip, term, case.get("temperature", 1.0))
-        optimizer.param_groups[0]["lr"] = tiny.LEARNING_RATE * case.get("rates", (1, 1, 1))[number]
+        for group in optimizer.param_groups:
+            group["lr"] = tiny.LEARNING_RATE * case.get("rates", (1, 1, 1))[number]
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -187,16 +187,40 @@ def test_what_another_rank_found_ends_this_one(tmp_path):
         check_weights(source, Other(0, 2, torch.device("cpu"), None))
 
 
-def test_quantised_weights_and_other_kinds_of_models_are_refused(tmp_path):
+def test_quantised_weights_are_refused(tmp_path):
     tiny.save_model(tmp_path, tied=True)
     file = tmp_path / "config.json"
     values = json.loads(file.read_text())
     file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(ValueError, match="its weights are quantised"):
         check_weights(find_model(str(tmp_path)))
-    file.write_text(json.dumps({"model_type": "clip"}))
-    with pytest.raises(ValueError, match="cannot be loaded: Unrecognized configuration class"):
-        check_weights(find_model(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"model_type": "clip"}, r"\(clip\) is for more than text, see vision_config in its configuration"),
+        (
+            {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
+            r"\(gemma3\) is for more than text, see vision_config in its configuration",
+        ),
+        (
+            {"model_type": "qwen2_audio"},
+            r"\(qwen2_audio\) is for more than text, see audio_config in its configuration",
+        ),
+        ({"model_type": "t5"}, r"\(t5\) has an encoder for its input"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "has the head of BertForMaskedLM"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            "has the head of LlamaForSequenceClassification",
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_what_is_no_causal_lm_for_text_is_refused_by_name(values, reason, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"policy.path: .* {reason}: take a causal LM for text$"):
+        find_model(str(tmp_path))
 
 
 @pytest.fixture
