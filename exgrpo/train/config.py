@@ -224,6 +224,20 @@ class ObjectiveConfig(Section):
     )
 
 
+class LoraConfig(Section):
+    """LoRA: adapters are trained, and the model's own weights stay as they are."""
+
+    rank: int = Field(0, ge=0, le=4096, description="Rank of the adapters; 0: all weights are trained.")
+    alpha: int = Field(32, ge=1, le=10**6, description="What an adapter adds is multiplied by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        (), description="Last parts of the names of the adapted layers; none: all linear layers but the head."
+    )
+    head: bool = Field(False, description="Adapt the head, too.")
+    result: Literal["adapters", "merged"] = Field(
+        "adapters", description="What the run saves at its end: adapters for peft, or the model with them added."
+    )
+
+
 class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
@@ -333,6 +347,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     experience: ExperienceConfig = ExperienceConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     distributed: DistributedConfig = DistributedConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

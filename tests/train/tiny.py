@@ -114,6 +114,7 @@ def config(
     checkpointing: bool = False,
     temperature: float = 1.0,
     optimizer: Mapping[str, object] | None = None,
+    lora: Mapping[str, object] | None = None,
 ) -> Config:
     return configured(
         {
@@ -121,6 +122,7 @@ def config(
             "data": {"max_prompt_tokens": 8},
             "rollout": {"max_tokens": 24, "temperature": temperature},
             "objective": objective,
+            "lora": lora or {},
             "steps": STEPS,
             "optimizer": {
                 "lr": LEARNING_RATE,

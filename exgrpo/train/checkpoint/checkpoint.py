@@ -86,7 +86,7 @@ class Checkpoints:
         work = final.with_suffix(UNFINISHED)
         self._write_on_main(step, lambda: self._clear(work, policy.checkpoint_bytes))
         try:
-            policy.engine.save_checkpoint(str(work), tag=ZERO, save_latest=False)
+            policy.save_checkpoint(work, ZERO)
         except (OSError, RuntimeError) as error:
             # The other ranks wait for this one inside DeepSpeed: its end lets the launcher end them.
             free = shutil.disk_usage(self.run).free
@@ -176,8 +176,8 @@ class Checkpoints:
         found, state, problems = self._newest_sound()
         on_main(self.world, lambda: self._set_damage_aside(found, problems))
         with os_errors_as(CheckpointError, f"{found.folder} cannot be loaded"):
-            loaded, _ = policy.engine.load_checkpoint(str(found.folder), tag=ZERO)
-        if loaded is None:
+            loaded = policy.load_checkpoint(found.folder, ZERO)
+        if not loaded:
             raise CheckpointError(
                 f"{found.folder / ZERO} has no files that this run could load: is it of another version, or of a run "
                 "with another distributed.offload_optimizer?"

@@ -18,7 +18,8 @@ STATE = "whole.pt"
 class WholeEngine:
     """A module, its optimiser and its schedule; the part of `deepspeed.DeepSpeedEngine` that `Policy` needs.
 
-    `scale_wrt_gas` and `save_latest` are there for DeepSpeed's sake: what they switch off there does not exist here.
+    `scale_wrt_gas`, `save_latest`, `exclude_frozen_parameters` and `load_module_strict` are there for DeepSpeed's sake:
+    what they switch off there does not exist here. Only what is trained is saved.
 
     Args:
         module: in float32: AdamW would lose small updates of 16-bit weights.
@@ -71,22 +72,29 @@ class WholeEngine:
         """The rates of the next step."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def save_checkpoint(self, folder: str, tag: str, *, save_latest: bool) -> None:
+    def save_checkpoint(self, folder: str, tag: str, *, save_latest: bool, exclude_frozen_parameters: bool) -> None:
         """Write all that a run needs to go on to the last bit."""
         path = Path(folder) / tag / STATE
         path.parent.mkdir(parents=True)
-        torch.save({**{name: part.state_dict() for name, part in self._parts()}, "skipped": self.skipped_steps}, path)
+        frozen = self._frozen()
+        module = {name: value for name, value in self.module.state_dict().items() if name not in frozen}
+        parts = {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict()}
+        torch.save({"module": module, **parts, "skipped": self.skipped_steps}, path)
 
-    def load_checkpoint(self, folder: str, tag: str) -> tuple[str | None, dict[str, Any]]:
+    def load_checkpoint(self, folder: str, tag: str, *, load_module_strict: bool) -> tuple[str | None, dict[str, Any]]:
         """Go on from what `save_checkpoint` wrote; returns its path, None where there is none."""
         path = Path(folder) / tag / STATE
         if not path.exists():
             return None, {}
         state = torch.load(path, weights_only=True)
-        for name, part in self._parts():
-            part.load_state_dict(state[name])
+        missing, unknown = self.module.load_state_dict(state["module"], strict=False)
+        if unknown or set(missing) - self._frozen():
+            return None, {}
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
         self.skipped_steps = state["skipped"]
         return str(path), {}
 
-    def _parts(self) -> list[tuple[str, Any]]:
-        return [("module", self.module), ("optimizer", self.optimizer), ("scheduler", self.scheduler)]
+    def _frozen(self) -> set[str]:
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name for name, parameter in named if not parameter.requires_grad}

@@ -1,6 +1,7 @@
 """The policy, under DeepSpeed ZeRO-3 where it is sharded: scores, optimiser steps, whole weights."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,15 @@ from exgrpo.train.config import Config, ObjectiveConfig
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience.weighing import Term
+from exgrpo.train.policy.adapters import (
+    BASE_WEIGHT,
+    adapted_layers,
+    add_adapters,
+    base_name,
+    is_adapter,
+    saved_as_base,
+    whole_adapters,
+)
 from exgrpo.train.policy.attention import PACKING
 from exgrpo.train.policy.batch import MiniBatch, TokenSequence
 from exgrpo.train.policy.layout import Layout, Packed, Padded
@@ -56,8 +66,12 @@ class Policy:
                 raise ConfigError(f"policy.gradient_checkpointing: {error}") from error
         if config.policy.attention in PACKING and model._can_set_attn_implementation():
             model.set_attn_implementation(PACKING[config.policy.attention])
+        self.lora = config.lora
+        if config.lora.rank:
+            add_adapters(model, config.lora, config.seed)
         wrapped = PolicyModel(model, config.policy.kernel_backend)
-        optimizer = make_optimizer(wrapped.parameters(), config.optimizer)
+        trained = (parameter for parameter in wrapped.parameters() if parameter.requires_grad)
+        optimizer = make_optimizer(trained, config.optimizer)
         scheduler = make_schedule(optimizer, config)
         self.engine: Any
         if whole:
@@ -114,7 +128,7 @@ class Policy:
     @property
     def checkpoint_bytes(self) -> int:
         """What the shards of a checkpoint take on disk at least: fp32 weights and both moments of AdamW."""
-        return 3 * 4 * sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
+        return 3 * 4 * sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], temperature: float) -> list[Score]:
@@ -187,17 +201,32 @@ class Policy:
         )
 
     def weights(self) -> "WholeWeights":
-        """Every parameter of the causal LM whole; see `WholeWeights`."""
+        """Every parameter of the causal LM whole, adapters added to it; see `WholeWeights`."""
         return WholeWeights(self.model)
 
+    def save_checkpoint(self, folder: Path, tag: str) -> None:
+        """Write the shards of what is trained, its optimiser and its schedule (all ranks must call it).
+
+        Raises:
+            OSError, RuntimeError: it could not be written.
+        """
+        self.engine.save_checkpoint(str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=True)
+
+    def load_checkpoint(self, folder: Path, tag: str) -> bool:
+        """Go on from what `save_checkpoint` wrote; False where there is nothing that this policy could load."""
+        loaded, _ = self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self.lora.rank)
+        return loaded is not None
+
     def save(self, folder: Path) -> None:
-        """Write the model in Hugging Face format (all ranks must call it; rank 0 writes)."""
+        """Write the model in Hugging Face format, or its adapters in peft's (all ranks must call it; rank 0 writes)."""
+        adapters = self.lora.rank and self.lora.result == "adapters"
         state: dict[str, torch.Tensor] = {}
-        for name, weight in self.weights():
+        for name, weight in whole_adapters(self.model) if adapters else self.weights():
             if self.world.is_main:
                 state[name] = weight.detach().cpu().clone()
         if self.world.is_main:
-            self.model.save_pretrained(folder, state_dict=state)
+            with saved_as_base(self.model) if self.lora.rank and not adapters else nullcontext():
+                self.model.save_pretrained(folder, state_dict=state)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,9 +240,13 @@ class WholeWeights:
     model: PreTrainedModel
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        layers = adapted_layers(self.model)
         for name, parameter in self.model.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter]):
-                yield name, parameter.data
+            if is_adapter(name):
+                continue
+            layer = layers.get(name.removesuffix(BASE_WEIGHT))
+            with deepspeed.zero.GatheredParameters([parameter, *((layer.down, layer.up) if layer else ())]):
+                yield base_name(name), layer.added_to(parameter.data) if layer else parameter.data
 
 
 def kept_whole(config: Config, ranks: int) -> bool:

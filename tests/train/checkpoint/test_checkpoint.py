@@ -1,7 +1,6 @@
 """Interrupted runs: killed at any moment, continued exactly, refused where they would become other runs."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -33,22 +32,18 @@ SMALL = (
 )
 
 
-class SavingEngine:
-    """Stands in for DeepSpeed: its state is the policy's version."""
+class SavingPolicy(RecordingPolicy):
+    """What it saves is its version."""
 
-    def __init__(self, policy):
-        self.policy = policy
+    checkpoint_bytes = 1
 
-    def save_checkpoint(self, folder, tag, save_latest):
-        assert not save_latest
-        os.makedirs(f"{folder}/{tag}")
-        with open(f"{folder}/{tag}/version", "w") as file:
-            file.write(str(self.policy.version))
+    def save_checkpoint(self, folder, tag):
+        (folder / tag).mkdir(parents=True)
+        (folder / tag / "version").write_text(str(self.version))
 
     def load_checkpoint(self, folder, tag):
-        with open(f"{folder}/{tag}/version") as file:
-            self.policy.version = int(file.read())
-        return folder, {}
+        self.version = int((folder / tag / "version").read_text())
+        return True
 
 
 def make_trainer() -> Trainer:
@@ -61,10 +56,7 @@ def make_trainer() -> Trainer:
             "experience": {"start_pass_rate": 0.0},
         }
     )
-    policy = RecordingPolicy()
-    policy.engine = SavingEngine(policy)
-    policy.checkpoint_bytes = 1
-    return Trainer(config, question_set(24), policy, answerer(ScriptedEngine(skill)))
+    return Trainer(config, question_set(24), SavingPolicy(), answerer(ScriptedEngine(skill)))
 
 
 def checkpoints(folder, *, keep=2, fingerprint="data", config=None, size=1) -> Checkpoints:
@@ -151,7 +143,7 @@ def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stays(tmp_path, 
         raise full
 
     if where == "shards":
-        monkeypatch.setattr(SavingEngine, "save_checkpoint", fail)
+        monkeypatch.setattr(SavingPolicy, "save_checkpoint", fail)
     elif where == "segments":
         monkeypatch.setattr("exgrpo.train.checkpoint.checkpoint.write_checked", fail)
     else:

@@ -15,7 +15,7 @@ from exgrpo.train.errors import CheckpointError, ConfigError
 from exgrpo.train.recipe import to_yaml
 from tests.train.checkpoint.test_checkpoint import (
     SMALL,
-    SavingEngine,
+    SavingPolicy,
     checkpoints,
     make_trainer,
     saved_run,
@@ -207,7 +207,7 @@ def test_a_disk_that_fails_is_damage(tmp_path, monkeypatch, caplog):
 
 def test_weights_that_deepspeed_does_not_find_are_an_error(tmp_path, monkeypatch):
     logged_run(tmp_path)
-    monkeypatch.setattr(SavingEngine, "load_checkpoint", lambda *_, **__: (None, None))
+    monkeypatch.setattr(SavingPolicy, "load_checkpoint", lambda *_: False)
     with pytest.raises(CheckpointError, match=r"step_00000006/zero has no files that this run could load"):
         load(tmp_path)
 

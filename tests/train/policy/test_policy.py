@@ -9,9 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from exgrpo.train.config import ObjectiveConfig
+from exgrpo.train.seeds import derive_seed
 from tests.train import tiny
 from tests.train.launch import ROOT, launch
 
+peft = pytest.importorskip("peft", reason="peft is not installed")
+MLP = ("gate_proj", "up_proj", "down_proj")
 CASES = {
     "tied": {"model": "tied", "objective": {"entropy_coef": 0.01}},
     "untied": {"model": "untied", "objective": {"entropy_coef": 0.0}},
@@ -58,6 +61,14 @@ CASES = {
     },
     "matrices decay": {"model": "untied", "objective": {}, "optimizer": {"weight_decay": 50.0, "decay": "matrices"}},
     "temperature": {"model": "tied", "objective": {"entropy_coef": 0.01}, "temperature": 0.6},
+    "adapters": {"model": "tied", "objective": {"entropy_coef": 0.01}, "lora": {"rank": 4, "alpha": 8}},
+    "adapters, head": {"model": "untied", "objective": {}, "lora": {"rank": 3, "alpha": 6, "head": True}},
+    "adapters, some layers": {
+        "model": "untied",
+        "objective": {"entropy_coef": 0.01},
+        "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]},
+        "checkpointing": True,
+    },
     "scaled logits": {"model": "granite", "objective": {"entropy_coef": 0.01}, "temperature": 0.6},
     "poison": {"model": "tied", "objective": {}, "poison": True},
     "bf16": {"model": "tied", "objective": {}, "dtype": "bf16"},
@@ -114,6 +125,8 @@ def plain_training(folder, name):
     case = CASES[name]
     objective, clip, term = ObjectiveConfig(**case["objective"]), case.get("clip", True), case.get("term", "shaped")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if "lora" in case:
+        model = with_peft(model, **case["lora"])
     options = case.get("optimizer", {})
     decay = options.get("weight_decay", 0.01)
     kept = [weight for name, weight in model.named_parameters() if "norm" in name and "decay" in options]
@@ -132,7 +145,14 @@ def plain_training(folder, name):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-    return losses, model
+    return losses, model.merge_and_unload() if "lora" in case else model
+
+
+def with_peft(model, rank, alpha=32, targets=("q_proj", "k_proj", "v_proj", "o_proj", *MLP), head=False):
+    """The model in peft's own wrapper, from the same random numbers."""
+    torch.manual_seed(derive_seed(0, "adapters"))
+    layers = [*targets, *(["lm_head"] if head else [])]
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers))
 
 
 EXACT = [name for name in CASES if name != "bf16"]
