@@ -24,6 +24,7 @@ CHANGEABLE = (
     "distributed.",
     "evaluation.",
     "output.",
+    "lora.result",
     "reward.workers",
     "reward.time_limit",
     "rollout.servers",

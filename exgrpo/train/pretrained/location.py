@@ -25,6 +25,9 @@ def located(path: str) -> str:
         if path.startswith((".", "/", "~")) or Path(path).exists():
             folder = Path(path).expanduser()
             if not (folder / "config.json").is_file():
+                if (folder / "adapter_config.json").is_file():
+                    way = f"--resume {folder.parent} --lora.result merged saves the model with them added"
+                    raise ModelError(f"policy.path: {folder} holds adapters and no model: {way}")
                 raise ModelError(f"policy.path: {folder} holds no config.json, so no Hugging Face model")
             return str(folder)
         return path

@@ -1,0 +1,76 @@
+"""A run that trains adapters, on 1 and 2 ranks: what it saves, and how it goes on."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from exgrpo.train.builtin import ASSETS
+from exgrpo.train.errors import ModelError
+from exgrpo.train.pretrained.location import located
+from tests.train.launch import MAIN, launch_by_deepspeed
+from tests.train.test_run import SMALL
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def runs(request, tmp_path_factory):
+    """A run that saves adapters, and one that went on from its middle and saved the model with them added."""
+    root = tmp_path_factory.mktemp("runs")
+    arguments = ("--lora.rank=4", "--optimizer.lr=1e-3", "--checkpoint.every=2", f"--output.folder={root}")
+    done = launch_by_deepspeed(MAIN, *SMALL, *arguments, ranks=request.param)
+    assert done.returncode == 0, done.stdout + done.stderr
+    straight, resumed = root / "small", root / "resumed"
+    shutil.copytree(straight, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step_00000004")
+    shutil.rmtree(resumed / "model")
+    done = launch_by_deepspeed(MAIN, f"--resume={resumed}", "--lora.result=merged", ranks=request.param)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return straight, resumed
+
+
+def steps(folder):
+    """The metrics of the steps that time does not change."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = ("step", "reward", "loss", "grad_norm", "entropy", "replayed")
+    return [{name: record[name] for name in kept} for record in records if "reward" in record]
+
+
+def test_a_run_that_goes_on_is_the_same_run(runs):
+    straight, resumed = runs
+    assert len(steps(straight)) == 4
+    assert steps(resumed) == steps(straight)
+
+
+def test_adapters_of_peft_and_the_merged_model_are_the_same(runs):
+    straight, resumed = runs
+    base = AutoModelForCausalLM.from_pretrained(ASSETS / "arithmetic")
+    start = {name: weight.clone() for name, weight in base.named_parameters()}
+    adapted = peft.PeftModel.from_pretrained(base, straight / "model").merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(resumed / "model")
+    moved = 0.0
+    for (name, ours), theirs in zip(merged.named_parameters(), adapted.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+        moved = max(moved, (ours - start[name]).abs().max().item())
+    assert moved > 1e-3
+
+
+def test_checkpoints_hold_what_is_trained_alone(runs):
+    straight, _ = runs
+    shards = sum(file.stat().st_size for file in (straight / "checkpoints" / "step_00000004" / "zero").rglob("*"))
+    assert shards < 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(ASSETS / "arithmetic").parameters())
+
+
+def test_a_folder_of_adapters_is_no_model_to_start_from(runs):
+    straight, _ = runs
+    with pytest.raises(ModelError, match=r"holds adapters and no model: --resume \S+ --lora.result merged saves the"):
+        located(str(straight / "model"))
+
+
+def test_a_head_that_is_the_embedding_is_refused(tmp_path):
+    done = launch_by_deepspeed(MAIN, *SMALL, "--lora.rank=4", "--lora.head=True", f"--output.folder={tmp_path}")
+    assert done.returncode
+    assert "lora.head: the head of this model is its embedding, which has no adapter; leave it out" in done.stderr
