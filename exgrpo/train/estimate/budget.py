@@ -42,9 +42,9 @@ def _states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, .
     """What ZeRO-3 keeps all the time, and what its optimiser step adds."""
     zero = _zero(config)
     item = DTYPES[config.policy.dtype].itemsize
-    shard = shape.sharded(gpus)
-    on_gpu = 0 if config.distributed.offload_optimizer else FP32 * shard
+    on_gpu = 0 if config.distributed.offload_optimizer else FP32 * shape.trained(config.lora, gpus)
     whole = shape.whole(config.distributed.persistence_threshold)
+    shard = shape.sharded(gpus) + (shape.trained(config.lora, gpus) if config.lora.rank else 0)
     # The gradients of a group of parameters are copied together, and AdamW makes one more tensor of their size.
     group = 2 * min(on_gpu, FP32 * zero.sub_group_size)
     return (
@@ -70,16 +70,22 @@ def _passes(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
     return (
         MemoryItem("gathered weights", loss=gathered, backward=gathered),
         MemoryItem("saved activations", loss=saved, backward=saved),
-        MemoryItem("fused head", loss=head_bytes(shape, item, tokens)),
+        MemoryItem("fused head", loss=head_bytes(shape, item, tokens, frozen=_frozen_head(config))),
         MemoryItem("backward of one layer", backward=tokens * (again + shape.gradient_bytes(item))),
     )
 
 
-def head_bytes(shape: ModelShape, item: int, tokens: int, device: str = "cuda") -> int:
+def _frozen_head(config: Config) -> bool:
+    """Whether no gradient is formed of the head's weight."""
+    return config.lora.rank > 0 and not config.lora.head
+
+
+def head_bytes(shape: ModelShape, item: int, tokens: int, device: str = "cuda", *, frozen: bool = False) -> int:
     """Peak bytes of loss, forward and backward of the fused head when every token is a target.
 
     In the forward a chunk of logits with its scratch (on a GPU their exponentials in 16 bits) and its tiles, and the
     sums of both gradients in fp32. In the backward the sums, and in 16 bits their products with the upstream gradient.
+    There is none of the weight where that is ``frozen``.
     """
     kind = torch.device(device)
     if kind.type == "cuda":
@@ -87,10 +93,12 @@ def head_bytes(shape: ModelShape, item: int, tokens: int, device: str = "cuda") 
     else:
         step = min(tokens, chunking.chunk_rows(shape.vocabulary, torch.float32, kind))
         chunk = FP32 * (step + min(step, chunking.block_rows(shape.vocabulary, torch.float32, kind)))
-    sums = FP32 * shape.width * (shape.vocabulary + tokens)
+    gradients = shape.width * (tokens if frozen else shape.vocabulary + tokens)
+    sums = FP32 * gradients
     per_token = 16 * FP32 * tokens  # inputs in fp32, statistics and results
-    forward = shape.vocabulary * chunk + 2 * chunking.TILE_BYTES + sums
-    scaled = item * shape.width * (shape.vocabulary + tokens) if item < FP32 else 0
+    tiles = 1 if frozen else 2  # of the weight, and of its gradient
+    forward = shape.vocabulary * chunk + tiles * chunking.TILE_BYTES + sums
+    scaled = item * gradients if item < FP32 else 0
     return per_token + max(forward, sums + scaled)
 
 
@@ -105,7 +113,7 @@ def _zero(config: Config) -> DeepSpeedZeroConfig:
 def cpu_memory(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> tuple[Amount, ...]:
     """What all ranks together hold in CPU memory beside the program itself."""
     # Masters, two moments, gradients as they arrive and as AdamW takes them.
-    offloaded = 5 * FP32 * shape.sharded(gpus) * gpus if config.distributed.offload_optimizer else 0
+    offloaded = 5 * FP32 * shape.trained(config.lora, gpus) * gpus if config.distributed.offload_optimizer else 0
     return (
         Amount("rollout engines asleep, their copies of the weights", asleep_bytes(config, shape, gpus)),
         Amount("offloaded masters, moments and gradients", offloaded),
@@ -128,13 +136,15 @@ def buffer_bytes(config: Config, assumptions: Assumptions) -> float:
 def disk(config: Config, shape: ModelShape, assumptions: Assumptions) -> tuple[Amount, ...]:
     """Bytes that a run leaves on disk, and one checkpoint more: the oldest goes when the newest is complete."""
     item = DTYPES[config.policy.dtype].itemsize
-    checkpoint = 3 * FP32 * shape.total if config.checkpoint.every else 0
+    trained = shape.trained(config.lora, 1)
+    checkpoint = 3 * FP32 * trained if config.checkpoint.every else 0
+    saved = trained if config.lora.result == "adapters" else shape.total
     buffer = buffer_bytes(config, assumptions) if config.checkpoint.every else 0
     kept = config.checkpoint.keep
     return (
         Amount(f"checkpoints, {kept} kept and one being written", (kept + 1) * checkpoint),
         Amount("experience buffer at the end", buffer),
-        Amount("trained model", item * shape.total if config.output.save_model else 0),
+        Amount("trained model", item * saved if config.output.save_model else 0),
     )
 
 
@@ -170,12 +180,13 @@ def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: A
     decoder, head = shape.decoder_flops(sequence), shape.head_flops(assumptions.response_tokens)
     of_step = work(config, assumptions)
     # Forward once, backward twice that, and with checkpointing the layers forward once more. The head needs three
-    # products in all: its gradients are formed during the forward.
-    passes = 4 if config.policy.gradient_checkpointing else 3
+    # products in all: its gradients are formed during the forward. Frozen matrices have no gradient to form.
+    passes = (4 if config.policy.gradient_checkpointing else 3) - (config.lora.rank > 0)
+    products = 2 if _frozen_head(config) else 3
     flops = {
         "select": of_step.candidates * (decoder + head),
         "score": of_step.fresh * (decoder + head),
-        "update": of_step.rows * (passes * decoder + 3 * head),
+        "update": of_step.rows * (passes * decoder + products * head),
     }
     speed = hardware.gpus * hardware.flops * assumptions.mfu
     passes_of = {name: Phase(name, value / speed, value) for name, value in flops.items()}

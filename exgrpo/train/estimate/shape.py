@@ -4,14 +4,17 @@ Counted for decoders of the Llama family (RMSNorm, rotary positions, gated MLP, 
 D width, F width of the MLP, H heads and G key/value heads of width d, V vocabulary.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from exgrpo.train.config import LoraConfig
 from exgrpo.train.errors import ModelError
 from exgrpo.train.pretrained.flops import EXPERTS, ForwardFlops, forward_flops
 from exgrpo.train.pretrained.source import find_model, read_config
@@ -30,12 +33,14 @@ class ModelShape(ForwardFlops):
         parameters: elements of each parameter, tied ones once.
         mlp, kv_heads: F, G.
         tied: whether the output embedding is the input embedding.
+        sides: inputs and outputs of the decoder's linear layers, added up by the last part of their names.
     """
 
     parameters: tuple[int, ...]
     mlp: int
     kv_heads: int
     tied: bool
+    sides: Mapping[str, int]
 
     @property
     def total(self) -> int:
@@ -50,6 +55,16 @@ class ModelShape(ForwardFlops):
     def sharded(self, ranks: int) -> int:
         """Elements of one rank's shard: ZeRO-3 cuts every parameter by itself and rounds up."""
         return sum(-(-elements // ranks) for elements in self.parameters)
+
+    def adapters(self, options: LoraConfig) -> int:
+        """Elements of the adapters."""
+        layers = options.targets or self.sides
+        head = self.width + self.vocabulary if options.head else 0
+        return options.rank * (sum(self.sides.get(name, 0) for name in layers) + head)
+
+    def trained(self, options: LoraConfig, ranks: int) -> int:
+        """Elements of one rank's shard of what is trained: the adapters if there are any, else the model."""
+        return -(-self.adapters(options) // ranks) if options.rank else self.sharded(ranks)
 
     def whole(self, threshold: int) -> int:
         """Elements of the parameters that are small enough to stay whole on every rank."""
@@ -142,7 +157,16 @@ def shape_of(config: Any) -> ModelShape:
     return ModelShape(
         **vars(flops),
         parameters=tuple(parameter.numel() for parameter in model.parameters()),
+        sides=_sides(model),
         mlp=config.intermediate_size,
         kv_heads=getattr(config, "num_key_value_heads", None) or flops.heads,
         tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     )
+
+
+def _sides(model: PreTrainedModel) -> Mapping[str, int]:
+    found = Counter[str]()
+    for path, module in model.get_decoder().named_modules():
+        if isinstance(module, nn.Linear):
+            found[path.rpartition(".")[2]] += module.in_features + module.out_features
+    return found

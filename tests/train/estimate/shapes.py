@@ -39,6 +39,11 @@ SMALL = ModelShape(
     head_width=16,
     vocabulary=97,
     tied=False,
+    sides={
+        **dict.fromkeys(("q_proj", "o_proj"), 3 * 128),
+        **dict.fromkeys(("k_proj", "v_proj"), 3 * 96),
+        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 3 * 224),
+    },
 )
 
 

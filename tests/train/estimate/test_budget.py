@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import tracemalloc
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.chunks import chunking
-from exgrpo.train.config import ObjectiveConfig
+from exgrpo.train.config import LoraConfig, ObjectiveConfig
 from exgrpo.train.estimate import budget
 from exgrpo.train.estimate.advice import advise, changed
 from exgrpo.train.estimate.budget import gpu_memory, head_bytes, phases
@@ -99,19 +100,20 @@ def test_the_peak_of_a_real_micro_batch(dtype, checkpointing, small_chunks):
     assert measured.peak - gradients <= counted <= 1.2 * measured.peak
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width", "vocabulary"), [(16, 3000), (64, 3000), (256, 500)])
-def test_the_peak_of_the_head(dtype, width, vocabulary, small_chunks):
+def test_the_peak_of_the_head(dtype, width, vocabulary, frozen, small_chunks):
     """An upper bound, whether the chunk of logits is largest or the gradients are."""
     small_chunks(vocabulary)
     hidden = torch.randn(600, width, dtype=dtype, requires_grad=True)
-    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=not frozen)
     target = torch.randint(0, vocabulary, (600,))
     old, advantage = torch.full((600,), -8.0), torch.ones(600)
     with PeakMemory() as measured:
         linear_policy_loss(hidden, weight, target, old, advantage, clip=None, entropy_coef=0.01).loss.backward()
     shape = dataclasses.replace(SMALL, width=width, vocabulary=vocabulary)
-    assert measured.peak <= head_bytes(shape, dtype.itemsize, 600, "cpu") <= 1.6 * measured.peak
+    assert measured.peak <= head_bytes(shape, dtype.itemsize, 600, "cpu", frozen=frozen) <= 1.6 * measured.peak
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -150,11 +152,11 @@ from tests.train import tiny
 from tests.train.fakes import LoneWorld
 from exgrpo.train.config import ObjectiveConfig
 
-*_, folder, result = sys.argv
+*_, folder, result, cases = sys.argv
 world = start(timeout_minutes=2)
 held = {}
-for dtype in ("fp32", "bf16"):
-    policy = Policy(tiny.config(Path(folder), ObjectiveConfig(), dtype=dtype), find_model(folder), world)
+for case, options in json.loads(cases).items():
+    policy = Policy(tiny.config(Path(folder), ObjectiveConfig(), **options), find_model(folder), world)
     policy.update(tiny.minibatches(ObjectiveConfig())[0], ObjectiveConfig(), clip=True)
     zero = policy.engine.optimizer
     def of(tensors):
@@ -162,7 +164,7 @@ for dtype in ("fp32", "bf16"):
     weights = [p.ds_tensor for p in policy.model.parameters()]
     stored = {tensor.untyped_storage().data_ptr() for tensor in weights}
     masters = [p for p in zero.fp32_partitioned_groups_flat if p.untyped_storage().data_ptr() not in stored]
-    held[dtype] = {
+    held[case] = {
         "weights, sharded": of(weights),
         "fp32 master weights, sharded": of(masters),
         "AdamW moments, sharded": of(v for s in zero.optimizer.state.values() for v in s.values() if v.dim()),
@@ -176,14 +178,18 @@ if world.is_main:
 
 def test_states_are_those_that_zero_3_keeps(tmp_path):
     """To the byte, on two ranks after a step."""
+    cases = {"fp32": {"dtype": "fp32"}, "bf16": {"dtype": "bf16"}}
+    if find_spec("peft"):
+        cases["adapters"] = {"dtype": "bf16", "lora": {"rank": 4, "targets": ["q_proj", "down_proj"], "head": True}}
     tiny.save_model(tmp_path, tied=False)
     (tmp_path / "worker.py").write_text(WORKER)
-    done = launch(tmp_path / "worker.py", str(tmp_path), str(tmp_path / "held.json"), ranks=2)
+    done = launch(tmp_path / "worker.py", str(tmp_path), str(tmp_path / "held.json"), json.dumps(cases), ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     held = json.loads((tmp_path / "held.json").read_text())
     shape = read_shape(str(tmp_path), tmp_path)
-    for dtype, real in held.items():
-        config = tiny.config(tmp_path, ObjectiveConfig(), dtype=dtype)
+    assert held.keys() == cases.keys()
+    for case, real in held.items():
+        config = tiny.config(tmp_path, ObjectiveConfig(), **cases[case])
         counted = sizes(gpu_memory(config, shape, HARDWARE))
         assert {name: counted[name]["step"] for name in real} == real
 
@@ -204,6 +210,16 @@ def test_a_checkpoint_is_weights_and_moments_in_fp32():
     of_run = {a.name: a.bytes for a in budget.disk(recipe(checkpoint={"keep": 3}), shape, ASSUMED)}
     assert of_run["checkpoints, 3 kept and one being written"] == 4 * 12 * shape.total
     assert budget.disk(recipe(checkpoint={"every": None}), shape, ASSUMED)[0].bytes == 0
+
+
+def test_adapters_are_all_that_a_checkpoint_and_a_result_hold():
+    shape, options = shape_like(llama()), {"rank": 4, "targets": ["q_proj", "down_proj"], "head": True}
+    elements = 4 * (3 * (64 + 64) + 3 * (160 + 64) + 64 + VOCABULARY)
+    of_run = {a.name: a.bytes for a in budget.disk(recipe(lora=options), shape, ASSUMED)}
+    assert of_run["checkpoints, 2 kept and one being written"] == 3 * 12 * elements
+    assert of_run["trained model"] == 4 * elements
+    merged = budget.disk(recipe(lora={**options, "result": "merged"}), shape, ASSUMED)
+    assert merged[-1].bytes == 4 * shape.total
 
 
 @pytest.mark.parametrize("tokens", [20, 2000])
@@ -241,6 +257,9 @@ def test_seconds_are_flops_over_speed():
         phase.name: phase for phase in phases(recipe(questions=4, rollout={"samples": 4}), shape, HARDWARE, ASSUMED)
     }
     assert found["update"].flops - plain["update"].flops == 16 * shape.decoder_flops(36)
+    adapted = config.model_copy(update={"lora": LoraConfig(rank=8)})
+    (update,) = (phase for phase in phases(adapted, shape, HARDWARE, ASSUMED) if phase.name == "update")
+    assert update.flops == 16 * (3 * shape.decoder_flops(36) + 2 * shape.head_flops(20))
 
 
 def test_nothing_is_scored_to_choose_at_random():
