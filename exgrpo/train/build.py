@@ -16,7 +16,7 @@ from exgrpo.train.distributed import World, agree, on_main
 from exgrpo.train.errors import ConfigError, ModelError, os_errors_as
 from exgrpo.train.inputs import Inputs
 from exgrpo.train.metrics.matrix_rate import matrix_rate
-from exgrpo.train.metrics.utilisation import Utilisation
+from exgrpo.train.metrics.utilisation import BACKWARD, FROZEN_BACKWARD, Utilisation
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.flops import forward_flops
@@ -85,6 +85,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         forward_flops(pretrained.model.empty()),
         matrix_rate(world, settings.dtype),
         elsewhere=("generate",) if config.rollout.servers else (),
+        backward=FROZEN_BACKWARD if config.lora.rank else BACKWARD,
     )
     # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
     engine = open_engine(choice, settings, world)

@@ -8,7 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from exgrpo.train.builtin import ASSETS
-from exgrpo.train.errors import ModelError
+from exgrpo.train.config import LoraConfig
+from exgrpo.train.errors import ConfigError, ModelError
+from exgrpo.train.policy.adapters import add_adapters
 from exgrpo.train.pretrained.location import located
 from tests.train.launch import MAIN, launch_by_deepspeed
 from tests.train.test_run import SMALL
@@ -70,7 +72,16 @@ def test_a_folder_of_adapters_is_no_model_to_start_from(runs):
         located(str(straight / "model"))
 
 
-def test_a_head_that_is_the_embedding_is_refused(tmp_path):
-    done = launch_by_deepspeed(MAIN, *SMALL, "--lora.rank=4", "--lora.head=True", f"--output.folder={tmp_path}")
-    assert done.returncode
-    assert "lora.head: the head of this model is its embedding, which has no adapter; leave it out" in done.stderr
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head": True}, "lora.head: the head of this model is its embedding, which has no adapter; leave it out"),
+        ({"targets": ["embed_tokens"]}, "lora.targets: model.embed_tokens: no linear layer; leave it out"),
+        ({"targets": ["q_porj"]}, r"lora.targets: Target modules .*q_porj.* not found in the base model"),
+    ],
+    ids=["head", "embedding", "unknown"],
+)
+def test_layers_that_can_have_no_adapter_are_named(options, message):
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "arithmetic")
+    with pytest.raises(ConfigError, match=message):
+        add_adapters(model, LoraConfig(rank=4, **options), seed=0)

@@ -8,8 +8,10 @@ from typing import Self
 from exgrpo.train.metrics.work import Work
 from exgrpo.train.pretrained.flops import ForwardFlops
 
-PASSES = {"select": 1, "generate": 1, "score": 1, "update": 3}
-"""By phase, forward passes that it costs: a backward pass costs two."""
+FORWARD = ("select", "generate", "score")
+"""Phases that cost a forward pass."""
+BACKWARD, FROZEN_BACKWARD = 2, 1
+"""Forward passes that a backward costs: weights that are not trained have no gradient to form."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,13 @@ class Utilisation:
         model: of the model that computes.
         rate: FLOP/s of all ranks together in products of matrices.
         elsewhere: phases that other machines compute, to which the rate says nothing.
+        backward: forward passes that a backward costs.
     """
 
     model: ForwardFlops
     rate: float
     elsewhere: tuple[str, ...] = ()
+    backward: int = BACKWARD
 
     def at_least(self, rate: float) -> Self:
         """With the better one of two measurements of the rate: what else a machine does can only lower them."""
@@ -37,14 +41,15 @@ class Utilisation:
             work: of the step.
             numbers: its seconds, whole and by phase.
         """
+        passes = {**dict.fromkeys(FORWARD, 1), "update": 1 + self.backward}
         flops = {
-            phase: passes * sum(reading.flops(self.model) for reading in work[phase])
-            for phase, passes in PASSES.items()
+            phase: count * sum(reading.flops(self.model) for reading in work[phase])
+            for phase, count in passes.items()
             if phase not in self.elsewhere
         }
         of_phases = {
             f"mfu/{phase}": flops[phase] / (numbers[f"seconds/{phase}"] * self.rate) if flops.get(phase) else math.nan
-            for phase in PASSES
+            for phase in passes
         }
         of_step = sum(flops.values()) / (numbers["seconds"] * self.rate)
         return {"matrix_flops_per_second": self.rate, "mfu": of_step, **of_phases}

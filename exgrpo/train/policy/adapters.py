@@ -6,6 +6,7 @@ What is pushed to an engine and saved as a model is W + s B A of each adapted la
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import deepspeed
 import torch
@@ -69,6 +70,9 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
             model.add_adapter(peft.LoraConfig(r=options.rank, lora_alpha=options.alpha, target_modules=targets), NAME)
         except ValueError as error:
             raise ConfigError(f"lora.targets: {error}") from None
+    others = [name for name, layer in _with_adapters(model) if not isinstance(layer.base_layer, nn.Linear)]
+    if others:
+        raise ConfigError(f"lora.targets: {', '.join(others)}: no linear layer; leave it out")
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
@@ -81,9 +85,8 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
     """The layers with an adapter, by name."""
     return {
-        name: AdaptedLayer(module.lora_A[NAME].weight, module.lora_B[NAME].weight, module.scaling[NAME])
-        for name, module in model.named_modules()
-        if hasattr(module, "lora_A")
+        name: AdaptedLayer(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME])
+        for name, layer in _with_adapters(model)
     }
 
 
@@ -113,6 +116,10 @@ def saved_as_base(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model._hf_peft_config_loaded = True
+
+
+def _with_adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
 
 
 def _head_name(model: PreTrainedModel) -> str:

@@ -14,7 +14,7 @@ from exgrpo.train.config import ExperienceConfig
 from exgrpo.train.experience import PlannedGroup, Replay
 from exgrpo.train.metrics.display import COLUMNS
 from exgrpo.train.metrics.step import _entropy_gap
-from exgrpo.train.metrics.utilisation import PASSES, Utilisation
+from exgrpo.train.metrics.utilisation import FORWARD, Utilisation
 from exgrpo.train.policy.batch import TrainingRow
 from exgrpo.train.policy.layout import pad_rows
 from exgrpo.train.policy.update import Tally
@@ -143,5 +143,7 @@ def test_every_number_of_a_step_is_documented():
     trainer.step(1)
     names = {re.sub(r"^(reward|bucket|\w+_log_ratio)/.*", r"\1/", name) for name in trainer.step(2).metrics}
     assert names - {"step"} <= documented()
-    assert set(Utilisation(SMALL, 1.0).metrics(dict.fromkeys(PASSES, ()), {"seconds": 1.0})) <= documented()
+    assert (
+        set(Utilisation(SMALL, 1.0).metrics(dict.fromkeys((*FORWARD, "update"), ()), {"seconds": 1.0})) <= documented()
+    )
     assert {key for key, _ in COLUMNS.values()} <= documented()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from exgrpo.train.metrics.matrix_rate import matrix_rate
-from exgrpo.train.metrics.utilisation import Utilisation
+from exgrpo.train.metrics.utilisation import FROZEN_BACKWARD, Utilisation
 from exgrpo.train.metrics.work import Reading, together
 from exgrpo.train.policy.batch import TokenSequence
 from tests.train.estimate.shapes import SMALL
@@ -78,6 +78,9 @@ def test_utilisation_is_needed_flops_over_seconds_and_rate():
     assert numbers["mfu/score"] == pytest.approx(forward / 1e6)
     assert numbers["mfu/update"] == pytest.approx(3 * row / 2e6)
     assert numbers["mfu"] == pytest.approx((2 * forward + 3 * row) / 10e6)
+    frozen = Utilisation(SMALL, 1e6, backward=FROZEN_BACKWARD).metrics(work, seconds)
+    assert frozen["mfu/update"] == pytest.approx(numbers["mfu/update"] * 2 / 3)
+    assert frozen["mfu/score"] == numbers["mfu/score"]
     elsewhere = Utilisation(SMALL, 1e6, elsewhere=("generate",)).metrics(work, seconds)
     assert math.isnan(elsewhere["mfu/generate"])
     assert elsewhere["mfu"] == pytest.approx((forward + 3 * row) / 10e6)
