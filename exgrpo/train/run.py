@@ -1,6 +1,7 @@
 """A run from its inputs to its results: set it up, train, evaluate before and after, say where things are."""
 
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ import transformers
 from rich.console import Console
 
 from exgrpo.train.build import build
+from exgrpo.train.checkpoint.checkpoint import UNFINISHED
 from exgrpo.train.checkpoint.durable import write_whole
 from exgrpo.train.checkpoint.listing import survey
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED
@@ -173,11 +175,16 @@ class Run:
 
     def _save_model(self) -> None:
         folder = self.parts.folder / "model"
+        work = folder.with_suffix(UNFINISHED)  # a folder with adapters and a model would be neither
         try:
             with os_errors_as(OutputError, f"{folder} cannot be written"):
-                self.policy.save(folder)
                 if self.parts.world.is_main:
-                    self.parts.inputs.pretrained.tokenizer.save_pretrained(folder)
+                    shutil.rmtree(work, ignore_errors=True)
+                self.policy.save(work)
+                if self.parts.world.is_main:
+                    self.parts.inputs.pretrained.tokenizer.save_pretrained(work)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    work.replace(folder)
         except OutputError as error:
             raise OutputError(f"{error}. {GO_ON}") from error
 
