@@ -24,6 +24,7 @@ from exgrpo.train.limits import (
     MOST_STEPS,
     MOST_TOKENS,
 )
+from exgrpo.train.policy.settings import LoraConfig, OptimizerConfig
 from exgrpo.train.pretrained.arguments import Overrides
 from exgrpo.train.section import Section
 
@@ -222,51 +223,6 @@ class ObjectiveConfig(Section):
         "all",
         description="Learn only from groups with a success rate in [75,100) / (25,75] / (0,25] %; others are masked.",
     )
-
-
-class LoraConfig(Section):
-    """LoRA: adapters are trained, and the model's own weights stay as they are."""
-
-    rank: int = Field(0, ge=0, le=4096, description="Rank of the adapters; 0: all weights are trained.")
-    alpha: int = Field(32, ge=1, le=10**6, description="What an adapter adds is multiplied by alpha / rank.")
-    targets: tuple[str, ...] = Field(
-        (), description="Last parts of the names of the adapted layers; none: all linear layers but the head."
-    )
-    head: bool = Field(False, description="Adapt the head, too.")
-    result: Literal["adapters", "merged"] = Field(
-        "adapters", description="What the run saves at its end: adapters for peft, or the model with them added."
-    )
-
-
-class OptimizerConfig(Section):
-    """AdamW and its schedule."""
-
-    lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate: how far a step moves a weight, so at most 1.")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.999), description="AdamW betas."
-    )
-    weight_decay: float = Field(
-        0.01, ge=0, le=100, description="AdamW weight decay; a step takes lr * weight_decay of each weight away."
-    )
-    decay: Literal["all", "matrices"] = Field(
-        "all", description="Which weights decay: all, or matrices alone, without norms and biases."
-    )
-    grad_clip: float = Field(
-        1.0, ge=0, le=1e6, description="Gradient norm is clipped here; 0 = off, and no norm in use reaches 1e6."
-    )
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up.")
-    min_lr: float = Field(0.0, ge=0, le=1, description="Learning rate in which a linear or cosine schedule ends.")
-    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="Optimiser steps of linear warm-up.")
-    minibatches: int = Field(2, ge=1, le=MOST_ANSWERS, description="Optimiser steps per training step.")
-    micro_batch_tokens: int = Field(16384, ge=1, le=MOST_TOKENS, description="Tokens per forward pass and rank.")
-
-    @model_validator(mode="after")
-    def _falls(self) -> Self:
-        if self.min_lr and self.schedule == "constant":
-            raise ValueError(f"min_lr ({self.min_lr:g}): a constant schedule does not fall; take linear or cosine")
-        if self.min_lr and self.min_lr >= self.lr:
-            raise ValueError(f"min_lr ({self.min_lr:g}): the schedule falls to it from lr ({self.lr:g}); lower it")
-        return self
 
 
 class DistributedConfig(Section):

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from exgrpo.train.builtin import ASSETS
-from exgrpo.train.config import LoraConfig
 from exgrpo.train.errors import ConfigError, ModelError
 from exgrpo.train.policy.adapters import add_adapters
+from exgrpo.train.policy.settings import LoraConfig
 from exgrpo.train.pretrained.location import located
 from tests.train.launch import MAIN, launch_by_deepspeed
 from tests.train.test_run import SMALL

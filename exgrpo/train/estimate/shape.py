@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from exgrpo.train.config import LoraConfig
 from exgrpo.train.errors import ModelError
+from exgrpo.train.policy.settings import LoraConfig
 from exgrpo.train.pretrained.flops import EXPERTS, ForwardFlops, forward_flops
 from exgrpo.train.pretrained.source import find_model, read_config
 

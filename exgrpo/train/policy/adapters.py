@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exgrpo.train.config import LoraConfig
 from exgrpo.train.errors import ConfigError
+from exgrpo.train.policy.settings import LoraConfig
 from exgrpo.train.seeds import derive_seed
 
 NAME = "default"

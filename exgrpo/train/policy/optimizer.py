@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from exgrpo.train.config import Config, OptimizerConfig
+from exgrpo.train.config import Config
+from exgrpo.train.policy.settings import OptimizerConfig
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> torch.optim.AdamW:

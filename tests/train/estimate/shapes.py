@@ -69,3 +69,7 @@ def recipe(**sections) -> Config:
     """A valid small recipe with some sections changed."""
     rollout = {"engine": "transformers", "max_tokens": 24, "batch_tokens": 400}
     return configured({"data": {"max_prompt_tokens": 16}, "rollout": rollout}, sections)
+
+
+def sizes(items) -> dict[str, dict[str, float]]:
+    return {item.name: dataclasses.asdict(item) for item in items}

@@ -1,10 +1,8 @@
 """Memory, disk and time: whole allocations as they really happen, and what must hold for any recipe."""
 
 import dataclasses
-import json
 import re
 import tracemalloc
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -14,16 +12,15 @@ from hypothesis import strategies as st
 
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.chunks import chunking
-from exgrpo.train.config import LoraConfig, ObjectiveConfig
 from exgrpo.train.estimate import budget
 from exgrpo.train.estimate.advice import advise, changed
 from exgrpo.train.estimate.budget import gpu_memory, head_bytes, phases
 from exgrpo.train.estimate.parts import MOMENTS, Hardware, peak
 from exgrpo.train.estimate.rollout import asleep_bytes, rollout_memory, rollout_seconds, rows_at_once
-from exgrpo.train.estimate.shape import read_shape
 from exgrpo.train.policy.batch import TrainingRow
 from exgrpo.train.policy.layout import pad_rows
 from exgrpo.train.policy.model import LossTerms, PolicyModel
+from exgrpo.train.policy.settings import LoraConfig
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Trajectory
 from exgrpo.train.rollout import Sampling, TransformersEngine
@@ -39,9 +36,9 @@ from tests.train.estimate.shapes import (
     llama,
     recipe,
     shape_like,
+    sizes,
 )
 from tests.train.fakes import LoneWorld
-from tests.train.launch import launch
 
 
 @pytest.fixture
@@ -56,10 +53,6 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(chunking, "LEAST_ROWS", 1)
 
     return set_for
-
-
-def sizes(items) -> dict[str, dict[str, float]]:
-    return {item.name: dataclasses.asdict(item) for item in items}
 
 
 def micro_batch(length: int, prompt: int):
@@ -139,59 +132,6 @@ def test_the_peak_of_real_generation(dtype, kv_heads, tmp_path):
     assert weights == sum(parameter.numel() * parameter.itemsize for parameter in engine.model.parameters())
     counted = sum(found[f"rollout engine, {name}"]["rollout"] for name in ("key/value cache", "prompts and sampling"))
     assert measured.peak <= counted <= 1.4 * measured.peak
-
-
-WORKER = """
-import json, sys
-from pathlib import Path
-import torch
-from exgrpo.train.distributed import start
-from exgrpo.train.pretrained.source import find_model
-from exgrpo.train.policy.zero3 import Policy
-from tests.train import tiny
-from tests.train.fakes import LoneWorld
-from exgrpo.train.config import ObjectiveConfig
-
-*_, folder, result, cases = sys.argv
-world = start(timeout_minutes=2)
-held = {}
-for case, options in json.loads(cases).items():
-    policy = Policy(tiny.config(Path(folder), ObjectiveConfig(), **options), find_model(folder), world)
-    policy.update(tiny.minibatches(ObjectiveConfig())[0], ObjectiveConfig(), clip=True)
-    zero = policy.engine.optimizer
-    def of(tensors):
-        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-    weights = [p.ds_tensor for p in policy.model.parameters()]
-    stored = {tensor.untyped_storage().data_ptr() for tensor in weights}
-    masters = [p for p in zero.fp32_partitioned_groups_flat if p.untyped_storage().data_ptr() not in stored]
-    held[case] = {
-        "weights, sharded": of(weights),
-        "fp32 master weights, sharded": of(masters),
-        "AdamW moments, sharded": of(v for s in zero.optimizer.state.values() for v in s.values() if v.dim()),
-        "gradients, fp32, sharded": of([zero.grad_partitions_flat_buffer]),
-        "gradient reduction bucket": of(bucket.buffer for bucket in zero.ipg_buckets.values()),
-    }
-if world.is_main:
-    Path(result).write_text(json.dumps(held))
-"""
-
-
-def test_states_are_those_that_zero_3_keeps(tmp_path):
-    """To the byte, on two ranks after a step."""
-    cases = {"fp32": {"dtype": "fp32"}, "bf16": {"dtype": "bf16"}}
-    if find_spec("peft"):
-        cases["adapters"] = {"dtype": "bf16", "lora": {"rank": 4, "targets": ["q_proj", "down_proj"], "head": True}}
-    tiny.save_model(tmp_path, tied=False)
-    (tmp_path / "worker.py").write_text(WORKER)
-    done = launch(tmp_path / "worker.py", str(tmp_path), str(tmp_path / "held.json"), json.dumps(cases), ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    held = json.loads((tmp_path / "held.json").read_text())
-    shape = read_shape(str(tmp_path), tmp_path)
-    assert held.keys() == cases.keys()
-    for case, real in held.items():
-        config = tiny.config(tmp_path, ObjectiveConfig(), **cases[case])
-        counted = sizes(gpu_memory(config, shape, HARDWARE))
-        assert {name: counted[name]["step"] for name in real} == real
 
 
 def test_offloaded_states_leave_the_gpu():
