@@ -17,6 +17,8 @@ from exgrpo.train.errors import ConfigError, ModelError, os_errors_as
 from exgrpo.train.inputs import Inputs
 from exgrpo.train.metrics.matrix_rate import matrix_rate
 from exgrpo.train.metrics.utilisation import BACKWARD, FROZEN_BACKWARD, Utilisation
+from exgrpo.train.objective.settings import SURROGATES
+from exgrpo.train.policy.reference import make_reference
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.flops import forward_flops
@@ -73,6 +75,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         ExgrpoError: something about the input or the machine is wrong; the message names it.
     """
     _check_kernels(config.policy.kernel_backend, world)
+    SURROGATES.find(config.objective.surrogate)  # one of a user's own may import torch, so it is looked for only now
     pretrained = inputs.pretrained
     settings = training_settings(config, pretrained)
     choice = choose_engine(settings, world)
@@ -95,8 +98,9 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     on_main(world, lambda: resources.enter_context(claim(folder)))
     with os_errors_as(ConfigError, "DeepSpeed cannot set the policy up"):
         policy = Policy(config, pretrained.model, world)
+        reference = make_reference(config, pretrained.model, policy)
     answerer = Answerer(engine, inputs.grader, pretrained.tokenizer.decode, world, config.reward.function)
-    trainer = Trainer(config, inputs.train_set, policy, answerer)
+    trainer = Trainer(config, inputs.train_set, policy, answerer, reference)
     checkpoints = Checkpoints(
         folder,
         world,

@@ -7,13 +7,12 @@ of the default run.
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from exgrpo.train.experience.difficulty import BANDS
-from exgrpo.train.experience.settings import ExperienceConfig, choices, rule
+from exgrpo.train.experience.settings import ExperienceConfig
 from exgrpo.train.limits import (
     LARGEST_REWARD,
     LONGEST,
@@ -24,14 +23,10 @@ from exgrpo.train.limits import (
     MOST_STEPS,
     MOST_TOKENS,
 )
+from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.settings import LoraConfig, OptimizerConfig
 from exgrpo.train.pretrained.arguments import Overrides
 from exgrpo.train.section import Section
-
-if TYPE_CHECKING:
-    Band = str
-else:  # the choices are the entries of a table, which a type checker cannot read
-    Band = Literal[tuple(BANDS)]
 
 PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
 """Asks any model for what the reward math_no_think reads."""
@@ -184,47 +179,6 @@ class RolloutConfig(Section):
     )
 
 
-class ObjectiveConfig(Section):
-    """The loss (arXiv 2510.02245, section 3.3)."""
-
-    clip: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1000)]] | None = Field(
-        (0.2, 0.2),
-        description="eps_low eps_high for fresh tokens, whose ratios stay in [1 - eps_low, 1 + eps_high]; "
-        "None = no clipping.",
-    )
-    clip_with_replay: bool = Field(False, description="Clip in steps that replay, too (the paper does not).")
-    weigh: Annotated[str, rule("weigh")] = Field(
-        "shaped", description=f"How replayed tokens enter the loss: {choices('weigh')}"
-    )
-    beta: float = Field(
-        0.1,
-        ge=1e-6,
-        le=1e6,
-        description="shaped: f(w) = w/(w+beta) on replayed tokens. Below 1e-6 or above 1e6, f is 1 or 0.",
-    )
-    second_moment: float = Field(
-        0.04, gt=0, le=1e6, description="second_moment: largest mean square of the log-ratios that count."
-    )
-    trigger: float = Field(
-        1e-4, gt=0, le=1, description="veto: ratio of a failure's token, below which nothing behind it is learnt."
-    )
-    coefficient: float = Field(
-        0.1, ge=0, le=1e6, description="likelihood, jensen_shannon: what stands in the place of an advantage."
-    )
-    scale_by_std: bool = Field(False, description="Divide advantages by the group's standard deviation.")
-    normalize: Literal["constant", "token", "sequence"] = Field(
-        "constant",
-        description="constant: sequences * max_tokens (Dr.GRPO); token: all tokens; sequence: mean of means.",
-    )
-    entropy_coef: float = Field(
-        0.001, ge=0, le=100, description="Weight of the mean token entropy bonus; at 100 nothing else counts."
-    )
-    train_on: Band = Field(
-        "all",
-        description="Learn only from groups with a success rate in [75,100) / (25,75] / (0,25] %; others are masked.",
-    )
-
-
 class DistributedConfig(Section):
     """DeepSpeed ZeRO-3."""
 
@@ -334,6 +288,11 @@ class Config(Section):
                 )
         self._possible_rollout(self.rollout)
         self._possible_data(self.data)
+        if self.objective.overlong_tokens > self.rollout.max_tokens:
+            raise ValueError(
+                f"objective.overlong_tokens ({self.objective.overlong_tokens}) are the last ones of rollout.max_tokens "
+                f"({self.rollout.max_tokens}), and cannot be more"
+            )
         if self.objective.train_on != "all" and self.experience.bucket_by == "reward_deviation":
             raise ValueError(
                 f"objective.train_on={self.objective.train_on} is a band of success rates, which the continuous "

@@ -57,6 +57,7 @@ class Trajectory:
         behaviour: who computed `log_prob`: the trainer, before that step's update, or the rollout engine, in sampling;
             unknown: nobody, as of text from elsewhere. `log_prob` is 0 then: the writer counts as certain.
         key: of the solution that it gives: answers that differ only in form have the same one; 0: none.
+        penalty: what its length takes from its reward in advantages; whether it is a success, the reward alone decides.
     """
 
     question: int
@@ -67,6 +68,12 @@ class Trajectory:
     step: int
     behaviour: Behaviour = "trainer"
     key: int = 0
+    penalty: float = 0.0
+
+    @property
+    def net_reward(self) -> float:
+        """What counts in advantages."""
+        return self.reward - self.penalty
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from exgrpo.train.config import Config, ObjectiveConfig
+from exgrpo.train.config import Config
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.weighing import PRESENT, Floats, Present, ReplayedAnswer, Term, Weighed, WeighOptions
+from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.records import Group, Score, Trajectory
 
 ScoreRows = Callable[[Sequence[Trajectory]], Sequence[Score]]
@@ -55,7 +56,7 @@ class Weigher:
     @classmethod
     def of_run(cls, config: Config, score: ScoreRows) -> "Weigher":
         """With the options of a run."""
-        return cls(config.objective, config.reward.success, score, one_update=config.optimizer.minibatches == 1)
+        return cls(config.objective, config.reward.success, score, one_update=config.optimizer.steps_per_batch == 1)
 
     def __call__(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Weighed]:
         """The terms of all replayed answers of the groups that are trained on, in their order."""

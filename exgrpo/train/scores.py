@@ -54,7 +54,7 @@ class FreshScorer:
         # Weights by the engine's log-probs, and plans of steps ahead, need the scores before.
         self.own_forward = (
             all_trained
-            and config.optimizer.minibatches == 1
+            and config.optimizer.steps_per_batch == 1
             and config.objective.entropy_coef > 0
             and config.objective.train_on == "all"
             and config.rollout.behaviour == "trainer"

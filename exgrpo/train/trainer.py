@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import numpy as np
 
-from exgrpo.train.answers import Answer, Answerer, Answers, Produced
+from exgrpo.train.answers import Answer, Answerer, Produced
 from exgrpo.train.config import Config
 from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.experience import (
@@ -27,7 +26,9 @@ from exgrpo.train.metrics.clock import PhaseClock
 from exgrpo.train.metrics.idle import IdleSteps
 from exgrpo.train.metrics.step import OptimiserSteps, StepRecord, step_metrics
 from exgrpo.train.metrics.work import Reading, Work, together
-from exgrpo.train.policy.batch import TokenSequence, advantages, build_minibatches, build_rows
+from exgrpo.train.objective.overlong import overlong_penalty
+from exgrpo.train.policy.batch import TokenSequence, TrainingRow, advantages, build_minibatches, build_rows
+from exgrpo.train.policy.reference import Reference
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.records import Group, Score, TokenIds, Trajectory
 from exgrpo.train.replayed import Weigher
@@ -35,50 +36,7 @@ from exgrpo.train.reward.success import EPSILON
 from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.scores import FreshScorer, FreshScores
 from exgrpo.train.seeds import derive_seed, generator
-
-
-@dataclass(frozen=True, eq=False)
-class StepResult:
-    """What a training step leaves to be looked at.
-
-    Attributes:
-        metrics: plain numbers by name, as written to metrics.jsonl.
-        questions: index of the question of each group; those that replay come last.
-        answers: the fresh answers of each group.
-        replayed: the replayed trajectories of each group.
-        work: what the model read and wrote, by phase.
-        notes: sentences that a person should read.
-    """
-
-    metrics: dict[str, float]
-    questions: list[int]
-    answers: Answers
-    replayed: list[tuple[Trajectory, ...]]
-    work: Work
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedStep:
-    """The groups of a step, and its answers where they are generated while the step before updates."""
-
-    groups: list[PlannedGroup]
-    produced: Future[Produced] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """What a step has asked and been answered.
-
-    Attributes:
-        questions: index of the question of each group.
-        joined: the stored answers that join each group.
-        answers: the fresh ones.
-    """
-
-    questions: list[int]
-    joined: list[list[Selected]]
-    answers: Answers
+from exgrpo.train.steps import Asked, PlannedStep, StepResult
 
 
 class Trainer:
@@ -92,13 +50,22 @@ class Trainer:
         questions: what to train on.
         policy: the model and its optimiser.
         answerer: generates and grades.
+        reference: what a divergence refers to, if the objective has one.
     """
 
-    def __init__(self, config: Config, questions: QuestionSet, policy: Policy, answerer: Answerer) -> None:
+    def __init__(
+        self,
+        config: Config,
+        questions: QuestionSet,
+        policy: Policy,
+        answerer: Answerer,
+        reference: Reference | None = None,
+    ) -> None:
         self.config = config
         self.questions = questions.questions
         weights = config.data.train_weights
         self.policy = policy
+        self.reference = reference
         self.answerer = answerer
         self.sampling = Sampling(
             max_tokens=config.rollout.max_tokens,
@@ -114,6 +81,7 @@ class Trainer:
             success=config.reward.success,
             success_option="reward.success",
             scale_by_std=config.objective.scale_by_std,
+            leave_one_out=config.objective.baseline == "leave_one_out",
             mixture=Mixture(questions.sizes, weights) if weights else None,
         )
         self.weigher = Weigher.of_run(config, lambda rows: self._score(rows, self.sampling.temperature))
@@ -146,10 +114,12 @@ class Trainer:
             taken_in = self.replay.take_in(groups, step)
         with clock("select"):
             trained, late = self._settle(groups, step)
-            weighed = self._weigh(trained)
+            of_groups, replayed = self._weigh(trained)
+        with clock("score"):
+            rows = self._rows(trained, of_groups, replayed)
         self._next = self._begin_next(step + 1)
         with clock("update"):
-            optimised = self._update(trained, *weighed, keep_scores=not fresh.known)
+            optimised = self._update(rows, replays=bool(replayed), keep_scores=not fresh.known)
         if not fresh.known:
             with clock("score"):
                 fresh = self.scorer.after(optimised.scores, sequences, rollouts)
@@ -160,7 +130,7 @@ class Trainer:
         with clock("push"):
             self.answerer.engine.push_weights(self.policy.weights())
         self.generated_tokens += sum(len(rollout.response) for rollout in rollouts)
-        work = self._work(fresh, groups, optimised)
+        work = self._work(fresh, groups, rows, optimised)
         record = StepRecord(
             step=step,
             groups=groups,
@@ -198,7 +168,7 @@ class Trainer:
         produced = planned.produced.result() if planned.produced else self._produce(planned.groups, step)
         asked = Asked([group.question for group in planned.groups], joined, self.answerer.join(produced))
         for _ in range(self.config.rollout.refills):
-            missing = self.config.questions - sum(map(_teaches, _rewards(asked)))
+            missing = self.config.questions - sum(map(_teaches, self._net_rewards(asked)))
             more = self.replay.more(missing, step, asked.questions) if missing > 0 else []
             if not more:
                 break
@@ -213,13 +183,14 @@ class Trainer:
     def _settle(self, groups: list[Group], step: int) -> tuple[list[Group], list[Selected]]:
         """The groups that are trained on, and the stored answers that came only now."""
         if self.config.rollout.refills:
-            teaching = [group for group in groups if _teaches([row.reward for row in group.rows])]
+            teaching = [group for group in groups if _teaches([row.net_reward for row in group.rows])]
             groups = teaching[: self.config.questions] or groups
         return self.replay.settle(groups, self.config.questions, step)
 
     def _weigh(self, groups: Sequence[Group]) -> tuple[list[list[float]], list[Weighed]]:
         """The advantages of the rows that are trained on, and the terms of the replayed ones."""
-        of_groups = advantages(groups, scale_by_std=self.config.objective.scale_by_std)
+        setting = self.replay.setting
+        of_groups = advantages(groups, scale_by_std=setting.scale_by_std, leave_one_out=setting.leave_one_out)
         return of_groups, self.weigher(groups, of_groups)
 
     def _mean_scores(self, trajectories: Sequence[Trajectory]) -> list[MeanScore]:
@@ -291,22 +262,26 @@ class Trainer:
             step=step,
             behaviour=behaviour,
             key=answer.key,
+            penalty=self._penalty(answer),
         )
 
-    def _update(
-        self,
-        groups: Sequence[Group],
-        of_groups: Sequence[Sequence[float]],
-        replayed: Sequence[Weighed],
-        *,
-        keep_scores: bool,
-    ) -> OptimiserSteps:
-        """One optimiser step per mini-batch that has an advantage; the scores that it computes are kept if asked.
+    def _penalty(self, answer: Answer) -> float:
+        return overlong_penalty(len(answer.rollout.response), self.config.rollout.max_tokens, self.config.objective)
 
-        Without an advantage, a mini-batch has only its entropy bonus. AdamW would make a full step of that, however
-        small its gradient is.
-        """
-        objective = self.config.objective
+    def _net_rewards(self, asked: Asked) -> list[list[float]]:
+        """Of all answers of each group."""
+        return [
+            [
+                *(answer.reward - self._penalty(answer) for answer in of_question),
+                *(one.trajectory.net_reward for one in joined),
+            ]
+            for of_question, joined in zip(asked.answers.of_question, asked.joined, strict=True)
+        ]
+
+    def _rows(
+        self, groups: Sequence[Group], of_groups: Sequence[Sequence[float]], replayed: Sequence[Weighed]
+    ) -> list[list[TrainingRow]]:
+        """The rows of each group, beside the reference if there is one."""
         rows = build_rows(
             groups,
             of_groups,
@@ -314,12 +289,26 @@ class Trainer:
             replayed=replayed,
             mismatch_cap=self.config.rollout.mismatch_cap,
             trained=self._trained,
+            learnt=lambda row: row.finished or not self.config.objective.overlong_filter,
         )
-        minibatches = build_minibatches(
-            rows, self.config.optimizer.minibatches, self.batch_rng, objective, self.config.rollout.max_tokens
-        )
+        return self.reference.beside(rows) if self.reference else rows
+
+    def _update(self, rows: Sequence[Sequence[TrainingRow]], *, replays: bool, keep_scores: bool) -> OptimiserSteps:
+        """One optimiser step per mini-batch that has an advantage; the scores that it computes are kept if asked.
+
+        Without an advantage, a mini-batch has only its entropy bonus. AdamW would make a full step of that, however
+        small its gradient is.
+        """
+        objective, optimizer = self.config.objective, self.config.optimizer
+        minibatches = [
+            minibatch
+            for _ in range(optimizer.passes)
+            for minibatch in build_minibatches(
+                rows, optimizer.minibatches, self.batch_rng, objective, self.config.rollout.max_tokens
+            )
+        ]
         term = self.weigher.term
-        clip = objective.clip_with_replay or term == "clipped" or not replayed
+        clip = objective.clip_with_replay or term == "clipped" or not replays
         active = [minibatch for minibatch in minibatches if minibatch.has_advantage]
         updates = [
             self.policy.update(minibatch, objective, clip=clip, term=term, keep_scores=keep_scores)
@@ -342,12 +331,19 @@ class Trainer:
             else {},
         )
 
-    def _work(self, fresh: FreshScores, groups: Sequence[Group], optimised: OptimiserSteps) -> Work:
+    def _work(
+        self,
+        fresh: FreshScores,
+        groups: Sequence[Group],
+        rows: Sequence[Sequence[TrainingRow]],
+        optimised: OptimiserSteps,
+    ) -> Work:
         """What the model was asked for."""
         written = together(
             TokenSequence(self._prompt(group.question), row.response) for group in groups for row in group.fresh
         )
-        scored = together(fresh.scored)
+        by_reference = [row for of_group in rows for row in of_group if row.reference_log_prob is not None]
+        scored = [*together(fresh.scored), *together(by_reference)]
         return {"select": self._compared, "generate": written, "score": scored, "update": optimised.read}
 
     def _trained(self, group: Group) -> bool:
@@ -381,14 +377,6 @@ class Trainer:
         self.batch_rng.bit_generator.state = values["generators"]["batch"]
         if values["ahead"]:
             self._next = PlannedStep(planned_from(values["ahead"]))
-
-
-def _rewards(asked: Asked) -> list[list[float]]:
-    """Of all answers of each group."""
-    return [
-        [*(answer.reward for answer in of_question), *(one.trajectory.reward for one in joined)]
-        for of_question, joined in zip(asked.answers.of_question, asked.joined, strict=True)
-    ]
 
 
 def _teaches(rewards: Sequence[float]) -> bool:

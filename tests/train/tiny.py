@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from exgrpo.train.config import Config, ObjectiveConfig, RolloutConfig
 from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches, build_rows
+from exgrpo.train.policy.reference import Reference
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Group, Rollout, TokenIds, Trajectory
@@ -94,9 +95,10 @@ def groups() -> list[Group]:
     ]
 
 
-def minibatches(objective: ObjectiveConfig) -> list[MiniBatch]:
+def minibatches(objective: ObjectiveConfig, reference: Reference | None = None) -> list[MiniBatch]:
     graded = groups()
     rows = build_rows(graded, advantages(graded, scale_by_std=objective.scale_by_std), prompt)
+    rows = reference.beside(rows) if reference else rows
     return build_minibatches(rows, STEPS, np.random.default_rng(2), objective, max_tokens=24)
 
 

@@ -163,6 +163,7 @@ def _pack(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray]:
         "step": np.array([t.step for t in trajectories], np.int32),
         "behaviour": np.array([BEHAVIOURS.index(t.behaviour) for t in trajectories], np.uint8),
         "key": np.array([t.key for t in trajectories], np.int64),
+        "penalty": np.array([t.penalty for t in trajectories], np.float64),
     }
 
 
@@ -177,9 +178,10 @@ def _unpack(arrays: dict[str, npt.NDArray]) -> list[Trajectory]:
         arrays["step"].tolist(),
         (BEHAVIOURS[number] for number in arrays["behaviour"].tolist()),
         arrays["key"].tolist(),
+        arrays.get("penalty", np.zeros(len(arrays["length"]))).tolist(),  # earlier versions knew none
         strict=True,
     )
     return [
-        Trajectory(question, response, log_prob, bool(finished), reward, step, behaviour, key)
-        for question, response, log_prob, finished, reward, step, behaviour, key in columns
+        Trajectory(question, response, log_prob, bool(finished), reward, step, behaviour, key, penalty)
+        for question, response, log_prob, finished, reward, step, behaviour, key, penalty in columns
     ]

@@ -16,6 +16,7 @@ from exgrpo.train.estimate.rollout import asleep_bytes, push_seconds, rollout_me
 from exgrpo.train.estimate.shape import FP32, ModelShape
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.selection import RULES
+from exgrpo.train.objective.settings import SURROGATES
 from exgrpo.train.policy.zero3 import deepspeed_settings
 from exgrpo.train.pretrained.tokenizer import DTYPES
 
@@ -54,7 +55,13 @@ def _states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, .
         _always("gradients, fp32, sharded", on_gpu),
         _always("gradient reduction bucket", item * zero.reduce_bucket_size),
         MemoryItem("AdamW's own copies", step=group),
+        _always("reference, sharded", item * (shape.sharded(gpus) + whole) if _second_model(config) else 0),
     )
+
+
+def _second_model(config: Config) -> bool:
+    """Whether the reference of a divergence is a model of its own: the policy without its adapters is none."""
+    return config.objective.kl_coef > 0 and not config.lora.rank
 
 
 def _passes(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
@@ -73,6 +80,12 @@ def _passes(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
         MemoryItem("fused head", loss=head_bytes(shape, item, tokens, frozen=_frozen_head(config))),
         MemoryItem("backward of one layer", backward=tokens * (again + shape.gradient_bytes(item))),
     )
+
+
+def _fused_loss(config: Config) -> bool:
+    """Whether the head forms its gradients in the forward, and need not compute its logits again."""
+    surrogate = SURROGATES.find(config.objective.surrogate)
+    return getattr(surrogate, "fused", False) and config.objective.kl_coef == 0
 
 
 def _frozen_head(config: Config) -> bool:
@@ -171,7 +184,7 @@ def work(config: Config, assumptions: Assumptions) -> Work:
 def _weighed(config: Config, replayed: int) -> int:
     """Replayed answers that take a pass before the update, for the function `weigh`."""
     present = getattr(rules.find("weigh", config.objective.weigh), "present", None)
-    return replayed if present == "values" or (present and config.optimizer.minibatches > 1) else 0
+    return replayed if present == "values" or (present and config.optimizer.steps_per_batch > 1) else 0
 
 
 def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> tuple[Phase, ...]:
@@ -182,11 +195,11 @@ def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: A
     # Forward once, backward twice that, and with checkpointing the layers forward once more. The head needs three
     # products in all: its gradients are formed during the forward. Frozen matrices have no gradient to form.
     passes = (4 if config.policy.gradient_checkpointing else 3) - (config.lora.rank > 0)
-    products = 2 if _frozen_head(config) else 3
+    products = (2 if _frozen_head(config) else 3) + (not _fused_loss(config))
     flops = {
         "select": of_step.candidates * (decoder + head),
-        "score": of_step.fresh * (decoder + head),
-        "update": of_step.rows * (passes * decoder + products * head),
+        "score": of_step.fresh * (decoder + head) * (2 if config.objective.kl_coef else 1),
+        "update": of_step.rows * config.optimizer.passes * (passes * decoder + products * head),
     }
     speed = hardware.gpus * hardware.flops * assumptions.mfu
     passes_of = {name: Phase(name, value / speed, value) for name, value in flops.items()}

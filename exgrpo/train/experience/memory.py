@@ -154,9 +154,11 @@ class ExperienceMemory:
             return
         question, table = group.question, self.table
         counted = group.fresh if group.stored_advantage else group.rows  # as in the advantages of the loss
-        rewards = np.array([row.reward for row in counted])
+        rewards = np.array([row.net_reward for row in counted])
         mean = float(rewards.mean())
         divisor = float(rewards.std(ddof=1)) + EPSILON if self.setting.scale_by_std and len(rewards) > 1 else 1.0
+        if self.setting.leave_one_out and len(rewards) > 1:
+            divisor *= (len(rewards) - 1) / len(rewards)
         most = self.setting.options.max_per_question
         looked_at = table.of_question(question) if self._distinct or most else []
         stored = {at: table.trajectory(at) for at in looked_at}
@@ -167,7 +169,7 @@ class ExperienceMemory:
             table.remove(same)
             for at in same:
                 del stored[at]
-            advantage = (row.reward - mean) / divisor
+            advantage = (row.net_reward - mean) / divisor
             stored[table.add(row, Origin(advantage, evidence.successes, evidence.rows, replays))] = row
         if most is not None:
             table.remove(list(stored)[:-most])

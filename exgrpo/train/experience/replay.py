@@ -76,6 +76,7 @@ class Replay:
         success: a reward of at least this is a success.
         success_option: name of the option that sets `success`, for notes.
         scale_by_std: stored advantages are divided by the standard deviation of their group.
+        leave_one_out: stored advantages are against the mean of the other answers of their group.
         mixture: the sources of the questions and their weights; None: they are one source.
 
     Attributes:
@@ -99,10 +100,11 @@ class Replay:
         success: float = 1.0,
         success_option: str = "success",
         scale_by_std: bool = False,
+        leave_one_out: bool = False,
         mixture: Mixture | None = None,
     ) -> None:
         self.config = config
-        self.setting = Setting(config, samples, success, scale_by_std)
+        self.setting = Setting(config, samples, success, scale_by_std, leave_one_out)
         self.memory = ExperienceMemory(questions, self.setting)
         self.latch = DelayedStart(config.start_pass_rate)
         self.watch = RewardWatch(success, success_option)

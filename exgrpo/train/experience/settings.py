@@ -1,14 +1,13 @@
 """The options of the experience, and what its functions may look at besides their data."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from exgrpo.train.experience import rules
 from exgrpo.train.experience.buckets import BUCKETS
+from exgrpo.train.experience.rules import KINDS
 from exgrpo.train.experience.selection import RULES
 from exgrpo.train.limits import MOST_ANSWERS, MOST_ROWS, MOST_SAMPLES, MOST_STEPS
 from exgrpo.train.section import Section
@@ -24,16 +23,6 @@ LIMITS = {"age": "max_age", "uses": "max_uses", "capacity": "capacity"}
 """Functions of `expire` that need a limit, and its option."""
 
 
-def rule(kind: rules.Kind) -> AfterValidator:
-    """Checks the name of a function of this kind."""
-    return AfterValidator(partial(rules.check_name, kind))
-
-
-def choices(kind: rules.Kind) -> str:
-    """The names of the functions of a kind, for the help."""
-    return f"{', '.join(rules.names(kind))}, or a function by its place."
-
-
 class ExperienceConfig(Section):
     """What is kept and replayed (algorithm of arXiv 2510.02245, sections 3.2 and 3.3; recipes/replay has others)."""
 
@@ -46,19 +35,19 @@ class ExperienceConfig(Section):
         le=1,
         description="Replay starts after a step whose batch Pass@1 exceeds this; 0 = at once.",
     )
-    admit: Annotated[str, rule("admit")] = Field(
-        "successes", description=f"Which answers are stored: {choices('admit')}"
+    admit: Annotated[str, KINDS["admit"].checked] = Field(
+        "successes", description=f"Which answers are stored: {KINDS['admit'].choices}"
     )
-    prioritise: Annotated[str, rule("prioritise")] = Field(
-        "gaussian", description=f"By what replayed questions or answers are drawn: {choices('prioritise')}"
+    prioritise: Annotated[str, KINDS["prioritise"].checked] = Field(
+        "gaussian", description=f"By what replayed questions or answers are drawn: {KINDS['prioritise'].choices}"
     )
-    compose: Annotated[str, rule("compose")] = Field(
-        "mixed", description=f"How a batch is made of fresh and replayed answers: {choices('compose')}"
+    compose: Annotated[str, KINDS["compose"].checked] = Field(
+        "mixed", description=f"How a batch is made of fresh and replayed answers: {KINDS['compose'].choices}"
     )
-    expire: tuple[Annotated[str, rule("expire")], ...] = Field(
+    expire: tuple[Annotated[str, KINDS["expire"].checked], ...] = Field(
         ("retirement",),
-        description=f"What is forgotten; any of {choices('expire')} retirement: questions that all fresh answers of "
-        "a step solve, at least two, leave for good. age, uses and capacity follow from their limits below.",
+        description=f"What is forgotten; any of {KINDS['expire'].choices} retirement: questions that all fresh answers "
+        "of a step solve, at least two, leave for good. age, uses and capacity follow from their limits below.",
     )
     mu: float = Field(0.5, ge=0, le=1, description="gaussian: centre of the law, as a fraction of K.")
     sigma: float = Field(
@@ -148,9 +137,11 @@ class Setting:
         samples: K, answers per question.
         success: a reward of at least this is a success.
         scale_by_std: advantages are divided by the standard deviation of their group.
+        leave_one_out: advantages are against the mean of the other answers of their group.
     """
 
     options: ExperienceConfig
     samples: int
     success: float = 1.0
     scale_by_std: bool = False
+    leave_one_out: bool = False

@@ -273,4 +273,6 @@ def _origin(one: Trajectory, trace: Trace, count: float, setting: Setting) -> Or
         advantage = one.reward - rate * setting.success
         if setting.scale_by_std:
             advantage /= math.sqrt(rate * (1 - rate))
+        if setting.leave_one_out:
+            advantage *= setting.samples / (setting.samples - 1)
     return Origin(advantage, trace.successes, trace.answers, 0)

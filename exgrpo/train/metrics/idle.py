@@ -18,7 +18,7 @@ class IdleSteps:
         self.in_a_row = self.in_a_row + 1 if idle else 0
         if self.in_a_row < FIRST_SAID or self.in_a_row & (self.in_a_row - 1):
             return None
-        rewards = [{row.reward for row in group.rows} for group in groups]
+        rewards = [{row.net_reward for row in group.rows} for group in groups]
         differing = sum(len(of_group) > 1 for of_group in rewards)
         if differing:
             why = (

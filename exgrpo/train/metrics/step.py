@@ -24,6 +24,7 @@ UPDATE_MEANS = (
     "fresh_ratio_max",
     "replayed_ratio",
     "replayed_weight",
+    "reference_kl",
 )
 
 
@@ -209,7 +210,8 @@ def _of_updates(updates: Sequence[UpdateStats]) -> dict[str, float]:
     numbers = {}
     for name in UPDATE_MEANS:
         values = [value for update in updates if math.isfinite(value := getattr(update, name))]
-        numbers[name] = float(np.mean(values)) if values else math.nan
+        if values or name != "reference_kl":  # most runs have no reference
+            numbers[name] = float(np.mean(values)) if values else math.nan
     none = torch.zeros(2, BINS, dtype=torch.int64)
     counts = torch.stack([none, *(update.log_ratios for update in updates)]).sum(0).numpy()
     for kind, of_kind in zip(("fresh", "replayed"), counts, strict=True):

@@ -109,6 +109,19 @@ def whole_adapters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model computes here as if it had no adapters: they are multiplied by 0, so ZeRO-3 sees the same layers."""
+    scales = {layer: layer.scaling[NAME] for _, layer in _with_adapters(model)}
+    for layer in scales:
+        layer.scaling[NAME] = 0.0
+    try:
+        yield
+    finally:
+        for layer, scale in scales.items():
+            layer.scaling[NAME] = scale
+
+
+@contextmanager
 def saved_as_base(model: PreTrainedModel) -> Iterator[None]:
     """transformers writes a model with adapters as a plain one here, not its adapters alone."""
     model._hf_peft_config_loaded = False

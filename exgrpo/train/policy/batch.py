@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 
 from exgrpo.kernels import group_advantage
-from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.experience.weighing import Weighed
+from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.mismatch import truncated_weight
 from exgrpo.train.policy.segments import Segments
-from exgrpo.train.records import Group, TokenIds
+from exgrpo.train.records import Group, TokenIds, Trajectory
 
 IGNORED = -100
 Floats = npt.NDArray[np.float32]
@@ -56,8 +56,9 @@ class TrainingRow(TokenSequence):
         advantage: the same for all its tokens.
         replayed: whether it comes from the experience buffer.
         weight: [R] fp32 factors of the advantage, by token; None: 1.
-        masked: whether its group is outside the trained band. It then counts in what losses are divided by, and
-            carries no gradient.
+        masked: whether its group is outside the trained band, or itself left out. It then counts in what losses are
+            divided by, and carries no gradient.
+        reference_log_prob: [R] fp32 log-probs of the policy that a divergence refers to; None: there is none.
     """
 
     old_log_prob: Floats
@@ -65,6 +66,7 @@ class TrainingRow(TokenSequence):
     replayed: bool = False
     weight: Floats | None = None
     masked: bool = False
+    reference_log_prob: Floats | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +77,13 @@ class MiniBatch:
         rows: those that can carry a gradient.
         normalizer: divisor of the summed token objectives.
         tokens: response tokens of all rows, left-out ones included.
+        fresh_tokens: those of rows that are not replayed.
     """
 
     rows: tuple[TrainingRow, ...]
     normalizer: float
     tokens: int
+    fresh_tokens: int
 
     @property
     def has_advantage(self) -> bool:
@@ -113,28 +117,39 @@ class MicroBatch(TokenBatch):
         old_log_prob: fp32, shaped like the target, 0 where that is -100.
         advantage: fp32, [B], or shaped like the target.
         replayed: bool, [B], or shaped like the target.
+        lengths: [N] int64, response tokens of each row, in the order of their targets.
+        reference_log_prob: fp32, shaped like the target; None: there is no reference.
     """
 
     old_log_prob: torch.Tensor
     advantage: torch.Tensor
     replayed: torch.Tensor
+    lengths: torch.Tensor
+    reference_log_prob: torch.Tensor | None = field(default=None, kw_only=True)
 
 
-def advantages(groups: Sequence[Group], *, scale_by_std: bool = False) -> list[list[float]]:
-    """Of the rows of each group: reward minus the mean over all rows (Dr.GRPO).
+def advantages(
+    groups: Sequence[Group], *, scale_by_std: bool = False, leave_one_out: bool = False
+) -> list[list[float]]:
+    """Of the rows of each group: net reward minus the mean over all rows (Dr.GRPO).
 
     Where a group's replayed rows have stored advantages, these stay, and the mean is that of the fresh rows.
 
     Args:
         groups: graded groups of one step.
         scale_by_std: divide by the standard deviation of the group's rewards.
+        leave_one_out: minus the mean over the other rows (RLOO, arXiv 2402.14740), which is n / (n - 1) times as much.
     """
     if not groups:
         return []
     counted = [group.fresh if group.stored_advantage else group.rows for group in groups]
-    reward = torch.tensor([row.reward for rows in counted for row in rows], dtype=torch.float32)
+    reward = torch.tensor([row.net_reward for rows in counted for row in rows], dtype=torch.float32)
     index = torch.tensor([i for i, rows in enumerate(counted) for _ in rows], dtype=torch.int64)
-    shared = iter(group_advantage(reward, index, scale_by_std=scale_by_std).tolist())
+    advantage = group_advantage(reward, index, scale_by_std=scale_by_std)
+    if leave_one_out:
+        rows_of = torch.bincount(index)[index]
+        advantage *= rows_of / (rows_of - 1).clamp(min=1)
+    shared = iter(advantage.tolist())
     return [[*islice(shared, len(rows)), *group.stored_advantage] for group, rows in zip(groups, counted, strict=True)]
 
 
@@ -146,6 +161,7 @@ def build_rows(
     replayed: Sequence[Weighed] | None = None,
     mismatch_cap: float = math.inf,
     trained: Callable[[Group], bool] = lambda group: True,
+    learnt: Callable[[Trajectory], bool] = lambda row: True,
 ) -> list[list[TrainingRow]]:
     """The rows of each group, with their advantages and the log-probs that their ratios refer to.
 
@@ -160,6 +176,7 @@ def build_rows(
         replayed: the terms of all replayed rows, in their order; None: ratios to the policies that wrote them.
         mismatch_cap: see above.
         trained: whether a group is in the trained band; the rows of others are masked.
+        learnt: whether anything is learnt from a row; others are masked.
     """
     if replayed is None:
         replayed = [Weighed(row.log_prob) for group in groups for row in group.replayed]
@@ -169,7 +186,7 @@ def build_rows(
         asked, masked, count = prompt(group.question), not trained(group), len(group.fresh)
         terms = zip(group.fresh, _ratio_terms(group, mismatch_cap), of_group[:count], strict=True)
         of_fresh = [
-            TrainingRow(asked, row.response, old, advantage, weight=weight, masked=masked)
+            TrainingRow(asked, row.response, old, advantage, weight=weight, masked=masked or not learnt(row))
             for row, (old, weight), advantage in terms
         ]
         of_past = [
@@ -180,7 +197,7 @@ def build_rows(
                 advantage if term.advantage is None else term.advantage,
                 replayed=True,
                 weight=term.factor,
-                masked=masked,
+                masked=masked or not learnt(row),
             )
             for row, advantage, term in zip(group.replayed, of_group[count:], weighed, strict=False)
         ]
@@ -211,7 +228,7 @@ def build_minibatches(
         rows: the rows of each group.
         count: optimiser steps.
         rng: advanced once.
-        objective: its normalisation and entropy coefficient.
+        objective: its normalisation, and the coefficients of its terms without an advantage.
         max_tokens: L_max of the constant normalisation.
     """
     if not rows:
@@ -230,5 +247,7 @@ def _minibatch(rows: list[TrainingRow], objective: ObjectiveConfig, max_tokens: 
         # The objective is positively homogeneous in the advantage, so 1/|o| may be put there.
         normalizer = len(rows)
         rows = [dataclasses.replace(row, advantage=row.advantage / len(row.response)) for row in rows]
-    learnt = [row for row in rows if not row.masked and (row.advantage != 0 or objective.entropy_coef > 0)]
-    return MiniBatch(tuple(learnt), float(normalizer), tokens)
+    for_all = objective.entropy_coef > 0 or objective.kl_coef > 0
+    learnt = [row for row in rows if not row.masked and (row.advantage != 0 or for_all)]
+    fresh_tokens = sum(len(row.response) for row in rows if not row.replayed)
+    return MiniBatch(tuple(learnt), float(normalizer), tokens, fresh_tokens)

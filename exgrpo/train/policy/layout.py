@@ -4,14 +4,14 @@ Padded: each sequence is a row, filled up on the right. Causal attention then ne
 pad. Packed: all in one row without padding, and a prompt once for all its answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from exgrpo.train.policy.batch import IGNORED, MicroBatch, TokenBatch, TokenSequence, TrainingRow
+from exgrpo.train.policy.batch import IGNORED, Floats, MicroBatch, TokenBatch, TokenSequence, TrainingRow
 from exgrpo.train.policy.segments import Block, segments
 from exgrpo.train.records import TokenIds
 
@@ -131,16 +131,41 @@ def pad_rows(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
     """Pad rows to a micro-batch; no rows are padded as by `pad_tokens`."""
     batch = pad_tokens(rows, device)
     shape = tuple(batch.tokens.shape)
-    old_log_prob = np.zeros(shape, np.float32)
+
+    def padded(of_rows: Sequence[Floats]) -> Floats:
+        values = np.zeros(shape, np.float32)
+        for i, (row, of_row) in enumerate(zip(rows, of_rows, strict=True)):
+            values[i, row.predicting] = of_row
+        return values
+
     advantage = np.array([row.advantage for row in rows] or [0.0], np.float32)
     if any(row.weight is not None for row in rows):
-        advantage = np.repeat(advantage[:, None], shape[1], axis=1)
-    for i, row in enumerate(rows):
-        old_log_prob[i, row.predicting] = row.old_log_prob
-        if row.weight is not None:
-            advantage[i, row.predicting] *= row.weight
+        advantage = padded([row.advantage * _weight(row) for row in rows])
     replayed = np.array([row.replayed for row in rows] or [False])
-    return MicroBatch(batch.tokens, batch.target, *_moved(device, old_log_prob, advantage, replayed))
+    terms = _moved(device, padded([row.old_log_prob for row in rows]), advantage, replayed, _lengths(rows))
+    return MicroBatch(batch.tokens, batch.target, *terms, reference_log_prob=_reference(rows, padded, device))
+
+
+def _weight(row: TrainingRow) -> Floats:
+    return np.ones(len(row.response), np.float32) if row.weight is None else row.weight
+
+
+def _lengths(rows: Sequence[TrainingRow]) -> npt.NDArray[np.int64]:
+    return np.array([len(row.response) for row in rows], np.int64)
+
+
+def _reference(
+    rows: Sequence[TrainingRow], spread: Callable[[Sequence[Floats]], Floats], device: torch.device
+) -> torch.Tensor | None:
+    """The reference's log-probs by target, 0 in rows without any; None where no row has them."""
+    of_rows = [row.reference_log_prob for row in rows]
+    if all(of_row is None for of_row in of_rows):
+        return None
+    known = [
+        np.zeros(len(row.response), np.float32) if of_row is None else of_row
+        for row, of_row in zip(rows, of_rows, strict=True)
+    ]
+    return _moved(device, spread(known))[0]
 
 
 def _units(sequences: Sequence[TokenSequence], budget: int) -> list[list[int]]:
@@ -204,15 +229,14 @@ def pack_rows(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
     if not rows:
         return pad_rows(rows, device)
     batch = pack_tokens(rows, device)
-    lengths = [len(row.response) for row in rows]
-    old_log_prob = np.concatenate([row.old_log_prob for row in rows])
+    lengths = _lengths(rows)
     advantage = np.repeat(np.array([row.advantage for row in rows], np.float32), lengths)
     if any(row.weight is not None for row in rows):
-        weights = [np.ones(len(row.response), np.float32) if row.weight is None else row.weight for row in rows]
-        advantage *= np.concatenate(weights)
+        advantage *= np.concatenate([_weight(row) for row in rows])
     replayed = np.repeat([row.replayed for row in rows], lengths)
-    terms = _moved(device, old_log_prob, advantage, replayed)
-    return MicroBatch(batch.tokens, batch.target, *terms, segments=batch.segments)
+    terms = _moved(device, np.concatenate([row.old_log_prob for row in rows]), advantage, replayed, lengths)
+    reference = _reference(rows, np.concatenate, device)
+    return MicroBatch(batch.tokens, batch.target, *terms, segments=batch.segments, reference_log_prob=reference)
 
 
 def _moved(device: torch.device, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:

@@ -1,6 +1,5 @@
 """A causal LM whose head computes log-probs and the loss without any logits."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,27 +11,7 @@ from exgrpo.heads.inside import compute, open_head
 from exgrpo.heads.logit_map import measure
 from exgrpo.kernels import LogProb, PolicyLoss, linear_log_prob, linear_policy_loss
 from exgrpo.train.policy.batch import MicroBatch, TokenBatch
-
-
-@dataclass(frozen=True)
-class LossTerms:
-    """How the loss of a micro-batch is formed; the same for all micro-batches of a mini-batch.
-
-    Attributes:
-        clip: bounds of ratios, or None.
-        beta: of the shaping of replayed tokens; None: their plain ratio.
-        as_fresh: replayed tokens have the term of fresh ones.
-        entropy_coef: weight of the sum of entropies.
-        normalizer: divisor of the summed token objectives.
-        temperature: of the policy.
-    """
-
-    clip: tuple[float, float] | None
-    beta: float | None
-    as_fresh: bool
-    entropy_coef: float
-    normalizer: float
-    temperature: float
+from exgrpo.train.policy.loss import LossTerms, loss_of_log_probs
 
 
 class PolicyModel(nn.Module):
@@ -61,7 +40,8 @@ class PolicyModel(nn.Module):
         hidden = self._hidden(batch)
         if isinstance(terms, LossTerms):
             assert isinstance(batch, MicroBatch)
-            return compute(self.model.get_output_embeddings(), hidden, partial(self._loss, batch, terms))
+            loss = self._loss if terms.fused else self._composed_loss
+            return compute(self.model.get_output_embeddings(), hidden, partial(loss, batch, terms))
         return compute(self.model.get_output_embeddings(), hidden, partial(self._log_prob, batch, terms))
 
     def _hidden(self, batch: TokenBatch) -> torch.Tensor:
@@ -108,3 +88,6 @@ class PolicyModel(nn.Module):
             backend=self.backend,
             **self.logit_map.options(terms.temperature),
         )
+
+    def _composed_loss(self, batch: MicroBatch, terms: LossTerms, head: HeadInputs) -> PolicyLoss:
+        return loss_of_log_probs(self._log_prob(batch, terms.temperature, head), batch, terms)

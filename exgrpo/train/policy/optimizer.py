@@ -41,6 +41,6 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: Config) -> LRSchedul
         "constant_with_warmup" if name == "constant" else name,
         optimizer,
         num_warmup_steps=options.warmup_steps,
-        num_training_steps=max(1, config.steps * options.minibatches),
+        num_training_steps=max(1, config.steps * options.steps_per_batch),
         scheduler_specific_kwargs=more,
     )

@@ -41,8 +41,14 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up.")
     min_lr: float = Field(0.0, ge=0, le=1, description="Learning rate in which a linear or cosine schedule ends.")
     warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="Optimiser steps of linear warm-up.")
-    minibatches: int = Field(2, ge=1, le=MOST_ANSWERS, description="Optimiser steps per training step.")
+    minibatches: int = Field(2, ge=1, le=MOST_ANSWERS, description="Optimiser steps per pass over a step's answers.")
+    passes: int = Field(1, ge=1, le=100, description="Passes over a step's answers, each in an order of its own.")
     micro_batch_tokens: int = Field(16384, ge=1, le=MOST_TOKENS, description="Tokens per forward pass and rank.")
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimiser steps of a training step in which every mini-batch has an advantage."""
+        return self.minibatches * self.passes
 
     @model_validator(mode="after")
     def _falls(self) -> Self:

@@ -7,7 +7,9 @@ import torch
 from exgrpo.kernels import PolicyLoss
 from exgrpo.kernels.inputs import PRESENT
 from exgrpo.train.distributed import World
+from exgrpo.train.objective.divergence import divergence
 from exgrpo.train.policy.batch import MicroBatch
+from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.ratios import count_log_ratios
 from exgrpo.train.records import Score
 
@@ -19,7 +21,8 @@ class UpdateStats:
     `applied` is False where the gradient norm was not finite and the step was skipped. Ratios are means over
     tokens (and the largest fresh one); `replayed_weight` is the mean of what the ratio of a replayed token is shaped
     to; a mean over no tokens is NaN. `gradient_tokens` counts those which the policy loss gives a gradient: with an
-    advantage, and not clipped. `log_ratios` [2, BINS] counts fresh and replayed tokens, see `ratios`.
+    advantage, and not clipped away. `reference_kl` is the mean divergence of fresh tokens to the reference, by the
+    estimator k3; NaN without one. `log_ratios` [2, BINS] counts fresh and replayed tokens, see `ratios`.
     `scores` are those of its rows before the step, where they were asked for.
     """
 
@@ -34,13 +37,14 @@ class UpdateStats:
     gradient_tokens: int
     log_ratios: torch.Tensor
     scores: tuple[Score, ...] = ()
+    reference_kl: float = float("nan")
 
 
 class Tally:
     """Sums over the micro-batches of one rank: loss, ratios, weights, counts of tokens and of their log-ratios."""
 
-    def __init__(self, beta: float | None) -> None:
-        self.beta = beta
+    def __init__(self, terms: LossTerms) -> None:
+        self.terms = terms
         self.sums: list[torch.Tensor] = []
         self.log_ratios: list[torch.Tensor] = []
 
@@ -50,7 +54,9 @@ class Tally:
         of_token = batch.replayed if batch.replayed.shape == batch.target.shape else batch.replayed[:, None]
         replayed, fresh = active & of_token, active & ~of_token
         ratio = result.ratio.double()
-        weight = ratio if self.beta is None else ratio / (ratio + self.beta)
+        weight = ratio if self.terms.beta is None else ratio / (ratio + self.terms.beta)
+        clipped = result.clipped != 0
+        lost = clipped & (not self.terms.bounds_weights)
         advantage = batch.advantage if batch.advantage.shape == batch.target.shape else batch.advantage[:, None]
         zero = ratio.new_zeros(())
         self.sums.append(
@@ -59,11 +65,12 @@ class Tally:
                     result.loss.detach().double(),
                     fresh.sum().double(),
                     replayed.sum().double(),
-                    (fresh & (result.clipped != 0)).sum().double(),
+                    (fresh & clipped).sum().double(),
                     torch.where(fresh, ratio, zero).sum(),
                     torch.where(replayed, ratio, zero).sum(),
                     torch.where(replayed, weight, zero).sum(),
-                    (active & (advantage != 0) & (result.clipped == 0)).sum().double(),
+                    (active & (advantage != 0) & ~lost).sum().double(),
+                    torch.where(fresh, self._divergence(batch, result), zero).sum(),
                     torch.where(fresh, ratio, zero).amax(),
                 ]
             )
@@ -71,6 +78,13 @@ class Tally:
         own = batch.old_log_prob == PRESENT
         log_ratio = result.log_prob - torch.where(own, result.log_prob, batch.old_log_prob)
         self.log_ratios.append(count_log_ratios(log_ratio, of_token, active))
+
+    @staticmethod
+    def _divergence(batch: MicroBatch, result: PolicyLoss) -> torch.Tensor:
+        """Of each token to the reference; 0 where there is none."""
+        if batch.reference_log_prob is None:
+            return torch.zeros_like(result.log_prob, dtype=torch.float64)
+        return divergence("k3", result.log_prob.double(), batch.reference_log_prob.double())
 
     def stats(
         self, world: World, *, grad_norm: float | torch.Tensor, applied: bool, scores: tuple[Score, ...] = ()
@@ -80,7 +94,7 @@ class Tally:
         gathered = world.gather((torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)]), counts))
         of_ranks = torch.stack([numbers for numbers, _ in gathered])
         sums = of_ranks[:, :-1].sum(0).tolist()
-        loss, fresh, replayed, clipped, fresh_ratio, replayed_ratio, weight, gradient = sums
+        loss, fresh, replayed, clipped, fresh_ratio, replayed_ratio, weight, gradient, kl = sums
         return UpdateStats(
             loss=loss / world.size,
             grad_norm=float(grad_norm),
@@ -91,6 +105,7 @@ class Tally:
             replayed_ratio=replayed_ratio / replayed if replayed else float("nan"),
             replayed_weight=weight / replayed if replayed else float("nan"),
             gradient_tokens=int(gradient),
+            reference_kl=kl / fresh if fresh and self.terms.kl_coef else float("nan"),
             log_ratios=torch.stack([counts for _, counts in gathered]).sum(0),
             scores=scores,
         )

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from exgrpo.kernels import LogProb, PolicyLoss
-from exgrpo.train.config import Config, ObjectiveConfig
+from exgrpo.train.config import Config
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience.weighing import Term
+from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.adapters import (
     BASE_WEIGHT,
     adapted_layers,
@@ -29,7 +30,8 @@ from exgrpo.train.policy.adapters import (
 from exgrpo.train.policy.attention import PACKING
 from exgrpo.train.policy.batch import MiniBatch, TokenSequence
 from exgrpo.train.policy.layout import Layout, Packed, Padded
-from exgrpo.train.policy.model import LossTerms, PolicyModel
+from exgrpo.train.policy.loss import LossTerms
+from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.optimizer import make_optimizer, make_schedule
 from exgrpo.train.policy.update import Tally, UpdateStats
 from exgrpo.train.policy.whole import WholeEngine
@@ -58,14 +60,12 @@ class Policy:
         settings = deepspeed_settings(config)
         # Alive: from_pretrained then loads each rank its shard.
         self._zero3 = None if whole else HfDeepSpeedConfig(settings)
-        model = source.load(DTYPES[config.policy.dtype], config.policy.attention)
+        model = load_model(config, source)
         if config.policy.gradient_checkpointing:
             try:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             except ValueError as error:
                 raise ConfigError(f"policy.gradient_checkpointing: {error}") from error
-        if config.policy.attention in PACKING and model._can_set_attn_implementation():
-            model.set_attn_implementation(PACKING[config.policy.attention])
         self.lora = config.lora
         if config.lora.rank:
             add_adapters(model, config.lora, config.seed)
@@ -130,18 +130,22 @@ class Policy:
         """What the shards of a checkpoint take on disk at least: fp32 weights and both moments of AdamW."""
         return 3 * 4 * sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad)
 
-    @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], temperature: float) -> list[Score]:
         """Log-probs and entropies of every sequence's response under the current policy at a temperature.
 
         The work is spread over all ranks.
         """
+        return self.score_with(self.engine, sequences, temperature)
+
+    @torch.no_grad()
+    def score_with(self, engine: Any, sequences: Sequence[TokenSequence], temperature: float) -> list[Score]:
+        """The same under another model of this architecture, as a `PolicyModel` that an engine may have wrapped."""
         plan = self.layout.plan(sequences, self.budget, self.world.size)
-        self.engine.eval()
+        engine.eval()
         mine: list[tuple[int, Score]] = []
         for indices in plan[self.world.rank]:
             of_pass = [sequences[i] for i in indices]
-            result = self.engine(self.layout.tokens(of_pass, self.world.device), temperature)
+            result = engine(self.layout.tokens(of_pass, self.world.device), temperature)
             mine += self._scores(indices, of_pass, result)
         return self.world.join(mine)
 
@@ -168,20 +172,15 @@ class Policy:
         """One optimiser step on the mini-batch, for the policy at the rollout temperature.
 
         The loss is a sum over the mini-batch divided by constants of the whole of it, so neither the packing nor the
-        number of ranks changes it. (DeepSpeed averages gradients over ranks: hence normalizer / ranks.) `term` is that
-        of replayed tokens. The scores of its rows before the step are kept if asked.
+        number of ranks changes it. `term` is that of replayed tokens. The scores of its rows before the step are kept
+        if asked.
         """
-        terms = LossTerms(
-            clip=objective.clip if clip else None,
-            beta=objective.beta if term == "shaped" else None,
-            as_fresh=term == "clipped",
-            entropy_coef=objective.entropy_coef * minibatch.normalizer / minibatch.tokens,
-            normalizer=minibatch.normalizer / self.world.size,
-            temperature=self.temperature,
+        terms = LossTerms.of(
+            objective, minibatch, clip=clip, term=term, ranks=self.world.size, temperature=self.temperature
         )
         plan = self.layout.plan(minibatch.rows, self.budget, self.world.size)
         self.engine.train()
-        tally = Tally(terms.beta)
+        tally = Tally(terms)
         mine: list[tuple[int, Score]] = []
         for indices in plan[self.world.rank] or [[]]:
             rows = [minibatch.rows[i] for i in indices]
@@ -247,6 +246,14 @@ class WholeWeights:
             layer = layers.get(name.removesuffix(BASE_WEIGHT))
             with deepspeed.zero.GatheredParameters([parameter, *((layer.down, layer.up) if layer else ())]):
                 yield base_name(name), layer.added_to(parameter.data) if layer else parameter.data
+
+
+def load_model(config: Config, source: ModelSource) -> PreTrainedModel:
+    """The model of a run with its attention, which reads packed rows where it can."""
+    model = source.load(DTYPES[config.policy.dtype], config.policy.attention)
+    if config.policy.attention in PACKING and model._can_set_attn_implementation():
+        model.set_attn_implementation(PACKING[config.policy.attention])
+    return model
 
 
 def kept_whole(config: Config, ranks: int) -> bool:

@@ -19,7 +19,8 @@ from exgrpo.train.estimate.parts import MOMENTS, Hardware, peak
 from exgrpo.train.estimate.rollout import asleep_bytes, rollout_memory, rollout_seconds, rows_at_once
 from exgrpo.train.policy.batch import TrainingRow
 from exgrpo.train.policy.layout import pad_rows
-from exgrpo.train.policy.model import LossTerms, PolicyModel
+from exgrpo.train.policy.loss import LossTerms
+from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.settings import LoraConfig
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Trajectory

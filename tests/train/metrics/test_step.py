@@ -9,6 +9,7 @@ import torch
 from exgrpo.kernels import PolicyLoss
 from exgrpo.train.policy.batch import TrainingRow
 from exgrpo.train.policy.layout import pad_rows, schedule
+from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.ratios import BINS, NEAR_ZERO, PERCENT, RESOLUTION, count_log_ratios, log_ratio_quantiles
 from exgrpo.train.policy.update import Tally, UpdateStats
 from tests.train.trainers import half, make
@@ -80,7 +81,7 @@ def stats(batch: list[TrainingRow], *, budget: int, ranks: int, beta: float | No
     """Of an update after which the log-prob of every token is -0.9."""
     world = GatheringWorld(ranks)
     for share in schedule([row.length for row in batch], budget, ranks):
-        tally = Tally(beta)
+        tally = Tally(LossTerms(None, beta, False, 0.0, 1.0, 1.0))
         for indices in share:
             micro = pad_rows([batch[i] for i in indices], torch.device("cpu"))
             log_prob = torch.where(micro.target >= 0, -0.9, 0.0)

@@ -17,6 +17,7 @@ from exgrpo.train.metrics.step import _entropy_gap
 from exgrpo.train.metrics.utilisation import FORWARD, Utilisation
 from exgrpo.train.policy.batch import TrainingRow
 from exgrpo.train.policy.layout import pad_rows
+from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.update import Tally
 from exgrpo.train.records import Group, Score, Trajectory
 from tests.train.estimate.shapes import SMALL
@@ -98,7 +99,7 @@ def test_tokens_with_a_gradient_have_an_advantage_and_are_not_clipped(weighed):
     nothing = torch.zeros(batch.target.shape)
     clipped = torch.zeros(batch.target.shape)
     clipped[2, rows[2].predicting][:clipped_tokens] = 1
-    tally = Tally(0.1)
+    tally = Tally(LossTerms(None, 0.1, False, 0.0, 1.0, 1.0))
     tally.add(batch, PolicyLoss(torch.zeros(()), nothing, nothing, nothing, clipped))
     assert tally.stats(LoneWorld(), grad_norm=1.0, applied=True).gradient_tokens == 3 + 7 - clipped_tokens
 

@@ -14,7 +14,8 @@ from exgrpo.train.policy import layout
 from exgrpo.train.policy.attention import PACKED, PACKED_FLASH
 from exgrpo.train.policy.batch import TokenSequence, TrainingRow
 from exgrpo.train.policy.layout import Packed, Padded
-from exgrpo.train.policy.model import LossTerms, PolicyModel
+from exgrpo.train.policy.loss import LossTerms
+from exgrpo.train.policy.model import PolicyModel
 from tests.integrations import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,13 +5,15 @@ another order of summation.
 """
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 
 from exgrpo.train.policy import model as policy_model
 from exgrpo.train.policy.batch import MicroBatch
-from exgrpo.train.policy.model import LossTerms, PolicyModel
+from exgrpo.train.policy.loss import LossTerms
+from exgrpo.train.policy.model import PolicyModel
 from tests.integrations import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,12 +27,17 @@ def micro_batch(model, temperature):
     inputs = tiny.batch()
     target = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     batch = MicroBatch(
-        inputs["input_ids"], target, torch.zeros(0), torch.tensor([0.7, -0.4]), torch.tensor([False, True])
+        inputs["input_ids"],
+        target,
+        torch.zeros(0),
+        torch.tensor([0.7, -0.4]),
+        torch.tensor([False, True]),
+        (target >= 0).sum(1),
     )
     log_prob = own_scores(model, batch, temperature)[0].detach()
     noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(3))
     old = ((log_prob + 0.3 * noise) * (target >= 0)).float()
-    return MicroBatch(batch.tokens, target, old, batch.advantage, batch.replayed)
+    return dataclasses.replace(batch, old_log_prob=old)
 
 
 def own_scores(model, batch, temperature):

@@ -69,6 +69,27 @@ CASES = {
         "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]},
         "checkpointing": True,
     },
+    "whole answers": {
+        "model": "untied",
+        "objective": {"surrogate": "gspo", "clip": [0.1, 0.2], "normalize": "sequence", "entropy_coef": 0.01},
+    },
+    "bounded weights": {
+        "model": "tied",
+        "objective": {"surrogate": "cispo", "clip": [1.0, 0.5], "normalize": "token", "entropy_coef": 0.0},
+    },
+    "two clips": {"model": "tied", "objective": {"surrogate": "dual_clip", "dual_clip": 1.3}, "term": "clipped"},
+    # The reference is the policy at first: without an entropy bonus, some gradients would be rounding alone.
+    "divergence": {"model": "tied", "objective": {"kl_coef": 0.5, "entropy_coef": 0.05}, "temperature": 0.8},
+    "divergence, checkpointing": {
+        "model": "tied",
+        "objective": {"kl_coef": 0.5, "kl": "k1", "entropy_coef": 0.0},
+        "checkpointing": True,
+    },
+    "divergence, adapters": {
+        "model": "untied",
+        "objective": {"kl_coef": 2.0, "kl": "k2", "kl_corrected": False, "surrogate": "gspo"},
+        "lora": {"rank": 3, "alpha": 60, "head": True},
+    },
     "scaled logits": {"model": "granite", "objective": {"entropy_coef": 0.01}, "temperature": 0.6},
     "poison": {"model": "tied", "objective": {}, "poison": True},
     "bf16": {"model": "tied", "objective": {}, "dtype": "bf16"},
@@ -99,24 +120,48 @@ def outcomes(request, folders, tmp_path_factory):
     return dict(zip(CASES, torch.load(result, weights_only=True), strict=True))
 
 
-def plain_loss(model, minibatch, objective, clip, term, temperature):
-    """The paper's objective written out on full logits, one unpadded sequence at a time."""
-    total = entropy = torch.zeros(())
+def full_log_probs(model, row, temperature):
+    """[R, V] by full logits of one unpadded sequence, and [R] of its tokens."""
+    tokens = torch.tensor([*row.prompt, *row.response])
+    log_probs = (model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :] / temperature).log_softmax(-1)
+    return log_probs, log_probs[torch.arange(len(row.response)), tokens[len(row.prompt) :]]
+
+
+def plain_surrogate(log_prob, row, objective, clip, term):
+    """Of the tokens of one row."""
+    ratio = torch.exp(log_prob - torch.from_numpy(row.old_log_prob))
+    if row.replayed and term != "clipped":
+        return row.advantage * (ratio / (ratio + objective.beta) if term == "shaped" else ratio)
+    low, high = (1 - objective.clip[0], 1 + objective.clip[1]) if clip else (0, math.inf)
+    if objective.surrogate == "cispo":
+        return ratio.clamp(low, high).detach() * row.advantage * log_prob
+    if objective.surrogate == "gspo":
+        ratio = ratio.log().mean().exp().expand(len(ratio))
+    surrogate = torch.minimum(ratio * row.advantage, ratio.clamp(low, high) * row.advantage)
+    if objective.surrogate == "dual_clip" and row.advantage < 0:
+        surrogate = torch.clamp(surrogate, min=objective.dual_clip * row.advantage)
+    return surrogate
+
+
+def plain_loss(model, minibatch, objective, clip, term, temperature, reference):
+    """The objective written out on full logits, one unpadded sequence at a time."""
+    total = entropy = divergence = torch.zeros(())
     for row in minibatch.rows:
-        tokens = torch.tensor([*row.prompt, *row.response])
-        log_probs = (model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :] / temperature).log_softmax(-1)
-        log_prob = log_probs[torch.arange(len(row.response)), tokens[len(row.prompt) :]]
-        ratio = torch.exp(log_prob - torch.from_numpy(row.old_log_prob))
-        if row.replayed and term != "clipped":
-            surrogate = row.advantage * (ratio / (ratio + objective.beta) if term == "shaped" else ratio)
-        else:
-            surrogate = row.advantage * ratio
-            if clip:
-                low, high = objective.clip
-                surrogate = torch.minimum(surrogate, row.advantage * ratio.clamp(1 - low, 1 + high))
-        total = total + surrogate.sum()
+        log_probs, log_prob = full_log_probs(model, row, temperature)
+        total = total + plain_surrogate(log_prob, row, objective, clip, term).sum()
         entropy = entropy - (log_probs.exp() * log_probs).sum()
-    return -total / minibatch.normalizer - objective.entropy_coef * entropy / minibatch.tokens
+        if objective.kl_coef and not row.replayed:
+            gap = full_log_probs(reference, row, temperature)[1].detach() - log_prob
+            of_tokens = {"k1": -gap, "k2": gap**2 / 2, "k3": gap.exp() - 1 - gap}[objective.kl]
+            if objective.kl_corrected:
+                of_tokens = of_tokens * torch.exp(log_prob - torch.from_numpy(row.old_log_prob))
+            divergence = divergence + of_tokens.sum()
+    fresh = sum(len(row.response) for row in minibatch.rows if not row.replayed)
+    return (
+        -total / minibatch.normalizer
+        - objective.entropy_coef * entropy / minibatch.tokens
+        + objective.kl_coef * divergence / fresh
+    )
 
 
 @cache
@@ -124,7 +169,7 @@ def plain_training(folder, name):
     """Losses and final parameters of the plain loop."""
     case = CASES[name]
     objective, clip, term = ObjectiveConfig(**case["objective"]), case.get("clip", True), case.get("term", "shaped")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
     if "lora" in case:
         model = with_peft(model, **case["lora"])
     options = case.get("optimizer", {})
@@ -137,7 +182,7 @@ def plain_training(folder, name):
     for number, minibatch in enumerate(tiny.minibatches(objective)):
         if case.get("poison") and number == 0:
             continue
-        loss = plain_loss(model, minibatch, objective, clip, term, case.get("temperature", 1.0))
+        loss = plain_loss(model, minibatch, objective, clip, term, case.get("temperature", 1.0), reference)
         for group in optimizer.param_groups:
             group["lr"] = tiny.LEARNING_RATE * case.get("rates", (1, 1, 1))[number]
         optimizer.zero_grad()

@@ -8,6 +8,7 @@ import torch
 
 from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.distributed import start
+from exgrpo.train.policy.reference import make_reference
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.source import find_model
 from tests.train import tiny
@@ -22,9 +23,11 @@ def main(result: Path, cases: list[dict]) -> None:
         clip = case.pop("clip", True)
         term = case.pop("term", "shaped")
         poison = case.pop("poison", False)
-        policy = Policy(tiny.config(folder, objective, **case), find_model(str(folder)), world)
+        config, source = tiny.config(folder, objective, **case), find_model(str(folder))
+        policy = Policy(config, source, world)
+        reference = make_reference(config, source, policy)
         sharded = world.size == 1 or all(p.ds_tensor.numel() < p.ds_numel for p in policy.model.parameters())
-        batches = tiny.minibatches(objective)
+        batches = tiny.minibatches(objective, reference)
         if poison:
             batches[0] = tiny.poisoned(batches[0])
         stats = [policy.update(minibatch, objective, clip=clip, term=term) for minibatch in batches]

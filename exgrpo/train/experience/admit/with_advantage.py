@@ -7,5 +7,5 @@ from exgrpo.train.reward.success import EPSILON
 
 def admit(group: Group, setting: Setting) -> tuple[Trajectory, ...]:
     """All fresh answers of a group whose rewards differ: all of them have an advantage, or nearly so."""
-    rewards = [row.reward for row in group.rows]
+    rewards = [row.net_reward for row in group.rows]
     return group.fresh if max(rewards) - min(rewards) > EPSILON else ()

@@ -16,7 +16,7 @@ def settle(groups: Sequence[Group], supply: Supply) -> list[Group | PlannedGroup
     Each stored answer is a group by itself, and so has no advantage in it: `advantage` has to be stored. If all groups
     are alike, they stay.
     """
-    teaching = [group for group in groups if np.ptp([row.reward for row in group.rows]) > EPSILON] or list(groups)
+    teaching = [group for group in groups if np.ptp([row.net_reward for row in group.rows]) > EPSILON] or list(groups)
     units, rows = supply.earlier()
     drawn = supply.draw_from(units, supply.share(sum(len(group.fresh) for group in teaching)), rows)
     return [*teaching, *supply.alone(drawn)]

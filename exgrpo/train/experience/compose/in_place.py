@@ -12,7 +12,7 @@ from exgrpo.train.reward.success import EPSILON
 
 def settle(groups: Sequence[Group], supply: Supply) -> list[Group | PlannedGroup]:
     """At most floor(rho B) of the groups whose rewards are all alike give way to stored groups of earlier steps."""
-    spread = [np.ptp([row.reward for row in group.rows]) for group in groups]
+    spread = [np.ptp([row.net_reward for row in group.rows]) for group in groups]
     alive = [group for group, of_group in zip(groups, spread, strict=True) if of_group > EPSILON]
     dead = [group for group, of_group in zip(groups, spread, strict=True) if of_group <= EPSILON]
     stored = draw_groups(supply, min(len(dead), supply.share(supply.batch)))

@@ -1,0 +1,89 @@
+"""What a surrogate works with and what it gives.
+
+`surrogate(tokens, options)` gets the tokens of whole answers and gives the objective that is to be maximised, whose
+gradient torch finds. It has to be positively homogeneous in the advantage: tokens that weigh more, less or nothing,
+such as replayed ones, come with an advantage that is multiplied so.
+
+A function that says `needs(fused=True)` is the objective of `exgrpo.kernels.linear_policy_loss`, which then computes it
+with its gradient at once. One that says `needs(bounds_weights=True)` gives clipped tokens a gradient, too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exgrpo.kernels.inputs import PRESENT
+from exgrpo.kernels.objective import bounded_ratio
+
+
+@dataclass(frozen=True, eq=False)
+class RatioTokens:
+    """The T tokens of N answers, one answer after the other.
+
+    Attributes:
+        log_prob: [T] of the policy, in nats, with its gradient.
+        old_log_prob: [T] of the policy that ratios refer to; inf: the present one.
+        advantage: [T].
+        lengths: [N] int64, tokens of each answer.
+    """
+
+    log_prob: Tensor
+    old_log_prob: Tensor
+    advantage: Tensor
+    lengths: Tensor
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """[T] log pi / pi_old."""
+        return self.log_prob - torch.where(self.old_log_prob == PRESENT, self.log_prob.detach(), self.old_log_prob)
+
+    @property
+    def ratio(self) -> Tensor:
+        """[T] pi / pi_old, at most e^20."""
+        return bounded_ratio(self.log_ratio)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[N] sums of [T] values over each answer; the same bits on every run, on a GPU too."""
+        return torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """The objective of the tokens.
+
+    Attributes:
+        value: [T] or [N]; its sum is maximised.
+        ratio: [T] importance ratio of each token, for metrics.
+        clipped: [T] bool, tokens whose ratio a bound has taken the place of.
+    """
+
+    value: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+@dataclass(frozen=True)
+class SurrogateOptions:
+    """What a surrogate may look at besides the tokens.
+
+    Attributes:
+        bounds: of ratios, (1 - eps_low, 1 + eps_high); None: they have none.
+        dual_clip: ratio beyond which a failure pushes a token no further away.
+    """
+
+    bounds: tuple[float, float] | None
+    dual_clip: float
+
+
+Surrogate = Callable[[RatioTokens, SurrogateOptions], Objective]
+
+
+def clip(ratio: Tensor, advantage: Tensor, options: SurrogateOptions) -> tuple[Tensor, Tensor]:
+    """min(w A, clip(w) A) and where the bound was the smaller one; any shape."""
+    value = ratio * advantage
+    if options.bounds is None:
+        return value, torch.zeros_like(value, dtype=torch.bool)
+    bounded = ratio.clamp(*options.bounds) * advantage
+    return torch.minimum(value, bounded), bounded < value

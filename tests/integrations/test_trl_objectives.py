@@ -1,0 +1,102 @@
+"""The objectives of the trainer against TRL's own losses, on the same answers and the same model."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,<2'", exc_type=ImportError)
+
+from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer
+
+from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.policy.attention import PACKED
+from exgrpo.train.policy.batch import TrainingRow, build_minibatches
+from exgrpo.train.policy.layout import Layout, Packed, Padded
+from exgrpo.train.policy.loss import LossTerms
+from exgrpo.train.policy.model import PolicyModel
+from tests.integrations.test_trl_loss import batch
+from tests.integrations.trl_trainers import ACCUMULATION, COMPLETION, grpo, outcome
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gspo": (
+        {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 0.05, "epsilon_high": 0.1},
+        {"surrogate": "gspo", "clip": (0.05, 0.1), "normalize": "sequence"},
+    ),
+    "cispo": (
+        {"loss_type": "cispo", "epsilon_high": 1.2},
+        {"surrogate": "cispo", "clip": (1.0, 0.2), "normalize": "token"},
+    ),
+    "dual clip": (
+        {"delta": 1.3, "loss_type": "dr_grpo", "epsilon": 0.2},
+        {"surrogate": "dual_clip", "dual_clip": 1.3, "normalize": "constant"},
+    ),
+    "clip-higher, divergence": (
+        {"beta": 0.3, "loss_type": "bnpo", "epsilon": 0.1, "epsilon_high": 0.3},
+        {"clip": (0.1, 0.3), "kl_coef": 0.3, "normalize": "token"},
+    ),
+    "whole answers, divergence": (
+        {"beta": 0.3, "loss_type": "bnpo", "importance_sampling_level": "sequence", "use_bias_correction_kl": False},
+        {"surrogate": "gspo", "kl_coef": 0.3, "kl_corrected": False, "normalize": "token"},
+    ),
+}
+
+
+def rows_of(inputs: dict[str, Tensor]) -> list[TrainingRow]:
+    """The rows of a batch of TRL."""
+    prompts, answers = inputs["prompt_mask"].bool(), inputs["completion_mask"].bool()
+    return [
+        TrainingRow(
+            inputs["prompt_ids"][i][prompts[i]].numpy().astype(np.int32),
+            inputs["completion_ids"][i][answers[i]].numpy().astype(np.int32),
+            inputs["old_per_token_logps"][i][answers[i]].numpy(),
+            float(inputs["advantages"][i]),
+            reference_log_prob=inputs["ref_per_token_logps"][i][answers[i]].numpy(),
+        )
+        for i in range(len(prompts))
+    ]
+
+
+@pytest.mark.parametrize("layout", [Padded(), Packed()], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", CASES)
+def test_an_objective_is_that_of_trl(tmp_path: Path, model: Path, name: str, layout: Layout) -> None:
+    theirs, ours = CASES[name]
+    inputs = {**batch(), "num_items_in_batch": torch.tensor(40)}
+    for unused in ("tool_mask", "importance_sampling_ratio"):
+        del inputs[unused]
+    trainer = grpo(GRPOTrainer, tmp_path, model, gradient_accumulation_steps=ACCUMULATION, **theirs)
+    trainer.use_vllm = False
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    with torch.no_grad():
+        now = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, COMPLETION)[0]
+    noise = torch.randn(now.shape, generator=torch.Generator().manual_seed(2))
+    inputs["old_per_token_logps"] = now + 0.3 * noise
+    policy_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    expected = outcome(trainer, inputs)
+
+    objective = ObjectiveConfig(entropy_coef=0.0, **ours)
+    rows = rows_of(inputs)
+    (minibatch,) = build_minibatches([rows], 1, np.random.default_rng(0), objective, COMPLETION)
+    if not objective.kl_coef:
+        minibatch = dataclasses.replace(
+            minibatch, rows=tuple(dataclasses.replace(row, reference_log_prob=None) for row in minibatch.rows)
+        )
+    policy_model.set_attn_implementation(PACKED if isinstance(layout, Packed) else "sdpa")
+    terms = LossTerms.of(objective, minibatch, clip=True, term="shaped", ranks=1, temperature=1.0)
+    policy = PolicyModel(policy_model)
+    result = policy(layout.rows(minibatch.rows, torch.device("cpu")), terms)
+    result.loss.backward()
+    gradient = torch.cat([parameter.grad.double().flatten() for parameter in policy_model.parameters()])
+    # TRL divides what it accumulates, of the loss type cispo by another number. Both are in fp32.
+    divisor = 1 if theirs["loss_type"] == "cispo" else ACCUMULATION
+    assert result.loss.item() == pytest.approx(divisor * expected.loss.item(), rel=1e-4, abs=2e-6)
+    assert (gradient - divisor * expected.gradient).norm() <= 1e-5 * gradient.norm()
+    if "divergence" not in name:
+        assert 0 < result.clipped.sum() < result.clipped.numel()
