@@ -14,7 +14,7 @@ from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.trackers import open_trackers
 from exgrpo.train.report.page import write_report
 from exgrpo.train.rollout import text_of
-from exgrpo.train.trainer import StepResult
+from exgrpo.train.steps import StepResult
 
 
 class Recorder:

@@ -3,7 +3,7 @@
     RUN/checkpoints/step_00000020/     one checkpoint; it exists under this name only when it is complete
         manifest.json                  what the checkpoint is, and a checksum of everything, itself included
         metrics.jsonl, samples.md      the run's logs up to this step
-        zero/                          DeepSpeed's shards of weights and optimiser
+        policy/                        weights and states of the optimiser, by rank
     RUN/experience/                    buffer segments and state arrays, each named by its checksum
 
 Everything is written and flushed to disk under another name first; renaming the folder is the last act. To delete it
@@ -31,7 +31,7 @@ from exgrpo.train.policy.zero3 import Policy
 
 logger = logging.getLogger(__name__)
 
-ZERO = "zero"
+POLICY = "policy"
 UNFINISHED, DELETED = ".unfinished", ".deleted"
 """End the names of folders that are no checkpoints yet, and none any more."""
 T = TypeVar("T")
@@ -85,12 +85,7 @@ class Checkpoints:
         final = self.run / FOLDER / f"step_{step:08d}"
         work = final.with_suffix(UNFINISHED)
         self._write_on_main(step, lambda: self._clear(work, policy.checkpoint_bytes))
-        try:
-            policy.save_checkpoint(work, ZERO)
-        except (OSError, RuntimeError) as error:
-            # The other ranks wait for this one inside DeepSpeed: its end lets the launcher end them.
-            free = shutil.disk_usage(self.run).free
-            raise self._failure(step, f"{str(error).splitlines()[0]} ({free / 1e9:.2f} GB are free)") from error
+        self._write(step, lambda: policy.save_checkpoint(work / POLICY))
         listings = self.world.gather(self._write(step, lambda: _files(work)))
         names = sorted(set().union(*listings))  # a network file system may not show all of them everywhere yet
         mine = [name for _, name in self.world.split(names)]
@@ -116,7 +111,6 @@ class Checkpoints:
         arrays = write_checked(self.store.folder, {**state.arrays, **index})
         return Manifest(
             step=step,
-            world_size=self.world.size,
             fingerprint=self.fingerprint,
             config=self.config,
             files=files,
@@ -170,18 +164,12 @@ class Checkpoints:
             its step and the caller's values.
 
         Raises:
-            CheckpointError: there is none, or the newest sound one belongs to other data, another number of processes
-                or another version of this package, or may not be read.
+            CheckpointError: there is none, or the newest sound one belongs to other data, another model or another
+                version of this package, or may not be read.
         """
         found, state, problems = self._newest_sound()
         on_main(self.world, lambda: self._set_damage_aside(found, problems))
-        with os_errors_as(CheckpointError, f"{found.folder} cannot be loaded"):
-            loaded = policy.load_checkpoint(found.folder, ZERO)
-        if not loaded:
-            raise CheckpointError(
-                f"{found.folder / ZERO} has no files that this run could load: is it of another version, or of a run "
-                "with another distributed.offload_optimizer?"
-            )
+        policy.load_checkpoint(found.folder / POLICY)
         trainer.restore(state)
         return found.step, found.manifest.progress
 
@@ -232,11 +220,6 @@ class Checkpoints:
 
     def _check(self, found: Checkpoint) -> None:
         manifest = found.manifest
-        if manifest.world_size != self.world.size:
-            raise CheckpointError(
-                f"{found.folder} was written by {manifest.world_size} processes and this is {self.world.size}: "
-                f"continue with --num_accelerators {manifest.world_size}"
-            )
         if manifest.fingerprint != self.fingerprint:
             raise CheckpointError(f"{found.folder} belongs to other training questions than the configuration names")
 

@@ -5,15 +5,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, write_whole
 from exgrpo.train.dotted import joined
 from exgrpo.train.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT = 4
-"""Version of the format; 1 had neither a number nor checksums, 2 did not count replays, 3 kept no origin of answers."""
+FORMAT = 5
+"""Version of the format; 1 had neither a number nor checksums, 2 did not count replays, 3 kept no origin of answers, 4
+was for one number of processes."""
 _KEYS_OF_FORMAT_1 = {"step", "files", "arrays", "segments", "values", "progress"}
 
 
@@ -33,7 +34,6 @@ class Manifest(_Strict):
 
     step: NonNegativeInt
     """The last training step that is in it."""
-    world_size: PositiveInt
     fingerprint: str
     """Of the training questions."""
     config: dict[str, Any]

@@ -178,7 +178,7 @@ def _unpack(arrays: dict[str, npt.NDArray]) -> list[Trajectory]:
         arrays["step"].tolist(),
         (BEHAVIOURS[number] for number in arrays["behaviour"].tolist()),
         arrays["key"].tolist(),
-        arrays.get("penalty", np.zeros(len(arrays["length"]))).tolist(),  # earlier versions knew none
+        arrays["penalty"].tolist(),
         strict=True,
     )
     return [

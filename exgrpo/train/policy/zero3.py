@@ -14,8 +14,8 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from exgrpo.kernels import LogProb, PolicyLoss
 from exgrpo.train.config import Config
-from exgrpo.train.distributed import World
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.distributed import World, agree
+from exgrpo.train.errors import CheckpointError, ConfigError, os_errors_as
 from exgrpo.train.experience.weighing import Term
 from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.adapters import (
@@ -33,6 +33,8 @@ from exgrpo.train.policy.layout import Layout, Packed, Padded
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.optimizer import make_optimizer, make_schedule
+from exgrpo.train.policy.state_files import load_states, save_states, save_training
+from exgrpo.train.policy.states import ShardedStates, States, WholeStates
 from exgrpo.train.policy.update import Tally, UpdateStats
 from exgrpo.train.policy.whole import WholeEngine
 from exgrpo.train.pretrained.source import ModelSource
@@ -84,6 +86,7 @@ class Policy:
                 config=settings,
                 dist_init_required=False,
             )
+        self.states: States = WholeStates(wrapped, optimizer) if whole else ShardedStates(self.engine, world.rank)
         self.packs = self._packs()
         """Whether a pass reads rows without padding."""
         self.layout: Layout = Packed() if self.packs else Padded()
@@ -203,18 +206,34 @@ class Policy:
         """Every parameter of the causal LM whole, adapters added to it; see `WholeWeights`."""
         return WholeWeights(self.model)
 
-    def save_checkpoint(self, folder: Path, tag: str) -> None:
-        """Write the shards of what is trained, its optimiser and its schedule (all ranks must call it).
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write this rank's part of the states of training.
 
         Raises:
-            OSError, RuntimeError: it could not be written.
+            OSError: it cannot be written.
         """
-        self.engine.save_checkpoint(str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=True)
+        save_states(self.states, folder, self.world.rank)
+        if self.world.is_main:
+            save_training(self.states, self.engine.lr_scheduler, self.engine.skipped_steps, folder)
 
-    def load_checkpoint(self, folder: Path, tag: str) -> bool:
-        """Go on from what `save_checkpoint` wrote; False where there is nothing that this policy could load."""
-        loaded, _ = self.engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self.lora.rank)
-        return loaded is not None
+    def load_checkpoint(self, folder: Path) -> None:
+        """Go on from what any number of ranks has written; all ranks call it together.
+
+        Raises:
+            CheckpointError: on every rank, where the files of one cannot be read or are of another model.
+        """
+
+        def load() -> dict[str, Any]:
+            with os_errors_as(CheckpointError, f"{folder} cannot be loaded"):
+                return load_states(self.states, folder)
+
+        training = agree(self.world, load)
+        self.states.apply()
+        self.engine.skipped_steps = training["skipped"]
+        scheduler = self.engine.lr_scheduler
+        scheduler.load_state_dict(training["schedule"])
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
 
     def save(self, folder: Path) -> None:
         """Write the model in Hugging Face format, or its adapters in peft's (all ranks must call it; rank 0 writes)."""

@@ -20,10 +20,9 @@ from exgrpo.train.checkpoint.manifest import (
 
 WHOLE = Manifest(
     step=20,
-    world_size=2,
     fingerprint="data",
     config={"seed": 0, "output": {"name": None, "trackers": ["tensorboard"]}},
-    files={"zero/shard.pt": SavedFile(size=1000, sha256="ab" * 32)},
+    files={"policy/rank_00000_00000.safetensors": SavedFile(size=1000, sha256="ab" * 32)},
     arrays="cd" * 32,
     experience={"cd" * 32: 17},
     values={"open": True, "rng": np.random.default_rng(3).bit_generator.state, "rate": 0.1 + 0.2},
@@ -110,7 +109,7 @@ def test_other_versions_are_refused_and_not_taken_for_damage(tmp_path):
         "step": 2,
         "world_size": 1,
         "fingerprint": "data",
-        "files": {"zero/shard.pt": 1000},
+        "files": {"policy/rank_00000_00000.safetensors": 1000},
         "arrays": "ab" * 32,
         "segments": [],
         "values": {},

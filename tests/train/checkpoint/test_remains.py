@@ -78,8 +78,8 @@ def test_a_save_killed_midway_is_gone_after_the_next_load(tmp_path, monkeypatch,
 def test_remains_of_one_deletion_are_in_the_way_of_no_other(tmp_path):
     trainer = saved_run(tmp_path, steps=(2, 4))
     remains = tmp_path / FOLDER / "step_00000002.deleted"
-    (remains / "zero").mkdir(parents=True)
-    (remains / "zero" / "version").write_text("half")
+    (remains / "policy").mkdir(parents=True)
+    (remains / "policy" / "version").write_text("half")
     story(trainer, 5, 7)
     checkpoints(tmp_path).save(6, trainer.policy, trainer, {})
     assert names(tmp_path) == ["step_00000004", "step_00000006"]

@@ -85,7 +85,6 @@ def make_run(folder: Path, trajectories: Sequence[Trajectory], *, step: int = 5,
     checkpoint.mkdir(parents=True)
     manifest = Manifest(
         step=step,
-        world_size=1,
         fingerprint=questions().fingerprint,
         config=of_run.model_dump(mode="json"),
         files={},
