@@ -17,11 +17,13 @@ from exgrpo.train.estimate.shape import FP32, ModelShape
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.selection import RULES
 from exgrpo.train.objective.settings import SURROGATES
-from exgrpo.train.policy.zero3 import deepspeed_settings
+from exgrpo.train.policy.zero3 import deepspeed_settings, kept_whole
 from exgrpo.train.pretrained.tokenizer import DTYPES
 
 TRAJECTORY_OVERHEAD = 700
 """Bytes of a stored trajectory beside its tokens: the object, two arrays, its place in a checkpoint."""
+NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+"""Of a weight in 4 bits: each block of 64 has a scale of 8 bits, and 256 scales share one of 32."""
 STORED: dict[str, Callable[[float], float]] = {
     "successes": lambda success_rate: success_rate,
     "solutions": lambda success_rate: success_rate,
@@ -34,18 +36,43 @@ def gpu_memory(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[M
     """Every allocation of a rank on its GPU, in bytes."""
     return (
         *_states(config, shape, hardware.gpus),
-        *_passes(config, shape),
+        *_passes(config, shape, hardware.gpus),
         *rollout_memory(config, shape, hardware.gpus),
     )
 
 
 def _states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
+    """What training keeps all the time, and what its optimiser step adds."""
+    return _whole_states(config, shape) if kept_whole(config, gpus) else _sharded_states(config, shape, gpus)
+
+
+def _whole_states(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
+    """What is trained is in fp32, beside the model's own weights where adapters are trained."""
+    trained = FP32 * shape.trained(config.lora, 1)
+    own = _own_weights(config, shape)
+    return (
+        _always("weights", (own if config.lora.rank else 0) + trained),
+        _always("AdamW moments", 2 * trained),
+        MemoryItem("gradients", loss=trained, backward=trained, step=trained),
+        _always("average of the weights", trained if config.optimizer.ema else 0),
+        _always("reference", own if _second_model(config) else 0),
+    )
+
+
+def _own_weights(config: Config, shape: ModelShape) -> float:
+    """Bytes of the whole model as it is loaded."""
+    quantised = shape.linear if config.lora.quantised != "none" else 0
+    return NF4_BYTES * quantised + DTYPES[config.policy.dtype].itemsize * (shape.total - quantised)
+
+
+def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
     """What ZeRO-3 keeps all the time, and what its optimiser step adds."""
     zero = _zero(config)
     item = DTYPES[config.policy.dtype].itemsize
     on_gpu = 0 if config.distributed.offload_optimizer else FP32 * shape.trained(config.lora, gpus)
     whole = shape.whole(config.distributed.persistence_threshold)
     shard = shape.sharded(gpus) + (shape.trained(config.lora, gpus) if config.lora.rank else 0)
+    averaged = FP32 * shape.trained(config.lora, gpus) if config.optimizer.ema else 0
     # The gradients of a group of parameters are copied together, and AdamW makes one more tensor of their size.
     group = 2 * min(on_gpu, FP32 * zero.sub_group_size)
     return (
@@ -53,6 +80,7 @@ def _states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, .
         _always("fp32 master weights, sharded", on_gpu),
         _always("AdamW moments, sharded", 2 * on_gpu),
         _always("gradients, fp32, sharded", on_gpu),
+        _always("average of the weights, fp32, sharded", averaged),
         _always("gradient reduction bucket", item * zero.reduce_bucket_size),
         MemoryItem("AdamW's own copies", step=group),
         _always("reference, sharded", item * (shape.sharded(gpus) + whole) if _second_model(config) else 0),
@@ -64,7 +92,7 @@ def _second_model(config: Config) -> bool:
     return config.objective.kl_coef > 0 and not config.lora.rank
 
 
-def _passes(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
+def _passes(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
     """What a micro-batch adds: gathered weights, activations, the head, a layer's backward."""
     item = DTYPES[config.policy.dtype].itemsize
     tokens, checkpointing = config.optimizer.micro_batch_tokens, config.policy.gradient_checkpointing
@@ -72,6 +100,8 @@ def _passes(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
     eager = longest if config.policy.attention == "eager" else 0
     # ZeRO-3 keeps gathered what it needs again within this many elements.
     gathered = item * min(shape.total, int(_zero(config).max_reuse_distance) + max(shape.parameters))
+    if kept_whole(config, gpus):  # of weights in 4 bits, one layer's at a time is there as it is multiplied
+        gathered = item * shape.width * shape.mlp if config.lora.quantised != "none" else 0
     saved = tokens * shape.saved_bytes(item, checkpointing=checkpointing, eager_length=eager)
     again = shape.layer_bytes(item, eager_length=eager) if checkpointing else 0
     return (
@@ -150,7 +180,7 @@ def disk(config: Config, shape: ModelShape, assumptions: Assumptions) -> tuple[A
     """Bytes that a run leaves on disk, and one checkpoint more: the oldest goes when the newest is complete."""
     item = DTYPES[config.policy.dtype].itemsize
     trained = shape.trained(config.lora, 1)
-    checkpoint = 3 * FP32 * trained if config.checkpoint.every else 0
+    checkpoint = (4 if config.optimizer.ema else 3) * FP32 * trained if config.checkpoint.every else 0
     saved = trained if config.lora.result == "adapters" else shape.total
     buffer = buffer_bytes(config, assumptions) if config.checkpoint.every else 0
     kept = config.checkpoint.keep

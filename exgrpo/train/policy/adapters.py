@@ -121,16 +121,6 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.scaling[NAME] = scale
 
 
-@contextmanager
-def saved_as_base(model: PreTrainedModel) -> Iterator[None]:
-    """transformers writes a model with adapters as a plain one here, not its adapters alone."""
-    model._hf_peft_config_loaded = False
-    try:
-        yield
-    finally:
-        model._hf_peft_config_loaded = True
-
-
 def _with_adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
 

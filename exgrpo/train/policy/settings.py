@@ -17,9 +17,18 @@ class LoraConfig(Section):
         (), description="Last parts of the names of the adapted layers; none: all linear layers but the head."
     )
     head: bool = Field(False, description="Adapt the head, too.")
+    quantised: Literal["none", "nf4"] = Field(
+        "none", description="nf4: the model's own layers in 4 bits (QLoRA, by bitsandbytes); for one process."
+    )
     result: Literal["adapters", "merged"] = Field(
         "adapters", description="What the run saves at its end: adapters for peft, or the model with them added."
     )
+
+    @model_validator(mode="after")
+    def _adapted(self) -> Self:
+        if self.quantised != "none" and not self.rank:
+            raise ValueError("quantised weights cannot be trained, only adapters beside them: give lora.rank")
+        return self
 
 
 class OptimizerConfig(Section):
@@ -40,6 +49,13 @@ class OptimizerConfig(Section):
     )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up.")
     min_lr: float = Field(0.0, ge=0, le=1, description="Learning rate in which a linear or cosine schedule ends.")
+    ema: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Decay, by optimiser step, of a moving average of the weights, which is evaluated and saved as the "
+        "model; 0: there is none.",
+    )
     warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="Optimiser steps of linear warm-up.")
     minibatches: int = Field(2, ge=1, le=MOST_ANSWERS, description="Optimiser steps per pass over a step's answers.")
     passes: int = Field(1, ge=1, le=100, description="Passes over a step's answers, each in an order of its own.")

@@ -1,13 +1,14 @@
 """The states of training as files, from which any number of processes goes on.
 
     training.json                     steps that were taken and left out, the schedule, the elements of each parameter
-    rank_00001_00000.safetensors      the parts of rank 1 of some parameters, named weight/NAME, exp_avg/NAME, ...
+    rank_00001_00000.safetensors      the parts of rank 1 of some parameters, named weight/NAME, exp_avg/NAME, ...;
+                                      average/NAME where the weights are averaged
 
 The parts of a state in the order of the ranks are the state, however many they are.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from exgrpo.train.errors import CheckpointError
 from exgrpo.train.policy.states import MOMENTS, WEIGHT, States
 
 TRAINING = "training.json"
+AVERAGE = "average"
+Weights = Mapping[str, Tensor]
 FILE_BYTES = 1 << 30
 """Of a file, about: a rank copies so much to CPU memory at once."""
 
 
-def save_states(states: States, folder: Path, rank: int) -> None:
-    """Write what this rank holds.
+def save_states(states: States, folder: Path, rank: int, average: Weights | None = None) -> None:
+    """Write what this rank holds, and its part of the average of the weights if there is one.
 
     Raises:
         OSError: a file cannot be written.
@@ -36,6 +39,7 @@ def save_states(states: States, folder: Path, rank: int) -> None:
     keys = _keys(states.steps)
     for number, names in enumerate(_in_files(states, len(keys))):
         tensors = {f"{key}/{name}": states.get(name, key).cpu().clone() for name in names for key in keys}
+        tensors |= {f"{AVERAGE}/{name}": average[name].cpu().clone() for name in names if average}
         try:
             save_file(tensors, folder / f"rank_{rank:05d}_{number:05d}.safetensors")
         except SafetensorError as error:
@@ -57,8 +61,10 @@ def save_training(states: States, scheduler: LRScheduler, skipped: int, folder: 
     (folder / TRAINING).write_text(json.dumps(values), encoding="utf-8")
 
 
-def load_states(states: States, folder: Path) -> dict[str, Any]:
+def load_states(states: States, folder: Path, average: Weights | None = None) -> dict[str, Any]:
     """Read what this rank holds; returns the values that all have in common. `States.apply` has to follow.
+
+    Where the weights are averaged, `average` is filled.
 
     Raises:
         CheckpointError: the files are of other parameters.
@@ -78,13 +84,19 @@ def load_states(states: States, folder: Path) -> dict[str, Any]:
             file = resources.enter_context(safe_open(path, "pt"))
             for name in file.keys():  # noqa: SIM118 -- it is no mapping
                 parts.setdefault(name, []).append(file.get_slice(name))
+
+        def read(name: str, key: str) -> Tensor:
+            part = states.part(name)
+            found = _joined(parts.get(f"{key}/{name}", []), part)
+            if len(found) < part.stop - part.start:
+                raise CheckpointError(f"{folder} lacks a part of {key}/{name}: a file of it is missing")
+            return found
+
         for name in own:
             for key in _keys(values["steps"]):
-                part = states.part(name)
-                values_here = _joined(parts.get(f"{key}/{name}", []), part)
-                if len(values_here) < part.stop - part.start:
-                    raise CheckpointError(f"{folder} lacks a part of {name}: a file of it is missing")
-                states.set(name, key, values_here)
+                states.set(name, key, read(name, key))
+            if average:
+                average[name].copy_(read(name, AVERAGE))
     return values
 
 

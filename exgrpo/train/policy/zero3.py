@@ -1,7 +1,7 @@
 """The policy, under DeepSpeed ZeRO-3 where it is sharded: scores, optimiser steps, whole weights."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,18 @@ from exgrpo.train.policy.adapters import (
     add_adapters,
     base_name,
     is_adapter,
-    saved_as_base,
     whole_adapters,
 )
 from exgrpo.train.policy.attention import PACKING
+from exgrpo.train.policy.average import Average
 from exgrpo.train.policy.batch import MiniBatch, TokenSequence
 from exgrpo.train.policy.layout import Layout, Packed, Padded
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.optimizer import make_optimizer, make_schedule
+from exgrpo.train.policy.quantised import dense, quantisation
 from exgrpo.train.policy.state_files import load_states, save_states, save_training
-from exgrpo.train.policy.states import ShardedStates, States, WholeStates
+from exgrpo.train.policy.states import ShardedStates, States, WholeStates, trained
 from exgrpo.train.policy.update import Tally, UpdateStats
 from exgrpo.train.policy.whole import WholeEngine
 from exgrpo.train.pretrained.source import ModelSource
@@ -59,7 +60,14 @@ class Policy:
         self.budget = config.optimizer.micro_batch_tokens
         self.temperature = config.rollout.temperature
         whole = kept_whole(config, world.size)
+        if config.lora.quantised != "none" and not whole:
+            raise ConfigError(
+                f"lora.quantised {config.lora.quantised}: ZeRO-3 does not cut weights in 4 bits; take one process "
+                "without distributed.offload_optimizer, or lora.quantised none"
+            )
         settings = deepspeed_settings(config)
+        # What a model with adapters is saved as. It is made while models still have their whole shapes.
+        self.merged = source.empty() if config.lora.rank and config.lora.result == "merged" else None
         # Alive: from_pretrained then loads each rank its shard.
         self._zero3 = None if whole else HfDeepSpeedConfig(settings)
         model = load_model(config, source)
@@ -68,12 +76,16 @@ class Policy:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             except ValueError as error:
                 raise ConfigError(f"policy.gradient_checkpointing: {error}") from error
-        self.lora = config.lora
+        if self.merged:
+            self.merged.generation_config = model.generation_config
+        self.adapted = config.lora.rank > 0
         if config.lora.rank:
             add_adapters(model, config.lora, config.seed)
+            if whole:
+                for parameter in trained(model).values():
+                    parameter.data = parameter.data.float()  # beside weights of another dtype
         wrapped = PolicyModel(model, config.policy.kernel_backend)
-        trained = (parameter for parameter in wrapped.parameters() if parameter.requires_grad)
-        optimizer = make_optimizer(trained, config.optimizer)
+        optimizer = make_optimizer(trained(wrapped).values(), config.optimizer)
         scheduler = make_schedule(optimizer, config)
         self.engine: Any
         if whole:
@@ -87,6 +99,7 @@ class Policy:
                 dist_init_required=False,
             )
         self.states: States = WholeStates(wrapped, optimizer) if whole else ShardedStates(self.engine, world.rank)
+        self.average = Average(self.states, config.optimizer.ema) if config.optimizer.ema else None
         self.packs = self._packs()
         """Whether a pass reads rows without padding."""
         self.layout: Layout = Packed() if self.packs else Padded()
@@ -130,8 +143,9 @@ class Policy:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What the shards of a checkpoint take on disk at least: fp32 weights and both moments of AdamW."""
-        return 3 * 4 * sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad)
+        """What the files of a checkpoint take at least: weights, both moments and the average of weights, in fp32."""
+        elements = sum(self.states.numel(name) for name in self.states.parameters)
+        return 4 * elements * (4 if self.average else 3)
 
     def score(self, sequences: Sequence[TokenSequence], temperature: float) -> list[Score]:
         """Log-probs and entropies of every sequence's response under the current policy at a temperature.
@@ -195,12 +209,23 @@ class Policy:
             tally.add(batch, result)
         skipped = self.engine.skipped_steps
         self.engine.step()
+        applied = self.engine.skipped_steps == skipped
+        if self.average and applied:
+            self.average.update()
         return tally.stats(
             self.world,
             grad_norm=self.engine.get_global_grad_norm(),
-            applied=self.engine.skipped_steps == skipped,
+            applied=applied,
             scores=tuple(self.world.join(mine)) if keep_scores else (),
         )
+
+    @property
+    def _average_weights(self) -> dict[str, torch.Tensor] | None:
+        return self.average.weights if self.average else None
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model has the average of its weights here, if there is one; all ranks enter and leave together."""
+        return self.average.applied() if self.average else nullcontext()
 
     def weights(self) -> "WholeWeights":
         """Every parameter of the causal LM whole, adapters added to it; see `WholeWeights`."""
@@ -212,7 +237,7 @@ class Policy:
         Raises:
             OSError: it cannot be written.
         """
-        save_states(self.states, folder, self.world.rank)
+        save_states(self.states, folder, self.world.rank, self._average_weights)
         if self.world.is_main:
             save_training(self.states, self.engine.lr_scheduler, self.engine.skipped_steps, folder)
 
@@ -225,7 +250,7 @@ class Policy:
 
         def load() -> dict[str, Any]:
             with os_errors_as(CheckpointError, f"{folder} cannot be loaded"):
-                return load_states(self.states, folder)
+                return load_states(self.states, folder, self._average_weights)
 
         training = agree(self.world, load)
         self.states.apply()
@@ -237,14 +262,14 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Write the model in Hugging Face format, or its adapters in peft's (all ranks must call it; rank 0 writes)."""
-        adapters = self.lora.rank and self.lora.result == "adapters"
+        adapters = self.adapted and self.merged is None
         state: dict[str, torch.Tensor] = {}
         for name, weight in whole_adapters(self.model) if adapters else self.weights():
             if self.world.is_main:
                 state[name] = weight.detach().cpu().clone()
         if self.world.is_main:
-            with saved_as_base(self.model) if self.lora.rank and not adapters else nullcontext():
-                self.model.save_pretrained(folder, state_dict=state)
+            saved = self.model if self.merged is None else self.merged.to(self.model.dtype)
+            saved.save_pretrained(folder, state_dict=state)
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,20 +289,23 @@ class WholeWeights:
                 continue
             layer = layers.get(name.removesuffix(BASE_WEIGHT))
             with deepspeed.zero.GatheredParameters([parameter, *((layer.down, layer.up) if layer else ())]):
-                yield base_name(name), layer.added_to(parameter.data) if layer else parameter.data
+                weight = dense(parameter)
+                yield base_name(name), layer.added_to(weight) if layer else weight
 
 
 def load_model(config: Config, source: ModelSource) -> PreTrainedModel:
     """The model of a run with its attention, which reads packed rows where it can."""
-    model = source.load(DTYPES[config.policy.dtype], config.policy.attention)
+    dtype = DTYPES[config.policy.dtype]
+    model = source.load(dtype, config.policy.attention, quantisation(config, dtype))
     if config.policy.attention in PACKING and model._can_set_attn_implementation():
         model.set_attn_implementation(PACKING[config.policy.attention])
     return model
 
 
 def kept_whole(config: Config, ranks: int) -> bool:
-    """Whether the process that is alone trains without ZeRO-3: in fp32, with the optimiser on its device."""
-    return ranks == 1 and config.policy.dtype == "fp32" and not config.distributed.offload_optimizer
+    """Whether the process that is alone trains without ZeRO-3: what is trained is fp32, its optimiser on its device."""
+    in_fp32 = config.policy.dtype == "fp32" or config.lora.rank > 0
+    return ranks == 1 and in_fp32 and not config.distributed.offload_optimizer
 
 
 def deepspeed_settings(config: Config) -> dict[str, Any]:

@@ -59,15 +59,26 @@ class ModelSource:
         except ValueError as error:
             raise explained(error, self.path) from None
 
-    def load(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    def load(self, dtype: torch.dtype, attention: str, quantisation: Any = None) -> PreTrainedModel:
         """The model with its weights, sharded where an HfDeepSpeedConfig says so; `check_weights` has to come first.
+
+        Args:
+            dtype: of weights that are not quantised.
+            attention: implementation of transformers.
+            quantisation: as transformers describes it; None: all weights are kept as they are.
 
         Raises:
             ModelError: it has no such attention here, or its files cannot be read.
         """
+        more = {} if quantisation is None else {"quantization_config": quantisation}
         try:
             return AutoModelForCausalLM.from_pretrained(
-                self.path, config=self.config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+                self.path,
+                config=self.config,
+                dtype=dtype,
+                attn_implementation=attention,
+                trust_remote_code=False,
+                **more,
             )
         except (ImportError, OSError, ValueError) as error:
             raise explained(error, self.path) from error

@@ -18,9 +18,11 @@ from tests.train import tiny
 
 OBJECTIVE = ObjectiveConfig(entropy_coef=0.01)
 SCHEDULE = {"schedule": "linear", "warmup_steps": 1, "decay": "matrices", "weight_decay": 5.0}
+DECAY = 0.7
 CASES = {
     "fp32": {"optimizer": SCHEDULE},
     "adapters": {"lora": {"rank": 3, "alpha": 6}},
+    "averaged": {"optimizer": {"ema": DECAY}},
     "persistent": {"optimizer": SCHEDULE},
     # Last: while it is there, its DeepSpeed has models loaded in parts, which one process in fp32 does without.
     "bf16": {"dtype": "bf16", "optimizer": SCHEDULE},
@@ -41,9 +43,12 @@ def main(first: int, last: int, origin: Path, result: Path, names: list[str]) ->
         for minibatch in tiny.minibatches(OBJECTIVE)[first:last]:
             policy.update(minibatch, OBJECTIVE, clip=True)
         policy.save_checkpoint(result / name)
+        with policy.averaged():
+            averaged = {key: weight.clone() for key, weight in policy.weights()}
         weights = {key: weight.clone() for key, weight in policy.weights()}
         if world.is_main:
-            torch.save({"weights": weights, "rate": policy.learning_rate}, result / f"{name}.pt")
+            found = {"weights": weights, "averaged": averaged, "rate": policy.learning_rate}
+            torch.save(found, result / f"{name}.pt")
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from exgrpo.train.errors import CheckpointError
 from exgrpo.train.policy.state_files import load_states, save_states, save_training
 from exgrpo.train.policy.states import WholeStates
 from tests.train import tiny
 from tests.train.launch import ROOT, launch
-from tests.train.policy.states_worker import CASES
+from tests.train.policy.states_worker import CASES, DECAY
 
 WORKER = ROOT / "tests" / "train" / "policy" / "states_worker.py"
 WAYS = {"1 to 2 to 1": (1, 2, 1), "2 to 3 to 1": (2, 3, 1)}
@@ -55,8 +56,19 @@ def test_the_number_of_processes_may_change(straight, changed, name):
     # As between one rank and a plain loop: the order of sums differs, and AdamW makes that a visible part of lr = 1e-3
     # where a gradient is near zero. In bf16 gradients differ by 2^-8 of their size.
     bound = 2e-3 if name == "bf16" else 3e-5
-    for key, weight in expected["weights"].items():
-        assert (ours["weights"][key].float() - weight.float()).abs().max() < bound, key
+    for kind in ("weights", "averaged"):
+        for key, weight in expected[kind].items():
+            assert (ours[kind][key].float() - weight.float()).abs().max() < bound, (kind, key)
+
+
+def test_the_average_is_that_of_the_weights_after_each_step(folder, changed):
+    """Each step of `changed` left its weights; the average begins with those of the model."""
+    steps = [torch.load(folder / f"{changed.name[:-2]} {step}" / "averaged.pt", weights_only=True) for step in range(3)]
+    start = dict(AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).named_parameters())
+    for key, average in start.items():
+        for step in steps:
+            average = DECAY * average + (1 - DECAY) * step["weights"][key]
+            torch.testing.assert_close(step["averaged"][key], average, rtol=0, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -118,5 +130,5 @@ def test_a_part_that_is_missing_is_named(tmp_path):
     save_states(states, tmp_path, 0)
     save_training(states, scheduler, 0, tmp_path)
     (tmp_path / "rank_00000_00000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"lacks a part of 0\.weight"):
+    with pytest.raises(CheckpointError, match=r"lacks a part of weight/0\.weight"):
         load_states(whole()[0], tmp_path)
