@@ -122,7 +122,7 @@ def test_what_is_read_is_what_the_configuration_names(tmp_path):
     with ExitStack() as resources:
         found = look(configured({"data": files, "reward": {"function": "math"}}), resources)
         assert [[row.gold for row in rows] for rows in found.train] == [["1", "2"]]
-        assert [[row.gold for row in rows] for rows in found.test] == [["3"]]
+        assert [[row.gold for row in rows] for rows in found.held_out["test"]] == [["3"]]
         assert found.grader.grade([("</think>\\boxed{3}", "3")]).reward == (1.0,)
 
 
