@@ -189,5 +189,5 @@ def test_held_out_questions_do_not_depend_on_the_seed_of_a_run():
     with ExitStack() as resources:
         data = {"train_limit": 20, "test_limit": 20}
         first, second = (look(configured({"seed": seed, "data": data}), resources) for seed in (0, 1))
-    assert first.test == second.test
+    assert first.held_out == second.held_out
     assert first.train != second.train

@@ -15,7 +15,7 @@ from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate import course as module
 from exgrpo.train.evaluate.course import Course, check_best
 from exgrpo.train.evaluate.scores import Verdict, score, score_all
-from exgrpo.train.evaluate.settings import held_out_sets
+from exgrpo.train.evaluate.settings import HeldOutSet, held_out_sets
 from exgrpo.train.recipe import parse_args
 from tests.train.configs import configured
 from tests.train.fakes import ScriptedEngine, answerer, question_set
@@ -90,7 +90,7 @@ def test_every_set_is_asked_as_it_says_and_its_numbers_are_those_that_can_decide
     check_best(of.config, of.questions)
 
 
-def test_a_set_has_the_options_of_the_evaluation_that_it_leaves_out_and_the_command_line_changes_them(tmp_path):
+def test_a_set_has_the_options_of_the_evaluation_that_it_leaves_out_and_the_command_line_changes_them(tmp_path, capsys):
     path = tmp_path / "recipe.yaml"
     values = {"policy": {"path": "m"}, "data": {"train": "t", "test": "d", "test_limit": 5, "test_split": "dev"}}
     path.write_text(yaml.safe_dump({**values, "evaluation": {"top_p": 0.9, "sets": {"hard": HARD}}}))
@@ -98,6 +98,10 @@ def test_a_set_has_the_options_of_the_evaluation_that_it_leaves_out_and_the_comm
     assert (test.source, test.split, test.limit, test.samples, test.temperature) == (("d",), "dev", 5, 1, 1.0)
     assert (hard.source, hard.split, hard.limit) == (("builtin:colouring",), "dev", 5)
     assert (hard.samples, hard.temperature, hard.top_p) == (7, 0.6, 0.9)
+    with pytest.raises(SystemExit):
+        parse_args([f"--recipe={path}", "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"--evaluation.sets.hard.{name}" in shown for name in HeldOutSet.model_fields)
 
 
 @pytest.mark.parametrize(
