@@ -9,9 +9,10 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from exgrpo.train.evaluate.settings import EvaluationConfig
 from exgrpo.train.experience.settings import ExperienceConfig
 from exgrpo.train.limits import (
     LARGEST_REWARD,
@@ -26,7 +27,7 @@ from exgrpo.train.limits import (
 from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.settings import LoraConfig, OptimizerConfig
 from exgrpo.train.pretrained.arguments import Overrides
-from exgrpo.train.section import Section
+from exgrpo.train.section import Section, Sources, Temperature
 
 PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
 """Asks any model for what the reward math_no_think reads."""
@@ -53,12 +54,6 @@ class PolicyConfig(Section):
     kernel_backend: str = Field("auto", description="Backend of exgrpo.kernels for the fused head.")
 
 
-def _several(sources: Any) -> Any:
-    return (sources,) if isinstance(sources, str) else sources
-
-
-Sources = Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length=1)]
-"""One or several sources of questions; in a recipe, one may stand without a list."""
 Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
 
 
@@ -116,8 +111,6 @@ class RewardConfig(Section):
 
 
 StopString = Annotated[str, Field(min_length=1)]
-Temperature = Annotated[float, Field(ge=0.01, le=100)]
-"""vLLM takes lower ones for 0.01; at higher ones every token is about equally likely."""
 
 
 class RolloutConfig(Section):
@@ -191,17 +184,6 @@ class DistributedConfig(Section):
     )
 
 
-class EvaluationConfig(Section):
-    """Held-out Pass@1 before, during and after training."""
-
-    every: int | None = Field(
-        20, ge=1, le=MOST_STEPS, description="Evaluate every so many steps; None: before and after only."
-    )
-    samples: int = Field(1, ge=1, le=MOST_SAMPLES, description="Answers per held-out question.")
-    temperature: Temperature = Field(1.0, description="Sampling temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 = off.")
-
-
 class CheckpointConfig(Section):
     """What an interrupted run continues from (`--resume auto`)."""
 
@@ -209,6 +191,11 @@ class CheckpointConfig(Section):
         10, ge=1, le=MOST_STEPS, description="Save every so many steps and after the last; None: never."
     )
     keep: int = Field(2, ge=1, le=MOST_STEPS, description="So many checkpoints stay.")
+    best: str | None = Field(
+        None,
+        description="Number of the evaluations, such as test/pass_rate: the model with the highest one is kept in the "
+        "folder best; None: no such model.",
+    )
 
 
 class OutputConfig(Section):
@@ -225,6 +212,13 @@ class OutputConfig(Section):
         2, ge=0, le=MOST_ANSWERS, description="Groups of rollouts written out per step, to be read."
     )
     save_model: bool = Field(True, description="Save the trained model in Hugging Face format.")
+    export_every: int | None = Field(
+        None, ge=1, le=MOST_STEPS, description="Save the model under exports every so many steps, too; None: never."
+    )
+    push_to_hub: str | None = Field(
+        None, description="OWNER/NAME: the repository of the hub that gets the trained model, and the best if kept."
+    )
+    private: bool = Field(True, description="push_to_hub: a new repository is private.")
 
     @field_validator("name")
     @classmethod

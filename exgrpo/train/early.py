@@ -14,11 +14,13 @@ from exgrpo.train.config import Config
 from exgrpo.train.data.files import HELD_OUT_SEED, Row, from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.errors import ConfigError, is_first_rank
+from exgrpo.train.evaluate.settings import check_evaluation, held_out_sets
 from exgrpo.train.experience import rules
 from exgrpo.train.experience_data.traces import check_traces
 from exgrpo.train.hub import offline_reason
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.pretrained.location import on_hub
+from exgrpo.train.publish import check_upload
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader
 
@@ -29,12 +31,12 @@ class Early:
 
     Attributes:
         train: rows of the questions to train on, by source.
-        test: rows of the held-out questions, by source; None where there are none.
+        held_out: rows of the held-out questions, by set and source.
         grader: grades answers; its processes run.
     """
 
     train: list[list[Row]]
-    test: list[list[Row]] | None
+    held_out: dict[str, list[list[Row]]]
     grader: Grader
 
 
@@ -56,20 +58,23 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     check_method(config)
     if config.experience.start and not resumed:
         check_traces(config.experience.start)
+    check_evaluation(config)
     PromptFormat.of(config.data).check_settings()
-    data, reward = config.data, config.reward
-    check_places(config.policy.path, (*data.train, *(data.test or ())))
+    data, reward, sets = config.data, config.reward, held_out_sets(config)
+    check_places(config.policy.path, [*data.train, *chain.from_iterable(asked.source for asked in sets.values())])
 
     def read(sources: Sequence[str], split: str, limit: int | None, seed: int) -> list[list[Row]]:
         return [read_rows(source, split=split, limit=limit, seed=seed) for source in sources]
 
     train = read(data.train, data.train_split, data.train_limit, config.seed)
-    test = None if data.test is None else read(data.test, data.test_split, data.test_limit, HELD_OUT_SEED)
-    rows = chain.from_iterable((*train, *(test or ())))
+    held_out = {name: read(asked.source, asked.split, asked.limit, HELD_OUT_SEED) for name, asked in sets.items()}
+    rows = chain.from_iterable(chain(train, *held_out.values()))
     rewards = dict.fromkeys(reward_of(row.reward, reward.function) for row in rows)
     grader = Grader(*rewards, workers=reward.workers, time_limit=reward.time_limit)
     resources.callback(grader.close)
-    return Early(train, test, grader)
+    if is_first_rank():
+        check_upload(config.output)  # last, for it leaves a repository behind
+    return Early(train, held_out, grader)
 
 
 def check_method(config: Config) -> None:

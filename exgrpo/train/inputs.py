@@ -9,6 +9,8 @@ from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, joined, question_set
 from exgrpo.train.early import Early
 from exgrpo.train.errors import is_first_rank
+from exgrpo.train.evaluate.course import check_best
+from exgrpo.train.evaluate.settings import held_out_sets
 from exgrpo.train.pretrained.tokenizer import Pretrained, load_pretrained
 from exgrpo.train.reward.pool import Grader
 
@@ -20,13 +22,13 @@ class Inputs:
     Attributes:
         pretrained: the model, and its tokenizer.
         train_set: questions to train on.
-        test_set: held-out questions; None where there are none.
+        held_out: held-out questions, by the name of their set.
         grader: grades answers.
     """
 
     pretrained: Pretrained
     train_set: QuestionSet
-    test_set: QuestionSet | None
+    held_out: dict[str, QuestionSet]
     grader: Grader
 
 
@@ -52,5 +54,7 @@ def read_inputs(config: Config, early: Early) -> Inputs:
         )
 
     train = tokenised(data.train, early.train, data.train_limit)
-    test = None if data.test is None or early.test is None else tokenised(data.test, early.test, data.test_limit)
-    return Inputs(pretrained, train, test, early.grader)
+    sets = held_out_sets(config)
+    held_out = {name: tokenised(asked.source, early.held_out[name], asked.limit) for name, asked in sets.items()}
+    check_best(config, held_out)
+    return Inputs(pretrained, train, held_out, early.grader)

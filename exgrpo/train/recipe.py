@@ -1,6 +1,6 @@
 """Configurations from YAML recipes and the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ from exgrpo.train.builtin import ASSETS, DEFAULT_TASK, PREFIX, model_names
 from exgrpo.train.command_line import check_names, names, one_line
 from exgrpo.train.config import Config
 from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
+from exgrpo.train.evaluate.settings import HeldOutSet
 from exgrpo.train.mistakes import REFUSED, explain
 from exgrpo.train.plain_yaml import parse
 
@@ -20,6 +21,7 @@ PROGRAM = "deepspeed exgrpo/train/main.py"
 DEFAULT_RUN = ASSETS / DEFAULT_TASK / "recipe.yaml"
 NAMED = ("policy.path", "data.train")
 """What has no default: a model and questions."""
+SETS = "evaluation.sets"
 
 
 def validate(values: dict[str, Any], origin: str) -> Config:
@@ -171,10 +173,11 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
     options = set(names(rest))
     for key in options & set(REFUSED):
         raise ConfigError(f"{key}: {REFUSED[key]}")
-    check_names(rest, Config, RecipeArgument)
+    check_names([one for one in rest if not one.startswith(f"--{SETS}.")], Config, RecipeArgument)
     if recipes or default is None:
         own = recipes or ([] if options & set(NAMED) else [DEFAULT_RUN])
         default = unfinished(read_recipes(own), origin_of(own), needed)
+    _check_sets(options, default)
     with one_line(Config, PROGRAM):
         return tyro.cli(
             Config,
@@ -185,6 +188,15 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
             description=f"{Config.__doc__} --recipe FILE, once or more, is read before the options below are applied.",
             use_underscores=True,
         )
+
+
+def _check_sets(options: Collection[str], default: Config) -> None:
+    """Whether the options of held-out sets are those of sets that there are: a command line changes them, no more."""
+    sets = default.evaluation.sets
+    known = [f"{SETS}.{name}.{field}" for name in sets for field in HeldOutSet.model_fields]
+    if strange := [option for option in options if option.startswith(SETS) and option not in known]:
+        there = f"the options here are --{', --'.join(known)}" if known else "no recipe here names one"
+        raise ConfigError(f"--{strange[0]}: a recipe names the sets of held-out questions, and {there}")
 
 
 def to_yaml(config: Config) -> str:

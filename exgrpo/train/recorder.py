@@ -1,6 +1,6 @@
 """What a run writes down: a record of metrics per step, samples to read, and in the end a report."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from exgrpo.train.distributed import on_main
 from exgrpo.train.errors import OutputError, ReportError, os_errors_as
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.trackers import open_trackers
+from exgrpo.train.model_folder import BEST, EXPORTS, MODEL
 from exgrpo.train.report.page import write_report
 from exgrpo.train.rollout import text_of
 from exgrpo.train.steps import StepResult
@@ -79,24 +80,19 @@ class Recorder:
             ]
             log.sample(step, question.text, question.gold, answers)
 
-    def conclude(self, before: float | None, after: float | None, console: Console) -> None:
+    def conclude(self, changes: Sequence[str], console: Console) -> None:
         """Write the report and say what came of the run, on rank 0; the run counts as finished then.
 
         Args:
-            before: held-out Pass@1 before the first step; None without held-out questions.
-            after: the same after the last step.
+            changes: sentences about what the evaluations have found.
             console: where to say it.
 
         Raises:
             OutputError: the folder cannot be written.
         """
         folder, output = self._parts.folder, self._parts.config.output
-        if before is not None and after is not None:
-            console.print(
-                f"\nheld-out Pass@1: before {before:.3f}, after {after:.3f} ({after - before:+.3f})",
-                highlight=False,
-                style="bold",
-            )
+        if changes:
+            console.print("\n" + "\n".join(changes), highlight=False, style="bold")
         names = ["config.yaml", "metrics.jsonl", "samples.md"]
         try:
             write_report([folder], folder / "report.html")
@@ -106,7 +102,7 @@ class Recorder:
         with os_errors_as(OutputError, f"{folder / FINISHED} cannot be written"):
             (folder / FINISHED).touch()
         names += ["tensorboard"] if "tensorboard" in output.trackers else []
-        names += ["model"] if output.save_model else []
+        names += [name for name in (MODEL, BEST, EXPORTS) if (folder / name).exists()]
         console.print(f"results in {folder}: {', '.join(names)}", highlight=False, soft_wrap=True)
 
 

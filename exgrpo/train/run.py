@@ -1,10 +1,9 @@
 """A run from its inputs to its results: set it up, train, evaluate before and after, say where things are."""
 
 import logging
-import shutil
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,26 +11,25 @@ import transformers
 from rich.console import Console
 
 from exgrpo.train.build import build
-from exgrpo.train.checkpoint.checkpoint import UNFINISHED
 from exgrpo.train.checkpoint.durable import write_whole
 from exgrpo.train.checkpoint.listing import survey
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED
 from exgrpo.train.config import Config
-from exgrpo.train.distributed import World, agree, missing_gpu, on_main, start
+from exgrpo.train.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.early import Early
 from exgrpo.train.ending import Stopped
 from exgrpo.train.errors import OutputError, PreflightError, os_errors_as
-from exgrpo.train.evaluate.held_out import evaluate, metrics
+from exgrpo.train.evaluate.course import Course
 from exgrpo.train.experience_data.matching import Encoding
 from exgrpo.train.experience_data.start import Started, start_experience
 from exgrpo.train.inputs import Inputs, read_inputs
 from exgrpo.train.metrics.display import Display
-from exgrpo.train.metrics.run_log import GO_ON
+from exgrpo.train.model_card import Cards
+from exgrpo.train.model_folder import BEST, MODEL, export_folder, write_model
 from exgrpo.train.preflight import QUESTIONS, preflight
+from exgrpo.train.publish import upload
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.recorder import Recorder
-from exgrpo.train.rollout import Sampling
-from exgrpo.train.seeds import derive_seed
 from exgrpo.train.weight_check import check_engine
 
 PROBE_QUESTIONS = 4
@@ -77,7 +75,7 @@ class Run:
         parts: what it consists of.
         step: the last finished training step.
         started: what the experience of a new run has begun with; None: nothing.
-        before: held-out Pass@1 before the first step; None without held-out questions.
+        course: the evaluations, before the first step, between steps and after the last one.
         utilisation: what the steps need against the best rate of matrix products that the run has measured.
         weight_gap: mean difference of log-probs between the rollout engine and the trainer.
 
@@ -94,7 +92,8 @@ class Run:
         self.policy, self.answerer = parts.policy, parts.answerer
         self.utilisation = parts.utilisation
         self.step = 0
-        self.before: float | None = None
+        self.course = Course(self.config, inputs.held_out, self.answerer)
+        self.cards = Cards(self.config)
         self.started = None if resume else self._start_experience()
         position = self._restore() if resume else None
         self.recorder = Recorder(parts, resources, position)
@@ -110,7 +109,7 @@ class Run:
     def _restore(self) -> dict[str, int]:
         """Go back to the newest sound checkpoint; returns where the log stood."""
         self.step, progress = self.parts.checkpoints.load(self.policy, self.parts.trainer)
-        self.before = progress["before"]
+        self.course.restore(progress["evaluations"])
         self.utilisation = self.utilisation.at_least(progress.get("matrix_rate", 0.0))
         on_main(self.parts.world, self._reopen)
         return progress["log"]
@@ -123,7 +122,7 @@ class Run:
 
     def _save(self) -> None:
         progress = {
-            "before": self.before,
+            "evaluations": self.course.state(),
             "log": self.recorder.position(),
             "matrix_rate": self.utilisation.rate,
         }
@@ -144,13 +143,13 @@ class Run:
 
     def train(self) -> None:
         """Evaluate, train, evaluate, save."""
-        config = self.config
+        config, course = self.config, self.course
         with Display(config.steps, self.step, self.console) as display:
             self._introduce(display.say)
             if self.step == 0:
                 self._preflight(display.say)
-                self.before = self._evaluate(display.say)
-            while self.step < config.steps:
+                self._evaluate(display.say)
+            while self.step < config.steps and not course.exhausted:
                 result = self.parts.trainer.step(self.step + 1)
                 if result is None:
                     display.say(f"Every question is retired after {self.step} steps: nothing is left to learn from.")
@@ -163,30 +162,54 @@ class Run:
                 display.step(result.metrics)
                 for note in result.notes:
                     display.say(note)
-                if config.evaluation.every and self.step % config.evaluation.every == 0 and self.step < config.steps:
+                if self._due(config.evaluation.every) and self.step < config.steps:
                     self._evaluate(display.say)
-                if config.checkpoint.every and (self.step % config.checkpoint.every == 0 or self.step == config.steps):
+                if self._due(config.output.export_every) and self.step < config.steps:
+                    self._write_model(export_folder(self.parts.folder, self.step))
+                if config.checkpoint.every and (
+                    self._due(config.checkpoint.every) or self.step == config.steps or course.exhausted
+                ):
                     self._save()
-            after = self._evaluate(display.say)
-        if config.output.save_model:
-            agree(self.parts.world, self._save_model)
-        if self.console:
-            self.recorder.conclude(self.before, after, self.console)
+            if course.exhausted:
+                patience = config.evaluation.patience
+                display.say(f"{course.verdict()}; {patience} evaluations have not improved it, so the run ends")
+            if course.is_due(self.step):
+                self._evaluate(display.say)
+        self._conclude()
 
-    def _save_model(self) -> None:
-        folder = self.parts.folder / "model"
-        work = folder.with_suffix(UNFINISHED)  # a folder with adapters and a model would be neither
-        try:
-            with os_errors_as(OutputError, f"{folder} cannot be written"):
-                if self.parts.world.is_main:
-                    shutil.rmtree(work, ignore_errors=True)
-                self.policy.save(work)
-                if self.parts.world.is_main:
-                    self.parts.inputs.pretrained.tokenizer.save_pretrained(work)
-                    shutil.rmtree(folder, ignore_errors=True)
-                    work.replace(folder)
-        except OutputError as error:
-            raise OutputError(f"{error}. {GO_ON}") from error
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0
+
+    def _conclude(self) -> None:
+        """Write the last models and the report, and upload what is to be uploaded."""
+        config, folder = self.config, self.parts.folder
+        if self.step == config.steps and self.step and self._due(config.output.export_every):
+            self._write_model(export_folder(folder, self.step))
+        if config.output.save_model:
+            self._write_model(folder / MODEL)
+        if not self.console:
+            return
+        self.recorder.conclude([*self.course.changes(), *filter(None, [self.course.verdict()])], self.console)
+        if config.output.push_to_hub:  # last, since the network may fail and everything else is done
+            folders = {".": folder / MODEL} | ({BEST: folder / BEST} if self.course.best else {})
+            address = upload(config.output.push_to_hub, folders)
+            self.console.print(f"uploaded to {address}", highlight=False, soft_wrap=True)
+
+    def _write_model(self, folder: Path) -> None:
+        card = self.cards.card(self.step, self.course.latest)
+        with self.policy.averaged():
+            write_model(folder, self.policy, self.parts.inputs.pretrained.tokenizer, card, self.parts.world)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """The engine has the average of the weights here, if there is one."""
+        if self.policy.average is None:
+            yield
+            return
+        with self.policy.averaged():
+            self.parts.engine.push_weights(self.policy.weights())
+        yield
+        self.parts.engine.push_weights(self.policy.weights())
 
     def way_on(self) -> str:
         """How to go on with a run that is stopped now."""
@@ -233,32 +256,14 @@ class Run:
         if problem:
             say(f"warning: {problem}")
 
-    def _evaluate(self, say: Callable[[str], None]) -> float | None:
-        """Held-out Pass@1 now; None without held-out questions."""
-        if self.parts.inputs.test_set is None:
-            return None
-        start, tokens = time.perf_counter(), self.answerer.tokens
-        overall, by_source = evaluate(
-            self.answerer,
-            self.parts.inputs.test_set,
-            self.config.evaluation.samples,
-            Sampling(
-                max_tokens=self.config.rollout.max_tokens,
-                temperature=self.config.evaluation.temperature,
-                top_p=self.config.evaluation.top_p,
-                stop=self.parts.trainer.sampling.stop,
-            ),
-            derive_seed(self.config.seed, "evaluation", self.step),
-            reward=self.config.reward,
-        )
-        cost = {
-            "tokens/evaluation": self.answerer.tokens - tokens,
-            "seconds/evaluation": time.perf_counter() - start,
-        }
-        self.recorder.record("evaluation", {"step": self.step, **metrics(overall, by_source), **cost})
-        say(
-            f"held-out Pass@1 after {self.step} steps: {overall.pass_rate:.3f} (95 %: {overall.low:.3f} to "
-            f"{overall.high:.3f}) on {overall.questions} questions"
-            + (f", {overall.left_out} of them over-long and so wrong" if overall.left_out else "")
-        )
-        return overall.pass_rate
+    def _evaluate(self, say: Callable[[str], None]) -> None:
+        """Ask the held-out questions now, if there are any, and keep the model if it is the best one."""
+        if not self.course.sets:
+            return
+        with self._averaged():
+            found, sentences = self.course.evaluate(self.step)
+        self.recorder.record("evaluation", found)
+        for sentence in sentences:
+            say(sentence)
+        if self.course.improved:
+            self._write_model(self.parts.folder / BEST)

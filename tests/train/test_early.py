@@ -122,7 +122,7 @@ def test_what_is_read_is_what_the_configuration_names(tmp_path):
     with ExitStack() as resources:
         found = look(configured({"data": files, "reward": {"function": "math"}}), resources)
         assert [[row.gold for row in rows] for rows in found.train] == [["1", "2"]]
-        assert [[row.gold for row in rows] for rows in found.test] == [["3"]]
+        assert [[row.gold for row in rows] for rows in found.held_out["test"]] == [["3"]]
         assert found.grader.grade([("</think>\\boxed{3}", "3")]).reward == (1.0,)
 
 
@@ -189,5 +189,5 @@ def test_held_out_questions_do_not_depend_on_the_seed_of_a_run():
     with ExitStack() as resources:
         data = {"train_limit": 20, "test_limit": 20}
         first, second = (look(configured({"seed": seed, "data": data}), resources) for seed in (0, 1))
-    assert first.test == second.test
+    assert first.held_out == second.held_out
     assert first.train != second.train

@@ -130,7 +130,9 @@ OPTIONAL = (
     "experience.max_uses",
     "experience.capacity",
     "evaluation.every",
+    "evaluation.patience",
     "checkpoint.every",
+    "output.export_every",
 )
 
 

@@ -184,10 +184,13 @@ def disk(config: Config, shape: ModelShape, assumptions: Assumptions) -> tuple[A
     saved = trained if config.lora.result == "adapters" else shape.total
     buffer = buffer_bytes(config, assumptions) if config.checkpoint.every else 0
     kept = config.checkpoint.keep
+    exports = config.steps // config.output.export_every if config.output.export_every else 0
+    more = exports + (2 if config.checkpoint.best else 0)  # a best model is written beside the one before
+    models = "trained model" + (f", best and exported ones, {more} more" if more else "")
     return (
         Amount(f"checkpoints, {kept} kept and one being written", (kept + 1) * checkpoint),
         Amount("experience buffer at the end", buffer),
-        Amount("trained model", item * saved if config.output.save_model else 0),
+        Amount(models, item * saved * (config.output.save_model + more)),
     )
 
 

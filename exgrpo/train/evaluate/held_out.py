@@ -6,6 +6,7 @@ from exgrpo.train.answers import Answerer
 from exgrpo.train.config import RewardConfig
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.evaluate.scores import LeftOut, SourceScore, Verdict, question_key, score, score_all
+from exgrpo.train.evaluate.settings import TEST
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.success import is_success
@@ -46,25 +47,35 @@ def evaluate(
     return score_all(verdicts, left_out), score(verdicts, left_out)
 
 
-def metrics(overall: SourceScore, by_source: dict[str, SourceScore]) -> dict[str, float]:
-    """The scores as numbers of metrics.jsonl; NaN of what does not exist."""
-    lacking = {name: getattr(overall, name) for name in ("truncated", "without_form", "without_answer")}
+def metrics(overall: SourceScore, by_source: dict[str, SourceScore], name: str = TEST) -> dict[str, float]:
+    """The scores of a set as numbers of metrics.jsonl; NaN of what does not exist."""
+    at, other = ("", "held_out/") if name == TEST else (f"{name}/", f"{name}/")
+    errors = {"pass_at": overall.pass_at_error, "distinct_at": overall.distinct_at_error}
+    lacking = {key: getattr(overall, key) for key in ("truncated", "without_form", "without_answer")}
     return {
-        "test/pass_rate": overall.pass_rate,
-        **_at_k("pass_at", overall.pass_at, overall.pass_at_error),
-        **_at_k("distinct_at", overall.distinct_at, overall.distinct_at_error),
-        **{f"test/{name}": source.pass_rate for name, source in by_source.items()},
-        "held_out/low": overall.low,
-        "held_out/high": overall.high,
-        **{f"held_out/{name}": _number(value) for name, value in lacking.items()},
+        **rates(overall, by_source, name),
+        **{f"{at}{key}/{k}/error": _number(error) for key, of_k in errors.items() for k, error in of_k.items()},
+        f"{other}low": overall.low,
+        f"{other}high": overall.high,
+        **{f"{other}{key}": _number(value) for key, value in lacking.items()},
     }
 
 
-def _at_k(name: str, values: dict[int, float], errors: dict[int, float | None]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for k, value in values.items():
-        found |= {f"{name}/{k}": value, f"{name}/{k}/error": _number(errors[k])}
-    return found
+def rates(overall: SourceScore, by_source: dict[str, SourceScore], name: str) -> dict[str, float]:
+    """Those of the `metrics` of a set that grow as the model gets better."""
+    at, of_source = ("", f"{TEST}/") if name == TEST else (f"{name}/", f"{name}/source/")
+    return {
+        f"{name}/pass_rate": overall.pass_rate,
+        **{f"{at}pass_at/{k}": value for k, value in overall.pass_at.items()},
+        **{f"{at}distinct_at/{k}": value for k, value in overall.distinct_at.items()},
+        **{f"{of_source}{source}": score.pass_rate for source, score in by_source.items()},
+    }
+
+
+def rate_names(questions: QuestionSet, samples: int, name: str) -> list[str]:
+    """The names of the `rates` of a set, before anything is asked."""
+    rows = [LeftOut(one.source, _key(one), samples) for one in (*questions, *questions.left_out)]
+    return list(rates(score_all((), rows), score((), rows), name))
 
 
 def _number(value: float | None) -> float:

@@ -12,21 +12,20 @@ from exgrpo.train.command_line import check_names, one_line
 from exgrpo.train.config import (
     Config,
     DataConfig,
-    EvaluationConfig,
     PolicyConfig,
     RewardConfig,
     RolloutConfig,
-    Section,
-    Sources,
     StopString,
     as_in,
 )
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.dotted import flat, known_keys
 from exgrpo.train.errors import ConfigError
+from exgrpo.train.evaluate.settings import EvaluationConfig
 from exgrpo.train.mistakes import explain
 from exgrpo.train.pretrained.arguments import Overrides
 from exgrpo.train.recipe import RecipeArgument, merged, origin_of, read_recipes, split_recipe, unfinished
+from exgrpo.train.section import Section, Sources
 
 PROGRAM = "python -m exgrpo.train.evaluate"
 AS_TRAINED = {

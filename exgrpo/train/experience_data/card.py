@@ -1,6 +1,5 @@
 """The card of an exported experience: what a hub reads at its head, and what a person should know."""
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -8,6 +7,7 @@ import pyarrow as pa
 import yaml
 
 from exgrpo.train.experience_data.of_run import RunExperience
+from exgrpo.train.installed import installed
 
 SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M")
 """The hub's names of sizes, each ten times the one before."""
@@ -100,12 +100,5 @@ def _facts(experience: RunExperience) -> dict[str, object]:
         "questions of the run": len(arrays["count"]),
         "questions that have left, since all fresh answers were right": int(arrays["retired"].sum()),
         "tokens of the answers": int(experience.columns["length"].sum()),
-        "versions": ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name))),
+        "versions": installed(*PACKAGES),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

@@ -4,7 +4,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from exgrpo.train.report.curves import Columns, Curve, FloatArray, curve, mean_curve, thin
+from exgrpo.train.report.panels import Panel, source_panels, variety_panels
 from exgrpo.train.report.runs import RunColumns
 
 ASSETS = Path(__file__).parents[1] / "assets" / "report"
@@ -55,29 +56,6 @@ class PlotGroup:
 
     label: str
     runs: Sequence[RunColumns]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One plot of lines.
-
-    Attributes:
-        title: heading.
-        unit: label of the vertical axis.
-        series: column to name of each line of a run; names tell several lines apart.
-        x: column of the horizontal axis.
-        held_out: whether the columns are of the evaluations.
-        zero: whether the vertical axis starts at 0.
-        note: what a reader has to know.
-    """
-
-    title: str
-    unit: str
-    series: Mapping[str, str]
-    x: str = "step"
-    held_out: bool = False
-    zero: bool = False
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,12 +131,13 @@ def marker(index: int) -> str:
 def sections(groups: Sequence[PlotGroup]) -> list[Section]:
     """All plots of a report, as assets/report/plots.yaml lists them."""
     result = []
+    every = [run for group in groups for run in group.runs]
     for number, plan in enumerate(yaml.safe_load((ASSETS / "plots.yaml").read_text(encoding="utf-8"))):
         panels = [Panel(**panel) for panel in plan["panels"]]
         if plan.get("sources"):
-            panels += _source_panels(groups)
+            panels += source_panels(every)
         if plan.get("variety"):
-            panels += _variety_panels(groups)
+            panels += variety_panels(every)
         pictures = [draw_lines(panel, groups, f"plot-{number}-{i}") for i, panel in enumerate(panels)]
         for i, fan in enumerate(plan.get("fans", [])):
             pictures.append(draw_fan(Fan(**fan), groups, f"fan-{number}-{i}"))
@@ -166,39 +145,6 @@ def sections(groups: Sequence[PlotGroup]) -> list[Section]:
             pictures += draw_stacks(Stack(**stack), groups, f"stack-{number}-{i}")
         result.append(Section(plan["title"], plan["text"], pictures))
     return result
-
-
-def _source_panels(groups: Sequence[PlotGroup]) -> list[Panel]:
-    """Held-out results and rewards in training by source of data, where there are several."""
-    runs = [run for group in groups for run in group.runs]
-    tested = {name for run in runs for name in run.held_out if name.startswith("test/")} - {"test/pass_rate"}
-    trained = {name for run in runs for name in run.training if name.startswith("reward/")}
-    panels = [Panel(f"Held-out {_source(n)}", "Pass@1", {n: ""}, held_out=True) for n in _several(tested)]
-    return panels + [Panel(f"Reward in training: {_source(n)}", "reward", {n: ""}) for n in _several(trained)]
-
-
-def _variety_panels(groups: Sequence[PlotGroup]) -> list[Panel]:
-    """What several answers to a held-out question reach together, where they are measured: at each run's largest k."""
-    runs = [run.held_out for group in groups for run in group.runs]
-    ks = sorted({k for run in runs if (k := max(_ks(run), default=0))})
-    panels = [Panel(f"Held-out Pass@{k}", f"Pass@{k}", {f"pass_at/{k}": ""}, held_out=True) for k in ks]
-    for k in ks:
-        title = f"Different right answers among {k}"
-        panels.append(Panel(title, "solutions", {f"distinct_at/{k}": ""}, held_out=True, zero=True))
-    return panels
-
-
-def _ks(run: Columns) -> list[int]:
-    keys = (name.removeprefix("pass_at/") for name in run)
-    return [int(key) for key in keys if key.isdecimal()]
-
-
-def _several(names: set[str]) -> list[str]:
-    return sorted(names) if len(names) > 1 else []
-
-
-def _source(name: str) -> str:
-    return name.partition("/")[2]
 
 
 def _stacked_columns(stack: Stack, groups: Sequence[PlotGroup]) -> dict[str, str]:

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import yaml
 
-from exgrpo.train.checkpoint.log_files import METRICS, Record, read_records
+from exgrpo.train.checkpoint.log_files import METRICS, Kind, Record, read_records
 from exgrpo.train.errors import ReportError
 from exgrpo.train.report.curves import Columns
 
 Numbers = dict[str, float]
 RENAMED = {"rollout_tokens_per_second": "tokens_per_second/generate"}
 """Numbers that older runs have under another name."""
-HELD_OUT = ("test/", "held_out/", "pass_at/", "distinct_at/")
-"""The headings of what evaluations measure."""
+HELD_OUT = ("test", "held_out", "pass_at", "distinct_at")
+"""The headings of what evaluations measure on data.test; those of other sets are the names of these sets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ def _run_columns(records: Iterable[Record]) -> RunColumns:
     for record in records:
         step = record.step
         numbers = {RENAMED.get(name, name): value for name, value in record.numbers.items()}
-        tested = {key: value for key, value in numbers.items() if key.startswith(HELD_OUT)}
+        tested = _held_out(record.kind, numbers)
         if record.kind == "training":
             if step < last:
                 training, held_out, merged = (_until(step, rows) for rows in (training, held_out, merged))
@@ -93,6 +93,13 @@ def _run_columns(records: Iterable[Record]) -> RunColumns:
         if len(spent) == len(columns["step"]) + 1:
             tests[name] = spent[np.searchsorted(columns["step"], tests["step"], side="right")]
     return RunColumns(columns, tests, _columns(merged))
+
+
+def _held_out(kind: Kind, numbers: Numbers) -> Numbers:
+    """Those of the numbers of a record that an evaluation measures."""
+    named = {key.partition("/")[0] for key in numbers if key.endswith("/pass_rate")} if kind == "evaluation" else set()
+    headings = {*HELD_OUT, *named}
+    return {key: value for key, value in numbers.items() if key.partition("/")[0] in headings}
 
 
 def _until(step: int, rows: dict[int, Numbers]) -> dict[int, Numbers]:

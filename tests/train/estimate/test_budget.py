@@ -153,6 +153,13 @@ def test_a_checkpoint_is_weights_and_moments_in_fp32():
     assert budget.disk(recipe(checkpoint={"every": None}), shape, ASSUMED)[0].bytes == 0
 
 
+def test_the_best_model_and_exported_ones_take_disk():
+    shape = shape_like(llama())
+    one = budget.disk(recipe(), shape, ASSUMED)[-1].bytes
+    config = recipe(steps=95, checkpoint={"best": "test/pass_rate"}, output={"export_every": 10})
+    assert budget.disk(config, shape, ASSUMED)[-1].bytes == one * (1 + 2 + 9)
+
+
 def test_adapters_are_all_that_a_checkpoint_and_a_result_hold():
     shape, options = shape_like(llama()), {"rank": 4, "targets": ["q_proj", "down_proj"], "head": True}
     elements = 4 * (3 * (64 + 64) + 3 * (160 + 64) + 64 + VOCABULARY)

@@ -8,12 +8,13 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
-from exgrpo.train import distributed, process, recorder, run
+from exgrpo.train import distributed, process, recorder
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
 from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.evaluate import evaluation, program
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.trackers import TensorBoard
+from exgrpo.train.model_folder import write_model
 from tests.train.fakes import LoneWorld
 
 FULL = "/dev/full"
@@ -105,10 +106,10 @@ def test_a_model_that_cannot_be_saved_is_named(tmp_path):
     def refuse(folder):
         raise OSError(28, "No space left on device")
 
-    made = object.__new__(run.Run)
-    made.parts, made.policy = SimpleNamespace(folder=tmp_path, world=LoneWorld()), SimpleNamespace(save=refuse)
+    (tmp_path / "model").mkdir()
     with pytest.raises(OutputError, match=rf"^{tmp_path / 'model'} {WAY_ON}"):
-        made._save_model()
+        write_model(tmp_path / "model", SimpleNamespace(save=refuse), None, None, LoneWorld())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]  # the one before stays
 
 
 def test_scores_that_cannot_be_written_are_one_line(tmp_path, monkeypatch, capsys):

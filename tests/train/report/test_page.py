@@ -239,6 +239,12 @@ def test_sources_are_shown_where_there_are_several(tmp_path):
     assert "Reward in training: code" in figures
 
 
+def test_further_sets_of_held_out_questions_are_shown(tmp_path):
+    records = [{"step": step, "kind": "evaluation", "hard/pass_rate": 0.5, "hard/low": 0.25} for step in (0, 4)]
+    figures = page_of(tmp_path, make_run(tmp_path / "one", records)).figures
+    assert figures["Held-out set hard"]["text"] == "one: 0.5 at step 0, 0.5 at step 4"
+
+
 def test_several_answers_to_a_question_are_shown_at_the_largest_k(tmp_path):
     names = ("pass_at/4", "pass_at/8", "pass_at/8/error", "distinct_at/8")
     records = [{"step": step, "test/pass_rate": 0.5} | dict.fromkeys(names, 0.75) for step in (0, 4)]
