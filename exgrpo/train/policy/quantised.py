@@ -29,6 +29,17 @@ def quantisation(config: Config, dtype: torch.dtype) -> BitsAndBytesConfig | Non
     )
 
 
+def same_in_inference(model: nn.Module) -> None:
+    """Have quantised layers compute the same with and without gradients.
+
+    On processors with AVX512-BF16, bitsandbytes rounds their scales to 8 bits when no gradient is wanted: ratios of one
+    policy to itself would not be 1.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def dense(parameter: nn.Parameter) -> Tensor:
     """The weight that the layers of a parameter multiply with: itself, or what 4 bits stand for."""
     state: Any = getattr(parameter, "quant_state", None)

@@ -33,7 +33,7 @@ from exgrpo.train.policy.layout import Layout, Packed, Padded
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.optimizer import make_optimizer, make_schedule
-from exgrpo.train.policy.quantised import dense, quantisation
+from exgrpo.train.policy.quantised import dense, quantisation, same_in_inference
 from exgrpo.train.policy.state_files import load_states, save_states, save_training
 from exgrpo.train.policy.states import ShardedStates, States, WholeStates, trained
 from exgrpo.train.policy.update import Tally, UpdateStats
@@ -297,6 +297,7 @@ def load_model(config: Config, source: ModelSource) -> PreTrainedModel:
     """The model of a run with its attention, which reads packed rows where it can."""
     dtype = DTYPES[config.policy.dtype]
     model = source.load(dtype, config.policy.attention, quantisation(config, dtype))
+    same_in_inference(model)
     if config.policy.attention in PACKING and model._can_set_attn_implementation():
         model.set_attn_implementation(PACKING[config.policy.attention])
     return model
