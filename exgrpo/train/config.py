@@ -18,6 +18,7 @@ from exgrpo.train.limits import (
     LARGEST_REWARD,
     LONGEST,
     MOST_ANSWERS,
+    MOST_CALLS,
     MOST_PROCESSES,
     MOST_ROWS,
     MOST_SAMPLES,
@@ -102,6 +103,9 @@ class DataConfig(Section):
     )
 
 
+PartWeight = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+
+
 class RewardConfig(Section):
     """How answers are graded."""
 
@@ -117,6 +121,14 @@ class RewardConfig(Section):
     workers: int = Field(2, ge=1, le=MOST_PROCESSES, description="Grading processes per rank.")
     time_limit: float = Field(
         5.0, gt=0, le=3600, description="Seconds per answer, at most an hour; then it is killed and scores 0."
+    )
+    concurrency: int = Field(
+        32, ge=1, le=MOST_CALLS, description="Answers that a process grades at a time by an asynchronous function."
+    )
+    parts: dict[str, PartWeight] = Field(
+        default_factory=dict,
+        description="Weights of the parts that a function returns (correct 1 format 0.2), else 1: the reward is "
+        "their weighted sum.",
     )
 
 

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import chain
 
 from exgrpo.train.config import Config
-from exgrpo.train.data.files import HELD_OUT_SEED, Row, from_hub, read_rows
+from exgrpo.train.data.files import HELD_OUT_SEED, Row, from_hub, own_reward, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.errors import ConfigError, is_first_rank
 from exgrpo.train.experience import rules
@@ -58,17 +57,26 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
         check_traces(config.experience.start)
     PromptFormat.of(config.data).check_settings()
     data, reward = config.data, config.reward
-    check_places(config.policy.path, (*data.train, *(data.test or ())))
+    sources = (*data.train, *(data.test or ()))
+    check_places(config.policy.path, sources)
+    rewards = {source: reward_of(own_reward(source), reward.function) for source in sources}
+    grader = Grader(
+        *dict.fromkeys(rewards.values()),
+        workers=reward.workers,
+        time_limit=reward.time_limit,
+        concurrency=reward.concurrency,
+        parts=reward.parts,
+    )
+    resources.callback(grader.close)
 
     def read(sources: Sequence[str], split: str, limit: int | None, seed: int) -> list[list[Row]]:
-        return [read_rows(source, split=split, limit=limit, seed=seed) for source in sources]
+        return [
+            read_rows(source, split=split, limit=limit, seed=seed, columns=grader.columns(rewards[source]))
+            for source in sources
+        ]
 
     train = read(data.train, data.train_split, data.train_limit, config.seed)
     test = None if data.test is None else read(data.test, data.test_split, data.test_limit, HELD_OUT_SEED)
-    rows = chain.from_iterable((*train, *(test or ())))
-    rewards = dict.fromkeys(reward_of(row.reward, reward.function) for row in rows)
-    grader = Grader(*rewards, workers=reward.workers, time_limit=reward.time_limit)
-    resources.callback(grader.close)
     return Early(train, test, grader)
 
 

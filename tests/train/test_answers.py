@@ -54,7 +54,7 @@ class KeepingGrader:
     def begin(self):
         return self
 
-    def add(self, response, gold, question, reward):
+    def add(self, response, gold, question, reward, columns):
         self.seen.append(response)
 
     def finish(self):

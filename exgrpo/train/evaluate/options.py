@@ -34,7 +34,7 @@ AS_TRAINED = {
     "evaluation": ("temperature", "top_p", "samples"),
     "rollout": ("max_tokens", "stop"),
     "policy": ("dtype", "overrides"),
-    "reward": ("function", "success", "time_limit"),
+    "reward": ("function", "success", "time_limit", "concurrency", "parts"),
 }
 """By section: what an evaluation takes from the configuration of a run."""
 
