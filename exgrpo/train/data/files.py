@@ -2,10 +2,12 @@ r"""Rows of question and answer from files, from a hub and from generators.
 
 Row formats
     {"prompt": [{"role", "content"}, ...], "reward_model": {"ground_truth": ...}, "data_source": ...}: the last user
-    message is the question, the first system message is kept apart; other columns are ignored.
-    {"question" or "problem": ..., "answer" or "solution": ...}: the gold answer is what follows the last "####" of the
-    answer, or the whole answer without it. Where only "solution" is given it must hold "####" or a \boxed{...}.
-    A gold answer is a string, a number, or a list of one of them.
+    message is the question, the first system message is kept apart.
+    {"question" or "problem": ..., "answer" or "solution": ...}: the question is a text, or a list of {role, content}
+    messages, which are all asked: the last is the user's, and a system message, which is the first, is kept apart. The
+    gold answer is what follows the last "####" of the answer, or the whole answer without it. Where only "solution" is
+    given it must hold "####" or a \boxed{...}.
+    A gold answer is a string, a number, or a list of one of them. Other columns are for rewards that take them.
 
 Files
     .jsonl: one object per line, empty lines skipped; .json: a list of objects, or one object per line; .parquet; .csv:
@@ -20,7 +22,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +30,7 @@ from typing import Any
 from exgrpo.train.builtin import PREFIX, find_module, module_names
 from exgrpo.train.data import gym
 from exgrpo.train.data.arguments import checked, parameters, split_arguments
+from exgrpo.train.data.conversation import Message, as_text, read_conversation
 from exgrpo.train.errors import SHOWN, DataError, MissingDataError, cut, os_errors_as, shown
 from exgrpo.train.reward.contract import Columns
 from exgrpo.train.reward.grading import boxed_answer
@@ -60,6 +63,13 @@ class Row:
     """Name of the reward that its source brings; "": none."""
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Those that a reward takes, by name; `question` is among them whatever the data set calls it."""
+    turns: tuple[Message, ...] = ()
+    """What user and assistant said before the question."""
+
+    @property
+    def text(self) -> str:
+        """The question as people read it, with the turns before it."""
+        return as_text((*self.turns, Message("user", self.question))) if self.turns else self.question
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,11 @@ def parse_row(row: Any, source: str, columns: Columns = NO_COLUMNS) -> Row:
         gold = _answer_of_solution(_gold_text(row["solution"], "solution"))
     else:
         raise DataError("has a question but neither answer nor solution")
-    return _checked_row(question, gold, None, row, source, columns)
+    if not isinstance(question, list):
+        return _checked_row(question, gold, None, row, source, columns)
+    *turns, last = read_conversation(question)
+    system = turns.pop(0).content if turns and turns[0].role == "system" else None
+    return replace(_checked_row(last.content, gold, system, row, source, columns), turns=tuple(turns))
 
 
 def _paper_row(row: dict[str, Any], source: str, columns: Columns) -> Row:

@@ -155,7 +155,7 @@ def question_set(
     left_out: list[Question] = []
     for row, prompt in _tokenised(rows, tokenizer, prompts, progress):
         among = questions if len(prompt) <= prompts.max_prompt_tokens else left_out
-        question = Question(len(among), tuple(prompt), row.question, row.gold, row.source, row.reward, row.columns)
+        question = Question(len(among), tuple(prompt), row.text, row.gold, row.source, row.reward, row.columns)
         among.append(question)
         if len(questions) == limit:
             break
