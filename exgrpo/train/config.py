@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from exgrpo.train.data.sources import SourceConfigs
 from exgrpo.train.experience.difficulty import BANDS
 from exgrpo.train.experience.settings import ExperienceConfig, choices, rule
 from exgrpo.train.limits import (
@@ -86,6 +87,9 @@ class DataConfig(Section):
     test_split: str = Field("test", description="Split of a hub or builtin data set to evaluate on.")
     test_limit: int | None = Field(
         None, ge=1, le=MOST_ROWS, description="Use only the first so many held-out questions of each source."
+    )
+    sources: SourceConfigs = Field(
+        (), description="In recipes: a list of {source, prompt_format, reward}, where a source differs from the others."
     )
     chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message put before every question.")

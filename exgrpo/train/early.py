@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from exgrpo.train.config import Config
 from exgrpo.train.data.files import HELD_OUT_SEED, Row, from_hub, own_reward, read_rows
 from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.sources import check_sources, settings_of
 from exgrpo.train.errors import ConfigError, is_first_rank
 from exgrpo.train.experience import rules
 from exgrpo.train.experience_data.traces import check_traces
@@ -55,11 +56,14 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     check_method(config)
     if config.experience.start and not resumed:
         check_traces(config.experience.start)
-    PromptFormat.of(config.data).check_settings()
     data, reward = config.data, config.reward
     sources = (*data.train, *(data.test or ()))
+    check_sources(data.sources, sources)
+    for source in sources:
+        PromptFormat.of_source(source, data).check_settings()
     check_places(config.policy.path, sources)
-    rewards = {source: reward_of(own_reward(source), reward.function) for source in sources}
+    own = {source: settings_of(source, data.sources).reward for source in sources}
+    rewards = {source: reward_of(own[source] or own_reward(source), reward.function) for source in sources}
     grader = Grader(
         *dict.fromkeys(rewards.values()),
         workers=reward.workers,
@@ -71,7 +75,14 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
 
     def read(sources: Sequence[str], split: str, limit: int | None, seed: int) -> list[list[Row]]:
         return [
-            read_rows(source, split=split, limit=limit, seed=seed, columns=grader.columns(rewards[source]))
+            read_rows(
+                source,
+                split=split,
+                limit=limit,
+                seed=seed,
+                columns=grader.columns(rewards[source]),
+                reward=own[source],
+            )
             for source in sources
         ]
 

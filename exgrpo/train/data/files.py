@@ -81,11 +81,21 @@ class _BadRow:
 NO_COLUMNS = Columns()
 
 
-def read_rows(source: str, *, split: str, limit: int | None, seed: int, columns: Columns = NO_COLUMNS) -> list[Row]:
-    """All rows of `source`, with the columns that a reward takes.
+def read_rows(
+    source: str,
+    *,
+    split: str,
+    limit: int | None,
+    seed: int,
+    columns: Columns = NO_COLUMNS,
+    reward: str | None = None,
+) -> list[Row]:
+    """All rows of `source`; see exgrpo.train.data.questions.load_questions for the arguments and errors."""
+    rows = _rows(source, split, limit, seed, columns)
+    return rows if reward is None else [replace(row, reward=reward) for row in rows]
 
-    See exgrpo.train.data.questions.load_questions for the other arguments and the errors.
-    """
+
+def _rows(source: str, split: str, limit: int | None, seed: int, columns: Columns) -> list[Row]:
     if _generated(source):
         if limit is None:
             raise DataError(f"{source} needs a limit: the number of questions to generate")

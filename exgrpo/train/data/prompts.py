@@ -2,11 +2,12 @@
 
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from exgrpo.train.data.conversation import Message
 from exgrpo.train.data.files import Row
+from exgrpo.train.data.sources import settings_of
 from exgrpo.train.errors import SHOWN, DataError, cut, shown
 
 
@@ -35,6 +36,12 @@ class PromptFormat:
     def of(cls, options: object) -> Self:
         """The format that options with attributes of these names describe."""
         return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
+
+    @classmethod
+    def of_source(cls, source: str, options: Any) -> Self:
+        """The format of the questions of one source, by such options and their `sources`."""
+        own = settings_of(source, options.sources).prompt_format
+        return cls.of(options) if own is None else replace(cls.of(options), prompt_format=own)
 
     def check(self, tokenizer: Any) -> None:
         """Whether these settings suit each other and the tokenizer.

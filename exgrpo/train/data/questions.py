@@ -112,6 +112,7 @@ def load_questions(
     seed: int = 0,
     progress: bool = False,
     columns: Columns = ALL_COLUMNS,
+    reward: str | None = None,
 ) -> QuestionSet:
     """Loads questions and tokenises their prompts.
 
@@ -126,6 +127,7 @@ def load_questions(
         seed: of the generated problems.
         progress: show a progress bar while it lasts, where there is a terminal.
         columns: of the rows, to be kept for rewards.
+        reward: name of the reward of the questions; None: the one that the source brings.
 
     Raises:
         MissingDataError: there is no such file.
@@ -136,7 +138,7 @@ def load_questions(
     prompts.check(tokenizer)
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1, got {limit}")
-    rows = read_rows(source, split=split, limit=limit, seed=seed, columns=columns)
+    rows = read_rows(source, split=split, limit=limit, seed=seed, columns=columns, reward=reward)
     return question_set(source, rows, tokenizer, prompts, limit=limit, progress=progress)
 
 
