@@ -64,13 +64,7 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     check_places(config.policy.path, sources)
     own = {source: settings_of(source, data.sources).reward for source in sources}
     rewards = {source: reward_of(own[source] or own_reward(source), reward.function) for source in sources}
-    grader = Grader(
-        *dict.fromkeys(rewards.values()),
-        workers=reward.workers,
-        time_limit=reward.time_limit,
-        concurrency=reward.concurrency,
-        parts=reward.parts,
-    )
+    grader = Grader.of(rewards.values(), reward)
     resources.callback(grader.close)
 
     def read(sources: Sequence[str], split: str, limit: int | None, seed: int) -> list[list[Row]]:

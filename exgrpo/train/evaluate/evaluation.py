@@ -140,14 +140,7 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
         file = AnswerFile(options.output, options, [sum(chunk.counts) for chunk in chunks]) if world.is_main else None
     done = world.gather(file.done if file else set())[0]
     reward = options.reward
-    rewards = dict.fromkeys(reward_of(question.reward, reward.function) for question in questions)
-    grader = Grader(
-        *rewards,
-        workers=reward.workers,
-        time_limit=reward.time_limit,
-        concurrency=reward.concurrency,
-        parts=reward.parts,
-    )
+    grader = Grader.of((reward_of(question.reward, reward.function) for question in questions), reward)
     resources.callback(grader.close)
     engine = open_engine(choice, settings, world)
     resources.callback(engine.close)

@@ -4,14 +4,14 @@ import math
 import multiprocessing
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -91,6 +91,17 @@ class Grader:
         self._warned = False
         self._closed = False
         self._pool = self._start()
+
+    @classmethod
+    def of(cls, rewards: Iterable[str], options: Any) -> Self:
+        """A grader with these rewards, at least one, and the options of a `RewardConfig`."""
+        return cls(
+            *dict.fromkeys(rewards),
+            workers=options.workers,
+            time_limit=options.time_limit,
+            concurrency=options.concurrency,
+            parts=options.parts,
+        )
 
     def __enter__(self) -> "Grader":
         return self
