@@ -27,6 +27,7 @@ class Model(BaseHTTPRequestHandler):
         self.seen.append({"path": self.path, "key": self.headers["Authorization"], "prompt": prompt, **body})
         if answer == "slow":
             self.over.wait()
+            return
         status = {"busy": 200 if again else 503, "refused": 401}.get(answer, 200)
         reply = {"choices": [{"message": {"role": "assistant", "content": f"It says {answer}.\nScore: {answer}"}}]}
         text = "<html>" if answer == "page" else json.dumps(reply).replace("busy", "4")
@@ -57,17 +58,26 @@ def judge(tmp_path):
 
 
 def test_the_judge_grades_and_what_goes_wrong_is_counted(judge):
-    answers = ["10", "7.5", "<think>10</think> 0 ", "busy", "slow", "refused", "page", "11", "nothing"]
-    with Grader(judge, workers=1, time_limit=4, concurrency=len(answers)) as grader:
+    answers = ["10", "7.5", "<think>10</think> 0 ", "busy", "refused", "page", "11", "nothing"]
+    with Grader(judge, workers=1, time_limit=120, concurrency=len(answers)) as grader:
         grading = grader.begin()
         for answer in answers:
             grading.add(answer, "gold", "what?", None, {"question": "what?", "rubric": "be strict", "level": 3})
         with pytest.warns(UserWarning, match="failed on an answer"):
             grades = grading.finish()
-    assert grades.reward == (1.0, 0.75, 0.0, 0.4, 0.0, 0.0, 0.0, 0.0, 0.0)
-    assert (grades.timed_out, grades.failed) == (1, 4)
+    assert grades.reward == (1.0, 0.75, 0.0, 0.4, 0.0, 0.0, 0.0, 0.0)
+    assert (grades.timed_out, grades.failed) == (0, 4)
     assert len(Model.seen) == len(answers) + 1, "only the request to a busy server is sent again"
     assert {(one["path"], one["key"], one["temperature"]) for one in Model.seen} == {
         ("/v1/chat/completions", "Bearer mine", 0)
     }
     assert all(all(part in one["prompt"] for part in ("what?", "gold", "be strict")) for one in Model.seen)
+
+
+def test_a_judge_that_does_not_answer_in_time_is_counted(judge):
+    with Grader(judge, workers=1, time_limit=1, concurrency=2) as grader:
+        grading = grader.begin()
+        for response in ("slow", "<think></think>slow"):
+            grading.add(response, "gold", columns={"question": "what?"})
+        grades = grading.finish()
+    assert (grades.reward, grades.timed_out, grades.failed) == ((0.0, 0.0), 2, 0)
