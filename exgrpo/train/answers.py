@@ -1,8 +1,8 @@
 """Questions in, graded answers out: generation and grading, spread over all ranks."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,12 +25,14 @@ class Answer:
         text: what is graded, before the EOS token or stop string.
         reward: what the verifier gave.
         key: of its solution, as in `Grades`; 0: it has none.
+        parts: of the reward, as in `Grades`.
     """
 
     rollout: Rollout
     text: str
     reward: float
     key: int
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +153,8 @@ class Answerer:
                 if self.world.rank % ranks == 0:
                     text = text_of(answer.rollout, self.decode, sampling.stop.strings)
                     _, (question, _) = share[answer.prompt]
-                    grading.add(text, question.gold, question.text, reward_of(question.reward, self.reward))
+                    reward = reward_of(question.reward, self.reward)
+                    grading.add(text, question.gold, question.text, reward, question.columns)
                     answers.append((answer, text))
         except RolloutError as error:
             problem = error
@@ -171,9 +174,11 @@ class Answerer:
         grades = agree(self.world, produced.grading.finish)
         cost = (grades.timed_out, grades.failed, produced.seconds, time.perf_counter() - start, produced.engine)
         of_question: dict[int, dict[int, Answer]] = {position: {} for position in produced.positions}
-        for (finished, text), reward, key in zip(produced.answers, grades.reward, grades.key, strict=True):
+        of_answers = grades.parts or ({},) * len(grades.reward)
+        graded = zip(produced.answers, grades.reward, grades.key, of_answers, strict=True)
+        for (finished, text), reward, key, parts in graded:
             position = produced.positions[finished.prompt]
-            of_question[position][finished.sample] = Answer(finished.rollout, text, reward, key)
+            of_question[position][finished.sample] = Answer(finished.rollout, text, reward, key, parts)
         mine = [
             (position, [samples[sample] for sample in range(len(samples))])
             for position, samples in of_question.items()

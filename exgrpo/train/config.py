@@ -12,12 +12,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from exgrpo.train.data.sources import SourceConfigs
 from exgrpo.train.evaluate.settings import EvaluationConfig
 from exgrpo.train.experience.settings import ExperienceConfig
 from exgrpo.train.limits import (
     LARGEST_REWARD,
     LONGEST,
     MOST_ANSWERS,
+    MOST_CALLS,
     MOST_PROCESSES,
     MOST_ROWS,
     MOST_SAMPLES,
@@ -76,6 +78,9 @@ class DataConfig(Section):
     test_limit: int | None = Field(
         None, ge=1, le=MOST_ROWS, description="Use only the first so many held-out questions of each source."
     )
+    sources: SourceConfigs = Field(
+        (), description="In recipes: a list of {source, prompt_format, reward}, where a source differs from the others."
+    )
     chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message put before every question.")
     keep_system: bool = Field(False, description="Use the data row's own system message.")
@@ -90,6 +95,9 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(
         1024, ge=1, le=LONGEST, description="Longer prompts are left out and counted; held-out ones count as wrong."
     )
+
+
+PartWeight = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 
 class RewardConfig(Section):
@@ -107,6 +115,14 @@ class RewardConfig(Section):
     workers: int = Field(2, ge=1, le=MOST_PROCESSES, description="Grading processes per rank.")
     time_limit: float = Field(
         5.0, gt=0, le=3600, description="Seconds per answer, at most an hour; then it is killed and scores 0."
+    )
+    concurrency: int = Field(
+        32, ge=1, le=MOST_CALLS, description="Answers that a process grades at a time by an asynchronous function."
+    )
+    parts: dict[str, PartWeight] = Field(
+        default_factory=dict,
+        description="Weights of the parts that a function returns (correct 1 format 0.2), else 1: the reward is "
+        "their weighted sum.",
     )
 
 

@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from itertools import chain
 
 from exgrpo.train.config import Config
-from exgrpo.train.data.files import HELD_OUT_SEED, Row, from_hub, read_rows
+from exgrpo.train.data.files import HELD_OUT_SEED, Row, from_hub, own_reward, read_rows
 from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.sources import check_sources, settings_of
 from exgrpo.train.errors import ConfigError, is_first_rank
 from exgrpo.train.evaluate.settings import check_evaluation, held_out_sets
 from exgrpo.train.experience import rules
@@ -59,19 +60,32 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     if config.experience.start and not resumed:
         check_traces(config.experience.start)
     check_evaluation(config)
-    PromptFormat.of(config.data).check_settings()
     data, reward, sets = config.data, config.reward, held_out_sets(config)
-    check_places(config.policy.path, [*data.train, *chain.from_iterable(asked.source for asked in sets.values())])
+    sources = [*data.train, *chain.from_iterable(asked.source for asked in sets.values())]
+    check_sources(data.sources, sources)
+    for source in sources:
+        PromptFormat.of_source(source, data).check_settings()
+    check_places(config.policy.path, sources)
+    own = {source: settings_of(source, data.sources).reward for source in sources}
+    rewards = {source: reward_of(own[source] or own_reward(source), reward.function) for source in sources}
+    grader = Grader.of(rewards.values(), reward)
+    resources.callback(grader.close)
 
     def read(sources: Sequence[str], split: str, limit: int | None, seed: int) -> list[list[Row]]:
-        return [read_rows(source, split=split, limit=limit, seed=seed) for source in sources]
+        return [
+            read_rows(
+                source,
+                split=split,
+                limit=limit,
+                seed=seed,
+                columns=grader.columns(rewards[source]),
+                reward=own[source],
+            )
+            for source in sources
+        ]
 
     train = read(data.train, data.train_split, data.train_limit, config.seed)
     held_out = {name: read(asked.source, asked.split, asked.limit, HELD_OUT_SEED) for name, asked in sets.items()}
-    rows = chain.from_iterable(chain(train, *held_out.values()))
-    rewards = dict.fromkeys(reward_of(row.reward, reward.function) for row in rows)
-    grader = Grader(*rewards, workers=reward.workers, time_limit=reward.time_limit)
-    resources.callback(grader.close)
     if is_first_rank():
         check_upload(config.output)  # last, for it leaves a repository behind
     return Early(train, held_out, grader)

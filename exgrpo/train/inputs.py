@@ -45,13 +45,13 @@ def read_inputs(config: Config, early: Early) -> Inputs:
     pretrained, data = load_pretrained(config.policy.path, config.policy.overrides), config.data
 
     def tokenised(sources: Sequence[str], rows: Sequence[list[Row]], limit: int | None) -> QuestionSet:
-        prompts, progress = PromptFormat.of(data), is_first_rank()
-        return joined(
-            [
-                question_set(source, of_source, pretrained.tokenizer, prompts, limit=limit, progress=progress)
-                for source, of_source in zip(sources, rows, strict=True)
-            ]
-        )
+        progress = is_first_rank()
+
+        def of_source(source: str, of: list[Row]) -> QuestionSet:
+            prompts = PromptFormat.of_source(source, data)
+            return question_set(source, of, pretrained.tokenizer, prompts, limit=limit, progress=progress)
+
+        return joined([of_source(source, of) for source, of in zip(sources, rows, strict=True)])
 
     train = tokenised(data.train, early.train, data.train_limit)
     sets = held_out_sets(config)

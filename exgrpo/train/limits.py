@@ -14,5 +14,7 @@ MOST_ROWS = 10**7
 """Questions: every rank holds all of them, about 1 kB each."""
 MOST_PROCESSES = 1024
 """Of one kind: a machine has no more cores, and no head of a model is split further."""
+MOST_CALLS = 1000
+"""In flight in one process: each has a connection, and many systems let a process open 1024 files."""
 LARGEST_REWARD = 1e6
 """Advantages are computed in fp32, which has seven digits: beside larger rewards, differences of 0.1 vanish."""

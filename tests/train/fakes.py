@@ -1,7 +1,8 @@
 """Stand-ins for the model, so that the loop can be watched without one."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,7 +95,7 @@ class ScriptedGrader:
     def begin(self) -> "ScriptedGrader":
         return ScriptedGrader(self.reward)
 
-    def add(self, response: str, gold: str, question: str, reward: str) -> None:
+    def add(self, response: str, gold: str, question: str, reward: str, columns: Mapping[str, Any]) -> None:
         self.rewards.append(self.reward(response))
         self.keys.append(hashed(response))
 

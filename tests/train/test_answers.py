@@ -1,5 +1,7 @@
 """From questions to graded answers: texts keep what is not EOS, results keep their order."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -54,7 +56,7 @@ class KeepingGrader:
     def begin(self):
         return self
 
-    def add(self, response, gold, question, reward):
+    def add(self, response, gold, question, reward, columns):
         self.seen.append(response)
 
     def finish(self):
@@ -102,6 +104,15 @@ def test_answers_are_graded_as_they_finish_and_stand_in_the_order_of_samples():
     assert [[a.key for a in of_question] for of_question in answers.of_question] == [[20, 0], [30, 10]]
     assert (answers.timed_out, answers.failed) == (2, 1)
     assert answers.engine == EngineCounts(prompt_tokens=8, cached_tokens=6)
+
+
+def test_answers_have_the_parts_of_their_rewards():
+    class WithParts(KeepingGrader):
+        def finish(self):
+            return dataclasses.replace(super().finish(), parts=tuple({"form": float(i)} for i in range(4)))
+
+    answers = answering(FixedEngine([]), WithParts()).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
+    assert [[a.parts["form"] for a in of_question] for of_question in answers.of_question] == [[2, 0], [3, 1]]
 
 
 def test_an_engine_that_fails_is_told_when_the_ranks_meet():

@@ -27,6 +27,7 @@ CHANGEABLE = (
     "lora.result",
     "reward.workers",
     "reward.time_limit",
+    "reward.concurrency",
     "rollout.servers",
     "rollout.sleep_level",
     "rollout.check_every",

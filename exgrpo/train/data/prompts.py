@@ -2,10 +2,12 @@
 
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+from exgrpo.train.data.conversation import Message
 from exgrpo.train.data.files import Row
+from exgrpo.train.data.sources import settings_of
 from exgrpo.train.errors import SHOWN, DataError, cut, shown
 
 
@@ -17,7 +19,7 @@ class PromptFormat:
         max_prompt_tokens: longer prompts are left out.
         chat: True renders the tokenizer's chat template with its generation prompt. False, for base models, encodes
             the text as it is, with the special tokens that the tokenizer puts around a text.
-        prompt_format: what the user says, with {question} in it; literal braces are doubled, as in str.format.
+        prompt_format: what the user says last, with {question} in it; literal braces are doubled, as in str.format.
         system_prompt: the system message of every chat.
         keep_system: use the row's own system message where it has one; by default only its question is used.
         answer_prefix: text that opens every answer, such as "<think>\n"; it ends the prompt.
@@ -34,6 +36,12 @@ class PromptFormat:
     def of(cls, options: object) -> Self:
         """The format that options with attributes of these names describe."""
         return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
+
+    @classmethod
+    def of_source(cls, source: str, options: Any) -> Self:
+        """The format of the questions of one source, by such options and their `sources`."""
+        own = settings_of(source, options.sources).prompt_format
+        return cls.of(options) if own is None else replace(cls.of(options), prompt_format=own)
 
     def check(self, tokenizer: Any) -> None:
         """Whether these settings suit each other and the tokenizer.
@@ -80,22 +88,26 @@ class PromptFormat:
         """[len(rows)] the token ids of each row's prompt.
 
         Raises:
-            DataError: the chat template refuses the messages.
+            DataError: the chat template refuses the messages, or there is none and a question has several turns.
         """
         texts = [self.prompt_format.format(question=row.question) for row in rows]
         if self.chat:
             systems = [row.system if self.keep_system else self.system_prompt for row in rows]
-            texts = _render(texts, systems, tokenizer)
+            chats = [_chat(*parts) for parts in zip(systems, rows, texts, strict=True)]
+            texts = _render(chats, tokenizer)
+        elif long := next((row for row in rows if row.turns), None):
+            raise DataError(f"the question {shown(long.text)} has several turns, which need data.chat=True")
         # A chat template writes the special tokens itself.
         ids = tokenizer([text + self.answer_prefix for text in texts], add_special_tokens=not self.chat)["input_ids"]
         return list(ids)
 
 
-def _render(texts: list[str], systems: list[str | None], tokenizer: Any) -> list[str]:
-    chats = [
-        ([] if system is None else [{"role": "system", "content": system}]) + [{"role": "user", "content": text}]
-        for text, system in zip(texts, systems, strict=True)
-    ]
+def _chat(system: str | None, row: Row, text: str) -> list[dict[str, str]]:
+    first = [] if system is None else [Message("system", system)]
+    return [message._asdict() for message in (*first, *row.turns, Message("user", text))]
+
+
+def _render(chats: list[list[dict[str, str]]], tokenizer: Any) -> list[str]:
     try:
         return tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template may raise anything, and often does for a system message

@@ -1,8 +1,8 @@
 """Questions with tokenised prompts and gold answers, from files, a hub or a generator."""
 
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate, chain, islice, zip_longest
@@ -14,6 +14,7 @@ from rich.progress import track
 from exgrpo.train.data.files import Row, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.errors import DataError
+from exgrpo.train.reward.contract import ALL_COLUMNS, Columns
 
 _BATCH = 1024
 
@@ -34,6 +35,8 @@ class Question:
     """The data set that the row names, else the stem of its file, the hub name or the name of the generator."""
     reward: str = ""
     """Name of the reward that its source brings; "": none."""
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Those of its row that a reward takes, by name."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,8 @@ def load_questions(
     limit: int | None = None,
     seed: int = 0,
     progress: bool = False,
+    columns: Columns = ALL_COLUMNS,
+    reward: str | None = None,
 ) -> QuestionSet:
     """Loads questions and tokenises their prompts.
 
@@ -121,6 +126,8 @@ def load_questions(
         limit: take the first so many rows whose prompts fit. What is generated needs it: how many.
         seed: of the generated problems.
         progress: show a progress bar while it lasts, where there is a terminal.
+        columns: of the rows, to be kept for rewards.
+        reward: name of the reward of the questions; None: the one that the source brings.
 
     Raises:
         MissingDataError: there is no such file.
@@ -131,7 +138,7 @@ def load_questions(
     prompts.check(tokenizer)
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1, got {limit}")
-    rows = read_rows(source, split=split, limit=limit, seed=seed)
+    rows = read_rows(source, split=split, limit=limit, seed=seed, columns=columns, reward=reward)
     return question_set(source, rows, tokenizer, prompts, limit=limit, progress=progress)
 
 
@@ -150,7 +157,8 @@ def question_set(
     left_out: list[Question] = []
     for row, prompt in _tokenised(rows, tokenizer, prompts, progress):
         among = questions if len(prompt) <= prompts.max_prompt_tokens else left_out
-        among.append(Question(len(among), tuple(prompt), row.question, row.gold, row.source, row.reward))
+        question = Question(len(among), tuple(prompt), row.text, row.gold, row.source, row.reward, row.columns)
+        among.append(question)
         if len(questions) == limit:
             break
     if not questions:

@@ -16,6 +16,7 @@ from exgrpo.train.config import RolloutConfig
 from exgrpo.train.data.files import HELD_OUT_SEED
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import NoPromptFitsError, Question, load_questions
+from exgrpo.train.data.sources import settings_of
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.evaluate.answer_file import AnswerFile
@@ -72,11 +73,12 @@ def load(options: Options, tokenizer: Any, *, progress: bool) -> tuple[list[Ques
             of_source = load_questions(
                 source,
                 tokenizer,
-                PromptFormat.of(options.data),
+                PromptFormat.of_source(source, options.data),
                 split=options.data.test_split,
                 limit=options.data.test_limit,
                 seed=HELD_OUT_SEED,
                 progress=progress,
+                reward=settings_of(source, options.data.sources).reward,
             )
         except NoPromptFitsError as error:
             problem = error
@@ -138,8 +140,7 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
         file = AnswerFile(options.output, options, [sum(chunk.counts) for chunk in chunks]) if world.is_main else None
     done = world.gather(file.done if file else set())[0]
     reward = options.reward
-    rewards = dict.fromkeys(reward_of(question.reward, reward.function) for question in questions)
-    grader = Grader(*rewards, workers=reward.workers, time_limit=reward.time_limit)
+    grader = Grader.of((reward_of(question.reward, reward.function) for question in questions), reward)
     resources.callback(grader.close)
     engine = open_engine(choice, settings, world)
     resources.callback(engine.close)

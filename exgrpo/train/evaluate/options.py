@@ -19,6 +19,7 @@ from exgrpo.train.config import (
     as_in,
 )
 from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.sources import SourceConfigs
 from exgrpo.train.dotted import flat, known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.settings import EvaluationConfig
@@ -29,11 +30,11 @@ from exgrpo.train.section import Section, Sources
 
 PROGRAM = "python -m exgrpo.train.evaluate"
 AS_TRAINED = {
-    "data": tuple(field.name for field in fields(PromptFormat)),
+    "data": ("sources", *(field.name for field in fields(PromptFormat))),
     "evaluation": ("temperature", "top_p", "samples"),
     "rollout": ("max_tokens", "stop"),
     "policy": ("dtype", "overrides"),
-    "reward": ("function", "success", "time_limit"),
+    "reward": ("function", "success", "time_limit", "concurrency", "parts"),
 }
 """By section: what an evaluation takes from the configuration of a run."""
 
@@ -51,6 +52,7 @@ class DataOptions(Section):
     test: Sources = Field(description="JSONL, JSON, parquet or CSV files, hub names, builtin:NAME, reasoning_gym:NAME.")
     test_split: str = as_in(DataConfig, "test_split")
     test_limit: int | None = as_in(DataConfig, "test_limit", description="Use only so many questions of each data set.")
+    sources: SourceConfigs = as_in(DataConfig, "sources")
     chat: bool = as_in(DataConfig, "chat")
     system_prompt: str | None = as_in(DataConfig, "system_prompt")
     keep_system: bool = as_in(DataConfig, "keep_system")

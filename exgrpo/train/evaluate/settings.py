@@ -16,7 +16,7 @@ TEST = "test"
 """The name of the set that data.test makes."""
 HEADINGS = (
     *(TEST, "held_out", "pass_at", "distinct_at", "seconds", "tokens", "tokens_per_second", "mfu"),
-    *("reward", "bucket", "mismatch", "fresh_log_ratio", "replayed_log_ratio", "train"),
+    *("reward", "reward_part", "bucket", "mismatch", "fresh_log_ratio", "replayed_log_ratio", "train"),
 )
 """Of other numbers in metrics.jsonl and in trackers."""
 

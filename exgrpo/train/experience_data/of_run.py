@@ -115,7 +115,7 @@ class RunExperience:
         for source in data.train:
             limit = data.train_limit
             rows = read_rows(source, split=data.train_split, limit=limit, seed=self.config.seed)
-            sets.append(question_set(source, rows, tokenizer, PromptFormat.of(data), limit=limit))
+            sets.append(question_set(source, rows, tokenizer, PromptFormat.of_source(source, data), limit=limit))
         questions = joined(sets)
         if questions.fingerprint != self._fingerprint:
             raise DataError(

@@ -189,7 +189,7 @@ def _grade(trainer: Trainer, rows: Sequence[_Row], started: Started) -> None:
         grading = answerer.grader.begin()
         for _, row in share:
             of = row.question
-            grading.add(row.trace.response, of.gold, of.text, reward_of(of.reward, answerer.reward))
+            grading.add(row.trace.response, of.gold, of.text, reward_of(of.reward, answerer.reward), of.columns)
         grades = agree(answerer.world, grading.finish)
         graded = zip(share, grades.reward, grades.key, strict=True)
         found = answerer.world.join([(place, (reward, key)) for (place, _), reward, key in graded])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -102,6 +103,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         "step": record.step,
         "reward": float(answers.rewards.mean()),
         **_of_sources(record.sources, answers),
+        **_of_parts(answers),
         "pass_rate": record.pass_rate,
         "entropy": float(np.concatenate([score.entropy for score in scores]).mean()),
         "entropy_gap": _entropy_gap(record.groups),
@@ -136,6 +138,15 @@ def _of_sources(sources: Sequence[str], answers: Answers) -> dict[str, float]:
     for source, of_question in zip(sources, answers.of_question, strict=True):
         rewards.setdefault(source, []).extend(answer.reward for answer in of_question)
     return {f"reward/{source}": float(np.mean(rewards[source])) for source in sorted(rewards)}
+
+
+def _of_parts(answers: Answers) -> dict[str, float]:
+    """The mean of each part of a reward, over the fresh answers that have it."""
+    values: dict[str, list[float]] = {}
+    for answer in chain.from_iterable(answers.of_question):
+        for name, value in answer.parts.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward_part/{name}": float(np.mean(values[name])) for name in sorted(values)}
 
 
 def _entropy_gap(groups: Sequence[Group]) -> float:

@@ -35,9 +35,10 @@ def same_in_inference(model: nn.Module) -> None:
     On processors with AVX512-BF16, bitsandbytes rounds their scales to 8 bits when no gradient is wanted: ratios of one
     policy to itself would not be 1.
     """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    layer: Any
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
 
 
 def dense(parameter: nn.Parameter) -> Tensor:

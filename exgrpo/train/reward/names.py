@@ -1,8 +1,10 @@
 """Rewards by name.
 
-A reward is a deterministic function (response, gold) -> finite number. Names: those of
-exgrpo.train.reward.builtin, such as "math" and "math_no_think" (see exgrpo.train.reward.grading), or a Python path:
-"package.module:function" for what can be imported, "path/to/file.py:function" for a file.
+A reward is a deterministic function (response, gold) -> finite number. It may take columns of the question's row, grade
+several answers in a call or be asynchronous (exgrpo.train.reward.contract), and return several named numbers, its parts
+(exgrpo.train.reward.outcome). Names: those of exgrpo.train.reward.builtin, such as "math" and "math_no_think" (see
+exgrpo.train.reward.grading), or a Python path: "package.module:function" for what can be imported,
+"path/to/file.py:function" for a file.
 
 A reward may have functions beside it, which take (response, gold) too. They are named like the reward with "_form",
 "_found" or "_key" behind ("math_form" for "math", "my_rewards.py:score_form" for "my_rewards.py:score"), and `beside`
@@ -13,7 +15,6 @@ form only have the same key. An empty text is no key.
 """
 
 import difflib
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +23,9 @@ from typing import Any, Literal, cast
 from exgrpo.train.builtin import find_module, module_names
 from exgrpo.train.errors import MissingRewardError, RewardError, shown
 from exgrpo.train.python_path import load_function, load_place
+from exgrpo.train.reward.contract import contract_of
 
-Reward = Callable[[str, str], float]
+Reward = Callable[..., Any]
 
 Key = Callable[[str, str], str]
 
@@ -54,13 +56,13 @@ def resolve_reward(name: str) -> Reward:
     """The reward function called `name`.
 
     Raises RewardError for an unknown name (naming near ones), a module or file that cannot be imported, a missing
-    attribute, or one that is not callable with (response, gold); MissingRewardError for a missing file.
+    attribute, or one that cannot be called as exgrpo.train.reward.contract says; MissingRewardError for a missing file.
     """
     if builtin := builtin_reward(name):
         return builtin.reward
     _check_place(name)
     function = load_function(name, "reward", RewardError, MissingRewardError)
-    _check_signature(function, name)
+    contract_of(function, name)
     return function
 
 
@@ -108,14 +110,3 @@ def _check_place(name: str) -> None:
             f"unknown reward {shown(name)}{hint} Known: {', '.join(known)}, 'package.module:function' and "
             "'path/to/file.py:function'"
         )
-
-
-def _check_signature(function: Any, name: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # some compiled functions do not tell
-    try:
-        signature.bind("", "")
-    except TypeError as error:
-        raise RewardError(f"reward {name!r} must take (response, gold): {error}") from error

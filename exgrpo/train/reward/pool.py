@@ -2,21 +2,27 @@
 
 import math
 import multiprocessing
+import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
 
-from exgrpo.train.errors import GraderError, RewardError, shown
+from exgrpo.train.errors import DataError, GraderError, RewardError, shown
+from exgrpo.train.reward.contract import Columns, Contract
 from exgrpo.train.reward.names import absolute, decisive_part_of
-from exgrpo.train.reward.worker import Outcome, grade, start_problem, start_worker
+from exgrpo.train.reward.outcome import Outcome
+from exgrpo.train.reward.worker import Task, grade, start_report, start_worker
 
-_Task = tuple[str, str, str]  # the reward, the part of a response that decides, and the gold answer
+_Call = tuple[Task, ...]
+"""The answers that a grading process takes together; of most rewards one."""
 
 START_SECONDS = 300.0
 _EMPTY_ROUNDS = 3
@@ -35,6 +41,8 @@ class Grades:
     key: tuple[int, ...]
     """[N] of the solution in each answer: equal for answers to a question that differ in form only, 63 bits of a hash.
     0: it has none, or the answer timed out or failed."""
+    parts: tuple[Mapping[str, float], ...] = ()
+    """[N] the parts of each reward by name, without their weights; empty: no reward has any."""
 
 
 class Grader:
@@ -42,14 +50,32 @@ class Grader:
 
     Every answer gets `time_limit` seconds of its own, start-up excluded. An answer that exceeds them (its process is
     killed, whatever it is doing) or whose process dies is worth 0 and counted; the others are unaffected and the
-    process is replaced. Equal answers in one call are graded once. Processes are forked from a small server, never
-    from this (possibly multi-threaded) process, and import the rewards only.
+    process is replaced. A batch of a batched reward has the time of its answers together, and what happens to it
+    happens to all of them. An answer of an asynchronous reward is given up, and only what blocks the process costs the
+    answers in flight beside it. Equal answers in one call are graded once. Processes are forked from a small server,
+    never from this (possibly multi-threaded) process, and import the rewards only.
+
+    Args:
+        reward: name of the first reward, see `exgrpo.train.reward.names`.
+        others: those of further ones.
+        workers: number of processes.
+        time_limit: seconds per answer.
+        concurrency: so many calls of an asynchronous reward are in flight in a process.
+        parts: weights of parts by name; 1 of those without.
 
     Raises RewardError for a reward that cannot be resolved and GraderError when the processes do not start, both at
     construction.
     """
 
-    def __init__(self, reward: str, *others: str, workers: int, time_limit: float) -> None:
+    def __init__(
+        self,
+        reward: str,
+        *others: str,
+        workers: int,
+        time_limit: float,
+        concurrency: int = 1,
+        parts: Mapping[str, float] | None = None,
+    ) -> None:
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         if not (math.isfinite(time_limit) and time_limit > 0):
@@ -58,9 +84,24 @@ class Grader:
         self._rewards = {name: absolute(name) for name in (reward, *others)}
         self._workers = workers
         self._time_limit = time_limit
+        self._concurrency = concurrency
+        self._weights = dict(parts or {})
+        self._parts: dict[str, frozenset[str]] = {}
+        self._contracts: dict[str, Contract] = {}
         self._warned = False
         self._closed = False
         self._pool = self._start()
+
+    @classmethod
+    def of(cls, rewards: Iterable[str], options: Any) -> Self:
+        """A grader with these rewards, at least one, and the options of a `RewardConfig`."""
+        return cls(
+            *dict.fromkeys(rewards),
+            workers=options.workers,
+            time_limit=options.time_limit,
+            concurrency=options.concurrency,
+            parts=options.parts,
+        )
 
     def __enter__(self) -> "Grader":
         return self
@@ -89,13 +130,22 @@ class Grader:
             raise ValueError("the grader is closed")
         return Grading(self, self._rewards, self._default)
 
-    def schedule(self, task: _Task) -> "_Scheduled":
-        """Have a task graded in the background. Raises RuntimeError when the pool is broken."""
-        pool = self._pool
-        return _Scheduled(pool, pool.schedule(grade, args=task, timeout=self._time_limit))
+    def columns(self, reward: str) -> Columns:
+        """The columns of a row that one of the rewards takes."""
+        return self._contracts[self._rewards[reward]].columns
 
-    def grade_round(self, tasks: list[_Task], scheduled: dict[_Task, "_Scheduled"]) -> dict[_Task, Outcome]:
-        """Grades as many of `tasks` as the pool survives; after a break the pool is a new one.
+    def together(self, reward: str) -> int:
+        """How many answers a process takes at a time, of a reward by its absolute name."""
+        return self._contracts[reward].together(self._concurrency)
+
+    def schedule(self, call: _Call) -> "_Scheduled":
+        """Have answers graded in the background. Raises RuntimeError when the pool is broken."""
+        pool = self._pool
+        seconds = self._contracts[call[0].reward].seconds(len(call), self._time_limit)
+        return _Scheduled(pool, pool.schedule(grade, args=(call, seconds), timeout=seconds), len(call))
+
+    def grade_round(self, calls: list[_Call], scheduled: dict[_Call, "_Scheduled"]) -> dict[_Call, list[Outcome]]:
+        """Grades as many of `calls` as the pool survives; after a break the pool is a new one.
 
         Those in `scheduled` are graded already or about to be; they are taken out of it.
         """
@@ -103,15 +153,15 @@ class Grader:
         running = []
         broken = False
         try:
-            for task in tasks:
-                running.append(scheduled.pop(task) if task in scheduled else self.schedule(task))
+            for call in calls:
+                running.append(scheduled.pop(call) if call in scheduled else self.schedule(call))
         except RuntimeError:  # broken since, or between two calls: idle processes may be killed too
             broken = True
-        for task, of_task in zip(tasks, running, strict=False):
-            outcome = of_task.outcome()
-            if outcome is not None:
-                outcomes[task] = outcome
-            elif of_task.pool is self._pool:
+        for call, of_call in zip(calls, running, strict=False):
+            found = of_call.outcomes()
+            if found is not None:
+                outcomes[call] = found
+            elif of_call.pool is self._pool:
                 broken = True
         if broken:
             self._stop()
@@ -123,10 +173,10 @@ class Grader:
         self._pool.join()
 
     def report(self, rewards: Sequence[str], outcomes: Sequence[Outcome], questions: Sequence[str]) -> None:
-        """Raises RewardError for what is no reward or no key, and warns of the first failure."""
+        """Raises RewardError for what is no reward or no key and for other parts, and warns of the first failure."""
         for reward, outcome, question in zip(rewards, outcomes, questions, strict=True):
-            if outcome.misuse is not None:
-                returned, rule = outcome.misuse
+            if misuse := outcome.misuse or self._other_parts(reward, outcome):
+                returned, rule = misuse
                 raise RewardError(
                     f"reward {reward!r} returned {returned} for an answer to {shown(question)}: {rule}. Mend the "
                     "function and start again: a run goes on from its checkpoint with --resume auto, an evaluation "
@@ -140,26 +190,46 @@ class Grader:
                     stacklevel=4,
                 )
 
+        known = set().union(*self._parts.values())
+        strange = [name for name in self._weights if name not in known]
+        if strange and len(self._parts) == len(set(self._rewards.values())):
+            raise RewardError(
+                f"reward.parts has a weight of {shown(strange[0])}, and the parts of the rewards are "
+                f"{', '.join(sorted(known)) or 'none'}"
+            )
+
+    def _other_parts(self, reward: str, outcome: Outcome) -> tuple[str, str] | None:
+        """What a reward returned where its parts are others than in its first answer; as `Outcome.misuse`."""
+        if outcome.timed_out or outcome.error is not None:
+            return None
+        names = frozenset(outcome.parts)
+        if names == (first := self._parts.setdefault(reward, names)):
+            return None
+        before, now = (shown(", ".join(sorted(one))) if one else "no parts" for one in (first, names))
+        return now, f"it returned {before} before, and a reward has the same parts in every answer"
+
     def _start(self) -> ProcessPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["exgrpo.train.reward.worker", "math_verify"])
         pool = ProcessPool(
             max_workers=self._workers,
             initializer=start_worker,
-            initargs=(tuple(self._rewards.values()), self._time_limit),
+            initargs=(tuple(self._rewards.values()), self._time_limit, self._weights),
             context=context,
         )
+        report: dict[str, Contract] | Exception
         try:
-            problem = pool.schedule(start_problem).result(timeout=START_SECONDS)
+            report = pool.schedule(start_report).result(timeout=START_SECONDS)
         except FutureTimeoutError:
-            problem = GraderError(f"the grading processes did not start within {START_SECONDS:.0f} s")
+            report = GraderError(f"the grading processes did not start within {START_SECONDS:.0f} s")
         except (BrokenProcessPool, ProcessExpired) as error:
             names = ", ".join(map(repr, self._rewards.values()))
-            problem = GraderError(f"a grading process died while it loaded reward {names}: {error}")
-        if problem is not None:
+            report = GraderError(f"a grading process died while it loaded reward {names}: {error}")
+        if isinstance(report, Exception):
             pool.stop()
             pool.join()
-            raise problem
+            raise report
+        self._contracts = report
         return pool
 
 
@@ -175,44 +245,76 @@ class Grading:
         self._rewards = rewards
         self._default = default
         self._decisive_part = {name: decisive_part_of(name) for name in rewards}
-        self._tasks: list[_Task | None] = []
+        self._tasks: list[Task | None] = []
         self._names: list[str] = []
         self._questions: list[str] = []
-        self._scheduled: dict[_Task, _Scheduled] = {}
+        self._calls: list[_Call] = []
+        self._waiting: dict[str, list[Task]] = {}
+        """By reward the answers that wait until as many are there as a process takes together."""
+        self._known: set[Task] = set()
+        self._scheduled: dict[_Call, _Scheduled] = {}
 
-    def add(self, response: str, gold: str, question: str | None = None, reward: str | None = None) -> None:
+    def add(
+        self,
+        response: str,
+        gold: str,
+        question: str | None = None,
+        reward: str | None = None,
+        columns: Mapping[str, Any] | None = None,
+    ) -> None:
         """Begin to grade one more answer with one of the grader's rewards; None: its first.
 
-        A message names the question, where it is given, or else the gold answer.
+        A message names the question, where it is given, or else the gold answer. Raises DataError where the reward
+        takes a column that is not among `columns`.
         """
         name = self._default if reward is None else reward
+        question = gold if question is None else question
         part = self._decisive_part[name](response)
-        task = None if part is None else (self._rewards[name], part, gold)
+        task = None if part is None else Task(self._rewards[name], part, gold, self._taken(name, columns, question))
         self._tasks.append(task)
         self._names.append(self._rewards[name])
-        self._questions.append(gold if question is None else question)
-        if task is not None and task not in self._scheduled:
-            with suppress(RuntimeError):  # a broken pool is replaced in the end
-                self._scheduled[task] = self._grader.schedule(task)
+        self._questions.append(question)
+        if task is not None and task not in self._known:
+            self._known.add(task)
+            waiting = self._waiting.setdefault(task.reward, [])
+            waiting.append(task)
+            if len(waiting) == self._grader.together(task.reward):
+                self._send(task.reward)
+
+    def _taken(self, reward: str, columns: Mapping[str, Any] | None, question: str) -> bytes:
+        """The columns that a reward takes, pickled; empty: none."""
+        try:
+            taken = self._grader.columns(reward).of(columns or {})
+        except DataError as error:
+            raise DataError(f"the row of {shown(question)} {error}") from None
+        return pickle.dumps(taken) if taken else b""
+
+    def _send(self, reward: str) -> None:
+        call = tuple(self._waiting.pop(reward))
+        self._calls.append(call)
+        with suppress(RuntimeError):  # a broken pool is replaced in the end
+            self._scheduled[call] = self._grader.schedule(call)
 
     def finish(self) -> Grades:
         """What all answers are worth, in the order of `add`; blocks until all are graded.
 
-        Raises RewardError where a reward returns something other than a finite number within +-LARGEST_REWARD, or a key
-        function something other than a text. The first exception that one of them raises is shown as a warning; it and
-        all others count as failed.
+        Raises RewardError where a reward returns something other than a finite number within +-LARGEST_REWARD or a
+        mapping of names to them, or other names than before, or a key function something other than a text. The first
+        exception that one of them raises is shown as a warning; it and all others count as failed.
         """
-        pending = list(dict.fromkeys(task for task in self._tasks if task is not None))
-        done: dict[_Task, Outcome] = {}
+        for reward in list(self._waiting):
+            self._send(reward)
+        pending = list(self._calls)
+        done: dict[Task, Outcome] = {}
         empty_rounds = 0
         while pending:
             outcomes = self._grader.grade_round(pending, self._scheduled)
             empty_rounds = 0 if outcomes else empty_rounds + 1
             if empty_rounds == _EMPTY_ROUNDS:
                 # The pool breaks before any answer is graded: give up on the one it meets first, so that this ends.
-                outcomes[pending[0]] = Outcome(error="the grading processes died at once")
-            done.update(outcomes)
-            pending = [task for task in pending if task not in done]
+                outcomes[pending[0]] = [Outcome(error="the grading processes died at once")] * len(pending[0])
+            done.update(chain.from_iterable(zip(call, found, strict=True) for call, found in outcomes.items()))
+            pending = [call for call in pending if call not in outcomes]
         results = [Outcome() if task is None else done[task] for task in self._tasks]
         self._grader.report(self._names, results, self._questions)
         return Grades(
@@ -220,25 +322,27 @@ class Grading:
             timed_out=sum(outcome.timed_out for outcome in results),
             failed=sum(outcome.error is not None for outcome in results),
             key=tuple(outcome.key for outcome in results),
+            parts=tuple(outcome.parts for outcome in results) if any(outcome.parts for outcome in results) else (),
         )
 
 
 @dataclass(frozen=True)
 class _Scheduled:
-    """An answer that a pool grades in the background."""
+    """A call with `size` answers that a pool grades in the background."""
 
     pool: ProcessPool
     future: Future
+    size: int
 
-    def outcome(self) -> Outcome | None:
-        """Waits for it; None when the pool broke before it was graded."""
+    def outcomes(self) -> list[Outcome] | None:
+        """[size] waits for them; None when the pool broke before they were graded."""
         while not self.future.done() and self.pool.active:  # a pool that breaks may leave futures undone
             wait([self.future], timeout=1.0)
         try:
             return self.future.result(timeout=0)
         except FutureTimeoutError:
-            return Outcome(timed_out=True) if self.future.done() else None
+            return [Outcome(timed_out=True)] * self.size if self.future.done() else None
         except ProcessExpired as error:
-            return Outcome(error=f"the grading process died (exit code {error.exitcode})")
+            return [Outcome(error=f"the grading process died (exit code {error.exitcode})")] * self.size
         except (BrokenProcessPool, CancelledError):
             return None

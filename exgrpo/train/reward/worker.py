@@ -1,39 +1,43 @@
-"""A grading process: it loads rewards and grades one answer after the other."""
+"""A grading process: it loads rewards and grades answers, one after the other or several in a call."""
 
+import asyncio
+import pickle
 import resource
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from exgrpo.train.errors import shown
-from exgrpo.train.limits import LARGEST_REWARD
+from exgrpo.train.reward.contract import Contract, contract_of
 from exgrpo.train.reward.names import Key, Reward, resolve_key, resolve_reward
+from exgrpo.train.reward.outcome import Outcome, with_type, worth
 
 BUILTIN_MEMORY_BYTES = 2 << 30
+_ONE_EACH = "a batched reward returns a sequence with one reward for each answer"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one answer; crosses process borders.
+class Task(NamedTuple):
+    """An answer to be graded; crosses process borders.
 
     Attributes:
-        reward: what it is worth; 0 unless the reward returned a number.
-        key: of its solution, see `hashed`; 0: it has none.
-        timed_out: whether it hit the time limit.
-        error: what the reward or its key function raised, or how its process died.
-        misuse: what one of them returned, and what it has to return instead.
+        reward: the name by which it was loaded.
+        response: of the model; the part on which the grade depends.
+        gold: the right answer.
+        columns: those of the row that the reward takes, pickled so that equal answers are known; empty: none.
     """
 
-    reward: float = 0.0
-    key: int = 0
-    timed_out: bool = False
-    error: str | None = None
-    misuse: tuple[str, str] | None = None
+    reward: str
+    response: str
+    gold: str
+    columns: bytes = b""
+
+    def arguments(self) -> dict[str, Any]:
+        """The columns by name."""
+        return pickle.loads(self.columns) if self.columns else {}
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,12 @@ class _Loaded:
 
     function: Reward
     key: Key | None
+    contract: Contract
+
+    @classmethod
+    def of(cls, name: str) -> "_Loaded":
+        function = resolve_reward(name)
+        return cls(function, resolve_key(name), contract_of(function, name))
 
     @property
     def ours(self) -> bool:
@@ -55,21 +65,23 @@ class _Worker:
 
     rewards: dict[str, _Loaded] = field(default_factory=dict)
     problem: Exception | None = None
-    alarm: float = 0.0
+    time_limit: float = 0.0
+    weights: Mapping[str, float] = field(default_factory=dict)
+    loop: asyncio.Runner = field(default_factory=asyncio.Runner)
+    """One for all calls, since what an asynchronous reward keeps open belongs to its loop."""
 
 
 _worker = _Worker()
 
 
-def start_worker(rewards: Sequence[str], time_limit: float) -> None:
-    """Load the rewards; where that fails, `start_problem` says why."""
+def start_worker(rewards: Sequence[str], time_limit: float, weights: Mapping[str, float]) -> None:
+    """Load the rewards; where that fails, `start_report` says why."""
     # A process that hangs in C runs no Python handler: with the default action a signal ends it all the same.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    # Ends a hung process that nobody watches any more, because the process that owns the pool was killed.
-    _worker.alarm = 2 * time_limit + 10
+    _worker.time_limit, _worker.weights = time_limit, weights
     try:
-        _worker.rewards = {name: _Loaded(resolve_reward(name), resolve_key(name)) for name in rewards}
+        _worker.rewards = {name: _Loaded.of(name) for name in rewards}
     except Exception as error:
         _worker.problem = error
     for loaded in _worker.rewards.values():
@@ -90,36 +102,79 @@ def _little_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (before, hard))
 
 
-def start_problem() -> Exception | None:
-    """Why a reward cannot be used; None where all can."""
-    return _worker.problem
+def start_report() -> dict[str, Contract] | Exception:
+    """How the rewards are called; why one cannot be used, where that is so."""
+    return _worker.problem or {name: loaded.contract for name, loaded in _worker.rewards.items()}
 
 
-def grade(reward: str, response: str, gold: str) -> Outcome:
-    """Grades one answer in a grading process; whatever the reward does, this returns (or the process dies)."""
-    loaded = _worker.rewards[reward]
-    signal.setitimer(signal.ITIMER_REAL, _worker.alarm)
+def grade(tasks: Sequence[Task], seconds: float) -> list[Outcome]:
+    """Grades answers by one reward in a grading process, as many as it takes together.
+
+    Whatever the reward does, this returns, or the process dies; it is killed after so many seconds.
+    """
+    loaded = _worker.rewards[tasks[0].reward]
+    # Ends a hung process that nobody watches any more, because the process that owns the pool was killed.
+    signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 10)
     try:
-        if loaded.ours:
-            with _little_memory():
-                return _graded(loaded, response, gold)
-        return _graded(loaded, response, gold)
+        with _little_memory() if loaded.ours else nullcontext():
+            return _graded(loaded, tasks)
     except BaseException as error:  # SystemExit too: it must not end the process
-        return Outcome(error=f"{type(error).__name__}: {shown(error)}")
+        return [_failed(error)] * len(tasks)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _graded(loaded: _Loaded, response: str, gold: str) -> Outcome:
-    value: Any = loaded.function(response, gold)
-    reward = _number(value)
-    if reward is None:
-        rule = f"a reward is a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
-        return Outcome(misuse=(f"{shown(value)} ({type(value).__name__})", rule))
-    form: Any = response if loaded.key is None else loaded.key(response, gold)
-    if not isinstance(form, str):
-        return Outcome(misuse=(f"the key {shown(form)} ({type(form).__name__})", "a key is a text"))
-    return Outcome(reward=reward, key=hashed(form.strip()))
+def _graded(loaded: _Loaded, tasks: Sequence[Task]) -> list[Outcome]:
+    if loaded.contract.asynchronous:
+        return _worker.loop.run(_in_flight(loaded, tasks))
+    if loaded.contract.batch:
+        return _batch(loaded, tasks)
+    return [_outcome(loaded, task, loaded.function(task.response, task.gold, **task.arguments())) for task in tasks]
+
+
+def _batch(loaded: _Loaded, tasks: Sequence[Task]) -> list[Outcome]:
+    rows = [task.arguments() for task in tasks]
+    # What only some rows have is optional, and left out of a call that it cannot be given to as a whole.
+    columns = {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
+    values: Any = loaded.function([task.response for task in tasks], [task.gold for task in tasks], **columns)
+    try:
+        values = list(values)
+    except TypeError:
+        return [Outcome(misuse=(with_type(values), _ONE_EACH))] * len(tasks)
+    if len(values) != len(tasks):
+        return [Outcome(misuse=(f"{len(values)} rewards for {len(tasks)} answers", _ONE_EACH))] * len(tasks)
+    return [_outcome(loaded, task, value) for task, value in zip(tasks, values, strict=True)]
+
+
+async def _in_flight(loaded: _Loaded, tasks: Sequence[Task]) -> list[Outcome]:
+    return await asyncio.gather(*(_awaited(loaded, task) for task in tasks))
+
+
+async def _awaited(loaded: _Loaded, task: Task) -> Outcome:
+    timer = asyncio.timeout(_worker.time_limit)
+    try:
+        async with timer:
+            value = await loaded.function(task.response, task.gold, **task.arguments())
+        return _outcome(loaded, task, value)
+    except BaseException as error:
+        return Outcome(timed_out=True) if timer.expired() else _failed(error)
+
+
+def _failed(error: BaseException) -> Outcome:
+    return Outcome(error=f"{type(error).__name__}: {shown(error)}")
+
+
+def _outcome(loaded: _Loaded, task: Task, value: Any) -> Outcome:
+    try:
+        outcome = worth(value, _worker.weights)
+        if outcome.misuse is not None:
+            return outcome
+        form: Any = task.response if loaded.key is None else loaded.key(task.response, task.gold)
+        if not isinstance(form, str):
+            return Outcome(misuse=(f"the key {with_type(form)}", "a key is a text"))
+        return replace(outcome, key=hashed(form.strip()))
+    except BaseException as error:
+        return _failed(error)
 
 
 def hashed(form: str) -> int:
@@ -128,11 +183,3 @@ def hashed(form: str) -> int:
         return 0
     digest = blake2b(form.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1 or 1
-
-
-def _number(value: Any) -> float | None:
-    try:
-        number = float(value) if isinstance(value, Real) else None
-    except Exception:  # as of 10**400; a class of numbers of its own may raise anything
-        return None
-    return number if number is not None and abs(number) <= LARGEST_REWARD else None  # a NaN is not

@@ -15,7 +15,9 @@ from exgrpo.train.data.files import from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined, load_questions, question_set
 from exgrpo.train.early import look
-from exgrpo.train.errors import DataError
+from exgrpo.train.errors import ConfigError, DataError, ExgrpoError
+from exgrpo.train.evaluate.options import defaults as of_evaluation
+from exgrpo.train.recipe import load_recipe, parse_args, to_yaml
 from tests.train.configs import configured
 from tests.train.data.test_questions import TOKENIZER
 
@@ -134,6 +136,57 @@ def test_questions_have_the_reward_of_their_rows():
     prompts = PromptFormat(max_prompt_tokens=100)
     assert {q.reward for q in question_set("x", rows, TOKENIZER, prompts)} == {"math"}
     assert {q.reward for q in load_questions("builtin:arithmetic", TOKENIZER, prompts, limit=2)} == {"math"}
+
+
+def of_two(tmp_path, *settings):
+    """A run on two sources, of which single ones have settings."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "1 + 1", "answer": "2", "level": 3}\n')
+    (tmp_path / "mine.py").write_text("def score(response, gold, *, level):\n    return level\n")
+    train = [str(tmp_path / f"{name}.jsonl") for name in ("a", "b")]
+    own = [{"source": f"{tmp_path}/{source}.jsonl", **values} for source, values in settings]
+    return configured({"data": {"train": train, "train_limit": None, "test": None, "sources": own}})
+
+
+def test_a_source_may_have_a_reward_and_a_prompt_format_of_its_own(tmp_path):
+    mine = f"{tmp_path}/mine.py:score"
+    config = of_two(tmp_path, ("b", {"reward": mine, "prompt_format": "{question}?"}))
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_recipe(tmp_path / "config.yaml") == config
+    with ExitStack() as resources:
+        a, b = (row for (row,) in look(config, resources).train)
+        assert [(row.reward, row.columns) for row in (a, b)] == [("", {}), (mine, {"level": 3})]
+    for options in (config.data, of_evaluation([tmp_path / "config.yaml"]).data):
+        texts = [PromptFormat.of_source(source, options).prompt_format for source in config.data.train]
+        assert texts == [config.data.prompt_format, "{question}?"]
+
+
+def test_the_reward_for_all_questions_is_that_of_every_source(tmp_path):
+    config = of_two(tmp_path, ("b", {"reward": f"{tmp_path}/mine.py:score"}))
+    config = config.model_copy(update={"reward": config.reward.model_copy(update={"function": "math"})})
+    with ExitStack() as resources:
+        assert all(row.columns == {} for (row,) in look(config, resources).train)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            [("c", {})],
+            "data.sources has settings of '.*c.jsonl', and the sources of this run are '.*a.jsonl, .*b.jsonl'",
+        ),
+        ([("a", {}), ("a", {})], "data.sources has settings of '.*a.jsonl' twice"),
+        ([("a", {"prompt_format": "{q}"})], "has the field {q}"),
+    ],
+)
+def test_settings_of_sources_that_cannot_be(tmp_path, settings, message):
+    with pytest.raises(ExgrpoError, match=message), ExitStack() as resources:
+        look(of_two(tmp_path, *settings), resources)
+
+
+def test_a_command_line_has_no_settings_of_sources():
+    with pytest.raises(ConfigError, match="data.sources: a list of settings, which a recipe holds"):
+        parse_args(["--data.sources", "x"])
 
 
 def test_the_grader_of_a_run_has_the_rewards_of_all_its_questions(tmp_path):

@@ -82,6 +82,27 @@ def test_rewards_are_told_by_data_source():
     }
 
 
+def test_parts_of_rewards_have_means_over_the_answers_that_have_them():
+    trainer, given = make(half(20), experience={"ratio": 0.0}), []
+    assert not any("part" in name for name in trainer.step(1).metrics)
+    join = trainer.answerer.join
+
+    def with_parts(answer):
+        given.append({"form": float(len(given)), "right": answer.reward} if len(given) % 3 else {})
+        return dataclasses.replace(answer, parts=given[-1])
+
+    def join_with_parts(produced):
+        answers = join(produced)
+        of_question = [[with_parts(answer) for answer in group] for group in answers.of_question]
+        return dataclasses.replace(answers, of_question=of_question)
+
+    trainer.answerer.join = join_with_parts
+    metrics = trainer.step(2).metrics
+    for name in ("form", "right"):
+        expected = np.mean([parts[name] for parts in given if parts])
+        assert metrics[f"reward_part/{name}"] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("weighed", [False, True])
 def test_tokens_with_a_gradient_have_an_advantage_and_are_not_clipped(weighed):
     lengths, advantages, clipped_tokens = (3, 5, 7), (1.0, 0.0, -0.5), 2
