@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from exgrpo.train.distributed import ALONE
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.policy.quantised import same_in_inference
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.source import find_model
 from tests.train import tiny
@@ -35,6 +36,13 @@ def folder(tmp_path_factory):
     return folder
 
 
+def quantised(folder):
+    """By transformers; on every processor with bitsandbytes' plain layout, for the fast one rounds."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=SETTINGS)
+    same_in_inference(model)
+    return model
+
+
 def make(folder, **lora):
     return Policy(tiny.config(folder, OBJECTIVE, lora={**LORA, **lora}), find_model(str(folder)), ALONE)
 
@@ -49,8 +57,7 @@ def trained(folder):
 @pytest.fixture(scope="module")
 def plain(folder):
     """The same three steps by a plain loop."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=SETTINGS)
-    model = with_peft(model, rank=4, alpha=8)
+    model = with_peft(quantised(folder), rank=4, alpha=8)
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=tiny.LEARNING_RATE, weight_decay=0.01)
     losses = []
@@ -87,8 +94,7 @@ def test_engines_get_what_4_bits_stand_for_and_the_adapters_added(trained, plain
 def test_what_is_saved_is_the_model_that_was_trained(folder, trained, tmp_path):
     """Adapters for peft; and, where the run says so, a model that is not quantised."""
     trained.policy.save(tmp_path / "adapters")
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=SETTINGS)
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    adapted = peft.PeftModel.from_pretrained(quantised(folder), tmp_path / "adapters")
     merged = make(folder, result="merged")
     trained.policy.save_checkpoint(tmp_path / "states")
     merged.load_checkpoint(tmp_path / "states")
