@@ -57,6 +57,7 @@ class FreshScorer:
             and config.optimizer.steps_per_batch == 1
             and config.objective.entropy_coef > 0
             and config.objective.train_on == "all"
+            and not config.objective.overlong_filter
             and config.rollout.behaviour == "trainer"
             and not config.rollout.ahead
         )

@@ -14,7 +14,7 @@ pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.objective.settings import SURROGATES, ObjectiveConfig
 from exgrpo.train.policy.attention import PACKED
 from exgrpo.train.policy.batch import TrainingRow, build_minibatches
 from exgrpo.train.policy.layout import Layout, Packed, Padded
@@ -89,7 +89,8 @@ def test_an_objective_is_that_of_trl(tmp_path: Path, model: Path, name: str, lay
             minibatch, rows=tuple(dataclasses.replace(row, reference_log_prob=None) for row in minibatch.rows)
         )
     policy_model.set_attn_implementation(PACKED if isinstance(layout, Packed) else "sdpa")
-    terms = LossTerms.of(objective, minibatch, clip=True, term="shaped", ranks=1, temperature=1.0)
+    surrogate = SURROGATES.find(objective.surrogate)
+    terms = LossTerms.of(objective, minibatch, surrogate, clip=True, term="shaped", ranks=1, temperature=1.0)
     policy = PolicyModel(policy_model)
     result = policy(layout.rows(minibatch.rows, torch.device("cpu")), terms)
     result.loss.backward()

@@ -14,7 +14,7 @@ from exgrpo.kernels import LogProb, PolicyLoss, policy_loss
 from exgrpo.train.experience.weighing import Term
 from exgrpo.train.objective.divergence import divergence
 from exgrpo.train.objective.ratios import RatioTokens, Surrogate, SurrogateOptions
-from exgrpo.train.objective.settings import SURROGATES, ObjectiveConfig
+from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.objective.surrogate import clipped
 from exgrpo.train.policy.batch import MicroBatch, MiniBatch
 
@@ -51,9 +51,17 @@ class LossTerms:
 
     @classmethod
     def of(
-        cls, objective: ObjectiveConfig, minibatch: MiniBatch, *, clip: bool, term: Term, ranks: int, temperature: float
+        cls,
+        objective: ObjectiveConfig,
+        minibatch: MiniBatch,
+        surrogate: Surrogate,
+        *,
+        clip: bool,
+        term: Term,
+        ranks: int,
+        temperature: float,
     ) -> "LossTerms":
-        """Those of a mini-batch; `term` is that of replayed tokens.
+        """Those of a mini-batch; `surrogate` is the one that the objective names, `term` that of replayed tokens.
 
         The means of entropies and divergences are over the mini-batch's tokens, whatever the objectives are divided by.
         DeepSpeed averages gradients over ranks: hence normalizer / ranks.
@@ -65,7 +73,7 @@ class LossTerms:
             entropy_coef=objective.entropy_coef * minibatch.normalizer / minibatch.tokens,
             normalizer=minibatch.normalizer / ranks,
             temperature=temperature,
-            surrogate=SURROGATES.find(objective.surrogate),
+            surrogate=surrogate,
             dual_clip=objective.dual_clip,
             kl=objective.kl,
             kl_coef=objective.kl_coef * minibatch.normalizer / max(minibatch.fresh_tokens, 1),

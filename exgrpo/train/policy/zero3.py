@@ -17,7 +17,7 @@ from exgrpo.train.config import Config
 from exgrpo.train.distributed import World, agree
 from exgrpo.train.errors import CheckpointError, ConfigError, os_errors_as
 from exgrpo.train.experience.weighing import Term
-from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.objective.settings import SURROGATES, ObjectiveConfig
 from exgrpo.train.policy.adapters import (
     BASE_WEIGHT,
     adapted_layers,
@@ -59,6 +59,7 @@ class Policy:
         self.world = world
         self.budget = config.optimizer.micro_batch_tokens
         self.temperature = config.rollout.temperature
+        self.surrogate = SURROGATES.find(config.objective.surrogate)  # once: one of a user's own may keep a state
         whole = kept_whole(config, world.size)
         if config.lora.quantised != "none" and not whole:
             raise ConfigError(
@@ -193,7 +194,13 @@ class Policy:
         if asked.
         """
         terms = LossTerms.of(
-            objective, minibatch, clip=clip, term=term, ranks=self.world.size, temperature=self.temperature
+            objective,
+            minibatch,
+            self.surrogate,
+            clip=clip,
+            term=term,
+            ranks=self.world.size,
+            temperature=self.temperature,
         )
         plan = self.layout.plan(minibatch.rows, self.budget, self.world.size)
         self.engine.train()

@@ -69,9 +69,11 @@ def test_stored_advantages_are_those_of_the_loss(leave_one_out):
     assert stored == pytest.approx(trained, abs=1e-6)
 
 
-def test_nothing_is_learnt_from_answers_that_were_cut(monkeypatch):
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_nothing_is_learnt_from_answers_that_were_cut(monkeypatch, minibatches):
     engine_rows = {}
-    trainer = make(half(20), objective={"overlong_filter": True}, experience={"ratio": 0})
+    optimizer = {"minibatches": minibatches}
+    trainer = make(half(20), objective={"overlong_filter": True}, experience={"ratio": 0}, optimizer=optimizer)
     groups = trainer._groups
 
     def cut_first(*args):
