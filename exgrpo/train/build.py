@@ -75,9 +75,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         ExgrpoError: something about the input or the machine is wrong; the message names it.
     """
     _check_kernels(config.policy.kernel_backend, world)
-    SURROGATES.find(
-        config.objective.surrogate
-    )  # one of a user's own may import torch, so not earlier
+    SURROGATES.find(config.objective.surrogate)  # one of a user's own may import torch, so not earlier
     pretrained = inputs.pretrained
     settings = training_settings(config, pretrained)
     choice = choose_engine(settings, world)

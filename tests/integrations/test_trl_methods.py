@@ -38,6 +38,15 @@ NOT_HERE = {
     "normalize": "loss_type of TRL",
     "start": "reads runs and files whose questions are those of data.train; here questions are a data set's rows",
     "start_log_prob": "says how answers of start are read",
+    "surrogate": "loss_type and importance_sampling_level of TRL",
+    "dual_clip": "delta of TRL",
+    "baseline": "of a trainer of its own in TRL",
+    "kl_coef": "beta of TRL",
+    "kl": "TRL has k3 alone",
+    "kl_corrected": "use_bias_correction_kl of TRL",
+    "overlong_tokens": "a reward function of TRL",
+    "overlong_penalty": "a reward function of TRL",
+    "overlong_filter": "mask_truncated_completions of TRL",
     "train_on": "an experiment of the paper; a band is a choice of questions, which a data set can be",
 }
 """Options of a recipe that ExGRPOConfig does not have, and why."""

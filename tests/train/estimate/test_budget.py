@@ -22,6 +22,7 @@ from exgrpo.train.policy.layout import pad_rows
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.settings import LoraConfig
+from exgrpo.train.policy.zero3 import kept_whole
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Trajectory
 from exgrpo.train.rollout import Sampling, TransformersEngine
@@ -325,7 +326,10 @@ def never_more(less, more) -> bool:
 @given(RECIPE, st.integers(1, 64), st.integers(1, 64))
 def test_more_gpus_never_take_more_memory_each_nor_more_time(sections, gpus, more):
     config = recipe(**sections)
-    assert never_more(peaks(config, gpus + more), peaks(config, gpus))
+    if not kept_whole(
+        config, gpus
+    ):  # what one process does without, such as DeepSpeed's buckets, may be more than a model
+        assert never_more(peaks(config, gpus + more), peaks(config, gpus))
     assert seconds(config, gpus + more) <= seconds(config, gpus) * (1 + 1e-9)
 
 
