@@ -105,7 +105,7 @@ def test_the_cards_say_what_the_models_are_and_reach(run):
     last = evaluations(folder)[-1]
     for place in ("model", "best", "exports/step_00000001"):
         card = ModelCard.load(folder / place / "README.md")
-        assert card.data.library_name == "transformers"
+        assert card.data.to_dict()["library_name"] == "transformers"
         assert {result.dataset_name for result in card.data.eval_results} == {"test", "mixed"}
         assert str(folder) not in card.content
     card = ModelCard.load(folder / "model" / "README.md")
