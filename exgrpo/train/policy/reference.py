@@ -31,15 +31,19 @@ class Reference:
         self.score = score
 
     def beside(self, rows: Sequence[Sequence[TrainingRow]]) -> list[list[TrainingRow]]:
-        """The rows of each group; fresh ones get the reference's log-probs, for the policy wrote them."""
-        scores = iter(self.score([row for of_group in rows for row in of_group if not row.replayed]))
+        """The rows of each group; fresh ones that are learnt from get the reference's log-probs."""
+        scores = iter(self.score([row for of_group in rows for row in of_group if _compared(row)]))
         return [
             [
-                row if row.replayed else dataclasses.replace(row, reference_log_prob=next(scores).log_prob)
+                dataclasses.replace(row, reference_log_prob=next(scores).log_prob) if _compared(row) else row
                 for row in of_group
             ]
             for of_group in rows
         ]
+
+
+def _compared(row: TrainingRow) -> bool:
+    return not (row.replayed or row.masked)
 
 
 def make_reference(config: Config, source: ModelSource, policy: Policy) -> Reference | None:

@@ -59,6 +59,7 @@ class Tally:
         lost = clipped & (not self.terms.bounds_weights)
         advantage = batch.advantage if batch.advantage.shape == batch.target.shape else batch.advantage[:, None]
         zero = ratio.new_zeros(())
+        divergences = self._divergences(batch, result)
         self.sums.append(
             torch.stack(
                 [
@@ -70,7 +71,7 @@ class Tally:
                     torch.where(replayed, ratio, zero).sum(),
                     torch.where(replayed, weight, zero).sum(),
                     (active & (advantage != 0) & ~lost).sum().double(),
-                    torch.where(fresh, self._divergence(batch, result), zero).sum(),
+                    zero if divergences is None else torch.where(fresh, divergences, zero).sum(),
                     torch.where(fresh, ratio, zero).amax(),
                 ]
             )
@@ -80,10 +81,10 @@ class Tally:
         self.log_ratios.append(count_log_ratios(log_ratio, of_token, active))
 
     @staticmethod
-    def _divergence(batch: MicroBatch, result: PolicyLoss) -> torch.Tensor:
-        """Of each token to the reference; 0 where there is none."""
+    def _divergences(batch: MicroBatch, result: PolicyLoss) -> torch.Tensor | None:
+        """Of each token to the reference; None where there is none."""
         if batch.reference_log_prob is None:
-            return torch.zeros_like(result.log_prob, dtype=torch.float64)
+            return None
         return divergence("k3", result.log_prob.double(), batch.reference_log_prob.double())
 
     def stats(

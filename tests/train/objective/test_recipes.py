@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from exgrpo.train import builtin
+from exgrpo.train.policy.batch import TrainingRow
 from exgrpo.train.policy.reference import Reference
 from exgrpo.train.recipe import parse_args
 from tests.train.fakes import fake_score
@@ -104,3 +105,17 @@ def test_answers_have_the_references_log_probs_beside_them():
             assert row.reference_log_prob is None
         else:
             np.testing.assert_array_equal(row.reference_log_prob, fake_score(row.response, 99).log_prob)
+
+
+def test_the_reference_does_not_read_what_nothing_is_learnt_from():
+    prompt, response = np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32)
+    kept, replayed, masked = (
+        TrainingRow(prompt, response, np.zeros(3, np.float32), 1.0, replayed=replayed, masked=masked)
+        for replayed, masked in ((False, False), (True, False), (False, True))
+    )
+    asked = []
+    reference = Reference(lambda rows: asked.extend(rows) or [fake_score(row.response, 0) for row in rows])
+    ((first, *others),) = reference.beside([[kept, replayed, masked]])
+    assert asked == [kept]
+    np.testing.assert_array_equal(first.reference_log_prob, fake_score(response, 0).log_prob)
+    assert others == [replayed, masked]

@@ -130,7 +130,8 @@ def test_the_penalty_of_length_is_that_of_trl():
     lengths = range(1, 101)
     ours = [-overlong_penalty(length, 100, options) for length in lengths]
     assert ours == pytest.approx(theirs([[0] * length for length in lengths]), abs=1e-12)
-    assert [overlong_penalty(n, 100, ObjectiveConfig(overlong_tokens=20, overlong_penalty=0.4)) for n in (80, 90, 100)]
+    smaller = ObjectiveConfig(overlong_tokens=20, overlong_penalty=0.4)
+    assert [overlong_penalty(length, 100, smaller) for length in (80, 90, 100)] == pytest.approx([0, 0.2, 0.4])
     assert overlong_penalty(100, 100, ObjectiveConfig()) == 0
 
 
