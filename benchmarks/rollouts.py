@@ -30,7 +30,7 @@ from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES, load_pretrained
 from exgrpo.train.recipe import parse_args
-from exgrpo.train.rollout import RolloutEngine, Sampling
+from exgrpo.train.rollout import Request, RolloutEngine, Sampling
 from exgrpo.train.rollout.registry import choose_engine, open_engine
 from exgrpo.train.rollout.settings import training_settings
 from exgrpo.train.seeds import derive_seed
@@ -109,13 +109,15 @@ def one_round(
 ) -> dict[str, float]:
     """Push, generate, count."""
     sampling = Sampling(config.rollout.max_tokens, config.rollout.temperature)
-    counts = [config.rollout.samples] * len(prompts)
-    seeds = [derive_seed(seed, "prompt", i) for i in range(len(prompts))]
+    requests = [
+        Request(prompt, config.rollout.samples, sampling, derive_seed(seed, "prompt", i))
+        for i, prompt in enumerate(prompts)
+    ]
     start = time.perf_counter()
     engine.push_weights(iter(weights))
     pushed = time.perf_counter()
     engine.wake()
-    tokens = sum(len(answer.rollout.response) for answer in engine.generate(prompts, counts, sampling, seeds))
+    tokens = sum(len(answer.rollout.response) for answer in engine.generate(requests))
     end = time.perf_counter()
     engine.sleep()
     counted = engine.counts()

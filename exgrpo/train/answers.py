@@ -1,8 +1,8 @@
 """Questions in, graded answers out: generation and grading, spread over all ranks."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -10,10 +10,12 @@ from exgrpo.train.data.questions import Question
 from exgrpo.train.distributed import World, agree, fail_together
 from exgrpo.train.errors import RolloutError
 from exgrpo.train.records import Rollout, TokenIds
+from exgrpo.train.reward.contract import TURNS
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader, Grading
-from exgrpo.train.rollout import EngineCounts, Finished, RolloutEngine, Sampling, text_of
+from exgrpo.train.rollout import EngineCounts, Finished, Request, RolloutEngine, Sampling, Stops, text_of, turns_of
 from exgrpo.train.seeds import derive_seed
+from exgrpo.train.turns.conversations import Conversations
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +48,7 @@ class Answers:
         generate_seconds: time in the engine, the slowest rank's.
         grade_seconds: time in which the grader was still at work after the engine, the slowest rank's.
         engine: what the engines counted, over all ranks; time asleep is the longest.
+        broken: answers that ended because the environment failed; None: there is no environment.
     """
 
     of_question: list[list[Answer]]
@@ -54,6 +57,7 @@ class Answers:
     generate_seconds: float
     grade_seconds: float
     engine: EngineCounts
+    broken: int | None = None
 
     def and_further(self, other: "Answers") -> "Answers":
         """These, and those to further questions that were asked afterwards."""
@@ -68,6 +72,7 @@ class Answers:
                 cached_tokens=self.engine.cached_tokens + other.engine.cached_tokens,
                 asleep_seconds=self.engine.asleep_seconds + other.engine.asleep_seconds,
             ),
+            broken=None if self.broken is None else self.broken + (other.broken or 0),
         )
 
     @property
@@ -91,6 +96,7 @@ class Produced:
         grading: knows their rewards, in the same order.
         seconds: in the engine.
         engine: what the engine counted.
+        broken: answers that ended because the environment failed; None: there is no environment.
         problem: why the engine could not give all of them; None where it could.
     """
 
@@ -99,6 +105,7 @@ class Produced:
     grading: Grading
     seconds: float
     engine: EngineCounts
+    broken: int | None
     problem: RolloutError | None
 
 
@@ -111,6 +118,7 @@ class Answerer:
         decode: turns token ids into text; the inverse of the tokenizer, special tokens kept.
         world: the ranks.
         reward: name of the reward of all questions; None: each has that of its source.
+        conversations: answers of several turns; None: the policy writes alone.
     """
 
     def __init__(
@@ -120,12 +128,14 @@ class Answerer:
         decode: Callable[[TokenIds], str],
         world: World,
         reward: str | None = None,
+        conversations: Conversations | None = None,
     ) -> None:
         self.engine = engine
         self.grader = grader
         self.decode = decode
         self.world = world
         self.reward = reward
+        self.conversations = conversations
         self.tokens = 0
         """Response tokens generated so far, over all ranks."""
 
@@ -137,30 +147,51 @@ class Answerer:
         """This rank's share of `answer`, without waiting for other ranks or for the last grades."""
         ranks = self.engine.ranks
         share = self.world.split(list(zip(questions, counts, strict=True)), ranks)
+        asked = [question for _, (question, _) in share]
+        requests = [
+            Request(
+                prompt=np.array(question.prompt, dtype=np.int32),
+                count=count,
+                sampling=self._sampling(question, sampling),
+                seed=derive_seed(seed, "question", question.index),
+            )
+            for _, (question, count) in share
+        ]
         grading = self.grader.begin()
         answers: list[tuple[Finished, str]] = []
         problem: RolloutError | None = None
         start = time.perf_counter()
         self.engine.wake()
-        finished = self.engine.generate(
-            [np.array(question.prompt, dtype=np.int32) for _, (question, _) in share],
-            [count for _, (_, count) in share],
-            sampling,
-            [derive_seed(seed, "question", question.index) for _, (question, _) in share],
-        )
         try:
-            for answer in finished:
+            for answer in self._generate(requests, asked):
                 if self.world.rank % ranks == 0:
-                    text = text_of(answer.rollout, self.decode, sampling.stop.strings)
-                    _, (question, _) = share[answer.prompt]
+                    question = asked[answer.request]
+                    text = text_of(answer.rollout, self.decode, requests[answer.request].sampling.stop.strings)
                     reward = reward_of(question.reward, self.reward)
-                    grading.add(text, question.gold, question.text, reward, question.columns)
+                    columns = {**question.columns, **self._told(answer.rollout)}
+                    grading.add(text, question.gold, question.text, reward, columns)
                     answers.append((answer, text))
         except RolloutError as error:
             problem = error
         self.engine.sleep()
-        seconds = time.perf_counter() - start
-        return Produced([position for position, _ in share], answers, grading, seconds, self.engine.counts(), problem)
+        seconds, broken = time.perf_counter() - start, None
+        if self.conversations:
+            broken, self.conversations.broken = self.conversations.broken, 0
+        positions = [position for position, _ in share]
+        return Produced(positions, answers, grading, seconds, self.engine.counts(), broken, problem)
+
+    def _generate(self, requests: Sequence[Request], questions: Sequence[Question]) -> Iterator[Finished]:
+        if self.conversations:
+            return self.conversations.generate(self.engine, requests, questions)
+        return self.engine.generate(requests)
+
+    def _told(self, rollout: Rollout) -> dict[str, list[str]]:
+        """What rewards may take of an answer beside the columns of its question."""
+        return {TURNS: turns_of(rollout, self.decode)} if self.conversations else {}
+
+    def _sampling(self, question: Question, sampling: Sampling) -> Sampling:
+        """With the stop strings of the question's source, if it has any of its own."""
+        return sampling if question.stop is None else replace(sampling, stop=Stops(question.stop, self.decode))
 
     def join(self, produced: Produced) -> Answers:
         """The answers of all ranks, graded; all ranks call it together.
@@ -172,21 +203,23 @@ class Answerer:
         fail_together(self.world, produced.problem)
         start = time.perf_counter()
         grades = agree(self.world, produced.grading.finish)
-        cost = (grades.timed_out, grades.failed, produced.seconds, time.perf_counter() - start, produced.engine)
+        seconds = time.perf_counter() - start
+        cost = (grades.timed_out, grades.failed, produced.seconds, seconds, produced.engine, produced.broken)
         of_question: dict[int, dict[int, Answer]] = {position: {} for position in produced.positions}
         of_answers = grades.parts or ({},) * len(grades.reward)
         graded = zip(produced.answers, grades.reward, grades.key, of_answers, strict=True)
         for (finished, text), reward, key, parts in graded:
-            position = produced.positions[finished.prompt]
+            position = produced.positions[finished.request]
             of_question[position][finished.sample] = Answer(finished.rollout, text, reward, key, parts)
         mine = [
             (position, [samples[sample] for sample in range(len(samples))])
             for position, samples in of_question.items()
             if self.world.rank % self.engine.ranks == 0
         ]
-        timed_out, failed, generate_seconds, grade_seconds, counts = zip(*self.world.gather(cost), strict=True)
+        of_ranks = zip(*self.world.gather(cost), strict=True)
+        timed_out, failed, generate_seconds, grade_seconds, counts, broken = of_ranks
         joined = self.world.join(mine)
-        self.tokens += sum(len(answer.rollout.response) for answers in joined for answer in answers)
+        self.tokens += sum(answer.rollout.tokens for answers in joined for answer in answers)
         return Answers(
             of_question=joined,
             timed_out=sum(timed_out),
@@ -198,4 +231,5 @@ class Answerer:
                 cached_tokens=sum(of_rank.cached_tokens for of_rank in counts),
                 asleep_seconds=max(of_rank.asleep_seconds for of_rank in counts),
             ),
+            broken=sum(of_rank or 0 for of_rank in broken) if self.conversations else None,
         )

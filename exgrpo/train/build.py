@@ -28,6 +28,7 @@ from exgrpo.train.rollout import RolloutEngine
 from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
 from exgrpo.train.rollout.settings import EngineSettings, training_settings
 from exgrpo.train.trainer import Trainer
+from exgrpo.train.turns.conversations import conversations_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +78,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     _check_kernels(config.policy.kernel_backend, world)
     SURROGATES.find(config.objective.surrogate)  # one of a user's own may import torch, so not earlier
     pretrained = inputs.pretrained
+    conversations = conversations_of(config.environment, pretrained)
     settings = training_settings(config, pretrained)
     choice = choose_engine(settings, world)
     # The run keeps its engine: what is installed later changes nothing when it goes on.
@@ -99,7 +101,8 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     with os_errors_as(ConfigError, "DeepSpeed cannot set the policy up"):
         policy = Policy(config, pretrained.model, world)
         reference = make_reference(config, pretrained.model, policy)
-    answerer = Answerer(engine, inputs.grader, pretrained.tokenizer.decode, world, config.reward.function)
+    decode, reward = pretrained.tokenizer.decode, config.reward.function
+    answerer = Answerer(engine, inputs.grader, decode, world, reward, conversations)
     trainer = Trainer(config, inputs.train_set, policy, answerer, reference)
     checkpoints = Checkpoints(
         folder,

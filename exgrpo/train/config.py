@@ -29,7 +29,8 @@ from exgrpo.train.limits import (
 from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.settings import LoraConfig, OptimizerConfig
 from exgrpo.train.pretrained.arguments import Overrides
-from exgrpo.train.section import Section, Sources, Temperature
+from exgrpo.train.section import Section, Sources, StopString, Temperature
+from exgrpo.train.turns.settings import EnvironmentConfig
 
 PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
 """Asks any model for what the reward math_no_think reads."""
@@ -79,7 +80,8 @@ class DataConfig(Section):
         None, ge=1, le=MOST_ROWS, description="Use only the first so many held-out questions of each source."
     )
     sources: SourceConfigs = Field(
-        (), description="In recipes: a list of {source, prompt_format, reward}, where a source differs from the others."
+        (),
+        description="In recipes: a list of {source, prompt_format, reward, stop}, where a source differs.",
     )
     chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message put before every question.")
@@ -124,9 +126,6 @@ class RewardConfig(Section):
         description="Weights of the parts that a function returns (correct 1 format 0.2), else 1: the reward is "
         "their weighted sum.",
     )
-
-
-StopString = Annotated[str, Field(min_length=1)]
 
 
 class RolloutConfig(Section):
@@ -265,6 +264,7 @@ class Config(Section):
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     experience: ExperienceConfig = ExperienceConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     lora: LoraConfig = LoraConfig()
@@ -297,6 +297,11 @@ class Config(Section):
                     "one sequence must fit"
                 )
         self._possible_rollout(self.rollout)
+        if self.environment.function is not None and self.rollout.tensor_parallel > 1:
+            raise ValueError(
+                "environment.function needs rollout.tensor_parallel=1: every process asks the environment by itself, "
+                "and the processes of one engine must be told the same"
+            )
         self._possible_data(self.data)
         if self.objective.overlong_tokens > self.rollout.max_tokens:
             raise ValueError(

@@ -22,8 +22,10 @@ from exgrpo.train.hub import offline_reason
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.pretrained.location import on_hub
 from exgrpo.train.publish import check_upload
+from exgrpo.train.reward.contract import TURNS, Columns
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader
+from exgrpo.train.turns.environments import find_environment
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +70,13 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     check_places(config.policy.path, sources)
     own = {source: settings_of(source, data.sources).reward for source in sources}
     rewards = {source: reward_of(own[source] or own_reward(source), reward.function) for source in sources}
+    environment = find_environment(config.environment)
     grader = Grader.of(rewards.values(), reward)
     resources.callback(grader.close)
+
+    def columns(reward: str) -> Columns:
+        taken = grader.columns(reward)
+        return taken.without(TURNS) | environment.columns if environment else taken
 
     def read(sources: Sequence[str], split: str, limit: int | None, seed: int) -> list[list[Row]]:
         return [
@@ -78,7 +85,7 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
                 split=split,
                 limit=limit,
                 seed=seed,
-                columns=grader.columns(rewards[source]),
+                columns=columns(rewards[source]),
                 reward=own[source],
             )
             for source in sources

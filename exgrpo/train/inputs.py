@@ -7,6 +7,7 @@ from exgrpo.train.config import Config
 from exgrpo.train.data.files import Row
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, joined, question_set
+from exgrpo.train.data.sources import settings_of
 from exgrpo.train.early import Early
 from exgrpo.train.errors import is_first_rank
 from exgrpo.train.evaluate.course import check_best
@@ -49,7 +50,8 @@ def read_inputs(config: Config, early: Early) -> Inputs:
 
         def of_source(source: str, of: list[Row]) -> QuestionSet:
             prompts = PromptFormat.of_source(source, data)
-            return question_set(source, of, pretrained.tokenizer, prompts, limit=limit, progress=progress)
+            stop = settings_of(source, data.sources).stop
+            return question_set(source, of, pretrained.tokenizer, prompts, limit=limit, progress=progress, stop=stop)
 
         return joined([of_source(source, of) for source, of in zip(sources, rows, strict=True)])
 

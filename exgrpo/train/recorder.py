@@ -75,7 +75,7 @@ class Recorder:
             question = self._parts.inputs.train_set.questions[result.questions[i]]
             answers = [(_label(a.reward, a.rollout.finished), a.text) for a in result.answers.of_question[i]]
             answers += [
-                (f"replayed from step {row.step}", text_of(row, decode, config.rollout.stop))
+                (f"replayed from step {row.step}", text_of(row, decode, question.stops(config.rollout.stop)))
                 for row in result.replayed[i]
             ]
             log.sample(step, question.text, question.gold, answers)

@@ -7,11 +7,33 @@ import numpy as np
 import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
 Behaviour = Literal["trainer", "engine", "unknown"]
 
 
+class Written:
+    """A response of which an environment may have written some tokens: observations, from which nothing is learnt.
+
+    Attributes:
+        response: [R] token ids.
+        written: [R], whether the policy wrote the token; None: it wrote all of them.
+    """
+
+    response: TokenIds
+    written: Mask | None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the policy wrote."""
+        return len(self.response) if self.written is None else int(np.count_nonzero(self.written))
+
+    def own(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Those of [R] values that belong to tokens of the policy."""
+        return values if self.written is None else values[self.written]
+
+
 @dataclass(frozen=True, eq=False)
-class Rollout:
+class Rollout(Written):
     """One sampled answer.
 
     Attributes:
@@ -22,17 +44,20 @@ class Rollout:
         log_prob: [R] fp32, the engine's own log-probability of each token under the policy that it sampled from, at the
             sampling temperature; or None where it has none.
         entropy: [R] fp32, the entropy in nats of that policy where the token was sampled; or None.
+        written: [R], whether the policy wrote the token; None: all of them. Of observations, log-probs and entropies
+            are 0; before one, the response may hold EOS tokens and stop strings.
     """
 
     response: TokenIds
     finished: bool
     log_prob: npt.NDArray[np.float32] | None = None
     entropy: npt.NDArray[np.float32] | None = None
+    written: Mask | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """A response under a policy, token by token.
+    """A response under a policy, token by token; 0 of observations.
 
     Attributes:
         log_prob: [R] fp32 log-probability of each token, at the temperature that was asked for.
@@ -44,7 +69,7 @@ class Score:
 
 
 @dataclass(frozen=True, eq=False)
-class Trajectory:
+class Trajectory(Written):
     """A graded answer with the log-probabilities of the policy that wrote it.
 
     Attributes:
@@ -58,6 +83,7 @@ class Trajectory:
             unknown: nobody, as of text from elsewhere. `log_prob` is 0 then: the writer counts as certain.
         key: of the solution that it gives: answers that differ only in form have the same one; 0: none.
         penalty: what its length takes from its reward in advantages; whether it is a success, the reward alone decides.
+        written: [R], whether the policy wrote the token, as of a `Rollout`.
     """
 
     question: int
@@ -69,6 +95,7 @@ class Trajectory:
     behaviour: Behaviour = "trainer"
     key: int = 0
     penalty: float = 0.0
+    written: Mask | None = None
 
     @property
     def net_reward(self) -> float:

@@ -28,7 +28,7 @@ class FreshScores:
             itself, and entropies are no number.
         known: whether they are known.
         scored: what the trainer has read for that.
-        compared: [R] fp32 log-probs of the trainer and of the engine, of the answers that both have scored.
+        compared: fp32 log-probs of the trainer and of the engine, of the tokens of each answer that both have scored.
     """
 
     scores: list[Score]
@@ -104,8 +104,11 @@ class FreshScorer:
 
 
 def _compared(scores: Sequence[Score], rollouts: Sequence[Rollout]) -> list[tuple[Floats, Floats]]:
-    pairs = zip(scores, rollouts, strict=True)
-    return [(score.log_prob, rollout.log_prob) for score, rollout in pairs if rollout.log_prob is not None]
+    return [
+        (rollout.own(score.log_prob), rollout.own(rollout.log_prob))
+        for score, rollout in zip(scores, rollouts, strict=True)
+        if rollout.log_prob is not None
+    ]
 
 
 def _present(length: int) -> Score:

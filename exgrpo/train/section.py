@@ -19,3 +19,4 @@ Sources = Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length
 """One or several sources of questions; in a recipe, one may stand without a list."""
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
 """vLLM takes lower ones for 0.01; at higher ones every token is about equally likely."""
+StopString = Annotated[str, Field(min_length=1)]

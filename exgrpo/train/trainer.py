@@ -129,7 +129,7 @@ class Trainer:
             self._wait_for_next()  # the engine takes no weights while it generates
         with clock("push"):
             self.answerer.engine.push_weights(self.policy.weights())
-        self.generated_tokens += sum(len(rollout.response) for rollout in rollouts)
+        self.generated_tokens += sum(rollout.tokens for rollout in rollouts)
         work = self._work(fresh, groups, rows, optimised)
         record = StepRecord(
             step=step,
@@ -196,10 +196,15 @@ class Trainer:
     def _mean_scores(self, trajectories: Sequence[Trajectory]) -> list[MeanScore]:
         """Trajectories are compared at temperature 1, whatever the rollout temperature."""
         scores = self._score(trajectories, 1.0)
-        return [MeanScore(float(score.entropy.mean()), float(-score.log_prob.mean())) for score in scores]
+        return [
+            MeanScore(float(row.own(score.entropy).mean()), float(-row.own(score.log_prob).mean()))
+            for row, score in zip(trajectories, scores, strict=True)
+        ]
 
     def _score(self, trajectories: Sequence[Trajectory], temperature: float) -> list[Score]:
-        sequences = [TokenSequence(self._prompt(row.question), row.response) for row in trajectories]
+        sequences = [
+            TokenSequence(self._prompt(row.question), row.response, written=row.written) for row in trajectories
+        ]
         self._compared += together(sequences)
         return self.policy.score(sequences, temperature)
 
@@ -231,7 +236,7 @@ class Trainer:
 
     def _sequences(self, asked: Asked) -> list[TokenSequence]:
         return [
-            TokenSequence(self._prompt(question), answer.rollout.response)
+            TokenSequence(self._prompt(question), answer.rollout.response, written=answer.rollout.written)
             for question, of_question in zip(asked.questions, asked.answers.of_question, strict=True)
             for answer in of_question
         ]
@@ -263,6 +268,7 @@ class Trainer:
             behaviour=behaviour,
             key=answer.key,
             penalty=self._penalty(answer),
+            written=answer.rollout.written,
         )
 
     def _penalty(self, answer: Answer) -> float:
@@ -340,7 +346,9 @@ class Trainer:
     ) -> Work:
         """What the model was asked for."""
         written = together(
-            TokenSequence(self._prompt(group.question), row.response) for group in groups for row in group.fresh
+            TokenSequence(self._prompt(group.question), row.response, written=row.written)
+            for group in groups
+            for row in group.fresh
         )
         by_reference = [row for of_group in rows for row in of_group if row.reference_log_prob is not None]
         scored = [*together(fresh.scored), *together(by_reference)]

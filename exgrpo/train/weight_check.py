@@ -9,7 +9,7 @@ from exgrpo.train.errors import RolloutError, WeightMismatchError
 from exgrpo.train.policy.batch import TokenSequence
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.records import Rollout, TokenIds
-from exgrpo.train.rollout import RolloutEngine, Sampling, collect
+from exgrpo.train.rollout import Request, RolloutEngine, Sampling, collect
 from exgrpo.train.seeds import derive_seed
 
 # Mean absolute difference of token log-probs. Two right fp32 paths differ by about 1e-6 and two bf16 ones by about
@@ -41,11 +41,11 @@ def check_engine(
     sampling = Sampling(max_tokens=max_tokens, log_prob=True)
     seeds = [derive_seed(seed, "weight check", world.rank // engine.ranks, i) for i in range(len(prompts))]
     engine.wake()
-    counts = [2] * len(prompts)
+    requests = [Request(prompt, 2, sampling, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
     answers: list[list[Rollout]] = [[] for _ in prompts]
     problem: RolloutError | None = None
     try:
-        answers = collect(counts, engine.generate(prompts, counts, sampling, seeds))
+        answers = collect(requests, engine.generate(requests))
     except RolloutError as error:
         problem = error
     engine.sleep()

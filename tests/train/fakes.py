@@ -16,7 +16,7 @@ from exgrpo.train.policy.update import UpdateStats
 from exgrpo.train.records import Rollout, Score, TokenIds
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.reward.worker import hashed
-from exgrpo.train.rollout import EngineCounts, Finished, Sampling
+from exgrpo.train.rollout import EngineCounts, Finished, Request
 
 EOS = 1
 RIGHT = 7
@@ -50,18 +50,18 @@ class ScriptedEngine:
         self.calls: list[dict[int, int]] = []
         self.log: deque[str] = deque()
 
-    def generate(self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seeds: Sequence[int]):
-        rng = np.random.default_rng(list(seeds))
+    def generate(self, requests: Sequence[Request]):
+        rng = np.random.default_rng([request.seed for request in requests])
         self.log.append("generate")
-        self.calls.append({int(prompt[0]): count for prompt, count in zip(prompts, counts, strict=True)})
+        self.calls.append({int(request.prompt[0]): request.count for request in requests})
         answers = []
-        for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
-            question = int(prompt[0])
-            right = round(self.skill[question] * count)
-            for i in range(count):
+        for index, request in enumerate(requests):
+            question = int(request.prompt[0])
+            right = round(self.skill[question] * request.count)
+            for i in range(request.count):
                 noise = rng.integers(10, 90, rng.integers(1, 5))
                 ids = np.array([question + 100, RIGHT if i < right else 8, *noise, EOS], np.int32)
-                log_prob = engine_log_prob(ids) if sampling.log_prob else None
+                log_prob = engine_log_prob(ids) if request.sampling.log_prob else None
                 answers.append(Finished(index, i, Rollout(ids, finished=True, log_prob=log_prob)))
         yield from reversed(answers)  # no engine finishes them in order
 

@@ -14,6 +14,7 @@ from exgrpo.train.rollout.server import pool
 from exgrpo.train.rollout.server.engine import ServerEngine
 from exgrpo.train.weight_check import check_engine
 from tests.train import tiny
+from tests.train.asking import requests_for
 
 
 def observe(world, folder, urls):
@@ -37,7 +38,8 @@ def observe(world, folder, urls):
     engine.push_weights(policy.weights())
     seen["after"] = check_engine(policy, engine, prompts, dtype="fp32", max_tokens=12, seed=0)
     mine = prompts[world.rank :: world.size]
-    answers = collect([5] * len(mine), engine.generate(mine, [5] * len(mine), Sampling(12), list(range(len(mine)))))
+    asked = requests_for(mine, [5] * len(mine), Sampling(12), range(len(mine)))
+    answers = collect(asked, engine.generate(asked))
     seen["answers"] = sum(len(of_prompt) for of_prompt in answers)
     seen["differing"] = engine.differing(policy.weights())
     seen["prompt tokens"] = engine.counts().prompt_tokens

@@ -27,10 +27,10 @@ class FixedEngine:
     def __init__(self, happened):
         self.happened = happened
 
-    def generate(self, prompts, counts, sampling, seeds):
-        for i in range(len(prompts)):
+    def generate(self, requests):
+        for i in range(len(requests)):
             yield Finished(i, 1, Rollout(np.array([3, 4, 5], np.int32), finished=False))
-        for i in range(len(prompts)):
+        for i in range(len(requests)):
             yield Finished(i, 0, Rollout(np.array([3, 4, EOS], np.int32), finished=True))
 
     def counts(self):
@@ -44,7 +44,7 @@ class FixedEngine:
 
 
 class FailingEngine(FixedEngine):
-    def generate(self, prompts, counts, sampling, seeds):
+    def generate(self, requests):
         yield Finished(0, 0, Rollout(np.array([3, 4, EOS], np.int32), finished=True))
         raise RolloutError("no server is left")
 
@@ -65,8 +65,8 @@ class KeepingGrader:
 
 
 class StoppedEngine(FixedEngine):
-    def generate(self, prompts, counts, sampling, seeds):
-        for i in range(len(prompts)):
+    def generate(self, requests):
+        for i in range(len(requests)):
             yield Finished(i, 1, Rollout(np.array([3, 4, EOS], np.int32), finished=True))
             yield Finished(i, 0, Rollout(np.array([3, 4, STOP], np.int32), finished=True))
 
@@ -93,6 +93,22 @@ def test_what_is_graded_ends_before_the_stop_string_and_the_rollout_behind_it():
     assert [[a.text for a in of_question] for of_question in answers.of_question] == [["5 mm\n", "5 mm"]] * 2
     assert sorted(grader.seen) == ["5 mm", "5 mm", "5 mm\n", "5 mm\n", "finish"]
     assert [a.rollout.response.tolist() for a in answers.of_question[0]] == [[3, 4, STOP], [3, 4, EOS]]
+
+
+def test_a_source_may_have_stop_strings_of_its_own():
+    """They take the place of the run's, in the engine and in the text."""
+    seen = []
+
+    class Watched(StoppedEngine):
+        def generate(self, requests):
+            seen.extend(request.sampling.stop.strings for request in requests)
+            return super().generate(requests)
+
+    questions = [QUESTIONS[0], dataclasses.replace(QUESTIONS[1], stop=(" mm",))]
+    sampling = Sampling(3, stop=Stops(("\nQuestion:",), spell))
+    answers = answering(Watched([]), KeepingGrader()).answer(questions, [2, 2], sampling, seed=0)
+    assert seen == [("\nQuestion:",), (" mm",)]
+    assert [[a.text for a in of_question] for of_question in answers.of_question] == [["5 mm\n", "5 mm"], ["5", "5"]]
 
 
 def test_answers_are_graded_as_they_finish_and_stand_in_the_order_of_samples():

@@ -29,10 +29,10 @@ class CuttingEngine(ScriptedEngine):
 
     whole = 0
 
-    def generate(self, prompts, counts, sampling, seeds):
-        for answer in super().generate(prompts, counts, sampling, seeds):
-            rollout = dataclasses.replace(answer.rollout, finished=answer.prompt < self.whole)
-            yield Finished(answer.prompt, answer.sample, rollout)
+    def generate(self, requests):
+        for answer in super().generate(requests):
+            rollout = dataclasses.replace(answer.rollout, finished=answer.request < self.whole)
+            yield Finished(answer.request, answer.sample, rollout)
 
 
 def result(tmp_path, *, rewards=None, form=None, whole=40, count=40, name="score"):

@@ -75,8 +75,8 @@ class Exact:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    def generate(self, *arguments):
-        for answer in self._engine.generate(*arguments):
+    def generate(self, requests):
+        for answer in self._engine.generate(requests):
             score = fake_score(answer.rollout.response, self.version)
             rollout = Rollout(answer.rollout.response, True, score.log_prob + self._gap, score.entropy)
             yield dataclasses.replace(answer, rollout=rollout)

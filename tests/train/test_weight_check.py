@@ -76,7 +76,7 @@ def test_an_engine_that_cannot_generate_is_its_own_error(tmp_path):
     tiny.save_model(tmp_path, tied=False)
 
     class Lost(TransformersEngine):
-        def generate(self, *arguments):
+        def generate(self, requests):
             raise RolloutError("no server is left")
             yield
 

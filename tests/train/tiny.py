@@ -17,6 +17,7 @@ from exgrpo.train.records import Group, Rollout, TokenIds, Trajectory
 from exgrpo.train.rollout import RolloutEngine, Sampling, collect
 from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.seeds import derive_seed
+from tests.train.asking import requests_for
 from tests.train.configs import configured
 
 VOCABULARY = 97
@@ -65,12 +66,13 @@ def rollouts(
 ) -> list[list[Rollout]]:
     """All answers of an engine, by prompt."""
     seeds = [derive_seed(seed, "prompt", i) for i in range(len(prompts))]
-    return collect(counts, engine.generate(prompts, counts, sampling, seeds))
+    asked = requests_for(prompts, counts, sampling, seeds)
+    return collect(asked, engine.generate(asked))
 
 
-def trajectory(rng: np.random.Generator, question: int, reward: float) -> Trajectory:
+def trajectory(rng: np.random.Generator, question: int, reward: float, *, observing: bool = False) -> Trajectory:
     length = int(rng.integers(1, 24))
-    return Trajectory(
+    one = Trajectory(
         question=question,
         response=rng.integers(2, VOCABULARY, length).astype(np.int32),
         # Near enough to the random policy for ratios on both sides of the clip range, far enough to be clipped.
@@ -79,24 +81,31 @@ def trajectory(rng: np.random.Generator, question: int, reward: float) -> Trajec
         reward=reward,
         step=0,
     )
+    if not observing:
+        return one
+    written = rng.random(length) < 0.6
+    written[rng.integers(length)] = True
+    return dataclasses.replace(one, written=written, log_prob=np.where(written, one.log_prob, np.float32(0)))
 
 
-def groups() -> list[Group]:
-    """Seven groups of four: on-policy and mixed ones, one all right, one all wrong."""
+def groups(*, observing: bool = False) -> list[Group]:
+    """Seven groups of four: on-policy and mixed ones, one all right, one all wrong; or with observations in answers."""
     rng = np.random.default_rng(1)
     rewards = [(1, 0, 0, 1), (0, 1, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 1), (0, 0, 0), (0, 1, 1)]
     return [
         Group(
             question,
-            tuple(trajectory(rng, question, float(reward)) for reward in of_group),
-            (trajectory(rng, question, 1.0),) if len(of_group) == 3 else (),
+            tuple(trajectory(rng, question, float(reward), observing=observing) for reward in of_group),
+            (trajectory(rng, question, 1.0, observing=observing),) if len(of_group) == 3 else (),
         )
         for question, of_group in enumerate(rewards)
     ]
 
 
-def minibatches(objective: ObjectiveConfig, reference: Reference | None = None) -> list[MiniBatch]:
-    graded = groups()
+def minibatches(
+    objective: ObjectiveConfig, reference: Reference | None = None, *, observing: bool = False
+) -> list[MiniBatch]:
+    graded = groups(observing=observing)
     rows = build_rows(graded, advantages(graded, scale_by_std=objective.scale_by_std), prompt)
     rows = reference.beside(rows) if reference else rows
     return build_minibatches(rows, STEPS, np.random.default_rng(2), objective, max_tokens=24)

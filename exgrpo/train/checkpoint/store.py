@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from safetensors.numpy import load, save
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, write_whole
-from exgrpo.train.records import Behaviour, Trajectory
+from exgrpo.train.records import Behaviour, Mask, Trajectory
 
 SUFFIX = ".safetensors"
 BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
@@ -149,11 +149,17 @@ def segment_names(index: dict[str, np.ndarray]) -> list[str]:
 
 def _detached(trajectory: Trajectory) -> Trajectory:
     """A copy that does not keep the arrays of its whole segment in memory."""
-    return dataclasses.replace(trajectory, response=trajectory.response.copy(), log_prob=trajectory.log_prob.copy())
+    arrays = {"response": trajectory.response, "log_prob": trajectory.log_prob, "written": trajectory.written}
+    copies: dict[str, Any] = {name: array.copy() for name, array in arrays.items() if array is not None}
+    return dataclasses.replace(trajectory, **copies)
 
 
 def _pack(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray]:
+    """As arrays; most runs have no observations, and no array of what is one."""
+    observing = any(t.written is not None for t in trajectories)
+    masks = {"written": np.concatenate([_written(t) for t in trajectories])} if observing else {}
     return {
+        **masks,
         "response": np.concatenate([t.response for t in trajectories]),
         "log_prob": np.concatenate([t.log_prob for t in trajectories]),
         "length": np.array([len(t.response) for t in trajectories], np.int32),
@@ -167,8 +173,20 @@ def _pack(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray]:
     }
 
 
+def _written(trajectory: Trajectory) -> npt.NDArray[np.uint8]:
+    """[R] 1 where the policy wrote the token."""
+    ones = np.ones(len(trajectory.response), np.uint8)
+    return ones if trajectory.written is None else trajectory.written.astype(np.uint8)
+
+
+def written_mask(values: npt.NDArray[np.uint8] | None) -> Mask | None:
+    """What `_written` has packed, of one trajectory."""
+    return None if values is None or values.all() else values.astype(bool)
+
+
 def _unpack(arrays: dict[str, npt.NDArray]) -> list[Trajectory]:
     ends = np.cumsum(arrays["length"])[:-1]
+    masks = np.split(arrays["written"], ends) if "written" in arrays else [None] * len(arrays["length"])
     columns = zip(
         arrays["question"].tolist(),
         np.split(arrays["response"], ends),
@@ -179,9 +197,10 @@ def _unpack(arrays: dict[str, npt.NDArray]) -> list[Trajectory]:
         (BEHAVIOURS[number] for number in arrays["behaviour"].tolist()),
         arrays["key"].tolist(),
         arrays["penalty"].tolist(),
+        map(written_mask, masks),
         strict=True,
     )
     return [
-        Trajectory(question, response, log_prob, bool(finished), reward, step, behaviour, key, penalty)
-        for question, response, log_prob, finished, reward, step, behaviour, key, penalty in columns
+        Trajectory(question, response, log_prob, bool(finished), *others)
+        for question, response, log_prob, finished, *others in columns
     ]

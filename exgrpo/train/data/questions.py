@@ -36,7 +36,13 @@ class Question:
     reward: str = ""
     """Name of the reward that its source brings; "": none."""
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Those of its row that a reward takes, by name."""
+    """Those of its row that a reward or an environment takes, by name."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end an answer, of its source; None: those of the run."""
+
+    def stops(self, of_run: tuple[str, ...]) -> tuple[str, ...]:
+        """Strings that end an answer to it, by those of the run."""
+        return of_run if self.stop is None else self.stop
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,7 @@ def load_questions(
     progress: bool = False,
     columns: Columns = ALL_COLUMNS,
     reward: str | None = None,
+    stop: tuple[str, ...] | None = None,
 ) -> QuestionSet:
     """Loads questions and tokenises their prompts.
 
@@ -128,6 +135,7 @@ def load_questions(
         progress: show a progress bar while it lasts, where there is a terminal.
         columns: of the rows, to be kept for rewards.
         reward: name of the reward of the questions; None: the one that the source brings.
+        stop: strings that end an answer to them; None: those of the run.
 
     Raises:
         MissingDataError: there is no such file.
@@ -139,7 +147,7 @@ def load_questions(
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1, got {limit}")
     rows = read_rows(source, split=split, limit=limit, seed=seed, columns=columns, reward=reward)
-    return question_set(source, rows, tokenizer, prompts, limit=limit, progress=progress)
+    return question_set(source, rows, tokenizer, prompts, limit=limit, progress=progress, stop=stop)
 
 
 def question_set(
@@ -150,6 +158,7 @@ def question_set(
     *,
     limit: int | None = None,
     progress: bool = False,
+    stop: tuple[str, ...] | None = None,
 ) -> QuestionSet:
     """Tokenises the prompts of rows that are read already; see `load_questions`, which reads them too."""
     prompts.check(tokenizer)
@@ -157,7 +166,7 @@ def question_set(
     left_out: list[Question] = []
     for row, prompt in _tokenised(rows, tokenizer, prompts, progress):
         among = questions if len(prompt) <= prompts.max_prompt_tokens else left_out
-        question = Question(len(among), tuple(prompt), row.text, row.gold, row.source, row.reward, row.columns)
+        question = Question(len(among), tuple(prompt), row.text, row.gold, row.source, row.reward, row.columns, stop)
         among.append(question)
         if len(questions) == limit:
             break

@@ -7,7 +7,7 @@ import tyro
 from pydantic import Field
 
 from exgrpo.train.errors import ConfigError, shown
-from exgrpo.train.section import Section
+from exgrpo.train.section import Section, StopString
 
 
 class SourceConfig(Section):
@@ -17,6 +17,9 @@ class SourceConfig(Section):
     prompt_format: str | None = Field(None, description="Of its questions, in the place of data.prompt_format.")
     reward: str | None = Field(
         None, min_length=1, description="Of its questions, in the place of what it brings; as reward.function."
+    )
+    stop: tuple[StopString, ...] | None = Field(
+        None, description="Strings that end an answer to its questions, in the place of rollout.stop."
     )
 
 

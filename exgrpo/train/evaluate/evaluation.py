@@ -32,6 +32,7 @@ from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.rollout.registry import choose_engine, open_engine
 from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.seeds import derive_seed
+from exgrpo.train.turns.conversations import conversations_of
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def load(options: Options, tokenizer: Any, *, progress: bool) -> tuple[list[Ques
     left_out: list[Question] = []
     problem: NoPromptFitsError | None = None
     for source in options.data.test:
+        own = settings_of(source, options.data.sources)
         try:
             of_source = load_questions(
                 source,
@@ -78,7 +80,8 @@ def load(options: Options, tokenizer: Any, *, progress: bool) -> tuple[list[Ques
                 limit=options.data.test_limit,
                 seed=HELD_OUT_SEED,
                 progress=progress,
-                reward=settings_of(source, options.data.sources).reward,
+                reward=own.reward,
+                stop=own.stop,
             )
         except NoPromptFitsError as error:
             problem = error
@@ -144,7 +147,8 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     resources.callback(grader.close)
     engine = open_engine(choice, settings, world)
     resources.callback(engine.close)
-    answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world, reward.function)
+    conversations = conversations_of(options.environment, pretrained)
+    answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world, reward.function, conversations)
     console = Console(quiet=not world.is_main)
     console.print(f"{len(questions)} rows, {len(done)} of {len(chunks)} chunks done")
     console.print(f"answers by {choice}")

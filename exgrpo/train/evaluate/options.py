@@ -15,7 +15,6 @@ from exgrpo.train.config import (
     PolicyConfig,
     RewardConfig,
     RolloutConfig,
-    StopString,
     as_in,
 )
 from exgrpo.train.data.prompts import PromptFormat
@@ -26,13 +25,15 @@ from exgrpo.train.evaluate.settings import EvaluationConfig
 from exgrpo.train.mistakes import explain
 from exgrpo.train.pretrained.arguments import Overrides
 from exgrpo.train.recipe import RecipeArgument, merged, origin_of, read_recipes, split_recipe, unfinished
-from exgrpo.train.section import Section, Sources
+from exgrpo.train.section import Section, Sources, StopString
+from exgrpo.train.turns.settings import EnvironmentConfig
 
 PROGRAM = "python -m exgrpo.train.evaluate"
 AS_TRAINED = {
     "data": ("sources", *(field.name for field in fields(PromptFormat))),
     "evaluation": ("temperature", "top_p", "samples"),
     "rollout": ("max_tokens", "stop"),
+    "environment": tuple(EnvironmentConfig.model_fields),
     "policy": ("dtype", "overrides"),
     "reward": ("function", "success", "time_limit", "concurrency", "parts"),
 }
@@ -108,6 +109,7 @@ class Options(Section):
     data: DataOptions
     reward: RewardConfig = RewardConfig()
     rollout: RolloutOptions = RolloutOptions()
+    environment: EnvironmentConfig = EnvironmentConfig()
     evaluation: EvaluationOptions = EvaluationOptions()
 
 

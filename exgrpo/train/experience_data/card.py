@@ -20,6 +20,8 @@ COLUMNS = {
     "response_ids": "token ids of the answer, with the token that ends it",
     "response": "text of the answer, without what ends it",
     "log_prob": "log-probs of these tokens under the policy that wrote them, at the rollout temperature",
+    "written": "whether the policy wrote each token, or an environment, whose tokens have log-probs of 0; empty: the "
+    "policy wrote all of them",
     "behaviour": "who computed them: the trainer, before the update of that step, or the rollout engine, in sampling; "
     "unknown: nobody, and they are 0",
     "model": "where the policy began; together with the step it names the policy that wrote the answer",

@@ -26,6 +26,7 @@ SCHEMA = pa.schema(
         "response_ids": pa.list_(pa.int32()),
         "response": pa.string(),
         "log_prob": pa.list_(pa.float32()),
+        "written": pa.list_(pa.bool_()),
         "behaviour": pa.string(),
         "model": pa.string(),
         "finished": pa.bool_(),
@@ -92,6 +93,7 @@ def _batch(experience: RunExperience, places: Sequence[int]) -> pa.RecordBatch:
         "response_ids": _lists([one.response for one in found]),
         "response": [experience.text_of(one) for one in found],
         "log_prob": _lists([one.log_prob for one in found]),
+        "written": [one.written for one in found],
         # What has no log-probs of a policy was not written by this run's model.
         "model": [None if one.behaviour == "unknown" else experience.config.policy.path for one in found],
         "group_successes": [experience.origin("successes", place) for place in places],

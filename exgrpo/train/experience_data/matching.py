@@ -81,7 +81,8 @@ class Encoding:
             return False
         if not len(ids) or ids.max() >= self.vocabulary:
             return False
-        return text_of(Rollout(ids, trace.finished), self.decode, self.stop) == trace.response
+        answer = Rollout(ids, trace.finished, written=trace.written)
+        return text_of(answer, self.decode, question.stops(self.stop)) == trace.response
 
     def tokens(self, traces: Sequence[Trace]) -> list[tuple[TokenIds, bool]]:
         """The texts of traces as token ids [R], and whether they end; an empty text has no tokens.

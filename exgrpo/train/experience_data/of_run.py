@@ -13,11 +13,12 @@ from safetensors import safe_open
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, sha256
 from exgrpo.train.checkpoint.listing import EXPERIENCE, Checkpoint, survey
-from exgrpo.train.checkpoint.store import BEHAVIOURS, SUFFIX, read_checked, segment_names
+from exgrpo.train.checkpoint.store import BEHAVIOURS, SUFFIX, read_checked, segment_names, written_mask
 from exgrpo.train.config import Config
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined, question_set
+from exgrpo.train.data.sources import settings_of
 from exgrpo.train.errors import CheckpointError, DataError, ModelError, os_errors_as, shown
 from exgrpo.train.experience_data.stored import AskedQuestion, Overview, StoredAnswer, different
 from exgrpo.train.pretrained.location import located
@@ -92,6 +93,7 @@ class RunExperience:
         return Trajectory(
             response=file.get_slice("response")[place],
             log_prob=file.get_slice("log_prob")[place],
+            written=written_mask(file.get_slice("written")[place]) if "written" in file.keys() else None,  # noqa: SIM118
             finished=bool(of_row.pop("finished")),
             behaviour=BEHAVIOURS[of_row.pop("behaviour")],
             **of_row,
@@ -115,7 +117,8 @@ class RunExperience:
         for source in data.train:
             limit = data.train_limit
             rows = read_rows(source, split=data.train_split, limit=limit, seed=self.config.seed)
-            sets.append(question_set(source, rows, tokenizer, PromptFormat.of_source(source, data), limit=limit))
+            prompts, stop = PromptFormat.of_source(source, data), settings_of(source, data.sources).stop
+            sets.append(question_set(source, rows, tokenizer, prompts, limit=limit, stop=stop))
         questions = joined(sets)
         if questions.fingerprint != self._fingerprint:
             raise DataError(
@@ -139,7 +142,8 @@ class RunExperience:
         """What a trajectory says, without what ended it."""
         from exgrpo.train.rollout.stops import text_of
 
-        return text_of(trajectory, self.texts.tokenizer.decode, self.config.rollout.stop)
+        stop = self.asked(trajectory.question).stops(self.config.rollout.stop)
+        return text_of(trajectory, self.texts.tokenizer.decode, stop)
 
     def asked(self, index: int) -> Question:
         """The question of an index. Raises DataError where there is none."""
@@ -194,7 +198,7 @@ class RunExperience:
             reward=one.reward,
             step=one.step,
             replays=self.origin("replays", row),
-            log_prob=None if one.behaviour == "unknown" else float(one.log_prob.mean()),
+            log_prob=None if one.behaviour == "unknown" else float(one.own(one.log_prob).mean()),
             finished=one.finished,
             behaviour=one.behaviour,
         )

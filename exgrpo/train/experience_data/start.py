@@ -38,6 +38,7 @@ class Started:
         unknown: left out, since their question is not among the training questions.
         long: left out, since they have more than rollout.max_tokens tokens.
         empty: left out, since they have no token.
+        observing: left out, since an environment wrote some of their tokens, which are not those of this model.
         repeated: left out, since the same answer comes again later.
         encoded: their text was encoded, since the file has no tokens of this model.
         graded: had no reward.
@@ -52,6 +53,7 @@ class Started:
     unknown: int = 0
     long: int = 0
     empty: int = 0
+    observing: int = 0
     repeated: int = 0
     encoded: int = 0
     graded: int = 0
@@ -68,6 +70,7 @@ class Started:
             ("unknown", "to questions that are not trained on"),
             ("long", "longer than rollout.max_tokens"),
             ("empty", "without a token"),
+            ("observing", "with replies of an environment in tokens of another model"),
             ("repeated", "repeated"),
         )
 
@@ -165,6 +168,9 @@ def _encoded(traces: Sequence[Trace], questions: Questions, encoding: Encoding, 
     for (trace, question), own in zip(found, same, strict=True):
         tokens, finished = (trace.tokens, trace.finished) if own else next(others)
         assert tokens is not None
+        if trace.written is not None and not own:  # its text does not say who wrote what
+            started.observing += 1
+            continue
         # What is needed no more is not kept: there may be a million traces.
         yield _Row(replace(trace, question=None, gold=None, prompt=None), question, tokens, finished, own)
 
@@ -226,6 +232,7 @@ def _trajectories(trainer: Trainer, rows: Sequence[_Row], started: Started) -> l
             step=0,
             behaviour="unknown",
             key=row.key,
+            written=trace.written,
         )
         known = row.own_tokens and trace.log_prob is not None and trace.behaviour != "unknown"
         if known and (rule == "keep" or (rule == "recompute" and trace.model == model)):
@@ -240,7 +247,10 @@ def _trajectories(trainer: Trainer, rows: Sequence[_Row], started: Started) -> l
     for first in range(0, len(unknown), CHUNK):
         chunk = unknown[first : first + CHUNK]
         sequences = [
-            TokenSequence(np.array(rows[i].question.prompt, np.int32), trajectories[i].response) for i in chunk
+            TokenSequence(
+                np.array(rows[i].question.prompt, np.int32), trajectories[i].response, written=trajectories[i].written
+            )
+            for i in chunk
         ]
         scores = trainer.policy.score(sequences, trainer.sampling.temperature)
         for i, score in zip(chunk, scores, strict=True):

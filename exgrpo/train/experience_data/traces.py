@@ -4,9 +4,9 @@ Columns
     response: the text of the answer. It has to be there, and one of those that name its question:
     question or problem: the text of the question; prompt_ids: the token ids of its prompt.
     answer: the gold answer, by which questions of equal text are told apart; what follows the last "####" counts.
-    response_ids, log_prob: [R] tokens of the answer and their log-probs; behaviour: who computed these; model: who
-    wrote it. finished, reward, step, key, advantage, group_successes, group_answers, replays: as of a `Trajectory` and
-    its `Origin`.
+    response_ids, log_prob: [R] tokens of the answer and their log-probs; written: [R] false where an environment wrote
+    the token; behaviour: who computed the log-probs; model: who wrote the answer. finished, reward, step, key,
+    advantage, group_successes, group_answers, replays: as of a `Trajectory` and its `Origin`.
 Every column but the first may be missing, and a cell may be empty. Other columns are ignored.
 """
 
@@ -21,14 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.errors import DataError, MissingDataError, os_errors_as, shown
-from exgrpo.train.records import Behaviour, TokenIds
+from exgrpo.train.records import Behaviour, Mask, TokenIds
 
 SUFFIXES = (".parquet", ".jsonl")
 NAMES_QUESTION = ("question", "problem", "prompt_ids")
 """Columns of which a file needs one."""
 TEXTS = ("question", "problem", "answer", "response", "behaviour", "model")
 WHOLE = ("step", "group_successes", "group_answers", "replays", "key")
-COLUMNS = (*TEXTS, *WHOLE, "prompt_ids", "response_ids", "log_prob", "finished", "reward", "advantage")
+COLUMNS = (*TEXTS, *WHOLE, "prompt_ids", "response_ids", "log_prob", "written", "finished", "reward", "advantage")
 BATCH = 1024
 """Rows that are read at once."""
 ZERO_LOG_PROB = 1e-3
@@ -47,6 +47,7 @@ class Trace:
         prompt: [P] token ids of the question's prompt.
         tokens: [R] token ids of the answer.
         log_prob: [R] fp32 of the policy that wrote it.
+        written: [R], whether the policy wrote the token; None: all of them.
         behaviour: who computed `log_prob`.
         model: name or path of the policy that wrote it.
         finished: whether it ended by itself.
@@ -66,6 +67,7 @@ class Trace:
     prompt: TokenIds | None = None
     tokens: TokenIds | None = None
     log_prob: npt.NDArray[np.float32] | None = None
+    written: Mask | None = None
     behaviour: Behaviour | None = None
     model: str | None = None
     finished: bool = True
@@ -217,6 +219,7 @@ def parse_trace(row: Mapping[str, Any], place: str) -> Trace:
         prompt=prompt,
         tokens=tokens,
         log_prob=log_prob,
+        written=_written(row, tokens),
         behaviour=texts["behaviour"],  # type: ignore[arg-type]
         model=texts["model"],
         finished=_flag(row, "finished"),
@@ -262,6 +265,20 @@ def _flag(row: Mapping[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise DataError(f"{name} must be true or false, got {shown(value)}")
     return value is not False
+
+
+def _written(row: Mapping[str, Any], tokens: TokenIds | None) -> Mask | None:
+    """[R] by token, at least one of them written by the policy; None: all are."""
+    value = row.get("written")
+    if value is None:
+        return None
+    given = np.asarray(value)
+    if tokens is None or given.shape != tokens.shape or given.dtype != bool or not given.any():
+        raise DataError(
+            f"written must be true or false for each of the {0 if tokens is None else len(tokens)} response_ids, and "
+            f"true for one of them, got {shown(value)}"
+        )
+    return None if given.all() else given
 
 
 def _numbers(row: Mapping[str, Any], name: str, kind: type[np.generic]) -> Any:

@@ -94,8 +94,8 @@ class StepRecord:
 def step_metrics(record: StepRecord) -> dict[str, float]:
     """One flat record per training step; docs/metrics.md says what each number is."""
     answers, optimised = record.answers, record.optimised
-    scores = [score for group in record.groups for score in group.scores]
-    lengths = np.array([len(rollout.response) for rollout in answers.rollouts])
+    entropies = [entropy for group in record.groups for entropy in _entropies(group)]
+    lengths = np.array([rollout.tokens for rollout in answers.rollouts])
     total = sum(record.seconds.values())
     seconds = {**record.seconds, "generate": answers.generate_seconds, "grade": answers.grade_seconds}
     gradient_tokens = sum(update.gradient_tokens for update in optimised.updates)
@@ -105,9 +105,10 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         **_of_sources(record.sources, answers),
         **_of_parts(answers),
         "pass_rate": record.pass_rate,
-        "entropy": float(np.concatenate([score.entropy for score in scores]).mean()),
+        "entropy": float(np.concatenate(entropies).mean()),
         "entropy_gap": _entropy_gap(record.groups),
         "response_tokens": float(lengths.mean()),
+        **_of_turns(answers),
         "truncated": float(np.mean([not rollout.finished for rollout in answers.rollouts])),
         "timed_out": answers.timed_out,
         "reward_failed": answers.failed,
@@ -149,12 +150,30 @@ def _of_parts(answers: Answers) -> dict[str, float]:
     return {f"reward_part/{name}": float(np.mean(values[name])) for name in sorted(values)}
 
 
+def _of_turns(answers: Answers) -> dict[str, float]:
+    """How much the environment has said, where there is one; answers without an observation have one turn."""
+    if answers.broken is None:
+        return {}
+    masks = [rollout.written for rollout in answers.rollouts if rollout.written is not None]
+    observations = sum(int(np.count_nonzero(np.diff(mask.astype(np.int8)) == -1)) for mask in masks)
+    return {
+        "turns": 1 + observations / len(answers.rollouts),
+        "observed_tokens": sum(int(np.count_nonzero(~mask)) for mask in masks) / len(answers.rollouts),
+        "environment_failed": answers.broken,
+    }
+
+
+def _entropies(group: Group) -> list[Floats]:
+    """Of the tokens of each fresh answer."""
+    return [row.own(score.entropy) for row, score in zip(group.fresh, group.scores, strict=True)]
+
+
 def _entropy_gap(groups: Sequence[Group]) -> float:
     """Mean over groups with unequal fresh rewards: entropy of what is below their mean, less that of what is above."""
     gaps = []
     for group in groups:
         reward = np.array([row.reward for row in group.fresh])
-        entropy = np.array([score.entropy.mean() for score in group.scores])
+        entropy = np.array([of_answer.mean() for of_answer in _entropies(group)])
         above = reward > reward.mean()
         if np.ptp(reward) > EPSILON:
             gaps.append(entropy[~above].mean() - entropy[above].mean())

@@ -18,28 +18,36 @@ from exgrpo.train.experience.weighing import Weighed
 from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.mismatch import truncated_weight
 from exgrpo.train.policy.segments import Segments
-from exgrpo.train.records import Group, TokenIds, Trajectory
+from exgrpo.train.records import Group, Mask, TokenIds, Trajectory, Written
 
 IGNORED = -100
 Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
-class TokenSequence:
+class TokenSequence(Written):
     """A prompt and a response to it, as the policy reads them.
 
     Attributes:
         prompt: [P] token ids.
         response: [R] token ids, R >= 1.
+        written: [R], whether the policy wrote the token, and is scored there; None: all of them.
     """
 
     prompt: TokenIds
     response: TokenIds
+    written: Mask | None = field(default=None, kw_only=True)
 
     @property
     def length(self) -> int:
         """Tokens the model reads: the last response token is predicted, never read."""
         return len(self.prompt) + len(self.response) - 1
+
+    @property
+    def target(self) -> npt.NDArray[np.int64]:
+        """[R] what is predicted, -100 for observations."""
+        response = self.response.astype(np.int64)
+        return response if self.written is None else np.where(self.written, response, IGNORED)
 
     @property
     def predicting(self) -> slice:
@@ -76,7 +84,7 @@ class MiniBatch:
     Attributes:
         rows: those that can carry a gradient.
         normalizer: divisor of the summed token objectives.
-        tokens: response tokens of all rows, left-out ones included.
+        tokens: response tokens of all rows, left-out ones included, and no observations.
         fresh_tokens: those of rows that are not replayed.
     """
 
@@ -96,11 +104,11 @@ class TokenBatch:
     """Tensors of one forward pass; `layout` makes them.
 
     Padded, B rows of at most L tokens: position t predicts the token at t + 1. Packed, N tokens without padding, which
-    predict T targets.
+    predict the T response tokens.
 
     Attributes:
         tokens: [B, L] or [1, N] int64 input ids.
-        target: [B, L] or [T] int64, the response token that is predicted, -100 for none.
+        target: [B, L] or [T] int64, the response token that is predicted, -100 for none: pads and observations.
         segments: where packed tokens belong; None: the batch is padded.
     """
 
@@ -117,7 +125,7 @@ class MicroBatch(TokenBatch):
         old_log_prob: fp32, shaped like the target, 0 where that is -100.
         advantage: fp32, [B], or shaped like the target.
         replayed: bool, [B], or shaped like the target.
-        lengths: [N] int64, response tokens of each row, in the order of their targets.
+        lengths: [N] int64, targets of each row, in their order.
         reference_log_prob: fp32, shaped like the target; None: there is no reference.
     """
 
@@ -186,7 +194,15 @@ def build_rows(
         asked, masked, count = prompt(group.question), not trained(group), len(group.fresh)
         terms = zip(group.fresh, _ratio_terms(group, mismatch_cap), of_group[:count], strict=True)
         of_fresh = [
-            TrainingRow(asked, row.response, old, advantage, weight=weight, masked=masked or not learnt(row))
+            TrainingRow(
+                asked,
+                row.response,
+                old,
+                advantage,
+                weight=weight,
+                masked=masked or not learnt(row),
+                written=row.written,
+            )
             for row, (old, weight), advantage in terms
         ]
         of_past = [
@@ -198,6 +214,7 @@ def build_rows(
                 replayed=True,
                 weight=term.factor,
                 masked=masked or not learnt(row),
+                written=row.written,
             )
             for row, advantage, term in zip(group.replayed, of_group[count:], weighed, strict=False)
         ]
@@ -238,7 +255,7 @@ def build_minibatches(
 
 
 def _minibatch(rows: list[TrainingRow], objective: ObjectiveConfig, max_tokens: int) -> MiniBatch:
-    tokens = sum(len(row.response) for row in rows)
+    tokens = sum(row.tokens for row in rows)
     if objective.normalize == "constant":
         normalizer = len(rows) * max_tokens
     elif objective.normalize == "token":
@@ -246,8 +263,8 @@ def _minibatch(rows: list[TrainingRow], objective: ObjectiveConfig, max_tokens: 
     else:
         # The objective is positively homogeneous in the advantage, so 1/|o| may be put there.
         normalizer = len(rows)
-        rows = [dataclasses.replace(row, advantage=row.advantage / len(row.response)) for row in rows]
+        rows = [dataclasses.replace(row, advantage=row.advantage / row.tokens) for row in rows]
     for_all = objective.entropy_coef > 0 or objective.kl_coef > 0
     learnt = [row for row in rows if not row.masked and (row.advantage != 0 or for_all)]
-    fresh_tokens = sum(len(row.response) for row in rows if not row.replayed)
+    fresh_tokens = sum(row.tokens for row in rows if not row.replayed)
     return MiniBatch(tuple(learnt), float(normalizer), tokens, fresh_tokens)

@@ -123,7 +123,7 @@ def pad_tokens(sequences: Sequence[TokenSequence], device: torch.device) -> Toke
     tokens, target = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
     for i, sequence in enumerate(sequences):
         tokens[i, : sequence.length] = np.concatenate([sequence.prompt, sequence.response[:-1]])
-        target[i, sequence.predicting] = sequence.response
+        target[i, sequence.predicting] = sequence.target
     return TokenBatch(*_moved(device, tokens, target))
 
 
@@ -151,7 +151,7 @@ def _weight(row: TrainingRow) -> Floats:
 
 
 def _lengths(rows: Sequence[TrainingRow]) -> npt.NDArray[np.int64]:
-    return np.array([len(row.response) for row in rows], np.int64)
+    return np.array([row.tokens for row in rows], np.int64)
 
 
 def _reference(
@@ -218,7 +218,7 @@ def pack_tokens(sequences: Sequence[TokenSequence], device: torch.device) -> Tok
             tokens.append(sequence.response[:-1])
             blocks.append(Block(length, own, at, len(prompt)))
             length += own
-    target = np.concatenate([sequence.response for sequence in sequences]).astype(np.int64)
+    target = np.concatenate([sequence.target for sequence in sequences])
     row = np.concatenate(tokens).astype(np.int64)[None]
     parts = segments(blocks, np.concatenate(source), device)
     return TokenBatch(*_moved(device, row, target), segments=parts)
@@ -229,12 +229,12 @@ def pack_rows(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
     if not rows:
         return pad_rows(rows, device)
     batch = pack_tokens(rows, device)
-    lengths = _lengths(rows)
-    advantage = np.repeat(np.array([row.advantage for row in rows], np.float32), lengths)
+    whole = [len(row.response) for row in rows]
+    advantage = np.repeat(np.array([row.advantage for row in rows], np.float32), whole)
     if any(row.weight is not None for row in rows):
         advantage *= np.concatenate([_weight(row) for row in rows])
-    replayed = np.repeat([row.replayed for row in rows], lengths)
-    terms = _moved(device, np.concatenate([row.old_log_prob for row in rows]), advantage, replayed, lengths)
+    replayed = np.repeat([row.replayed for row in rows], whole)
+    terms = _moved(device, np.concatenate([row.old_log_prob for row in rows]), advantage, replayed, _lengths(rows))
     reference = _reference(rows, np.concatenate, device)
     return MicroBatch(batch.tokens, batch.target, *terms, segments=batch.segments, reference_log_prob=reference)
 

@@ -102,15 +102,13 @@ def loss_of_log_probs(scored: LogProb, batch: MicroBatch, terms: LossTerms) -> P
     shape, counted = batch.target.shape, batch.target.flatten() >= 0
 
     def of_tokens(values: Tensor) -> Tensor:
-        """[T] of the response tokens, row by row."""
+        """[T] of the policy's response tokens, row by row."""
         if values.shape != shape:
             values = values[:, None].expand(shape)
-        return values.flatten() if batch.segments else values.flatten()[counted]
+        return values.flatten()[counted]
 
     def by_target(values: Tensor) -> Tensor:
         """[T] back to the shape of the target."""
-        if batch.segments:
-            return values
         return values.new_zeros(counted.shape).masked_scatter(counted, values).view(shape)
 
     log_prob, entropy, old_log_prob, advantage, replayed = map(

@@ -2,10 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from exgrpo.train.errors import DataError, RewardError, shown
+from exgrpo.train.errors import DataError, ExgrpoError, RewardError, shown
 
 GRACE_SECONDS = 5.0
 """A call of asynchronous answers that lasts so much longer than its time limit hangs."""
@@ -18,24 +18,34 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a question's row that a reward takes, by the names of its keyword arguments.
+    """The columns of a question's row that a reward or an environment takes, by the names of its keyword arguments.
 
     Attributes:
         needed: arguments without a default: every row must have these columns.
         optional: arguments with a default: the column is taken from rows that have it.
         rest: whether all other columns are taken, too (`**row`).
         own: names of the first arguments, which cannot be given by name.
-        reward: its name, for messages.
+        taker: who takes them, for messages.
     """
 
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     rest: bool = False
     own: tuple[str, ...] = ()
-    reward: str = ""
+    taker: str = ""
 
     def __contains__(self, name: str) -> bool:
         return name in self.needed or name in self.optional or (self.rest and name not in self.own)
+
+    def __or__(self, other: "Columns") -> "Columns":
+        """Those that one of two takes."""
+        return Columns(
+            needed=tuple(dict.fromkeys((*self.needed, *other.needed))),
+            optional=tuple(dict.fromkeys((*self.optional, *other.optional))),
+            rest=self.rest or other.rest,
+            own=tuple(name for name in self.own if name in other.own),
+            taker=" or the ".join(filter(None, (self.taker, other.taker))),
+        )
 
     def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a row.
@@ -46,13 +56,21 @@ class Columns:
         for name in self.needed:
             if name not in row:
                 raise DataError(
-                    f"has no column {shown(name)}, which the reward {self.reward!r} takes; its columns are "
+                    f"has no column {shown(name)}, which the {self.taker} takes; its columns are "
                     f"{shown(', '.join(row))}"
                 )
         return {name: value for name, value in row.items() if name in self}
 
+    def without(self, name: str) -> "Columns":
+        """These, but one."""
+        needed, optional = (tuple(one for one in of if one != name) for of in (self.needed, self.optional))
+        return replace(self, needed=needed, optional=optional)
+
 
 ALL_COLUMNS = Columns(rest=True)
+TURNS = "turns"
+"""A reward with an argument of this name gets the turns of an answer that an environment took part in: texts of the
+policy and of the environment in turn, the first of the policy."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +125,18 @@ def contract_of(function: Callable[..., Any], name: str) -> Contract:
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
     if batch and asynchronous:
         raise RewardError(f"reward {name!r} is asynchronous and batched: leave out one of the two")
-    return Contract(_columns(function, name), batch, asynchronous)
+    return Contract(columns_of(function, f"reward {name!r}", "(response, gold)", RewardError), batch, asynchronous)
 
 
-def _columns(function: Callable[..., Any], name: str) -> Columns:
+def columns_of(function: Callable[..., Any], taker: str, first: str, error: type[ExgrpoError]) -> Columns:
+    """The columns that a function takes behind two arguments.
+
+    Args:
+        function: by its signature.
+        taker: what it is and its name, for messages.
+        first: its first two arguments, "(response, gold)" or the like.
+        error: raised where it cannot be called so.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -120,15 +146,15 @@ def _columns(function: Callable[..., Any], name: str) -> Columns:
     needed = tuple(one.name for one in named if one.default is one.empty)
     try:
         signature.bind("", "", **dict.fromkeys(needed))
-    except TypeError as error:
-        raise RewardError(
-            f"reward {name!r} must take (response, gold), and columns of the row as keyword arguments behind a *, as "
-            f"(response, gold, *, difficulty): {error}"
-        ) from error
+    except TypeError as problem:
+        raise error(
+            f"{taker} must take {first}, and columns of the row as keyword arguments behind a *, as "
+            f"{first[:-1]}, *, difficulty): {problem}"
+        ) from problem
     return Columns(
         needed=needed,
         optional=tuple(one.name for one in named if one.default is not one.empty),
         rest=any(one.kind is one.VAR_KEYWORD for one in parameters),
         own=tuple(one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD),
-        reward=name,
+        taker=taker,
     )

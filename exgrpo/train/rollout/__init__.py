@@ -1,14 +1,15 @@
 """Rollout engines behind one small interface."""
 
 from exgrpo.train.errors import RolloutError
-from exgrpo.train.rollout.engine import EngineCounts, Finished, RolloutEngine, Sampling, collect
-from exgrpo.train.rollout.stops import NO_STOPS, Stops, text_of
+from exgrpo.train.rollout.engine import EngineCounts, Finished, Request, RolloutEngine, Sampling, collect
+from exgrpo.train.rollout.stops import NO_STOPS, Stops, text_of, turns_of
 from exgrpo.train.rollout.transformers.engine import TransformersEngine
 
 __all__ = [
     "NO_STOPS",
     "EngineCounts",
     "Finished",
+    "Request",
     "RolloutEngine",
     "RolloutError",
     "Sampling",
@@ -16,4 +17,5 @@ __all__ = [
     "TransformersEngine",
     "collect",
     "text_of",
+    "turns_of",
 ]

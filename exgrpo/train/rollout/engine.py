@@ -22,10 +22,27 @@ class Sampling:
 
 
 @dataclass(frozen=True, eq=False)
-class Finished:
-    """An answer that has just been finished: the `sample`-th one (from 0) to the `prompt`-th prompt of the call."""
+class Request:
+    """Some answers to one prompt.
 
-    prompt: int
+    Attributes:
+        prompt: [P] token ids.
+        count: answers.
+        sampling: how they are sampled.
+        seed: below 2^63, of all of them.
+    """
+
+    prompt: TokenIds
+    count: int
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """An answer that has just been finished: the `sample`-th one (from 0) to the `request`-th request of the call."""
+
+    request: int
     sample: int
     rollout: Rollout
 
@@ -58,19 +75,18 @@ class RolloutEngine(Protocol):
     free_log_prob: bool
     ranks: int
 
-    def generate(
-        self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seeds: Sequence[int]
-    ) -> Iterator[Finished]:
-        """Sample counts[i] answers to prompts[i] and give each as soon as it is finished, in any order.
+    def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
+        """Sample the answers that are asked for and give each as soon as it is finished, in any order.
 
-        seeds[i], below 2^63, is that of prompts[i]. Where `unrepeatable` is None the same call gives the same answers.
-        An engine that can lets the answers to a prompt depend on its seed and the weights alone, up to rounding: not on
-        the other prompts of the call, nor on the process.
+        All requests of a call have the same temperature, `top_p` and `log_prob`; lengths and stop strings may differ.
+        Where `unrepeatable` is None the same call gives the same answers. An engine that can lets the answers to a
+        request depend on its seed and the weights alone, up to rounding: not on the other requests of the call, nor on
+        the process.
 
         The caller's random state stays as it was, between the answers too. A response ends with its EOS token or with
-        the token that completes a string of `sampling.stop` (finished), or was cut after `max_tokens` (not finished).
-        With `sampling.log_prob` every rollout carries the engine's own log-probs under the policy that was sampled
-        from, at the temperature, and of the nucleus, and its entropies where the engine knows them.
+        the token that completes a stop string (finished), or was cut after `max_tokens` (not finished). With
+        `log_prob` every rollout carries the engine's own log-probs under the policy that was sampled from, at the
+        temperature, and of the nucleus, and its entropies where the engine knows them.
 
         It waits for no other rank and, where it runs elsewhere (servers), may be called in a thread of its own.
 
@@ -106,11 +122,11 @@ class RolloutEngine(Protocol):
         """Free everything; the engine is not used again."""
 
 
-def collect(counts: Sequence[int], finished: Iterable[Finished]) -> list[list[Rollout]]:
-    """The answers to each prompt in the order of samples, once all are finished."""
-    answers: list[dict[int, Rollout]] = [{} for _ in counts]
+def collect(requests: Sequence[Request], finished: Iterable[Finished]) -> list[list[Rollout]]:
+    """The answers to each request in the order of samples, once all are finished."""
+    answers: list[dict[int, Rollout]] = [{} for _ in requests]
     for answer in finished:
-        answers[answer.prompt][answer.sample] = answer.rollout
-    if [len(of_prompt) for of_prompt in answers] != list(counts):
+        answers[answer.request][answer.sample] = answer.rollout
+    if [len(of_request) for of_request in answers] != [request.count for request in requests]:
         raise RuntimeError("the rollout engine did not finish all answers: this is a defect of the engine")
-    return [[of_prompt[sample] for sample in range(len(of_prompt))] for of_prompt in answers]
+    return [[of_request[sample] for sample in range(len(of_request))] for of_request in answers]

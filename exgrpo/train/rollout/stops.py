@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from exgrpo.train.records import Rollout, TokenIds, Trajectory
+import numpy as np
+
+from exgrpo.train.records import Mask, Rollout, TokenIds, Trajectory
 
 Decode = Callable[[Any], str]
 """Turns token ids into text, special tokens kept. More tokens make a text longer, and change no more of it than a last
@@ -65,12 +67,26 @@ NO_STOPS = Stops((), decode=lambda tokens: "")
 
 
 def text_of(answer: Rollout | Trajectory, decode: Decode, stop: tuple[str, ...]) -> str:
-    """What an answer says: its text before what ended it, the first stop string or the EOS token."""
+    """What an answer says: its text before what ended it, the first stop string of its last turn or the EOS token."""
     if not answer.finished:
         return decode(answer.response)
     text = decode(answer.response) if stop else ""
-    start = _start(text, stop)
-    return decode(answer.response[:-1]) if start is None else text[:start]
+    last = text if answer.written is None or not stop else decode(answer.response[_last_turn(answer.written) :])
+    start = _start(last, stop)
+    return decode(answer.response[:-1]) if start is None else text[: len(text) - len(last) + start]
+
+
+def turns_of(answer: Rollout, decode: Decode) -> list[str]:
+    """The text of each turn, special tokens kept: the policy's and the environment's in turn."""
+    if answer.written is None:
+        return [decode(answer.response)]
+    starts = np.flatnonzero(np.diff(answer.written)) + 1
+    return [decode(part) for part in np.split(answer.response, starts)]
+
+
+def _last_turn(written: Mask) -> int:
+    """Where the policy begins to write behind the last observation."""
+    return int(np.flatnonzero(~written)[-1]) + 1
 
 
 def _start(text: str, strings: Sequence[str]) -> int | None:

@@ -17,7 +17,7 @@ from tests.train.configs import configured
 from tests.train.data.test_questions import PAPER_ROW, TOKENIZER
 
 ROWS = [{"problem": f"p{i}", "answer": str(i), "level": i, "huge": "x" * 100} for i in range(3)]
-TAKEN = Columns(("question", "level"), ("bonus",), reward="mine.py:score")
+TAKEN = Columns(("question", "level"), ("bonus",), taker="reward 'mine.py:score'")
 
 
 def write(folder, suffix, rows):
@@ -65,7 +65,7 @@ def test_a_missing_column_is_named_with_those_that_exist(tmp_path, suffix):
     path = write(tmp_path, suffix, ROWS)
     message = r"mine.* has no column 'levels', which the reward 'mine.py:score' takes; its columns are 'problem, answer"
     with pytest.raises(DataError, match=message):
-        read_rows(path, split="train", limit=None, seed=0, columns=Columns(("levels",), reward="mine.py:score"))
+        read_rows(path, split="train", limit=None, seed=0, columns=Columns(("levels",), taker="reward 'mine.py:score'"))
     assert read_rows(path, split="train", limit=None, seed=0, columns=ALL_COLUMNS)
 
 

@@ -14,6 +14,7 @@ from exgrpo.train.data.arguments import split_arguments
 from exgrpo.train.data.files import from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined, load_questions, question_set
+from exgrpo.train.data.sources import settings_of
 from exgrpo.train.early import look
 from exgrpo.train.errors import ConfigError, DataError, ExgrpoError
 from exgrpo.train.evaluate.options import defaults as of_evaluation
@@ -148,9 +149,9 @@ def of_two(tmp_path, *settings):
     return configured({"data": {"train": train, "train_limit": None, "test": None, "sources": own}})
 
 
-def test_a_source_may_have_a_reward_and_a_prompt_format_of_its_own(tmp_path):
+def test_a_source_may_have_a_reward_a_prompt_format_and_stop_strings_of_its_own(tmp_path):
     mine = f"{tmp_path}/mine.py:score"
-    config = of_two(tmp_path, ("b", {"reward": mine, "prompt_format": "{question}?"}))
+    config = of_two(tmp_path, ("b", {"reward": mine, "prompt_format": "{question}?", "stop": ["a", "b"]}))
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_recipe(tmp_path / "config.yaml") == config
     with ExitStack() as resources:
@@ -159,6 +160,7 @@ def test_a_source_may_have_a_reward_and_a_prompt_format_of_its_own(tmp_path):
     for options in (config.data, of_evaluation([tmp_path / "config.yaml"]).data):
         texts = [PromptFormat.of_source(source, options).prompt_format for source in config.data.train]
         assert texts == [config.data.prompt_format, "{question}?"]
+        assert [settings_of(source, options.sources).stop for source in config.data.train] == [None, ("a", "b")]
 
 
 def test_the_reward_for_all_questions_is_that_of_every_source(tmp_path):

@@ -1,5 +1,6 @@
 """Folders of runs with a checkpoint that nobody has trained for, and trajectories of the default task's tokens."""
 
+import dataclasses
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -68,7 +69,10 @@ def some(count: int = 3) -> list[Trajectory]:
             trajectory(question, f"<think>{question}</think>\\boxed{{{gold}}}", key=7 + question),
             trajectory(question, f"\\boxed{{{gold}}}", seed=1, behaviour="engine", step=1),
         ]
-    return [*made, trajectory(0, "\\boxed{no", finished=False, reward=0.0, seed=2)]
+    told = trajectory(1, "7 + 8 = 15\\boxed{15}", reward=0.0, seed=3)
+    written = np.arange(len(told.response)) != 4
+    observing = dataclasses.replace(told, written=written, log_prob=np.where(written, told.log_prob, np.float32(0)))
+    return [*made, observing, trajectory(0, "\\boxed{no", finished=False, reward=0.0, seed=2)]
 
 
 def make_run(folder: Path, trajectories: Sequence[Trajectory], *, step: int = 5, **values: Any) -> Path:
@@ -101,7 +105,7 @@ def same(a: Trajectory, b: Trajectory, *, besides: Sequence[str] = ()) -> bool:
     names = {"question", "finished", "reward", "step", "behaviour", "key"} - set(besides)
     plain = all(getattr(a, name) == getattr(b, name) for name in names)
     log_prob = "log_prob" in besides or np.array_equal(a.log_prob, b.log_prob)
-    return plain and log_prob and np.array_equal(a.response, b.response)
+    return plain and log_prob and np.array_equal(a.response, b.response) and np.array_equal(a.written, b.written)
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -38,6 +38,7 @@ def test_the_hubs_library_loads_every_column(exported, tmp_path, monkeypatch):
         assert tuple(row["prompt_ids"]) == question.prompt
         assert row["response_ids"] == one.response.tolist()
         assert np.array_equal(np.array(row["log_prob"], np.float32), one.log_prob)
+        assert row["written"] == (None if one.written is None else one.written.tolist())
         assert (row["behaviour"], row["finished"], row["reward"]) == (one.behaviour, one.finished, one.reward)
         assert (row["step"], row["key"], row["model"]) == (one.step, one.key, "builtin:arithmetic")
         assert (row["advantage"], row["group_successes"], row["group_answers"]) == (0.25 + i, 1 + i % 2, 3)
@@ -52,7 +53,7 @@ def test_the_card_says_what_it_is_and_how_it_was_made(exported):
     assert values["license"] == "unknown"
     assert values["size_categories"] == ["n<1K"]
     assert {feature["name"] for feature in values["dataset_info"]["features"]} == set(SCHEMA.names)
-    for fact in ("model: builtin:arithmetic", "training step: 5", "seed of the run: 0", "stored answers: 7", "exgrpo"):
+    for fact in ("model: builtin:arithmetic", "training step: 5", "seed of the run: 0", "stored answers: 8", "exgrpo"):
         assert fact in text
 
 

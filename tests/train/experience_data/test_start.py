@@ -91,7 +91,7 @@ def test_an_export_of_the_same_model_comes_back_as_it_was(tmp_path, exported, ru
     table = trainer.replay.memory.table
     origins = [table.origin(row) for row in table.rows()]
     assert [(o.advantage, o.successes, o.answers, o.replays) for o in origins] == [
-        (0.25 + i, 1 + i % 2, 3, 0) for i in range(7)
+        (0.25 + i, 1 + i % 2, 3, 0) for i in range(8)
     ]
     # The latest known group of each question: rows 6, 3 and 5.
     assert trainer.replay.memory.count.tolist() == pytest.approx([K / 3, K * 2 / 3, K * 2 / 3, 0, 0, 0])

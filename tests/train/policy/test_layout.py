@@ -1,6 +1,7 @@
 """Packed sequences give what padded ones do: log-probs, loss, gradients; and every sequence is in one pass."""
 
 import copy
+import dataclasses
 import sys
 from types import SimpleNamespace
 
@@ -35,10 +36,13 @@ def row(rng, prompt, length):
     )
 
 
-def groups(rng, lengths):
+def groups(rng, lengths, *, observing=False):
     """Rows of some prompts, in turn with each other."""
     prompts = [rng.integers(3, tiny.VOCABULARY, 1 + rng.integers(9)).astype(np.int32) for _ in range(3)]
-    return [row(rng, prompts[i % 3], length) for i, length in enumerate(lengths)]
+    rows = [row(rng, prompts[i % 3], length) for i, length in enumerate(lengths)]
+    if not observing:
+        return rows
+    return [dataclasses.replace(one, written=np.arange(len(one.response)) % 3 != 1) for one in rows]
 
 
 def results(model, layout, rows, budget):
@@ -72,12 +76,13 @@ def model_of(name):
     return model
 
 
+@pytest.mark.parametrize("observing", [False, True])
 @pytest.mark.parametrize("budget", [24, 10**6])
 @pytest.mark.parametrize("name", PACKABLE)
-def test_packed_is_padded(name, budget):
+def test_packed_is_padded(name, budget, observing):
     """In float64, up to the order of sums."""
     model = model_of(name)
-    rows = groups(np.random.default_rng(0), [4, 1, 9, 2, 13, 1, 5, 8])
+    rows = groups(np.random.default_rng(0), [4, 1, 9, 2, 13, 1, 5, 8], observing=observing)
     assert_same(*(results(model, layout, rows, budget) for layout in (Packed(), Padded())))
 
 

@@ -4,6 +4,7 @@ import json
 import math
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -90,6 +91,18 @@ CASES = {
         "objective": {"kl_coef": 2.0, "kl": "k2", "kl_corrected": False, "surrogate": "gspo"},
         "lora": {"rank": 3, "alpha": 60, "head": True},
     },
+    "observations": {"model": "tied", "objective": {"entropy_coef": 0.01, "normalize": "token"}, "observing": True},
+    "observations, whole answers": {
+        "model": "untied",
+        "objective": {
+            "surrogate": "gspo",
+            "clip": [0.1, 0.2],
+            "normalize": "sequence",
+            "entropy_coef": 0.05,
+            "kl_coef": 0.5,
+        },
+        "observing": True,
+    },
     "scaled logits": {"model": "granite", "objective": {"entropy_coef": 0.01}, "temperature": 0.6},
     "poison": {"model": "tied", "objective": {}, "poison": True},
     "bf16": {"model": "tied", "objective": {}, "dtype": "bf16"},
@@ -120,16 +133,22 @@ def outcomes(request, folders, tmp_path_factory):
     return dict(zip(CASES, torch.load(result, weights_only=True), strict=True))
 
 
+def own(row, values):
+    """Of the tokens that the policy wrote."""
+    return values if row.written is None else values[torch.from_numpy(row.written)]
+
+
 def full_log_probs(model, row, temperature):
-    """[R, V] by full logits of one unpadded sequence, and [R] of its tokens."""
+    """[T, V] by full logits of one unpadded sequence, and [T] of its tokens, without observations."""
     tokens = torch.tensor([*row.prompt, *row.response])
     log_probs = (model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :] / temperature).log_softmax(-1)
-    return log_probs, log_probs[torch.arange(len(row.response)), tokens[len(row.prompt) :]]
+    of_tokens = log_probs[torch.arange(len(row.response)), tokens[len(row.prompt) :]]
+    return own(row, log_probs), own(row, of_tokens)
 
 
 def plain_surrogate(log_prob, row, objective, clip, term):
     """Of the tokens of one row."""
-    ratio = torch.exp(log_prob - torch.from_numpy(row.old_log_prob))
+    ratio = torch.exp(log_prob - own(row, torch.from_numpy(row.old_log_prob)))
     if row.replayed and term != "clipped":
         return row.advantage * (ratio / (ratio + objective.beta) if term == "shaped" else ratio)
     low, high = (1 - objective.clip[0], 1 + objective.clip[1]) if clip else (0, math.inf)
@@ -154,9 +173,9 @@ def plain_loss(model, minibatch, objective, clip, term, temperature, reference):
             gap = full_log_probs(reference, row, temperature)[1].detach() - log_prob
             of_tokens = {"k1": -gap, "k2": gap**2 / 2, "k3": gap.exp() - 1 - gap}[objective.kl]
             if objective.kl_corrected:
-                of_tokens = of_tokens * torch.exp(log_prob - torch.from_numpy(row.old_log_prob))
+                of_tokens = of_tokens * torch.exp(log_prob - own(row, torch.from_numpy(row.old_log_prob)))
             divergence = divergence + of_tokens.sum()
-    fresh = sum(len(row.response) for row in minibatch.rows if not row.replayed)
+    fresh = sum(row.tokens for row in minibatch.rows if not row.replayed)
     return (
         -total / minibatch.normalizer
         - objective.entropy_coef * entropy / minibatch.tokens
@@ -179,7 +198,7 @@ def plain_training(folder, name):
     groups = [{"params": decayed, "weight_decay": decay}, {"params": kept, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=tiny.LEARNING_RATE)
     losses = []
-    for number, minibatch in enumerate(tiny.minibatches(objective)):
+    for number, minibatch in enumerate(tiny.minibatches(objective, observing=case.get("observing", False))):
         if case.get("poison") and number == 0:
             continue
         loss = plain_loss(model, minibatch, objective, clip, term, case.get("temperature", 1.0), reference)
@@ -227,7 +246,8 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_seen(outcomes)
 def test_scores_equal_full_logits(outcomes, folders, name):
     outcome, case = outcomes[name], CASES[name]
     _, model = plain_training(folders / case["model"], name)
-    rows = [row for minibatch in tiny.minibatches(ObjectiveConfig(**case["objective"])) for row in minibatch.rows]
+    minibatches = tiny.minibatches(ObjectiveConfig(**case["objective"]), observing=case.get("observing", False))
+    rows = [row for minibatch in minibatches for row in minibatch.rows]
     log_probs = []
     with torch.no_grad():
         for row in rows:
@@ -236,8 +256,13 @@ def test_scores_equal_full_logits(outcomes, folders, name):
             log_probs.append((logits / case.get("temperature", 1.0)).log_softmax(-1))
     full = torch.cat(log_probs)
     targets = torch.cat([torch.from_numpy(row.response) for row in rows]).long()
-    torch.testing.assert_close(outcome["log_prob"].double(), full.gather(1, targets[:, None])[:, 0], atol=1e-3, rtol=0)
-    torch.testing.assert_close(outcome["entropy"].double(), -(full.exp() * full).sum(1), atol=1e-3, rtol=0)
+    # Observations have neither.
+    masks = [np.ones(len(row.response)) if row.written is None else row.written for row in rows]
+    counts = torch.from_numpy(np.concatenate(masks)).double()
+    torch.testing.assert_close(
+        outcome["log_prob"].double(), counts * full.gather(1, targets[:, None])[:, 0], atol=1e-3, rtol=0
+    )
+    torch.testing.assert_close(outcome["entropy"].double(), -counts * (full.exp() * full).sum(1), atol=1e-3, rtol=0)
 
 
 def test_statistics_describe_the_first_step(outcomes, folders):

@@ -23,15 +23,16 @@ def main(result: Path, cases: list[dict]) -> None:
         clip = case.pop("clip", True)
         term = case.pop("term", "shaped")
         poison = case.pop("poison", False)
+        observing = case.pop("observing", False)
         config, source = tiny.config(folder, objective, **case), find_model(str(folder))
         policy = Policy(config, source, world)
         reference = make_reference(config, source, policy)
         sharded = world.size == 1 or all(p.ds_tensor.numel() < p.ds_numel for p in policy.model.parameters())
-        batches = tiny.minibatches(objective, reference)
+        batches = tiny.minibatches(objective, reference, observing=observing)
         if poison:
             batches[0] = tiny.poisoned(batches[0])
         stats = [policy.update(minibatch, objective, clip=clip, term=term) for minibatch in batches]
-        rows = [row for minibatch in tiny.minibatches(objective) for row in minibatch.rows]
+        rows = [row for minibatch in tiny.minibatches(objective, observing=observing) for row in minibatch.rows]
         scores = policy.score(rows, policy.temperature)
         outcomes.append(
             {

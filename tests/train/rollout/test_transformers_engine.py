@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from exgrpo.train.rollout import Sampling, TransformersEngine, collect
 from tests.integrations import tiny as models
 from tests.train import tiny
+from tests.train.asking import requests_for
 from tests.train.fakes import LoneWorld
 
 EOS = (2, 5)
@@ -119,9 +120,10 @@ def test_answers_depend_on_nothing_that_is_generated_beside_them(name, tmp_path)
         settings = tiny.engine_settings(tmp_path, eos=EOS, batch_tokens=batch_tokens)
         attention = "eager" if name in ("gptj", "mamba") else "sdpa"
         engine = TransformersEngine(dataclasses.replace(settings, attention=attention), LoneWorld())
-        answers = collect([5] * 6, engine.generate(prompts, [5] * 6, sampling, seeds))
+        asked = requests_for(prompts, [5] * 6, sampling, seeds)
+        answers = collect(asked, engine.generate(asked))
         found[batch_tokens] = ids(answers)
-    (alone,) = collect([5], engine.generate(prompts[3:4], [5], sampling, seeds[3:4]))
+    (alone,) = collect(asked[3:4], engine.generate(asked[3:4]))
     assert found[20] == found[100] == found[5000]
     assert ids([alone]) == found[20][3:4]
     assert len({len(response) for of_prompt in found[20] for response in of_prompt}) >= 3

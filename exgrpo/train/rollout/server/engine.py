@@ -9,8 +9,7 @@ import torch
 
 from exgrpo.train.distributed import World, agree
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.records import TokenIds
-from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
+from exgrpo.train.rollout.engine import EngineCounts, Finished, Request
 from exgrpo.train.rollout.server.check import FRESH
 from exgrpo.train.rollout.server.client import ServerClient, host_and_port
 from exgrpo.train.rollout.server.pool import Job, ServerPool
@@ -61,9 +60,7 @@ class ServerEngine:
         other = "it has weights of another run until some are pushed; a server that is started anew has the model's"
         self._pool.renew({url: "" if of_server.label == FRESH else other for url, of_server in facts.items()})
 
-    def generate(
-        self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seeds: Sequence[int]
-    ) -> Iterator[Finished]:
+    def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
         """See `RolloutEngine.generate`; the seeds are not used.
 
         Raises:
@@ -72,15 +69,15 @@ class ServerEngine:
         # Answers of one request share their prompt's blocks in the server's cache.
         most = self._sequences
         jobs = [
-            Job(i, first, min(most, count - first), prompts[i])
-            for i, count in enumerate(counts)
-            for first in range(0, count, most)
+            Job(i, first, min(most, request.count - first), request.prompt, request.sampling)
+            for i, request in enumerate(requests)
+            for first in range(0, request.count, most)
         ]
-        with closing(self._pool.generate(jobs, sampling)) as replies:
+        with closing(self._pool.generate(jobs)) as replies:
             for job, reply in replies:
                 self._count(prompt_tokens=len(job.tokens) * job.count, cached_tokens=reply.cached_tokens)
                 for sample, rollout in enumerate(reply.rollouts, job.sample):
-                    yield Finished(job.prompt, sample, rollout)
+                    yield Finished(job.request, sample, rollout)
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `RolloutEngine.push_weights`; a server that cannot be reached is left out, one that is back taken in.

@@ -34,12 +34,13 @@ class NoServerError(RolloutError):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """`count` answers to a prompt of the call, the first of which is its `sample`-th one."""
+    """`count` answers to the prompt of a request of the call, the first of which is its `sample`-th one."""
 
-    prompt: int
+    request: int
     sample: int
     count: int
     tokens: TokenIds
+    sampling: Sampling
 
 
 @dataclass(eq=False)
@@ -119,7 +120,7 @@ class ServerPool:
         each = "; ".join(f"{url}: {self._problems.get(url, 'no weights yet')}" for url in self._clients)
         return NoServerError(f"no rollout server is left ({each}): start them again, and go on with --resume auto")
 
-    def generate(self, jobs: Sequence[Job], sampling: Sampling) -> Generator[tuple[Job, Reply]]:
+    def generate(self, jobs: Sequence[Job]) -> Generator[tuple[Job, Reply]]:
         """The jobs and their answers, each as soon as it is there.
 
         Raises:
@@ -129,7 +130,7 @@ class ServerPool:
         executor = ThreadPoolExecutor(REQUESTS * len(self._clients), thread_name_prefix="rollouts")
         try:
             done: SimpleQueue[Future[Reply]] = SimpleQueue()
-            futures = {executor.submit(self._answer, call, job, sampling): job for job in jobs}
+            futures = {executor.submit(self._answer, call, job): job for job in jobs}
             for future in futures:
                 future.add_done_callback(done.put)
             while futures:
@@ -149,13 +150,13 @@ class ServerPool:
             if names := [name for name, request in left.items() if request.client is client]:
                 client.abort(names)
 
-    def _answer(self, call: _Call, job: Job, sampling: Sampling) -> Reply:
+    def _answer(self, call: _Call, job: Job) -> Reply:
         oldest = len(self._versions) - 1
         while True:
             request = uuid.uuid4().hex
-            member, asked = self._take(call, job, request, sampling)
+            member, asked = self._take(call, job, request)
             try:
-                reply = member.client.generate(request, job.tokens, job.count, sampling, self._eos, asked.seconds)
+                reply = member.client.generate(request, job.tokens, job.count, job.sampling, self._eos, asked.seconds)
                 self._measure(asked, reply)
                 foreign = reply.versions - set(self._versions[oldest:])
                 if not foreign:
@@ -173,14 +174,14 @@ class ServerPool:
         with self._lock:
             self._pace[asked.client.url] = max(pace, self._pace.get(asked.client.url, 0.0))
 
-    def _take(self, call: _Call, job: Job, request: str, sampling: Sampling) -> tuple[_Member, _Request]:
+    def _take(self, call: _Call, job: Job, request: str) -> tuple[_Member, _Request]:
         with self._lock:
             if call.over or not self._members:
                 raise self._error()
             member = min(self._members.values(), key=lambda member: member.outstanding)
             member.outstanding += job.count
             pace = self._pace.get(member.client.url, ASSUMED_PACE)
-            seconds = min(LONG_SECONDS, LEAST_SECONDS + PATIENCE * pace * sampling.max_tokens)
+            seconds = min(LONG_SECONDS, LEAST_SECONDS + PATIENCE * pace * job.sampling.max_tokens)
             call.requests[request] = _Request(member.client, job.count, time.monotonic(), seconds)
             return member, call.requests[request]
 

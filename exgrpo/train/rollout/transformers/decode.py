@@ -27,7 +27,7 @@ def decode(
     model: PreTrainedModel,
     prompts: Sequence[TokenIds],
     prompt_of: npt.NDArray[np.int64],
-    sampling: Sampling,
+    sampling: Sequence[Sampling],
     noise: Noise,
     *,
     eos: TokenIds,
@@ -41,7 +41,7 @@ def decode(
         model: on the device where it computes.
         prompts: M prompts.
         prompt_of: [N], which prompt each answer belongs to.
-        sampling: how.
+        sampling: [N], how; all have the same temperature, nucleus and wish for log-probs.
         noise: of N answers.
         eos: token ids that end an answer.
         pad: fills prompts up, on the left.
@@ -51,38 +51,39 @@ def decode(
     state.select(prompt_of)
     logits = logits[torch.from_numpy(prompt_of).to(logits.device)]
     answers, open_ = np.arange(len(prompt_of)), np.ones(len(prompt_of), bool)
-    shape = (len(prompt_of), sampling.max_tokens)
+    limits = np.array([of_answer.max_tokens for of_answer in sampling])
+    stops = any(of_answer.stop for of_answer in sampling)
+    shape = (len(prompt_of), int(limits.max()))
     responses, log_prob, entropy = np.empty(shape, np.int32), np.empty(shape, np.float32), np.empty(shape, np.float32)
 
     def rollout(answer: int, length: int, *, finished: bool) -> tuple[int, Rollout]:
         response = responses[answer, :length].copy()
-        if not sampling.log_prob:
+        if not sampling[answer].log_prob:
             return answer, Rollout(response, finished)
-        return answer, Rollout(response, finished, *(of[answer, :length].copy() for of in (log_prob, entropy)))
+        scores = {"log_prob": log_prob, "entropy": entropy}
+        return answer, Rollout(response, finished, **{name: of[answer, :length].copy() for name, of in scores.items()})
 
-    for position in range(sampling.max_tokens):
-        drawn = draw(logits, torch.from_numpy(noise.at(position, answers)).to(logits.device), sampling)
+    for position in range(shape[1]):
+        drawn = draw(logits, torch.from_numpy(noise.at(position, answers)).to(logits.device), sampling[0])
         tokens = drawn.token.cpu().numpy()
         responses[answers, position] = tokens
         log_prob[answers, position] = drawn.log_prob.cpu().numpy()
         entropy[answers, position] = drawn.entropy.cpu().numpy()
         last = (tokens[:, None] == eos).any(1)
-        ended = open_ & last
-        if sampling.stop:  # a token in which a stop string ends: what is to be cut is found later
-            for place in np.flatnonzero(open_ & ~ended):
-                ended[place] = sampling.stop.reached(responses[answers[place], : position + 1])
+        ended = open_ & (last | (limits[answers] == position + 1))
+        for place in np.flatnonzero(open_ & ~ended) if stops else ():
+            # A token in which a stop string ends; what is to be cut is found later.
+            ended[place] = sampling[answers[place]].stop.reached(responses[answers[place], : position + 1])
         for place in np.flatnonzero(ended):
             yield rollout(int(answers[place]), position + 1, finished=bool(last[place]))
         open_ &= ~ended
-        if not open_.any() or position + 1 == sampling.max_tokens:
+        if not open_.any():
             break
         if open_.mean() < KEPT:
             left = np.flatnonzero(open_)
             answers, open_, tokens = answers[left], open_[left], tokens[left]
             state.select(left)
         logits = state.read(torch.from_numpy(tokens[:, None].astype(np.int64)))
-    for answer in answers[open_]:
-        yield rollout(int(answer), sampling.max_tokens, finished=False)
 
 
 class _Rows:

@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from exgrpo.train.distributed import World
-from exgrpo.train.records import TokenIds
-from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
+from exgrpo.train.rollout.engine import EngineCounts, Finished, Request
 from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.transformers.attention import ONE_TOKEN
 from exgrpo.train.rollout.transformers.decode import decode
@@ -41,30 +40,32 @@ class TransformersEngine:
         self._counts = EngineCounts()
         self._slept: float | None = None
 
-    def generate(
-        self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seeds: Sequence[int]
-    ) -> Iterator[Finished]:
+    def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
         """See `RolloutEngine.generate`; prompts of about the same length are answered together."""
-        jobs = [(i, sample) for i, count in enumerate(counts) for sample in range(count)]
-        jobs.sort(key=lambda job: len(prompts[job[0]]))
+        jobs = [(i, sample) for i, request in enumerate(requests) for sample in range(request.count)]
+        jobs.sort(key=lambda job: len(requests[job[0]].prompt))
         while jobs:
             # The last job has the longest prompt: it sets the width of the batch.
-            rows = max(1, self.batch_tokens // (len(prompts[jobs[-1][0]]) + sampling.max_tokens))
+            longest = max(requests[i].sampling.max_tokens for i, _ in jobs)
+            rows = max(1, self.batch_tokens // (len(requests[jobs[-1][0]].prompt) + longest))
             jobs, batch = jobs[:-rows], jobs[-rows:]
             asked = sorted({i for i, _ in batch})
             self._count(
-                prompt_tokens=sum(len(prompts[i]) for i, _ in batch), read_tokens=sum(len(prompts[i]) for i in asked)
+                prompt_tokens=sum(len(requests[i].prompt) for i, _ in batch),
+                read_tokens=sum(len(requests[i].prompt) for i in asked),
             )
             answers = decode(
                 self.model,
-                [prompts[i] for i in asked],
+                [requests[i].prompt for i in asked],
                 np.searchsorted(asked, [i for i, _ in batch]),
-                sampling,
-                Noise([(seeds[i], sample) for i, sample in batch]),
+                [requests[i].sampling for i, _ in batch],
+                Noise([(requests[i].seed, sample) for i, sample in batch]),
                 eos=self.eos,
                 pad=self.pad,
             )
-            yield from (Finished(*batch[number], sampling.stop.cut(rollout)) for number, rollout in answers)
+            for number, rollout in answers:
+                i, sample = batch[number]
+                yield Finished(i, sample, requests[i].sampling.stop.cut(rollout))
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `RolloutEngine.push_weights`."""

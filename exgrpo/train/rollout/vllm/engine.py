@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import torch
 
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.records import Rollout, TokenIds
-from exgrpo.train.rollout.engine import EngineCounts, Finished, Sampling
+from exgrpo.train.records import Rollout
+from exgrpo.train.rollout.engine import EngineCounts, Finished, Request, Sampling
 from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.vllm.probe import differing
 from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, kept_process_group, one_line
@@ -61,49 +60,43 @@ class VllmEngine:
         self._weights: Iterable[tuple[str, torch.Tensor]] | None = None
         self._prompt_tokens = self._cached_tokens = 0
 
-    def generate(
-        self, prompts: Sequence[TokenIds], counts: Sequence[int], sampling: Sampling, seeds: Sequence[int]
-    ) -> Iterator[Finished]:
+    def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
         """See `RolloutEngine.generate`. What is not finished when the iterator is closed is given up."""
         if self._sleep.asleep:
             raise RuntimeError("the rollout engine is asleep: wake it before it generates")
         if self._engine.has_unfinished_requests():
             raise RuntimeError("the rollout engine still generates for an earlier call: finish or close that first")
-        asked = {f"{i}.{sample}": (i, sample) for i, count in enumerate(counts) for sample in range(count)}
-        self._guest.seed(derive_seed(0, "call", *seeds))
+        asked = {f"{i}.{sample}": (i, sample) for i, one in enumerate(requests) for sample in range(one.count)}
+        self._guest.seed(derive_seed(0, "call", *(request.seed for request in requests)))
         try:
             with self._guest:
                 # What an earlier call has cached would change the shapes of the products, and so their rounding.
                 self._engine.reset_prefix_cache()
-                self._add(asked, prompts, sampling, seeds)
+                for name, (i, sample) in asked.items():
+                    self._add(name, requests[i], sample)
             while self._engine.has_unfinished_requests():
                 with self._guest:
                     outputs = self._engine.step()
                 for output in outputs:
                     answer = output.outputs[0]
+                    i, sample = asked[output.request_id]
+                    request = requests[i]
                     if not output.finished:
-                        if not sampling.stop.reached(answer.token_ids):
+                        if not request.sampling.stop.reached(answer.token_ids):
                             continue
                         with self._guest:
                             self._engine.abort_request([output.request_id])
-                    i, sample = asked.pop(output.request_id)
-                    self._prompt_tokens += len(prompts[i])
+                    del asked[output.request_id]
+                    self._prompt_tokens += len(request.prompt)
                     self._cached_tokens += output.num_cached_tokens or 0
-                    yield Finished(i, sample, _rollout(answer, sampling))
+                    yield Finished(i, sample, _rollout(answer, request.sampling))
         finally:
             with self._guest:
                 self._engine.abort_request(list(asked))
 
-    def _add(
-        self,
-        asked: dict[str, tuple[int, int]],
-        prompts: Sequence[TokenIds],
-        sampling: Sampling,
-        seeds: Sequence[int],
-    ) -> None:
-        kind = self._vllm.sampling_params.RequestOutputKind
-        parameters = partial(
-            self._vllm.SamplingParams,
+    def _add(self, name: str, request: Request, sample: int) -> None:
+        kind, sampling = self._vllm.sampling_params.RequestOutputKind, request.sampling
+        parameters = self._vllm.SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -112,12 +105,10 @@ class VllmEngine:
             detokenize=False,
             # Stop strings are looked for here, after each token: vLLM has no tokenizer.
             output_kind=kind.CUMULATIVE if sampling.stop else kind.FINAL_ONLY,
-        )
-        for name, (i, sample) in asked.items():
-            tokens = self._vllm.inputs.tokens_input(prompts[i].tolist())
             # vLLM sets such a generator back where a prompt is read in parts, which torch's on CPUs cannot do.
-            own = derive_seed(seeds[i], "sample", sample) if self._guest.device.type == "cuda" else None
-            self._engine.add_request(name, tokens, parameters(seed=own))
+            seed=derive_seed(request.seed, "sample", sample) if self._guest.device.type == "cuda" else None,
+        )
+        self._engine.add_request(name, self._vllm.inputs.tokens_input(request.prompt.tolist()), parameters)
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `RolloutEngine.push_weights`.

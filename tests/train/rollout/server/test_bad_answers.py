@@ -1,6 +1,7 @@
 """Servers that answer nonsense, or nothing: they are left out like dead ones, and the others do their work."""
 
 import copy
+import dataclasses
 import json
 import logging
 import math
@@ -78,14 +79,14 @@ def test_a_bad_answer_leaves_the_server_out_and_another_is_asked(fakes, caplog, 
     answer, message = BAD[name]
     bad.generates(answer)
     good.generates(reply(choice(0)))
-    got = [job.prompt for job, _ in pool_of(bad, good, vocabulary=VOCABULARY).generate(jobs(20), SAMPLING)]
+    got = [job.request for job, _ in pool_of(bad, good, vocabulary=VOCABULARY).generate(jobs(20))]
     assert sorted(got) == list(range(20))
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith(f"rollout server {bad.url} is left out until the next push of weights: ")
     assert "\n" not in warning
     assert len(warning) < 500
     with pytest.raises(NoServerError, match=message):
-        list(pool_of(bad, vocabulary=VOCABULARY).generate(jobs(1), SAMPLING))
+        list(pool_of(bad, vocabulary=VOCABULARY).generate(jobs(1)))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000, "nope" * 100_000, '{"choices": ' + "[" * 5000])
@@ -231,7 +232,7 @@ def test_a_server_that_hangs_is_waited_for_in_proportion_to_the_work_and_with_a_
     monkeypatch.setattr(pool, "ASSUMED_PACE", 0.05)  # 4 tokens, 5 times that: 1 s more
     good = fakes()
     good.generates(reply(choice(0)))
-    got = [job.prompt for job, _ in pool_of(hung, good).generate(jobs(10), SAMPLING)]
+    got = [job.request for job, _ in pool_of(hung, good).generate(jobs(10))]
     assert sorted(got) == list(range(10))
     first, *_, last = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert first.startswith("no answer of a rollout server for 0 s: " + hung.url)
@@ -249,7 +250,7 @@ def test_how_long_an_answer_is_waited_for(fakes, pace, tokens, seconds):
     waited = pool_of(fake)
     if pace is not None:
         waited._pace[fake.url] = pace
-    _, asked = waited._take(pool._Call(), jobs(1)[0], "name", Sampling(tokens))
+    _, asked = waited._take(pool._Call(), dataclasses.replace(jobs(1)[0], sampling=Sampling(tokens)), "name")
     assert asked.seconds == pytest.approx(seconds)
 
 
@@ -257,10 +258,10 @@ def test_the_pace_is_that_of_the_slowest_answer(fakes):
     fake = fakes()
     fake.generates(reply(choice(0)))
     measured = pool_of(fake)
-    list(measured.generate(jobs(5), SAMPLING))
+    list(measured.generate(jobs(5)))
     assert 0 < measured._pace[fake.url] < 60 / pool.SHORT_ANSWER
     slowest = measured._pace[fake.url] = 50.0
-    list(measured.generate(jobs(5), SAMPLING))
+    list(measured.generate(jobs(5)))
     assert measured._pace[fake.url] == slowest
 
 
@@ -279,5 +280,5 @@ def test_a_consumer_that_leaves_waits_for_no_server_that_is_left_out(fakes, hung
     monkeypatch.setattr(pool, "ASSUMED_PACE", 0.0)
     hung.answers["abort_requests"] = hung.answers["inference/v1/generate"]
     with pytest.raises(NoServerError, match="no answer for 0 s"):
-        list(pool_of(hung).generate(jobs(20), SAMPLING))
+        list(pool_of(hung).generate(jobs(20)))
     assert not hung.requests("abort_requests")

@@ -119,7 +119,7 @@ def pool_of(*servers, vocabulary=1000):
 
 
 def jobs(number):
-    return [Job(i, 0, 1, PROMPT) for i in range(number)]
+    return [Job(i, 0, 1, PROMPT, SAMPLING) for i in range(number)]
 
 
 def test_the_idle_server_is_asked(fakes):
@@ -132,10 +132,10 @@ def test_the_idle_server_is_asked(fakes):
 
     slow.generates(wait)
     quick.generates(reply(choice(0)))
-    done = pool_of(slow, quick).generate(jobs(400), SAMPLING)
-    first = [next(done)[0].prompt for _ in range(200)]
+    done = pool_of(slow, quick).generate(jobs(400))
+    first = [next(done)[0].request for _ in range(200)]
     released.set()
-    assert sorted(first + [job.prompt for job, _ in done]) == list(range(400))
+    assert sorted(first + [job.request for job, _ in done]) == list(range(400))
     assert len(slow.requests()) < len(quick.requests())
 
 
@@ -143,7 +143,7 @@ def test_what_one_server_does_not_answer_another_does_once(fakes, caplog):
     bad, good = fakes(), fakes()
     bad.generates(in_turn(reply(choice(0)), reply(choice(0)), (500, {"error": {"message": "engine dead"}})))
     good.generates(reply(choice(0)))
-    got = [job.prompt for job, _ in pool_of(bad, good).generate(jobs(300), SAMPLING)]
+    got = [job.request for job, _ in pool_of(bad, good).generate(jobs(300))]
     assert sorted(got) == list(range(300))
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"{bad.url} is left out until the next push of weights: 500 engine dead" in warning
@@ -153,9 +153,9 @@ def test_answers_by_other_weights_are_not_taken(fakes):
     fake = fakes()
     fake.generates(in_turn(reply(choice(0)), reply(choice(0, version="other"))))
     pool = pool_of(fake)
-    assert len(list(pool.generate(jobs(1), SAMPLING))) == 1
+    assert len(list(pool.generate(jobs(1)))) == 1
     with pytest.raises(NoServerError, match=f"{fake.url}: it has other weights \\(other\\)"):
-        list(pool.generate(jobs(1), SAMPLING))
+        list(pool.generate(jobs(1)))
 
 
 def test_weights_that_are_pushed_meanwhile_are_taken(fakes):
@@ -167,7 +167,7 @@ def test_weights_that_are_pushed_meanwhile_are_taken(fakes):
         return reply(choice(0, version="run-1"))
 
     fake.generates(push_first)
-    assert len(list(pool.generate(jobs(1), SAMPLING))) == 1
+    assert len(list(pool.generate(jobs(1)))) == 1
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from exgrpo.train.rollout.server.engine import ServerEngine
 from exgrpo.train.rollout.server.pool import NoServerError
 from exgrpo.train.weight_check import check_engine
 from tests.train import pieces, tiny
+from tests.train.asking import requests_for
 from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT, free_port, launch
 from tests.train.rollout.server.servers import LONGEST, Server
@@ -97,7 +98,8 @@ def moved(fleet, *, tied=True, dtype="fp32"):
 
 def sample(engine, counts=COUNTS, temperature=TEMPERATURE, **changes):
     sampling = Sampling(MAX_TOKENS, temperature=temperature, log_prob=True, **changes)
-    return collect(counts, engine.generate(PROMPTS, counts, sampling, range(len(PROMPTS))))
+    asked = requests_for(PROMPTS, counts, sampling, range(len(PROMPTS)))
+    return collect(asked, engine.generate(asked))
 
 
 @pytest.mark.parametrize(("name", "tied", "dtype"), [("first", True, "fp32"), ("bf16", False, "bf16")])
@@ -184,7 +186,8 @@ def test_prompts_that_share_a_block_come_from_the_cache_until_a_push(fleet, open
     for push in (True, False, True):
         if push:
             engine.push_weights(policy.weights())
-        collect([1], engine.generate([prompt], [1], Sampling(2), [0]))
+        asked = requests_for([prompt], [1], Sampling(2), [0])
+        collect(asked, engine.generate(asked))
         counts = engine.counts()
         assert counts.prompt_tokens == 40
         cached.append(counts.cached_tokens)
@@ -194,7 +197,7 @@ def test_prompts_that_share_a_block_come_from_the_cache_until_a_push(fleet, open
 def test_a_consumer_that_has_enough_leaves_no_request_behind(fleet, opened):
     engine = opened(fleet.first)
     engine.push_weights(moved(fleet).weights())
-    answers = engine.generate(PROMPTS * 20, [4] * 120, Sampling(LONGEST - 8), range(300))
+    answers = engine.generate(requests_for(PROMPTS * 20, [4] * 120, Sampling(LONGEST - 8), range(120)))
     next(answers)
     answers.close()
     # A push waits for all requests that are still there.
@@ -221,13 +224,13 @@ def test_a_killed_server_loses_no_answer_and_comes_back_with_the_next_push(fleet
     engine = opened(fleet.first, fleet.second)
     policy = moved(fleet)
     engine.push_weights(policy.weights())
-    counts = [4] * 300
-    answers = engine.generate([PROMPTS[i % 6] for i in range(300)], counts, Sampling(LONGEST - 8), range(300))
+    asked = requests_for(PROMPTS * 50, [4] * 300, Sampling(LONGEST - 8), range(300))
+    answers = engine.generate(asked)
     got = [next(answers)]
     fleet.second.kill()
     got += answers
-    assert [len(of_prompt) for of_prompt in collect(counts, got)] == counts
-    assert len(got) == sum(counts)
+    assert [len(of_prompt) for of_prompt in collect(asked, got)] == [4] * 300
+    assert len(got) == 4 * 300
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len([text for text in warnings if fleet.second.url in text]) == 1
 

@@ -14,8 +14,10 @@ from exgrpo.train.rollout.vllm.engine import GIB, VllmEngine, _arguments
 from exgrpo.train.rollout.vllm.process import Guest
 from exgrpo.train.rollout.vllm.sleep import Sleep
 from tests.train import tiny
+from tests.train.asking import requests_for
 
 PROMPT = np.array([1, 2, 3], np.int32)
+ASKED = requests_for([PROMPT], [1], Sampling(1), [0])
 GARBAGE = -1
 
 
@@ -103,14 +105,13 @@ class GpuEngine(VllmEngine):
         self._weights = None
         self._prompt_tokens = self._cached_tokens = 0
 
-    def _add(self, asked, prompts, sampling, seeds):
-        for name in asked:
-            self._engine.add_request(name, PROMPT, sampling)
+    def _add(self, name, request, sample):
+        self._engine.add_request(name, PROMPT, request.sampling)
 
 
 def generated(engine):
     engine.wake()
-    ((rollout,),) = collect([1], engine.generate([PROMPT], [1], Sampling(1), [0]))
+    ((rollout,),) = collect(ASKED, engine.generate(ASKED))
     engine.sleep()
     return rollout.response[0]
 
@@ -155,12 +156,12 @@ def test_a_sleeping_engine_refuses_to_work(level):
     engine = GpuEngine(level)
     engine.sleep()
     with pytest.raises(RuntimeError, match="asleep: wake it"):
-        next(engine.generate([PROMPT], [1], Sampling(1), [0]))
+        next(engine.generate(ASKED))
     with pytest.raises(RuntimeError, match="asleep: compare its weights before"):
         engine.differing(Weights(2))
     engine.push_weights(Weights(2))
     with pytest.raises(RuntimeError, match="asleep: wake it"):  # it has its weights, but no cache yet
-        next(engine.generate([PROMPT], [1], Sampling(1), [0]))
+        next(engine.generate(ASKED))
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

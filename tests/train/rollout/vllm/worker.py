@@ -25,6 +25,7 @@ from exgrpo.train.rollout.vllm.engine import VllmEngine
 from exgrpo.train.rollout.vllm.process import KEPT
 from exgrpo.train.weight_check import check_engine
 from tests.train import pieces, tiny
+from tests.train.asking import requests_for
 from tests.train.fakes import LoneWorld
 from tests.train.test_weight_check import FullLogitPolicy
 
@@ -73,7 +74,8 @@ def process_state():
 
 
 def sample(engine, sampling, seed, prompts=PROMPTS, counts=COUNTS):
-    return collect(counts, engine.generate(prompts, counts, sampling, [seed] * len(prompts)))
+    asked = requests_for(prompts, counts, sampling, [seed] * len(prompts))
+    return collect(asked, engine.generate(asked))
 
 
 def plain(answers):
@@ -93,9 +95,10 @@ def refused(action):
 
 def watch_stream(engine, sampling, seed):
     """The answers one by one, while this process draws random numbers of its own."""
+    asked = requests_for(PROMPTS, COUNTS, sampling, [seed] * len(PROMPTS))
     before = process_state()
     untouched, unfinished, finished = [], [], []
-    for answer in engine.generate(PROMPTS, COUNTS, sampling, [seed] * len(PROMPTS)):
+    for answer in engine.generate(asked):
         untouched.append(process_state() == before)
         random.random()
         torch.rand(3)
@@ -105,14 +108,15 @@ def watch_stream(engine, sampling, seed):
     return {
         "untouched by generate": all(untouched) and process_state() == before,
         "unfinished at answers": unfinished,
-        "streamed": plain(collect(COUNTS, finished)),
+        "streamed": plain(collect(asked, finished)),
     }
 
 
 def stop_early(engine, sampling, seed):
-    stream = engine.generate(PROMPTS, COUNTS, sampling, [seed] * len(PROMPTS))
+    asked = requests_for(PROMPTS, COUNTS, sampling, [seed] * len(PROMPTS))
+    stream = engine.generate(asked)
     next(stream)
-    second = refused(lambda: next(engine.generate(PROMPTS, COUNTS, sampling, [seed] * len(PROMPTS))))
+    second = refused(lambda: next(engine.generate(asked)))
     stream.close()
     scheduler = engine._engine.engine_core.engine_core.scheduler
     return {"second call": second, "left by a closed call": len(scheduler.requests)}
