@@ -13,8 +13,9 @@ from tests.train.trainers import make
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 EVALUATION = sorted((FOLDER / "evaluation").glob("*.yaml"))
-METHODS = {*(FOLDER / "replay").glob("*.yaml"), *(FOLDER / "objectives").glob("*.yaml")}  # have tests of their own
-RECIPES = sorted(str(path.relative_to(FOLDER)) for path in set(FOLDER.rglob("*.yaml")) - set(EVALUATION) - METHODS)
+PARTS = {path for name in ("replay", "objectives", "environments") for path in (FOLDER / name).glob("*.yaml")}
+"""They go with the recipe of a task, and have tests of their own."""
+RECIPES = sorted(str(path.relative_to(FOLDER)) for path in set(FOLDER.rglob("*.yaml")) - set(EVALUATION) - PARTS)
 
 PAPER = {
     "steps": 700,

@@ -69,10 +69,14 @@ def some(count: int = 3) -> list[Trajectory]:
             trajectory(question, f"<think>{question}</think>\\boxed{{{gold}}}", key=7 + question),
             trajectory(question, f"\\boxed{{{gold}}}", seed=1, behaviour="engine", step=1),
         ]
-    told = trajectory(1, "7 + 8 = 15\\boxed{15}", reward=0.0, seed=3)
-    written = np.arange(len(told.response)) != 4
-    observing = dataclasses.replace(told, written=written, log_prob=np.where(written, told.log_prob, np.float32(0)))
-    return [*made, observing, trajectory(0, "\\boxed{no", finished=False, reward=0.0, seed=2)]
+    return [*made, trajectory(0, "\\boxed{no", finished=False, reward=0.0, seed=2)]
+
+
+def with_reply() -> Trajectory:
+    """An answer of which an environment has written some tokens."""
+    told = trajectory(1, "7 + 8 = 15\\boxed{15}", seed=3)
+    written = ~np.isin(np.arange(len(told.response)), (4, 5))
+    return dataclasses.replace(told, written=written, log_prob=np.where(written, told.log_prob, np.float32(0)))
 
 
 def make_run(folder: Path, trajectories: Sequence[Trajectory], *, step: int = 5, **values: Any) -> Path:

@@ -20,7 +20,7 @@ def test_a_run_begins_with_the_experience_of_another(tmp_path):
     folders = (f"--output.folder={tmp_path}", f"--experience.start={tmp_path / 'set'}")
     done = launch(MAIN, *ARGUMENTS, "--output.name=next", *folders, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "the experience starts with 8 answers to 3 questions from " in " ".join(done.stdout.split())
+    assert "the experience starts with 7 answers to 3 questions from " in " ".join(done.stdout.split())
     found = open_run(tmp_path / "next")
     stored = [found.trajectory(row) for row in range(len(found))]
     assert all(any(same(one, other, besides=["step"]) for other in stored if other.step == 0) for one in some())

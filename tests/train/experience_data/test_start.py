@@ -19,7 +19,7 @@ from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.records import Trajectory
 from exgrpo.train.trainer import Trainer
 from tests.train.experience_data import runs
-from tests.train.experience_data.runs import K, config, make_run, pretrained, same, some
+from tests.train.experience_data.runs import K, config, make_run, pretrained, same, some, with_reply
 from tests.train.fakes import EOS, LoneWorld, RecordingPolicy, ScriptedEngine, ScriptedGrader, fake_score, question_set
 from tests.train.trainers import half
 
@@ -81,6 +81,30 @@ def exported(tmp_path):
     return tmp_path / "set"
 
 
+def test_answers_with_replies_come_back_as_they_were_and_in_no_other_tokens(tmp_path):
+    """The text of such an answer does not say who wrote what, so another model cannot learn from it."""
+    export(make_run(tmp_path / "run", [*some(), with_reply()]), tmp_path / "set")
+    assert same(stored(arithmetic(tmp_path, tmp_path / "set"))[-1], with_reply(), besides=["step"])
+    (file,) = (tmp_path / "set" / "data").iterdir()
+    rows = pq.read_table(file).to_pylist()
+    assert [row["written"] is None for row in rows] == [*[True] * 7, False]
+    others = [{**row, "response_ids": [*row["response_ids"][:-1], 999_999]} for row in rows]
+    write(tmp_path / "other.jsonl", *others)
+    trainer = arithmetic(tmp_path, tmp_path / "other.jsonl")
+    assert len(stored(trainer)) == 7
+    assert all(one.written is None for one in stored(trainer))
+
+
+@pytest.mark.parametrize(
+    "written", [[True], [0] * 8, [False] * 8, "yes"], ids=["too few", "numbers", "nothing of the policy", "text"]
+)
+def test_marks_that_cannot_be_are_named(tmp_path, written):
+    ids = [5, 7, 8, 9, 5, 7, 8, EOS]
+    path = write(tmp_path / "traces.jsonl", trace(0, "5 7", response_ids=ids, written=written))
+    with pytest.raises(DataError, match="line 1: written must be true or false for each of the 8 response_ids"):
+        begin(path)
+
+
 @pytest.mark.parametrize("rule", ["recompute", "keep"])
 def test_an_export_of_the_same_model_comes_back_as_it_was(tmp_path, exported, rule):
     trainer = arithmetic(tmp_path, exported, **{"experience.start_log_prob": rule})
@@ -91,7 +115,7 @@ def test_an_export_of_the_same_model_comes_back_as_it_was(tmp_path, exported, ru
     table = trainer.replay.memory.table
     origins = [table.origin(row) for row in table.rows()]
     assert [(o.advantage, o.successes, o.answers, o.replays) for o in origins] == [
-        (0.25 + i, 1 + i % 2, 3, 0) for i in range(8)
+        (0.25 + i, 1 + i % 2, 3, 0) for i in range(7)
     ]
     # The latest known group of each question: rows 6, 3 and 5.
     assert trainer.replay.memory.count.tolist() == pytest.approx([K / 3, K * 2 / 3, K * 2 / 3, 0, 0, 0])

@@ -199,8 +199,13 @@ def check_gaps(story, steps):
 
 
 def test_a_killed_run_goes_on_to_the_same_metrics(tmp_path):
+    """With replies of an environment in its answers."""
     arguments = ("--steps=6", "--rollout.check_every=3", "--checkpoint.every=2", "--output.save_model=False")
-    check_gaps(started(tmp_path / "whole", *arguments), [0, 3, 6])
+    arguments = (*arguments, "--environment.function=calculator")
+    whole = started(tmp_path / "whole", *arguments)
+    check_gaps(whole, [0, 3, 6])
+    steps = [record for record in whole if "reward" in record]
+    assert all(record["turns"] > 1 and record["mismatch/mean"] < 1e-5 for record in steps)
     killed = (*SMALL, *arguments, "--rollout.engine=vllm", f"--output.folder={tmp_path / 'killed'}", "--resume=auto")
     running = Ranks(MAIN, *killed, ranks=2, vllm=True)
     deadline = time.monotonic() + 240
@@ -214,8 +219,10 @@ def test_a_killed_run_goes_on_to_the_same_metrics(tmp_path):
     assert untimed(tmp_path / "killed" / "small") == untimed(tmp_path / "whole" / "small")
 
 
-def test_two_ranks_train_with_one_engine(tmp_path):
-    check_gaps(started(tmp_path, "--steps=2", "--rollout.tensor_parallel=2", "--output.save_model=False"), [0])
+def test_two_ranks_train_with_one_engine_that_gets_their_adapters(tmp_path):
+    adapters = ("--lora.rank=4", "--optimizer.lr=1e-2", "--rollout.check_every=1")
+    arguments = ("--steps=2", "--rollout.tensor_parallel=2", "--output.save_model=False", *adapters)
+    check_gaps(started(tmp_path, *arguments), [0, 1, 2])
 
 
 def test_what_it_cannot_do_is_one_clear_error_before_training(tmp_path):
