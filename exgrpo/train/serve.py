@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-cache-gib", type=float, help="for keys and values; on CPUs 1 if left out")
     parser.add_argument("--host", default="127.0.0.1", help="interface to listen on (%(default)s: this machine only)")
     parser.add_argument("--names", nargs="*", default=[], help="names of this machine in the trainer's rollout.servers")
-    parser.add_argument("--without-token", action="store_true", help="answer whoever reaches the port")
+    parser.add_argument("--without-token", action="store_true", help="answer all who reach the port")
     parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
     parser.add_argument("--seed", type=int, help="of its samples; random if left out")
     return parser
@@ -107,7 +107,7 @@ def _guarded(own: argparse.Namespace, further: Sequence[str]) -> dict[str, str]:
         ConfigError: other machines could ask a server without a token, or an option goes around the guard.
     """
     for option in further:
-        if reason := UNGUARDED.get(option.partition("=")[0]):
+        if reason := UNGUARDED.get(option.partition("=")[0].replace("_", "-")):
             raise ConfigError(f"{option}: {reason}")
     token = "" if own.without_token else server_token()
     local = _is_loopback(own.host)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from exgrpo.train.errors import GraderError
+from exgrpo.train.errors import GraderError, RewardError
 from exgrpo.train.reward.names import is_own
 from exgrpo.train.reward.pool import Grader
 
@@ -38,6 +38,9 @@ def reaches(response, gold):
     except OSError:
         return 0.0
     return 1.0
+
+def says_much(response, gold):
+    return {str(number).zfill(int(gold)): 1.0 for number in range(int(response))}
 
 def limits(response, gold):
     with open(gold, "wb") as file:
@@ -98,6 +101,17 @@ def test_memory_that_is_kept_does_not_pile_up(mine):
         grades = grader.grade([(str(i), "") for i in range(9)])
     assert grades.reward == (1.0, 1.0, 0.0) * 3
     assert grades.failed == 3
+
+
+@pytest.mark.parametrize(
+    ("parts", "name", "message"),
+    [("101", "3", "returned more than 100 parts"), ("2", "201", "returned a part with a name of 201 characters")],
+)
+def test_what_a_process_sends_back_is_short(mine, parts, name, message):
+    with Grader(f"{mine}:says_much", workers=1, time_limit=60) as grader:
+        assert grader.grade([("100", "200")]).reward == (100.0,)
+        with pytest.raises(RewardError, match=message):
+            grader.grade([(parts, name)])
 
 
 @contextmanager

@@ -285,7 +285,7 @@ def test_on_the_loopback_device_a_token_may_be_left_out_and_the_guard_may_not(ho
     assert "VLLM_API_KEY" not in environment
 
 
-@pytest.mark.parametrize("option", ["--api-key", "--api-key=abc", "--grpc"])
+@pytest.mark.parametrize("option", ["--api-key", "--api_key=abc", "--grpc"])
 def test_options_around_the_guard_are_refused(option):
     with pytest.raises(ConfigError, match=f"^{option}: "):
         serve.build(["builtin:arithmetic", option], on_cpu=True)
