@@ -20,6 +20,7 @@ from exgrpo.train.limits import (
     LONGEST,
     MOST_ANSWERS,
     MOST_CALLS,
+    MOST_GIB,
     MOST_PROCESSES,
     MOST_ROWS,
     MOST_SAMPLES,
@@ -117,6 +118,15 @@ class RewardConfig(Section):
     workers: int = Field(2, ge=1, le=MOST_PROCESSES, description="Grading processes per rank.")
     time_limit: float = Field(
         5.0, gt=0, le=3600, description="Seconds per answer, at most an hour; then it is killed and scores 0."
+    )
+    memory_gib: float = Field(
+        4.0,
+        gt=0,
+        le=MOST_GIB,
+        description="GiB that a grading process may take for an answer; if it takes more, it fails.",
+    )
+    network: bool = Field(
+        True, description="Whether functions of your own may use the network; those of this package never may."
     )
     concurrency: int = Field(
         32, ge=1, le=MOST_CALLS, description="Answers that a process grades at a time by an asynchronous function."

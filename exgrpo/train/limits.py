@@ -16,5 +16,9 @@ MOST_PROCESSES = 1024
 """Of one kind: a machine has no more cores, and no head of a model is split further."""
 MOST_CALLS = 1000
 """In flight in one process: each has a connection, and many systems let a process open 1024 files."""
+MOST_GIB = 2**20
+"""Memory of a process: no machine has so much."""
+MOST_PARTS = 100
+"""Of a reward: each is a line of the metrics."""
 LARGEST_REWARD = 1e6
 """Advantages are computed in fp32, which has seven digits: beside larger rewards, differences of 0.1 vanish."""

@@ -1,14 +1,17 @@
 """`python -m exgrpo.train.serve MODEL`: a `vllm serve` that gives rollouts and takes weights.
 
-It only puts the command together, prints it and becomes it; options that it does not know go to vLLM as they are.
+It only puts the command together, prints it and becomes it; options that it does not know go to vLLM as they are. If
+EXGRPO_SERVER_TOKEN is set, the server answers only requests with this token.
 """
 
 import argparse
 import importlib.metadata
+import ipaddress
 import json
 import os
 import secrets
 import shlex
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +25,8 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.pretrained.check import check_positions, check_weights
     from exgrpo.train.pretrained.source import ModelSource, find_model
     from exgrpo.train.pretrained.tokenizer import DTYPES
+    from exgrpo.train.rollout.server.guard import NAMES
+    from exgrpo.train.rollout.server.shared_token import MAKE, TOKEN, server_token
 
 GIB = 2**30
 CPU_CACHE_GIB = 1.0
@@ -32,6 +37,12 @@ SWITCHES = (
     "--enable-prompt-tokens-details",
     "--disable-uvicorn-access-log",
 )
+VLLM_KEY = "VLLM_API_KEY"
+UNGUARDED = {
+    "--api-key": f"the key of vLLM guards a part of its routes only: set {TOKEN}, which guards all of them",
+    "--grpc": "the trainer speaks HTTP, and only that is guarded: leave it out",
+}
+"""Options of vLLM that are refused."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -40,7 +51,8 @@ def main(argv: Sequence[str]) -> None:
         command, environment = build(argv, on_cpu=_built_for_cpu())
     except ExgrpoError as error:
         sys.exit(f"error: {error}")
-    settings = " ".join(f"{name}={value}" for name, value in environment.items())
+    shown = {name: "..." if value and name in (TOKEN, VLLM_KEY) else value for name, value in environment.items()}
+    settings = " ".join(f"{name}={value}" for name, value in shown.items())
     print(f"{settings} {shlex.join(command)}", flush=True)
     os.execve(command[0], command, {**os.environ, **environment, SERVER: str(os.getpid())})
 
@@ -54,12 +66,12 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
 
     Raises:
         ModelError: there is no such model, or it is not whole.
-        ConfigError: an option does not suit it.
+        ConfigError: an option does not suit it, or the server would answer strangers.
     """
     own, further = _parser().parse_known_args(argv)
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **_guarded(own, further)}
     source = _checked(own.model, own.overrides, own.max_tokens)
     options, switches = _options(own, source, on_cpu=on_cpu), list(SWITCHES)
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     # `vllm serve`; vLLM's build for CPUs has that command, but not under the name by which it asks for its version.
     program = ["vllm.entrypoints.cli.main", "serve", source.path]
     if on_cpu:
@@ -81,9 +93,40 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kv-cache-gib", type=float, help="for keys and values; on CPUs 1 if left out")
     parser.add_argument("--host", default="127.0.0.1", help="interface to listen on (%(default)s: this machine only)")
+    parser.add_argument("--names", nargs="*", default=[], help="names of this machine in the trainer's rollout.servers")
+    parser.add_argument("--without-token", action="store_true", help="answer all who reach the port")
     parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
     parser.add_argument("--seed", type=int, help="of its samples; random if left out")
     return parser
+
+
+def _guarded(own: argparse.Namespace, further: Sequence[str]) -> dict[str, str]:
+    """What the server's guard reads in its environment.
+
+    Raises:
+        ConfigError: other machines could ask a server without a token, or an option goes around the guard.
+    """
+    for option in further:
+        if reason := UNGUARDED.get(option.partition("=")[0].replace("_", "-")):
+            raise ConfigError(f"{option}: {reason}")
+    token = "" if own.without_token else server_token()
+    local = _is_loopback(own.host)
+    if not (local or token or own.without_token):
+        raise ConfigError(
+            f"--host {own.host}: whoever reaches the port of a server can replace its weights. Set a token for the "
+            f"servers and the trainer, `{MAKE}`, or give --without-token where you trust all who reach it"
+        )
+    names = [] if local else [own.host, socket.gethostname(), socket.getfqdn()]
+    of_guard = {NAMES: ",".join(dict.fromkeys([*own.names, *names])), TOKEN: token}
+    return {**of_guard, VLLM_KEY: token} if token else of_guard
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether other machines cannot reach what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _options(own: argparse.Namespace, source: ModelSource, *, on_cpu: bool) -> dict[str, Any]:
@@ -98,6 +141,7 @@ def _options(own: argparse.Namespace, source: ModelSource, *, on_cpu: bool) -> d
         "--logprobs-mode": "processed_logprobs",  # of the policy that is sampled from, at its temperature
         "--weight-transfer-config": json.dumps({"backend": "gloo" if on_cpu else "nccl"}),
         "--worker-extension-cls": "exgrpo.train.rollout.server.worker.RolloutWorker",
+        "--middleware": "exgrpo.train.rollout.server.guard.Guard",
     }
     if own.max_tokens is not None:
         options["--max-model-len"] = own.max_tokens

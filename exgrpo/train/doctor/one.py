@@ -1,6 +1,7 @@
-"""The process of one check: `python -m exgrpo.train.doctor.one FUNCTION RECIPE FOLDER PARENT`.
+"""The process of one check: `python -m exgrpo.train.doctor.one RECIPE FOLDER PARENT`.
 
-Its standard output is one line of JSON, the finding; all that libraries print goes to its standard error.
+Its standard input is the function of the check, pickled by the doctor. Its standard output is one line of JSON, the
+finding; all that libraries print goes to its standard error.
 """
 
 import json
@@ -20,14 +21,14 @@ from exgrpo.train.recipe import load_recipe
 
 def main(argv: Sequence[str]) -> int:
     """Do the check; the exit status is 0 where it has come to a finding."""
-    function, recipe, folder = map(Path, argv[:3])
-    end_group_with_parent(int(argv[3]))
+    recipe, folder = map(Path, argv[:2])
+    end_group_with_parent(int(argv[2]))
     answer = os.dup(1)
     os.dup2(2, 1)
 
     def work(resources: ExitStack) -> None:
         try:
-            said = "ok", pickle.loads(function.read_bytes())(Given(load_recipe(recipe), folder, resources))
+            said = "ok", pickle.load(sys.stdin.buffer)(Given(load_recipe(recipe), folder, resources))
         except Skipped as reason:
             said = "skipped", str(reason)
         except ExgrpoError as error:

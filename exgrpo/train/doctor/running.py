@@ -34,20 +34,22 @@ def run_check(check: Check, recipe: Path, folder: Path, timeout: float) -> Findi
         folder: an empty one; caches of libraries and temporary files go into the folder above it.
         timeout: seconds for the check.
     """
-    function, found = folder / "function", folder / "found"
-    function.write_bytes(pickle.dumps(check.function))
-    command = [sys.executable, "-m", "exgrpo.train.doctor.one", *map(str, (function, recipe, folder, os.getpid()))]
+    found = folder / "found"
+    command = [sys.executable, "-m", "exgrpo.train.doctor.one", *map(str, (recipe, folder, os.getpid()))]
     start = time.monotonic()
     with found.open("wb") as out, (folder / LOG).open("wb") as log:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=out,
             stderr=log,
             env=environment(folder.parent),
             start_new_session=True,
         )
+        assert process.stdin is not None
         try:
+            with suppress(BrokenPipeError), process.stdin as given:  # it may have ended already
+                given.write(pickle.dumps(check.function))
             in_time = _wait(process.pid, start + timeout)
         finally:
             end_group(process.pid)

@@ -22,6 +22,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from exgrpo.train.report.curves import Columns, Curve, FloatArray, curve, mean_curve, thin
 from exgrpo.train.report.panels import Panel, source_panels, variety_panels
 from exgrpo.train.report.runs import RunColumns
+from exgrpo.train.report.template import readable
 
 ASSETS = Path(__file__).parents[1] / "assets" / "report"
 # Okabe and Ito's colours for all kinds of colour vision, without yellow, which is lost on white.
@@ -155,7 +156,7 @@ def _stacked_columns(stack: Stack, groups: Sequence[PlotGroup]) -> dict[str, str
     keys = [name.removeprefix(stack.prefix) for name in names]
     if stack.graded:
         keys = [str(key) for key in sorted(int(key) for key in keys if key.isdecimal())]
-    return {f"{stack.prefix}{key}": stack.label.format(key) for key in keys}
+    return {f"{stack.prefix}{key}": readable(stack.label.format(key)) for key in keys}
 
 
 def draw_lines(panel: Panel, groups: Sequence[PlotGroup], name: str) -> Picture:

@@ -39,7 +39,9 @@ def tell(kind: Kind, config: RewardConfig, answers: Sequence[Graded], world: Wor
         if not asked:
             return [None] * len(answers)
         # One process: another one might still be starting when the last answer is told, and would end in a traceback.
-        with Grader(*asked, workers=1, time_limit=config.time_limit) as grader:
+        with Grader(
+            *asked, workers=1, time_limit=config.time_limit, memory_gib=config.memory_gib, network=config.network
+        ) as grader:
             grading = grader.begin()
             for answer in answers:
                 if function := functions[answer.reward]:

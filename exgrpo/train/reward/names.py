@@ -52,6 +52,11 @@ def builtin_reward(name: str) -> ModuleType | None:
     return find_module(BUILTIN, name, "reward")
 
 
+def is_own(name: str) -> bool:
+    """Whether a reward is the user's own: neither its module nor its file belongs to this package."""
+    return not name.startswith("exgrpo.") and builtin_reward(name) is None
+
+
 def resolve_reward(name: str) -> Reward:
     """The reward function called `name`.
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from exgrpo.train.errors import shown
-from exgrpo.train.limits import LARGEST_REWARD
+from exgrpo.train.errors import SHOWN, shown
+from exgrpo.train.limits import LARGEST_REWARD, MOST_PARTS
 
 _RULE = f"a reward is a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}, or a mapping of names to them"
 
@@ -43,7 +43,11 @@ def worth(value: Any, weights: Mapping[str, float]) -> Outcome:
         number = _number(part)
         if number is None or not isinstance(name, str):
             return _misuse(f"{with_type(part)} as its part {shown(name)}")
+        if len(name) > SHOWN:
+            return _misuse(f"a part with a name of {len(name)} characters")
         parts[name] = number
+        if len(parts) > MOST_PARTS:
+            return _misuse(f"more than {MOST_PARTS} parts")
     if not parts:
         return _misuse("no parts")
     total = math.fsum(weights.get(name, 1.0) * part for name, part in parts.items())

@@ -16,10 +16,11 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 
 from exgrpo.train.errors import DataError, GraderError, RewardError, shown
+from exgrpo.train.reward.confinement import GIB
 from exgrpo.train.reward.contract import Columns, Contract
 from exgrpo.train.reward.names import absolute, decisive_part_of
 from exgrpo.train.reward.outcome import Outcome
-from exgrpo.train.reward.worker import Task, grade, start_report, start_worker
+from exgrpo.train.reward.worker import TOO_MUCH_KEPT, Bounds, Started, Task, grade, start_report, start_worker
 
 _Call = tuple[Task, ...]
 """The answers that a grading process takes together; of most rewards one."""
@@ -53,7 +54,8 @@ class Grader:
     process is replaced. A batch of a batched reward has the time of its answers together, and what happens to it
     happens to all of them. An answer of an asynchronous reward is given up, and only what blocks the process costs the
     answers in flight beside it. Equal answers in one call are graded once. Processes are forked from a small server,
-    never from this (possibly multi-threaded) process, and import the rewards only.
+    never from this (possibly multi-threaded) process, and import the rewards only. They write no core, and no file of
+    more than 1 GiB. Where all rewards are of this package they have no network, if the system (Linux) allows that.
 
     Args:
         reward: name of the first reward, see `exgrpo.train.reward.names`.
@@ -62,9 +64,12 @@ class Grader:
         time_limit: seconds per answer.
         concurrency: so many calls of an asynchronous reward are in flight in a process.
         parts: weights of parts by name; 1 of those without.
+        memory_gib: GiB that a process may take for a call, and keep of all calls together; an answer that takes more
+            fails.
+        network: whether functions of the user's own may use the network.
 
-    Raises RewardError for a reward that cannot be resolved and GraderError when the processes do not start, both at
-    construction.
+    Raises RewardError for a reward that cannot be resolved and GraderError when the processes do not start or cannot be
+    kept from the network as asked, both at construction.
     """
 
     def __init__(
@@ -75,6 +80,8 @@ class Grader:
         time_limit: float,
         concurrency: int = 1,
         parts: Mapping[str, float] | None = None,
+        memory_gib: float = 4.0,
+        network: bool = True,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
@@ -83,13 +90,15 @@ class Grader:
         self._default = reward
         self._rewards = {name: absolute(name) for name in (reward, *others)}
         self._workers = workers
-        self._time_limit = time_limit
+        self._bounds = Bounds(time_limit, int(memory_gib * GIB), network)
         self._concurrency = concurrency
         self._weights = dict(parts or {})
         self._parts: dict[str, frozenset[str]] = {}
         self._contracts: dict[str, Contract] = {}
         self._warned = False
         self._closed = False
+        self.offline = False
+        """Whether the processes cannot reach the network."""
         self._pool = self._start()
 
     @classmethod
@@ -101,6 +110,8 @@ class Grader:
             time_limit=options.time_limit,
             concurrency=options.concurrency,
             parts=options.parts,
+            memory_gib=options.memory_gib,
+            network=options.network,
         )
 
     def __enter__(self) -> "Grader":
@@ -141,7 +152,7 @@ class Grader:
     def schedule(self, call: _Call) -> "_Scheduled":
         """Have answers graded in the background. Raises RuntimeError when the pool is broken."""
         pool = self._pool
-        seconds = self._contracts[call[0].reward].seconds(len(call), self._time_limit)
+        seconds = self._contracts[call[0].reward].seconds(len(call), self._bounds.time_limit)
         return _Scheduled(pool, pool.schedule(grade, args=(call, seconds), timeout=seconds), len(call))
 
     def grade_round(self, calls: list[_Call], scheduled: dict[_Call, "_Scheduled"]) -> dict[_Call, list[Outcome]]:
@@ -214,10 +225,10 @@ class Grader:
         pool = ProcessPool(
             max_workers=self._workers,
             initializer=start_worker,
-            initargs=(tuple(self._rewards.values()), self._time_limit, self._weights),
+            initargs=(tuple(self._rewards.values()), self._bounds, self._weights),
             context=context,
         )
-        report: dict[str, Contract] | Exception
+        report: Started | Exception
         try:
             report = pool.schedule(start_report).result(timeout=START_SECONDS)
         except FutureTimeoutError:
@@ -229,7 +240,7 @@ class Grader:
             pool.stop()
             pool.join()
             raise report
-        self._contracts = report
+        self._contracts, self.offline = report.contracts, report.offline
         return pool
 
 
@@ -343,6 +354,8 @@ class _Scheduled:
         except FutureTimeoutError:
             return [Outcome(timed_out=True)] * self.size if self.future.done() else None
         except ProcessExpired as error:
-            return [Outcome(error=f"the grading process died (exit code {error.exitcode})")] * self.size
+            kept = "it kept more memory than reward.memory_gib of the answers so far"
+            why = kept if error.exitcode == TOO_MUCH_KEPT else f"exit code {error.exitcode}"
+            return [Outcome(error=f"the grading process died ({why})")] * self.size
         except (BrokenProcessPool, CancelledError):
             return None

@@ -1,22 +1,23 @@
 """A grading process: it loads rewards and grades answers, one after the other or several in a call."""
 
 import asyncio
+import os
 import pickle
-import resource
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from exgrpo.train.errors import shown
+from exgrpo.train.errors import GraderError, shown
+from exgrpo.train.reward.confinement import GIB, data_bytes, leave_network, limit_files, little_memory
 from exgrpo.train.reward.contract import Contract, contract_of
-from exgrpo.train.reward.names import Key, Reward, resolve_key, resolve_reward
+from exgrpo.train.reward.names import Key, Reward, is_own, resolve_key, resolve_reward
 from exgrpo.train.reward.outcome import Outcome, with_type, worth
 
-BUILTIN_MEMORY_BYTES = 2 << 30
+TOO_MUCH_KEPT = 86
+"""Exit status of a process that keeps more memory between calls than one of them may take."""
 _ONE_EACH = "a batched reward returns a sequence with one reward for each answer"
 
 
@@ -41,6 +42,34 @@ class Task(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """What a grading process may do; crosses process borders.
+
+    Attributes:
+        time_limit: seconds per answer.
+        memory: bytes that a call may take.
+        network: whether functions of the user's own may use the network; those of the package never do.
+    """
+
+    time_limit: float
+    memory: int
+    network: bool
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a grading process tells when it has started; crosses process borders.
+
+    Attributes:
+        contracts: how the rewards are called, by name.
+        offline: whether it cannot reach the network.
+    """
+
+    contracts: dict[str, Contract]
+    offline: bool
+
+
+@dataclass(frozen=True)
 class _Loaded:
     """A reward in this process, with its key function."""
 
@@ -53,11 +82,6 @@ class _Loaded:
         function = resolve_reward(name)
         return cls(function, resolve_key(name), contract_of(function, name))
 
-    @property
-    def ours(self) -> bool:
-        """Whether it ships with the package."""
-        return (getattr(self.function, "__module__", None) or "").startswith("exgrpo.")
-
 
 @dataclass
 class _Worker:
@@ -65,7 +89,10 @@ class _Worker:
 
     rewards: dict[str, _Loaded] = field(default_factory=dict)
     problem: Exception | None = None
-    time_limit: float = 0.0
+    bounds: Bounds = Bounds(0.0, 0, network=True)
+    offline: bool = False
+    first_data: int = 0
+    """Bytes that it had when it had started."""
     weights: Mapping[str, float] = field(default_factory=dict)
     loop: asyncio.Runner = field(default_factory=asyncio.Runner)
     """One for all calls, since what an asynchronous reward keeps open belongs to its loop."""
@@ -74,54 +101,62 @@ class _Worker:
 _worker = _Worker()
 
 
-def start_worker(rewards: Sequence[str], time_limit: float, weights: Mapping[str, float]) -> None:
+def start_worker(rewards: Sequence[str], bounds: Bounds, weights: Mapping[str, float]) -> None:
     """Load the rewards; where that fails, `start_report` says why."""
     # A process that hangs in C runs no Python handler: with the default action a signal ends it all the same.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    _worker.time_limit, _worker.weights = time_limit, weights
+    _worker.bounds, _worker.weights = bounds, weights
     try:
+        _confine(rewards, bounds)
         _worker.rewards = {name: _Loaded.of(name) for name in rewards}
     except Exception as error:
         _worker.problem = error
-    for loaded in _worker.rewards.values():
-        if loaded.ours:
+    for name, loaded in _worker.rewards.items():
+        if not is_own(name):
             with suppress(Exception):  # imports and fills the caches of a parser; not every reward reads such a gold
                 loaded.function(r"</think>\boxed{\frac{1}{2}}", "0.5")
+    _worker.first_data = data_bytes()
 
 
-@contextmanager
-def _little_memory() -> Iterator[None]:
-    r"""An answer such as \boxed{9^{9^{9^9}}} would take all memory within the time limit."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + BUILTIN_MEMORY_BYTES, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+def _confine(rewards: Sequence[str], bounds: Bounds) -> None:
+    limit_files()
+    own = any(is_own(name) for name in rewards)
+    if own and bounds.network:
+        return
+    problem = leave_network()
+    _worker.offline = not problem
+    if problem and own:
+        raise GraderError(
+            f"reward.network=false: this system lets no process leave the network ({problem}). Allow user namespaces, "
+            "or leave the option out"
+        )
 
 
-def start_report() -> dict[str, Contract] | Exception:
-    """How the rewards are called; why one cannot be used, where that is so."""
-    return _worker.problem or {name: loaded.contract for name, loaded in _worker.rewards.items()}
+def start_report() -> Started | Exception:
+    """What there is to know of this process; why one of the rewards cannot be used, where that is so."""
+    contracts = {name: loaded.contract for name, loaded in _worker.rewards.items()}
+    return _worker.problem or Started(contracts, _worker.offline)
 
 
 def grade(tasks: Sequence[Task], seconds: float) -> list[Outcome]:
     """Grades answers by one reward in a grading process, as many as it takes together.
 
-    Whatever the reward does, this returns, or the process dies; it is killed after so many seconds.
+    Whatever the reward does, this returns, or the process dies; it is killed after so many seconds. It also dies where
+    it keeps more memory than a call may take, so that nothing piles up.
     """
     loaded = _worker.rewards[tasks[0].reward]
     # Ends a hung process that nobody watches any more, because the process that owns the pool was killed.
     signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 10)
     try:
-        with _little_memory() if loaded.ours else nullcontext():
-            return _graded(loaded, tasks)
+        with little_memory(_worker.bounds.memory):
+            outcomes = _graded(loaded, tasks)
     except BaseException as error:  # SystemExit too: it must not end the process
-        return [_failed(error)] * len(tasks)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        outcomes = [_failed(error)] * len(tasks)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    if data_bytes() - _worker.first_data > _worker.bounds.memory:
+        os._exit(TOO_MUCH_KEPT)
+    return outcomes
 
 
 def _graded(loaded: _Loaded, tasks: Sequence[Task]) -> list[Outcome]:
@@ -151,7 +186,7 @@ async def _in_flight(loaded: _Loaded, tasks: Sequence[Task]) -> list[Outcome]:
 
 
 async def _awaited(loaded: _Loaded, task: Task) -> Outcome:
-    timer = asyncio.timeout(_worker.time_limit)
+    timer = asyncio.timeout(_worker.bounds.time_limit)
     try:
         async with timer:
             value = await loaded.function(task.response, task.gold, **task.arguments())
@@ -161,6 +196,8 @@ async def _awaited(loaded: _Loaded, task: Task) -> Outcome:
 
 
 def _failed(error: BaseException) -> Outcome:
+    if isinstance(error, MemoryError):
+        return Outcome(error=f"it needs more memory than the {_worker.bounds.memory / GIB:g} GiB of reward.memory_gib")
     return Outcome(error=f"{type(error).__name__}: {shown(error)}")
 
 

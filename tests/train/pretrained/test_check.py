@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from exgrpo.train import serve
 from exgrpo.train.builtin import ASSETS
 from exgrpo.train.distributed import World
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.errors import ConfigError, ModelError
 from exgrpo.train.evaluate.evaluation import run as run_evaluation
 from exgrpo.train.evaluate.options import Options
 from exgrpo.train.pretrained.check import check_weights
@@ -110,6 +110,26 @@ def test_weights_that_are_not_whole_are_named(tmp_path, write, change, message, 
 )
 def test_what_transformers_understands_is_whole(tmp_path, write, change, tied):
     check_weights(find_model(str(rewritten(tmp_path, change, write, tied=tied))))
+
+
+class Opened:
+    """Leaves a file behind where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_pickled_weights_run_no_code(tmp_path):
+    ran = tmp_path / "ran"
+    folder = rewritten(tmp_path / "model", lambda state: {**state, UP: Opened(ran)}, pickled, tied=True)
+    with pytest.raises(ModelError, match=r"pytorch_model.bin cannot be read .*: download it or save it again"):
+        check_weights(find_model(str(folder)))
+    assert not ran.exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)[UP].close()
+    assert ran.exists()  # the file would have run it
 
 
 def test_a_head_of_its_own_has_to_be_there(tmp_path):

@@ -20,6 +20,10 @@ class Page(HTMLParser):
         self.source = path.read_text(encoding="utf-8")
         self.open: list[str] = []
         self.ids: list[str] = []
+        self.elements: set[tuple[str, ...]] = set()
+        """The names of all elements, each with those of its attributes."""
+        self.policy = ""
+        self.texts = ""
         self.loads: list[str] = []
         self.rows: list[list[str]] = []
         self.figures: dict[str, dict[str, str]] = {}
@@ -32,6 +36,9 @@ class Page(HTMLParser):
         values = dict(attrs)
         if tag not in VOID:
             self.open.append(tag)
+        self.elements.add((tag, *sorted(values)))
+        if values.get("http-equiv") == "Content-Security-Policy":
+            self.policy = values["content"] or ""
         self.ids += [value for name, value in attrs if name == "id" and value]
         self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset") and value]
         assert tag not in ("script", "link", "iframe", "object", "embed", "img", "image")
@@ -48,6 +55,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
+        self.texts += data
         if "td" in self.open or "th" in self.open:
             self.rows[-1][-1] += data
         if self.open and self.open[-1] == "h3":

@@ -52,8 +52,10 @@ def check(given: Given) -> str:
     rate = MANY / (time.perf_counter() - start)
     if many.failed or many.timed_out:
         raise CheckFailedError(f"{many.failed} answers failed and {many.timed_out} took over {LIMIT:g} s. {REMEDY}")
+    network = "without the network" if grader.offline else "with the network, which this system lets no process leave"
     return (
-        f"{len(CASES)} answers to 4 rewards graded rightly, 1 that hangs was ended; {rate:.0f} answers/s in 2 processes"
+        f"{len(CASES)} answers to 4 rewards graded rightly, 1 that hangs was ended; {rate:.0f} answers/s in 2 "
+        f"processes {network}"
     )
 
 

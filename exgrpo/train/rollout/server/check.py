@@ -3,6 +3,7 @@
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from exgrpo.train.recipe import explain
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server.client import ServerClient, host_and_port
 from exgrpo.train.rollout.server.facts import model_facts
+from exgrpo.train.rollout.server.guard import LOOPBACK
 from exgrpo.train.rollout.server.reply import ServerError, part
 from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.vllm.version import TESTED_VERSION
@@ -63,7 +65,7 @@ def start_command(settings: EngineSettings, url: str) -> str:
     """What starts a server at the address that generates as the settings ask, for messages."""
     host, port = host_and_port(url)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == settings.dtype)
-    listen = "" if host in ("localhost", "127.0.0.1") else " --host 0.0.0.0"
+    listen = "" if host in LOOPBACK else f" --host 0.0.0.0 --names {host}"
     options = f"--dtype {dtype} --max-tokens {settings.length} --port {port}{listen}"
     if settings.source.overrides:
         options += f" --overrides {shlex.join(to_arguments(settings.source.overrides))}"
@@ -89,6 +91,8 @@ def check_server(client: ServerClient, settings: EngineSettings, device: torch.d
     try:
         answer = client.get("version")
     except ServerError as error:
+        if error.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):  # with the remedy
+            raise ConfigError(f"rollout.servers: {client.url} refuses the trainer: {error}") from None
         raise refuse(f"cannot be reached ({error})") from None
     try:
         version = part(answer, "version", str)

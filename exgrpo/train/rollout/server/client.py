@@ -40,15 +40,18 @@ class ServerClient:
     Args:
         url: like http://host:8000.
         vocabulary: of the model: token ids are below it.
+        token: the secret that the server asks for; "": none.
     """
 
-    def __init__(self, url: str, vocabulary: int = LARGEST_ID + 1) -> None:
+    def __init__(self, url: str, vocabulary: int = LARGEST_ID + 1, token: str = "") -> None:
         self.url = url.rstrip("/")
         self._vocabulary = vocabulary
         self._session = requests.Session()
         self._session.trust_env = False  # no proxy lies between the machines of a run
         # A server closes idle connections, and those on which something failed, while a request is on its way.
         self._session.headers["Connection"] = "close"
+        if token:
+            self._session.headers["Authorization"] = f"Bearer {token}"
         # Only a server that was not reached is asked again: what changes its state must happen once.
         self._session.mount(self.url, _Adapter(_Retry(connect=3, read=0, other=0, status=0, backoff_factor=0.5)))
         self._session.mount(
@@ -154,7 +157,14 @@ class ServerClient:
 
     def _ask(self, method: str, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> Any:
         try:
-            answer = self._session.request(method, f"{self.url}/{path}", json=body, timeout=(CONNECT_SECONDS, seconds))
+            answer = self._session.request(
+                method,
+                f"{self.url}/{path}",
+                json=body,
+                headers={"Content-Type": "application/json"},  # servers ask for it where there is no body, too
+                timeout=(CONNECT_SECONDS, seconds),
+                allow_redirects=False,  # a server of a run sends nobody elsewhere
+            )
         except requests.ReadTimeout:
             raise SilentServerError(f"no answer for {seconds:.0f} s") from None
         except requests.RequestException as error:

@@ -7,13 +7,14 @@ from contextlib import closing
 
 import torch
 
-from exgrpo.train.distributed import World, agree
+from exgrpo.train.distributed import World, agree, on_main
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Request
 from exgrpo.train.rollout.server.check import FRESH
 from exgrpo.train.rollout.server.client import ServerClient, host_and_port
 from exgrpo.train.rollout.server.pool import Job, ServerPool
 from exgrpo.train.rollout.server.sender import WeightSender
+from exgrpo.train.rollout.server.shared_token import server_token
 from exgrpo.train.rollout.settings import EngineSettings
 
 BUCKET_BYTES = 2**28
@@ -40,7 +41,10 @@ class ServerEngine:
     def __init__(self, settings: EngineSettings, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.world = world
         vocabulary = settings.source.config.get_text_config().vocab_size
-        self._clients = [ServerClient(url, vocabulary) for url in _distinct(settings.rollout.servers)]
+        urls = _distinct(settings.rollout.servers)
+        # Launchers do not give the environment of the first rank to those on other machines.
+        token = world.gather(on_main(world, server_token))[0] or ""
+        self._clients = [ServerClient(url, vocabulary, token) for url in urls]
         self._pool = ServerPool(self._clients, sorted(set(settings.eos)))
         self._counts = EngineCounts()
         self._lock = threading.Lock()

@@ -1,10 +1,12 @@
 """A server that gives what a test wants."""
 
+import asyncio
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from exgrpo.train.rollout.server.check import FRESH
+from exgrpo.train.rollout.server.guard import Guard
 
 
 def choice(index, tokens=(7, 2), version=FRESH, reason="stop"):
@@ -27,11 +29,15 @@ class Listener(ThreadingHTTPServer):
 
 
 class FakeServer:
-    """Gives what `answers` has for a route: an object, a function of the request, or (status, object); else 404."""
+    """Gives what `answers` has for a route: an object, a function of the request, or (status, object); else 404.
+
+    A third part after the object has headers of the answer.
+    """
 
     def __init__(self):
         self.answers = {}
         self.asked = []
+        self._guard = self._address = None
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -39,17 +45,24 @@ class FakeServer:
 
             def answer(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if refusal := fake._refusal(self.command, self.headers):
+                    self.send(*refusal)
+                    return
                 route = self.path.strip("/")
                 request = json.loads(body or b"{}")
                 fake.asked.append((route, request))
                 answer = fake.answers.get(route, (404, {"detail": "Not Found"}))
                 answer = answer(request) if callable(answer) else answer
-                status, given = answer if isinstance(answer, tuple) else (200, answer)
+                status, given, *headers = answer if isinstance(answer, tuple) else (200, answer)
                 if status is None:  # hang up
                     self.close_connection = True
                     return
-                text = json.dumps(given).encode()
+                self.send(status, json.dumps(given).encode(), *headers)
+
+            def send(self, status, text, headers=None):
                 self.send_response(status)
+                for name, value in (headers or {}).items():
+                    self.send_header(name, value)
                 self.send_header("Content-Length", str(len(text)))
                 self.send_header("Connection", "close")  # as uvicorn does where it was asked to
                 self.end_headers()
@@ -64,6 +77,24 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
+    def guarded(self, address="127.0.0.1"):
+        """From now on only requests that the guard lets through are answered; they arrive at this address."""
+        self._guard, self._address = Guard(_behind), address
+
+    def _refusal(self, method, headers):
+        """Status and text that the guard answers with, where it does."""
+        if self._guard is None:
+            return None
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": method, "headers": pairs, "server": (self._address, 8000)}
+        asyncio.run(self._guard(scope, None, send))
+        return (sent[0]["status"], sent[1]["body"]) if sent else None
+
     def generates(self, answer):
         self.answers["inference/v1/generate"] = answer
 
@@ -73,3 +104,7 @@ class FakeServer:
     def close(self):
         self._server.shutdown()
         self._server.server_close()
+
+
+async def _behind(scope, receive, send):
+    """The application behind the guard, which is the fake itself."""

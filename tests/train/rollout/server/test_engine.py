@@ -375,3 +375,12 @@ def test_routes_that_change_a_server_are_not_open_to_other_machines(fleet):
     address = "127.0.0.2"
     with pytest.raises(requests.ConnectionError):
         requests.get(f"http://{address}:{fleet.first.port}/health", timeout=5)
+
+
+def test_routes_that_change_a_server_are_not_open_to_pages_in_a_browser(fleet):
+    page = {"Origin": "http://evil.example", "Host": "evil.example", "Content-Type": "text/plain"}
+    url = fleet.first.ready()
+    for route in ("collective_rpc", "update_weights", "sleep", "pause", "inference/v1/generate", "v1/completions"):
+        for headers in (page, {"Origin": page["Origin"]}, {"Host": page["Host"]}):
+            assert requests.post(f"{url}/{route}", data=b"{}", headers=headers, timeout=60).status_code == 403
+        assert requests.post(f"{url}/{route}", data=b"{}", timeout=60).status_code == 415

@@ -1,0 +1,105 @@
+"""Pages about runs whose names, options, metrics, questions and answers want to be more than text."""
+
+import os
+
+import pytest
+
+from exgrpo.train.experience_data.page import write_page
+from exgrpo.train.experience_data.stored import AskedQuestion, StoredAnswer
+from exgrpo.train.report.page import write_report
+from tests.train.experience_data.runs import make_run as make_experience
+from tests.train.experience_data.runs import some
+from tests.train.experience_data.test_show import open_run
+from tests.train.report.pages import SHORT, Page, held_out, make_run
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\"><svg onload=alert(1)>",
+    "' onmouseover='alert(1)",
+    "</pre></details><iframe src='https://evil.example'></iframe>",
+    "<a href='javascript:alert(1)'>x</a>",
+    "</title></style><link rel=stylesheet href=//evil.example>",
+    "<!-- ", "]]>", "<![CDATA[", "&lt;script&gt;", "{{ 7 * 7 }}{% raw %}", "`${alert(1)}`",
+    "<meta http-equiv=refresh content='0;url=https://evil.example'>",
+    "@import url(//evil.example)",
+)  # fmt: skip
+INVISIBLE = {chr(code): f"\\x{code:02x}" for code in (0, 0x1B, 0x7F, 0x9B)}
+INVISIBLE |= {chr(code): f"\\u{code:04x}" for code in (0x202E, 0x2066, 0x200F, 0xD800, 0xDCFF)}
+TEXTS = (*HOSTILE, *(f"right{character}left" for character in INVISIBLE))
+SHOWN = (*HOSTILE, *(f"right{name}left" for name in INVISIBLE.values()))
+
+
+def records(texts):
+    """A run of two steps that has measured things of these names."""
+    named = {f"{heading}/{text}": 0.5 for text in texts for heading in ("reward", "seconds", "tokens")}
+    tested = {f"test/{text}": 0.5 for text in texts} | {f"{text}/pass_rate": 0.5 for text in texts}
+    return [held_out(0, 0.25) | tested, {**SHORT[1], **named}, held_out(1, 0.5) | tested]
+
+
+def report(folder, names, texts):
+    """The page about two runs with these names, which have these texts in their options and metrics."""
+    options = {"texts": list(texts), **{text: text for text in texts}}
+    runs = [make_run(folder / name, records(texts), **options, only=number) for number, name in enumerate(names)]
+    write_report(runs, folder / "page.html")
+    return Page(folder / "page.html")
+
+
+def harmless(texts):
+    return [f"text {number}" for number in range(len(texts))]
+
+
+def check(page, plain):
+    """Texts made no element and no attribute, and can load nothing and run nothing."""
+    assert page.elements <= plain.elements
+    assert page.loads
+    assert all(place.startswith("#") for place in page.loads)
+    assert not [name for element in page.elements for name in element if name.startswith("on")]
+    rules = dict(rule.strip().split(" ", 1) for rule in page.policy.split(";"))
+    assert rules == {
+        "default-src": "'none'",
+        "style-src": "'unsafe-inline'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    assert not set(page.source) & set(INVISIBLE)
+
+
+# matplotlib has no glyph of a control character.
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_a_report_shows_hostile_names_as_text(tmp_path):
+    names = [text.replace("/", "") for text in (HOSTILE[0], HOSTILE[1])]
+    names[0] += "right\u202eleft" + os.fsdecode(b"\xff")
+    page, plain = report(tmp_path / "hostile", names, TEXTS), report(tmp_path / "plain", ("a", "b"), harmless(TEXTS))
+    check(page, plain)
+    assert names[1] in page.texts
+    assert r"right\u202eleft\udcff" in page.texts
+    for text in SHOWN:
+        if "/" not in text:  # of a metric, what stands behind it is shown
+            assert f"Reward in training: {text}" in page.texts
+        assert f"Held-out set {text}" in page.texts
+
+
+class Told:
+    """Stored experience whose texts are these."""
+
+    def __init__(self, stored, texts):
+        self._stored, self._texts = stored, texts
+
+    def overview(self):
+        return self._stored.overview()
+
+    def questions(self, indices):
+        answers = [StoredAnswer(text, 1.0, 1, 0, -0.5, True, text) for text in self._texts]
+        return [AskedQuestion(0, text, text, tuple(answers)) for text in self._texts]
+
+
+def test_a_page_of_experience_shows_hostile_questions_and_answers_as_text(tmp_path):
+    stored = open_run(make_experience(tmp_path / "run", some()))
+    pages = []
+    for name, texts in (("page", TEXTS), ("plain", harmless(TEXTS))):
+        write_page(Told(stored, texts), stored.overview(), tmp_path / f"{name}.html")
+        pages.append(Page(tmp_path / f"{name}.html"))
+    check(*pages)
+    for text in SHOWN:
+        assert pages[0].texts.count(text) >= 2 * len(TEXTS) + 2  # each answer names its text twice

@@ -1,0 +1,179 @@
+"""What grading processes cannot take from the machine, whatever an answer or a reward does."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from exgrpo.train.errors import GraderError, RewardError
+from exgrpo.train.reward.names import is_own
+from exgrpo.train.reward.pool import Grader
+
+MINE = """
+import os, resource, socket
+kept = []
+
+def takes(response, gold):
+    return float(len(bytearray(int(response))) > 0)
+
+def swallows(response, gold):
+    try:
+        return float(len(bytearray(int(response))) > 0)
+    except MemoryError:
+        return 0.25
+
+def keeps(response, gold):
+    kept.append(bytearray(100_000_000))
+    return 1.0
+
+def reaches(response, gold):
+    try:
+        socket.create_connection(("127.0.0.1", int(response)), 10).close()
+    except OSError:
+        return 0.0
+    return 1.0
+
+def says_much(response, gold):
+    return {str(number).zfill(int(gold)): 1.0 for number in range(int(response))}
+
+def limits(response, gold):
+    with open(gold, "wb") as file:
+        file.truncate(2**30)
+        try:
+            file.truncate(2**30 + 1)
+        except OSError as error:
+            longer = error.errno
+    os.unlink(gold)
+    core, _ = resource.getrlimit(resource.RLIMIT_CORE)
+    return {"core": core, "longer": longer, "user": os.getuid(), "group": os.getgid()}
+"""
+
+WITHOUT_NETWORK = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(0x50000000) != 0)"
+"""The system lets a process leave the network: asked of the system in a process of its own."""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def can_leave():
+    return subprocess.run([sys.executable, "-c", WITHOUT_NETWORK], check=False).returncode == 0
+
+
+def test_whose_a_reward_is(mine):
+    assert is_own(f"{mine}:takes")
+    assert is_own("exgrpo_rewards:mine")
+    assert not any(map(is_own, ("math", "exgrpo.train.reward.grading:math_form", "exgrpo.train.data.countdown:reward")))
+
+
+def test_an_answer_that_takes_too_much_memory_fails_and_names_the_option(mine):
+    with (
+        Grader(f"{mine}:takes", workers=1, time_limit=60, memory_gib=0.25) as grader,
+        pytest.warns(UserWarning, match=r"worth 0 .*: it needs more memory than the 0.25 GiB of reward.memory_gib"),
+    ):
+        grades = grader.grade([("1000000", ""), ("400000000", ""), ("2000000", "")])
+    assert (grades.reward, grades.timed_out, grades.failed) == ((1.0, 0.0, 1.0), 0, 1)
+
+
+def test_each_answer_may_take_as_much(mine):
+    """The bound is what a call takes beyond what is there, not what all of them take."""
+    with Grader(f"{mine}:swallows", workers=1, time_limit=60, memory_gib=0.25) as grader:
+        grades = grader.grade([(str(200_000_000 + i), "") for i in range(4)] + [("400000000", "")])
+    assert (grades.reward, grades.failed) == ((1.0,) * 4 + (0.25,), 0)
+
+
+def test_memory_that_is_kept_does_not_pile_up(mine):
+    """Of three answers that keep 100 MB each the third one ends the process, which may keep 0.25 GiB."""
+    with (
+        Grader(f"{mine}:keeps", workers=1, time_limit=60, memory_gib=0.25) as grader,
+        pytest.warns(UserWarning, match="died .it kept more memory than reward.memory_gib of the answers so far"),
+    ):
+        grades = grader.grade([(str(i), "") for i in range(9)])
+    assert grades.reward == (1.0, 1.0, 0.0) * 3
+    assert grades.failed == 3
+
+
+@pytest.mark.parametrize(
+    ("parts", "name", "message"),
+    [("101", "3", "returned more than 100 parts"), ("2", "201", "returned a part with a name of 201 characters")],
+)
+def test_what_a_process_sends_back_is_short(mine, parts, name, message):
+    with Grader(f"{mine}:says_much", workers=1, time_limit=60) as grader:
+        assert grader.grade([("100", "200")]).reward == (100.0,)
+        with pytest.raises(RewardError, match=message):
+            grader.grade([(parts, name)])
+
+
+@contextmanager
+def largest(grader):
+    """The most resident bytes of one of the grading processes meanwhile."""
+    seen, over = [0], threading.Event()
+
+    def look():
+        while not over.is_set():
+            for pid in list(grader._pool._pool_manager.worker_manager.workers):
+                with suppress(OSError, IndexError, ValueError):
+                    seen[0] = max(seen[0], int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096)
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("answer", ["(x+y+z+w)^{300}", "(x+y)^{100000}"])
+def test_an_answer_that_makes_sympy_take_memory_is_worth_0_and_the_machine_lives(answer):
+    """A process has 70 MB at its start and may take 107 MB more; without a bound these take some 100 MB a second."""
+    with Grader("math_no_think", workers=1, time_limit=120, memory_gib=0.1) as grader, largest(grader) as most:
+        grades = grader.grade([(rf"\boxed{{{answer}}}", "x^2+1"), (r"\boxed{1+x^2}", "x^2+1")])
+    assert grades.reward == (0.0, 1.0)
+    assert grades.timed_out == 0
+    assert 0 < most[0] < 256 * 2**20
+
+
+def test_files_are_short_no_memory_is_written_and_the_user_is_the_same(mine, tmp_path, can_leave):
+    for network in (True, False) if can_leave else (True,):
+        with Grader(f"{mine}:limits", workers=1, time_limit=60, network=network) as grader:
+            (parts,) = grader.grade([("", str(tmp_path / "file"))]).parts
+        assert parts == {"core": 0, "longer": 27, "user": os.getuid(), "group": os.getgid()}  # 27: EFBIG
+
+
+@pytest.fixture
+def listening():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield str(server.getsockname()[1])
+
+
+def test_own_rewards_reach_the_network_unless_they_are_not_to(mine, listening, can_leave):
+    with Grader(f"{mine}:reaches", "math", workers=1, time_limit=60) as grader:
+        assert grader.grade([(listening, "")]).reward == (1.0,)
+        assert not grader.offline
+    if not can_leave:
+        with pytest.raises(GraderError, match="reward.network=false: this system lets no process leave the network"):
+            Grader(f"{mine}:reaches", workers=1, time_limit=60, network=False)
+        return
+    with Grader(f"{mine}:reaches", workers=1, time_limit=60, network=False) as grader:
+        assert grader.grade([(listening, "")]).reward == (0.0,)
+        assert grader.offline
+
+
+def test_rewards_of_the_package_have_no_network_where_the_system_allows(can_leave):
+    with Grader("math", "exgrpo.train.data.countdown:reward", workers=2, time_limit=60) as grader:
+        networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in grader._pool._pool_manager.worker_manager.workers}
+        assert grader.offline == can_leave
+    assert networks
+    assert (os.readlink("/proc/self/ns/net") in networks) != can_leave
