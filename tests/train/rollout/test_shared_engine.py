@@ -92,7 +92,8 @@ def test_generating_changes_nothing_for_the_trainer(folder):
     assert policy.model.config._attn_implementation == PACKED
     for number in (1, 2):
         generate(engine)
-        assert vars(update(policy, number)) == vars(update(alone, number))
+        ours, theirs = update(policy, number), update(alone, number)
+        assert (ours.loss, ours.grad_norm) == (theirs.loss, theirs.grad_norm)
     for (name, ours), (_, theirs) in zip(policy.weights(), alone.weights(), strict=True):
         assert torch.equal(ours, theirs), name
 

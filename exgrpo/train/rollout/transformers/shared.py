@@ -1,8 +1,10 @@
 """Rollouts by the trainer's own model, where one process has it whole: no copy, and nothing to push."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from exgrpo.train.config import Config
 from exgrpo.train.distributed import World
@@ -12,11 +14,21 @@ from exgrpo.train.rollout.transformers.attention import ONE_TOKEN
 from exgrpo.train.rollout.transformers.engine import TransformersEngine, attends_one_token
 
 
+@dataclass(frozen=True)
+class _State:
+    """What the trainer's module is while it trains: its mode, its attention, the parameters that are trained."""
+
+    training: bool
+    attention: str
+    trained: Sequence[nn.Parameter]
+
+
 class SharedEngine(TransformersEngine):
     """The policy generates: it has its present weights, adapters beside weights in 4 bits included.
 
-    Awake, its module is in evaluation mode and has the attention for one token. Asleep, it is as the trainer left it.
-    So nothing else may use the policy while the engine is awake: `rollout.ahead` needs servers.
+    Awake, its module is as a copy would be, so its answers are those of a copy: in evaluation mode, with the attention
+    for one token, and no parameter is trained, for PyTorch chooses its products by that, too. Asleep, it is as the
+    trainer left it. So nothing else may use the policy while the engine is awake: `rollout.ahead` needs servers.
 
     Args:
         settings: how to generate.
@@ -28,7 +40,7 @@ class SharedEngine(TransformersEngine):
         super().__init__(settings, world, policy.model)
         self._policy = policy
         self._one_token = attends_one_token(settings, policy.model)
-        self._trainers: tuple[bool, str] | None = None  # mode and attention of the trainer, while it is awake
+        self._trainers: _State | None = None  # while it is awake
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Nothing: the module has them."""
@@ -41,19 +53,21 @@ class SharedEngine(TransformersEngine):
     def wake(self) -> None:
         """Take the module from the trainer."""
         if self._trainers is None:
-            self._trainers = self.model.training, self.model.config._attn_implementation
-            self.model.eval()
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self._trainers = _State(self.model.training, self.model.config._attn_implementation, trained)
+            self.model.eval().requires_grad_(False)
             if self._one_token:
                 self.model.set_attn_implementation(ONE_TOKEN)
 
     def sleep(self) -> None:
         """Give the module back."""
         if self._trainers is not None:
-            training, attention = self._trainers
-            self._trainers = None
-            self.model.train(training)
+            state, self._trainers = self._trainers, None
+            self.model.train(state.training)
+            for parameter in state.trained:
+                parameter.requires_grad_()
             if self._one_token:
-                self.model.set_attn_implementation(attention)
+                self.model.set_attn_implementation(state.attention)
 
     def close(self) -> None:
         """Let go of the module."""
