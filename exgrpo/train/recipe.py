@@ -190,7 +190,7 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
             description=f"{Config.__doc__} --recipe FILE, once or more, is read before the options below are applied.",
             use_underscores=True,
         )
-    # What a run goes on with is settled: its folder of adapters need not be there.
+    # The options of a run that goes on are settled.
     return config if config.lora == settled else config.model_copy(update={"lora": with_saved(config.lora)})
 
 
