@@ -19,6 +19,7 @@ from exgrpo.train.metrics.matrix_rate import matrix_rate
 from exgrpo.train.metrics.utilisation import BACKWARD, FROZEN_BACKWARD, Utilisation
 from exgrpo.train.objective.settings import SURROGATES
 from exgrpo.train.policy.reference import make_reference
+from exgrpo.train.policy.saved_adapters import check_adapters
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.flops import forward_flops
@@ -27,6 +28,7 @@ from exgrpo.train.recipe import to_yaml
 from exgrpo.train.rollout import RolloutEngine
 from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
 from exgrpo.train.rollout.settings import EngineSettings, training_settings
+from exgrpo.train.rollout.transformers.shared import SharedEngine, shares_policy
 from exgrpo.train.trainer import Trainer
 from exgrpo.train.turns.conversations import conversations_of
 
@@ -84,6 +86,8 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     # The run keeps its engine: what is installed later changes nothing when it goes on.
     config = _with_engine(config, choice)
     check_weights(pretrained.model, world)
+    if config.lora.path:
+        agree(world, lambda: check_adapters(config.lora, pretrained.model))
     check_head(pretrained.model)
     settle_kernels(config.policy.kernel_backend, settings, world)
     utilisation = Utilisation(
@@ -92,15 +96,17 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         elsewhere=("generate",) if config.rollout.servers else (),
         backward=FROZEN_BACKWARD if config.lora.rank else BACKWARD,
     )
-    # The engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
-    engine = open_engine(choice, settings, world)
-    resources.callback(engine.close)
-    engine.sleep()  # its memory is the policy's while that is set up
+    # A copy comes first: once the policy's DeepSpeed configuration exists, models load sharded.
+    copy = None if shares_policy(config, world.size) else open_engine(choice, settings, world)
+    if copy:
+        resources.callback(copy.close)
+        copy.sleep()  # its memory is the policy's while that is set up
     folder = resume or _make_folder(config, world)
     on_main(world, lambda: resources.enter_context(claim(folder)))
     with os_errors_as(ConfigError, "DeepSpeed cannot set the policy up"):
         policy = Policy(config, pretrained.model, world)
         reference = make_reference(config, pretrained.model, policy)
+    engine = copy or SharedEngine(settings, world, policy)
     decode, reward = pretrained.tokenizer.decode, config.reward.function
     answerer = Answerer(engine, inputs.grader, decode, world, reward, conversations)
     trainer = Trainer(config, inputs.train_set, policy, answerer, reference)

@@ -16,6 +16,7 @@ from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as
 from exgrpo.train.evaluate.settings import HeldOutSet
 from exgrpo.train.mistakes import REFUSED, explain
 from exgrpo.train.plain_yaml import parse
+from exgrpo.train.policy.adapter_folder import with_saved
 
 PROGRAM = "deepspeed exgrpo/train/main.py"
 DEFAULT_RUN = ASSETS / DEFAULT_TASK / "recipe.yaml"
@@ -170,6 +171,7 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
             a value is impossible.
     """
     recipes, rest = split_recipe(argv)
+    settled = default.lora if default else None
     options = set(names(rest))
     for key in options & set(REFUSED):
         raise ConfigError(f"{key}: {REFUSED[key]}")
@@ -179,7 +181,7 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
         default = unfinished(read_recipes(own), origin_of(own), needed)
     _check_sets(options, default)
     with one_line(Config, PROGRAM):
-        return tyro.cli(
+        config = tyro.cli(
             Config,
             args=rest,
             default=default,
@@ -188,6 +190,8 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
             description=f"{Config.__doc__} --recipe FILE, once or more, is read before the options below are applied.",
             use_underscores=True,
         )
+    # The options of a run that goes on are settled.
+    return config if config.lora == settled else config.model_copy(update={"lora": with_saved(config.lora)})
 
 
 def _check_sets(options: Collection[str], default: Config) -> None:

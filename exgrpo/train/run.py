@@ -202,13 +202,13 @@ class Run:
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """The engine has the average of the weights here, if there is one."""
+        """Engine and policy have the average of the weights here, if there is one."""
         if self.policy.average is None:
             yield
             return
         with self.policy.averaged():
             self.parts.engine.push_weights(self.policy.weights())
-        yield
+            yield
         self.parts.engine.push_weights(self.policy.weights())
 
     def way_on(self) -> str:

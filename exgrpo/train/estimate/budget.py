@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from exgrpo.kernels.chunks import chunking
 from exgrpo.train.config import Config
-from exgrpo.train.estimate.parts import Amount, Assumptions, Hardware, MemoryItem, Phase, Work
+from exgrpo.train.estimate.parts import NF4_BYTES, Amount, Assumptions, Hardware, MemoryItem, Phase, Work
 from exgrpo.train.estimate.rollout import asleep_bytes, push_seconds, rollout_memory, rollout_seconds
 from exgrpo.train.estimate.shape import FP32, ModelShape
 from exgrpo.train.experience import rules
@@ -19,11 +19,10 @@ from exgrpo.train.experience.selection import RULES
 from exgrpo.train.objective.settings import SURROGATES
 from exgrpo.train.policy.zero3 import deepspeed_settings, kept_whole
 from exgrpo.train.pretrained.tokenizer import DTYPES
+from exgrpo.train.rollout.transformers.shared import shares_policy
 
 TRAJECTORY_OVERHEAD = 700
 """Bytes of a stored trajectory beside its tokens: the object, two arrays, its place in a checkpoint."""
-NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
-"""Of a weight in 4 bits: each block of 64 has a scale of 8 bits, and 256 scales share one of 32."""
 STORED: dict[str, Callable[[float], float]] = {
     "successes": lambda success_rate: success_rate,
     "solutions": lambda success_rate: success_rate,
@@ -55,7 +54,7 @@ def _whole_states(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
         _always("AdamW moments", 2 * trained),
         MemoryItem("gradients", loss=trained, backward=trained, step=trained),
         _always("average of the weights", trained if config.optimizer.ema else 0),
-        _always("reference", own if _second_model(config) else 0),
+        _always("reference", _reference(config, own, trained)),
     )
 
 
@@ -83,13 +82,20 @@ def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[Memor
         _always("average of the weights, fp32, sharded", averaged),
         _always("gradient reduction bucket", item * zero.reduce_bucket_size),
         MemoryItem("AdamW's own copies", step=group),
-        _always("reference, sharded", item * (shape.sharded(gpus) + whole) if _second_model(config) else 0),
+        _always(
+            "reference, sharded",
+            _reference(config, item * (shape.sharded(gpus) + whole), FP32 * shape.trained(config.lora, gpus)),
+        ),
     )
 
 
-def _second_model(config: Config) -> bool:
-    """Whether the reference of a divergence is a model of its own: the policy without its adapters is none."""
-    return config.objective.kl_coef > 0 and not config.lora.rank
+def _reference(config: Config, model: float, adapters: float) -> float:
+    """Bytes of the reference of a divergence: a model, adapters of the start, or none for the policy without them."""
+    if config.objective.kl_coef == 0:
+        return 0
+    if not config.lora.rank:
+        return model
+    return adapters if config.lora.path else 0
 
 
 def _passes(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
@@ -104,8 +110,9 @@ def _passes(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, .
         gathered = item * shape.width * shape.mlp if config.lora.quantised != "none" else 0
     saved = tokens * shape.saved_bytes(item, checkpointing=checkpointing, eager_length=eager)
     again = shape.layer_bytes(item, eager_length=eager) if checkpointing else 0
+    generating = gathered if shares_policy(config, gpus) else 0
     return (
-        MemoryItem("gathered weights", loss=gathered, backward=gathered),
+        MemoryItem("gathered weights", rollout=generating, loss=gathered, backward=gathered),
         MemoryItem("saved activations", loss=saved, backward=saved),
         MemoryItem("fused head", loss=head_bytes(shape, item, tokens, frozen=_frozen_head(config))),
         MemoryItem("backward of one layer", backward=tokens * (again + shape.gradient_bytes(item))),
@@ -236,6 +243,6 @@ def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: A
     }
     speed = hardware.gpus * hardware.flops * assumptions.mfu
     passes_of = {name: Phase(name, value / speed, value) for name, value in flops.items()}
-    push = Phase("push", push_seconds(config, shape, assumptions))
+    push = Phase("push", push_seconds(config, shape, hardware.gpus, assumptions))
     rollout = Phase("rollout", rollout_seconds(config, shape, hardware, assumptions))
     return (passes_of["select"], rollout, passes_of["score"], passes_of["update"], push)

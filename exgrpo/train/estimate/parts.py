@@ -6,6 +6,9 @@ GIB = 1 << 30
 MOMENTS = ("rollout", "loss", "backward", "step")
 """When memory peaks: generating; the head, after the last layer; a layer's backward; AdamW."""
 
+NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+"""Of a weight in 4 bits: each block of 64 has a scale of 8 bits, and 256 scales share one of 32."""
+
 
 @dataclass(frozen=True)
 class Hardware:

@@ -8,14 +8,17 @@ import math
 from typing import Literal
 
 from exgrpo.train.config import Config
-from exgrpo.train.estimate.parts import GIB, Assumptions, Hardware, MemoryItem
+from exgrpo.train.estimate.parts import GIB, NF4_BYTES, Assumptions, Hardware, MemoryItem
 from exgrpo.train.estimate.shape import FP32, ModelShape
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.rollout.transformers.cache import grown
 from exgrpo.train.rollout.transformers.decode import KEPT
+from exgrpo.train.rollout.transformers.shared import shares_policy
 
 PREFILL_TOKENS = 8192
 """Prompt tokens that vLLM computes at once."""
+ADAPTED_LAUNCHES = 2
+"""So many times the kernels of a layer are launched where its adapters are computed beside it."""
 
 
 def engine_of(config: Config) -> Literal["transformers", "vllm", "server"]:
@@ -26,7 +29,7 @@ def engine_of(config: Config) -> Literal["transformers", "vllm", "server"]:
 
 
 def rollout_memory(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
-    """The engine's copy of the model and what generation adds, per GPU of the trainer."""
+    """The engine's copy of the model, if it has one, and what generation adds, per GPU of the trainer."""
     engine = engine_of(config)
     if engine == "server":
         return ()
@@ -39,7 +42,8 @@ def rollout_memory(config: Config, shape: ModelShape, gpus: int) -> tuple[Memory
     else:
         tokens = min(config.rollout.batch_tokens, _answers(config, gpus) * longest_sequence(config))
         held = _room(config) / longest_sequence(config) * shape.kv_bytes(item)
-        weights, cache = item * shape.total, tokens * (held + shape.kv_working_bytes(item))
+        weights = 0 if shares_policy(config, gpus) else item * shape.total
+        cache = tokens * (held + shape.kv_working_bytes(item))
         prompts = rows * config.data.max_prompt_tokens * shape.gradient_bytes(item)
     asleep = weights if engine == "vllm" and config.rollout.sleep_level == 0 else 0
     idle = asleep and cache
@@ -52,21 +56,22 @@ def rollout_memory(config: Config, shape: ModelShape, gpus: int) -> tuple[Memory
 
 def asleep_bytes(config: Config, shape: ModelShape, gpus: int) -> float:
     """CPU memory that all engines together take while they sleep."""
-    return gpus * shape.total * DTYPES[config.policy.dtype].itemsize if _sleeps_in_cpu_memory(config) else 0
+    return gpus * shape.total * DTYPES[config.policy.dtype].itemsize if _sleeps_in_cpu_memory(config, gpus) else 0
 
 
-def push_seconds(config: Config, shape: ModelShape, assumptions: Assumptions) -> float:
+def push_seconds(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> float:
     """Seconds for new weights to reach the engine through CPU memory; gathered on the GPUs they take next to none.
 
     The copy of a sleeping engine takes them, it wakes and falls asleep again: three copies of all weights.
     """
     weights = DTYPES[config.policy.dtype].itemsize * shape.total
-    return 3 * weights / assumptions.host_bandwidth if _sleeps_in_cpu_memory(config) else 0
+    return 3 * weights / assumptions.host_bandwidth if _sleeps_in_cpu_memory(config, gpus) else 0
 
 
-def _sleeps_in_cpu_memory(config: Config) -> bool:
-    engine = engine_of(config)
-    return engine == "transformers" or (engine == "vllm" and config.rollout.sleep_level == 1)
+def _sleeps_in_cpu_memory(config: Config, gpus: int) -> bool:
+    if engine_of(config) == "vllm":
+        return config.rollout.sleep_level == 1
+    return engine_of(config) == "transformers" and not shares_policy(config, gpus)
 
 
 def longest_sequence(config: Config) -> int:
@@ -119,7 +124,9 @@ def rollout_seconds(config: Config, shape: ModelShape, hardware: Hardware, assum
     tokens = answers * assumptions.response_tokens
     if engine_of(config) == "transformers":
         steps = math.ceil(answers / rows) * _longest(rows, config, assumptions)
-        busy, launch = min(rows, 2 * tokens / steps / (1 + KEPT)), assumptions.layer_launch
+        adapted = config.lora.rank and shares_policy(config, hardware.gpus)
+        busy = min(rows, 2 * tokens / steps / (1 + KEPT))
+        launch = assumptions.layer_launch * (ADAPTED_LAUNCHES if adapted else 1)
     else:
         steps = max(tokens / rows, _longest(answers, config, assumptions))
         busy, launch = tokens / steps, 0.0  # a whole step is one CUDA graph
@@ -140,10 +147,13 @@ def _step_seconds(
     """Seconds of one decoding step of `rows` sequences by what bounds it, traffic or arithmetic.
 
     With tensor parallelism n GPUs read the weights together, for n ranks' sequences. Attention reads keys and values
-    where they lie.
+    where they lie. Weights in 4 bits are read, and written and read again in the compute dtype.
     """
     item = DTYPES[config.policy.dtype].itemsize
     ranks = 1 if engine_of(config) == "transformers" else config.rollout.tensor_parallel
-    traffic = item * shape.read_per_token / ranks + rows * context * shape.kv_bytes(item)
+    weights = item * shape.read_per_token / ranks
+    if config.lora.quantised != "none" and shares_policy(config, hardware.gpus):
+        weights += (NF4_BYTES + item) * shape.linear
+    traffic = weights + rows * context * shape.kv_bytes(item)
     flops = rows * (2 * shape.linear + shape.head_flops(1))
     return max(traffic / (hardware.bandwidth * assumptions.bandwidth_use), flops / (hardware.flops * assumptions.mfu))

@@ -17,11 +17,15 @@ from exgrpo.train.data.files import HELD_OUT_SEED
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import NoPromptFitsError, Question, load_questions
 from exgrpo.train.data.sources import settings_of
-from exgrpo.train.distributed import World
+from exgrpo.train.distributed import World, agree
 from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.evaluate.answer_file import AnswerFile
 from exgrpo.train.evaluate.options import Options
 from exgrpo.train.evaluate.scores import LeftOut, SourceScore, question_key, score
+from exgrpo.train.policy.adapter_folder import with_saved
+from exgrpo.train.policy.saved_adapters import adapted_model, check_adapters
+from exgrpo.train.policy.settings import LoraConfig
+from exgrpo.train.policy.zero3 import WholeWeights
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.tokenizer import DTYPES, Pretrained, load_pretrained
 from exgrpo.train.reward.form import tell
@@ -132,6 +136,9 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     settings = engine_settings(options, pretrained, questions)
     choice = choose_engine(settings, world)
     check_weights(pretrained.model, world)
+    adapters = with_saved(LoraConfig(path=options.lora.path))
+    if adapters.path:
+        agree(world, lambda: check_adapters(adapters, pretrained.model))
     # An evaluation keeps its engine: what is installed later changes nothing when it goes on.
     options = options.model_copy(update={"rollout": options.rollout.model_copy(update={"engine": choice.name})})
     unwritable = f"output: {options.output} cannot be written"
@@ -147,6 +154,10 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     resources.callback(grader.close)
     engine = open_engine(choice, settings, world)
     resources.callback(engine.close)
+    if adapters.path:
+        adapted = adapted_model(pretrained.model, adapters, settings.dtype, settings.attention)
+        engine.push_weights(WholeWeights(adapted))
+        del adapted
     conversations = conversations_of(options.environment, pretrained)
     answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world, reward.function, conversations)
     console = Console(quiet=not world.is_main)

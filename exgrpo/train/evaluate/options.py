@@ -47,6 +47,12 @@ class PolicyOptions(Section):
     dtype: Literal["fp32", "bf16"] = as_in(PolicyConfig, "dtype", description="Dtype of the weights.")
 
 
+class LoraOptions(Section):
+    """Adapters beside the model."""
+
+    path: str | None = Field(None, description="Folder of adapters, of a run or of peft, that are added to the model.")
+
+
 class DataOptions(Section):
     """Questions and their prompts."""
 
@@ -106,6 +112,7 @@ class Options(Section):
     seed: int = Field(0, ge=0, description="Seed of the samples.")
     chunk: int = Field(64, ge=1, description="Rows between two writes; an interrupted evaluation repeats one chunk.")
     policy: PolicyOptions = PolicyOptions()
+    lora: LoraOptions = LoraOptions()
     data: DataOptions
     reward: RewardConfig = RewardConfig()
     rollout: RolloutOptions = RolloutOptions()

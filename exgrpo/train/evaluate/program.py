@@ -18,6 +18,8 @@ from exgrpo.train.early import check_places
 from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.evaluate.options import Options, parse_options
 from exgrpo.train.evaluate.scores import SourceScore, average
+from exgrpo.train.policy.adapter_folder import with_saved
+from exgrpo.train.policy.settings import LoraConfig
 from exgrpo.train.process import run_program
 
 SCORES = "scores.json"
@@ -97,6 +99,7 @@ def look(options: Options) -> None:
     data = options.data
     PromptFormat.of(data).check_settings()
     check_places(options.model, data.test)
+    with_saved(LoraConfig(path=options.lora.path))
     for source in data.test:
         if not from_hub(source):
             read_rows(source, split=data.test_split, limit=data.test_limit, seed=HELD_OUT_SEED)

@@ -58,11 +58,13 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
         import peft
     except ImportError:
         raise ConfigError("lora.rank: adapters need peft: pip install 'exgrpo[lora]'") from None
-    if options.head and model.get_output_embeddings().weight is model.get_input_embeddings().weight:
-        raise ConfigError("lora.head: the head of this model is its embedding, which has no adapter; leave it out")
     targets = list(options.targets) or linear_layers(model)
+    head = _head_name(model)
     if options.head:
-        targets.append(_head_name(model))
+        targets.append(head)
+    adapted = any(f".{head}".endswith(f".{target}") for target in targets)
+    if adapted and model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        raise ConfigError("lora.head: the head of this model is its embedding, which has no adapter; leave it out")
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "adapters"))

@@ -1,7 +1,7 @@
 """The policy that a run starts from, kept as what a divergence refers to.
 
-With adapters it is the model without them, which takes no memory. Otherwise it is a second model, sharded as the policy
-is.
+With adapters it is the model without them, which takes no memory, or with those that the run began with. Otherwise it
+is a second model, sharded as the policy is.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import deepspeed
 
 from exgrpo.train.config import Config
 from exgrpo.train.policy.adapters import without_adapters
+from exgrpo.train.policy.average import KeptWeights
 from exgrpo.train.policy.batch import TokenSequence, TrainingRow
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.zero3 import Policy, deepspeed_settings, kept_whole, load_model
@@ -56,6 +57,9 @@ def make_reference(config: Config, source: ModelSource, policy: Policy) -> Refer
     """
     if config.objective.kl_coef == 0:
         return None
+    if config.lora.path:
+        start = KeptWeights(policy.states)
+        return Reference(lambda sequences: _as_kept(policy, start, sequences))
     if config.lora.rank:
         return Reference(lambda sequences: _without_adapters(policy, sequences))
     frozen = PolicyModel(load_model(config, source), config.policy.kernel_backend).requires_grad_(False)
@@ -68,4 +72,9 @@ def make_reference(config: Config, source: ModelSource, policy: Policy) -> Refer
 
 def _without_adapters(policy: Policy, sequences: Sequence[TokenSequence]) -> list[Score]:
     with without_adapters(policy.model):
+        return policy.score(sequences, policy.temperature)
+
+
+def _as_kept(policy: Policy, weights: KeptWeights, sequences: Sequence[TokenSequence]) -> list[Score]:
+    with weights.applied():
         return policy.score(sequences, policy.temperature)

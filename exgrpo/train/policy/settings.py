@@ -11,7 +11,14 @@ from exgrpo.train.section import Section
 class LoraConfig(Section):
     """LoRA: adapters are trained, and the model's own weights stay as they are."""
 
-    rank: int = Field(0, ge=0, le=4096, description="Rank of the adapters; 0: all weights are trained.")
+    path: str | None = Field(
+        None,
+        description="Folder of adapters to begin with, of a run or of peft, with their rank, alpha and layers; None: "
+        "new ones.",
+    )
+    rank: int = Field(
+        0, ge=0, le=4096, description="Rank of the adapters; 0: that of lora.path, without it all weights are trained."
+    )
     alpha: int = Field(32, ge=1, le=10**6, description="What an adapter adds is multiplied by alpha / rank.")
     targets: tuple[str, ...] = Field(
         (), description="Last parts of the names of the adapted layers; none: all linear layers but the head."
@@ -26,7 +33,7 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _adapted(self) -> Self:
-        if self.quantised != "none" and not self.rank:
+        if self.quantised != "none" and not (self.rank or self.path):
             raise ValueError("quantised weights cannot be trained, only adapters beside them: give lora.rank")
         return self
 

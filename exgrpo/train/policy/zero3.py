@@ -34,6 +34,7 @@ from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.optimizer import make_optimizer, make_schedule
 from exgrpo.train.policy.quantised import dense, quantisation, same_in_inference
+from exgrpo.train.policy.saved_adapters import load_adapters
 from exgrpo.train.policy.state_files import load_states, save_states, save_training
 from exgrpo.train.policy.states import ShardedStates, States, WholeStates, trained
 from exgrpo.train.policy.update import Tally, UpdateStats
@@ -85,6 +86,8 @@ class Policy:
             if whole:
                 for parameter in trained(model).values():
                     parameter.data = parameter.data.float()  # beside weights of another dtype
+            if config.lora.path:
+                load_adapters(config.lora.path, model)
         wrapped = PolicyModel(model, config.policy.kernel_backend)
         optimizer = make_optimizer(trained(wrapped).values(), config.optimizer)
         scheduler = make_schedule(optimizer, config)

@@ -26,7 +26,7 @@ def located(path: str) -> str:
             folder = Path(path).expanduser()
             if not (folder / "config.json").is_file():
                 if (folder / "adapter_config.json").is_file():
-                    way = f"--resume {folder.parent} --lora.result merged saves the model with them added"
+                    way = f"name the model that they are for, and --lora.path {folder} beside it"
                     raise ModelError(f"policy.path: {folder} holds adapters and no model: {way}")
                 raise ModelError(f"policy.path: {folder} holds no config.json, so no Hugging Face model")
             return str(folder)

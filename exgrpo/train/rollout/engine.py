@@ -63,7 +63,7 @@ class EngineCounts:
 
 
 class RolloutEngine(Protocol):
-    """Generates answers with a copy of the policy.
+    """Generates answers with a copy of the policy, or with the policy itself.
 
     Attributes:
         unrepeatable: why the same seed may give other rollouts; None where it gives the same ones.

@@ -9,19 +9,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.chunks import chunking
 from exgrpo.train.estimate import budget
 from exgrpo.train.estimate.advice import advise, changed
 from exgrpo.train.estimate.budget import gpu_memory, head_bytes, phases
-from exgrpo.train.estimate.parts import MOMENTS, Hardware, peak
-from exgrpo.train.estimate.rollout import asleep_bytes, rollout_memory, rollout_seconds, rows_at_once
+from exgrpo.train.estimate.parts import MOMENTS, NF4_BYTES, Hardware, peak
+from exgrpo.train.estimate.rollout import (
+    ADAPTED_LAUNCHES,
+    asleep_bytes,
+    rollout_memory,
+    rollout_seconds,
+    rows_at_once,
+)
+from exgrpo.train.policy.adapters import add_adapters
 from exgrpo.train.policy.batch import TrainingRow
 from exgrpo.train.policy.layout import pad_rows
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.settings import LoraConfig
+from exgrpo.train.policy.states import trained
 from exgrpo.train.policy.zero3 import kept_whole
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Trajectory
@@ -131,7 +140,8 @@ def test_the_peak_of_real_generation(dtype, kv_heads, tmp_path):
     )
     found = sizes(gpu_memory(config, shape_like(model), HARDWARE_OF_ONE))
     weights = found.pop("rollout engine, weights")["rollout"]
-    assert weights == sum(parameter.numel() * parameter.itemsize for parameter in engine.model.parameters())
+    shared = dtype == "fp32"  # by the policy itself
+    assert weights == (0 if shared else sum(p.numel() * p.itemsize for p in engine.model.parameters()))
     counted = sum(found[f"rollout engine, {name}"]["rollout"] for name in ("key/value cache", "prompts and sampling"))
     assert measured.peak <= counted <= 1.4 * measured.peak
 
@@ -283,6 +293,73 @@ def test_where_a_sleeping_engine_keeps_its_weights(level, on_gpu, in_cpu):
     assert asleep_bytes(config, SMALL, 2) == (8 * SMALL.total if in_cpu else 0)
 
 
+@pytest.mark.parametrize(
+    ("lora", "weights", "dequantised"),
+    [
+        ({}, 4 * SMALL.total, 0),
+        ({"rank": 4}, 2 * SMALL.total + 4 * SMALL.adapters(LoraConfig(rank=4)), 0),
+        (
+            {"rank": 4, "quantised": "nf4"},
+            NF4_BYTES * SMALL.linear + 2 * (SMALL.total - SMALL.linear) + 4 * SMALL.adapters(LoraConfig(rank=4)),
+            2 * 64 * 160,
+        ),
+    ],
+    ids=["all weights", "adapters", "4 bits"],
+)
+def test_a_policy_that_generates_has_no_second_model(lora, weights, dequantised):
+    """One process has the weights once, and pushes nothing; two have copies, which sleep in CPU memory."""
+    config = recipe(policy={"dtype": "bf16" if lora else "fp32"}, lora=lora)
+    found = sizes(gpu_memory(config, SMALL, HARDWARE_OF_ONE))
+    assert found["weights"]["rollout"] == weights
+    assert found["rollout engine, weights"]["rollout"] == 0
+    assert found["rollout engine, key/value cache"]["rollout"] > 0
+    assert found["gathered weights"]["rollout"] == dequantised
+    assert asleep_bytes(config, SMALL, 1) == 0
+    assert phases(config, SMALL, HARDWARE_OF_ONE, ASSUMED)[-1].seconds == 0
+    assert rollout_memory(config, SMALL, 2)[0].rollout > 0
+    assert asleep_bytes(config, SMALL, 2) > 0
+    assert phases(config, SMALL, HARDWARE, ASSUMED)[-1].seconds > 0
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute something."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not (func.is_view or "view" in func.name() or "detach" in func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_adapters_beside_the_weights_launch_as_many_kernels_again():
+    """Counted in a pass over single tokens, by the layers that a second model of the same kind has more."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    launched = []
+    for adapted in (False, True):
+        counts = []
+        for layers in (1, 3):
+            model = llama(num_hidden_layers=layers, dtype=torch.bfloat16).eval()
+            if adapted:
+                add_adapters(model, LoraConfig(rank=4), seed=0)
+                for parameter in trained(model).values():
+                    parameter.data = parameter.data.float()
+            with torch.no_grad(), Launches() as counted:
+                model(torch.tensor([[3], [4]]))
+            counts.append(counted.count)
+        launched.append(counts[1] - counts[0])
+    assert 0.75 * ADAPTED_LAUNCHES <= launched[1] / launched[0] <= 1.25 * ADAPTED_LAUNCHES
+
+
+def test_the_reference_of_a_run_that_begins_with_adapters_is_these_adapters():
+    lora = {"rank": 4, "path": "somewhere"}
+    for options, kl_coef, expected in ((lora, 0.1, 4), ({"rank": 4}, 0.1, 0), (lora, 0.0, 0)):
+        config = recipe(policy={"dtype": "bf16"}, lora=options, objective={"kl_coef": kl_coef})
+        found = sizes(gpu_memory(config, SMALL, HARDWARE_OF_ONE))
+        assert found["reference"]["loss"] == expected * SMALL.adapters(LoraConfig(rank=4))
+
+
 def test_servers_take_nothing_of_the_trainers_gpus():
     config = recipe(rollout={**VLLM, "engine": "server", "servers": ["http://elsewhere:8000"]})
     assert rollout_memory(config, SMALL, 2) == ()
@@ -330,7 +407,7 @@ def test_more_gpus_never_take_more_memory_each_nor_more_time(sections, gpus, mor
         config, gpus
     ):  # what one process does without, such as DeepSpeed's buckets, may be more than a model
         assert never_more(peaks(config, gpus + more), peaks(config, gpus))
-    assert seconds(config, gpus + more) <= seconds(config, gpus) * (1 + 1e-9)
+        assert seconds(config, gpus + more) <= seconds(config, gpus) * (1 + 1e-9)
 
 
 @given(RECIPE, st.integers(1, 4000))

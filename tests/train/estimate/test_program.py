@@ -51,6 +51,24 @@ def test_a_recipe_that_does_not_fit_says_what_to_change(capsys, monkeypatch):
     assert "7,615,616,512 parameters" in out
 
 
+@pytest.mark.parametrize(
+    ("gpu", "options"),
+    [
+        ("RTX3090", []),
+        ("RTX4090", []),
+        ("RTX5090", ["--rollout.engine", "vllm", "--rollout.kv_cache_gib", "3"]),
+    ],
+)
+def test_a_7b_model_is_trained_on_one_small_gpu(capsys, monkeypatch, gpu, options):
+    """By the model that is trained; and with more memory by a copy in vLLM, as the recipe says."""
+    recipe = ("--recipe", str(FOLDER / "lora_7b_24gb.yaml"), "--gpus", "1")
+    _, out, _ = run(capsys, monkeypatch, *recipe, "--gpu", gpu, *options)
+    assert "7,615,616,512 parameters" in out
+    assert "It fits" in out
+    if options:
+        assert "It does not fit" in run(capsys, monkeypatch, *recipe, "--gpu", "RTX4090", *options)[1]
+
+
 def test_much_disk_space_and_cpu_memory_are_pointed_out_with_what_lowers_them(capsys, monkeypatch):
     assert "see that so much is free" not in run(capsys, monkeypatch)[1]
     _, out, _ = run(capsys, monkeypatch, "--recipe", str(FOLDER / "paper.yaml"))

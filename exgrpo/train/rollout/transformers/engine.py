@@ -1,4 +1,4 @@
-"""Rollouts by an unsharded copy of the model, one per rank."""
+"""Rollouts by an unsharded model, one per rank: a copy of the policy, which new weights are pushed into."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,26 +19,29 @@ class TransformersEngine:
     """Answers in batches, sorted by the length of their prompts.
 
     Args:
-        settings: the model and how to generate. Make the engine before any HfDeepSpeedConfig exists, which would shard
-            the model.
+        settings: the model and how to generate.
         world: the ranks, of which each has an engine of its own.
+        model: what generates; None: a copy, to be made before any HfDeepSpeedConfig exists, which would shard it.
     """
 
     unrepeatable: str | None = None
     free_log_prob = True
     ranks = 1
 
-    def __init__(self, settings: EngineSettings, world: World) -> None:
+    def __init__(self, settings: EngineSettings, world: World, model: PreTrainedModel | None = None) -> None:
         self.device = world.device
         self.eos = np.array(sorted(set(settings.eos)), dtype=np.int32)
         self.pad = settings.pad
         self.batch_tokens = settings.rollout.batch_tokens
-        model = settings.source.load(settings.dtype, settings.attention)
-        if settings.attention == "sdpa" and model._can_set_attn_implementation():
-            model.set_attn_implementation(ONE_TOKEN)
-        self.model: PreTrainedModel = model.to(self.device).eval().requires_grad_(False)
+        self.model = self._copy(settings) if model is None else model
         self._counts = EngineCounts()
         self._slept: float | None = None
+
+    def _copy(self, settings: EngineSettings) -> PreTrainedModel:
+        model = settings.source.load(settings.dtype, settings.attention)
+        if attends_one_token(settings, model):
+            model.set_attn_implementation(ONE_TOKEN)
+        return model.to(self.device).eval().requires_grad_(False)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
         """See `RolloutEngine.generate`; prompts of about the same length are answered together."""
@@ -111,3 +114,8 @@ class TransformersEngine:
     def close(self) -> None:
         """Drop the copy."""
         del self.model
+
+
+def attends_one_token(settings: EngineSettings, model: PreTrainedModel) -> bool:
+    """Whether a model is to generate with the attention `ONE_TOKEN`."""
+    return settings.attention == "sdpa" and model._can_set_attn_implementation()

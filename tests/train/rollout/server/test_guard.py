@@ -238,7 +238,7 @@ def test_ranks_take_the_token_of_the_first(fakes, settings, monkeypatch):
 
     own = tiny.engine_settings(settings.source.path, max_tokens=8, servers=(fake.url,))
     engine = ServerEngine(own, Second())
-    assert len(list(engine.generate([PROMPT], [1], SAMPLING, [0]))) == 1
+    assert len(list(engine.generate([Request(PROMPT, 1, SAMPLING, 0)]))) == 1
     engine.close()
 
 

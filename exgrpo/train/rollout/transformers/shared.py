@@ -1,0 +1,79 @@
+"""Rollouts by the trainer's own model, where one process has it whole: no copy, and nothing to push."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from exgrpo.train.config import Config
+from exgrpo.train.distributed import World
+from exgrpo.train.policy.zero3 import Policy, kept_whole
+from exgrpo.train.rollout.settings import EngineSettings
+from exgrpo.train.rollout.transformers.attention import ONE_TOKEN
+from exgrpo.train.rollout.transformers.engine import TransformersEngine, attends_one_token
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the trainer's module is while it trains: its mode, its attention, the parameters that are trained."""
+
+    training: bool
+    attention: str
+    trained: Sequence[nn.Parameter]
+
+
+class SharedEngine(TransformersEngine):
+    """The policy generates: it has its present weights, adapters beside weights in 4 bits included.
+
+    Awake, its module is as a copy would be, so its answers are those of a copy: in evaluation mode, with the attention
+    for one token, and no parameter is trained, for PyTorch chooses its products by that, too. Asleep, it is as the
+    trainer left it. So nothing else may use the policy while the engine is awake: `rollout.ahead` needs servers.
+
+    Args:
+        settings: how to generate.
+        world: the process that is alone.
+        policy: kept whole.
+    """
+
+    def __init__(self, settings: EngineSettings, world: World, policy: Policy) -> None:
+        super().__init__(settings, world, policy.model)
+        self._policy = policy
+        self._one_token = attends_one_token(settings, policy.model)
+        self._trainers: _State | None = None  # while it is awake
+
+    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Nothing: the module has them."""
+
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """See `RolloutEngine.differing`."""
+        pairs = zip(weights, self._policy.weights(), strict=True)
+        return [name for (name, weight), (_, own) in pairs if not torch.equal(own, weight.to(own.device))]
+
+    def wake(self) -> None:
+        """Take the module from the trainer."""
+        if self._trainers is None:
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self._trainers = _State(self.model.training, self.model.config._attn_implementation, trained)
+            self.model.eval().requires_grad_(False)
+            if self._one_token:
+                self.model.set_attn_implementation(ONE_TOKEN)
+
+    def sleep(self) -> None:
+        """Give the module back."""
+        if self._trainers is not None:
+            state, self._trainers = self._trainers, None
+            self.model.train(state.training)
+            for parameter in state.trained:
+                parameter.requires_grad_()
+            if self._one_token:
+                self.model.set_attn_implementation(state.attention)
+
+    def close(self) -> None:
+        """Let go of the module."""
+        del self.model, self._policy
+
+
+def shares_policy(config: Config, ranks: int) -> bool:
+    """Whether the policy itself generates: by transformers, where one process keeps it whole."""
+    return config.rollout.engine == "transformers" and kept_whole(config, ranks)

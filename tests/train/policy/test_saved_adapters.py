@@ -1,0 +1,237 @@
+"""Runs that begin with saved adapters, against peft's own loading of them, on 1 and 2 ranks."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from exgrpo.train.distributed import ALONE
+from exgrpo.train.errors import ConfigError, ModelError
+from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.policy.adapter_folder import with_saved
+from exgrpo.train.policy.quantised import same_in_inference
+from exgrpo.train.policy.reference import make_reference
+from exgrpo.train.policy.saved_adapters import adapted_model, check_adapters
+from exgrpo.train.policy.settings import LoraConfig
+from exgrpo.train.policy.zero3 import Policy, WholeWeights
+from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.recipe import parse_args
+from exgrpo.train.rollout import TransformersEngine
+from tests.train import tiny
+from tests.train.launch import launch
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OBJECTIVE = ObjectiveConfig(entropy_coef=0.01)
+IN_4_BITS = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_compute_dtype": torch.float32,
+    "bnb_4bit_use_double_quant": True,
+}
+TOKENS = torch.arange(3, 20)[None]
+WEIGHTS = "adapter_model.safetensors"
+WORKER = """
+import json, sys
+from pathlib import Path
+import torch
+from exgrpo.train.distributed import start
+from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.pretrained.source import find_model
+from tests.train import tiny
+from tests.train.policy.test_saved_adapters import OBJECTIVE
+
+*_, folder, result, options = sys.argv
+world = start(timeout_minutes=2)
+policy = Policy(tiny.config(Path(folder), OBJECTIVE, lora=json.loads(options)), find_model(folder), world)
+weights = {name: weight.clone() for name, weight in policy.weights()}
+if world.is_main:
+    torch.save(weights, result)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "base"
+    tiny.save_model(folder, tied=False)
+    return folder
+
+
+def base(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+@pytest.fixture(scope="module")
+def adapters(folder, tmp_path_factory):
+    """As peft saves them: with dropout, on two layers of each block and on the head."""
+    options = peft.LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj", "down_proj", "lm_head"], lora_dropout=0.1)
+    model = peft.get_peft_model(base(folder), options)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    saved = tmp_path_factory.mktemp("adapters")
+    model.save_pretrained(saved)
+    return saved
+
+
+def options_of(adapters, **stated):
+    return with_saved(LoraConfig(path=str(adapters), **stated))
+
+
+def make(folder, adapters, objective=OBJECTIVE, **stated):
+    config = tiny.config(folder, objective, lora=options_of(adapters, **stated).model_dump())
+    source = find_model(str(folder))
+    check_adapters(config.lora, source)
+    return config, source, Policy(config, source, ALONE)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+@pytest.mark.parametrize("quantised", ["none", "nf4"])
+def test_a_run_begins_as_pefts_own_model(folder, adapters, quantised):
+    settings = {}
+    if quantised != "none":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+        settings = {"quantization_config": BitsAndBytesConfig(**IN_4_BITS)}
+    plain = base(folder, **settings)
+    same_in_inference(plain)
+    without = logits(plain)
+    config, _, policy = make(folder, adapters, quantised=quantised)
+    assert (config.lora.rank, config.lora.alpha, config.lora.head) == (3, 12, True)
+    assert config.lora.targets == ("down_proj", "q_proj")
+    expected = logits(peft.PeftModel.from_pretrained(plain, adapters))
+    assert (expected - without).abs().max() > 0.1
+    torch.testing.assert_close(logits(policy.model), expected, rtol=0, atol=1e-4)
+
+
+def test_two_ranks_begin_as_one(folder, adapters, tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    options = json.dumps(options_of(adapters).model_dump())
+    done = launch(tmp_path / "worker.py", str(folder), str(tmp_path / "weights.pt"), options, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    merged = peft.PeftModel.from_pretrained(base(folder), adapters).merge_and_unload()
+    found = torch.load(tmp_path / "weights.pt", weights_only=True)
+    for name, weight in merged.named_parameters():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6)
+
+
+def test_what_a_run_saves_is_what_another_begins_with(folder, adapters, tmp_path):
+    _, _, first = make(folder, adapters)
+    first.update(tiny.minibatches(OBJECTIVE)[0], OBJECTIVE, clip=True)
+    first.save(tmp_path / "model")
+    config, _, second = make(folder, tmp_path / "model")
+    assert config.lora.model_dump() == {**options_of(adapters).model_dump(), "path": str(tmp_path / "model")}
+    for (name, ours), (_, theirs) in zip(second.weights(), first.weights(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_divergence_refers_to_the_adapters_of_the_start(folder, adapters):
+    objective = ObjectiveConfig(kl_coef=0.1)
+    config, source, policy = make(folder, adapters, objective)
+    rows = [row for minibatch in tiny.minibatches(objective) for row in minibatch.rows]
+    at_start = policy.score(rows, policy.temperature)
+    reference = make_reference(config, source, policy)
+    policy.update(tiny.minibatches(objective, reference)[0], objective, clip=True)
+    moved = policy.score(rows, policy.temperature)
+    for start, found, now in zip(at_start, reference.score(rows), moved, strict=True):
+        assert (start.log_prob == found.log_prob).all()
+        assert (start.log_prob != now.log_prob).any()
+
+
+def test_an_engine_takes_the_model_with_the_adapters_added(folder, adapters):
+    source, options = find_model(str(folder)), options_of(adapters)
+    engine = TransformersEngine(tiny.engine_settings(folder), ALONE)
+    engine.push_weights(WholeWeights(adapted_model(source, options, torch.float32, "sdpa")))
+    expected = logits(peft.PeftModel.from_pretrained(base(folder), adapters))
+    torch.testing.assert_close(logits(engine.model), expected, rtol=0, atol=1e-4)
+
+
+def test_a_command_line_takes_rank_alpha_and_layers_from_the_folder(folder, adapters, tmp_path):
+    copied = shutil.copytree(adapters, tmp_path / "adapters")
+    given = [f"--lora.path={copied}", f"--policy.path={folder}", "--data.train=builtin:arithmetic"]
+    config = parse_args(given)
+    assert config.lora == options_of(copied)
+    shutil.rmtree(copied)
+    assert parse_args(["--steps=7"], config).lora == config.lora  # of a run that goes on
+    with pytest.raises(ConfigError, match=r"lora\.path: .* is no folder with an adapter_config\.json"):
+        parse_args(given)
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"rank": 4}, r"lora\.rank is 4, and that of the adapters in lora\.path .* is 3: leave lora\.rank out"),
+        ({"alpha": 6}, r"lora\.alpha is 6, and that of the adapters in lora\.path .* is 12"),
+        ({"targets": ("q_proj",)}, r"lora\.targets is \('q_proj',\), and that of .* is \('down_proj', 'q_proj'\)"),
+    ],
+)
+def test_options_that_say_something_else_are_named(adapters, stated, message):
+    with pytest.raises(ConfigError, match=message):
+        options_of(adapters, **stated)
+
+
+def test_options_that_say_the_same_are_taken(adapters):
+    stated = {"rank": 3, "alpha": 12, "targets": ("q_proj", "down_proj"), "head": True}
+    assert options_of(adapters, **stated) == options_of(adapters)
+
+
+CHANGES = {
+    "another model": (
+        {"base_model_name_or_path": "Qwen/other"},
+        r"are for 'Qwen/other', and policy\.path is .*base: ",
+    ),
+    "another scale": ({"use_rslora": True}, r"have use_rslora=True: these are not trained here"),
+    "another kind of layer": ({"use_dora": True}, r"have use_dora=True: these"),
+    "another start": ({"init_lora_weights": "pissa"}, r"have init_lora_weights='pissa': these"),
+    "a feature of the future": ({"quantum": 3}, r"have quantum=3: these"),
+    "another rank": ({"r": 5}, r"weights of another shape: base_model\S+ \[3, 32\] instead of \[5, 32\]"),
+    "another layer": ({"target_modules": ["q_proj"]}, r"weights that the model has no place for: .* and \d+ more"),
+    "one layer more": ({"target_modules": ["q_proj", "k_proj", "down_proj", "lm_head"]}, r"missing weights: .*k_proj"),
+    "a layer that is not there": ({"target_modules": ["q_porj"]}, r"lora\.targets: Target modules .*q_porj"),
+    "a pattern": ({"target_modules": ".*q_proj"}, r"target_modules in .* is '\.\*q_proj': list the names"),
+    "another method": ({"peft_type": "IA3"}, r"is of the kind 'IA3', not LORA"),
+    "no rank": ({"r": None}, r"adapter_config\.json.*rank"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_adapters_that_do_not_fit_are_refused_before_anything_is_loaded(folder, adapters, tmp_path, name):
+    changes, message = CHANGES[name]
+    changed = shutil.copytree(adapters, tmp_path / "changed")
+    file = changed / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises((ConfigError, ModelError), match=message):
+        check_adapters(options_of(changed), find_model(str(folder)))
+
+
+def test_weights_that_are_damaged_or_not_there_are_refused(folder, adapters, tmp_path):
+    source, options = find_model(str(folder)), {}
+    for name in ("nan", "cut", "none"):
+        options[name] = options_of(shutil.copytree(adapters, tmp_path / name))
+    weights = load_file(adapters / WEIGHTS)
+    first = next(iter(weights))
+    save_file({**weights, first: weights[first] * float("nan")}, tmp_path / "nan" / WEIGHTS)
+    # Beside adapters of the head, peft saves the head itself.
+    head = "base_model.model.lm_head.base_layer.weight"
+    other = options_of(shutil.copytree(adapters, tmp_path / "other"))
+    save_file({**weights, head: weights[head] + 1}, tmp_path / "other" / WEIGHTS)
+    (tmp_path / "cut" / WEIGHTS).write_bytes((adapters / WEIGHTS).read_bytes()[:300])
+    (tmp_path / "none" / WEIGHTS).unlink()
+    for name, message in (
+        ("nan", "do not fit the model: NaN or infinity in: base_model"),
+        ("cut", "the weights in .* cannot be read"),
+        ("none", "holds no weights, neither adapter_model.safetensors nor adapter_model.bin"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            check_adapters(options[name], source)
+    check_adapters(other, source)
+    with pytest.raises(ModelError, match=r"has another lm_head\.weight than the model"):
+        Policy(tiny.config(folder, OBJECTIVE, lora=other.model_dump()), source, ALONE)

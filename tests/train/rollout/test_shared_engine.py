@@ -1,0 +1,139 @@
+"""The policy's own module generates: as a copy would, and it is the trainer's again afterwards."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from exgrpo.train.distributed import ALONE
+from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.policy.attention import PACKED
+from exgrpo.train.policy.batch import TokenSequence
+from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.rollout import Sampling, TransformersEngine
+from exgrpo.train.rollout.transformers.attention import ONE_TOKEN
+from exgrpo.train.rollout.transformers.shared import SharedEngine, shares_policy
+from exgrpo.train.run import Run
+from tests.train import tiny
+from tests.train.configs import configured
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OBJECTIVE = ObjectiveConfig(entropy_coef=0.01)
+PROMPTS = [tiny.prompt(question) for question in range(4)]
+SAMPLING = Sampling(max_tokens=12, log_prob=True)
+ADAPTERS = {"rank": 4, "alpha": 8}
+LORAS = {"all weights": {}, "adapters": ADAPTERS, "4 bits": {**ADAPTERS, "quantised": "nf4"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny.save_model(path, tied=True)
+    return path
+
+
+def make(folder, **options):
+    """A policy after a step, and the engine that shares it."""
+    policy = Policy(tiny.config(folder, OBJECTIVE, **options), find_model(str(folder)), ALONE)
+    update(policy, 0)
+    return policy, SharedEngine(tiny.engine_settings(folder, batch_tokens=100), ALONE, policy)
+
+
+def update(policy, number):
+    return policy.update(tiny.minibatches(OBJECTIVE)[number], OBJECTIVE, clip=True)
+
+
+def generate(engine):
+    engine.wake()
+    answers = tiny.rollouts(engine, PROMPTS, [3] * len(PROMPTS), SAMPLING, seed=0)
+    engine.sleep()
+    return [(prompt, answer) for prompt, of_prompt in zip(PROMPTS, answers, strict=True) for answer in of_prompt]
+
+
+def log_probs(answers):
+    return np.concatenate([answer.log_prob for _, answer in answers])
+
+
+def scored(policy, answers):
+    scores = policy.score([TokenSequence(prompt, answer.response) for prompt, answer in answers], 1.0)
+    return np.concatenate([score.log_prob for score in scores])
+
+
+@pytest.mark.parametrize("name", LORAS)
+def test_answers_are_those_of_a_copy_and_their_log_probs_the_trainers(name, folder):
+    if LORAS[name]:
+        pytest.importorskip("peft", reason="peft is not installed")
+    if name == "4 bits":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    policy, engine = make(folder, lora=LORAS[name])
+    copy = TransformersEngine(tiny.engine_settings(folder, batch_tokens=100), ALONE)
+    copy.push_weights(policy.weights())
+    ours, theirs = generate(engine), generate(copy)
+    assert [answer.response.tolist() for _, answer in ours] == [answer.response.tolist() for _, answer in theirs]
+    # A copy has the adapters added to its weights, which rounds them once; without adapters nothing differs.
+    tolerance = 1e-4 if LORAS[name] else 0
+    np.testing.assert_allclose(log_probs(ours), log_probs(theirs), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(log_probs(ours), scored(policy, ours), rtol=0, atol=1e-4)
+
+
+def test_generating_changes_nothing_for_the_trainer(folder):
+    """Its state between steps, and the steps themselves, bit for bit, with activations that are computed again."""
+    policy, engine = make(folder, checkpointing=True)
+    alone, _ = make(folder, checkpointing=True)
+    policy.engine.train()
+    engine.wake()
+    assert not policy.model.training
+    assert policy.model.config._attn_implementation == ONE_TOKEN
+    engine.wake()
+    engine.sleep()
+    assert policy.model.training
+    assert policy.model.config._attn_implementation == PACKED
+    for number in (1, 2):
+        generate(engine)
+        ours, theirs = update(policy, number), update(alone, number)
+        assert (ours.loss, ours.grad_norm) == (theirs.loss, theirs.grad_norm)
+    for (name, ours), (_, theirs) in zip(policy.weights(), alone.weights(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_weights_of_another_policy_are_named(folder):
+    policy, engine = make(folder)
+    other, _ = make(folder, optimizer={"lr": 5e-3})
+    assert engine.differing(policy.weights()) == []
+    engine.push_weights(other.weights())
+    assert "model.layers.0.self_attn.q_proj.weight" in engine.differing(other.weights())
+
+
+def test_evaluations_ask_the_average_of_the_weights_and_steps_go_on_from_the_weights(folder):
+    policy, engine = make(folder, optimizer={"ema": 0.9, "lr": 0.02})
+    update(policy, 1)
+    weights = {name: weight.clone() for name, weight in policy.weights()}
+    before = generate(engine)
+    run = object.__new__(Run)
+    run.policy, run.parts = policy, SimpleNamespace(engine=engine)
+    with run._averaged():
+        asked = generate(engine)
+        of_average = scored(policy, asked)
+    np.testing.assert_allclose(log_probs(asked), of_average, rtol=0, atol=1e-4)
+    assert np.abs(of_average - scored(policy, asked)).mean() > 0.01
+    for name, weight in policy.weights():
+        assert torch.equal(weight, weights[name]), name
+    assert np.array_equal(log_probs(generate(engine)), log_probs(before))
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "shared"),
+    [
+        ({}, 1, True),
+        ({}, 2, False),
+        ({"policy.dtype": "bf16"}, 1, False),
+        ({"policy.dtype": "bf16", "lora.rank": 4}, 1, True),
+        ({"policy.dtype": "bf16", "lora.rank": 4, "lora.quantised": "nf4"}, 1, True),
+        ({"distributed.offload_optimizer": True}, 1, False),
+        ({"rollout.engine": "vllm"}, 1, False),
+    ],
+)
+def test_one_process_that_keeps_the_policy_whole_shares_it(options, ranks, shared):
+    assert shares_policy(configured({"rollout.engine": "transformers"}, options), ranks) == shared
