@@ -60,8 +60,8 @@ def decode(
         response = responses[answer, :length].copy()
         if not sampling[answer].log_prob:
             return answer, Rollout(response, finished)
-        scores = {"log_prob": log_prob, "entropy": entropy}
-        return answer, Rollout(response, finished, **{name: of[answer, :length].copy() for name, of in scores.items()})
+        scored = log_prob[answer, :length].copy(), entropy[answer, :length].copy()
+        return answer, Rollout(response, finished, scored[0], scored[1])
 
     for position in range(shape[1]):
         drawn = draw(logits, torch.from_numpy(noise.at(position, answers)).to(logits.device), sampling[0])

@@ -10,6 +10,7 @@ import requests
 
 from exgrpo.train import serve
 from exgrpo.train.errors import ConfigError
+from exgrpo.train.rollout import Request
 from exgrpo.train.rollout.server.check import FRESH, ServerFacts, check_server
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.engine import ServerEngine
