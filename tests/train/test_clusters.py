@@ -1,0 +1,75 @@
+"""The examples for clusters: their own linters find nothing, and all their options exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from exgrpo.train import serve
+from exgrpo.train.errors import ConfigError
+from exgrpo.train.recipe import parse_args
+from exgrpo.train.rollout.server.guard import NAMES
+from exgrpo.train.rollout.server.shared_token import TOKEN
+from tests.train.launch import ROOT
+
+SLURM, KUBERNETES = (ROOT / "examples" / name for name in ("slurm.sh", "kubernetes.yaml"))
+
+
+def documents():
+    return list(yaml.safe_load_all(KUBERNETES.read_text()))
+
+
+def test_the_shell_has_nothing_to_complain_about():
+    done = subprocess.run(
+        [Path(sys.executable).with_name("shellcheck"), SLURM],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda document: document["kind"])
+def test_every_object_is_one_of_kubernetes(document):
+    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def told(text, program):
+    """The words behind a program, on lines that are continued."""
+    (words,) = re.findall(rf"{re.escape(program)} (.*)", text.replace("\\\n", " "))
+    return words.split()
+
+
+@pytest.mark.parametrize(
+    "text", [SLURM.read_text(), documents()[2]["spec"]["template"]["spec"]["containers"][0]["args"][0]]
+)
+def test_the_trainer_has_all_options(text):
+    flat = text.replace("\\\n", " ")
+    options = flat[flat.index("--resume auto") :].replace('"${urls[@]}"', "http://a:8000").replace("$model", "model")
+    config = parse_args([word.strip('"') for word in options.split()])
+    assert config.resume == "auto"
+    assert config.rollout.engine == "server"
+    assert all(url.startswith("http://") for url in config.rollout.servers)
+
+
+OF_SERVER = documents()[1]["spec"]["template"]["spec"]["containers"][0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[*OF_SERVER["command"][3:], *OF_SERVER["args"]], told(SLURM.read_text(), "exgrpo.train.serve")[:-1]],
+    ids=["kubernetes", "slurm"],
+)
+def test_the_server_has_all_options_and_needs_the_token(words, monkeypatch):
+    monkeypatch.delenv(TOKEN, raising=False)
+    own, further = serve._parser().parse_known_args([word.strip('"') for word in words])
+    assert (own.host, own.port, own.max_tokens, len(own.names)) == ("0.0.0.0", 8000, 3072, 1)
+    assert further in ([], ["--tensor-parallel-size", "4"])
+    with pytest.raises(ConfigError, match="--without-token"):
+        serve._guarded(own, further)
+    monkeypatch.setenv(TOKEN, "a-token-that-is-long-enough")
+    assert own.names[0] in serve._guarded(own, further)[NAMES]
