@@ -56,6 +56,10 @@ class RolloutError(ExgrpoError, RuntimeError):
     """The rollout engine cannot generate any more; the message says why and what to do."""
 
 
+class LostProcessError(ExgrpoError, RuntimeError):
+    """Another process of the run has ended or is not reached; the message has the cause that the network gives."""
+
+
 class WeightMismatchError(ExgrpoError, RuntimeError):
     """The rollout engine's log-probs are not the trainer's."""
 

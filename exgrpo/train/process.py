@@ -2,14 +2,17 @@
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 
 from exgrpo.train.ending import Stopped, end_with_launcher, stop_on_signals
-from exgrpo.train.errors import ExgrpoError, is_first_rank, print_error
+from exgrpo.train.errors import ExgrpoError, LostProcessError, is_first_rank, print_error, shown
 
+_COLLECTIVE = re.compile(r"\bgloo/|\bNCCL\b|\bTCPStore\b")
+"""In the messages of torch's collectives, whose errors have no class of their own."""
 INTERRUPTED = 130
 """Exit status of a program that a person or the system has stopped."""
 
@@ -36,11 +39,22 @@ def _status(work: Callable[[], None], stopped: str) -> int:
         work()
     except ExgrpoError as error:
         return print_error(error)
+    except RuntimeError as error:
+        if not _COLLECTIVE.search(str(error)):
+            raise
+        return print_error(_lost(error))
     except KeyboardInterrupt as stop:
         if is_first_rank():
             print(stop if isinstance(stop, Stopped) else stopped, file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
+
+
+def _lost(error: RuntimeError) -> LostProcessError:
+    return LostProcessError(
+        f"another process of the run has ended or is not reached any more ({shown(error)}): if it has failed, it says "
+        "why; if its machine or the network has, mend that; then go on with --resume auto"
+    )
 
 
 def _quiet() -> None:

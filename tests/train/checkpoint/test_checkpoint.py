@@ -209,6 +209,7 @@ def test_a_run_killed_at_random_moments_gives_the_same_metrics(tmp_path, ranks):
             rng.choice(running.ranks).send(signal.SIGKILL)
             kills += 1
         done = running.finish()
+        assert "Traceback" not in done.stderr
         if not alive:
             assert done.returncode == 0, done.stdout + done.stderr
             break
