@@ -1,0 +1,196 @@
+"""Several hosts on one machine: network namespaces with addresses of their own, an ssh daemon in each.
+
+They share the machine's files and processors. Only root can make them.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.train.launch import MAIN, ROOT, environment, free_port
+
+NEEDS = ("ip", "sshd", "ssh-keygen", "pdsh", "taskset")
+DEVICE = "exgrpo0"
+"""The network device of each host."""
+
+
+def missing() -> str | None:
+    """Why hosts cannot be made here; None: they can."""
+    if os.geteuid() != 0:
+        return "hosts are network namespaces, which only root can make"
+    if absent := [name for name in NEEDS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]:
+        return f"hosts need {', '.join(absent)}"
+    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)
+    return None if probe.returncode == 0 else "this system makes no network namespaces"
+
+
+def run(*command: str) -> str:
+    """A command that must succeed; returns what it printed."""
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+class Hosts:
+    """Hosts behind one switch.
+
+    Args:
+        folder: for keys, logs and what the launcher reads.
+        count: how many.
+
+    Attributes:
+        addresses: of the hosts, by number.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder = folder
+        tag = f"{os.getpid() % 10_000:04}"
+        self._names = [f"exgrpo{tag}n{number}" for number in range(count)]
+        self._switch = f"exgrpo{tag}s"
+        net = f"10.{64 + os.getpid() % 64}.{os.getpid() // 64 % 256}"
+        self.addresses = [f"{net}.{number + 1}" for number in range(count)]
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._connect()
+            self._keys()
+            self._daemons.extend(map(self._daemon, range(len(self._names))))
+            for address in self.addresses:
+                self._reach(address)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in self._names:
+            with suppress(subprocess.CalledProcessError):
+                for process in run("ip", "netns", "pids", name).split():
+                    with suppress(ProcessLookupError):
+                        os.kill(int(process), 9)
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+        subprocess.run(["ip", "netns", "delete", self._switch], capture_output=True, check=False)
+        for daemon in self._daemons:
+            daemon.wait(10)
+
+    def _connect(self) -> None:
+        """A namespace with a bridge, and one for each host, connected to it."""
+        run("ip", "netns", "add", self._switch)
+        inside = ("ip", "-n", self._switch, "link")
+        run(*inside, "add", "bridge", "type", "bridge")
+        run(*inside, "set", "bridge", "up")
+        for number, (name, address) in enumerate(zip(self._names, self.addresses, strict=True)):
+            run("ip", "netns", "add", name)
+            port = f"port{number}"
+            run(*inside, "add", port, "type", "veth", "peer", "name", DEVICE, "netns", name)
+            run(*inside, "set", port, "master", "bridge", "up")
+            run("ip", "-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
+            run("ip", "-n", name, "link", "set", DEVICE, "up")
+            run("ip", "-n", name, "link", "set", "lo", "up")
+
+    def _keys(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(0o700)
+        for name in ("host", "user"):
+            run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
+        (self.folder / "authorized").write_text((self.folder / "user.pub").read_text())
+        Path("/run/sshd").mkdir(exist_ok=True)  # the daemon insists on it
+
+    def _daemon(self, host: int) -> subprocess.Popen[bytes]:
+        options = {
+            "ListenAddress": self.addresses[host],
+            "HostKey": self.folder / "host",
+            "AuthorizedKeysFile": self.folder / "authorized",
+            "StrictModes": "no",
+            "PidFile": "none",
+            "MaxStartups": "100",
+        }
+        words = [f"-o{key}={value}" for key, value in options.items()]
+        sshd = shutil.which("sshd", path="/usr/sbin:/sbin:/usr/bin")
+        command = [*self.on(host), str(sshd), "-D", "-e", "-f/dev/null", *words]
+        with (self.folder / f"{self._names[host]}.log").open("wb") as log:
+            return subprocess.Popen(command, stderr=log)
+
+    @property
+    def _ssh(self) -> list[str]:
+        options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR")
+        return [f"-i{self.folder / 'user'}", *(f"-o{option}" for option in options)]
+
+    def _reach(self, address: str) -> None:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                run(*self.on(0), "ssh", *self._ssh, address, "true")
+            except subprocess.CalledProcessError as error:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{address} is not reached: {error.stderr}") from error
+                time.sleep(0.1)
+            else:
+                return
+
+    def on(self, host: int) -> list[str]:
+        """What comes before a command on a host, which has one processor."""
+        processors = sorted(os.sched_getaffinity(0))
+        processor = processors[host % len(processors)]
+        return ["ip", "netns", "exec", self._names[host], "taskset", "-c", str(processor)]
+
+    def slow(self, host: int, *, rate: str, delay: str) -> None:
+        """Limit what a host sends, as tc writes it: "100mbit", "5ms"."""
+        tc = ("ip", "netns", "exec", self._names[host], "tc", "qdisc", "replace", "dev", DEVICE, "root", "netem")
+        run(*tc, "rate", rate, "delay", delay)
+
+    def cut(self, host: int) -> None:
+        """Take a host's cable out."""
+        run("ip", "-n", self._names[host], "link", "set", DEVICE, "down")
+
+    def processes(self, host: int) -> list[int]:
+        """What runs on a host, besides its ssh daemon."""
+        daemons = {daemon.pid for daemon in self._daemons}
+        found = map(int, run("ip", "netns", "pids", self._names[host]).split())
+        return [process for process in found if process not in daemons]
+
+    def kill(self, host: int) -> None:
+        """Kill all processes of a host at once."""
+        for process in self.processes(host):
+            with suppress(ProcessLookupError):
+                os.kill(process, 9)
+
+    def deepspeed(self, *arguments: str) -> subprocess.Popen[str]:
+        """The trainer, one rank a host, by DeepSpeed's launcher on the first one, which reaches the others by ssh."""
+        variables = self.folder / "variables"  # pdsh passes no other ones on
+        variables.write_text("".join(f"{name}={value}\n" for name, value in self._variables.items()))
+        told = {"PDSH_SSH_ARGS_APPEND": " ".join(self._ssh), "DS_ENV_FILE": str(variables)}
+        return self._launch(0, free_port(), told, "--no_ssh_check", str(MAIN), *arguments)
+
+    def each(self, *arguments: str) -> list[subprocess.Popen[str]]:
+        """The same by a launcher on each host, as a batch system starts them."""
+        port = free_port()
+        return [
+            self._launch(host, port, {}, "--no_ssh", f"--node_rank={host}", str(MAIN), *arguments)
+            for host in range(len(self.addresses))
+        ]
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        return {"GLOO_SOCKET_IFNAME": DEVICE, **{name: environment()[name] for name in ("DS_ACCELERATOR", "COLUMNS")}}
+
+    def _launch(self, host: int, port: int, told: dict[str, str], *words: str) -> subprocess.Popen[str]:
+        file = self.folder / "hosts.txt"
+        file.write_text("".join(f"{address} slots=1\n" for address in self.addresses))
+        launcher = str(Path(sys.executable).with_name("deepspeed"))
+        options = (f"--hostfile={file}", f"--master_addr={self.addresses[0]}", f"--master_port={port}")
+        return subprocess.Popen(
+            [*self.on(host), launcher, *options, *words],
+            cwd=ROOT,
+            env={**environment(), **self._variables, **told},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )

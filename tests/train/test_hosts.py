@@ -1,0 +1,80 @@
+"""Runs on two hosts: the results of one, and hosts that die or are cut off."""
+
+import json
+import re
+import time
+
+import pytest
+
+from exgrpo.train.checkpoint.listing import survey
+from tests.train import hosts
+from tests.train.launch import MAIN, launch
+from tests.train.test_run import SMALL, records
+
+pytestmark = pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing()))
+
+TIMEOUT = 1
+"""Minutes for which a rank waits for another one."""
+TIMED = re.compile(r"seconds|per_second|mfu|tokens_per|matrix_rate|hfu|peak")
+
+
+@pytest.fixture
+def two(tmp_path):
+    with hosts.Hosts(tmp_path / "hosts", 2) as made:
+        yield made
+
+
+def untimed(folder):
+    return [{key: value for key, value in record.items() if not TIMED.search(key)} for record in records(folder)]
+
+
+def test_two_hosts_give_the_results_of_one(two, tmp_path):
+    """By DeepSpeed's launcher over ssh, with the defaults of a user."""
+    running = two.deepspeed(*SMALL, f"--output.folder={tmp_path / 'two'}")
+    printed, _ = running.communicate(timeout=300)
+    assert running.returncode == 0, printed
+    assert "on 2 x cpu" in printed
+    done = launch(MAIN, *SMALL, f"--output.folder={tmp_path / 'one'}", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert untimed(tmp_path / "two" / "small") == untimed(tmp_path / "one" / "small")
+
+
+def wait_for_a_checkpoint(folder, running):
+    deadline = time.monotonic() + 240
+    while all(one.poll() is None for one in running) and time.monotonic() < deadline:
+        if folder.is_dir() and survey(folder)[0]:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the run has ended or hangs before its first checkpoint")
+
+
+@pytest.mark.parametrize("lost", ["killed", "cut off"])
+def test_a_host_that_is_gone_ends_the_run_in_time_and_one_host_goes_on(two, tmp_path, lost):
+    """The other host says so in one line, leaves no process behind, and has lost no finished step."""
+    long = [option for option in SMALL if not option.startswith("--steps")]
+    options = (*long, "--checkpoint.every=1", f"--distributed.timeout_minutes={TIMEOUT}", f"--output.folder={tmp_path}")
+    running = two.each("--steps=200", *options)
+    wait_for_a_checkpoint(tmp_path / "small", running)
+    start = time.monotonic()
+    if lost == "killed":
+        two.kill(1)
+    else:
+        two.cut(1)
+    printed, _ = running[0].communicate(timeout=240)
+    # A rank notices a closed connection at once and a silent one after its time; then it gives its resources back.
+    assert time.monotonic() - start < 60 * TIMEOUT + 60
+    assert running[0].returncode != 0
+    assert "another process of the run has ended or is not reached any more" in printed
+    assert "go on with --resume auto" in printed
+    assert "Traceback" not in printed
+    if lost == "cut off":
+        running[1].communicate(timeout=240)
+        assert running[1].returncode != 0
+    assert two.processes(0) == []
+    assert two.processes(1) == []
+    (newest, *_), problems = survey(tmp_path / "small")
+    assert problems == []
+    steps = [json.loads(line)["step"] for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()]
+    assert newest.step >= max(steps) - 1
+    done = launch(MAIN, "--resume", str(tmp_path / "small"), f"--steps={newest.step + 2}")
+    assert done.returncode == 0, done.stdout + done.stderr
