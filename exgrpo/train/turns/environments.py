@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from exgrpo.train.data.questions import Question
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.errors import ConfigError, RolloutError, shown
 from exgrpo.train.reward.contract import Columns, columns_of
 from exgrpo.train.turns.settings import ENVIRONMENTS, EnvironmentConfig
 
@@ -29,8 +29,25 @@ class Environment:
     stop: tuple[str, ...]
 
     def begin(self, question: Question) -> Reply:
-        """What replies in one answer to a question."""
-        return self.function(question.text, question.gold, **self.columns.of(question.columns))
+        """What replies in one answer to a question.
+
+        Raises:
+            RolloutError: the function fails, or gives nothing that can be called.
+        """
+        try:
+            reply = self.function(question.text, question.gold, **self.columns.of(question.columns))
+        except Exception as error:  # whatever it raises
+            cause = f"{type(error).__name__}: {shown(error)}"
+            raise self._useless(question, cause) from error
+        if not callable(reply):
+            raise self._useless(question, f"it gave {shown(reply)}, which cannot be called")
+        return reply
+
+    def _useless(self, question: Question, cause: str) -> RolloutError:
+        return RolloutError(
+            f"environment {self.name!r} cannot begin an answer to {shown(question.text)}: {cause}. Mend it, and go on "
+            "with --resume auto"
+        )
 
 
 def find_environment(options: EnvironmentConfig) -> Environment | None:

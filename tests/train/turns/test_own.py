@@ -10,7 +10,7 @@ import pytest
 from exgrpo.train.answers import Answerer
 from exgrpo.train.data.questions import Question
 from exgrpo.train.early import look
-from exgrpo.train.errors import ConfigError, DataError
+from exgrpo.train.errors import ConfigError, DataError, RolloutError
 from exgrpo.train.recipe import load_recipe
 from exgrpo.train.reward.names import resolve_reward
 from exgrpo.train.rollout import Sampling, Stops
@@ -97,6 +97,14 @@ def test_a_mistake_is_one_clear_error(guess, name, message):
     guess.write_text(guess.read_text().replace("def score(response, gold, *, turns)", "def score(response)"))
     with pytest.raises((ConfigError, ValueError), match=message):
         find_environment(EnvironmentConfig(function=name.format(folder=guess.parent)))
+
+
+@pytest.mark.parametrize(("body", "cause"), [("return 7", "it gave 7, which cannot"), ("return {}[gold]", "KeyError")])
+def test_an_environment_that_cannot_begin_is_one_clear_error(tmp_path, body, cause):
+    (tmp_path / "mine.py").write_text(f"def game(question, gold):\n    {body}\n")
+    environment = find_environment(EnvironmentConfig(function=f"{tmp_path}/mine.py:game"))
+    with pytest.raises(RolloutError, match=f"environment '.*mine.py:game' cannot begin an answer to 'Guess.': {cause}"):
+        environment.begin(Question(0, (80,), "Guess.", "4", "mine"))
 
 
 def test_several_processes_of_one_engine_are_refused(tmp_path):
