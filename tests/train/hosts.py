@@ -141,11 +141,6 @@ class Hosts:
         processor = processors[host % len(processors)]
         return ["ip", "netns", "exec", self._names[host], "taskset", "-c", str(processor)]
 
-    def slow(self, host: int, *, rate: str, delay: str) -> None:
-        """Limit what a host sends, as tc writes it: "100mbit", "5ms"."""
-        tc = ("ip", "netns", "exec", self._names[host], "tc", "qdisc", "replace", "dev", DEVICE, "root", "netem")
-        run(*tc, "rate", rate, "delay", delay)
-
     def cut(self, host: int) -> None:
         """Take a host's cable out."""
         run("ip", "-n", self._names[host], "link", "set", DEVICE, "down")
