@@ -1,0 +1,237 @@
+"""What questions and stored answers cost by their number: memory, disk, and the seconds of a step's decisions.
+
+    python -m benchmarks.scale --questions 1000000 --trajectories 10000000 --tokens 64 --folder DIR
+
+A replay with the default options is filled with synthetic answers, makes steps of 128 questions with 8 answers each,
+and is saved, saved again and loaded. A table goes to the terminal, and a record to DIR/scale.json.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import resource
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.test_experience import QUESTIONS_PER_STEP, SAMPLES, STEPS, filled_arrays
+from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
+from exgrpo.train.data.files import Row
+from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.questions import QuestionSet, question_set
+from exgrpo.train.experience import ExperienceConfig, Replay
+from exgrpo.train.experience.replay import ReplayState
+from exgrpo.train.records import Trajectory
+
+PROMPT = 64
+"""Tokens of a prompt."""
+VOCABULARY = 1 << 17
+MEASURED_STEPS = 10
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: the number of questions and of stored trajectories, and the tokens of each response."""
+
+    questions: int
+    trajectories: int
+    tokens: int
+
+
+WHAT = {
+    "question_bytes": "memory of a question with its prompt and texts",
+    "trajectory_bytes": "memory of a stored trajectory",
+    "mapped_bytes": "mapped files beside it, of which the system takes back what it needs",
+    "loaded_bytes": "memory of a trajectory after a load",
+    "peak_bytes": "largest resident memory of the process, mapped files included",
+    "plan": "plan a step",
+    "select": "select what is replayed",
+    "take_in": "take in a step",
+    "first_save": "first save",
+    "later_save": "save after a further step",
+    "load": "load",
+    "disk_bytes": "files after the first save",
+}
+"""What is measured: bytes, and seconds of the processor; those of a step are medians."""
+
+
+def resident(kind: str) -> int:
+    """Bytes of resident memory now: RssAnon, or RssFile of mapped files."""
+    gc.collect()
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) * 1024
+
+
+def timed(action: Callable[[], T]) -> tuple[float, T]:
+    """The seconds that a call takes of the processor, and what it returns; what else runs there does not count."""
+    start = time.process_time()
+    result = action()
+    return time.process_time() - start, result
+
+
+class RandomTokens:
+    """Stands for a tokenizer: every text is PROMPT random tokens, with ids as Python makes them from Rust."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, texts: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": self.rng.integers(0, VOCABULARY, (len(texts), PROMPT)).tolist()}
+
+
+class Rows(Sequence[Row]):
+    """Rows that are made when they are read, so that they are not measured."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(self.count))]
+        return Row(f"What is {place} + {place}? Answer step by step.", str(2 * place), None, "synthetic")
+
+
+def questions_of(count: int) -> QuestionSet:
+    """Synthetic questions, as a run has them in memory."""
+    prompts = PromptFormat(chat=False, prompt_format="{question}", max_prompt_tokens=PROMPT)
+    return question_set("synthetic", Rows(count), RandomTokens(), prompts)
+
+
+def answer(question: int, tokens: int, rng: np.random.Generator, reward: float, step: int) -> Trajectory:
+    """A trajectory with arrays of its own."""
+    response, log_prob = rng.integers(0, VOCABULARY, tokens, dtype=np.int32), -rng.random(tokens, dtype=np.float32)
+    return Trajectory(question, response, log_prob, True, reward, step)
+
+
+def stored_answers(sizes: Sizes, rng: np.random.Generator) -> list[Trajectory]:
+    """Successes, in turn of all questions."""
+    return [
+        answer(i % sizes.questions, sizes.tokens, rng, 1.0, i * STEPS // sizes.trajectories)
+        for i in range(sizes.trajectories)
+    ]
+
+
+def empty(sizes: Sizes) -> Replay:
+    """A replay of as many questions; it selects without scores, for there is no model."""
+    return Replay(ExperienceConfig(start_pass_rate=0.0, trajectory="random"), sizes.questions, SAMPLES, seed=1)
+
+
+class Filled:
+    """A replay that has stored what the sizes say."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes, self.rng, self.step = sizes, np.random.default_rng(0), STEPS
+        self.replay = empty(sizes)
+        stored = stored_answers(sizes, self.rng)
+        self.replay.memory.restore(filled_arrays(sizes.questions, stored, self.rng), stored)
+
+    def make_step(self) -> tuple[float, float, float]:
+        """The seconds of `plan`, `select` and `take_in` of a step; half of the answers are right."""
+        self.step += 1
+        plan, planned = timed(lambda: self.replay.plan(QUESTIONS_PER_STEP, self.step))
+        select, selected = timed(lambda: self.replay.select(planned, lambda trajectories: []))
+        groups = [
+            self.replay.group(group.question, joined, self._fresh(group.question, group.fresh))
+            for group, joined in zip(planned, selected, strict=True)
+        ]
+        take_in, _ = timed(lambda: self.replay.take_in(groups, self.step))
+        return plan, select, take_in
+
+    def _fresh(self, question: int, count: int) -> list[Trajectory]:
+        return [answer(question, self.sizes.tokens, self.rng, float(i % 2), self.step) for i in range(count)]
+
+
+def save(replay: Replay, store: ExperienceStore) -> tuple[str, dict[str, Any]]:
+    """What a checkpoint writes of the experience; returns the name of its arrays, and its values."""
+    state = replay.state()
+    return write_checked(store.folder, {**state.arrays, **store.save(state.trajectories)}), state.values
+
+
+def load(replay: Replay, folder: Path, name: str, values: dict[str, Any]) -> None:
+    """What a run that continues reads of it."""
+    arrays = read_checked(folder, name)
+    replay.restore(ReplayState(values, arrays, ExperienceStore(folder).load(arrays)))
+
+
+def measured_questions(count: int) -> dict[str, float]:
+    """Makes the questions, and lets them go."""
+    before = resident("RssAnon")
+    questions = questions_of(count)
+    return {"question_bytes": (resident("RssAnon") - before) / len(questions)}
+
+
+def measured_steps(sizes: Sizes, folder: Path) -> tuple[dict[str, float], str, dict[str, Any]]:
+    """Fills a replay, makes steps and saves; also returns what `load` needs."""
+    before, mapped = resident("RssAnon"), resident("RssFile")
+    filled = Filled(sizes)
+    found = {
+        "trajectory_bytes": (resident("RssAnon") - before) / sizes.trajectories,
+        "mapped_bytes": (resident("RssFile") - mapped) / sizes.trajectories,
+    }
+    steps = zip(*(filled.make_step() for _ in range(MEASURED_STEPS)), strict=True)
+    found |= dict(zip(("plan", "select", "take_in"), map(statistics.median, steps), strict=True))
+    store = ExperienceStore(folder)
+    found["first_save"], _ = timed(lambda: save(filled.replay, store))
+    found["disk_bytes"] = sum(path.stat().st_size for path in store.folder.iterdir())
+    filled.make_step()
+    found["later_save"], (name, values) = timed(lambda: save(filled.replay, store))
+    return found, name, values
+
+
+def measured_load(sizes: Sizes, folder: Path, name: str, values: dict[str, Any]) -> dict[str, float]:
+    """Goes on from what was saved."""
+    replay, before = empty(sizes), resident("RssAnon")
+    seconds, _ = timed(lambda: load(replay, folder, name, values))
+    return {"load": seconds, "loaded_bytes": (resident("RssAnon") - before) / replay.memory.trajectory_count}
+
+
+def measure(sizes: Sizes, folder: Path) -> dict[str, float]:
+    """Everything, one after the other; see `WHAT`."""
+    shutil.rmtree(folder / "experience", ignore_errors=True)
+    found = measured_questions(sizes.questions)
+    of_steps, name, values = measured_steps(sizes, folder / "experience")
+    found |= of_steps | measured_load(sizes, folder / "experience", name, values)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return found | {"peak_bytes": peak}
+
+
+def show(sizes: Sizes, found: dict[str, float]) -> None:
+    """Print the table."""
+    title = f"{sizes.questions:,} questions, {sizes.trajectories:,} trajectories of {sizes.tokens} tokens"
+    table = Table("what", "measured", title=title)
+    for name, what in WHAT.items():
+        table.add_row(what, f"{found[name]:,.0f} bytes" if name.endswith("bytes") else f"{found[name]:.4f} s")
+    Console().print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--questions", type=int, default=10_000)
+    parser.add_argument("--trajectories", type=int, default=100_000)
+    parser.add_argument("--tokens", type=int, default=64, help="of each response")
+    parser.add_argument("--folder", type=Path, required=True, help="what is saved goes there, and scale.json")
+    options = parser.parse_args(arguments)
+    sizes = Sizes(options.questions, options.trajectories, options.tokens)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    found = measure(sizes, options.folder)
+    show(sizes, found)
+    record = {"date": datetime.date.today().isoformat(), **asdict(sizes), **found}
+    (options.folder / "scale.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
