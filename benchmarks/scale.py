@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -30,12 +31,15 @@ from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.experience import ExperienceConfig, Replay
 from exgrpo.train.experience.replay import ReplayState
+from exgrpo.train.experience.stored import OF_TRAJECTORY, Stored, serials
+from exgrpo.train.experience.tokens import Places, TokenBlocks, Tokens
 from exgrpo.train.records import Trajectory
 
 PROMPT = 64
 """Tokens of a prompt."""
 VOCABULARY = 1 << 17
 MEASURED_STEPS = 10
+CHUNK = 1 << 16
 T = TypeVar("T")
 
 
@@ -116,27 +120,40 @@ def answer(question: int, tokens: int, rng: np.random.Generator, reward: float, 
     return Trajectory(question, response, log_prob, True, reward, step)
 
 
-def stored_answers(sizes: Sizes, rng: np.random.Generator) -> list[Trajectory]:
+def stored_answers(sizes: Sizes, rng: np.random.Generator, folder: Path | None) -> Stored:
     """Successes, in turn of all questions."""
-    return [
-        answer(i % sizes.questions, sizes.tokens, rng, 1.0, i * STEPS // sizes.trajectories)
-        for i in range(sizes.trajectories)
-    ]
+    blocks, places = TokenBlocks(folder), []
+    for first in range(0, sizes.trajectories, CHUNK):
+        length = np.full(min(CHUNK, sizes.trajectories - first), sizes.tokens)
+        count = int(length.sum())
+        response, log_prob = rng.integers(0, VOCABULARY, count, dtype=np.int32), -rng.random(count, dtype=np.float32)
+        places.append(blocks.extend(Tokens(response, log_prob, np.zeros(count, bool)), length))
+    answers = np.arange(sizes.trajectories)
+    columns: dict[str, npt.NDArray] = {
+        **{name: np.zeros(sizes.trajectories, dtype) for name, dtype in OF_TRAJECTORY.items()},
+        **{name: np.concatenate(parts) for name, parts in zip(Places._fields, zip(*places, strict=True), strict=True)},
+        "serial": np.array(serials(sizes.trajectories)),
+        "question": answers % sizes.questions,
+        "step": answers * STEPS // sizes.trajectories,
+    }
+    columns["reward"][:], columns["finished"][:] = 1.0, True
+    return Stored(columns, blocks.contents)
 
 
-def empty(sizes: Sizes) -> Replay:
+def empty(sizes: Sizes, folder: Path | None) -> Replay:
     """A replay of as many questions; it selects without scores, for there is no model."""
-    return Replay(ExperienceConfig(start_pass_rate=0.0, trajectory="random"), sizes.questions, SAMPLES, seed=1)
+    config = ExperienceConfig(start_pass_rate=0.0, trajectory="random", folder=folder)
+    return Replay(config, sizes.questions, SAMPLES, seed=1)
 
 
 class Filled:
     """A replay that has stored what the sizes say."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, folder: Path | None) -> None:
         self.sizes, self.rng, self.step = sizes, np.random.default_rng(0), STEPS
-        self.replay = empty(sizes)
-        stored = stored_answers(sizes, self.rng)
-        self.replay.memory.restore(filled_arrays(sizes.questions, stored, self.rng), stored)
+        self.replay = empty(sizes, folder)
+        stored = stored_answers(sizes, self.rng, folder)
+        self.replay.memory.restore(filled_arrays(sizes.questions, sizes.trajectories, self.rng), stored)
 
     def make_step(self) -> tuple[float, float, float]:
         """The seconds of `plan`, `select` and `take_in` of a step; half of the answers are right."""
@@ -163,7 +180,7 @@ def save(replay: Replay, store: ExperienceStore) -> tuple[str, dict[str, Any]]:
 def load(replay: Replay, folder: Path, name: str, values: dict[str, Any]) -> None:
     """What a run that continues reads of it."""
     arrays = read_checked(folder, name)
-    replay.restore(ReplayState(values, arrays, ExperienceStore(folder).load(arrays)))
+    replay.restore(ReplayState(values, arrays, ExperienceStore(folder, replay.config.folder).load(arrays)))
 
 
 def measured_questions(count: int) -> dict[str, float]:
@@ -173,10 +190,10 @@ def measured_questions(count: int) -> dict[str, float]:
     return {"question_bytes": (resident("RssAnon") - before) / len(questions)}
 
 
-def measured_steps(sizes: Sizes, folder: Path) -> tuple[dict[str, float], str, dict[str, Any]]:
+def measured_steps(sizes: Sizes, folder: Path, tokens: Path | None) -> tuple[dict[str, float], str, dict[str, Any]]:
     """Fills a replay, makes steps and saves; also returns what `load` needs."""
     before, mapped = resident("RssAnon"), resident("RssFile")
-    filled = Filled(sizes)
+    filled = Filled(sizes, tokens)
     found = {
         "trajectory_bytes": (resident("RssAnon") - before) / sizes.trajectories,
         "mapped_bytes": (resident("RssFile") - mapped) / sizes.trajectories,
@@ -191,19 +208,21 @@ def measured_steps(sizes: Sizes, folder: Path) -> tuple[dict[str, float], str, d
     return found, name, values
 
 
-def measured_load(sizes: Sizes, folder: Path, name: str, values: dict[str, Any]) -> dict[str, float]:
+def measured_load(
+    sizes: Sizes, folder: Path, tokens: Path | None, name: str, values: dict[str, Any]
+) -> dict[str, float]:
     """Goes on from what was saved."""
-    replay, before = empty(sizes), resident("RssAnon")
+    replay, before = empty(sizes, tokens), resident("RssAnon")
     seconds, _ = timed(lambda: load(replay, folder, name, values))
     return {"load": seconds, "loaded_bytes": (resident("RssAnon") - before) / replay.memory.trajectory_count}
 
 
-def measure(sizes: Sizes, folder: Path) -> dict[str, float]:
-    """Everything, one after the other; see `WHAT`."""
+def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]:
+    """Everything, one after the other, with tokens in RAM or in files of a folder; see `WHAT`."""
     shutil.rmtree(folder / "experience", ignore_errors=True)
     found = measured_questions(sizes.questions)
-    of_steps, name, values = measured_steps(sizes, folder / "experience")
-    found |= of_steps | measured_load(sizes, folder / "experience", name, values)
+    of_steps, name, values = measured_steps(sizes, folder / "experience", tokens)
+    found |= of_steps | measured_load(sizes, folder / "experience", tokens, name, values)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found | {"peak_bytes": peak}
 
@@ -223,13 +242,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--questions", type=int, default=10_000)
     parser.add_argument("--trajectories", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=64, help="of each response")
+    parser.add_argument("--mapped", action="store_true", help="keep tokens in files of the folder (experience.folder)")
     parser.add_argument("--folder", type=Path, required=True, help="what is saved goes there, and scale.json")
     options = parser.parse_args(arguments)
     sizes = Sizes(options.questions, options.trajectories, options.tokens)
     options.folder.mkdir(parents=True, exist_ok=True)
-    found = measure(sizes, options.folder)
+    found = measure(sizes, options.folder, options.folder if options.mapped else None)
     show(sizes, found)
-    record = {"date": datetime.date.today().isoformat(), **asdict(sizes), **found}
+    record = {"date": datetime.date.today().isoformat(), **asdict(sizes), "mapped": options.mapped, **found}
     (options.folder / "scale.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from exgrpo.train.checkpoint.store import ExperienceStore
 from exgrpo.train.experience import ExperienceConfig, Replay
+from exgrpo.train.experience.stored import pack
 from exgrpo.train.records import Group, Trajectory
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
@@ -29,8 +30,8 @@ def trajectory(
     return Trajectory(question, response, log_prob, True, reward, step)
 
 
-def filled_arrays(questions: int, stored: list[Trajectory], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """The arrays of a memory that holds these."""
+def filled_arrays(questions: int, stored: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """The arrays of a memory that holds so many."""
     # What whole and mixed groups show: m of K and m of K-1.
     rows = rng.integers(SAMPLES - 1, SAMPLES + 1, questions)
     count = SAMPLES * rng.integers(1, rows) / rows
@@ -41,10 +42,10 @@ def filled_arrays(questions: int, stored: list[Trajectory], rng: np.random.Gener
         "shown": count,
         "earlier": count,
         "retired": np.zeros(questions, np.uint8),
-        "advantage": rng.normal(size=len(stored)),
-        "successes": rng.integers(1, SAMPLES, len(stored)),
-        "answers": np.full(len(stored), SAMPLES),
-        "replays": np.zeros(len(stored), np.int64),
+        "advantage": rng.normal(size=stored),
+        "successes": rng.integers(1, SAMPLES, stored),
+        "answers": np.full(stored, SAMPLES),
+        "replays": np.zeros(stored, np.int64),
     }
 
 
@@ -64,7 +65,7 @@ class Experience:
         config = ExperienceConfig(**{"start_pass_rate": 0.0, "ratio": RATIO, **options})
         self.replay = Replay(config, questions, SAMPLES, seed=1)
         self.memory = self.replay.memory
-        self.memory.restore(filled_arrays(questions, stored, self.rng), stored)
+        self.memory.restore(filled_arrays(questions, len(stored), self.rng), pack(stored))
 
     def plan(self) -> object:
         """The groups of a step."""
@@ -208,7 +209,7 @@ def test_memory(benchmark, races, tokens):
 
     def fill() -> None:
         stored = [trajectory(question, rng, tokens=tokens) for question in range(count)]
-        memory.restore(filled_arrays(count, stored, rng), stored)
+        memory.restore(filled_arrays(count, len(stored), rng), pack(stored))
 
     benchmark.group = "experience: memory"
     tracemalloc.start()

@@ -17,6 +17,7 @@ from exgrpo.train.data.sources import check_sources, settings_of
 from exgrpo.train.errors import ConfigError, is_first_rank
 from exgrpo.train.evaluate.settings import check_evaluation, held_out_sets
 from exgrpo.train.experience import rules
+from exgrpo.train.experience.tokens import check_folder
 from exgrpo.train.experience_data.traces import check_traces
 from exgrpo.train.hub import offline_reason
 from exgrpo.train.metrics.trackers import check_trackers
@@ -61,6 +62,7 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     check_method(config)
     if config.experience.start and not resumed:
         check_traces(config.experience.start)
+    check_folder(config.experience.folder)
     check_evaluation(config)
     data, reward, sets = config.data, config.reward, held_out_sets(config)
     sources = [*data.train, *chain.from_iterable(asked.source for asked in sets.values())]

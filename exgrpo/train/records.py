@@ -27,6 +27,11 @@ class Written:
         """How many tokens the policy wrote."""
         return len(self.response) if self.written is None else int(np.count_nonzero(self.written))
 
+    @property
+    def observed(self) -> Mask | None:
+        """[R] whether an environment wrote the token; None: it wrote none."""
+        return None if self.written is None else ~self.written
+
     def own(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Those of [R] values that belong to tokens of the policy."""
         return values if self.written is None else values[self.written]

@@ -133,10 +133,9 @@ def test_the_advantage_of_a_replayed_answer_is_that_of_its_group_now_or_then(com
                     assert expected == pytest.approx(0, abs=1e-6)
         for origin in map(trainer.replay.memory.table.origin, trainer.replay.memory.table.rows().tolist()):
             assert 0 <= origin.successes <= origin.answers <= K
-        column = trainer.replay.memory.table.column
-        written = dict(
-            zip(map(id, (t.response for t in column("trajectory"))), column("advantage").tolist(), strict=True)
-        )
+        held = list(trainer.replay.memory.all_trajectories())  # what is held keeps its identity
+        advantages = trainer.replay.memory.table.column("advantage").tolist()
+        written = dict(zip((id(one.response) for one in held), advantages, strict=True))
 
 
 @pytest.mark.parametrize("compose", ["beside", "buffer", "returning"])

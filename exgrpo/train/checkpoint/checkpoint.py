@@ -56,19 +56,29 @@ class Checkpoints:
         fingerprint: of the training questions: another data set cannot be continued on.
         config: the configuration, plain values; every checkpoint keeps a copy.
         keep: how many checkpoints stay; older ones are deleted after a newer one is complete.
+        tokens: folder for the tokens of the experience that is loaded; None: they are in RAM.
 
     Raises:
         CheckpointError: the run's folder cannot be written.
     """
 
-    def __init__(self, run: Path, world: World, *, fingerprint: str, config: dict[str, Any], keep: int) -> None:
+    def __init__(
+        self,
+        run: Path,
+        world: World,
+        *,
+        fingerprint: str,
+        config: dict[str, Any],
+        keep: int,
+        tokens: Path | None = None,
+    ) -> None:
         self.run = run
         self.world = world
         self.fingerprint = fingerprint
         self.config = config
         self.keep = keep
         with os_errors_as(CheckpointError, f"{run / EXPERIENCE} cannot be written"):
-            self.store = ExperienceStore(run / EXPERIENCE)
+            self.store = ExperienceStore(run / EXPERIENCE, tokens)
 
     def save(self, step: int, policy: Policy, trainer: Resumable, progress: dict[str, Any]) -> None:
         """Write the checkpoint of a step.

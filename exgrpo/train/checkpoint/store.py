@@ -5,41 +5,35 @@ A save writes one new segment with the trajectories that no segment holds yet, a
 living trajectories written again, into the new one: segments never hold more than twice what lives.
 """
 
-import dataclasses
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load, save
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, write_whole
-from exgrpo.train.records import Behaviour, Mask, Trajectory
+from exgrpo.train.experience.stored import OF_PLACE, OF_TRAJECTORY, Stored, serials
+from exgrpo.train.experience.tokens import Places, TokenBlocks, Tokens, gather
+from exgrpo.train.records import Mask
 
 SUFFIX = ".safetensors"
-BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
-"""By their numbers in a file."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A file of trajectories: how many, alive or not, and its size in bytes."""
-
-    rows: int
-    size: int
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Where a trajectory lies: the name of its segment and its row there."""
-
-    segment: str
-    row: int
+OF_FILE: dict[str, type[np.generic]] = {
+    "length": np.int32,
+    "question": np.int32,
+    "finished": np.uint8,
+    "reward": np.float64,
+    "step": np.int32,
+    "behaviour": np.uint8,
+    "key": np.int64,
+    "penalty": np.float64,
+}
+"""Columns of a file with a value of each answer."""
+MOST_TOKENS = 1 << 24
+"""Of a segment, about: a save and a load have one in memory at a time, 128 MiB."""
+NOWHERE = -1
+"""In the place of a segment or a row: no file holds the answer."""
 
 
 def write_checked(folder: Path, arrays: dict[str, np.ndarray]) -> str:
@@ -70,66 +64,87 @@ class ExperienceStore:
 
     Args:
         folder: of the segments; it is made where it is missing.
+        tokens: folder of files for the tokens that are loaded; None: they are in RAM.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, tokens: Path | None = None) -> None:
+        self.folder, self.tokens = folder, tokens
         folder.mkdir(parents=True, exist_ok=True)
-        self._places: WeakKeyDictionary[Trajectory, Place] = WeakKeyDictionary()
-        self._segments: dict[str, Segment] = {}
+        self._rows: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
+        self._latest = _Latest(np.empty(0, np.int64), [], np.empty(0, np.int32), np.empty(0, np.int32))
 
-    def save(self, trajectories: Iterable[Trajectory]) -> dict[str, np.ndarray]:
-        """Write the trajectories that are new and return the index of all given ones, in their order.
+    def save(self, answers: Stored) -> dict[str, np.ndarray]:
+        """Write the answers that are new and return the index of all given ones, in their order.
 
         Returns:
             segments: [S, 32] uint8, the names of the segments; segment and row: [N] int32, where each one lies.
         """
-        alive = list(trajectories)
-        new = self._to_write(alive)
-        if new:
-            name = write_checked(self.folder, _pack(new))
-            self._segments[name] = Segment(len(new), self.size(name))
-            for row, trajectory in enumerate(new):
-                self._places[trajectory] = Place(name, row)
-        places = [self._places[trajectory] for trajectory in alive]
-        names = sorted({place.segment for place in places})
-        number = {name: i for i, name in enumerate(names)}
-        return {
-            "segments": np.array([list(bytes.fromhex(name)) for name in names], np.uint8).reshape(-1, 32),
-            "segment": np.array([number[place.segment] for place in places], np.int32),
-            "row": np.array([place.row for place in places], np.int32),
-        }
+        names, segment, row = self._written(answers.columns["serial"])
+        new = np.flatnonzero(segment < 0)
+        for of_segment in _split(new, answers.columns["length"][new]):
+            names.append(write_checked(self.folder, _packed(answers, of_segment)))
+            self._note(names[-1], len(of_segment))
+            segment[of_segment], row[of_segment] = len(names) - 1, np.arange(len(of_segment))
+        used = sorted({names[number] for number in np.unique(segment).tolist()})
+        position = {name: number for number, name in enumerate(used)}
+        segment = np.array([position.get(name, NOWHERE) for name in names], np.int32)[segment]
+        self._latest = _Latest(answers.columns["serial"], used, segment, row)
+        return self._latest.index()
 
-    def _to_write(self, alive: Sequence[Trajectory]) -> list[Trajectory]:
-        """Those that no segment holds, and those in segments that are not whole or of which less than half is alive."""
-        segments = [place.segment if (place := self._places.get(t)) else None for t in alive]
-        living = Counter(segments)
-        stay = {name for name, count in living.items() if name and self._may_stay(name, count)}
-        return [trajectory for trajectory, name in zip(alive, segments, strict=True) if name not in stay]
+    def _written(self, serial: npt.NDArray[np.int64]) -> tuple[list[str], npt.NDArray, npt.NDArray]:
+        """The segments of the latest index; and of each answer its segment and row there, `NOWHERE`: to be written.
+
+        To be written are those that no segment holds, and those in segments that are not whole or of which less than
+        half is alive.
+        """
+        latest = self._latest
+        place = np.searchsorted(latest.serial, serial)
+        there = np.append(latest.serial, NOWHERE)[place] == serial
+        segment, row = np.full(len(serial), NOWHERE, np.int32), np.full(len(serial), NOWHERE, np.int32)
+        segment[there], row[there] = latest.segment[place[there]], latest.row[place[there]]
+        living = np.bincount(segment[there], minlength=len(latest.names)).tolist()
+        for number, name in enumerate(latest.names):
+            if not self._may_stay(name, living[number]):
+                segment[segment == number] = NOWHERE
+        return list(latest.names), segment, row
 
     def _may_stay(self, name: str, living: int) -> bool:
-        segment = self._segments[name]
         try:
             # All checkpoints share a segment: one that was lost is written again while its rows are in memory.
-            return self.size(name) == segment.size and 2 * living >= segment.rows
+            return self.size(name) == self._sizes[name] and 2 * living >= self._rows[name]
         except FileNotFoundError:
             return False
 
-    def load(self, index: dict[str, np.ndarray]) -> list[Trajectory]:
-        """The trajectories of an index, in its order.
+    def _note(self, name: str, rows: int) -> None:
+        self._rows[name], self._sizes[name] = rows, self.size(name)
+
+    def load(self, index: dict[str, np.ndarray]) -> Stored:
+        """The answers of an index, in its order.
 
         Raises:
             DamagedFileError: a segment is missing or damaged.
+            ConfigError: there is no space for their tokens.
         """
-        trajectories: dict[int, Trajectory] = {}
-        for number, name in enumerate(segment_names(index)):
-            segment = _unpack(read_checked(self.folder, name))
-            self._segments[name] = Segment(len(segment), self.size(name))
-            for position in np.flatnonzero(index["segment"] == number).tolist():
-                row = int(index["row"][position])
-                trajectories[position] = _detached(segment[row])
-                self._places[trajectories[position]] = Place(name, row)
-        return [trajectories[position] for position in range(len(trajectories))]
+        names, size = segment_names(index), len(index["row"])
+        columns = {name: np.zeros(size, dtype) for name, dtype in (OF_TRAJECTORY | OF_PLACE).items()}
+        columns["serial"][:] = serials(size)
+        blocks = TokenBlocks(self.tokens)
+        order = np.argsort(index["segment"], kind="stable")
+        ends = np.searchsorted(index["segment"][order], np.arange(len(names)), side="right").tolist()
+        for name, begin, end in zip(names, [0, *ends], ends, strict=False):
+            arrays = read_checked(self.folder, name)
+            self._note(name, len(arrays["length"]))
+            positions = order[begin:end]
+            rows = index["row"][positions]
+            for column in OF_TRAJECTORY:
+                columns[column][positions] = arrays[column][rows]
+            there = _places(arrays, rows)
+            places = blocks.extend(gather({0: _tokens(arrays)}, there), there.length)
+            for column in Places._fields:
+                columns[column][positions] = getattr(places, column)
+        self._latest = _Latest(columns["serial"], names, index["segment"], index["row"])
+        return Stored(columns, blocks.contents)
 
     def size(self, name: str) -> int:
         """Bytes of a file of this store."""
@@ -147,60 +162,47 @@ def segment_names(index: dict[str, np.ndarray]) -> list[str]:
     return [bytes(name).hex() for name in index["segments"]]
 
 
-def _detached(trajectory: Trajectory) -> Trajectory:
-    """A copy that does not keep the arrays of its whole segment in memory."""
-    arrays = {"response": trajectory.response, "log_prob": trajectory.log_prob, "written": trajectory.written}
-    copies: dict[str, Any] = {name: array.copy() for name, array in arrays.items() if array is not None}
-    return dataclasses.replace(trajectory, **copies)
+@dataclass(frozen=True, eq=False)
+class _Latest:
+    """What the latest index says: of N answers their serial numbers, and where they lie."""
+
+    serial: npt.NDArray[np.int64]
+    names: list[str]
+    segment: npt.NDArray[np.int32]
+    row: npt.NDArray[np.int32]
+
+    def index(self) -> dict[str, np.ndarray]:
+        names = np.array([list(bytes.fromhex(name)) for name in self.names], np.uint8).reshape(-1, 32)
+        return {"segments": names, "segment": self.segment, "row": self.row}
 
 
-def _pack(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray]:
-    """As arrays; most runs have no observations, and no array of what is one."""
-    observing = any(t.written is not None for t in trajectories)
-    masks = {"written": np.concatenate([_written(t) for t in trajectories])} if observing else {}
-    return {
-        **masks,
-        "response": np.concatenate([t.response for t in trajectories]),
-        "log_prob": np.concatenate([t.log_prob for t in trajectories]),
-        "length": np.array([len(t.response) for t in trajectories], np.int32),
-        "question": np.array([t.question for t in trajectories], np.int32),
-        "finished": np.array([t.finished for t in trajectories], np.uint8),
-        "reward": np.array([t.reward for t in trajectories], np.float64),
-        "step": np.array([t.step for t in trajectories], np.int32),
-        "behaviour": np.array([BEHAVIOURS.index(t.behaviour) for t in trajectories], np.uint8),
-        "key": np.array([t.key for t in trajectories], np.int64),
-        "penalty": np.array([t.penalty for t in trajectories], np.float64),
-    }
+def _split(rows: npt.NDArray, length: npt.NDArray) -> list[npt.NDArray]:
+    """Rows of answers with so many tokens, in parts of about `MOST_TOKENS`."""
+    part = np.cumsum(length) // MOST_TOKENS
+    return np.split(rows, np.flatnonzero(np.diff(part)) + 1) if len(rows) else []
 
 
-def _written(trajectory: Trajectory) -> npt.NDArray[np.uint8]:
-    """[R] 1 where the policy wrote the token."""
-    ones = np.ones(len(trajectory.response), np.uint8)
-    return ones if trajectory.written is None else trajectory.written.astype(np.uint8)
+def _packed(answers: Stored, rows: npt.NDArray) -> dict[str, npt.NDArray]:
+    """Some answers as arrays of a file; most runs have no observations, and no array of what is one."""
+    tokens = answers.tokens(rows)
+    written = {"written": (~tokens.observed).astype(np.uint8)} if tokens.observed.any() else {}
+    columns = {name: answers.columns[name][rows].astype(dtype) for name, dtype in OF_FILE.items()}
+    return {**written, "response": tokens.response, "log_prob": tokens.log_prob, **columns}
+
+
+def _tokens(arrays: dict[str, npt.NDArray]) -> Tokens:
+    """What a file holds of tokens."""
+    response, written = arrays["response"], arrays.get("written")
+    observed = np.zeros(len(response), bool) if written is None else written == 0
+    return Tokens(response, arrays["log_prob"], observed)
+
+
+def _places(arrays: dict[str, npt.NDArray], rows: npt.NDArray) -> Places:
+    """Where some answers lie in the tokens of their file."""
+    length = arrays["length"].astype(np.int64)
+    return Places(np.zeros(len(rows), np.int64), (np.cumsum(length) - length)[rows], length[rows])
 
 
 def written_mask(values: npt.NDArray[np.uint8] | None) -> Mask | None:
-    """What `_written` has packed, of one trajectory."""
+    """`Trajectory.written` of one answer, by what a file holds of it."""
     return None if values is None or values.all() else values.astype(bool)
-
-
-def _unpack(arrays: dict[str, npt.NDArray]) -> list[Trajectory]:
-    ends = np.cumsum(arrays["length"])[:-1]
-    masks = np.split(arrays["written"], ends) if "written" in arrays else [None] * len(arrays["length"])
-    columns = zip(
-        arrays["question"].tolist(),
-        np.split(arrays["response"], ends),
-        np.split(arrays["log_prob"], ends),
-        arrays["finished"].tolist(),
-        arrays["reward"].tolist(),
-        arrays["step"].tolist(),
-        (BEHAVIOURS[number] for number in arrays["behaviour"].tolist()),
-        arrays["key"].tolist(),
-        arrays["penalty"].tolist(),
-        map(written_mask, masks),
-        strict=True,
-    )
-    return [
-        Trajectory(question, response, log_prob, bool(finished), *others)
-        for question, response, log_prob, finished, *others in columns
-    ]

@@ -19,7 +19,7 @@ from exgrpo.train.reward.contract import ALL_COLUMNS, Columns
 _BATCH = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Question:
     """One question to roll out."""
 
@@ -164,9 +164,11 @@ def question_set(
     prompts.check(tokenizer)
     questions: list[Question] = []
     left_out: list[Question] = []
+    ids: dict[int, int] = {}
     for row, prompt in _tokenised(rows, tokenizer, prompts, progress):
         among = questions if len(prompt) <= prompts.max_prompt_tokens else left_out
-        question = Question(len(among), tuple(prompt), row.text, row.gold, row.source, row.reward, row.columns, stop)
+        shared = tuple(map(ids.setdefault, prompt, prompt))  # an int of its own for each token would take 32 bytes
+        question = Question(len(among), shared, row.text, row.gold, row.source, row.reward, row.columns, stop)
         among.append(question)
         if len(questions) == limit:
             break

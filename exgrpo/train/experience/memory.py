@@ -9,6 +9,7 @@ from exgrpo.train.experience import rules
 from exgrpo.train.experience.buckets import BUCKETS
 from exgrpo.train.experience.difficulty import Evidence, count_successes
 from exgrpo.train.experience.settings import Setting
+from exgrpo.train.experience.stored import Stored, pack
 from exgrpo.train.experience.table import Origin, Table
 from exgrpo.train.experience.tables import look_up
 from exgrpo.train.experience.units import Units
@@ -61,7 +62,7 @@ class ExperienceMemory:
         self.times: Ints = np.zeros(questions, np.int64)
         self.shown: npt.NDArray[np.float64] = np.full(questions, float(NEVER))
         self.earlier = self.shown.copy()
-        self.table = Table(questions)
+        self.table = Table(questions, options.folder)
         self._buckets = look_up(BUCKETS, options.bucket_by, "bucket_by")
         self._admit = rules.find("admit", options.admit)
         self._distinct = getattr(self._admit, "distinct", None)
@@ -76,9 +77,9 @@ class ExperienceMemory:
         """The stored answers to a question, oldest first; empty where there are none."""
         return tuple(self.table.trajectory(row) for row in self.table.of_question(question))
 
-    def all_trajectories(self) -> list[Trajectory]:
+    def all_trajectories(self) -> Stored:
         """Everything that is stored, in the order in which it was."""
-        return self.table.column("trajectory").tolist()
+        return self.table.stored()
 
     @property
     def trajectory_count(self) -> int:
@@ -160,19 +161,17 @@ class ExperienceMemory:
         if self.setting.leave_one_out and len(rewards) > 1:
             divisor *= (len(rewards) - 1) / len(rewards)
         most = self.setting.options.max_per_question
-        looked_at = table.of_question(question) if self._distinct or most else []
-        stored = {at: table.trajectory(at) for at in looked_at}
+        stored = table.of_question(question) if self._distinct or most else []
         for row in admitted:
             # Of two equal answers the newer log-probs stay: their policy is nearer to the current one.
-            same = [at for at, old in stored.items() if self._distinct and self._same(old, row)]
+            same = [at for at in stored if self._distinct and self._same(at, row)]
             replays = sum(table.origin(at).replays for at in same)
             table.remove(same)
-            for at in same:
-                del stored[at]
             advantage = (row.net_reward - mean) / divisor
-            stored[table.add(row, Origin(advantage, evidence.successes, evidence.rows, replays))] = row
+            added = table.add(row, Origin(advantage, evidence.successes, evidence.rows, replays))
+            stored = [*(at for at in stored if at not in same), added]
         if most is not None:
-            table.remove(list(stored)[:-most])
+            table.remove(stored[:-most])
 
     def _forget(self, now: int, solved: Ints) -> None:
         """What the functions of `expire` let go, one after the other, before the step `now` is planned."""
@@ -202,7 +201,7 @@ class ExperienceMemory:
             count: success count in [1, K-1] of each of their questions.
         """
         of_rows = {name: np.array([getattr(one, name) for one in origins]) for name in Origin.__dataclass_fields__}
-        self.table.fill(trajectories, of_rows)
+        self.table.fill(pack(trajectories, self.setting.options.folder), of_rows)
         self.count[:] = 0
         for question, of_question in count.items():
             self.count[question] = of_question
@@ -213,16 +212,18 @@ class ExperienceMemory:
         of_rows = {name: self.table.column(name).copy() for name in Origin.__dataclass_fields__}
         return {**of_questions, "retired": self.retired.astype(np.uint8), **of_rows}
 
-    def restore(self, arrays: dict[str, npt.NDArray], trajectories: Sequence[Trajectory]) -> None:
+    def restore(self, arrays: dict[str, npt.NDArray], trajectories: Stored) -> None:
         """Take over the state of another memory of the same questions: its `arrays` and `all_trajectories`."""
         for name in OF_QUESTIONS:
             setattr(self, name, arrays[name].copy())
         self.retired = arrays["retired"].astype(bool)
         self.table.fill(trajectories, {name: arrays[name] for name in Origin.__dataclass_fields__})
 
-    def _same(self, a: Trajectory, b: Trajectory) -> bool:
-        if self._distinct == "key" and a.key and a.key == b.key:
+    def _same(self, at: int, row: Trajectory) -> bool:
+        """Whether a stored answer is the same as another one."""
+        table = self.table
+        if self._distinct == "key" and row.key and table.value("key", at) == row.key:
             return True
         # Nearly all pairs differ in length, which costs a tenth of comparing contents to find out; of short ones bytes
         # are compared in a tenth of the time that arrays take.
-        return len(a.response) == len(b.response) and a.response.tobytes() == b.response.tobytes()
+        return table.value("length", at) == len(row.response) and table.response(at).tobytes() == row.response.tobytes()

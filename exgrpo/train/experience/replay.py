@@ -13,6 +13,7 @@ from exgrpo.train.experience.memory import ExperienceMemory
 from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, Mixture
 from exgrpo.train.experience.selection import RULES, Candidates, MeanScore
 from exgrpo.train.experience.settings import ExperienceConfig, Setting
+from exgrpo.train.experience.stored import Stored
 from exgrpo.train.experience.supply import PlannedGroup, Supply, settles
 from exgrpo.train.experience.tables import look_up
 from exgrpo.train.records import Group, Trajectory
@@ -59,7 +60,7 @@ class ReplayState:
 
     values: dict[str, Any]
     arrays: dict[str, np.ndarray]
-    trajectories: list[Trajectory]
+    trajectories: Stored
 
 
 class Replay:
@@ -175,7 +176,7 @@ class Replay:
         """Stored answers that are replayed, by their rows."""
         table, numbers = self.memory.table, np.array(rows, np.int64)
         columns = (
-            table.values("trajectory", numbers).tolist(),
+            map(table.trajectory, rows),
             [None] * len(rows) if entropies is None else entropies,
             table.replayed(numbers).tolist(),
             table.values("advantage", numbers).tolist(),

@@ -94,6 +94,11 @@ class ExperienceConfig(Section):
         None, ge=1, le=MOST_ROWS, description="Keep the latest so many answers of all questions together."
     )
 
+    folder: Path | None = Field(
+        None,
+        description="A folder on a disk of this machine for the tokens of stored answers, which then need no RAM. Each "
+        "rank has files of its own there, which go when it ends.",
+    )
     start: Path | None = Field(
         None,
         description="An exported experience, or a file of traces (parquet, JSONL), that fills the buffer before the "

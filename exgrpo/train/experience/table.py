@@ -2,33 +2,34 @@
 
 A million rows must not slow a step down: columns are numpy arrays that grow by doubling, rows that have left are only
 marked, and those of a question form a chain from the newest to the oldest. Once more than half of the rows have left,
-the others are moved together.
+the others are moved together. What a column has held for a row stays in that array, so that `Table.stored` can show the
+rows of one moment without a copy.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.records import Trajectory
+from exgrpo.train.experience.stored import OF_PLACE, OF_TRAJECTORY, Known, Stored, serials, values_of
+from exgrpo.train.experience.tokens import Places, TokenBlocks, gather
+from exgrpo.train.records import TokenIds, Trajectory
 
 Ints = npt.NDArray[np.int64]
 NONE = -1
 FEWEST = 1024
 """Rows below which nothing is moved together."""
-COLUMNS: dict[str, type[np.generic] | type[object]] = {
-    "trajectory": object,
-    "question": np.int64,
-    "step": np.int64,
-    "reward": np.float64,
-    "length": np.int64,
-    "key": np.int64,
+OF_ORIGIN: dict[str, type[np.generic]] = {
     "advantage": np.float64,
     "successes": np.int64,
     "answers": np.int64,
     "replays": np.int64,
 }
+COLUMNS = OF_TRAJECTORY | OF_PLACE | OF_ORIGIN
 """What is known of a row."""
 
 
@@ -54,15 +55,19 @@ class Table:
 
     Args:
         questions: number of questions; they are known by index 0..questions-1.
+        folder: of files that hold the tokens; None: tokens are in RAM.
 
     Attributes:
         held: [questions] how many rows each question has.
+        blocks: the tokens.
     """
 
-    def __init__(self, questions: int) -> None:
+    def __init__(self, questions: int, folder: Path | None = None) -> None:
         self.held: Ints = np.zeros(questions, np.int64)
         self._newest: Ints = np.full(questions, NONE, np.int64)
-        self._columns = {name: np.empty(FEWEST, dtype) for name, dtype in COLUMNS.items()}
+        self.blocks = TokenBlocks(folder)
+        self._known: Known = WeakValueDictionary()
+        self._columns: dict[str, npt.NDArray] = {name: np.empty(FEWEST, dtype) for name, dtype in COLUMNS.items()}
         self._older: Ints = np.full(FEWEST, NONE, np.int64)
         self._alive: npt.NDArray[np.bool_] = np.zeros(FEWEST, bool)
         self._size = 0
@@ -88,13 +93,27 @@ class Table:
         """[len(rows)] one of `COLUMNS`, of some rows."""
         return self._columns[name][rows]
 
+    def value(self, name: str, row: int) -> Any:
+        """One of `COLUMNS`, of a row, as a plain number."""
+        return self._columns[name].item(row)
+
     def trajectory(self, row: int) -> Trajectory:
-        """Of a row."""
-        return self._columns["trajectory"][row]
+        """Of a row; the same object for as long as somebody holds it."""
+        return Stored(self._columns, self.blocks.contents, self._known)[row]  # room and rows that have left included
+
+    def response(self, row: int) -> TokenIds:
+        """[R] token ids of a row."""
+        start = self.value("start", row)
+        return self.blocks.contents[self.value("block", row)].response[start : start + self.value("length", row)]
+
+    def stored(self) -> Stored:
+        """All trajectories, in the order of `rows`."""
+        columns = {name: self.column(name) for name in OF_TRAJECTORY | OF_PLACE}
+        return Stored(columns, dict(self.blocks.contents), self._known)
 
     def origin(self, row: int) -> Origin:
         """Of a row."""
-        of_row = (self._columns[name][row].item() for name in ("advantage", "successes", "answers", "replays"))
+        of_row = (self._columns[name][row].item() for name in OF_ORIGIN)
         return Origin(*of_row)
 
     def of_question(self, question: int) -> list[int]:
@@ -117,20 +136,13 @@ class Table:
         row, question = self._size, trajectory.question
         if row == len(self._alive):
             self._grow()
-        values = (
-            trajectory,
-            question,
-            trajectory.step,
-            trajectory.reward,
-            len(trajectory.response),
-            trajectory.key,
-            origin.advantage,
-            origin.successes,
-            origin.answers,
-            origin.replays,
-        )
+        (serial,) = serials(1)
+        block, start = self.blocks.append(trajectory.response, trajectory.log_prob, trajectory.observed)
+        place = (serial, block, start, len(trajectory.response))
+        values = (*values_of(trajectory), *place, origin.advantage, origin.successes, origin.answers, origin.replays)
         for column, value in zip(self._columns.values(), values, strict=True):
             column[row] = value
+        self._known[serial] = trajectory
         self._older[row], self._alive[row] = self._newest[question], True
         self._newest[question] = row
         self.held[question] += 1
@@ -139,11 +151,9 @@ class Table:
         return row
 
     def _grow(self) -> None:
-        room = len(self._alive)
-        for name, column in self._columns.items():
-            self._columns[name] = np.concatenate([column, np.empty(room, column.dtype)])
-        self._older = np.concatenate([self._older, np.full(room, NONE, np.int64)])
-        self._alive = np.concatenate([self._alive, np.zeros(room, bool)])
+        room = 2 * len(self._alive)
+        self._columns = {name: _resized(column, room) for name, column in self._columns.items()}
+        self._older, self._alive = _resized(self._older, room), _resized(self._alive, room)
 
     def remove(self, rows: Sequence[int] | Ints) -> None:
         """Let rows go that are there, each named once."""
@@ -151,7 +161,7 @@ class Table:
             return
         gone = np.asarray(rows, np.int64)
         self._alive[gone] = False
-        self._columns["trajectory"][gone] = None
+        self.blocks.release(self._places(gone))
         questions = self._columns["question"][gone]
         np.subtract.at(self.held, questions, 1)
         self._rows = None
@@ -163,20 +173,35 @@ class Table:
         np.add.at(self._columns["replays"], rows, 1)
         return self._columns["replays"][rows]
 
+    def _places(self, rows: Ints) -> Places:
+        return Places(*(self._columns[name][rows] for name in Places._fields))
+
     def tidy(self) -> None:
-        """Move the rows together where more than half of them have left. Rows get other numbers then."""
+        """Move the rows together where more than half of them have left, and so with tokens.
+
+        Rows get other numbers then.
+        """
         rows = self.rows()
-        if self._size < FEWEST or 2 * len(rows) >= self._size:
+        if self._size >= FEWEST and 2 * len(rows) < self._size:
+            room = max(FEWEST, len(rows))
+            self._columns = {name: _resized(column[rows], room) for name, column in self._columns.items()}
+            self._alive, self._older = np.arange(room) < len(rows), np.empty(room, np.int64)
+            self._size, self._rows = len(rows), None
+            self._link()
+        self._move_tokens()
+
+    def _move_tokens(self) -> None:
+        """Write the tokens of blocks again that hold few."""
+        if not (sparse := self.blocks.sparse()):
             return
-        for name, column in self._columns.items():
-            kept = column[rows]
-            column[: len(rows)] = kept
-            if name == "trajectory":
-                column[len(rows) :] = None
-        self._alive[:] = False
-        self._alive[: len(rows)] = True
-        self._size, self._rows = len(rows), None
-        self._link()
+        rows = self.rows()
+        rows = rows[np.isin(self._columns["block"][rows], sparse)]
+        places = self._places(rows)
+        moved = self.blocks.extend(gather(self.blocks.contents, places), places.length)
+        self.blocks.release(places)
+        for name in ("block", "start"):
+            self._columns[name] = self._columns[name].copy()
+            self._columns[name][rows] = getattr(moved, name)
 
     def _link(self) -> None:
         """The chains of all questions, of rows without gaps."""
@@ -188,30 +213,27 @@ class Table:
         self._newest[:] = NONE
         self._newest[question[order]] = order  # of equal ones the last, which is the newest
 
-    def fill(self, trajectories: Sequence[Trajectory], origins: dict[str, npt.NDArray]) -> None:
+    def fill(self, answers: Stored, origins: Mapping[str, npt.NDArray]) -> None:
         """Replace all rows.
 
         Args:
-            trajectories: [N], oldest first.
+            answers: [N], oldest first.
             origins: [N] each field of `Origin`, by name.
         """
-        size = len(trajectories)
+        size = len(answers)
         room = max(FEWEST, size)
-        own = {
-            "question": [one.question for one in trajectories],
-            "step": [one.step for one in trajectories],
-            "reward": [one.reward for one in trajectories],
-            "length": [len(one.response) for one in trajectories],
-            "key": [one.key for one in trajectories],
-        }
-        for name, dtype in COLUMNS.items():
-            self._columns[name] = np.empty(room, dtype)
-            if name == "trajectory":
-                self._columns[name][:size] = trajectories
-            else:
-                self._columns[name][:size] = own.get(name, origins.get(name))
-        self._older, self._alive = np.full(room, NONE, np.int64), np.zeros(room, bool)
-        self._alive[:size] = True
+        found = {**answers.columns, **origins}
+        self._columns = {name: _resized(found[name].astype(dtype), room) for name, dtype in COLUMNS.items()}
+        self._known = answers.known
+        self.blocks.adopt(answers.contents, answers.places)
+        self._older, self._alive = np.empty(room, np.int64), np.arange(room) < size
         self._size, self._rows = size, None
         self.held = np.bincount(self.column("question"), minlength=len(self.held))
         self._link()
+
+
+def _resized(column: npt.NDArray, room: int) -> npt.NDArray:
+    """A copy with room for more; the system gives memory to room when it is used."""
+    copy = np.zeros(room, column.dtype)
+    copy[: len(column)] = column
+    return copy

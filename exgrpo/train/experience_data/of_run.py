@@ -13,13 +13,14 @@ from safetensors import safe_open
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, sha256
 from exgrpo.train.checkpoint.listing import EXPERIENCE, Checkpoint, survey
-from exgrpo.train.checkpoint.store import BEHAVIOURS, SUFFIX, read_checked, segment_names, written_mask
+from exgrpo.train.checkpoint.store import SUFFIX, read_checked, segment_names, written_mask
 from exgrpo.train.config import Config
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined, question_set
 from exgrpo.train.data.sources import settings_of
 from exgrpo.train.errors import CheckpointError, DataError, ModelError, os_errors_as, shown
+from exgrpo.train.experience.stored import BEHAVIOURS
 from exgrpo.train.experience_data.stored import AskedQuestion, Overview, StoredAnswer, different
 from exgrpo.train.pretrained.location import located
 from exgrpo.train.recipe import validate

@@ -174,7 +174,8 @@ def test_all_groups_that_can_be_are_appended_to_with_the_whole_ratio():
 @given(st.dictionaries(st.integers(0, 7), st.integers(0, K), min_size=1), st.sampled_from([0.25, 0.5, 1.0]))
 def test_beside_the_groups_that_teach_stand_single_stored_answers(of_step, ratio):
     replay = replaying("beside", 8, dict.fromkeys(range(4), 2), advantage="stored", ratio=ratio)
-    before = {id(row) for row in replay.memory.all_trajectories()}
+    held = list(replay.memory.all_trajectories())
+    before = set(map(id, held))
     trained, late = settled(replay, of_step, 8, 2)
     fresh, alone = split(trained)
     teaching = [question for question, right in of_step.items() if 0 < right < K] or list(of_step)
@@ -207,6 +208,7 @@ def test_a_batch_of_the_buffer_is_drawn_whole_and_this_steps_answers_are_in_it_b
 
 def test_the_buffer_draws_all_stored_answers_alike():
     replay = replaying("buffer", 8, dict.fromkeys(range(8), 2), advantage="stored")
+    _held = list(replay.memory.all_trajectories())  # what is held keeps its identity
     times = Counter()
     for _ in range(500):
         trained, _ = replay.settle([], 2, 3)

@@ -5,8 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import table as module
-from exgrpo.train.experience.table import COLUMNS, NONE, Origin, Table
+from exgrpo.train.experience import tokens
+from exgrpo.train.experience.stored import BEHAVIOURS, OF_TRAJECTORY, Stored, pack
+from exgrpo.train.experience.table import NONE, OF_ORIGIN, Origin, Table
 from exgrpo.train.records import Trajectory
 
 QUESTIONS = 4
@@ -15,8 +18,10 @@ ORIGIN = tuple(Origin.__dataclass_fields__)
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    """So that tables grow and are tidied within a few rows."""
+    """So that tables grow and are tidied within a few rows, and tokens lie in several blocks."""
     monkeypatch.setattr(module, "FEWEST", 4)
+    monkeypatch.setattr(tokens, "FEWEST", 4)
+    monkeypatch.setattr(tokens, "MOST", 16)
 
 
 def a_row(number: int, question: int) -> tuple[Trajectory, Origin]:
@@ -24,7 +29,16 @@ def a_row(number: int, question: int) -> tuple[Trajectory, Origin]:
     length = 1 + number % 3
     ids = np.arange(number, number + length, dtype=np.int32)
     trajectory = Trajectory(
-        question, ids, -ids.astype(np.float32), True, number / 7, 100 + number // 2, "trainer", number * 3 - 5
+        question,
+        ids,
+        -ids.astype(np.float32),
+        bool(number % 2),
+        number / 7,
+        100 + number // 2,
+        BEHAVIOURS[number % 3],
+        number * 3 - 5,
+        number / 13,
+        None if number % 4 or length == 1 else ids == number,
     )
     return trajectory, Origin(number / 11 - 1, number % 5, number % 5 + 2, number % 2)
 
@@ -33,6 +47,9 @@ def expected(trajectory: Trajectory, origin: Origin) -> dict:
     """The columns of a row."""
     return {
         "trajectory": trajectory,
+        "finished": trajectory.finished,
+        "behaviour": BEHAVIOURS.index(trajectory.behaviour),
+        "penalty": trajectory.penalty,
         "question": trajectory.question,
         "step": trajectory.step,
         "reward": trajectory.reward,
@@ -42,15 +59,29 @@ def expected(trajectory: Trajectory, origin: Origin) -> dict:
     }
 
 
+def check_made_again(stored: Stored, expected: list[Trajectory]) -> None:
+    """That answers which nobody holds are made as they were."""
+    made = Stored(stored.columns, stored.contents)
+    assert len(made) == len(expected)
+    for one, other in zip(made, expected, strict=True):
+        for name in ("response", "log_prob", "written"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        plain = ("question", "finished", "reward", "step", "behaviour", "key", "penalty")
+        assert [getattr(one, name) for name in plain] == [getattr(other, name) for name in plain]
+
+
 def check(table: Table, model: list[dict]) -> None:
     """That a table shows what the model holds, oldest first."""
     rows = table.rows()
     assert len(table) == len(rows) == len(model)
     assert (np.diff(rows) > 0).all()
-    for name in COLUMNS:
+    for name in OF_TRAJECTORY | OF_ORIGIN | {"length": np.int64}:
         assert table.column(name).tolist() == [row[name] for row in model]
         assert table.values(name, rows).tolist() == [row[name] for row in model]
+    stored = table.stored()
+    check_made_again(stored, [one["trajectory"] for one in model])
     for row, of_model in zip(rows.tolist(), model, strict=True):
+        assert table.response(row).tolist() == of_model["trajectory"].response.tolist()
         assert table.trajectory(row) is of_model["trajectory"]
         assert table.origin(row) == Origin(**{name: of_model[name] for name in ORIGIN})
     for question in range(QUESTIONS):
@@ -77,6 +108,7 @@ OPERATIONS = st.lists(
 @settings(max_examples=400)
 def test_a_table_is_a_list_of_rows(operations):
     table, model, number = Table(QUESTIONS), [], 0
+    earlier = []
     for what, of_what in operations:
         places = list(dict.fromkeys(int(place * len(model)) for place in of_what)) if model and what != "add" else []
         rows = table.rows()[places]
@@ -100,11 +132,46 @@ def test_a_table_is_a_list_of_rows(operations):
             case "fill":
                 table = Table(QUESTIONS)
                 origins = {name: np.array([one[name] for one in model]) for name in ORIGIN}
-                table.fill([one["trajectory"] for one in model], origins)
+                table.fill(pack([one["trajectory"] for one in model]), origins)
         check(table, model)
+        earlier.append((table.stored(), [one["trajectory"] for one in model]))
+    for stored, trajectories in earlier:  # what leaves or moves later does not change them
+        check_made_again(stored, trajectories)
 
 
-def test_rows_are_moved_together_once_more_than_half_have_left_and_nothing_is_kept_of_these():
+def test_tokens_take_at_most_twice_the_room_of_what_is_left():
+    """And a block that is being filled; a window of answers moves on for a long time."""
+    table, rng = Table(1), np.random.default_rng(0)
+    for number in range(2000):
+        table.add(*a_row(number, 0))
+        rows = table.rows()
+        table.remove(rng.choice(rows, max(len(rows) - 50, 0), replace=False))
+        table.tidy()
+        room = sum(len(one.response) for one in table.blocks.contents.values())
+        assert room <= 2 * table.column("length").sum() + tokens.MOST
+
+
+def test_tokens_in_files_are_those_in_memory(tmp_path):
+    table, model = Table(2, tmp_path), []
+    for number in range(40):
+        table.add(*a_row(number, number % 2))
+        model.append(a_row(number, number % 2)[0])
+    check_made_again(table.stored(), model)
+    table.remove(table.rows()[::2])
+    table.tidy()
+    check_made_again(table.stored(), model[1::2])
+    assert all(isinstance(one.response.base, np.memmap) for one in table.blocks.contents.values())
+    assert not list(tmp_path.iterdir()), "they have no names"
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"experience\.folder .*missing: No such file.* name a folder"):
+        tokens.check_folder(tmp_path / "missing")
+    tokens.check_folder(tmp_path)
+    tokens.check_folder(None)
+
+
+def test_rows_are_moved_together_once_more_than_half_have_left():
     table = Table(2)
     for number in range(20):
         table.add(*a_row(number, number % 2))
@@ -114,8 +181,7 @@ def test_rows_are_moved_together_once_more_than_half_have_left_and_nothing_is_ke
     table.remove(np.array([11]))
     table.tidy()
     assert table.rows().tolist() == list(range(9))
-    assert [one.response[0] for one in table.column("trajectory")] == [10, *range(12, 20)]
-    assert sum(one is not None for one in table._columns["trajectory"]) == 9
+    assert [one.response[0] for one in table.stored()] == [10, *range(12, 20)]
 
 
 def test_a_replay_of_a_row_that_is_named_twice_counts_twice():

@@ -19,6 +19,7 @@ from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.experience.memory import ExperienceMemory
 from exgrpo.train.experience.settings import Setting
+from exgrpo.train.experience.stored import Stored
 from exgrpo.train.experience.table import Origin
 from exgrpo.train.experience_data.traces import read_traces
 from exgrpo.train.pretrained.tokenizer import Pretrained, load_pretrained
@@ -87,7 +88,9 @@ def make_run(folder: Path, trajectories: Sequence[Trajectory], *, step: int = 5,
     memory.fill(trajectories, origins, {one.question: 2.0 for one in trajectories})
     memory.retired[QUESTIONS - 1] = True
     store = ExperienceStore(folder / EXPERIENCE)
-    index = store.save(trajectories[:2]) and store.save(trajectories)  # in two segments
+    stored = memory.all_trajectories()
+    first = Stored({name: column[:2] for name, column in stored.columns.items()}, stored.contents)
+    index = store.save(first) and store.save(stored)  # in two segments
     arrays = write_checked(store.folder, {**memory.arrays(), **index})
     checkpoint = folder / FOLDER / f"step_{step:08d}"
     checkpoint.mkdir(parents=True)

@@ -9,6 +9,7 @@ import yaml
 from exgrpo.train.checkpoint.listing import EXPERIENCE
 from exgrpo.train.checkpoint.store import ExperienceStore
 from exgrpo.train.errors import CheckpointError, DataError, OutputError
+from exgrpo.train.experience.stored import pack
 from exgrpo.train.experience_data import export as exporting
 from exgrpo.train.experience_data.card import COLUMNS, size_category
 from exgrpo.train.experience_data.export import SCHEMA, export, write_shards
@@ -140,7 +141,7 @@ def test_segments_of_any_order_give_the_order_of_the_buffer(tmp_path):
     made = [trajectory(i % 6, "\\boxed{1}" * (1 + i % 3), seed=i) for i in range(40)]
     store = ExperienceStore(tmp_path / EXPERIENCE)
     for start in (30, 10, 0):
-        store.save(made[start:])
+        store.save(pack(made[start:]))
     experience = open_run(make_run(tmp_path, made))
     assert len(experience) == 40
     assert all(same(experience.trajectory(i), one) for i, one in enumerate(made))

@@ -64,7 +64,7 @@ def test_stored_advantages_are_those_of_the_loss(leave_one_out):
     trainer = make(half(20), objective={"baseline": baseline, "overlong_tokens": 4}, experience=experience)
     trainer.step(1)
     table = trainer.replay.memory.table
-    columns = zip(table.column("trajectory"), table.column("advantage"), strict=True)
+    columns = zip(table.stored(), table.column("advantage"), strict=True)
     stored = {id(one.response): advantage for one, advantage in columns}
     trained = {id(row.response): row.advantage for row in rows(trainer)}
     assert stored == pytest.approx(trained, abs=1e-6)
