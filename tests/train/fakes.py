@@ -105,7 +105,7 @@ class ScriptedGrader:
 
 def engine_log_prob(response: TokenIds) -> np.ndarray:
     """Log-probs of an engine that differs from `fake_score` at version 0, by up to 0.3 nats either way."""
-    return -(response % 11 + 1) / 10 + (response % 7 - 3.0).astype(np.float32) / 10
+    return (-(response % 11 + 1) / 10 + (response % 7 - 3.0) / 10).astype(np.float32)
 
 
 def fake_score(response: TokenIds, version: int, temperature: float = 1.0) -> Score:

@@ -4,7 +4,6 @@ An array of its own for each answer would cost as much as 30 tokens, and could n
 to, so whoever holds a part of one keeps it as it was. A block goes when all of its answers have left.
 """
 
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -167,7 +166,8 @@ def _in_file(size: int, folder: Path) -> Tokens:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             # A mapped file without space on its disk would end the process when it is written to.
-            os.posix_fallocate(file.fileno(), 0, size * BYTES)
+            file.write(bytes(size * BYTES))
+            file.flush()
             # As plain arrays, of which a part is made in a tenth of the time.
             return Tokens(
                 np.asarray(np.memmap(file, np.int32, "r+", 0, size)),
