@@ -11,6 +11,8 @@ from exgrpo.kernels.trials import head_trials
 from exgrpo.train.answers import Answerer
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.folder_lock import claim
+from exgrpo.train.checkpoint.resume import AUTO
+from exgrpo.train.checkpoint.unsaved import is_unsaved, set_aside
 from exgrpo.train.config import Config
 from exgrpo.train.distributed import World, agree, on_main
 from exgrpo.train.errors import ConfigError, ModelError, os_errors_as
@@ -180,6 +182,8 @@ def _make_folder(config: Config, world: World) -> Path:
     folder = world.gather(config.output.folder / name)[0]
 
     def make() -> None:
+        if config.resume == AUTO and is_unsaved(folder):
+            set_aside(folder)
         try:
             folder.mkdir(parents=True, exist_ok=False)
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")

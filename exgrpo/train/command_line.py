@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import TypeVar
 
 import tyro
@@ -16,6 +16,7 @@ from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.mistakes import explain, nearest
 
+FRAME = "│╰╯─- "
 UNREAD = 141
 """Exit status of a program whose output nobody reads any more."""
 
@@ -96,8 +97,10 @@ def _problem(ended: SystemExit, model: type[BaseModel]) -> str:
 def _unframed(message: str) -> str:
     """The first paragraph of a parser's message, which stands in a frame; of options that are missing their names."""
     title, *rest = message.splitlines() or [""]
-    lines = [line.strip("│").rstrip() for line in takewhile(lambda line: line.strip("│╰╯─ "), rest)]
+    # Where the output is not Unicode, a line of dashes is all there is of a frame.
+    text = dropwhile(lambda line: not line.strip(FRAME), rest)
+    lines = [line.strip("│").rstrip() for line in takewhile(lambda line: line.strip(FRAME), text)]
     if "Required options" in title:
         # A name is indented, and its explanation further.
-        return f"missing: {', '.join(found[1] for line in lines if (found := re.match(' {5}([^ ]+)', line)))}"
+        return f"missing: {', '.join(found[1] for line in lines if (found := re.match(' {5,6}([^ ]+)', line)))}"
     return " ".join(line.strip() for line in lines)

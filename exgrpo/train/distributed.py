@@ -104,7 +104,9 @@ def start(timeout_minutes: float) -> World:
     from deepspeed.accelerator import get_accelerator
 
     _without_launcher()
-    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_SIZE", 1))
+    _check_restarts()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_size = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))  # DeepSpeed's, PyTorch's
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu:
@@ -155,6 +157,19 @@ def _without_launcher() -> None:
     for key, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": port}.items():
         os.environ[key] = str(value)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
+
+
+def _check_restarts() -> None:
+    """Whether a launcher that starts processes again does so with a store of their own.
+
+    PyTorch's launcher shares one among all starts by default, and it has the addresses of processes that are gone.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
+        raise ConfigError(
+            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d or "
+            "--standalone, else processes that are started again do not find each other; or start the run by "
+            "python -m exgrpo.train.launch --restarts N"
+        )
 
 
 def _skip_unused_cpu_build() -> None:

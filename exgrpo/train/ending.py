@@ -74,9 +74,9 @@ def leave(status: int) -> NoReturn:
 
 
 def end_with_launcher() -> None:
-    """Stop this process when DeepSpeed's launcher is gone, or the program `deepspeed` that started that one."""
+    """Stop this process when its launcher is gone: PyTorch's or DeepSpeed's, or `deepspeed` that started that one."""
     launcher = os.getppid()
-    if "deepspeed.launcher.launch" not in _command(launcher):
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "deepspeed.launcher.launch" not in _command(launcher):
         return
     above = _parent(launcher)
     started_here = any(Path(word).name in ("deepspeed", "deepspeed.launcher.runner") for word in _command(above))

@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from exgrpo.train.checkpoint.checkpoint import DELETED, UNFINISHED
+from exgrpo.train.checkpoint.listing import DELETED, UNFINISHED
 from exgrpo.train.distributed import World, agree
 from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.metrics.run_log import GO_ON

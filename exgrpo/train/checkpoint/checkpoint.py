@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, flush_file, flush_folder, sha256
-from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Checkpoint, find, folders, inspect
+from exgrpo.train.checkpoint.listing import (
+    DELETED,
+    EXPERIENCE,
+    FOLDER,
+    UNFINISHED,
+    Checkpoint,
+    find,
+    folders,
+    inspect,
+)
 from exgrpo.train.checkpoint.log_files import DAMAGED, copy_logs, restore_logs
 from exgrpo.train.checkpoint.manifest import Manifest, SavedFile, write_manifest
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, segment_names, write_checked
@@ -32,8 +41,6 @@ from exgrpo.train.policy.zero3 import Policy
 logger = logging.getLogger(__name__)
 
 POLICY = "policy"
-UNFINISHED, DELETED = ".unfinished", ".deleted"
-"""End the names of folders that are no checkpoints yet, and none any more."""
 T = TypeVar("T")
 
 

@@ -11,6 +11,8 @@ from exgrpo.train.checkpoint.store import SUFFIX
 from exgrpo.train.errors import CheckpointError
 
 FOLDER, EXPERIENCE = "checkpoints", "experience"
+UNFINISHED, DELETED = ".unfinished", ".deleted"
+"""End the names of folders that are no checkpoints yet, and none any more."""
 
 
 @dataclass(frozen=True)
