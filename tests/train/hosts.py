@@ -172,6 +172,12 @@ class Hosts:
             for host in range(len(self.addresses))
         ]
 
+    def restarting(self, *arguments: str) -> list[subprocess.Popen[str]]:
+        """By the launcher that starts a run again, with the hosts that are left; they meet at the first one."""
+        meet = f"--meet={self.addresses[0]}:{free_port()}"
+        words = ("-m", "exgrpo.train.launch", f"--hosts=1:{len(self.addresses)}", meet, "--restarts=2", *arguments)
+        return [self._start(host, {}, sys.executable, *words) for host in range(len(self.addresses))]
+
     @property
     def _variables(self) -> dict[str, str]:
         return {"GLOO_SOCKET_IFNAME": DEVICE, **{name: environment()[name] for name in ("DS_ACCELERATOR", "COLUMNS")}}
@@ -181,8 +187,11 @@ class Hosts:
         file.write_text("".join(f"{address} slots=1\n" for address in self.addresses))
         launcher = str(Path(sys.executable).with_name("deepspeed"))
         options = (f"--hostfile={file}", f"--master_addr={self.addresses[0]}", f"--master_port={port}")
+        return self._start(host, told, launcher, *options, *words)
+
+    def _start(self, host: int, told: dict[str, str], *command: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [*self.on(host), launcher, *options, *words],
+            [*self.on(host), *command],
             cwd=ROOT,
             env={**environment(), **self._variables, **told},
             text=True,

@@ -78,3 +78,21 @@ def test_a_host_that_is_gone_ends_the_run_in_time_and_one_host_goes_on(two, tmp_
     assert newest.step >= max(steps) - 1
     done = launch(MAIN, "--resume", str(tmp_path / "small"), f"--steps={newest.step + 2}")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_hosts_that_are_left_go_on_by_themselves(two, tmp_path):
+    """With the same questions, and without a step that was finished before."""
+    long = [option for option in SMALL if not option.startswith("--steps")]
+    running = two.restarting("--steps=8", *long, "--checkpoint.every=1", f"--output.folder={tmp_path}")
+    wait_for_a_checkpoint(tmp_path / "small", running)
+    two.kill(1)
+    printed, _ = running[0].communicate(timeout=400)
+    assert running[0].returncode == 0, printed
+    assert "on 2 x cpu" in printed
+    assert "on 1 x cpu" in printed
+    assert "Traceback" not in printed
+    begun = re.search(r"going on with .* after step (\d+)", printed)
+    assert begun
+    assert int(begun[1]) >= 1
+    assert [record["step"] for record in records(tmp_path / "small") if record["kind"] == "training"] == [*range(1, 9)]
+    assert two.processes(0) == []
