@@ -12,7 +12,7 @@ settings.load_profile("untimed")
 
 SLOW = (
     *("benchmarks", "integrations", "test_extras.py", "train/report", "train/rollout/server/test_engine.py"),
-    *("train/reward/test_grading.py", "train/test_doctor"),
+    *("train/reward/test_grading.py", "train/test_doctor", "torture"),
     *(f"kernels/test_{name}.py" for name in ("cpu_fused", "cpu_passes", "cpu_product_sanitized", "cuda_compiles")),
     *(f"kernels/test_{name}.py" for name in ("extension", "launch_tuner", "memory", "vocab_group", "autograd")),
 )

@@ -27,6 +27,7 @@ from exgrpo.train.checkpoint.listing import (
     UNFINISHED,
     Checkpoint,
     find,
+    folder_name,
     folders,
     inspect,
 )
@@ -99,7 +100,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written; the checkpoints before it are intact.
         """
-        final = self.run / FOLDER / f"step_{step:08d}"
+        final = self.run / FOLDER / folder_name(step)
         work = final.with_suffix(UNFINISHED)
         self._write_on_main(step, lambda: self._clear(work, policy.checkpoint_bytes))
         self._write(step, lambda: policy.save_checkpoint(work / POLICY))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exgrpo.train.checkpoint.durable import DamagedFileError
-from exgrpo.train.checkpoint.manifest import Manifest, read_manifest
+from exgrpo.train.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from exgrpo.train.checkpoint.store import SUFFIX
 from exgrpo.train.errors import CheckpointError
 
@@ -26,6 +26,11 @@ class Checkpoint:
     def step(self) -> int:
         """The last training step that is in it."""
         return self.manifest.step
+
+
+def folder_name(step: int) -> str:
+    """Of the checkpoint of a step."""
+    return f"step_{step:08d}"
 
 
 def folders(run: Path) -> list[Path]:
@@ -48,6 +53,8 @@ def inspect(folder: Path) -> Checkpoint:
         OSError: it cannot be read.
     """
     manifest = read_manifest(folder)
+    if folder.name != folder_name(manifest.step):
+        raise DamagedFileError(f"{folder / MANIFEST} is damaged: it is that of step {manifest.step}")
     experience = folder.parents[1] / EXPERIENCE
     sizes = {folder / name: file.size for name, file in manifest.files.items()}
     sizes |= {experience / f"{name}{SUFFIX}": size for name, size in manifest.experience.items()}

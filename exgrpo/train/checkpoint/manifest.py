@@ -66,7 +66,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
     except FileNotFoundError:
         raise DamagedFileError(f"{path} is missing") from None
     except (ValueError, RecursionError) as error:
@@ -78,7 +79,8 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} was written by an earlier version of exgrpo, without checksums, and cannot be verified: "
             "continue with that version, or start a new run"
         )
-    if content.pop("sha256", None) != _checksum(content):
+    written = json.dumps(content) == text  # a number or a character may have another spelling, of the same checksum
+    if content.pop("sha256", None) != _checksum(content) or not written:
         raise DamagedFileError(f"{path} is damaged: its content does not have the checksum that it carries")
     version = content.pop("format", None)
     if version != FORMAT:

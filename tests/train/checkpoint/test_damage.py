@@ -287,3 +287,12 @@ def test_a_run_of_two_ranks_with_damaged_files_gives_the_same_metrics(tmp_path):
             "resume: null", f"resume: {run}"
         )
     assert [found.step for found in find(run)] == [8, 6]
+
+
+def test_a_manifest_in_the_folder_of_another_step_is_named(tmp_path, caplog):
+    """All its checksums may be right: the files of both steps can have the same sizes."""
+    logged_run(tmp_path)
+    newest, before = find(tmp_path)
+    shutil.copyfile(before.folder / "manifest.json", newest.folder / "manifest.json")
+    assert load(tmp_path)[1] == before.step
+    assert f"{newest.folder / 'manifest.json'} is damaged: it is that of step 4" in caplog.text

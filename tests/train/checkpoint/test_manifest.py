@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -58,11 +59,9 @@ def test_no_flipped_bit_goes_unseen(tmp_path, bit):
         damaged = bytearray(content)
         damaged[place] ^= 1 << bit
         (tmp_path / MANIFEST).write_bytes(damaged)
-        try:
-            if read_manifest(tmp_path) != WHOLE:
-                unseen.append(place)
-        except DamagedFileError:
-            pass
+        with suppress(DamagedFileError):
+            read_manifest(tmp_path)
+            unseen.append(place)
     assert not unseen
 
 

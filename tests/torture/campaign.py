@@ -1,0 +1,224 @@
+"""Does cases: each ends with a list of problems, and with none where everything that is promised was kept."""
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from exgrpo.train.checkpoint.folder_lock import LOCK
+from exgrpo.train.checkpoint.listing import survey
+from exgrpo.train.checkpoint.resume import FINISHED
+from exgrpo.train.errors import ExgrpoError
+from tests.torture.cases import Case
+from tests.torture.comparison import differences, fingerprint, outcome
+from tests.torture.damages import needed, newest_sound, unnamed, unread
+from tests.torture.jobs import start
+from tests.torture.kills import strike
+from tests.torture.loading import digests, load, warnings
+from tests.torture.references import References
+
+LINES = 12
+"""Of what a program has printed that fails."""
+
+
+@dataclass
+class Record:
+    """What came of a case; a line of the program's file.
+
+    Attributes:
+        case: its number.
+        what: see `Case`.
+        kind: name of the run's kind.
+        kills: moments and victims of the kills that were done.
+        late: moments that did not come before the run ended.
+        damages: what was done, and to which file.
+        unread: damaged files that nothing reads, so that they have no effect.
+        step: the step that a damaged run goes on from; None: none is sound, or no damage.
+        problems: what was not as it is promised.
+    """
+
+    case: int
+    what: str
+    kind: str
+    kills: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    damages: list[tuple[str, str]] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    step: int | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        """As values of JSON."""
+        return asdict(self)
+
+
+class Campaign:
+    """Does the cases of a plan, one at a time.
+
+    Args:
+        folder: for all runs; those that fail stay in its folder "failed".
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.references = References(folder / "whole")
+
+    def do(self, case: Case) -> Record:
+        """Do a case.
+
+        Raises:
+            TortureError: an uninterrupted run of its kind fails.
+        """
+        run, record = self.folder / "run", Record(case.number, case.what, case.kind.name)
+        shutil.rmtree(run, ignore_errors=True)
+        ways: dict[str, Callable[[Case, Path, Record], None]]
+        ways = {"kills": self._kills, "resume": self._resume, "load": self._load}
+        ways[case.what](case, run, record)
+        if record.problems and run.exists():
+            failed = self.folder / "failed" / str(case.number)
+            shutil.rmtree(failed, ignore_errors=True)
+            failed.parent.mkdir(exist_ok=True)
+            run.rename(failed)
+        shutil.rmtree(run, ignore_errors=True)
+        return record
+
+    def _kills(self, case: Case, run: Path, record: Record) -> None:
+        """A run that is killed and started again, and then left alone."""
+        whole = self.references.of(case.kind)
+        for kill in case.kills:
+            before = _steps(run)
+            started = start(case.kind, run, "--resume=auto", launcher=kill.victim == "launcher")
+            try:
+                killed = strike(kill, started, run, whole.times)
+            finally:
+                done = started.finish()
+            record.problems += _went_on(before, run, done.stdout)
+            if not killed:
+                record.late.append(str(kill))
+                record.problems += [] if done.returncode == 0 else [f"failed before a kill: {_tail(done.stderr)}"]
+                break
+            record.kills.append(str(kill))
+            if not _steps(run):
+                shutil.rmtree(run, ignore_errors=True)  # a new run needs the name
+        if _steps(run) and not (run / FINISHED).exists():
+            self._keep_aside(case, run)
+        if not (run / FINISHED).exists():
+            before = _steps(run)
+            done = start(case.kind, run, "--resume=auto").finish()
+            record.problems += _went_on(before, run, done.stdout)
+            if done.returncode:
+                record.problems.append(f"does not go on: {_tail(done.stderr)}")
+                return
+        record.problems += self._differences(case, run)
+
+    def _keep_aside(self, case: Case, run: Path) -> None:
+        """An interrupted run, for damages."""
+        aside = self._interrupted(case)
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(run, aside)
+        self.references.forget(aside)
+
+    def _interrupted(self, case: Case) -> Path:
+        return self.folder / "interrupted" / case.kind.name
+
+    def _damaged(self, case: Case, run: Path, record: Record) -> dict[int, set[str]]:
+        """Copy a run, damage the copy, and put down what has to follow; returns the files of each checkpoint."""
+        source = self._source(case)
+        shutil.copytree(source, run)
+        (run / FINISHED).unlink(missing_ok=True)
+        files = needed(source)
+        for damage in case.damages:
+            path = damage.do(run)
+            record.damages.append((damage.way, path or "nothing that would be changed"))
+        record.step = newest_sound(files, _paths(record))
+        record.unread = unread(files, _paths(record), record.step)
+        return files
+
+    def _source(self, case: Case) -> Path:
+        aside = self._interrupted(case)
+        return aside if case.interrupted and aside.exists() else self.references.of(case.kind).run
+
+    def _load(self, case: Case, run: Path, record: Record) -> None:
+        """Damage that is loaded as a run would, which is not started."""
+        files, source = self._damaged(case, run, record), self._source(case)
+        before = _content(run)
+        with warnings() as messages:
+            try:
+                loaded = load(run, fingerprint(source))
+            except ExgrpoError as error:
+                loaded = None
+                messages.append(str(error))
+            except Exception as error:  # a traceback, where a program would end in one
+                record.problems.append(f"a defect: {error!r}")
+                return
+        if missing := unnamed(files, _paths(record), record.step, "\n".join(messages)):
+            record.problems.append(f"no damaged file of the steps {missing} is named: {messages}")
+        if record.step is None:
+            record.problems += _refused(loaded is None, before, run)
+        elif loaded is None:
+            record.problems.append(f"step {record.step} is sound and not gone on with: {messages[-1]}")
+        elif loaded != self.references.loaded(source, record.step, self.folder / "sound"):
+            record.problems.append(f"step {loaded.step} is loaded, and not as step {record.step} was saved")
+
+    def _resume(self, case: Case, run: Path, record: Record) -> None:
+        """Damage of a run that goes on."""
+        files = self._damaged(case, run, record)
+        before = _content(run)
+        done = start(case.kind, run, f"--resume={run}").finish()
+        if missing := unnamed(files, _paths(record), record.step, done.stderr):
+            record.problems.append(f"no damaged file of the steps {missing} is named: {_tail(done.stderr)}")
+        if "Traceback" in done.stderr:
+            record.problems.append(f"a traceback: {_tail(done.stderr)}")
+        if record.step is None:
+            record.problems += _refused(done.returncode > 0, before, run)
+            if done.stderr.count("error: ") != 1:
+                record.problems.append(f"not one line of an error: {_tail(done.stderr)}")
+        elif done.returncode:
+            record.problems.append(f"does not go on: {_tail(done.stderr)}")
+        else:
+            record.problems += _went_on([record.step], run, done.stdout) + self._differences(case, run)
+
+    def _differences(self, case: Case, run: Path) -> list[str]:
+        """What differs from the uninterrupted run."""
+        try:
+            found = differences(outcome(run), self.references.of(case.kind).outcome)
+        except ExgrpoError as error:
+            return [f"its end cannot be loaded: {error}"]
+        return [f"differs from the uninterrupted run: {', '.join(found)}"] if found else []
+
+
+def _paths(record: Record) -> list[str]:
+    return [path for _, path in record.damages]
+
+
+def _steps(run: Path) -> list[int]:
+    """Of the complete checkpoints, newest first."""
+    return [found.step for found in survey(run)[0]]
+
+
+def _went_on(before: list[int], run: Path, printed: str) -> list[str]:
+    """What is wrong after a start that had these checkpoints, whether it was killed or not."""
+    found, problems = survey(run)
+    if before and (not found or found[0].step < before[0] or len(found) < min(len(before), 1)):
+        problems.append(f"step {before[0]} was complete and is lost")
+    begun = re.search(r"going on with .* after step (\d+)", printed)
+    if begun and (not before or int(begun[1]) != before[0]):
+        problems.append(f"went on after step {begun[1]}; the newest one was that of {before[:1]}")
+    return problems
+
+
+def _content(run: Path) -> dict[str, str]:
+    """Of a run's files, without the one that says who uses it."""
+    return {name: digest for name, digest in digests(run).items() if name != LOCK}
+
+
+def _refused(refused: bool, before: dict[str, str], run: Path) -> list[str]:
+    """What is wrong where no checkpoint is sound."""
+    problems = [] if refused else ["no checkpoint is sound, and it goes on"]
+    return problems + (["it is refused, and files have changed"] if _content(run) != before else [])
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-LINES:])

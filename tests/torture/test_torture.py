@@ -1,0 +1,103 @@
+"""The torture program: what it plans, that it sees what is wrong, and a short run of it."""
+
+import json
+import re
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+
+from exgrpo.train.checkpoint.checkpoint import Checkpoints
+from exgrpo.train.checkpoint.listing import find
+from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
+from tests.torture.campaign import Campaign
+from tests.torture.cases import Case, drawn
+from tests.torture.damages import WAYS, files_of, needed
+from tests.torture.jobs import KEEP, KINDS
+from tests.torture.kills import MOMENTS
+from tests.torture.references import References
+from tests.train.checkpoint.test_checkpoint import checkpoints, make_trainer, story
+from tests.train.configs import configured
+from tests.train.launch import launch_module
+
+
+def test_the_plan_follows_from_the_seed_and_has_everything():
+    plan = [drawn(3, number) for number in range(400)]
+    assert plan == [drawn(3, number) for number in range(400)]
+    assert plan[:5] != [drawn(4, number) for number in range(5)]
+    kills = list(chain.from_iterable(case.kills for case in plan))
+    damages = list(chain.from_iterable(case.damages for case in plan))
+    assert {kill.moment for kill in kills} == set(MOMENTS)
+    assert {kill.victim for kill in kills} == {"one rank", "all ranks", "launcher"}
+    assert {damage.way for damage in damages} == set(WAYS)
+    for what in ("kills", "resume", "load"):
+        assert {case.kind for case in plan if case.what == what} == set(KINDS)
+    assert {len(case.damages) for case in plan} == {0, 1, 2}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with checkpoints and logs, without a model."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    folder.mkdir()
+    trainer = make_trainer()
+    writer = checkpoints(folder, keep=KEEP, config=configured().model_dump(mode="json"))
+    for step in range(1, 6):
+        for name in (METRICS, SAMPLES):
+            with (folder / name).open("a") as file:
+                file.write(f"step {step} in {name}\n")
+        sizes = {key: (folder / name).stat().st_size for key, name in (("metrics", METRICS), ("samples", SAMPLES))}
+        story(trainer, step, step + 1)
+        writer.save(step, trainer.policy, trainer, {"log": {"step": step, **sizes}, "evaluations": []})
+    return folder
+
+
+@pytest.fixture
+def campaign(run, tmp_path, monkeypatch):
+    """Its runs are all copies of that one."""
+    monkeypatch.setattr(References, "of", lambda self, kind: SimpleNamespace(run=run))
+    return Campaign(tmp_path)
+
+
+def loads(number: int) -> list[Case]:
+    """The first cases of a plan that start no run."""
+    return [case for case in (drawn(0, i) for i in range(2 * number)) if case.what == "load"][:number]
+
+
+def test_damage_is_found_and_named_and_the_checkpoint_before_is_loaded(campaign, tmp_path):
+    records = [campaign.do(case) for case in loads(60)]
+    assert [record.problems for record in records] == [[]] * 60
+    assert {record.step for record in records} == {None, 3, 4, 5}
+    assert not (tmp_path / "failed").exists()
+
+
+BLIND = {
+    "no checksums": (Checkpoints, "_verify_share", lambda *_: None),
+    "no aside": (Checkpoints, "_set_damage_aside", lambda *_: None),
+    "no error": (Checkpoints, "_newest_sound", lambda self: (*self._open(find(self.run)[-1].folder), {})),
+}
+
+
+@pytest.mark.parametrize("blindness", BLIND)
+def test_what_is_not_found_or_not_named_is_a_problem(campaign, monkeypatch, tmp_path, blindness):
+    monkeypatch.setattr(*BLIND[blindness])
+    records = [campaign.do(case) for case in loads(15)]
+    failed = [record for record in records if record.problems]
+    assert failed
+    assert sorted(int(path.name) for path in (tmp_path / "failed").iterdir()) == [record.case for record in failed]
+
+
+def test_every_file_that_may_be_damaged_belongs_to_a_checkpoint(run):
+    assert {str(path.relative_to(run)) for path in files_of(run)} == set().union(*needed(run).values())
+
+
+def test_the_program_finds_nothing_wrong(tmp_path):
+    """Some damages, a run that is killed again and again, and a damaged run that goes on; then one case more."""
+    options = (f"--folder={tmp_path}", "--seed=0", "--minutes=9", "--kinds=plain-1")
+    for cases in (17, 18):
+        done = launch_module("tests.torture", *options, f"--cases={cases}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        records = [json.loads(line) for line in (tmp_path / "records_0.jsonl").read_text().splitlines()]
+        assert [record["case"] for record in records] == list(range(cases))
+    assert any(record["kills"] for record in records)
+    assert re.search(r"cases with a problem\D+0\b", done.stdout), done.stdout
