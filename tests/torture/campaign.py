@@ -92,14 +92,16 @@ class Campaign:
             started = start(case.kind, run, "--resume=auto", launcher=kill.victim == "launcher")
             try:
                 killed = strike(kill, started, run, whole.times)
-            finally:
-                done = started.finish()
+            except BaseException:
+                started.kill("all ranks", 0)
+                raise
+            done = started.finish()
             record.problems += _went_on(before, run, done.stdout)
             if not killed:
-                record.late.append(str(kill))
+                record.late.append(kill.named(bool(before)))
                 record.problems += [] if done.returncode == 0 else [f"failed before a kill: {_tail(done.stderr)}"]
                 break
-            record.kills.append(str(kill))
+            record.kills.append(kill.named(bool(before)))
             if not _steps(run):
                 shutil.rmtree(run, ignore_errors=True)  # a new run needs the name
         if _steps(run) and not (run / FINISHED).exists():
@@ -201,7 +203,7 @@ def _steps(run: Path) -> list[int]:
 def _went_on(before: list[int], run: Path, printed: str) -> list[str]:
     """What is wrong after a start that had these checkpoints, whether it was killed or not."""
     found, problems = survey(run)
-    if before and (not found or found[0].step < before[0] or len(found) < min(len(before), 1)):
+    if before and (not found or found[0].step < before[0]):
         problems.append(f"step {before[0]} was complete and is lost")
     begun = re.search(r"going on with .* after step (\d+)", printed)
     if begun and (not before or int(begun[1]) != before[0]):

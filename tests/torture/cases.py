@@ -12,7 +12,7 @@ from tests.torture.kills import Kill
 What = Literal["kills", "resume", "load"]
 ROUND: tuple[What, ...] = ("load",) * 7 + ("kills",) + ("load",) * 8 + ("resume",)
 """The cases follow each other so, again and again: most damages need no run."""
-MOST_KILLS = 4
+MOST_KILLS = 6
 TWO = 0.25
 """How often two files are damaged at once."""
 
@@ -38,9 +38,8 @@ class Case:
     interrupted: bool = False
 
     def __str__(self) -> str:
-        source = "interrupted" if self.interrupted else "finished"
-        doing = "; ".join(map(str, self.kills)) or f"{source}, " + " and ".join(damage.way for damage in self.damages)
-        return f"{self.number} {self.what} {self.kind.name}: {doing}"
+        doing = [kill.named(False) for kill in self.kills] + [damage.way for damage in self.damages]
+        return f"{self.number} {self.what} {self.kind.name}: {', '.join(doing)}"
 
 
 def drawn(seed: int, number: int, kinds: Sequence[Kind] = KINDS) -> Case:

@@ -112,11 +112,14 @@ class Launched:
     def finish(self) -> "subprocess.CompletedProcess[str]":
         """See `Started`."""
         deadline = time.monotonic() + LONGEST
-        while (left := self._left()) and time.monotonic() < deadline:
-            time.sleep(LOOK_EVERY)
-        for process in left:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        try:
+            while self._left() and time.monotonic() < deadline:
+                time.sleep(LOOK_EVERY)
+        finally:
+            left = self._left()
+            for process in left:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
         status = self._process.wait()
         if left:
             raise subprocess.TimeoutExpired(self._process.args, LONGEST)

@@ -54,8 +54,10 @@ class Kill:
             share=rng.random(),
         )
 
-    def __str__(self) -> str:
-        return f"{self.victim} at {self.moment}"
+    def named(self, going_on: bool) -> str:
+        """In words; the start of a run that goes on is a resume."""
+        moment = "resume" if going_on and self.moment == "start" else self.moment
+        return f"{self.victim} at {moment}"
 
 
 def strike(kill: Kill, started: Started, run: Path, times: Times) -> bool:
