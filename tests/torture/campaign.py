@@ -14,7 +14,7 @@ from exgrpo.train.errors import ExgrpoError
 from tests.torture.cases import Case
 from tests.torture.comparison import differences, fingerprint, outcome
 from tests.torture.damages import needed, newest_sound, unnamed, unread
-from tests.torture.jobs import start
+from tests.torture.jobs import do, start
 from tests.torture.kills import strike
 from tests.torture.loading import digests, load, warnings
 from tests.torture.references import References
@@ -89,13 +89,9 @@ class Campaign:
         whole = self.references.of(case.kind)
         for kill in case.kills:
             before = _steps(run)
-            started = start(case.kind, run, "--resume=auto", launcher=kill.victim == "launcher")
-            try:
+            with start(case.kind, run, "--resume=auto", launcher=kill.victim == "launcher") as started:
                 killed = strike(kill, started, run, whole.times)
-            except BaseException:
-                started.kill("all ranks", 0)
-                raise
-            done = started.finish()
+                done = started.finish()
             record.problems += _went_on(before, run, done.stdout)
             if not killed:
                 record.late.append(kill.named(bool(before)))
@@ -108,7 +104,7 @@ class Campaign:
             self._keep_aside(case, run)
         if not (run / FINISHED).exists():
             before = _steps(run)
-            done = start(case.kind, run, "--resume=auto").finish()
+            done = do(case.kind, run, "--resume=auto")
             record.problems += _went_on(before, run, done.stdout)
             if done.returncode:
                 record.problems.append(f"does not go on: {_tail(done.stderr)}")
@@ -168,7 +164,7 @@ class Campaign:
         """Damage of a run that goes on."""
         files = self._damaged(case, run, record)
         before = _content(run)
-        done = start(case.kind, run, f"--resume={run}").finish()
+        done = do(case.kind, run, f"--resume={run}")
         if missing := unnamed(files, _paths(record), record.step, done.stderr):
             record.problems.append(f"no damaged file of the steps {missing} is named: {_tail(done.stderr)}")
         if "Traceback" in done.stderr:

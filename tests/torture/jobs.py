@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -58,7 +59,7 @@ class Started(Protocol):
     def kill(self, victim: Victim, rank: int) -> None:
         """Send SIGKILL to one rank, to all of them or to their launcher."""
 
-    def finish(self) -> "subprocess.CompletedProcess[str]":
+    def finish(self) -> subprocess.CompletedProcess[str]:
         """What it has printed and its exit status, once none of its processes is left.
 
         Raises:
@@ -74,7 +75,7 @@ class WarmRanks(Ranks):
         for one in self.ranks if victim == "all ranks" else [self.ranks[rank]]:
             one.send(signal.SIGKILL)
 
-    def finish(self, timeout: float = LONGEST) -> "subprocess.CompletedProcess[str]":
+    def finish(self, timeout: float = LONGEST) -> subprocess.CompletedProcess[str]:
         """See `Started`."""
         return super().finish(timeout)
 
@@ -109,7 +110,7 @@ class Launched:
         """See `Started`; only the launcher is a victim here."""
         self._process.kill()
 
-    def finish(self) -> "subprocess.CompletedProcess[str]":
+    def finish(self) -> subprocess.CompletedProcess[str]:
         """See `Started`."""
         deadline = time.monotonic() + LONGEST
         try:
@@ -138,8 +139,9 @@ class Launched:
         return found
 
 
-def start(kind: Kind, run: Path, *arguments: str, launcher: bool = False) -> Started:
-    """Start a run of a kind, or go on with it.
+@contextmanager
+def start(kind: Kind, run: Path, *arguments: str, launcher: bool = False) -> Iterator[Started]:
+    """Start a run of a kind, or go on with it; if this is left by an exception, it is killed.
 
     Args:
         kind: of the run.
@@ -148,6 +150,16 @@ def start(kind: Kind, run: Path, *arguments: str, launcher: bool = False) -> Sta
         launcher: whether DeepSpeed's launcher starts the ranks.
     """
     given = (*OPTIONS, *kind.options, *arguments, f"--output.name={run.name}", f"--output.folder={run.parent}")
-    if launcher:
-        return Launched(run.parent, *given, ranks=kind.ranks)
-    return WarmRanks(MAIN, *given, ranks=kind.ranks)
+    started: Started
+    started = Launched(run.parent, *given, ranks=kind.ranks) if launcher else WarmRanks(MAIN, *given, ranks=kind.ranks)
+    try:
+        yield started
+    except BaseException:
+        started.kill("all ranks", 0)
+        raise
+
+
+def do(kind: Kind, run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As `start`; what it has printed comes back when it has ended."""
+    with start(kind, run, *arguments) as started:
+        return started.finish()

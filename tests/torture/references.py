@@ -87,14 +87,14 @@ def _done(kind: Kind, run: Path) -> Times:
     run.parent.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     marks: Times = {}
-    started = start(kind, run)
-    while started.running():
-        names = {folder.name for folder in folders(run)}
-        for mark, come in (("start", bool(names)), ("end", folder_name(STEPS) in names)):
-            if come:
-                marks.setdefault(mark, time.monotonic() - begun)
-        time.sleep(LOOK_EVERY)
-    done = started.finish()
+    with start(kind, run) as started:
+        while started.running():
+            names = {folder.name for folder in folders(run)}
+            for mark, come in (("start", bool(names)), ("end", folder_name(STEPS) in names)):
+                if come:
+                    marks.setdefault(mark, time.monotonic() - begun)
+            time.sleep(10 * LOOK_EVERY)
+        done = started.finish()
     whole = time.monotonic() - begun
     if done.returncode or not (run / FOLDER).is_dir():
         raise TortureError(f"a run of {kind.name} that nothing interrupts fails:\n{done.stdout[-2000:]}{done.stderr}")
