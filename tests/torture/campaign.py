@@ -128,7 +128,7 @@ class Campaign:
         (run / FINISHED).unlink(missing_ok=True)
         files = needed(source)
         for damage in case.damages:
-            path = damage.do(run)
+            path = damage.do(run, files[max(files)])
             record.damages.append((damage.way, path or "nothing that would be changed"))
         record.step = newest_sound(files, _paths(record))
         record.unread = unread(files, _paths(record), record.step)

@@ -15,6 +15,8 @@ Way = Literal["flipped bit", "cut", "emptied", "removed", "other step's"]
 WAYS: tuple[Way, ...] = get_args(Way)
 USUAL: tuple[Way, ...] = ("flipped bit", *WAYS)
 """A bit is flipped twice as often as anything else happens."""
+NEWEST = 2 / 3
+"""How often a damage is one of the newest checkpoint: those of older ones are not read while that is sound."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,14 @@ class Damage:
 
     Attributes:
         way: what happens.
-        file: in [0, 1) which file, of all in their order.
+        newest: whether it is a file that the newest checkpoint needs; else it is any one.
+        file: in [0, 1) which file, of those in their order.
         place: in [0, 1) where in the file.
         bit: which one of a byte is flipped.
     """
 
     way: Way
+    newest: bool
     file: float
     place: float
     bit: int
@@ -36,16 +40,21 @@ class Damage:
     @classmethod
     def drawn(cls, rng: random.Random) -> "Damage":
         """One of them."""
-        return cls(rng.choice(USUAL), rng.random(), rng.random(), rng.randrange(8))
+        return cls(rng.choice(USUAL), rng.random() < NEWEST, rng.random(), rng.random(), rng.randrange(8))
 
-    def do(self, run: Path) -> str | None:
+    def do(self, run: Path, newest: Collection[str]) -> str | None:
         """Damage a file of a run.
+
+        Args:
+            run: its folder.
+            newest: paths there of the files that its newest checkpoint needs.
 
         Returns:
             its path in the run's folder; None: there is nothing that would be changed.
         """
         files = files_of(run)
-        path = files[int(self.file * len(files))]
+        choice = [path for path in files if not self.newest or str(path.relative_to(run)) in newest]
+        path = choice[int(self.file * len(choice))]
         before = path.read_bytes()
         if self.way == "removed":
             path.unlink()
