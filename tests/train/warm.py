@@ -100,7 +100,7 @@ def _server(modules: tuple[str, ...]) -> str:
     command = [sys.executable, "-m", "tests.train.warm", address, *modules]
     server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE)
     atexit.register(server.kill)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not Path(address).exists():
         assert server.poll() is None, "the server of warm ranks has not started"
         assert time.monotonic() < deadline, "the server of warm ranks does not listen"
