@@ -81,7 +81,7 @@ BLIND = {
 @pytest.mark.parametrize("blindness", BLIND)
 def test_what_is_not_found_or_not_named_is_a_problem(campaign, monkeypatch, tmp_path, blindness):
     monkeypatch.setattr(*BLIND[blindness])
-    records = [campaign.do(case) for case in loads(15)]
+    records = [campaign.do(case) for case in loads(60)]
     failed = [record for record in records if record.problems]
     assert failed
     assert sorted(int(path.name) for path in (tmp_path / "failed").iterdir()) == [record.case for record in failed]
