@@ -71,8 +71,9 @@ class Campaign:
         Raises:
             TortureError: an uninterrupted run of its kind fails.
         """
-        run, record = self.folder / "run", Record(case.number, case.what, case.kind.name)
-        shutil.rmtree(run, ignore_errors=True)
+        run, record = self.folder / "work" / "run", Record(case.number, case.what, case.kind.name)
+        shutil.rmtree(run.parent, ignore_errors=True)
+        run.parent.mkdir()
         ways: dict[str, Callable[[Case, Path, Record], None]]
         ways = {"kills": self._kills, "resume": self._resume, "load": self._load}
         ways[case.what](case, run, record)
@@ -81,7 +82,7 @@ class Campaign:
             shutil.rmtree(failed, ignore_errors=True)
             failed.parent.mkdir(exist_ok=True)
             run.rename(failed)
-        shutil.rmtree(run, ignore_errors=True)
+        shutil.rmtree(run.parent, ignore_errors=True)  # with what began anew
         return record
 
     def _kills(self, case: Case, run: Path, record: Record) -> None:
@@ -98,8 +99,6 @@ class Campaign:
                 record.problems += [] if done.returncode == 0 else [f"failed before a kill: {_tail(done.stderr)}"]
                 break
             record.kills.append(kill.named(bool(before)))
-            if not _steps(run):
-                shutil.rmtree(run, ignore_errors=True)  # a new run needs the name
         if _steps(run) and not (run / FINISHED).exists():
             self._keep_aside(case, run)
         if not (run / FINISHED).exists():

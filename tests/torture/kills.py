@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from exgrpo.train.checkpoint.checkpoint import DELETED, UNFINISHED
-from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, folder_name
+from exgrpo.train.checkpoint.listing import DELETED, EXPERIENCE, FOLDER, UNFINISHED, folder_name
 from exgrpo.train.checkpoint.manifest import MANIFEST
 from exgrpo.train.checkpoint.resume import FINISHED
 from tests.torture.jobs import KEEP, STEPS, Started, Victim
