@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ class Campaign:
         elif done.returncode:
             record.problems.append(f"does not go on: {_tail(done.stderr)}")
         else:
-            record.problems += _went_on([record.step], run, done.stdout) + self._differences(case, run)
+            record.problems += _went_on([record.step], run, done.stdout, _paths(record)) + self._differences(case, run)
 
     def _differences(self, case: Case, run: Path) -> list[str]:
         """What differs from the uninterrupted run."""
@@ -195,9 +195,13 @@ def _steps(run: Path) -> list[int]:
     return [found.step for found in survey(run)[0]]
 
 
-def _went_on(before: list[int], run: Path, printed: str) -> list[str]:
-    """What is wrong after a start that had these checkpoints, whether it was killed or not."""
-    found, problems = survey(run)
+def _went_on(before: list[int], run: Path, printed: str, damaged: Collection[str] = ()) -> list[str]:
+    """What is wrong after a start that had these checkpoints, whether it was killed or not.
+
+    Checkpoints that are older than the one that was used may miss files that were damaged.
+    """
+    found, missed = survey(run)
+    problems = [problem for problem in missed if not any(path in problem for path in damaged)]
     if before and (not found or found[0].step < before[0]):
         problems.append(f"step {before[0]} was complete and is lost")
     begun = re.search(r"going on with .* after step (\d+)", printed)

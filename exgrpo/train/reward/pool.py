@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 import pickle
+import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
@@ -11,9 +12,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
+from pebble.pool import process as of_pebble
 
 from exgrpo.train.errors import DataError, GraderError, RewardError, shown
 from exgrpo.train.reward.confinement import GIB
@@ -24,6 +27,10 @@ from exgrpo.train.reward.worker import TOO_MUCH_KEPT, Bounds, Started, Task, gra
 
 _Call = tuple[Task, ...]
 """The answers that a grading process takes together; of most rewards one."""
+
+# pebble measures time limits by the clock of the day: where that is set forward, all answers in flight would be over
+# their limit, and be worth 0.
+of_pebble.time = SimpleNamespace(time=time.monotonic, sleep=time.sleep)
 
 START_SECONDS = 300.0
 _EMPTY_ROUNDS = 3
