@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from exgrpo.train.rollout.server.shared_token import TOKEN
 from tests.train.launch import MAIN, ROOT, environment, free_port
 
 NEEDS = ("ip", "tc", "sshd", "ssh-keygen", "pdsh", "taskset")
@@ -246,7 +247,8 @@ class Hosts:
 
     @property
     def _variables(self) -> dict[str, str]:
-        return {"GLOO_SOCKET_IFNAME": DEVICE, **{name: environment()[name] for name in ("DS_ACCELERATOR", "COLUMNS")}}
+        passed = {name: environment().get(name) for name in ("DS_ACCELERATOR", "COLUMNS", TOKEN)}
+        return {"GLOO_SOCKET_IFNAME": DEVICE, **{name: value for name, value in passed.items() if value is not None}}
 
     def _launch(self, host: int, port: int, told: dict[str, str], *words: str) -> subprocess.Popen[str]:
         file = self.folder / "hosts.txt"

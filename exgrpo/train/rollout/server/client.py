@@ -25,12 +25,16 @@ FACT_SECONDS = 60
 CONTROL_SECONDS = 300
 LONG_SECONDS = 3600
 """For what takes as long as answers do; whether the server's machine is alive is asked beneath, by TCP."""
+UNREACHED_SECONDS = 60
+"""After which a connection is given up on which a server's machine answers nothing, not even TCP."""
 ALIVE = [
     *HTTPConnection.default_socket_options,
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    # Nothing is asked beneath while something that was sent is not acknowledged.
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREACHED_SECONDS),
 ]
 
 

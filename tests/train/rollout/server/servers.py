@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import requests
 
+from exgrpo.train.rollout.server.shared_token import server_token
 from tests.train.launch import ROOT, environment, free_port
 from tests.train.warm import Rank
 
@@ -19,18 +21,41 @@ LONGEST = 64
 WARM = ROOT / "tests" / "train" / "rollout" / "server" / "warm_server.py"
 
 
+def _token() -> dict[str, str]:
+    """The header with the token in this process's environment, if it has one."""
+    token = server_token()
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 class Server:
     """A server of a model; `log` holds what it printed.
 
     Where it is cold it starts as a user starts it, and each of its three processes imports vLLM, in 35 seconds.
+
+    Args:
+        model: that it serves.
+        log: what it prints.
+        options: of `exgrpo.train.serve`.
+        cold: see above.
+        on: what comes before a command on its host; a server on another host is a cold one.
+        address: of its host.
     """
 
-    def __init__(self, model: Path, log: Path, *options: str, cold: bool = False) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *options: str,
+        cold: bool = False,
+        on: Sequence[str] = (),
+        address: str = "127.0.0.1",
+    ) -> None:
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{address}:{self.port}"
         self.log = log
-        self._arguments = [str(model), f"--port={self.port}", *options]
-        self._cold = cold
+        self._arguments = [str(model), f"--host={address}", f"--port={self.port}", *options]
+        self._cold = cold or bool(on)
+        self._on = on
         self._process: subprocess.Popen[bytes] | Rank | None = None
 
     def start(self) -> "Server":
@@ -43,7 +68,7 @@ class Server:
     def _started(self) -> "subprocess.Popen[bytes] | Rank":
         if not self._cold:
             return Rank([str(WARM), *self._arguments], environment(), self.log, self.log, vllm=True)
-        command = [sys.executable, "-m", "exgrpo.train.serve", *self._arguments]
+        command = [*self._on, sys.executable, "-m", "exgrpo.train.serve", *self._arguments]
         with self.log.open("wb") as log:
             return subprocess.Popen(
                 command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -54,14 +79,20 @@ class Server:
         self.start()
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
-            try:
-                if requests.get(f"{self.url}/health", timeout=5).ok:
-                    return self.url
-            except requests.RequestException:
-                time.sleep(0.2)
+            if self._answers():
+                return self.url
+            time.sleep(0.2)
             if self._process.poll() is not None:
                 break
         raise RuntimeError(f"the server did not start:\n{self.log.read_text(errors='replace')[-5000:]}")
+
+    def _answers(self) -> bool:
+        if self._on:  # this process does not reach it
+            return "Application startup complete" in self.log.read_text(errors="replace")
+        try:
+            return requests.get(f"{self.url}/health", headers=_token(), timeout=5).ok
+        except requests.RequestException:
+            return False
 
     def kill(self) -> None:
         """End it and its workers at once, as a machine that loses its power."""
