@@ -122,6 +122,7 @@ class Hosts:
             "StrictModes": "no",
             "PidFile": "none",
             "MaxStartups": "100",
+            "AcceptEnv": TOKEN,
         }
         words = [f"-o{key}={value}" for key, value in options.items()]
         sshd = shutil.which("sshd", path="/usr/sbin:/sbin:/usr/bin")
@@ -131,7 +132,8 @@ class Hosts:
 
     @property
     def _ssh(self) -> list[str]:
-        options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR")
+        # What the launcher passes on stands on command lines, which is no place for a secret.
+        options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", f"SendEnv={TOKEN}")
         return [f"-i{self.folder / 'user'}", *(f"-o{option}" for option in options)]
 
     def _reach(self, address: str) -> None:
@@ -247,8 +249,7 @@ class Hosts:
 
     @property
     def _variables(self) -> dict[str, str]:
-        passed = {name: environment().get(name) for name in ("DS_ACCELERATOR", "COLUMNS", TOKEN)}
-        return {"GLOO_SOCKET_IFNAME": DEVICE, **{name: value for name, value in passed.items() if value is not None}}
+        return {"GLOO_SOCKET_IFNAME": DEVICE, **{name: environment()[name] for name in ("DS_ACCELERATOR", "COLUMNS")}}
 
     def _launch(self, host: int, port: int, told: dict[str, str], *words: str) -> subprocess.Popen[str]:
         file = self.folder / "hosts.txt"
