@@ -31,7 +31,7 @@ class Traffic:
     """What a phase asks of the network.
 
     Attributes:
-        size: bytes through the busiest adapter.
+        size: bytes through the busiest adapter, at its whole bandwidth.
         trips: messages that wait for one another.
     """
 
@@ -53,10 +53,12 @@ class Ring:
     Attributes:
         hosts: of the trainer, at least two.
         ranks: on all of them together.
+        use: share of the bandwidth that collectives reach.
     """
 
     hosts: int
     ranks: int
+    use: float = 1.0
 
     def collective(self, size: float, calls: float) -> Traffic:
         """Gathers that make `size` bytes whole on every rank, or sums of so many that are shared out, in some calls.
@@ -65,7 +67,7 @@ class Ring:
         that receives it. A part goes over the border of each host but the one that lies behind its own rank.
         """
         trips = TRIPS_OF_MESSAGE * min(self.hosts, self.ranks - 1)
-        return Traffic(size * (self.ranks - 1) / self.ranks, trips * calls)
+        return Traffic(size * (self.ranks - 1) / self.ranks / self.use, trips * calls)
 
     def update(self, weights: float, gathers: float, reduced: float, calls: float) -> Traffic:
         """An optimiser step under ZeRO-3.
@@ -96,6 +98,7 @@ class Large:
         buckets: in which the gradients are reduced, 5e8 elements each.
         answers: bytes of the answers: 128 x 8, 2048 tokens each, an id and a log-prob for each token.
         objects: collectives that gather Python objects.
+        use: share of the bandwidth that collectives reach.
     """
 
     weights: float = 15.2e9
@@ -105,10 +108,11 @@ class Large:
     buckets: int = 16
     answers: float = 128 * 8 * 2048 * 8
     objects: int = 8
+    use: float = 0.8
 
     def phases(self, hosts: int, servers: int) -> dict[str, Traffic]:
         """What each phase asks of the network."""
-        ring, calls = Ring(hosts, 8 * hosts), 2 * self.calls + self.buckets
+        ring, calls = Ring(hosts, 8 * hosts, self.use), 2 * self.calls + self.buckets
         of_updates = self.updates * self.weights
         return {
             "update": ring.update(of_updates, 2, of_updates, self.updates * calls),

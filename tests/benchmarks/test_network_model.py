@@ -32,6 +32,7 @@ def test_a_collective_moves_what_a_ring_moves(hosts, each):
 def test_seconds_are_those_of_the_bytes_and_of_the_trips():
     assert Traffic(6e6, 10).seconds(Network(2e6, 0.25)) == pytest.approx(3 + 2.5)
     assert Ring(2, 2).update(8.0, 2, 16.0, 0).size == pytest.approx(16)
+    assert Ring(2, 2, 0.5).update(8.0, 2, 16.0, 0).size == pytest.approx(32)
 
 
 def test_a_push_leaves_the_first_host_once_for_each_server():
