@@ -16,7 +16,11 @@ from tests.train.rollout.vllm.installed import real
 from tests.train.test_hosts import untimed, wait_for_a_checkpoint
 from tests.train.test_run import SMALL, records
 
-pytestmark = [real, pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing()))]
+pytestmark = [
+    real,
+    pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing())),
+    pytest.mark.timeout(1200),  # four servers start cold, two at a time
+]
 
 MODEL = Path("builtin:arithmetic")
 SERVING = ("--max-tokens=160", "--kv-cache-gib=0.2")
