@@ -16,7 +16,6 @@ from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.mistakes import explain, nearest
 
-FRAME = "│╰╯─- "
 UNREAD = 141
 """Exit status of a program whose output nobody reads any more."""
 
@@ -95,12 +94,18 @@ def _problem(ended: SystemExit, model: type[BaseModel]) -> str:
 
 
 def _unframed(message: str) -> str:
-    """The first paragraph of a parser's message, which stands in a frame; of options that are missing their names."""
+    """The first paragraph of a parser's message, which stands in a frame; of options that are missing their names.
+
+    Where the output is not in Unicode, the frame has dashes, one below the title too.
+    """
     title, *rest = message.splitlines() or [""]
-    # Where the output is not Unicode, a line of dashes is all there is of a frame.
-    text = dropwhile(lambda line: not line.strip(FRAME), rest)
-    lines = [line.strip("│").rstrip() for line in takewhile(lambda line: line.strip(FRAME), text)]
+    inside = dropwhile(_is_rule, (line.strip("│").rstrip() for line in rest))
+    lines = list(takewhile(lambda line: not _is_rule(line), inside))
     if "Required options" in title:
         # A name is indented, and its explanation further.
         return f"missing: {', '.join(found[1] for line in lines if (found := re.match(' {5,6}([^ ]+)', line)))}"
     return " ".join(line.strip() for line in lines)
+
+
+def _is_rule(line: str) -> bool:
+    return not line.strip("╰╯─- ")

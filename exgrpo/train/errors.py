@@ -106,6 +106,11 @@ def shown(value: object, characters: int = SHOWN) -> str:
         return f"<{type(value).__name__} that cannot be printed>"
 
 
+def printable(text: str) -> str:
+    r"""A text for a terminal: what would move its cursor, change its colours or show nothing is written as \x1b."""
+    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
+
+
 def system_reason(error: Exception) -> str | None:
     """Why the system refused what a program asked of it; None: the error is none of the system."""
     if isinstance(error, OSError):
@@ -148,7 +153,7 @@ def print_error(error: ExgrpoError) -> int:
     Other ranks than the first name themselves and wait before they print: where the first has the same error, the
     launcher has ended them by then, and the error is told once.
     """
-    text = cut(str(error), LONGEST)
+    text = cut(printable(str(error)), LONGEST)
     if is_first_rank():
         print(f"error: {text}", file=sys.stderr)
         return 2

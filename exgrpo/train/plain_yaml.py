@@ -10,23 +10,42 @@ from exgrpo.train.errors import ConfigError, shown
 
 MOST_VALUES, DEEPEST = 100_000, 20
 """A recipe has some dozens of values, four levels deep; with aliases a short text can stand for any number."""
+LONGEST = 2**18
+"""Characters. The parser takes some seconds for so many; a file that was meant for something else may have any number."""
 
 
 def parse(text: str) -> Any:
     """The value of a YAML text.
 
     Raises:
-        ConfigError: it is no YAML, holds itself, too many values, or a text that no file or program can take; the
-            message is without the name of the text.
+        ConfigError: it is no YAML, too long, has a key twice, holds itself, too many values, or a text that no file or
+            program can take; the message is without the name of the text.
     """
+    if len(text) > LONGEST:
+        raise ConfigError(f"it has more than {LONGEST} characters, and no text of options is so long")
     try:
-        value = yaml.safe_load(text)
+        value = _Loader(text).get_single_data()
     except RecursionError:
         raise ConfigError("not valid YAML: it is nested too deeply") from None
     except Exception as error:  # a converter of PyYAML may raise anything at a value with a strange tag or date
         raise ConfigError(f"not valid YAML: {shown(error)}") from None
     _check(value)
     return value
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which would take the last of several values of a key; YAML forbids that a key comes twice."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """See PyYAML; values that are merged (`<<`) come later, and may be replaced."""
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise yaml.composer.ComposerError(None, None, f"the key {shown(key.value)} comes twice", key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
 
 
 def _check(value: Any) -> None:

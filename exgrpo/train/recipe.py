@@ -15,7 +15,7 @@ from exgrpo.train.config import Config
 from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
 from exgrpo.train.evaluate.settings import HeldOutSet
 from exgrpo.train.mistakes import REFUSED, explain
-from exgrpo.train.plain_yaml import parse
+from exgrpo.train.plain_yaml import LONGEST, parse
 from exgrpo.train.policy.adapter_folder import with_saved
 
 PROGRAM = "deepspeed exgrpo/train/main.py"
@@ -23,6 +23,8 @@ DEFAULT_RUN = ASSETS / DEFAULT_TASK / "recipe.yaml"
 NAMED = ("policy.path", "data.train")
 """What has no default: a model and questions."""
 SETS = "evaluation.sets"
+MOST_BASES = 100
+"""In a chain of recipes, each of which names the next one as its base; Python reads no chain of a thousand."""
 
 
 def validate(values: dict[str, Any], origin: str) -> Config:
@@ -61,10 +63,13 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """
     if path in seen:
         raise ConfigError(f"{path}: its chain of `base` recipes leads back to itself")
+    if len(seen) > MOST_BASES:
+        raise ConfigError(f"{path}: {MOST_BASES} recipes lead to it by their `base`: name it in one of the first ones")
     with os_errors_as(UnreadableRecipeError, f"{path} cannot be read"):
         if not path.is_file():
             raise ConfigError(f"{path}: no such recipe")
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(4 * LONGEST + 1)  # a character has four bytes at most; what is longer is refused
     try:
         raw = parse(content.decode("utf-8"))
     except UnicodeDecodeError as error:

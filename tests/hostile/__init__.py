@@ -1,0 +1,1 @@
+"""Hostile input by generation, as many seeded cases as one likes: `python -m tests.hostile` (docs/hostile_input.md)."""
