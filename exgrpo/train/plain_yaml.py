@@ -11,7 +11,7 @@ from exgrpo.train.errors import ConfigError, shown
 MOST_VALUES, DEEPEST = 100_000, 20
 """A recipe has some dozens of values, four levels deep; with aliases a short text can stand for any number."""
 LONGEST = 2**18
-"""Characters. The parser takes some seconds for so many; a file that was meant for something else may have any number."""
+"""Characters. The parser takes some seconds for so many, and a file that is no recipe may have any number."""
 
 
 def parse(text: str) -> Any:
@@ -34,7 +34,7 @@ def parse(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which would take the last of several values of a key; YAML forbids that a key comes twice."""
+    """PyYAML's safe loader takes the last of several values of a key; YAML forbids that a key comes twice."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         """See PyYAML; values that are merged (`<<`) come later, and may be replaced."""
@@ -43,7 +43,9 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
-                    raise yaml.composer.ComposerError(None, None, f"the key {shown(key.value)} comes twice", key.start_mark)
+                    raise yaml.composer.ComposerError(
+                        None, None, f"the key {shown(key.value)} comes twice", key.start_mark
+                    )
                 seen.add((key.tag, key.value))
         return node
 

@@ -124,7 +124,9 @@ def _word(rng: random.Random) -> str:
 
 
 def _recipe(rng: random.Random, folder: Path) -> Trial:
-    word = rng.choice((str(folder), str(folder / "none.yaml"), "", "builtin:nothing", "x" * 5000, "/dev/zero", "~nobody/x"))
+    word = rng.choice(
+        (str(folder), str(folder / "none.yaml"), "", "builtin:nothing", "x" * 5000, "/dev/zero", "~nobody/x")
+    )
     argv = rng.choice(([f"--recipe={word}"], ["--recipe", word], ["--seed=1", "--recipe", word]))
     return trial("no recipe", argv, expected="refused")
 
@@ -158,6 +160,17 @@ def _help(rng: random.Random, folder: Path) -> Trial:
 
 
 WAYS = (
-    *(_sound, _sound, _sound_of_programs, _no_number, _no_number, _no_number, _no_switch, _no_value, _unknown, _unknown),
+    *(
+        _sound,
+        _sound,
+        _sound_of_programs,
+        _no_number,
+        _no_number,
+        _no_number,
+        _no_switch,
+        _no_value,
+        _unknown,
+        _unknown,
+    ),
     *(_no_option, _any, _any, _any, _any, _any, _any, _recipe, _estimate, _help),
 )

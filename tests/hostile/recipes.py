@@ -85,7 +85,9 @@ def _unknown(rng: random.Random, folder: Path) -> Trial:
     key = rng.choice(KEYS)
     place = rng.randrange(len(key))
     unknown = key[:place] + rng.choice("qxzQ#é") + key[place:]
-    return trial("unknown key", with_value(unknown, 1), folder, expected="refused", names=(unknown, unknown.partition(".")[0]))
+    return trial(
+        "unknown key", with_value(unknown, 1), folder, expected="refused", names=(unknown, unknown.partition(".")[0])
+    )
 
 
 def _odd_key(rng: random.Random, folder: Path) -> Trial:
@@ -109,7 +111,9 @@ def _damaged(rng: random.Random, folder: Path) -> Trial:
 
 def _encoding(rng: random.Random, folder: Path) -> Trial:
     encoding = rng.choice(("utf-16", "utf-32", "utf-16-le", "cp037"))
-    return trial("another encoding", with_value("seed", 1).encode(encoding), folder, expected="refused", names=("YAML",))
+    return trial(
+        "another encoding", with_value("seed", 1).encode(encoding), folder, expected="refused", names=("YAML",)
+    )
 
 
 def _marked(rng: random.Random, folder: Path) -> Trial:
@@ -152,7 +156,18 @@ def _chain(rng: random.Random, folder: Path) -> Trial:
 
 def _base(rng: random.Random, folder: Path) -> Trial:
     (folder / "empty.yaml").touch()
-    bad = ("none.yaml", ".", "/dev/zero", "/dev/stdin", "x" * 5000, "a/" * 3000, "recipe.yaml", "empty.yaml/x", "~", "\n")
+    bad = (
+        "none.yaml",
+        ".",
+        "/dev/zero",
+        "/dev/stdin",
+        "x" * 5000,
+        "a/" * 3000,
+        "recipe.yaml",
+        "empty.yaml/x",
+        "~",
+        "\n",
+    )
     base = rng.choice(bad)
     return trial("no base", f"base: {json.dumps(base)}\nsteps: 1\n", folder, expected="refused", names=("recipe",))
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from exgrpo.train import plain_json
 from exgrpo.train.builtin import PREFIX, find_module, module_names
 from exgrpo.train.data import gym
 from exgrpo.train.data.arguments import checked, parameters, split_arguments
@@ -192,7 +193,7 @@ def _gold_text(value: Any, key: str) -> str:
     if isinstance(value, str):
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value):
+    if not number or (isinstance(value, float) and not math.isfinite(value)):
         raise DataError(f"{key} must be text, a finite number or a list of one of them, got {_kind(value)}")
     return str(value)
 
@@ -297,14 +298,13 @@ def _file_rows(path: Path, columns: Columns) -> Iterator[Row | _BadRow]:
         return _csv_rows(text, path, columns)
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
-            return _parsed(json.loads(text), str(path), path.stem, columns)
+            return _parsed(plain_json.parse(text), str(path), path.stem, columns)
         except ValueError as error:
             raise DataError(f"{path}: not valid JSON: {shown(error)}") from error
     return _parsed_lines(text, path, columns)
 
 
 def _parquet_values(path: Path, taken: Columns) -> Iterator[Any]:
-    import pyarrow
     import pyarrow.parquet
 
     try:
@@ -312,7 +312,11 @@ def _parquet_values(path: Path, taken: Columns) -> Iterator[Any]:
         columns = _read_columns(file.schema_arrow.names, path, taken) if file.metadata.num_rows else []
         for batch in file.iter_batches(batch_size=8192, columns=columns):
             yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except DataError:
+        raise
+    except (
+        Exception
+    ) as error:  # beside errors of the format, texts that are no UTF-8 and dates that Python does not have
         raise DataError(f"{path}: cannot be read as parquet: {shown(error)}") from error
 
 
@@ -324,7 +328,10 @@ def _read_columns(names: list[str], path: Path, taken: Columns) -> list[str]:
         taken.of(dict.fromkeys((*names, "question")))
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-    return [name for name in names if name in COLUMNS or name in taken]
+    read = [name for name in names if name in COLUMNS or name in taken]
+    if twice := [name for name in read if read.count(name) > 1]:
+        raise DataError(f"{path}: has more than one column {shown(twice[0])}: leave one of them")
+    return read
 
 
 def _csv_rows(text: str, path: Path, taken: Columns) -> Iterator[Row | _BadRow]:
@@ -359,7 +366,7 @@ def _csv_object(columns: list[str], cells: list[str]) -> dict[str, Any]:
     for name in NESTED:
         if row.get(name) is not None:
             try:
-                row[name] = json.loads(row[name])
+                row[name] = plain_json.parse(row[name])
             except ValueError as error:
                 raise DataError(f"{name} must be JSON in a CSV file: {error}") from error
     return row
@@ -379,8 +386,9 @@ def _parsed_lines(text: str, path: Path, columns: Columns) -> Iterator[Row | _Ba
         if not line.strip():
             continue
         try:
-            yield parse_row(json.loads(line), path.stem, columns)
-        except json.JSONDecodeError as error:
-            yield _BadRow(f"{path} line {number}", f"not valid JSON: {error.msg} at column {error.colno}")
+            yield parse_row(plain_json.parse(line), path.stem, columns)
         except DataError as error:
             yield _BadRow(f"{path} line {number}", str(error))
+        except ValueError as error:
+            place = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else shown(error)
+            yield _BadRow(f"{path} line {number}", f"not valid JSON: {place}")

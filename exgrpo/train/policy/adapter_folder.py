@@ -3,12 +3,12 @@
 Neither torch nor peft is imported here.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from exgrpo.train import plain_json
 from exgrpo.train.errors import ConfigError, os_errors_as, shown
 from exgrpo.train.mistakes import explain
 from exgrpo.train.policy.settings import LoraConfig
@@ -71,7 +71,7 @@ def adapter_config(folder: str) -> dict[str, Any]:
             )
         content = file.read_bytes()
     try:
-        saved = json.loads(content)
+        saved = plain_json.parse(content)
     except ValueError as error:
         raise ConfigError(f"lora.path: {file} is damaged: {shown(error)}") from None
     if not isinstance(saved, dict):

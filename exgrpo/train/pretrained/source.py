@@ -1,6 +1,5 @@
 """Where a model comes from, and its configuration: read here alone, with what the run changes in it."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from exgrpo.train import plain_json
 from exgrpo.train.errors import SHOWN, ConfigError, ModelError, cut, os_errors_as, shown
 from exgrpo.train.pretrained.location import located
 from exgrpo.train.pretrained.overrides import changes, overridden
@@ -133,7 +133,7 @@ def read_config(file: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
             raise ConfigError(f"config_json: {file} does not exist: name a config.json or the folder that holds it")
         content = file.read_bytes()
     try:
-        raw = json.loads(content)
+        raw = plain_json.parse(content)
         config = AutoConfig.for_model(**raw)
     except (ValueError, TypeError) as error:
         reason = str(error).splitlines()[0][:120]
