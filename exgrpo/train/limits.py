@@ -6,6 +6,8 @@ LONGEST = 2**24
 """Tokens of a sequence: no model has so many positions."""
 MOST_TOKENS = 2**28
 """Tokens of a batch: their ids alone take 1 GiB."""
+MOST_LAYERS = 1000
+"""Of a model; the largest ones have some hundreds."""
 MOST_SAMPLES = 2**14
 """Answers to a question; the largest published studies of pass@k have 10,000."""
 MOST_ANSWERS = 2**20

@@ -24,15 +24,34 @@ NO_REWARDS = (
     *("None", "float('nan')", "float('inf')", "-float('inf')", "'1'", "b'1'", "[1]", "(1,)", "{1}", "1j", "10**400"),
     *("1000001", "-1e7", "{}", "{1: 1}", "{'a': None}", "{'a': float('nan')}", "{'a': {'a': 1}}", "{'x' * 300: 1}"),
     *("decimal.Decimal(1)", "print", "float", "object()", "iter([1])", "'x' * 10**6", "[[1]] * 10**5", "..."),
-    *("{str(i): 1 for i in range(200)}", "{'a': 1e6, 'b': 1e6}", "type('Rude', (float,), {'__float__': lambda s: 1 / 0})(1)"),
+    *(
+        "{str(i): 1 for i in range(200)}",
+        "{'a': 1e6, 'b': 1e6}",
+        "type('Rude', (float,), {'__float__': lambda s: 1 / 0})(1)",
+    ),
     *("type('Rude', (), {'__repr__': lambda s: 1 / 0})()", "'\\x1b[2J'", "'\\ud800'", "lambda: 1", "(i for i in '1')"),
 )
 FAILS = (
-    *(f"raise {name}" for name in ("KeyError('x')", "SystemExit(3)", "KeyboardInterrupt", "GeneratorExit", "MemoryError")),
-    *("raise ValueError('x' * 10**6)", "raise ValueError('\\x1b[2J')", "raise ValueError('\\ud800')", "raise BaseException"),
+    *(
+        f"raise {name}"
+        for name in ("KeyError('x')", "SystemExit(3)", "KeyboardInterrupt", "GeneratorExit", "MemoryError")
+    ),
+    *(
+        "raise ValueError('x' * 10**6)",
+        "raise ValueError('\\x1b[2J')",
+        "raise ValueError('\\ud800')",
+        "raise BaseException",
+    ),
     *("1 / 0", "undefined", "score(response, gold)", "sys.exit('no')", "exit(4)", "raise type('E', (Exception,), {})"),
     *("bytearray(2**30)", "'x' * 2**31", "[0] * 2**28", "list(range(10**9))", "9 ** 9 ** 9 % 1j"),
-    *("os._exit(0)", "os._exit(3)", "os.kill(os.getpid(), 9)", "os.abort()", "ctypes.string_at(0)", "os.closerange(3, 256)"),
+    *(
+        "os._exit(0)",
+        "os._exit(3)",
+        "os.kill(os.getpid(), 9)",
+        "os.abort()",
+        "ctypes.string_at(0)",
+        "os.closerange(3, 256)",
+    ),
     "raise type('Rude', (Exception,), {'__str__': lambda s: 1 / 0})",
 )
 HANGS = ("while True: pass", "time.sleep(1000)", "re.match('(a+)+$', 'a' * 60 + 'b')", "threading.Event().wait()")
@@ -40,20 +59,33 @@ HARMLESS = (
     *("print('x' * 10**6)", "print('x', file=sys.stderr)", "sys.stdout.close()", "sys.stderr = None", "os.chdir('/')"),
     *("os.environ.clear()", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "sys.setrecursionlimit(50_000)"),
     *("subprocess.run(['true'])", "subprocess.Popen(['sleep', '3'])", "os.fork() or os._exit(0)", "gc.disable()"),
-    *("threading.Thread(target=time.sleep, args=(3,), daemon=True).start()", "warnings.warn('x' * 1000)", "os.umask(0)"),
+    *(
+        "threading.Thread(target=time.sleep, args=(3,), daemon=True).start()",
+        "warnings.warn('x' * 1000)",
+        "os.umask(0)",
+    ),
     *("builtins.print = None", "logging.getLogger().error('x' * 10**5)", "time.sleep(0.01)", "os.nice(1)"),
 )
 """Done, and then a reward is returned."""
 UNKNOWN = ("os.fork()", "os.close(0); os.close(1); os.close(2)", "os.setsid()", "os.kill(os.getppid(), 0)")
 """Nobody promises what comes of these, only that something does."""
-IMPORTS = (
-    "import builtins, ctypes, decimal, fractions, gc, logging, os, re, signal, subprocess, sys, threading, time, warnings"
-)
+IMPORTS = "import builtins, ctypes, decimal, fractions, gc, logging, os, re, signal, subprocess, sys, threading, time, warnings"
 NO_FUNCTIONS = (
-    *("def score(response): return 1", "def score(): return 1", "def score(a, b, c): return 1", "score = 3", "score = None"),
+    *(
+        "def score(response): return 1",
+        "def score(): return 1",
+        "def score(a, b, c): return 1",
+        "score = 3",
+        "score = None",
+    ),
     *("def other(response, gold): return 1", "def score(response, gold:", "\tdef", "", "raise KeyError('x')", "1 / 0"),
     *("import nothing_of_this_name", "import sys; sys.exit(3)", "import os; os._exit(3)", "raise SystemExit", "\x00"),
-    *("def score(response, gold, /, *, none): return 1", "score = property()", "raise BaseException('x')", "score = 'x'"),
+    *(
+        "def score(response, gold, /, *, none): return 1",
+        "score = property()",
+        "raise BaseException('x')",
+        "score = 'x'",
+    ),
     "class score:\n  def __init__(self): pass",
 )
 """Files without a reward; the last but two need a column that no row has."""
@@ -73,7 +105,9 @@ def grade(path: Path, answers: Sequence[str]) -> Grades:
             return grader.grade([(answer, "1") for answer in answers])
 
 
-def trial(what: str, text: str, folder: Path, odd: float = 0.0, failed: int = 0, slow: int = 0, **expected: Any) -> Trial:
+def trial(
+    what: str, text: str, folder: Path, odd: float = 0.0, failed: int = 0, slow: int = 0, **expected: Any
+) -> Trial:
     """One reward: what its odd answer is worth, and as what it counts; `expected` is that of the `Trial`."""
     path = folder / "rewards.py"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -124,7 +158,19 @@ def _no_function(rng: random.Random, folder: Path) -> Trial:
 def _batch(rng: random.Random, folder: Path) -> Trial:
     """A batched reward that gives other than one number for each answer."""
     sound = rng.random() < 0.2
-    lists = ("[]", "[1]", "[1] * 4", "None", "1", "'123'", "[None] * 3", "{'a': 1}", "iter(())", "[[1], [1], [1]]", "{1, 2, 3, 4}")
+    lists = (
+        "[]",
+        "[1]",
+        "[1] * 4",
+        "None",
+        "1",
+        "'123'",
+        "[None] * 3",
+        "{'a': 1}",
+        "iter(())",
+        "[[1], [1], [1]]",
+        "{1, 2, 3, 4}",
+    )
     value = "[1, 0, 0]" if sound else rng.choice(lists)
     head = "from exgrpo.train.reward.contract import batched\n@batched(3)\n"
     text = f"{head}def score(responses, golds):\n    return {value}\n"
@@ -140,4 +186,17 @@ def _awaits(rng: random.Random, folder: Path) -> Trial:
     return trial("asynchronous", text, folder, failed=failed, slow=slow, expected="right")
 
 
-WAYS = (_returns, _no_reward, _no_reward, _fails, _fails, _hangs, _harmless, _harmless, _unknown, _no_function, _batch, _awaits)
+WAYS = (
+    _returns,
+    _no_reward,
+    _no_reward,
+    _fails,
+    _fails,
+    _hangs,
+    _harmless,
+    _harmless,
+    _unknown,
+    _no_function,
+    _batch,
+    _awaits,
+)

@@ -103,7 +103,9 @@ def _files(path: str) -> list[str]:
             return [found]
         try:
             return get_checkpoint_shard_files(path, found)[0]
-        except (ValueError, KeyError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # of whatever kind: an index may hold anything
             raise ModelError(f"{name} is no index of weights ({_one_line(error)})") from None
     raise ModelError(f"it has no weights, neither {', '.join(FILES[:-1])} nor {FILES[-1]}")
 

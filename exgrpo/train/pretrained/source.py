@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from exgrpo.train import plain_json
 from exgrpo.train.errors import SHOWN, ConfigError, ModelError, cut, os_errors_as, shown
+from exgrpo.train.limits import MOST_LAYERS
 from exgrpo.train.pretrained.location import located
 from exgrpo.train.pretrained.overrides import changes, overridden
 
@@ -56,8 +57,8 @@ class ModelSource:
         try:
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
-        except ValueError as error:
-            raise explained(error, self.path) from None
+        except Exception as error:  # of whatever kind: the sizes may be those of no model
+            raise explained(error, self.path) from error
 
     def load(self, dtype: torch.dtype, attention: str, quantisation: Any = None) -> PreTrainedModel:
         """The model with its weights, sharded where an HfDeepSpeedConfig says so; `check_weights` has to come first.
@@ -97,10 +98,11 @@ def find_model(path: str, overrides: Mapping[str, Any] | None = None) -> ModelSo
     """
     path = located(path)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         raw, _ = PreTrainedConfig.get_config_dict(path)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise explained(error, path) from None
+        _check_layers(raw)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # of whatever kind: a file that is no configuration may hold anything
+        raise explained(error, path) from error
     if other := _other_kind(config, raw):
         raise ModelError(f"policy.path: {shown(path)} {other}: take a causal LM for text")
     return _source(path, config, raw, overrides or {})
@@ -114,6 +116,8 @@ def _other_kind(config: PreTrainedConfig, raw: Mapping[str, Any]) -> str:
     if config.is_encoder_decoder:
         return f"({config.model_type}) has an encoder for its input"
     heads = raw.get("architectures") or ()
+    if not isinstance(heads, list) or not all(isinstance(head, str) for head in heads):
+        return f"names no class in its architectures, {shown(heads)}"
     return "" if not heads or CAUSAL.intersection(heads) else f"has the head of {' and '.join(heads)}"
 
 
@@ -134,10 +138,11 @@ def read_config(file: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
         content = file.read_bytes()
     try:
         raw = plain_json.parse(content)
+        _check_layers(raw)
         config = AutoConfig.for_model(**raw)
-    except (ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0][:120]
-        raise ConfigError(f"config_json: {file} is no configuration of a causal LM: {reason}") from None
+    except Exception as error:
+        reason = cut(str(error).partition("\n")[0], 120) or type(error).__name__
+        raise ConfigError(f"config_json: {file} is no configuration of a causal LM: {reason}") from error
     return _source(str(file.parent), config, raw, overrides).config
 
 
@@ -150,7 +155,18 @@ def explained(error: Exception, path: str) -> ModelError:
             f"policy.path: {shown(path)} needs code of its own, and code from model folders is not run: take a "
             "model of a type that transformers knows"
         )
-    return ModelError(f"policy.path: {shown(path)} cannot be loaded: {cut(first, SHOWN)}")
+    plain = isinstance(error, OSError | ValueError | StrictDataclassError)  # written for people
+    reason = cut(first, SHOWN) if plain else f"{type(error).__name__}: {cut(first, SHOWN)}"
+    return ModelError(f"policy.path: {shown(path)} cannot be loaded: {reason}")
+
+
+def _check_layers(raw: Mapping[str, Any]) -> None:
+    """A configuration lists something for each layer, so a number of layers that is none would take all memory."""
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            _check_layers(value)
+        elif "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
+            raise ValueError(f"{key} is {shown(value)}, and no model has more than {MOST_LAYERS} layers")
 
 
 def _source(path: str, config: PreTrainedConfig, raw: dict[str, Any], overrides: Mapping[str, Any]) -> ModelSource:

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.hub import cached_file
 
-from exgrpo.train.errors import ModelError
+from exgrpo.train.errors import ModelError, shown
 from exgrpo.train.pretrained.source import ModelSource, explained, find_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -45,8 +47,9 @@ def load_pretrained(path: str, overrides: Mapping[str, Any] | None = None) -> Pr
     model = find_model(path, overrides)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise explained(error, model.path) from None
+        tokenizer("1 + 1")  # some wrong settings are noticed only by what uses them
+    except Exception as error:  # of whatever kind: tokenizers and their settings have errors of their own
+        raise explained(error, model.path) from error
     eos = _eos_ids(model.path, model.config.eos_token_id, tokenizer.eos_token_id)
     if not eos:
         raise ModelError(f"policy.path: {model.path!r} names no EOS token in generation_config, config or tokenizer")
@@ -59,14 +62,19 @@ def load_pretrained(path: str, overrides: Mapping[str, Any] | None = None) -> Pr
 def _eos_ids(path: str, *fallbacks: int | list[int] | None) -> tuple[int, ...]:
     """The generation config decides where there is one; else every id that config and tokenizer name."""
     try:
-        chosen = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:
-        chosen = None
-    except ValueError as error:
-        raise explained(error, path) from None
+        # None where there is no such file; one that is damaged must not count as none, for it decides.
+        there = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # a hub that does not answer
+        there = None
+    try:
+        chosen = GenerationConfig.from_pretrained(path).eos_token_id if there else None
+    except Exception as error:
+        raise explained(error, path) from error
     sources = (*fallbacks,) if chosen is None else (chosen, fallbacks[-1])
-    ids = {i for ids in sources if ids is not None for i in (ids if isinstance(ids, list) else [ids])}
-    return tuple(sorted(ids))
+    ids = [i for ids in sources if ids is not None for i in (ids if isinstance(ids, list) else [ids])]
+    if strange := [i for i in ids if type(i) is not int]:
+        raise ModelError(f"policy.path: {path!r} names the EOS token {shown(strange[0])}: an id of a token is a number")
+    return tuple(sorted({*ids}))
 
 
 def _check_ids(pretrained: Pretrained) -> None:

@@ -1,0 +1,259 @@
+"""Hostile model folders: a tiny sound one, of which a file is damaged or contradicts another."""
+
+import functools
+import json
+import random
+import shutil
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from exgrpo.train.builtin import ASSETS, DEFAULT_TASK
+from exgrpo.train.pretrained.check import check_weights
+from exgrpo.train.pretrained.tokenizer import load_pretrained
+from tests.hostile import texts
+from tests.hostile.judge import Trial
+
+CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
+SETTINGS = "tokenizer_config.json"
+JSON_FILES = (CONFIG, TOKENIZER, SETTINGS, "generation_config.json")
+HUGE = 10**12
+WRONG_VALUES: dict[str, tuple[Any, ...]] = {
+    "vocab_size": (0, -1, 319, 321, HUGE, "320", None, [320], 1.5, {}),
+    "hidden_size": (0, -1, 31, 64, HUGE, "32", None, [32], 32.5),
+    "intermediate_size": (0, -1, 63, HUGE, "64", None),
+    "num_hidden_layers": (0, -1, 1, 3, 10**6, HUGE, "2", None, 2.5),
+    "num_attention_heads": (0, -1, 3, 8, HUGE, "4", None),
+    "num_key_value_heads": (0, -1, 3, HUGE, "2"),
+    "head_dim": (0, -1, 7, 16, HUGE, "8"),
+    "model_type": ("", "nothing", 7, None, [], "bert", "t5", "clip", "\x1b[2J", "x" * 100_000),
+    "architectures": (["Nothing"], ["BertForMaskedLM"], ["T5ForConditionalGeneration"], "x", 7, [7]),
+    "hidden_act": ("nothing", 7, "", []),
+    "dtype": ("float7", 7, "", [], "__class__"),
+    "rope_parameters": (7, "x", [], {"rope_type": "nothing"}, {"rope_theta": "x", "rope_type": "default"}),
+    "eos_token_id": (-1, 320, HUGE, "2", 1.5, [HUGE], {}, [[]]),
+    "rms_norm_eps": ("x", [], {}),
+    "quantization_config": ({"quant_method": "nothing"}, {"quant_method": "gptq", "bits": 4}, {}, 7, "x"),
+    "auto_map": ({"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}, 7, []),
+}
+"""Values of a configuration that do not fit the weights and the tokenizer, or nothing."""
+NO_JSON = (
+    b"",
+    b"{",
+    b"[]",
+    b"7",
+    b"null",
+    b'"x"',
+    b"\x00",
+    b"\xff\xfe",
+    b"{" * 10**5,
+    b"[" * 10**5,
+    b'{"a": NaN',
+    b"\x80",
+)
+OTHER_KINDS = (
+    b"{}",
+    b'{"version": "9.0"}',
+    b'{"model": null}',
+    b'{"model": {"type": "BPE", "vocab": [], "merges": 7}}',
+)
+
+
+@functools.cache
+def sound() -> Path:
+    """A model that is made once in a process."""
+    folder = Path(tempfile.mkdtemp(prefix="hostile_model_"))
+    for path in (ASSETS / DEFAULT_TASK).iterdir():
+        if path.name not in (CONFIG, WEIGHTS, "recipe.yaml", "README.md"):
+            shutil.copy(path, folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        bos_token_id=291,
+        eos_token_id=292,
+        pad_token_id=293,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> torch.nn.Module:
+    """The model of a folder, checked and loaded as a run does, and used."""
+    pretrained = load_pretrained(str(folder))
+    check_weights(pretrained.model)
+    model = pretrained.model.load(torch.float32, "sdpa")
+    ids = torch.tensor([pretrained.tokenizer("1 + 1?")["input_ids"]])
+    with torch.no_grad():
+        assert model(ids).logits.isfinite().all()
+    return model
+
+
+def other_than_files(model: torch.nn.Module, folder: Path) -> str:
+    """What is wrong with a model that was loaded: its weights are those of the file."""
+    own, stored = model.state_dict(), load_file(folder / WEIGHTS)
+    other = [name for name, weight in stored.items() if not torch.equal(own[name], weight.float())]
+    return f"other weights than the file's: {other[:3]}" if other else ""
+
+
+def trial(what: str, folder: Path, **expected: Any) -> Trial:
+    """One folder; `expected` is that of the `Trial`."""
+    wrong = lambda model: other_than_files(model, folder)  # noqa: E731
+    return Trial(what, lambda: load(folder), **{"names": (str(folder),), "wrong": wrong, **expected})
+
+
+def drawn(rng: random.Random, folder: Path) -> Trial:
+    """One of them."""
+    model = folder / "model"
+    shutil.copytree(sound(), model)
+    return rng.choice(WAYS)(rng, model)
+
+
+def _change(folder: Path, file: str, **values: Any) -> None:
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(content | values))
+
+
+def _sound(rng: random.Random, folder: Path) -> Trial:
+    content = json.loads((folder / CONFIG).read_text())
+    items = list(content.items())
+    rng.shuffle(items)
+    more = rng.choice(
+        ({}, {"something_of_ones_own": texts.NUMBERS[7]}, {"use_cache": False}, {"max_position_embeddings": 64})
+    )
+    (folder / CONFIG).write_text(json.dumps(dict(items) | more))
+    (folder / "notes.txt").write_bytes(b"\xff")
+    return trial("sound", folder, expected="right")
+
+
+def _config(rng: random.Random, folder: Path) -> Trial:
+    key = rng.choice(sorted(WRONG_VALUES))
+    value = rng.choice(WRONG_VALUES[key])
+    _change(folder, CONFIG, **{key: value})
+    return trial(f"config: {key}", folder)
+
+
+def _shape(rng: random.Random, folder: Path) -> Trial:
+    """Sizes that contradict the weights."""
+    key = rng.choice(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"))
+    old = json.loads((folder / CONFIG).read_text())[key]
+    _change(folder, CONFIG, **{key: rng.choice((old * 2, old + 1, max(1, old // 2)))})
+    return trial("other sizes", folder, expected="refused")
+
+
+def _missing(rng: random.Random, folder: Path) -> Trial:
+    file = rng.choice((CONFIG, WEIGHTS))
+    if rng.random() < 0.3:
+        shutil.rmtree(folder)
+        return trial("no folder", folder, expected="refused")
+    (folder / file).unlink()
+    if rng.random() < 0.3:
+        (folder / file).mkdir()
+    return trial(f"no {file}", folder, expected="refused")
+
+
+def _no_json(rng: random.Random, folder: Path) -> Trial:
+    file = rng.choice(JSON_FILES)
+    content = rng.choice((*NO_JSON, *OTHER_KINDS))
+    (folder / file).write_bytes(content)
+    return trial(f"no {file}", folder, expected="either" if content in OTHER_KINDS else "refused")
+
+
+def _damaged_json(rng: random.Random, folder: Path) -> Trial:
+    file = rng.choice(JSON_FILES)
+    (folder / file).write_bytes(texts.damaged(rng, (folder / file).read_bytes()))
+    return trial(f"damaged {file}", folder)
+
+
+def _any_json(rng: random.Random, folder: Path) -> Trial:
+    file = rng.choice(JSON_FILES)
+    content = json.loads((folder / file).read_text())
+    _change(folder, file, **{rng.choice(sorted(content)): texts.value(rng)})
+    return trial(f"any value in {file}", folder)
+
+
+def _damaged_weights(rng: random.Random, folder: Path) -> Trial:
+    content = (folder / WEIGHTS).read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    head = 8 + size
+    damaged = texts.damaged(rng, content[:head]) + content[head:] if rng.random() < 0.7 else texts.damaged(rng, content)
+    (folder / WEIGHTS).write_bytes(damaged)
+    return trial("damaged weights", folder)
+
+
+def _cut_weights(rng: random.Random, folder: Path) -> Trial:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[: rng.randrange(len(content))])
+    return trial("cut weights", folder, expected="refused", names=(WEIGHTS,))
+
+
+def _header(rng: random.Random, folder: Path) -> Trial:
+    """A header that promises what is not there."""
+    content = (folder / WEIGHTS).read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    name = rng.choice([name for name in header if name != "__metadata__"])
+    entry = header[name]
+    begin, end = entry["data_offsets"]
+    bad: dict[str, tuple[Any, ...]] = {
+        "dtype": ("F16", "I64", "BOOL", "F7", 7, None),
+        "shape": ([], [HUGE], [-1], [2**40, 2**40], "x", [entry["shape"][0] + 1], None),
+        "data_offsets": ([0, 0], [end, begin], [0, HUGE], [-1, end], [begin, end + 4], [2**64, 2**65], "x", None),
+    }
+    key = rng.choice(sorted(bad))
+    entry[key] = rng.choice(bad[key])
+    text = json.dumps(header).encode()
+    length = rng.choice((len(text),) * 8 + (2**63, 2**64 - 1, 0, 10**9))
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", length) + text + content[8 + size :])
+    return trial("a header that lies", folder, expected="refused")
+
+
+def _weights(rng: random.Random, folder: Path) -> Trial:
+    """Weights of which one is missing, left over, of another shape or not finite."""
+    state = load_file(folder / WEIGHTS)
+    name = rng.choice(sorted(state))
+    match rng.randrange(6):
+        case 0:
+            del state[name]
+        case 1:
+            state[f"{name}.more"] = torch.zeros(3)
+        case 2:
+            state[name] = state[name][:-1].clone()
+        case 3:
+            state[name].view(-1)[rng.randrange(state[name].numel())] = rng.choice((float("nan"), float("inf")))
+        case 4:
+            state[rng.choice(("\x1b[2J", "é" * 1000, " "))] = state.pop(name)
+        case _:
+            state = {}
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    return trial("other weights", folder, expected="refused")
+
+
+def _index(rng: random.Random, folder: Path) -> Trial:
+    """An index of weights in several files."""
+    state = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).rename(folder / "part.safetensors")
+    places: Any = dict.fromkeys(state, "part.safetensors")
+    bad = rng.choice(
+        (None, [], {}, 7, places | {"x": "none.safetensors"}, dict.fromkeys(state, "../../x.safetensors"),
+         dict.fromkeys(state, 7), dict.fromkeys(state, ""), dict.fromkeys(state, "\x00"), dict.fromkeys(state, CONFIG))
+    )  # fmt: skip
+    index: Any = rng.choice(({"metadata": {}, "weight_map": bad}, {"weight_map": bad}, bad))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return trial("an index that lies", folder, expected="refused")
+
+
+WAYS = (
+    *(_sound, _config, _config, _config, _shape, _missing, _no_json, _no_json, _damaged_json, _damaged_json, _any_json),
+    *(_any_json, _damaged_weights, _damaged_weights, _cut_weights, _header, _header, _weights, _weights, _index),
+)
