@@ -115,7 +115,7 @@ def _other_kind(config: PreTrainedConfig, raw: Mapping[str, Any]) -> str:
         return f"({config.model_type}) is for more than text, see {' and '.join(sorted(parts))} in its configuration"
     if config.is_encoder_decoder:
         return f"({config.model_type}) has an encoder for its input"
-    heads = raw.get("architectures") or ()
+    heads = raw.get("architectures") or []
     if not isinstance(heads, list) or not all(isinstance(head, str) for head in heads):
         return f"names no class in its architectures, {shown(heads)}"
     return "" if not heads or CAUSAL.intersection(heads) else f"has the head of {' and '.join(heads)}"

@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,9 +11,10 @@ from urllib.parse import urlsplit
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection
-from urllib3.exceptions import ReadTimeoutError
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 from urllib3.util import Retry
 
+from exgrpo.train import plain_json
 from exgrpo.train.errors import cut, shown
 from exgrpo.train.records import TokenIds
 from exgrpo.train.rollout.engine import Sampling
@@ -27,6 +29,11 @@ LONG_SECONDS = 3600
 """For what takes as long as answers do; whether the server's machine is alive is asked beneath, by TCP."""
 UNREACHED_SECONDS = 60
 """After which a connection is given up on which a server's machine answers nothing, not even TCP."""
+MOST_BYTES = 2**26
+"""Of an answer; but answers to prompts may have `TOKEN_BYTES` for each token besides."""
+TOKEN_BYTES = 2**10
+"""vLLM writes some hundred bytes for a token and its log-prob."""
+PART_BYTES = 2**16
 ALIVE = [
     *HTTPConnection.default_socket_options,
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -54,6 +61,7 @@ class ServerClient:
         self._session.trust_env = False  # no proxy lies between the machines of a run
         # A server closes idle connections, and those on which something failed, while a request is on its way.
         self._session.headers["Connection"] = "close"
+        self._session.headers["Accept-Encoding"] = "identity"  # a few bytes could stand for any number of them
         if token:
             self._session.headers["Authorization"] = f"Bearer {token}"
         # Only a server that was not reached is asked again: what changes its state must happen once.
@@ -146,7 +154,8 @@ class ServerClient:
             "spaces_between_special_tokens": False,
         }
         body = {"request_id": request, "token_ids": prompt.tolist(), "sampling_params": parameters}
-        reply = self._ask("POST", "inference/v1/generate", seconds, body)
+        most = MOST_BYTES + TOKEN_BYTES * count * sampling.max_tokens
+        reply = self._ask("POST", "inference/v1/generate", seconds, body, most)
         return read_reply(reply, count, sampling, self._vocabulary)
 
     def abort(self, requests: Sequence[str]) -> None:
@@ -159,7 +168,9 @@ class ServerClient:
         """Close the connections."""
         self._session.close()
 
-    def _ask(self, method: str, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> Any:
+    def _ask(
+        self, method: str, path: str, seconds: float, body: Mapping[str, Any] | None = None, most: int = MOST_BYTES
+    ) -> Any:
         try:
             answer = self._session.request(
                 method,
@@ -168,17 +179,39 @@ class ServerClient:
                 headers={"Content-Type": "application/json"},  # servers ask for it where there is no body, too
                 timeout=(CONNECT_SECONDS, seconds),
                 allow_redirects=False,  # a server of a run sends nobody elsewhere
+                stream=True,
             )
-        except requests.ReadTimeout:
+            with answer:
+                content = _content(answer, seconds, most)
+        except (requests.ReadTimeout, ReadTimeoutError):
             raise SilentServerError(f"no answer for {seconds:.0f} s") from None
-        except requests.RequestException as error:
+        except (requests.RequestException, HTTPError) as error:
             raise ServerError(_cause(error)) from None
         if answer.status_code != requests.codes.ok:
-            raise ServerError(f"{answer.status_code} {_message(answer)}", answer.status_code)
+            raise ServerError(f"{answer.status_code} {_message(content)}", answer.status_code)
         try:
-            return answer.json()
-        except (ValueError, RecursionError):  # a number of more digits than Python reads, and depth, are none of JSON's
-            raise ServerError(f"no JSON but {shown(answer.text, 80)}", answer.status_code) from None
+            return plain_json.parse(content)
+        except ValueError:
+            raise ServerError(f"no JSON but {shown(_text(content), 80)}", answer.status_code) from None
+
+
+def _content(answer: requests.Response, seconds: float, most: int) -> bytes:
+    """What a server sends behind the head of its answer.
+
+    Raises:
+        SilentServerError: it has not ended after these seconds, however often something comes.
+        ServerError: it is longer than `most` bytes.
+        HTTPError: of urllib3, it breaks off.
+    """
+    parts, size, end = [], 0, time.monotonic() + seconds
+    while part := answer.raw.read1(PART_BYTES, decode_content=False):
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise ServerError(f"an answer of more than {most} bytes")
+        if time.monotonic() > end:
+            raise SilentServerError(f"no whole answer for {seconds:.0f} s")
+    return b"".join(parts)
 
 
 class _Retry(Retry):
@@ -234,10 +267,16 @@ def _cause(error: BaseException) -> str:
     return cut(" ".join(text.rpartition(": ")[2].strip("'\")( ").split()), 300) or type(error).__name__
 
 
-def _message(answer: requests.Response) -> str:
+def _message(content: bytes) -> str:
+    text: Any
     try:
-        body = answer.json()
+        body = plain_json.parse(content)
         text = body["error"]["message"] if "error" in body else body["detail"]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        text = answer.text
+    except (ValueError, KeyError, TypeError):
+        text = _text(content)
     return cut(" ".join((text if isinstance(text, str) else shown(text)).split()), 300)
+
+
+def _text(content: bytes) -> str:
+    """The beginning of an answer, for messages."""
+    return content[:PART_BYTES].decode(errors="replace")

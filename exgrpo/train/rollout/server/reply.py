@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.errors import shown
+from exgrpo.train.errors import printable, shown
 from exgrpo.train.records import Rollout
 from exgrpo.train.rollout.engine import Sampling
 
@@ -24,7 +24,7 @@ class ServerError(RuntimeError):
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.status = status
 
 
