@@ -25,6 +25,7 @@ def head(
 ) -> Head:
     """The checked arguments, tokens flattened."""
     operand = checks.head(hidden, weight, target, bias)
+    checks.index("ignore_index", ignore_index)
     checks.group(vocab_group)
     shard = VocabShard.whole(weight.shape[0])
     if vocab_group is not None:

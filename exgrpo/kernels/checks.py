@@ -7,6 +7,7 @@ raises a ValueError with the value and its position.
 
 import math
 import os
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -14,12 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST = int(sys.float_info.max)
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = FLOATING) -> Tensor:
     """A tensor of one of the dtypes."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got one of layout {value.layout}")
     if value.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"{name}: expected dtype {expected}, got {value.dtype}")
@@ -43,6 +47,8 @@ def number(name: str, value: object, *, positive: bool = False, at_least: float 
     """A finite number, above zero or at least ``at_least`` if asked for."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError(f"{name}: expected a number that float64 has, got an integer of {value.bit_length()} bits")
     if not math.isfinite(value):
         raise ValueError(f"{name}: expected a finite number, got {value}")
     if positive and value <= 0:
@@ -50,6 +56,14 @@ def number(name: str, value: object, *, positive: bool = False, at_least: float 
     if at_least is not None and value < at_least:
         raise ValueError(f"{name}: expected a number of at least {at_least}, got {value}")
     return float(value)
+
+
+def index(name: str, value: object) -> None:
+    """A number that a tensor of int64 can hold."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}: expected an integer of 64 bits, got one of {value.bit_length()}")
 
 
 def values(name: str, value: Tensor, good: Tensor, expected: str) -> None:

@@ -27,21 +27,22 @@ def linear_log_prob(
 ) -> LogProb:
     """See :func:`exgrpo.kernels.linear_log_prob`."""
     dtype = compute_dtype(hidden.dtype)
-    active = (target != ignore_index).nonzero(as_tuple=True)
-    logits = torch.nn.functional.linear(hidden[active], weight).to(dtype)
+    flat = target.reshape(-1)
+    active = (flat != ignore_index).nonzero(as_tuple=True)
+    logits = torch.nn.functional.linear(hidden.reshape(len(flat), hidden.shape[-1])[active], weight).to(dtype)
     if bias is not None:
         logits = logits + bias.to(dtype)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if isinstance(temperature, Tensor):
-        temperature = temperature.detach().to(dtype).expand(target.shape)[active].unsqueeze(-1)
+        temperature = temperature.detach().to(dtype).expand(target.shape).reshape(-1)[active].unsqueeze(-1)
     log_probs = torch.log_softmax(logits / temperature, -1)
     probs = log_probs.exp()
     # p log p is 0 at p = 0, where log p may be -inf.
     entropy = -(probs * log_probs.masked_fill(probs == 0, 0)).sum(-1)
-    log_prob = log_probs.gather(-1, target[active].unsqueeze(-1)).squeeze(-1)
-    zeros = hidden.new_zeros(target.shape, dtype=dtype)
-    return LogProb(zeros.index_put(active, log_prob), zeros.index_put(active, entropy))
+    log_prob = log_probs.gather(-1, flat[active].unsqueeze(-1)).squeeze(-1)
+    zeros = hidden.new_zeros(len(flat), dtype=dtype)
+    return LogProb(*(zeros.index_put(active, values).reshape(target.shape) for values in (log_prob, entropy)))
 
 
 def linear_policy_loss(
