@@ -51,7 +51,9 @@ class Server:
             while b"\r\n\r\n" not in asked and (part := connection.recv(2**16)):
                 asked += part
             head, _, body = asked.partition(b"\r\n\r\n")
-            length = next((int(line[15:]) for line in head.lower().split(b"\r\n") if line[:15] == b"content-length:"), 0)
+            length = next(
+                (int(line[15:]) for line in head.lower().split(b"\r\n") if line[:15] == b"content-length:"), 0
+            )
             while len(body) < length and (part := connection.recv(2**16)):
                 body += part
             self.script(connection)
@@ -61,6 +63,11 @@ class Server:
 def server() -> Server:
     """The one of this process."""
     return Server()
+
+
+def pause(part: bytes) -> None:
+    """Between parts of an answer that drips; large ones come at once."""
+    time.sleep(0.1 if len(part) < 100 else 0.0)
 
 
 def http(body: bytes, status: str = "200 OK", length: object = None) -> bytes:
@@ -136,7 +143,7 @@ def sensible(found: Reply) -> str:
     """What is wrong with a reply to a damaged answer that was taken: it must be one that a model can have written."""
     for one in found.rollouts:
         sizes = 1 <= len(one.response) == len(one.log_prob) <= TOKENS  # type: ignore[arg-type]
-        ids = sizes and 0 <= one.response.min() and one.response.max() < VOCABULARY
+        ids = sizes and one.response.min() >= 0 and one.response.max() < VOCABULARY
         if not ids or not np.isfinite(one.log_prob).all() or (one.log_prob > 0.001).any():  # type: ignore[arg-type,operator]
             return f"no answer of a model: {one}"
     return "" if found.versions else "nobody knows its weights"
@@ -158,7 +165,9 @@ def drawn(rng: random.Random, folder: Path) -> Trial:
 def _sound(rng: random.Random) -> Trial:
     right = choices(rng, count := rng.randint(1, 5))
     mixed = rng.sample(right, count)
-    return trial(rng, "sound", http(json.dumps(reply(mixed)).encode()), count, expected="right", wrong=other_than(right))
+    return trial(
+        rng, "sound", http(json.dumps(reply(mixed)).encode()), count, expected="right", wrong=other_than(right)
+    )
 
 
 WRONG: dict[str, tuple[Any, ...]] = {
@@ -180,7 +189,21 @@ def _wrong(rng: random.Random) -> Trial:
 
 def _log_prob(rng: random.Random) -> Trial:
     made = choices(rng, count := rng.randint(1, 4))
-    values = (float("nan"), float("inf"), -float("inf"), 0.5, 1e308, -1e308, -1e39, None, "-1", [], -(10**400), {}, [-1.0])
+    values = (
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        0.5,
+        1e308,
+        -1e308,
+        -1e39,
+        None,
+        "-1",
+        [],
+        -(10**400),
+        {},
+        [-1.0],
+    )
     rng.choice(rng.choice(made)["logprobs"]["content"])["logprob"] = rng.choice(values)
     return trial(rng, "wrong log-prob", http(json.dumps(reply(made)).encode()), count, expected="refused")
 
@@ -231,14 +254,31 @@ def _damaged(rng: random.Random) -> Trial:
 
 
 def _status(rng: random.Random) -> Trial:
-    status = rng.choice(("400 Bad", "401 No", "404 None", "500 Oh", "503 Later", "301 Away", "204 Nothing", "600 X", "99 Y"))
-    bodies: tuple[bytes, ...] = (b"", b"{}", b'{"error": {"message": 7}}', b'{"error": 7}', b'{"detail": null}', b"x" * 10**6)
+    status = rng.choice(
+        ("400 Bad", "401 No", "404 None", "500 Oh", "503 Later", "301 Away", "204 Nothing", "600 X", "99 Y")
+    )
+    bodies: tuple[bytes, ...] = (
+        b"",
+        b"{}",
+        b'{"error": {"message": 7}}',
+        b'{"error": 7}',
+        b'{"detail": null}',
+        b"x" * 10**6,
+    )
     body = rng.choice((*bodies, b'{"error": {"message": "\\u001b[2J"}}', b"[" * 10**5, b"\x1b]0;x\x07", b"\xff" * 100))
     return trial(rng, "another status", http(body, status), expected="refused")
 
 
 def _no_http(rng: random.Random) -> Trial:
-    bad = (b"", b"\r\n\r\n", b"HTTP/9.9 200 OK\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", b"SSH-2.0-x\r\n", b"\x16\x03\x01\x00", b"x" * 70_000)
+    bad = (
+        b"",
+        b"\r\n\r\n",
+        b"HTTP/9.9 200 OK\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"SSH-2.0-x\r\n",
+        b"\x16\x03\x01\x00",
+        b"x" * 70_000,
+    )
     bad += (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: -7\r\n\r\n{}")
     bad += (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b"HTTP/1.1 302 Go\r\nLocation: /\r\n\r\n")
     bad += (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\nxx", b"HTTP/1.1 100 Go\r\n\r\n" * 300)

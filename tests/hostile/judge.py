@@ -106,7 +106,7 @@ def clear(text: str) -> list[str]:
     if TRACEBACK in text:
         problems.append(f"a traceback: {_end_of(text)}")
     if strange := {character for character in text if not character.isprintable()} - {"\n"}:
-        problems.append(f"an error with the characters {sorted(map(ascii, strange))}: {ascii(text[:300])}")
+        problems.append(f"an error with the characters {sorted(map(ascii, strange))}: {text[:300]!a}")
     if any(rule in text for rule in RULES):
         problems.append(f"the frame of a parser's message: {_end_of(text)}")
     if not text.removeprefix("error: ").strip():

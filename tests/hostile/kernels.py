@@ -108,7 +108,12 @@ def logit_error(given: Arguments) -> float:
     temperature = given.get("temperature", 1.0)
     coolest = temperature.min() if isinstance(temperature, Tensor) and temperature.numel() else temperature
     coolest = 1.0 if isinstance(coolest, Tensor) and not coolest.numel() else float(coolest)
-    return largest * (hidden.shape[-1] + 4 if given["hidden"].dtype.itemsize > 2 else 3) * ROUNDING[given["hidden"].dtype] / coolest
+    return (
+        largest
+        * (hidden.shape[-1] + 4 if given["hidden"].dtype.itemsize > 2 else 3)
+        * ROUNDING[given["hidden"].dtype]
+        / coolest
+    )
 
 
 def _near(name: str, found: Tensor, right: Tensor, error: float, given: Arguments) -> str:
@@ -161,7 +166,11 @@ def gradients(given: Arguments) -> Callable[[Any], str]:
         right = _differentiated(reference.linear_policy_loss, {**exact(given)}, leaves)
         largest = max((float(one.abs().max()) for one in right if one.numel()), default=0.0)
         off = [float((one - other).abs().max()) for one, other in zip(found, right, strict=True) if one.numel()]
-        return f"gradients that are off by {off} of {largest}" if any(not one <= 1e-8 * (1 + largest) for one in off) else ""
+        return (
+            f"gradients that are off by {off} of {largest}"
+            if any(not one <= 1e-8 * (1 + largest) for one in off)
+            else ""
+        )
 
     return wrong
 
@@ -219,7 +228,9 @@ def _wrong_tensor(rng: random.Random) -> Trial:
     right = given[name]
     wrong: list[Any] = [right.to("meta"), right.to(torch.complex64), right.unsqueeze(0).unsqueeze(0).unsqueeze(0)]
     wrong += [right.to(torch.uint8), right.new_zeros(3, 5, 7, 2)]
-    wrong += [value for value in NO_TENSORS if value is not None or name not in ("bias", "replayed", "mask", "normalizer")]
+    wrong += [
+        value for value in NO_TENSORS if value is not None or name not in ("bias", "replayed", "mask", "normalizer")
+    ]
     if name == "temperature":
         wrong = [value for value in wrong if not isinstance(value, float)]
     given[name] = rng.choice(wrong)
@@ -230,7 +241,9 @@ def _wrong_tensor(rng: random.Random) -> Trial:
 def _sparse(rng: random.Random) -> Trial:
     function, given = _any_call(rng)
     name = rng.choice([name for name, value in given.items() if isinstance(value, Tensor) and value.dim()])
-    given[name] = rng.choice((Tensor.to_sparse, Tensor.to_mkldnn if given[name].dtype == torch.float32 else Tensor.to_sparse))(given[name])
+    given[name] = rng.choice(
+        (Tensor.to_sparse, Tensor.to_mkldnn if given[name].dtype == torch.float32 else Tensor.to_sparse)
+    )(given[name])
     return trial(f"sparse {name}", function, given, expected="refused", names=(name, "target", "weight"))
 
 
@@ -259,7 +272,11 @@ def _not_finite(rng: random.Random) -> Trial:
 def _sequences(rng: random.Random) -> Trial:
     given = head(rng)
     count = given["target"].numel()
-    given |= {"hidden": given["hidden"].reshape(count, -1) if count else given["hidden"].new_zeros(0, given["weight"].shape[1])}
+    given |= {
+        "hidden": given["hidden"].reshape(count, -1)
+        if count
+        else given["hidden"].new_zeros(0, given["weight"].shape[1])
+    }
     given |= {"target": given["target"].reshape(-1)}
     if isinstance(given.get("temperature"), Tensor):
         del given["temperature"]
@@ -288,7 +305,12 @@ def _advantages(rng: random.Random) -> Trial:
     given = {"reward": reward, "group": group, "scale_by_std": scaled}
     if rng.random() < 0.4:
         name = rng.choice(("reward", "group"))
-        bad: list[Any] = [*NO_TENSORS, given[name].to("meta"), given[name].unsqueeze(0), given[name].to(torch.complex64)]  # type: ignore[union-attr]
+        bad: list[Any] = [
+            *NO_TENSORS,
+            given[name].to("meta"),
+            given[name].unsqueeze(0),
+            given[name].to(torch.complex64),
+        ]  # type: ignore[union-attr]
         given[name] = rng.choice(bad)
         return trial(f"wrong {name}", kernels.group_advantage, given, expected="refused", names=("reward", "group"))
 

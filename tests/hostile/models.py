@@ -114,12 +114,16 @@ def trial(what: str, folder: Path, **expected: Any) -> Trial:
 
 def drawn(rng: random.Random, folder: Path) -> Trial:
     """One of them."""
-    model = folder / "model"
-    shutil.copytree(sound(), model)
-    return rng.choice(WAYS)(rng, model)
+    return rng.choice(WAYS)(rng, copied(folder))
 
 
-def _change(folder: Path, file: str, **values: Any) -> None:
+def copied(folder: Path) -> Path:
+    """A copy of the sound model in a folder."""
+    return shutil.copytree(sound(), folder / "model")
+
+
+def change(folder: Path, file: str, **values: Any) -> None:
+    """Change values of a file of JSON."""
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps(content | values))
 
@@ -139,7 +143,7 @@ def _sound(rng: random.Random, folder: Path) -> Trial:
 def _config(rng: random.Random, folder: Path) -> Trial:
     key = rng.choice(sorted(WRONG_VALUES))
     value = rng.choice(WRONG_VALUES[key])
-    _change(folder, CONFIG, **{key: value})
+    change(folder, CONFIG, **{key: value})
     return trial(f"config: {key}", folder)
 
 
@@ -147,7 +151,7 @@ def _shape(rng: random.Random, folder: Path) -> Trial:
     """Sizes that contradict the weights."""
     key = rng.choice(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"))
     old = json.loads((folder / CONFIG).read_text())[key]
-    _change(folder, CONFIG, **{key: rng.choice((old * 2, old + 1, max(1, old // 2)))})
+    change(folder, CONFIG, **{key: rng.choice((old * 2, old + 1, max(1, old // 2)))})
     return trial("other sizes", folder, expected="refused")
 
 
@@ -178,7 +182,7 @@ def _damaged_json(rng: random.Random, folder: Path) -> Trial:
 def _any_json(rng: random.Random, folder: Path) -> Trial:
     file = rng.choice(JSON_FILES)
     content = json.loads((folder / file).read_text())
-    _change(folder, file, **{rng.choice(sorted(content)): texts.value(rng)})
+    change(folder, file, **{rng.choice(sorted(content)): texts.value(rng)})
     return trial(f"any value in {file}", folder)
 
 

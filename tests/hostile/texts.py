@@ -12,7 +12,7 @@ TEXTS = (
     *("", " ", "\n", "\t", "null", "~", "nan", "inf", "true", "-", "--", "=", "{}", "[]", "%s", "{question}", "{0}"),
     *("\x00", "\x1b[31mred", "\u202eright to left", "\ufeff", "\u2028", "e\u0301", "\U0001f600", "\ud800", "\x7f"),
     *("../../etc/passwd", "/dev/null", "/dev/zero", "builtin:", "builtin:nothing", "http://[", "a" * 300, "\\", "'\""),
-    *("x" * 100_000, "9" * 5000, "1e999", "0x10", "1_000", "١٢٣", "!!python/object:os.system"),  # noqa: RUF001
+    *("x" * 100_000, "9" * 5000, "1e999", "0x10", "1_000", "١٢٣", "!!python/object:os.system"),
 )
 
 

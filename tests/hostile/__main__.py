@@ -1,0 +1,94 @@
+"""`python -m tests.hostile --cases 10000 --seed 0`: give the project hostile input, and see what it makes of it.
+
+The same seed is the same plan: the program goes on behind the cases in its file of records, which has a line of JSON for
+each. Nothing else should write into its folder.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from exgrpo.train.ending import leave
+
+# Threads that wait for each other take the cores from what else runs; no case may reach a hub.
+for name, value in (("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1"), ("DS_ACCELERATOR", "cpu")):
+    os.environ.setdefault(name, value)
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from exgrpo.train.checkpoint.folder_lock import claim
+from exgrpo.train.command_line import options_of
+from exgrpo.train.process import run_program
+from tests.hostile.campaign import done
+from tests.hostile.plan import SHARES
+from tests.hostile.summary import table
+from tests.hostile.worker import Plan, Record
+
+PROGRAM = "python -m tests.hostile"
+
+
+class Options(BaseModel):
+    """Give the project hostile input: one clear error, or the right result."""
+
+    model_config = ConfigDict(frozen=True)
+
+    cases: int = Field(10_000, ge=1, description="So many cases of the plan, those that are done already included.")
+    seed: int = Field(0, ge=0, description="Of the plan.")
+    kinds: tuple[str, ...] = Field(tuple(SHARES), description="Names of the kinds of input.")
+    only: int | None = Field(None, ge=0, description="Do this case alone, again if it is done already.")
+    workers: int = Field(1, ge=1, le=64, description="Processes that do cases at a time.")
+    seconds: float = Field(150.0, gt=0, description="A case that takes longer hangs.")
+    folder: Path = Field(Path("runs") / "hostile", description="For the files of cases and for records_SEED.jsonl.")
+
+
+def records_of(path: Path) -> list[Record]:
+    """The records in a file; none where it is not there."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [Record(**json.loads(line)) for line in lines]
+
+
+def work(options: Options, console: Console) -> int:
+    """Do what the options say; returns how many cases have a problem."""
+    folder = options.folder.absolute()
+    path = folder / f"records_{options.seed}.jsonl"
+    records = records_of(path)
+    known = {record.case for record in records}
+    left = (
+        [number for number in range(options.cases) if number not in known] if options.only is None else [options.only]
+    )
+    plan = Plan(options.seed, options.kinds, str(folder / "files"), options.seconds)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with path.open("a", encoding="utf-8") as file, Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=len(left))
+        for record in done(plan, left, options.workers):
+            progress.update(bar, description=f"{record.case} {record.kind}: {record.what}"[:60], advance=1)
+            records.append(record)
+            file.write(record.line() + "\n")
+            file.flush()
+            for problem in record.problems:
+                console.print(f"{record.case} {record.kind}, {record.what}: {problem}", markup=False, style="red")
+    console.print(table(records))
+    return sum(bool(record.problems) for record in records)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; returns its exit status, 1 where a case has a problem."""
+    failed = 0
+
+    def within(resources: ExitStack) -> None:
+        nonlocal failed
+        options = options_of(Options, PROGRAM, argv)
+        options.folder.mkdir(parents=True, exist_ok=True)
+        resources.enter_context(claim(options.folder))
+        failed = work(options, Console())
+
+    return run_program(within, "stopped: the same command goes on with the next case") or int(failed > 0)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,23 @@
+"""A table of what was tried and what came of it."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from rich.table import Table
+
+from tests.hostile.worker import Record
+
+
+def table(records: Iterable[Record]) -> Table:
+    """By kind: cases, how many were refused and how many right, the most that one took, and those with a problem."""
+    kinds: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        kinds[record.kind].append(record)
+        kinds["all"].append(record)
+    shown = Table("input", "cases", "refused", "right", "longest, s", "most memory, MiB", "with a problem")
+    for kind, of_kind in sorted(kinds.items(), key=lambda item: (item[0] == "all", item[0])):
+        counted = [sum(record.came == came for record in of_kind) for came in ("refused", "right")]
+        longest, most = max(record.seconds for record in of_kind), max(record.mib for record in of_kind)
+        wrong = sum(bool(record.problems) for record in of_kind)
+        shown.add_row(kind, str(len(of_kind)), *map(str, counted), f"{longest:.1f}", f"{most:.0f}", str(wrong))
+    return shown
