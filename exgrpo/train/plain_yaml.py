@@ -36,7 +36,7 @@ def parse(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader takes the last of several values of a key; YAML forbids that a key comes twice."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """See PyYAML; values that are merged (`<<`) come later, and may be replaced."""
         node = super().compose_mapping_node(anchor)
         seen = set()

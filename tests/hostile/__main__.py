@@ -1,7 +1,7 @@
 """`python -m tests.hostile --cases 10000 --seed 0`: give the project hostile input, and see what it makes of it.
 
-The same seed is the same plan: the program goes on behind the cases in its file of records, which has a line of JSON for
-each. Nothing else should write into its folder.
+The same seed is the same plan: the program goes on behind the cases in its file of records, which has a line of JSON
+for each. Nothing else should write into its folder.
 """
 
 import json
@@ -14,8 +14,9 @@ from pathlib import Path
 from exgrpo.train.ending import leave
 
 # Threads that wait for each other take the cores from what else runs; no case may reach a hub.
-for name, value in (("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1"), ("DS_ACCELERATOR", "cpu")):
-    os.environ.setdefault(name, value)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.hostile.plan import KNOWN, kept, kind_of
+from tests.hostile.plan import KNOWN, is_kept, kind_of
 from tests.hostile.worker import Plan, Record
 
 TAIL = 3000
@@ -48,7 +48,8 @@ class Process:
             return Record(**values | {"problems": tuple(values["problems"])})
         status, printed = process.wait(), self._printed()
         self.close()
-        kind = KNOWN if number < len(kept()) else kind_of(self.plan.seed, number, self.plan.kinds)
+        kinds = self.plan.kinds
+        kind = KNOWN if is_kept(number, kinds) else kind_of(self.plan.seed, number, kinds)
         problem = f"ends the process, or takes more than {self.plan.seconds:.0f} s (status {status}): {printed}"
         return Record(number, kind, "", "ended", problems=(problem,))
 

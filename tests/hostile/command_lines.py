@@ -28,7 +28,7 @@ PROGRAMS: dict[str, Parser] = {
     "evaluate": evaluate,
     "doctor": doctor,
     "report": lambda argv: options_of(ReportOptions, "report", argv),
-    **{name: lambda argv, model=model: options_of(model, name, argv) for name, (_, model) in COMMANDS.items()},
+    **{name: lambda argv, model=model: options_of(model, "experience", argv) for name, (_, model) in COMMANDS.items()},
 }
 REQUIRED = {"evaluate": ["m", "--data.test=q.jsonl"], "report": ["run"], "show": ["run"], "export": ["run", "folder"]}
 

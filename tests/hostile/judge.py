@@ -64,12 +64,15 @@ def judged(trial: Trial) -> Verdict:
     """Do a trial in this process."""
     try:
         result = trial.call()
-        came, problem = ("right", trial.wrong(result))
     except trial.errors as error:
         text = printed(error)
         return Verdict("refused", text, tuple(_problems_of_text(trial, text)))
     except BaseException:
         return Verdict("neither", problems=(f"a defect: {_end_of(traceback.format_exc())}",))
+    try:
+        problem = trial.wrong(result)
+    except Exception:
+        problem = f"what came cannot be judged: {_end_of(traceback.format_exc())}"
     problems = [problem] if problem else []
     if trial.expected == "refused":
         problems.append("is taken, and it is wrong")

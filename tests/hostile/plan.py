@@ -27,10 +27,15 @@ def kept() -> dict[str, Callable[[Path], Trial]]:
     return import_module("tests.hostile.known").CASES
 
 
+def is_kept(number: int, kinds: Collection[str]) -> bool:
+    """Whether a case is one of those; a plan of kinds that are not the program's own has none."""
+    return bool(SHARES.keys() & set(kinds)) and number < len(kept())
+
+
 def kind_of(seed: int, number: int, kinds: Collection[str]) -> str:
     """The kind of a case: its module."""
-    names = [name for name in SHARES if name in kinds]
-    return random.Random(f"{seed} {number} kind").choices(names, [SHARES[name] for name in names])[0]
+    names = [name for name in SHARES if name in kinds] or sorted(kinds)
+    return random.Random(f"{seed} {number} kind").choices(names, [SHARES.get(name, 1) for name in names])[0]
 
 
 def planned(seed: int, number: int, folder: Path, kinds: Collection[str] = tuple(SHARES)) -> tuple[str, Trial]:
@@ -42,9 +47,8 @@ def planned(seed: int, number: int, folder: Path, kinds: Collection[str] = tuple
         folder: an empty one for its files.
         kinds: those of the plan.
     """
-    first = list(kept().values())
-    if number < len(first):
-        return KNOWN, first[number](folder)
+    if is_kept(number, kinds):
+        return KNOWN, list(kept().values())[number](folder)
     kind = kind_of(seed, number, kinds)
     draw: Draw = import_module(f"tests.hostile.{kind}").drawn
     return kind, draw(random.Random(f"{seed} {number}"), folder)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.hostile import texts
 from tests.hostile.judge import Trial, clear
 from tests.hostile.recipes import NUMBERS
 from tests.train.launch import MAIN, environment
@@ -101,9 +100,7 @@ def _resume(rng: random.Random, folder: Path) -> Trial:
 def _module(rng: random.Random, folder: Path) -> Trial:
     name = rng.choice(MODULES)
     (folder / "metrics.jsonl").write_bytes(rng.choice((b"", b"{", b"[]", b"\xff", b"[" * 10**5, b'{"step": "x"}')))
-    word = rng.choice(
-        (str(folder), str(folder / "none"), "", "--", "--x=\x1b[2J", os.fsdecode(b"--\xff"), texts.TEXTS[1])
-    )
+    word = rng.choice((str(folder), str(folder / "none"), "", "--", "--x=\x1b[2J", os.fsdecode(b"--\xff"), " "))
     words = {"estimate": ["--policy.path", word], "doctor": ["--only", word]}.get(name, [word])
     return trial(name, "-m", f"exgrpo.train.{name}", *words)
 

@@ -9,7 +9,7 @@ from typing import Any
 from exgrpo.train.reward.pool import Grader, Grades
 from tests.hostile.judge import Trial
 
-TIME_LIMIT, MEMORY_GIB = 1.0, 0.25
+TIME_LIMIT, SHORT, MEMORY_GIB = 20.0, 2.0, 0.25
 RETURNS: dict[str, float] = {
     "1": 1.0,
     "0.5": 0.5,
@@ -69,7 +69,8 @@ HARMLESS = (
 """Done, and then a reward is returned."""
 UNKNOWN = ("os.fork()", "os.close(0); os.close(1); os.close(2)", "os.setsid()", "os.kill(os.getppid(), 0)")
 """Nobody promises what comes of these, only that something does."""
-IMPORTS = "import builtins, ctypes, decimal, fractions, gc, logging, os, re, signal, subprocess, sys, threading, time, warnings"
+MODULES = "builtins ctypes decimal fractions gc logging os re signal subprocess sys threading time warnings"
+IMPORTS = f"import {', '.join(MODULES.split())}"
 NO_FUNCTIONS = (
     *(
         "def score(response): return 1",
@@ -97,11 +98,11 @@ def source(*body: str) -> str:
     return "\n".join([IMPORTS, "def score(response, gold):", *lines, "    return float(response == gold)", ""])
 
 
-def grade(path: Path, answers: Sequence[str]) -> Grades:
+def grade(path: Path, answers: Sequence[str], seconds: float) -> Grades:
     """What answers are worth, of which 1 is the right one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the one that says that an answer is worth 0
-        with Grader(f"{path}:score", workers=1, time_limit=TIME_LIMIT, memory_gib=MEMORY_GIB) as grader:
+        with Grader(f"{path}:score", workers=1, time_limit=seconds, memory_gib=MEMORY_GIB) as grader:
             return grader.grade([(answer, "1") for answer in answers])
 
 
@@ -117,7 +118,8 @@ def trial(
         found = (grades.reward, grades.failed, grades.timed_out)
         return "" if found == right else f"{found} instead of {right}"
 
-    return Trial(what, lambda: grade(path, ("1", "odd", "2")), **{"wrong": wrong, **expected})
+    seconds = SHORT if slow else TIME_LIMIT
+    return Trial(what, lambda: grade(path, ("1", "odd", "2"), seconds), **{"wrong": wrong, **expected})
 
 
 def drawn(rng: random.Random, folder: Path) -> Trial:
