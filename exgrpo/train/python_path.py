@@ -39,7 +39,9 @@ def load_place(name: str, kind: str, error: type[ExgrpoError], missing: type[Exg
         return _load_file(place, name, kind, error, missing or error)
     try:
         return importlib.import_module(place)
-    except Exception as problem:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:  # a module's code may exit, too
         raise error(
             f"{kind} {name!r}: cannot import {place}: {type(problem).__name__}: {shown(problem)}. A module must be "
             "installed or on PYTHONPATH; a file can be named by its path, path/to/file.py:function"
@@ -60,6 +62,8 @@ def _load_file(place: str, name: str, kind: str, error: type[ExgrpoError], missi
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as problem:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:
         raise error(f"{kind} {name!r}: cannot run {path}: {type(problem).__name__}: {shown(problem)}") from problem
     return module

@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +87,18 @@ def client() -> ServerClient:
 def ask(script: Script, count: int = 1) -> Reply:
     """What the client makes of what the stand-in sends."""
     server().script = script
-    return client().generate("name", np.array([3, 4], np.int32), count, SAMPLING, [EOS], SECONDS)
+    with closing(client()) as asking:
+        return asking.generate("name", np.array([3, 4], np.int32), count, SAMPLING, [EOS], SECONDS)
 
 
 def ask_pool(script: Script, count: int) -> Reply:
     """The same as a run asks: through the pool of its servers."""
     server().script = script
-    pool = ServerPool([client()], [EOS])
-    pool.expect("default")
-    pool.renew({server().url: ""})
-    ((_, reply),) = pool.generate([Job(0, 0, count, np.array([3, 4], np.int32), SAMPLING)])
+    with closing(client()) as asking:
+        pool = ServerPool([asking], [EOS])
+        pool.expect("default")
+        pool.renew({server().url: ""})
+        ((_, reply),) = pool.generate([Job(0, 0, count, np.array([3, 4], np.int32), SAMPLING)])
     return reply
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import torch
 
 from exgrpo import kernels
-from tests.hostile import answers, command_lines, models, recipes, rows
+from tests.hostile import answers, command_lines, models, recipes, rewards, rows
 from tests.hostile.judge import Trial
 
 Case = Callable[[Path], Trial]
@@ -103,6 +103,11 @@ def _no_dimensions(folder: Path) -> Trial:
     return Trial("known", lambda: kernels.linear_log_prob(**given), "right", wrong=wrong)
 
 
+def _exits(folder: Path) -> Trial:
+    text = "raise SystemExit(3)\n"
+    return rewards.trial("known", text, folder, expected="refused", names=("cannot run",))
+
+
 def _frame(folder: Path) -> Trial:
     """A parser's message in a terminal without Unicode, which `quiet` is."""
     return command_lines.trial("known", ["--steps", "x"], expected="refused", names=("--steps",))
@@ -137,6 +142,7 @@ CASES: dict[str, Case] = {
     "model: tokenizer's class": _model(models.SETTINGS, tokenizer_class=["x"]),
     "model: index": _index({"weight_map": None}),
     "model: index as list": _index([]),
+    "reward: its file exits": _exits,
     "server: drips": _endless(HEAD, b" "),
     "server: has no end": _endless(HEAD, b"1," * 2**19),
     "kernels: temperature": _kernel("temperature", temperature=10**400),

@@ -168,8 +168,8 @@ def _base(rng: random.Random, folder: Path) -> Trial:
         "~",
         "\n",
     )
-    base = rng.choice(bad)
-    return trial("no base", f"base: {json.dumps(base)}\nsteps: 1\n", folder, expected="refused", names=("recipe",))
+    content = f"base: {json.dumps(rng.choice(bad))}\nsteps: 1\n"
+    return trial("no base", content, folder, expected="refused", names=("recipe", str(folder)))
 
 
 def _no_file(rng: random.Random, folder: Path) -> Trial:

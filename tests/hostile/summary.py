@@ -9,15 +9,17 @@ from tests.hostile.worker import Record
 
 
 def table(records: Iterable[Record]) -> Table:
-    """By kind: cases, how many were refused and how many right, the most that one took, and those with a problem."""
+    """By kind: cases, how many were refused and how many right, the most that one took and left, and the problems."""
     kinds: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         kinds[record.kind].append(record)
         kinds["all"].append(record)
-    shown = Table("input", "cases", "refused", "right", "longest, s", "most memory, MiB", "with a problem")
+    shown = Table("input", "cases", "refused", "right", "longest, s", "most, MiB", "left, MiB", "problems")
     for kind, of_kind in sorted(kinds.items(), key=lambda item: (item[0] == "all", item[0])):
         counted = [sum(record.came == came for record in of_kind) for came in ("refused", "right")]
-        longest, most = max(record.seconds for record in of_kind), max(record.mib for record in of_kind)
+        most = (max(getattr(record, name) for record in of_kind) for name in ("seconds", "mib", "left"))
         wrong = sum(bool(record.problems) for record in of_kind)
-        shown.add_row(kind, str(len(of_kind)), *map(str, counted), f"{longest:.1f}", f"{most:.0f}", str(wrong))
+        shown.add_row(
+            kind, str(len(of_kind)), *map(str, counted), f"{longest:.1f}", f"{most:.0f}", f"{left:.0f}", str(wrong)
+        )
     return shown
