@@ -43,7 +43,7 @@ FAILS = (
         "raise BaseException",
     ),
     *("1 / 0", "undefined", "score(response, gold)", "sys.exit('no')", "exit(4)", "raise type('E', (Exception,), {})"),
-    *("bytearray(2**30)", "'x' * 2**31", "[0] * 2**28", "list(range(10**9))", "9 ** 9 ** 9 % 1j"),
+    *("bytearray(2**30)", "'x' * 2**31", "[0] * 2**28", "list(range(10**9))"),
     *(
         "os._exit(0)",
         "os._exit(3)",
@@ -54,7 +54,13 @@ FAILS = (
     ),
     "raise type('Rude', (Exception,), {'__str__': lambda s: 1 / 0})",
 )
-HANGS = ("while True: pass", "time.sleep(1000)", "re.match('(a+)+$', 'a' * 60 + 'b')", "threading.Event().wait()")
+HANGS = (
+    "while True: pass",
+    "time.sleep(1000)",
+    "re.match('(a+)+$', 'a' * 60 + 'b')",
+    "threading.Event().wait()",
+    "9**9**9",
+)
 HARMLESS = (
     *("print('x' * 10**6)", "print('x', file=sys.stderr)", "sys.stdout.close()", "sys.stderr = None", "os.chdir('/')"),
     *("os.environ.clear()", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "sys.setrecursionlimit(50_000)"),

@@ -19,7 +19,5 @@ def table(records: Iterable[Record]) -> Table:
         counted = [sum(record.came == came for record in of_kind) for came in ("refused", "right")]
         most = (max(getattr(record, name) for record in of_kind) for name in ("seconds", "mib", "left"))
         wrong = sum(bool(record.problems) for record in of_kind)
-        shown.add_row(
-            kind, str(len(of_kind)), *map(str, counted), f"{longest:.1f}", f"{most:.0f}", f"{left:.0f}", str(wrong)
-        )
+        shown.add_row(kind, str(len(of_kind)), *map(str, counted), *(f"{value:.1f}" for value in most), str(wrong))
     return shown

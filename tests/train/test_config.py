@@ -1,5 +1,7 @@
 """Recipes and overrides: what is accepted, and what the errors say."""
 
+import contextlib
+import io
 import re
 from pathlib import Path
 
@@ -80,6 +82,15 @@ def test_an_own_run_needs_a_model_and_questions(missing):
     name = "--data.train" if missing == OWN[:1] else "--policy.path"
     with pytest.raises(ConfigError, match=rf"^missing: {name} \(see deepspeed exgrpo/train/main.py --help\)$"):
         parse_args(missing)
+
+
+def test_a_parsers_message_has_no_frame_where_the_output_is_not_in_unicode():
+    """A text without an encoding is such an output."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        with pytest.raises(ConfigError, match=r"^Error parsing --steps: .*: 'x' \(see deepspeed .* --help\)$"):
+            parse_args(["--steps", "x"])
+        with pytest.raises(ConfigError, match=r"^missing: --data.train \(see deepspeed"):
+            parse_args(OWN[:1])
 
 
 def test_nucleus_sampling_in_training_is_refused_with_the_remedy(tmp_path):

@@ -15,6 +15,7 @@ from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError, cut, shown
 from exgrpo.train.limits import MOST_ANSWERS
+from exgrpo.train.plain_yaml import parse
 from exgrpo.train.pretrained.arguments import from_arguments
 from exgrpo.train.pretrained.source import explained
 from exgrpo.train.recipe import DEFAULT_RUN, load_recipe, parse_args, unfinished, validate
@@ -93,6 +94,9 @@ BOMB = "a: &x0 [1,1,1,1,1,1,1,1,1]\n" + "".join(
         ('base: "\\0"', "holds a character that no file or program can take"),
         ('policy.path: "\\ud800"', "holds a character that no file or program can take"),
         ("base: 5", "base is the path of one recipe, not a int"),
+        ("steps: 1\nsteps: 2", "the key 'steps' comes twice"),
+        ("policy: {path: m, path: m}", "the key 'path' comes twice"),
+        ("a: [" + "1," * 2**18 + "]", "has more than 262144 characters"),
         ("policy: null", r"policy: Input should be a valid dict.* \(got None\)"),
         ("0", "a recipe is a mapping of keys to values, not a int"),
         ("policy.dtype: " + "x" * 100_000, r"policy.dtype: .*got 'xxx.*xxx'"),
@@ -107,6 +111,20 @@ def test_hostile_recipes_are_named_in_one_short_line(path, text, message):
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 2000
+
+
+def test_values_that_are_merged_may_be_replaced():
+    assert parse("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}") == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}
+    assert parse("{1: a, '1': b}") == {1: "a", "1": "b"}
+
+
+@pytest.mark.parametrize(("length", "message"), [(101, None), (102, "100 recipes lead"), (2000, "100 recipes lead")])
+def test_a_chain_of_bases_has_an_end(tmp_path, length, message):
+    for number in range(length - 1):
+        (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml\n")
+    (tmp_path / f"{length - 1}.yaml").write_text("policy.path: m\ndata.train: q\n")
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        load_recipe(tmp_path / "0.yaml")
 
 
 def _default(key):
@@ -227,6 +245,7 @@ def test_what_a_message_shows_is_short_and_always_there(capsys):
     assert len(long) == 100
     assert (long[:4], long[-4:]) == ("head", "tail")
     assert "(1008 characters)" in long
+    assert errors.printable("é \n\x1b[2J\u202e\ud800") == "é \n\\x1b[2J\\u202e\\ud800"
     errors.print_error(ConfigError("x" * 100_000 + ": do this"))
     printed = capsys.readouterr().err
     assert len(printed) < 5000

@@ -193,6 +193,19 @@ def test_malformed_parquet_rows_have_numbers(tmp_path: Path) -> None:
         ("a.csv", b"question;answer\nq;1\n", "has none of the columns .*; it has question;answer"),
         ("a.csv", b'"question,answer\nq,1\n', "the line of its columns is not valid CSV"),
         ("a.csv", b"question,answer\nq,\xff\n", "line 2 is not UTF-8"),
+        ("a.csv", b"question,answer,question\nq,1,p\n", "has more than one column 'question'"),
+        ("a.jsonl", b"[" * 100_000, "1 of 1 rows are malformed:\n.*line 1: not valid JSON: it is nested"),
+        ("a.json", b"[" * 100_000, "not valid JSON: it is nested too deeply"),
+        (
+            "a.jsonl",
+            b'{"question": "q", "answer": ' + b"9" * 5000 + b"}",
+            "1 of 1 rows are malformed:\n.*line 1: not valid JSON: Exceeds",
+        ),
+        (
+            "a.jsonl",
+            b'{"question": "\\ud800", "answer": "1"}',
+            "1 of 1 rows are malformed:\n.*JSON: it holds half of a surr",
+        ),
     ],
 )
 def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -281,6 +281,37 @@ def test_an_end_outside_the_vocabulary_is_named(arithmetic, end):
         load_pretrained(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("file", "values", "message"),
+    [
+        (
+            "config.json",
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1000000000, and no model has more than 1",
+        ),
+        ("config.json", {"architectures": [7]}, r"names no class in its architectures, \[7\]"),
+        ("generation_config.json", {"eos_token_id": {}}, "cannot be loaded|names the EOS token {}: an id of a token"),
+        ("tokenizer_config.json", {"model_max_length": "x"}, "cannot be loaded: TypeError"),
+        ("tokenizer_config.json", {"tokenizer_class": ["x"]}, "cannot be loaded: AttributeError"),
+    ],
+)
+def test_values_that_no_model_has_are_one_error(arithmetic, file, values, message):
+    folder, change = arithmetic
+    change(file, **values)
+    with pytest.raises(ModelError, match=message):
+        load_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("content", ["{", "", "[]"])
+def test_a_damaged_generation_config_does_not_count_as_none(arithmetic, content):
+    folder, _ = arithmetic
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_pretrained(str(folder))
+    (folder / "generation_config.json").unlink()
+    assert load_pretrained(str(folder)).eos == (292,)
+
+
 def test_a_tokenizer_that_is_larger_than_the_embedding_is_named(arithmetic):
     folder, _ = arithmetic
     tokenizer = AutoTokenizer.from_pretrained(folder)
