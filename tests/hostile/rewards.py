@@ -45,7 +45,6 @@ FAILS = (
     *("1 / 0", "undefined", "score(response, gold)", "sys.exit('no')", "exit(4)", "raise type('E', (Exception,), {})"),
     *("bytearray(2**30)", "'x' * 2**31", "[0] * 2**28", "list(range(10**9))"),
     *(
-        "os._exit(0)",
         "os._exit(3)",
         "os.kill(os.getpid(), 9)",
         "os.abort()",
@@ -60,7 +59,9 @@ HANGS = (
     "re.match('(a+)+$', 'a' * 60 + 'b')",
     "threading.Event().wait()",
     "9**9**9",
+    "os._exit(0)",
 )
+"""The last one ends the process as one does that has nothing more to do, which the pool takes for no accident."""
 HARMLESS = (
     *("print('x' * 10**6)", "print('x', file=sys.stderr)", "sys.stdout.close()", "sys.stderr = None", "os.chdir('/')"),
     *("os.environ.clear()", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "sys.setrecursionlimit(50_000)"),
