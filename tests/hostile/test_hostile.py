@@ -111,7 +111,6 @@ def off(head, backend, found=operators.linear_log_prob):
 
 BLIND = {
     "values of YAML are not counted": ("recipes", (plain_yaml, "_check", lambda value: None)),
-    "a chain of bases has no bound": ("recipes", (recipe, "MOST_BASES", 10**9)),
     "a frame is not taken off": ("command_lines", (command_line, "_unframed", lambda message: message)),
     "names are not looked at": ("command_lines", (command_line, "known_keys", lambda model: [])),
     "JSON is read as it is": ("rows", (files.plain_json, "parse", json.loads)),
@@ -134,6 +133,14 @@ def test_a_defect_of_the_project_is_found(tmp_path, monkeypatch, blindness):
             answers, "sensible", lambda found: "" if found.rollouts[0].response.max() < 100 else "wrong"
         )
     assert problems(IN_PROCESS[kind], tmp_path, 400)
+
+
+def test_a_kept_case_finds_its_defect_again(tmp_path, monkeypatch):
+    trial = kept()["recipe: a chain of bases"](tmp_path)
+    assert judged(trial).problems == ()
+    monkeypatch.setattr(recipe, "MOST_BASES", 10**9)
+    (problem,) = judged(trial).problems
+    assert "names none of" in problem
 
 
 def test_a_defect_of_grading_is_found(tmp_path, monkeypatch):
