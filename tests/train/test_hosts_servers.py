@@ -17,6 +17,7 @@ from tests.train.test_hosts import untimed, wait_for_a_checkpoint
 from tests.train.test_run import SMALL, records
 
 pytestmark = [
+    pytest.mark.long,
     real,
     pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing())),
     pytest.mark.timeout(1200),  # four servers start cold, two at a time
