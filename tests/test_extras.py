@@ -67,7 +67,7 @@ def test_programs_of_the_trainer_name_the_extra_in_one_line(program):
 
 @pytest.mark.parametrize(
     ("module", "requirements"),
-    [("transformers", "transformers"), ("trl", "'exgrpo[train]' 'trl>=1.16,<2'")],
+    [("transformers", "transformers"), ("trl", "'exgrpo[trl]'")],
 )
 def test_integrations_name_what_they_need(module, requirements):
     done = with_torch_alone(f"exgrpo.integrations.{module}")

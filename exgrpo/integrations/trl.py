@@ -16,7 +16,7 @@ from torch import Tensor
 from exgrpo.extras import needs
 from exgrpo.integrations.trl_loss import FusedLossMixin, Objective, at_temperature
 
-with needs(__name__, "exgrpo[train]", "trl>=1.16,<2"):
+with needs(__name__, "exgrpo[trl]"):
     import numpy as np
     from accelerate.utils import gather_object
     from datasets import Dataset

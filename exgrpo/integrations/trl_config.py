@@ -8,7 +8,7 @@ from typing import Any
 
 from exgrpo.extras import needs
 
-with needs(__name__, "exgrpo[train]", "trl>=1.16,<2"):
+with needs(__name__, "exgrpo[trl]"):
     from trl import GRPOConfig
 
     from exgrpo.train.config import ExperienceConfig, ObjectiveConfig, RewardConfig, Section

@@ -1,0 +1,189 @@
+"""The source archive, the wheel that is built from it, and what that installs where nothing else of the project is."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+import yaml
+
+import exgrpo
+
+pytest.importorskip("setuptools", reason="setuptools is not installed")
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+FOR_DEVELOPERS = {"bench", "docs", "test"}
+PURE = {"EXGRPO_BUILD": "skip", "EXGRPO_CUDA": "skip"}
+MADE_BY_BUILDING = "exgrpo/kernels/build.json"
+
+PROGRAM = """
+import importlib.metadata, importlib.resources, json
+import torch
+import exgrpo, exgrpo.heads, exgrpo.integrations, exgrpo.kernels
+from exgrpo.train.builtin import model_names
+from exgrpo.train.recipe import DEFAULT_RUN, load_recipe
+hidden, weight = torch.eye(2), torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 3.0]])
+scored = exgrpo.kernels.linear_log_prob(hidden, weight, torch.tensor([1, 2]))
+print(json.dumps({
+    "file": exgrpo.__file__,
+    "version": exgrpo.__version__,
+    "metadata": importlib.metadata.version("exgrpo"),
+    "typed": importlib.resources.files("exgrpo").joinpath("py.typed").is_file(),
+    "probabilities": scored.log_prob.exp().tolist(),
+    "models": model_names(),
+    "steps": load_recipe(DEFAULT_RUN).steps,
+}))
+"""
+
+
+def files_of_the_package():
+    """All that lies in exgrpo/ and is neither compiled nor left by a run."""
+    found = (path for path in (ROOT / "exgrpo").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(ROOT).as_posix() for path in found if path.suffix != ".so"} - {MADE_BY_BUILDING}
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    """The source archive."""
+    sources, made = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("archive")
+    for name in ("setup.py", "pyproject.toml", *re.findall(r"\S+\.\w+", (ROOT / "MANIFEST.in").read_text())):
+        shutil.copy(ROOT / name, sources)
+    for name in ("MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources)
+    for name in ("csrc", "exgrpo"):
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "build.json"))
+    command = [sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", made]
+    subprocess.run(command, cwd=sources, env={**os.environ, **PURE}, check=True, capture_output=True)
+    (file,) = made.iterdir()
+    return file
+
+
+@pytest.fixture(scope="module")
+def wheel(archive, tmp_path_factory):
+    """The wheel that pip builds from the source archive."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-build-isolation", "--no-deps"]
+    done = subprocess.run(
+        [*pip, "--wheel-dir", folder, archive], env={**os.environ, **PURE}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = folder.iterdir()
+    return file
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """A Python with the wheel. It finds other packages where this one does, but no project that is installed there."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, symlinks=True)
+    program = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", program, "install", "--quiet", "--no-index", "--no-deps", wheel]
+    subprocess.run(pip, check=True, capture_output=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    # A path in a .pth file is searched, and the .pth files in it (an editable exgrpo has one) are not read.
+    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    return program
+
+
+def started(python, folder, *arguments):
+    """Runs the installed package in an empty folder."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "EXGRPO"))}
+    folder.mkdir()
+    return subprocess.run([python, *arguments], cwd=folder, env=clean, capture_output=True, text=True, timeout=240)
+
+
+def test_the_source_archive_has_what_a_build_needs(archive):
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    compiled = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.*")}
+    assert compiled
+    assert files_of_the_package() | compiled <= names
+    assert {"setup.py", "pyproject.toml", "LICENSE", "CHANGELOG.md", "CITATION.cff"} <= names
+    assert not [name for name in names if name.startswith("tests")]
+
+
+def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
+    assert wheel.name == f"exgrpo-{exgrpo.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as opened:
+        names = {name for name in opened.namelist() if ".dist-info/" not in name}
+    assert names - {MADE_BY_BUILDING} == files_of_the_package()
+
+
+def test_the_metadata_says_who_wrote_it_what_it_is_and_what_it_needs(wheel):
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = [name for name in opened.namelist() if name.endswith("/METADATA")]
+        metadata = Parser().parsestr(opened.read(name).decode())
+    assert metadata["Author"] == "the exgrpo authors"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Version"] == exgrpo.__version__
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert "GRPO" in metadata["Keywords"].split(",")
+    assert metadata["Project-URL"] == "Paper, https://arxiv.org/abs/2510.02245"
+    assert [line for line in metadata.get_all("Requires-Dist") if "extra" not in line] == ["torch<2.16,>=2.11"]
+    assert set(metadata.get_all("Provides-Extra")) == set(EXTRAS)
+
+
+def test_the_installed_package_computes_and_has_its_recipes(python, tmp_path):
+    done = started(python, tmp_path / "empty", "-W", "ignore", "-c", PROGRAM)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert Path(found["file"]).is_relative_to(python.parents[1])
+    assert found["version"] == found["metadata"] == exgrpo.__version__
+    assert found["typed"]
+    e = 2.718281828459045
+    # A token's probability is its exponential over the sum of those of the row: (1, e, 1) and (1, 1, e^3).
+    assert found["probabilities"] == pytest.approx([e / (e + 2), e**3 / (e**3 + 2)], rel=1e-6)
+    assert found["models"] == sorted(path.parent.name for path in (ROOT / "exgrpo/train/assets").glob("*/recipe.yaml"))
+    recipe = yaml.safe_load((ROOT / "exgrpo/train/assets/arithmetic/recipe.yaml").read_text())
+    assert found["steps"] == recipe["steps"]
+
+
+def test_the_installed_package_lists_its_backends_and_says_what_was_left_out(python, tmp_path):
+    done = started(python, tmp_path / "empty", "-W", "ignore", "-m", "exgrpo.kernels")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"exgrpo {exgrpo.__version__} in {python.parents[1]}")
+    assert "EXGRPO_BUILD=skip was set" in done.stdout
+
+
+def test_all_has_every_group_that_is_not_for_developers():
+    (everything,) = EXTRAS["all"]
+    named = re.fullmatch(r"exgrpo\[([\w,]+)\]", everything)[1].split(",")
+    assert sorted(named) == sorted(set(EXTRAS) - FOR_DEVELOPERS - {"all"})
+
+
+def pages():
+    return [path for path in ROOT.rglob("*") if path.suffix in (".md", ".py", ".yml") and tracked(path)]
+
+
+def tracked(path):
+    """Whether it is of the project: not of an environment, a build or a run."""
+    return path.relative_to(ROOT).parts[0] in {"README.md", "docs", "examples", "exgrpo", "tests", "CONTRIBUTING.md"}
+
+
+def test_every_group_that_a_message_or_a_page_names_exists():
+    named = {
+        (path.name, group)
+        for path in pages()
+        for groups in re.findall(r"pip install [^\n]*?exgrpo\[([\w,]+)\]", path.read_text(errors="replace"))
+        for group in groups.split(",")
+    }
+    assert {group for _, group in named} >= {"train", "lora", "tasks", "trl"}
+    assert not {(file, group) for file, group in named if group not in EXTRAS}
+
+
+def test_what_names_the_version_names_the_one_of_the_package():
+    (newest, *_) = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (newest, citation["version"]) == (exgrpo.__version__,) * 2
+    assert (citation["license"], citation["authors"]) == (PROJECT["license"], PROJECT["authors"])
