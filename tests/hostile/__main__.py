@@ -4,11 +4,9 @@ The same seed is the same plan: the program goes on behind the cases in its file
 for each. Nothing else should write into its folder.
 """
 
-import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from exgrpo.train.ending import leave
@@ -22,9 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from exgrpo.train.checkpoint.folder_lock import claim
-from exgrpo.train.command_line import options_of
-from exgrpo.train.process import run_program
+from tests.campaigns import records_of, run_cases
 from tests.hostile.campaign import done
 from tests.hostile.plan import SHARES
 from tests.hostile.summary import table
@@ -47,17 +43,11 @@ class Options(BaseModel):
     folder: Path = Field(Path("runs") / "hostile", description="For the files of cases and for records_SEED.jsonl.")
 
 
-def records_of(path: Path) -> list[Record]:
-    """The records in a file; none where it is not there."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [Record(**json.loads(line)) for line in lines]
-
-
 def work(options: Options, console: Console) -> int:
     """Do what the options say; returns how many cases have a problem."""
     folder = options.folder.absolute()
     path = folder / f"records_{options.seed}.jsonl"
-    records = records_of(path)
+    records = records_of(path, Record)
     known = {record.case for record in records}
     left = (
         [number for number in range(options.cases) if number not in known] if options.only is None else [options.only]
@@ -79,16 +69,7 @@ def work(options: Options, console: Console) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status, 1 where a case has a problem."""
-    failed = 0
-
-    def within(resources: ExitStack) -> None:
-        nonlocal failed
-        options = options_of(Options, PROGRAM, argv)
-        options.folder.mkdir(parents=True, exist_ok=True)
-        resources.enter_context(claim(options.folder))
-        failed = work(options, Console())
-
-    return run_program(within, "stopped: the same command goes on with the next case") or int(failed > 0)
+    return run_cases(Options, PROGRAM, work, argv)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from exgrpo.train.ending import leave
@@ -22,9 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from exgrpo.train.checkpoint.folder_lock import claim
-from exgrpo.train.command_line import options_of
-from exgrpo.train.process import run_program
+from tests.campaigns import records_of, run_cases
 from tests.torture.campaign import Campaign, Record
 from tests.torture.cases import drawn
 from tests.torture.jobs import KINDS
@@ -45,12 +42,6 @@ class Options(BaseModel):
     folder: Path = Field(Path("runs") / "torture", description="For the runs and for records_SEED.jsonl.")
 
 
-def records_of(path: Path) -> list[Record]:
-    """The records in a file; none where it is not there."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [Record(**json.loads(line)) for line in lines]
-
-
 def cases_left(options: Options, done: int) -> Iterator[int]:
     """The numbers of the cases to do, until the time is over."""
     end = time.monotonic() + 60 * options.minutes
@@ -63,7 +54,7 @@ def work(options: Options, console: Console) -> int:
     """Do what the options say; returns how many cases have a problem."""
     folder = options.folder.absolute()
     path = folder / f"records_{options.seed}.jsonl"
-    records, campaign = records_of(path), Campaign(folder)
+    records, campaign = records_of(path, Record), Campaign(folder)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     begun, kinds = time.monotonic(), [kind for kind in KINDS if kind.name in options.kinds]
     with path.open("a", encoding="utf-8") as file, Progress(*columns, console=console) as progress:
@@ -83,16 +74,7 @@ def work(options: Options, console: Console) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status, 1 where a case has a problem."""
-    failed = 0
-
-    def within(resources: ExitStack) -> None:
-        nonlocal failed
-        options = options_of(Options, PROGRAM, argv)
-        options.folder.mkdir(parents=True, exist_ok=True)
-        resources.enter_context(claim(options.folder))
-        failed = work(options, Console())
-
-    return run_program(within, "stopped: the same command goes on with the next case") or int(failed > 0)
+    return run_cases(Options, PROGRAM, work, argv)
 
 
 if __name__ == "__main__":
