@@ -168,7 +168,7 @@ def _check_restarts() -> None:
         raise ConfigError(
             "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d or "
             "--standalone, else processes that are started again do not find each other; or start the run by "
-            "python -m exgrpo.train.launch --restarts N"
+            "exgrpo train --restarts N"
         )
 
 

@@ -1,7 +1,8 @@
-"""`python -m exgrpo.train.launch [--processes P] [--restarts N] [OPTIONS]`: a run whose processes are started again.
+"""`exgrpo train [--processes P] [--restarts N] [OPTIONS]`: a run whose processes are started, and started again.
 
 They are the training program's, started by PyTorch's launcher, on one host or on several that are given the same
-command. `deepspeed exgrpo/train/main.py` starts them once.
+command. `deepspeed exgrpo/train/main.py` starts them once. One process that is not started again needs no launcher:
+this program becomes the training program.
 """
 
 import datetime
@@ -16,26 +17,31 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tyro
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from exgrpo.extras import needs
 
-from exgrpo.train.checkpoint.resume import AUTO
-from exgrpo.train.command_line import one_line
-from exgrpo.train.early import look
-from exgrpo.train.ending import leave
-from exgrpo.train.errors import ConfigError, ExgrpoError, LostProcessError, print_error
-from exgrpo.train.process import INTERRUPTED
-from exgrpo.train.program import configure
+with needs(__name__, "exgrpo[train]"):
+    import tyro
+    from pydantic import BaseModel, ConfigDict, Field, field_validator
+    from rich.console import Console
+
+    from exgrpo.train.checkpoint.resume import AUTO
+    from exgrpo.train.command_line import one_line
+    from exgrpo.train.dry_run import show
+    from exgrpo.train.early import look
+    from exgrpo.train.ending import leave
+    from exgrpo.train.errors import ConfigError, ExgrpoError, LostProcessError, print_error
+    from exgrpo.train.process import INTERRUPTED
+    from exgrpo.train.program import configure
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-PROGRAM = "python -m exgrpo.train.launch"
+PROGRAM = "exgrpo train"
 MAIN = Path(__file__).with_name("main.py")
 
 
 class Launch(BaseModel):
-    """How the processes of a run are started; all other options are the training program's."""
+    """How the processes of a run are started; all other options are those of exgrpo.train.main."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,6 +49,7 @@ class Launch(BaseModel):
     restarts: int = Field(0, ge=0, description="How often they are started again, from the newest checkpoint.")
     hosts: str = Field("1", description="How many: 4; or 2:4, to go on with 2 where 2 of 4 are lost.")
     meet: str | None = Field(None, description="HOST:PORT of one of several hosts, where all of them meet.")
+    dry_run: bool = Field(False, description="Print the configuration, the plan and an estimate, and start nothing.")
 
     @field_validator("hosts")
     @classmethod
@@ -76,6 +83,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         with one_line(Launch, PROGRAM):
             options, rest = tyro.cli(Launch, args=list(argv), prog=PROGRAM, return_unknown_args=True)
+        if options == Launch():
+            os.execv(sys.executable, [sys.executable, str(MAIN), *rest])
+        if options.dry_run:
+            return _show(options, rest)
         return _start(options, prepared(options, rest))
     except ExgrpoError as error:
         return print_error(error)
@@ -101,6 +112,16 @@ def prepared(options: Launch, rest: list[str]) -> list[str]:
             raise ConfigError("restarts: give the run an --output.name, by which all hosts know it")
         rest = [*rest, f"--output.name={datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"]
     return rest if config.resume else [*rest, f"--resume={AUTO}"]
+
+
+def _show(options: Launch, rest: list[str]) -> int:
+    config, folder = configure(rest)
+    console = Console()
+    with ExitStack() as resources:
+        early = look(config, resources, resumed=folder is not None)
+        processes = options.processes * options.fewest_and_most[1]
+        show(config, early, folder, processes, lambda what: console.print(what, highlight=False, soft_wrap=True))
+    return 0
 
 
 def _start(options: Launch, arguments: Sequence[str]) -> int:

@@ -105,14 +105,19 @@ def test_no_process_is_left_when_the_launcher_is_killed(tmp_path):
         (["--hosts=2"], "give --meet HOST:PORT"),
         (["--hosts=2", "--meet=no.such.host.invalid:5"], "meet: no.such.host.invalid:5 is not known or not reached"),
         (["--hosts=2", "--meet=127.0.0.1:5", "--restarts=1"], "give the run an --output.name"),
-        (["--restart=1"], "unknown option --restart"),
-        (["--steps=-1"], "steps"),
+        (["--restart=1", "--processes=2"], "unknown option --restart"),
+        (["--restarts=1", "--steps=-1"], "steps"),
+        (["--dry-run", "--steps=-1"], "steps"),
         (["--restarts=3", "--data.train=missing.jsonl"], "missing: --policy.path"),
-        (["--policy.path=builtin:arithmetic", "--data.train=missing.jsonl"], "missing.jsonl: there is no such file"),
+        (
+            ["--processes=2", "--policy.path=builtin:arithmetic", "--data.train=missing.jsonl"],
+            "missing.jsonl: there is no such file",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_before_a_process_is_started(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started"))
     assert main([*arguments, f"--output.folder={tmp_path}"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ")
