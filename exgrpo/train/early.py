@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
 
-from exgrpo.train.checkpoint.resume import AUTO
+from exgrpo.train.checkpoint.resume import AUTO, finished
 from exgrpo.train.checkpoint.unsaved import is_unsaved
 from exgrpo.train.config import Config
 from exgrpo.train.data.files import HELD_OUT_SEED, Row, from_hub, own_reward, read_rows
@@ -148,7 +148,11 @@ def check_output(config: Config) -> None:
         ConfigError: it exists already, or a part of its path is no folder or may not be written.
     """
     root, name = config.output.folder, config.output.name
-    if name and (root / name).exists() and not (config.resume == AUTO and is_unsaved(root / name)):
+    if (
+        name
+        and (root / name).exists()
+        and not (config.resume == AUTO and (finished(config) or is_unsaved(root / name)))
+    ):
         raise ConfigError(
             f"output.folder: {root / name} exists already: choose another output.name, go on with it by --resume "
             f"{root / name}, or remove it"

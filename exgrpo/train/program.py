@@ -3,9 +3,10 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from exgrpo.train.checkpoint.resume import check_continuation, locate, saved_config
+from exgrpo.train.checkpoint.resume import check_continuation, finished, locate, saved_config
 from exgrpo.train.config import Config
 from exgrpo.train.early import look
+from exgrpo.train.errors import is_first_rank
 from exgrpo.train.process import run_program
 from exgrpo.train.recipe import parse_args
 
@@ -15,6 +16,10 @@ def main(argv: list[str]) -> int:
 
     def work(resources: ExitStack) -> None:
         config, folder = configure(argv)
+        if done := finished(config):  # as where a process was lost in the last moment, and all were started again
+            if is_first_rank():
+                print(f"{done} is finished: nothing is left to do")
+            return
         early = look(config, resources, resumed=folder is not None)
         from exgrpo.train.run import run  # torch, transformers and DeepSpeed: only for what can be right
 

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from exgrpo.train import launch as module
+from exgrpo.train import process, program
 from exgrpo.train.checkpoint.listing import folders
 from exgrpo.train.checkpoint.unsaved import is_unsaved
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.launch import Launch, main, prepared
+from exgrpo.train.recipe import parse_args, to_yaml
 from tests.train.launch import MAIN, environment, launch
 from tests.train.test_run import SMALL, records
 
@@ -154,3 +156,17 @@ def test_only_a_run_that_has_never_been_saved_is_begun_anew(tmp_path, holds, uns
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert is_unsaved(tmp_path) == unsaved
+
+
+def test_a_run_that_is_finished_has_nothing_left_to_do(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(program, "look", lambda *_, **__: pytest.fail("begun"))
+    monkeypatch.setattr(process, "stop_on_signals", lambda: None)
+    (tmp_path / "mine").mkdir()
+    options = [f"--output.folder={tmp_path}", "--output.name=mine", "--resume=auto", "--steps=7"]
+    (tmp_path / "mine" / "config.yaml").write_text(to_yaml(parse_args(options[:2])).replace("steps: 60", "steps: 7"))
+    (tmp_path / "mine" / "finished").touch()
+    assert program.main(options) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'mine'} is finished: nothing is left to do\n"
+    for other, message in (("--steps=9", "for more, --resume"), ("--seed=5", "seed was 0 and is now 5")):
+        assert program.main([*options, other]) == 2
+        assert message in capsys.readouterr().err

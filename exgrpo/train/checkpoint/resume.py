@@ -66,6 +66,24 @@ def _newest_unfinished(config: Config) -> Path | None:
     return max(unfinished)[1] if unfinished else None
 
 
+def finished(config: Config) -> Path | None:
+    """The run that `auto` would go on with by its name, where that has nothing left to do.
+
+    Raises:
+        ConfigError: it was another run, or had fewer steps.
+    """
+    run = config.output.folder / (config.output.name or "")
+    if config.resume != AUTO or not config.output.name or not (run / FINISHED).exists():
+        return None
+    saved = load_recipe(run / "config.yaml")
+    check_continuation(config, saved)
+    if config.steps > saved.steps:
+        raise ConfigError(
+            f"resume: {run} is finished after {saved.steps} steps: for more, --resume {run} --steps {config.steps}"
+        )
+    return run
+
+
 def saved_config(run: Path) -> Config:
     """The configuration of a run with a complete checkpoint: config.yaml, held against the checkpoint's copy.
 
