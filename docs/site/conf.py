@@ -1,7 +1,7 @@
 """The documentation site: Sphinx with MyST and furo over the pages of the repository, where they stand.
 
-MyST reads Markdown as CommonMark, which is how the pages read in the repository; the docstrings are in Sphinx's language; the
-search works from a folder of files. The root of the sources is the repository, so links between pages hold as they are.
+MyST reads Markdown as CommonMark, as the page of a repository does. The docstrings are in Sphinx's language. The search
+works from a folder of files. The root of the sources is the repository, so that links between pages hold as they are.
 """
 
 import sys

@@ -13,7 +13,12 @@ Schema = dict[str, Any]
 """A JSON schema, or a part of one."""
 
 TYPES = {"string": "text", "integer": "integer", "number": "number", "boolean": "`True` or `False`", "null": "`None`"}
-BOUNDS = {"minimum": "from {:,}", "exclusiveMinimum": "above {:,}", "maximum": "to {:,}", "exclusiveMaximum": "below {:,}"}
+BOUNDS = {
+    "minimum": "from {:,}",
+    "exclusiveMinimum": "above {:,}",
+    "maximum": "to {:,}",
+    "exclusiveMaximum": "below {:,}",
+}
 
 
 def reference() -> str:
@@ -45,7 +50,9 @@ def sections(schema: Schema, definitions: dict[str, Schema], title: str = "") ->
 
 def entry(key: str, option: Schema, required: bool) -> str:
     """An option as the directive `confval`, which makes it a target of links and of the search."""
-    default = "none, it must be named" if required else f"`{shown(option['default'])}`" if "default" in option else "empty"
+    default = (
+        "none, it must be named" if required else f"`{shown(option['default'])}`" if "default" in option else "empty"
+    )
     return f"```{{confval}} {key}\n:type: {values(option)}\n:default: {default}\n\n{option['description']}\n```"
 
 

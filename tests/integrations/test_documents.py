@@ -18,7 +18,7 @@ from exgrpo import kernels
 from exgrpo.train.config import Config
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARK = "# runs in the tests"
 SECTIONS = {
     name: field.annotation.model_fields

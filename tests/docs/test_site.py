@@ -1,0 +1,210 @@
+"""The site of the documentation: it is whole, needs no network, and fits on a phone."""
+
+import html
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from exgrpo.train.config import Config
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "docs" / "site"
+for package in ("sphinx", "myst_parser", "furo"):
+    pytest.importorskip(package, reason=f"{package} is not installed: pip install 'exgrpo[docs]'")
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+WIDTHS = (390, 1440)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the pages, built with warnings as errors: links to pages, headings and files, too."""
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT, folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def build(root, folder):
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", folder / ".doctrees"]
+    return subprocess.run([*command, "-c", SITE, root, folder], capture_output=True, text=True, check=False)
+
+
+class Loaded(HTMLParser):
+    """What a page makes a browser load, other than the pages that it links to."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        if "src" in attributes:
+            self.places.append(attributes["src"])
+        if tag == "link" and attributes.get("rel") in ("stylesheet", "icon", "preload"):
+            self.places.append(attributes["href"])
+
+
+def test_every_page_of_the_repository_is_there(site):
+    sources = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("studies/results/*.md"), ROOT / "ARCHITECTURE.md"]
+    assert len(sources) > 30
+    for source in sources:
+        assert (site / source.relative_to(ROOT)).with_suffix(".html").exists()
+
+
+def test_links_that_lead_nowhere_are_errors(tmp_path):
+    pages = tmp_path / "docs"
+    pages.mkdir()
+    (pages / "index.md").write_text("# Title\n\n[a](none.md) [b](index.md#nothing) [c](index.md#title) [d](#nowhere)\n")
+    done = build(tmp_path, tmp_path / "html")
+    assert done.returncode != 0
+    for place in ("none.md", "nothing", "nowhere"):
+        assert place in done.stderr
+    assert "'title'" not in done.stderr
+
+
+def test_a_browser_loads_nothing_from_elsewhere(site):
+    pages = sorted(site.rglob("*.html"))
+    for page in pages:
+        loaded = Loaded()
+        loaded.feed(page.read_text())
+        for place in loaded.places:
+            assert not re.match(r"(\w+:)?//", place), f"{page.name} loads {place}"
+            assert (page.parent / html.unescape(place).split("?")[0]).exists(), f"{page.name} lacks {place}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(@import|url\()\s*['\"]?(https?:)?//", style.read_text()), style.name
+
+
+def test_formulas_are_drawn_without_a_script(site):
+    page = (site / "docs" / "mathematics.html").read_text()
+    assert page.count("<math") > 30
+    assert "$" not in re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
+
+
+def dotted(model, prefix=""):
+    """The keys of all options of a model and of its sections, from the models themselves."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from dotted(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def test_the_reference_has_each_option_with_its_default_and_meaning():
+    spec = importlib.util.spec_from_file_location("options_of_site", SITE / "options.py")
+    options = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(options)
+    entries = re.findall(
+        r"^```\{confval\} (\S+)\n:type: ([^\n]+)\n:default: ([^\n]+)\n\n(.+?)\n```$",
+        options.reference(),
+        re.MULTILINE | re.DOTALL,
+    )
+    by_key = {key: rest for key, *rest in entries}
+    expected = dict(dotted(Config))
+    assert len(expected) > 80
+    for key, field in expected.items():
+        _, default, meaning = by_key[key]
+        assert meaning == field.description
+        if field.is_required():
+            assert default == "none, it must be named"
+    assert set(by_key) - set(expected) == {
+        *(f"evaluation.sets.NAME.{name}" for name in ("source", "split", "limit", "samples", "temperature", "top_p")),
+        *(f"data.sources[].{name}" for name in ("source", "prompt_format", "reward", "stop")),
+    }
+    assert by_key["rollout.samples"][:2] == ["integer from 2 to 16,384", "`8`"]
+    assert by_key["evaluation.top_p"][:2] == ["number above 0 to 1", "`1.0`"]
+    assert by_key["data.test"][:2] == ["list of: text or `None`", "`None`"]
+    assert by_key["objective.kl"][:2] == ["one of `k1`, `k2`, `k3`", "`k3`"]
+
+
+MEASURE = """<!doctype html><title>waiting</title><script>
+const pages = %s, width = %d, wide = {};
+async function measure(page) {
+  const frame = document.createElement("iframe");
+  frame.style.cssText = `width:${width}px;height:900px;border:0`;
+  const loaded = new Promise(done => frame.onload = done);
+  frame.src = page;
+  document.body.append(frame);
+  await loaded;
+  const found = frame.contentDocument.scrollingElement.scrollWidth;
+  if (found > width) wide[page] = found;
+  frame.remove();
+}
+async function all() {
+  for (const page of pages) await measure(page);
+  document.title = "wide: " + JSON.stringify(wide);
+}
+</script><body onload="all()">"""
+"""A page that opens others in frames of a width, and puts those that are wider into its title."""
+
+
+def browser():
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
+    return found
+
+
+def in_browser(page, profile):
+    """The title of a page once its scripts have done their work; pages of files may look into their frames."""
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--allow-file-access-from-files")
+    command = [
+        browser(),
+        *flags,
+        f"--user-data-dir={profile}",
+        "--virtual-time-budget=600000",
+        "--dump-dom",
+        page.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return html.unescape(re.search("<title>(.*?)</title>", done.stdout)[1])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_page_is_wider_than_the_window(site, width, tmp_path):
+    browser()
+    pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
+    pages.remove("index.html")  # leads to docs/index.html
+    measure = site / "measure.html"
+    measure.write_text(MEASURE % (json.dumps(pages), width))
+    title = in_browser(measure, tmp_path)
+    measure.unlink()
+    assert title == "wide: {}"
+
+
+SEARCH = """<!doctype html><title>waiting</title><script>
+async function search(frame) {
+  let found = [];
+  while (!found.length) {
+    await new Promise(done => setTimeout(done, 50));
+    found = [...frame.contentDocument.querySelectorAll("#search-results li a")].map(link => link.getAttribute("href"));
+  }
+  document.title = found.join(" ");
+}
+</script><iframe src="search.html?q=%s" onload="search(this)"></iframe>"""
+"""A page that searches, and puts the pages that were found into its title."""
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("micro_batch_tokens", "docs/options.html"),
+        ("linear_policy_loss", "docs/api.html"),
+        ("retirement", "docs/concepts.html"),
+    ],
+)
+def test_the_search_finds_pages_in_a_folder_of_files(site, words, page, tmp_path):
+    browser()
+    searching = site / "searching.html"
+    searching.write_text(SEARCH % words)
+    title = in_browser(searching, tmp_path)
+    searching.unlink()
+    assert page in [link.partition("#")[0].partition("?")[0] for link in title.split()]
