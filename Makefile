@@ -18,7 +18,7 @@ FILES := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 export GOMP_SPINCOUNT ?= 1000
 RECORD := benchmarks/results/latest.json
 
-.PHONY: train test check test-long test-processors bench lint clean
+.PHONY: train test check test-long test-processors bench docs lint clean
 
 # Three minutes on two cores: one run with replay, one without, and a page about both. `make train ENGINE=vllm` installs
 # vLLM's build for CPUs and does the trainer's default run with it.
@@ -64,6 +64,11 @@ bench: $(READY)
 	$(BIN)/pytest benchmarks --benchmark-only --benchmark-json=$(RECORD) $(ARGS)
 	$(BIN)/python -m benchmarks.render $(RECORD)
 
+# The pages as a site in build/site, which needs no network. The tests build it, too.
+docs: $(READY)
+	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees -c docs/site . build/site $(ARGS)
+	@echo "build/site/index.html"
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -75,7 +80,7 @@ $(READY): pyproject.toml constraints.txt $(COMPILED)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch 'setuptools>=77'
-	EXGRPO_BUILD=skip EXGRPO_CUDA=skip $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,test]'
+	EXGRPO_BUILD=skip EXGRPO_CUDA=skip $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,test,docs]'
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $(READY)
 

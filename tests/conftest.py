@@ -11,9 +11,9 @@ settings.load_profile("untimed")
 
 
 SLOW = (
-    *("benchmarks", "hostile", "integrations", "test_extras.py", "test_packaging.py", "train/report", "torture"),
+    *("benchmarks", "docs", "hostile", "integrations", "test_extras.py", "test_packaging.py", "torture"),
     *("train/reward/test_grading.py", "train/test_doctor", "train/rollout/server/test_engine.py", "train/test_hosts"),
-    *(f"train/test_{name}.py" for name in ("clock", "disks", "launch")),
+    *("train/report", *(f"train/test_{name}.py" for name in ("clock", "disks", "launch"))),
     *(f"kernels/test_{name}.py" for name in ("cpu_fused", "cpu_passes", "cpu_product_sanitized", "cuda_compiles")),
     *(f"kernels/test_{name}.py" for name in ("extension", "launch_tuner", "memory", "vocab_group", "autograd")),
 )
