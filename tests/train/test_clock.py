@@ -64,12 +64,13 @@ def test_an_answer_has_its_time_whatever_the_clock_says(jumping, tmp_path):
     assert f"reward={(1.0,) * 12}, timed_out=0, failed=0" in done.stdout
 
 
-def test_a_run_whose_clock_jumps_is_the_same(request, tmp_path):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_run_whose_clock_jumps_is_the_same(ranks, request, tmp_path):
     """Nothing waits, gives up or is chosen by the time of day."""
     options = (*SMALL[1:], "--steps=3", "--checkpoint.every=1", "--preflight=off")
-    plain = launch(MAIN, *options, f"--output.folder={tmp_path / 'plain'}", ranks=2)
+    plain = launch(MAIN, *options, f"--output.folder={tmp_path / 'plain'}", ranks=ranks)
     assert plain.returncode == 0, plain.stderr
     request.getfixturevalue("jumping")
-    done = launch_by_deepspeed(MAIN, *options, f"--output.folder={tmp_path / 'jumping'}", ranks=2)
+    done = launch_by_deepspeed(MAIN, *options, f"--output.folder={tmp_path / 'jumping'}", ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     assert untimed(tmp_path / "jumping" / "small") == untimed(tmp_path / "plain" / "small")

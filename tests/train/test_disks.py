@@ -14,7 +14,7 @@ from tests.train.test_run import SMALL, records
 
 TIMED = re.compile(r"seconds|per_second|mfu|tokens_per|matrix_rate|hfu|peak")
 OPTIONS = (*SMALL, "--checkpoint.every=1", "--preflight=off", "--resume=auto")
-SEEDS = range(2)
+SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6)))
 
 
 def untimed(folder):
