@@ -67,7 +67,7 @@ class Ranks:
         statuses = [rank.poll() for rank in self.ranks]
         return None in statuses and not any(statuses)
 
-    def finish(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def finish(self, timeout: float = 540) -> subprocess.CompletedProcess[str]:
         """What all have printed, and the first exit status other than 0, once all have ended.
 
         Raises:
@@ -94,7 +94,7 @@ class Ranks:
 
 
 def launch(
-    script: Path, *arguments: str, ranks: int = 1, vllm: bool = False, timeout: float = 300
+    script: Path, *arguments: str, ranks: int = 1, vllm: bool = False, timeout: float = 540
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on so many CPU ranks; stdout and stderr come back as text."""
     return Ranks(script, *arguments, ranks=ranks, vllm=vllm).finish(timeout)

@@ -36,12 +36,12 @@ def test_the_only_optimiser_step_tells_the_scores():
 def test_replayed_rows_refer_to_the_policy_that_wrote_them():
     trainer = make(half(20), optimizer={"minibatches": 1})
     trainer.step(1)
-    past = {id(t.response): t.log_prob for t in stored(trainer)}
+    past = {t.response.tobytes(): t.log_prob for t in stored(trainer)}
     trainer.step(2)
     rows = [row for row in trainer.policy.updates[1][0].rows if row.replayed]
     assert rows
     for row in rows:
-        np.testing.assert_array_equal(row.old_log_prob, past[id(row.response)])
+        np.testing.assert_array_equal(row.old_log_prob, past[row.response.tobytes()])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from exgrpo.train.checkpoint.store import BEHAVIOURS
+from exgrpo.train.experience.stored import BEHAVIOURS
 from tests.train.launch import MAIN, Ranks, launch
 from tests.train.rollout.server.servers import Server
 from tests.train.rollout.vllm.installed import real
