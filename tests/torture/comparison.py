@@ -11,7 +11,7 @@ from exgrpo.train.checkpoint.manifest import MANIFEST
 from exgrpo.train.checkpoint.resume import FINISHED
 from exgrpo.train.model_folder import MODEL
 from tests.torture.loading import digests, load
-from tests.train.checkpoint.test_checkpoint import untimed
+from tests.train.test_run import untimed
 
 
 @dataclass(frozen=True)

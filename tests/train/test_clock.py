@@ -1,6 +1,5 @@
 """A clock of the day that jumps by hours, forward and back, ten times a second."""
 
-import re
 import shutil
 import subprocess
 import sys
@@ -10,14 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.train.launch import MAIN, environment, launch, launch_by_deepspeed
-from tests.train.test_run import SMALL, records
+from tests.train.test_run import SMALL, untimed
 
-TIMED = re.compile(r"seconds|per_second|mfu|tokens_per|matrix_rate|hfu|peak")
 COMPILER = shutil.which("cc")
-
-
-def untimed(folder):
-    return [{key: value for key, value in record.items() if not TIMED.search(key)} for record in records(folder)]
 
 
 @pytest.fixture

@@ -10,15 +10,10 @@ from exgrpo.train.checkpoint.listing import survey
 from tests.train import disks
 from tests.train.disks import MIB, Disk
 from tests.train.launch import MAIN, Ranks, launch
-from tests.train.test_run import SMALL, records
+from tests.train.test_run import SMALL, untimed
 
-TIMED = re.compile(r"seconds|per_second|mfu|tokens_per|matrix_rate|hfu|peak")
 OPTIONS = (*SMALL, "--checkpoint.every=1", "--preflight=off", "--resume=auto")
 SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6)))
-
-
-def untimed(folder):
-    return [{key: value for key, value in record.items() if not TIMED.search(key)} for record in records(folder)]
 
 
 @pytest.fixture(scope="module")

@@ -11,23 +11,18 @@ import pytest
 from exgrpo.train.checkpoint.listing import survey
 from tests.train import hosts
 from tests.train.launch import MAIN, launch
-from tests.train.test_run import SMALL, records
+from tests.train.test_run import SMALL, records, untimed
 
 pytestmark = pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing()))
 
 TIMEOUT = 1
 """Minutes for which a rank waits for another one."""
-TIMED = re.compile(r"seconds|per_second|mfu|tokens_per|matrix_rate|hfu|peak")
 
 
 @pytest.fixture
 def two(tmp_path):
     with hosts.Hosts(tmp_path / "hosts", 2) as made:
         yield made
-
-
-def untimed(folder):
-    return [{key: value for key, value in record.items() if not TIMED.search(key)} for record in records(folder)]
 
 
 def test_two_hosts_give_the_results_of_one(two, tmp_path):

@@ -13,8 +13,8 @@ from tests.train import hosts
 from tests.train.launch import MAIN, launch
 from tests.train.rollout.server.servers import Server
 from tests.train.rollout.vllm.installed import real
-from tests.train.test_hosts import untimed, wait_for_a_checkpoint
-from tests.train.test_run import SMALL, records
+from tests.train.test_hosts import wait_for_a_checkpoint
+from tests.train.test_run import SMALL, records, untimed
 
 pytestmark = [
     pytest.mark.long,

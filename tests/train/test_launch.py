@@ -19,14 +19,9 @@ from exgrpo.train.errors import ConfigError
 from exgrpo.train.launch import Launch, main, prepared
 from exgrpo.train.recipe import parse_args, to_yaml
 from tests.train.launch import MAIN, environment, launch
-from tests.train.test_run import SMALL, records
+from tests.train.test_run import SMALL, untimed
 
-TIMED = re.compile(r"seconds|per_second|mfu|tokens_per|matrix_rate|hfu|peak")
 OPTIONS = (*SMALL[1:], "--steps=3", "--checkpoint.every=1", "--preflight=off")
-
-
-def untimed(run):
-    return [{key: value for key, value in record.items() if not TIMED.search(key)} for record in records(run)]
 
 
 class Launcher:

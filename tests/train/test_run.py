@@ -27,6 +27,14 @@ def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def untimed(folder):
+    """Records without what is measured in time."""
+    return [
+        {key: value for key, value in record.items() if "second" not in key and not key.startswith("mfu")}
+        for record in records(folder)
+    ]
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")

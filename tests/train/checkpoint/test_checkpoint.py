@@ -1,6 +1,5 @@
 """Interrupted runs: killed at any moment, continued exactly, refused where they would become other runs."""
 
-import json
 import random
 import shutil
 import signal
@@ -17,6 +16,7 @@ from exgrpo.train.trainer import Trainer
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld, RecordingPolicy, ScriptedEngine, answerer, question_set
 from tests.train.launch import MAIN, Ranks, launch
+from tests.train.test_run import untimed
 
 SMALL = (
     "--steps=8",
@@ -186,13 +186,6 @@ def test_a_run_goes_on_as_it_began():
     changed = configured({"seed": 1, "experience": {"ratio": 0.25}})
     with pytest.raises(ConfigError, match=r"seed was 0 and is now 1, experience.ratio was 0.5 and is now 0.25"):
         check_continuation(changed, saved)
-
-
-def untimed(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [
-        {k: v for k, v in json.loads(line).items() if "second" not in k and not k.startswith("mfu")} for line in lines
-    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -21,11 +21,10 @@ from exgrpo.train.recipe import DEFAULT_RUN, load_recipe, parse_args, to_yaml
 from exgrpo.train.rollout.registry import Choice, open_engine
 from exgrpo.train.rollout.settings import training_settings
 from tests.train import tiny
-from tests.train.checkpoint.test_checkpoint import untimed
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
 from tests.train.launch import MAIN, launch
-from tests.train.test_run import SMALL
+from tests.train.test_run import SMALL, untimed
 
 STRETCHED = {"max_position_embeddings": 16384, "rope_theta": 40000}
 TOKENS = torch.arange(3, 43)[None]

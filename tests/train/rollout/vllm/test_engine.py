@@ -11,11 +11,10 @@ import pytest
 
 from exgrpo.train.checkpoint.listing import find
 from tests.train import pieces, tiny
-from tests.train.checkpoint.test_checkpoint import untimed
 from tests.train.launch import MAIN, ROOT, Ranks, environment, launch
 from tests.train.rollout.vllm.installed import real
 from tests.train.rollout.vllm.worker import COUNTS, EOS, LONG_PROMPT, LONG_SAMPLES, MAX_TOKENS, STOPS
-from tests.train.test_run import SMALL, records
+from tests.train.test_run import SMALL, records, untimed
 
 pytestmark = real
 WORKER = ROOT / "tests" / "train" / "rollout" / "vllm" / "worker.py"
