@@ -3,14 +3,14 @@
     python examples/bare_loop.py    # seconds on one core; it needs torch alone
 
 The model reads three letters and is rewarded if it writes them in reverse order. At first it guesses: about one answer
-of 64 is right. Each group of eight answers has seven fresh ones and, once there is a success, a replayed one.
+of 64 is right. Each group has eight answers. Once its prompt has a success, seven are fresh and one is replayed.
 
-The program prints the share of right fresh answers, how many groups had a replayed answer, and the entropy of a token:
+The program prints the share of right fresh answers, of groups with a replayed answer, and the entropy of a letter:
 
-    step  20  reward 0.02  replayed 0.61  entropy 1.37
+    step 160  reward 0.59  replayed 1.00  entropy 0.23
 
-What to change next: REPLAY = False shows what replay adds; another `right` is another task; `clip` and `beta` are the
-options of the loss, which docs/kernels.md describes.
+What to change next: another `right` is another task; REPLAY = False is a run without replay, which learns as fast here,
+because each of the 64 prompts is asked often; `clip` and `beta` are options of the loss (docs/kernels.md).
 """
 
 import torch
@@ -33,6 +33,7 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(width, LETTERS, bias=False)
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
+        """The hidden states."""
         return self.body(self.embedding(letters))[0]
 
 

@@ -1,6 +1,7 @@
-"""An own method of replay, in two functions: hard questions first, and no answer more than twice.
+r"""An own method of replay, in two functions: hard questions first, and no answer more than twice.
 
-    python -m exgrpo.train.main --recipe builtin:countdown --experience.prioritise examples/own_method.py:hard_and_rare \
+    python -m exgrpo.train.main --recipe builtin:countdown \
+        --experience.prioritise examples/own_method.py:hard_and_rare \
         --experience.expire retirement examples/own_method.py:worn_out
 
 Each function gets all stored answers as columns and returns one value for each of them. The other three functions of
@@ -10,8 +11,6 @@ the method stay those of ExGRPO. The lines of the run show it: `replayed` counts
 What to change next: the weights, by any column that docs/methods.md names; `admit`, `compose` and `weigh` are named in
 the same way.
 """
-
-import numpy as np
 
 from exgrpo.train.experience import Priority
 from exgrpo.train.experience.units import Expired
@@ -26,4 +25,4 @@ def hard_and_rare(units, setting):
 
 def worn_out(units, setting):
     """Answers that have been replayed twice are forgotten."""
-    return Expired(np.asarray(units.replays) >= MOST)
+    return Expired(units.replays >= MOST)
