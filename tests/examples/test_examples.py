@@ -22,7 +22,7 @@ from tests.train.launch import environment, free_port
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MOST_LINES = {"trl_replay.py": 40, "bare_loop.py": 60, "own_method.py": 30, "own_reward.py": 50}
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-LIMITS = ("--questions=8", "--data.train_limit=8", "--data.test_limit=8")
+LIMITS = ("--questions=8", "--rollout.samples=4", "--data.train_limit=8", "--data.test_limit=8")
 SMALL = ("--recipe", "builtin:countdown", *LIMITS, "--preflight=off")
 """All questions are asked in every step, so that stored answers are soon replayed more than once."""
 
