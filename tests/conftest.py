@@ -11,7 +11,7 @@ settings.load_profile("untimed")
 
 
 SLOW = (
-    *("benchmarks", "docs", "hostile", "integrations", "test_extras.py", "test_packaging.py", "torture"),
+    *("benchmarks", "docs", "examples", "hostile", "integrations", "test_extras.py", "test_packaging.py", "torture"),
     *("train/reward/test_grading.py", "train/test_doctor", "train/rollout/server/test_engine.py", "train/test_hosts"),
     *("train/report", *(f"train/test_{name}.py" for name in ("clock", "disks", "launch"))),
     *(f"kernels/test_{name}.py" for name in ("cpu_fused", "cpu_passes", "cpu_product_sanitized", "cuda_compiles")),
