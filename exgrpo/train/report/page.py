@@ -16,6 +16,7 @@ from exgrpo.train.report.curves import MAX_POINTS
 from exgrpo.train.report.groups import RunGroup, differences, group_runs
 from exgrpo.train.report.plots import ASSETS, PlotGroup, colour, marker, sections
 from exgrpo.train.report.runs import load_run
+from exgrpo.train.report.samples import RunSamples, bounded, for_page, load_samples
 from exgrpo.train.report.summary import HEADINGS, summary_rows
 from exgrpo.train.report.template import template
 
@@ -39,7 +40,7 @@ def write_report(runs: Sequence[Path], output: Path) -> None:
     if not folders:
         raise ReportError("no run to report on: name at least one run's folder")
     data = [load_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-    page = _page(group_runs(data))
+    page = _page(group_runs(data), bounded(load_samples(folders, data)))
     unfinished = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _page(groups: Sequence[RunGroup]) -> str:
+def _page(groups: Sequence[RunGroup], samples: Sequence[RunSamples]) -> str:
     runs = [run for group in groups for run in group.runs]
     return template(ASSETS / "page.html").render(
         title=f"ExGRPO report: {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}",
@@ -77,6 +78,7 @@ def _page(groups: Sequence[RunGroup]) -> str:
         ],
         sections=sections([PlotGroup(group.label, [run.columns for run in group.runs]) for group in groups]),
         differences=differences(groups),
+        samples=for_page(samples),
         configurations={run.name: yaml.safe_dump(run.config, sort_keys=False) for run in runs if run.config},
     )
 
