@@ -13,9 +13,9 @@ import numpy as np
 
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
-from exgrpo.train.metrics.run_log import SAMPLES_SIZE
 from exgrpo.train.distributed import World
 from exgrpo.train.experience import ReplayState
+from exgrpo.train.metrics.run_log import SAMPLES_SIZE
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.program import configure
 from tests.torture.jobs import KEEP

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from exgrpo.train.checkpoint.log_files import SAMPLES
-from exgrpo.train.records import Rollout
 from exgrpo.train.recorder import Recorder
+from exgrpo.train.records import Rollout
 from exgrpo.train.rollout import parts_of, text_of, turns_of
 from exgrpo.train.samples import Followed, Sample, SampledAnswer, read_samples, spread, to_line
 from tests.train.fakes import LoneWorld
