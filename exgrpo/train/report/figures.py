@@ -64,7 +64,13 @@ def layout(axis: Axis | None, low: float, high: float, *, zero: bool) -> dict[st
         across = {"title": {"text": axis.title}, "range": rounded(np.array([-0.03, 1.03]) * (axis.last or 1.0))}
         across |= {"tickformat": "~s"} if axis.last >= 10_000 else {}
     ends = np.array([0.0 if zero else low - room, high + room])
-    return {"xaxis": across, "yaxis": {"range": rounded(ends), "tickformat": "~s" if high >= 10_000 else "~g"}}
+    return {"xaxis": across, "yaxis": {"range": rounded(ends), "tickformat": _ticks(low, high)}}
+
+
+def _ticks(low: float, high: float) -> str:
+    """The format of numbers at an axis, whose room is narrow."""
+    largest = max(abs(low), abs(high))
+    return "~s" if largest >= 10_000 else "~e" if largest < 1e-3 else "~g"
 
 
 def line_trace(

@@ -9,6 +9,7 @@ import yaml
 
 from exgrpo.train.builtin import ASSETS as ALL_ASSETS
 from exgrpo.train.report.draw import Fan, Plot, PlotGroup, Stack, draw_fan, draw_lines, draw_stacks
+from exgrpo.train.report.figures import rounded
 from exgrpo.train.report.panels import Panel, source_panels, variety_panels
 
 ASSETS = ALL_ASSETS / "report"
@@ -68,7 +69,7 @@ def says_nothing(plot: Plot, others: Sequence[Plot]) -> str:
     """Why a plot is left out beside others: it has no numbers, one number only, or the curves of another one; or ""."""
     if not plot.curves:
         return "without numbers"
-    values = np.concatenate([curve.y for curve in plot.curves])
+    values = np.array(rounded(np.concatenate([curve.y for curve in plot.curves])))
     steps = np.concatenate([curve.x for curve in plot.curves])
     one = bool((values == values[0]).all()) and not plot.constant
     # A single step has one number of everything: only 0 says nothing there.
