@@ -1,14 +1,12 @@
-"""The samples of runs in a report: read, bounded, and as plain values for the page."""
+"""The samples of runs in a report: bounded, and as plain values for the page."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from exgrpo.train.checkpoint.log_files import SAMPLES
 from exgrpo.train.report.runs import RunData
 from exgrpo.train.report.template import as_json, readable
-from exgrpo.train.samples import Sample, read_samples
+from exgrpo.train.samples import Sample
 
 MOST_BYTES = 5_000_000
 """Of the samples of all runs in a page."""
@@ -33,20 +31,9 @@ class RunSamples:
     left_out: int = 0
 
 
-def load_samples(folders: Sequence[Path], runs: Sequence[RunData]) -> list[RunSamples]:
-    """The samples of the runs in these folders; a run without any is left out, such as one of an older version."""
-    found = [
-        RunSamples(run.name, _success(run.config), _read(folder / SAMPLES))
-        for folder, run in zip(folders, runs, strict=True)
-    ]
-    return [run for run in found if run.samples]
-
-
-def _read(path: Path) -> tuple[Sample, ...]:
-    try:
-        return tuple(read_samples(path))
-    except OSError:
-        return ()
+def samples_of(runs: Sequence[RunData]) -> list[RunSamples]:
+    """The samples of runs; those without any are left out, such as those of an older version."""
+    return [RunSamples(run.name, _success(run.config), run.samples) for run in runs if run.samples]
 
 
 def _success(config: dict[str, Any]) -> float:

@@ -3,9 +3,10 @@
 A page that has scripts names their files in `scripts`, in the order in which they run:
 
     {% extends "layout.html" %}
-    {% set scripts = ["plotly.min.js", "plots.js"] %}
+    {% set scripts = ["theme.js", "plotly.min.js", "plots.js"] %}
 
-`layout.html` writes them into the page, and allows these scripts, by their hashes, and no other.
+`layout.html` writes them into the page, and allows these scripts, by their hashes, and no other. `plots.html` has the
+elements that plots.js fills.
 """
 
 import base64
@@ -19,6 +20,7 @@ from jinja2 import BaseLoader, Environment, FileSystemLoader, StrictUndefined, T
 
 from exgrpo.extras import needs
 from exgrpo.train.builtin import ASSETS
+from exgrpo.train.report.looks import COLOURS, DARK_COLOURS
 
 _CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {*map(ord, "\t\n\r")}
 _DIRECTIONS = {0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)}
@@ -48,6 +50,7 @@ def template(path: Path) -> Template:
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_shown)
     environment.globals["script"] = lambda name: _Verbatim(_script(loader, environment, name))
     environment.globals["script_hash"] = lambda name: _Verbatim(_hash(_script(loader, environment, name)))
+    environment.globals["palette"] = list(zip(COLOURS, DARK_COLOURS, strict=True))
     environment.filters["json"] = lambda value: _Verbatim(as_json(value))
     return environment.get_template(path.name)
 

@@ -1,9 +1,7 @@
 // The samples of a report: a search among groups, and the groups of one question. All texts are set as textContent.
 "use strict";
 (() => {
-  const source = document.getElementById("samples-data");
-  if (!source) return;
-  const runs = JSON.parse(source.textContent);
+  let runs = [];
   const PAGE = 20;
   const LONG = 400;
   const BEGINNING = 160;
@@ -78,8 +76,12 @@
     return element("article", "group", title, said([["question", sample.text]]), expected, columns);
   }
 
+  // What a reader has asked for stays when a page that follows its runs takes new steps.
+  const ASKED = ["samples-run", "samples-words", "samples-step", "samples-kind", "story-question"];
+  const asked = {};
+
   // The words of a group in small letters: those of its question, and those of each answer.
-  const words = new Map();
+  const words = new WeakMap();
   function wordsOf(sample) {
     if (!words.has(sample)) {
       const answers = sample.answers.map((answer) => answer.parts.map((part) => part[1]).join("").toLowerCase());
@@ -96,13 +98,13 @@
   const KINDS = { any: () => true, right: isRight, wrong: (answer) => !isRight(answer), replayed: isReplayed };
 
   function found() {
-    const asked = at("samples-words").value.toLowerCase().split(/\s+/).filter(Boolean);
+    const sought = at("samples-words").value.toLowerCase().split(/\s+/).filter(Boolean);
     const [first, last] = stepsAsked();
     const isOfKind = KINDS[at("samples-kind").value];
     return run().samples.filter((sample) => {
       if (sample.step < first || sample.step > last) return false;
       const { head, answers } = wordsOf(sample);
-      const missing = asked.filter((word) => !head.includes(word));
+      const missing = sought.filter((word) => !head.includes(word));
       return sample.answers.some((answer, i) => isOfKind(answer) && missing.every((word) => answers[i].includes(word)));
     });
   }
@@ -172,9 +174,15 @@
       return option;
     });
     at("story-question").replaceChildren(...options);
+    ask("story-question");
     at("story").hidden = !questions.size;
     if (questions.size) tell();
     search();
+  }
+
+  function ask(id) {
+    if (id in asked) at(id).value = asked[id];
+    if (at(id).selectedIndex === -1) at(id).selectedIndex = 0; // what was asked for is not here
   }
 
   let waiting;
@@ -182,11 +190,24 @@
     clearTimeout(waiting);
     waiting = setTimeout(search, 120);
   };
-  at("samples-run").parentElement.hidden = runs.length < 2;
-  at("samples-run").onchange = choose;
-  at("samples-words").oninput = soon;
-  at("samples-step").oninput = soon;
-  at("samples-kind").onchange = search;
-  at("story-question").onchange = tell;
-  choose();
+
+  function start() {
+    const source = at("samples-data");
+    if (!source) return;
+    runs = JSON.parse(source.textContent);
+    for (const id of ASKED) {
+      ask(id);
+      at(id).addEventListener("input", () => (asked[id] = at(id).value));
+    }
+    at("samples-run").parentElement.hidden = runs.length < 2;
+    at("samples-run").onchange = choose;
+    at("samples-words").oninput = soon;
+    at("samples-step").oninput = soon;
+    at("samples-kind").onchange = search;
+    at("story-question").onchange = tell;
+    choose();
+  }
+
+  document.addEventListener("renewed", start);
+  start();
 })();
