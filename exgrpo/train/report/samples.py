@@ -39,7 +39,7 @@ def samples_of(runs: Sequence[RunData]) -> list[RunSamples]:
 def _success(config: dict[str, Any]) -> float:
     reward = config.get("reward")
     success = reward.get("success") if isinstance(reward, dict) else None
-    return float(success) if type(success) in (int, float) else SUCCESS
+    return float(success) if isinstance(success, int | float) else SUCCESS
 
 
 def bounded(runs: Sequence[RunSamples], most: int = MOST_BYTES) -> list[RunSamples]:
