@@ -44,8 +44,12 @@ def source_panels(runs: Sequence[RunColumns]) -> list[Panel]:
     panels = [_set_panel(name.removesuffix(PASS_RATE)) for name in sets]
     tested = {name for run in runs for name in run.held_out if name.startswith("test/")} - {"test/pass_rate"}
     trained = {name for run in runs for name in run.training if name.startswith("reward/")}
-    panels += [Panel(f"Held-out {_source(n)}", "Pass@1", {n: ""}, held_out=True) for n in _several(tested)]
-    return panels + [Panel(f"Reward in training: {_source(n)}", "reward", {n: ""}) for n in _several(trained)]
+    panels += [
+        Panel(f"Held-out {_source(n)}", "Pass@1", {n: ""}, held_out=True, constant=True) for n in _several(tested)
+    ]
+    return panels + [
+        Panel(f"Reward in training: {_source(n)}", "reward", {n: ""}, constant=True) for n in _several(trained)
+    ]
 
 
 def _set_panel(name: str) -> Panel:
@@ -57,11 +61,11 @@ def _set_panel(name: str) -> Panel:
 def variety_panels(runs: Sequence[RunColumns]) -> list[Panel]:
     """What several answers to a held-out question reach together, where they are measured: at each run's largest k."""
     ks = sorted({k for run in runs if (k := max(_ks(run.held_out), default=0))})
-    panels = [Panel(f"Held-out Pass@{k}", f"Pass@{k}", {f"pass_at/{k}": ""}, held_out=True) for k in ks]
-    for k in ks:
-        title = f"Different right answers among {k}"
-        panels.append(Panel(title, "solutions", {f"distinct_at/{k}": ""}, held_out=True, zero=True))
-    return panels
+    pass_at = [Panel(f"Held-out Pass@{k}", f"Pass@{k}", {f"pass_at/{k}": ""}, held_out=True, constant=True) for k in ks]
+    return pass_at + [
+        Panel(f"Different right answers among {k}", "solutions", {f"distinct_at/{k}": ""}, held_out=True, zero=True)
+        for k in ks
+    ]
 
 
 def _ks(run: Columns) -> list[int]:

@@ -71,7 +71,7 @@ def says_nothing(plot: Plot, others: Sequence[Plot]) -> str:
         return "without numbers"
     values = np.array(rounded(np.concatenate([curve.y for curve in plot.curves])))
     steps = np.concatenate([curve.x for curve in plot.curves])
-    one = bool((values == values[0]).all()) and not plot.constant
+    one = bool((values == values[0]).all()) and not (plot.constant or plot.one_group)
     # A single step has one number of everything: only 0 says nothing there.
     if one and (values[0] == 0 or len(np.unique(steps)) > 1):
         return f"always {values[0]:.4g}"
