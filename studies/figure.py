@@ -1,6 +1,7 @@
 """The curves of a study in one picture: a column for each task, Pass@1 above Pass@k."""
 
 import io
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -8,11 +9,27 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from exgrpo.train.report.curves import mean_curve
-from exgrpo.train.report.plots import STYLE, colour, marker
+from exgrpo.train.report.looks import COLOURS
 from studies.findings import Findings
 
 WIDTH, HEIGHT, LEGEND = 3.6, 2.4, 0.45
 """Inches of a plot, and of the line with the names of the arms."""
+MARKERS = ("o", "o", "s", "^", "D", "v")
+"""Of the arms: the next one when the colours begin again."""
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#8a939c",
+    "axes.grid": True,
+    "grid.color": "#e4e7eb",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "text.parse_math": False,
+    "legend.frameon": False,
+}
 ROWS = ("pass_at_1", "pass_at_k")
 
 
@@ -42,13 +59,15 @@ def figure(findings: Findings, cost: str = "generated_tokens") -> str:
 def _draw(plot: Axes, findings: Findings, task: str, name: str, cost: str) -> None:
     lines = [mean_curve([dict(run.curves) for run in arm.runs[task]], cost, name) for arm in findings.arms]
     for number, (arm, line) in enumerate(zip(findings.arms, lines, strict=True)):
-        shape = marker(number) or "o"
-        plot.plot(line.x, line.y, label=arm.name, color=colour(number), marker=shape, markersize=3, linewidth=1.6)
+        shape = MARKERS[number // len(COLOURS) % len(MARKERS)]
+        plot.plot(line.x, line.y, label=arm.name, color=_colour(number), marker=shape, markersize=3, linewidth=1.6)
     # An interval over few seeds can be many times wider than what there is to see: it does not set the scale.
     plot.autoscale_view()
     plot.set_autoscale_on(False)
     for number, line in enumerate(lines):
-        if line.half is not None:
-            plot.fill_between(
-                line.x, line.y - line.half, line.y + line.half, color=colour(number), alpha=0.15, linewidth=0
-            )
+        if line.low is not None and line.high is not None:
+            plot.fill_between(line.x, line.low, line.high, color=_colour(number), alpha=0.15, linewidth=0)
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exgrpo.train.report.page import KEYS
-from exgrpo.train.report.plots import Panel, Picture, PlotGroup, colour, draw_lines, marker
+from exgrpo.train.report.draw import Plot, PlotGroup, draw_lines
+from exgrpo.train.report.looks import colour, key
+from exgrpo.train.report.panels import Panel
 from exgrpo.train.report.runs import RunColumns
 from exgrpo.train.report.template import template
 from studies.findings import SCORES, Findings
@@ -69,10 +70,10 @@ def page(findings: Findings) -> str:
         origin=_origin(findings),
         tables=list(tables(findings)),
         looks=[
-            {"label": arm.name, "colour": colour(i), "marker": KEYS[marker(i)], "text": plan.arms[arm.name].text}
+            {"label": arm.name, "colour": colour(i), "marker": key(i), "text": plan.arms[arm.name].text}
             for i, arm in enumerate(findings.arms)
         ],
-        sections=[(task, _pictures(findings, task)) for task in findings.tasks],
+        sections=[(task, _plots(findings, task)) for task in findings.tasks],
     )
 
 
@@ -171,7 +172,7 @@ def _ratio(found: Interval) -> str:
     return _bold(found.text(".2f"), found.high < 1)
 
 
-def _pictures(findings: Findings, task: str) -> list[Picture]:
+def _plots(findings: Findings, task: str) -> list[Plot]:
     groups = [PlotGroup(arm.name, [_columns(run) for run in arm.runs[task]]) for arm in findings.arms]
     panels = [
         Panel(f"Pass@1 against {words}", "held-out Pass@1", {"pass_at_1": ""}, X.get(cost, cost), held_out=True)
@@ -183,7 +184,7 @@ def _pictures(findings: Findings, task: str) -> list[Picture]:
     ]
     panels += [Panel(title, unit, {name: ""}, "generated_tokens", True) for name, (title, unit) in WATCHED.items()]
     drawn = [draw_lines(panel, groups, f"{task}-{number}") for number, panel in enumerate(panels)]
-    return [picture for picture in drawn if picture.svg]
+    return [plot for plot in drawn if plot.curves]
 
 
 def _columns(run: Result) -> RunColumns:

@@ -236,6 +236,12 @@ class OutputConfig(Section):
     sample_groups: int = Field(
         2, ge=0, le=MOST_ANSWERS, description="Groups of rollouts written out per step, to be read."
     )
+    stories: int = Field(
+        4,
+        ge=0,
+        le=MOST_ANSWERS,
+        description="So many questions are followed: the first ones that are written out. All their groups are, too.",
+    )
     save_model: bool = Field(True, description="Save the trained model in Hugging Face format.")
     export_every: int | None = Field(
         None, ge=1, le=MOST_STEPS, description="Save the model under exports every so many steps, too; None: never."

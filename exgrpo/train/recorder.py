@@ -2,19 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import cycle
 
 from rich.console import Console
 
 from exgrpo.train.build import Parts
-from exgrpo.train.checkpoint.log_files import Kind
+from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES, Kind
 from exgrpo.train.checkpoint.resume import FINISHED
 from exgrpo.train.distributed import on_main
 from exgrpo.train.errors import OutputError, ReportError, os_errors_as
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.trackers import open_trackers
 from exgrpo.train.model_folder import BEST, EXPORTS, MODEL
+from exgrpo.train.records import Rollout, Trajectory
 from exgrpo.train.report.page import write_report
-from exgrpo.train.rollout import text_of
+from exgrpo.train.rollout import parts_of
+from exgrpo.train.samples import Followed, Sample, SampledAnswer, Writer, read_samples, spread
 from exgrpo.train.steps import StepResult
 
 
@@ -34,6 +37,7 @@ class Recorder:
     def __init__(self, parts: Parts, resources: ExitStack, position: dict[str, int] | None) -> None:
         self._parts = parts
         self._next: dict[str, float] = {}
+        self._followed = Followed(0)
         self._log = on_main(parts.world, lambda: self._open(position))
         if self._log:
             resources.callback(self._log.close)
@@ -43,7 +47,9 @@ class Recorder:
         with os_errors_as(OutputError, f"{folder} cannot be written"):
             # Before the log, which cuts off what an interrupted run has told its trackers after the checkpoint.
             trackers = open_trackers(self._parts.config, folder, position["step"] if position else None)
-            return RunLog(folder, trackers, resume=position)
+            log = RunLog(folder, trackers, resume=position)
+            self._followed = Followed(self._parts.config.output.stories, read_samples(folder / SAMPLES))
+        return log
 
     def position(self) -> dict[str, int] | None:
         """Where the log stands; None on ranks that have none. All ranks call it together, as `record` and `step`."""
@@ -68,17 +74,34 @@ class Recorder:
         on_main(self._parts.world, lambda: self._write_samples(step, result, self._log) if self._log else None)
 
     def _write_samples(self, step: int, result: StepResult, log: RunLog) -> None:
-        config, decode = self._parts.config, self._parts.answerer.decode
-        # Replayed groups come last: show some of either kind.
-        shown = list(range(len(result.questions)))[:: max(1, len(result.questions) - 1)]
-        for i in shown[: config.output.sample_groups]:
-            question = self._parts.inputs.train_set.questions[result.questions[i]]
-            answers = [(_label(a.reward, a.rollout.finished), a.text) for a in result.answers.of_question[i]]
-            answers += [
-                (f"replayed from step {row.step}", text_of(row, decode, question.stops(config.rollout.stop)))
-                for row in result.replayed[i]
-            ]
-            log.sample(step, question.text, question.gold, answers)
+        shown = spread(len(result.questions), self._parts.config.output.sample_groups)
+        for i in self._followed.choose(result.questions, shown):
+            log.sample(self._sample(step, result, i))
+
+    def _sample(self, step: int, result: StepResult, i: int) -> Sample:
+        """The group at a position."""
+        question = self._parts.inputs.train_set.questions[result.questions[i]]
+        stop = question.stops(self._parts.config.rollout.stop)
+        fresh = [self._answer(answer.rollout, stop, answer.reward) for answer in result.answers.of_question[i]]
+        replayed = [
+            self._answer(row, stop, row.reward, row.step, entropy)
+            for row, entropy in zip(result.replayed[i], result.entropies[i], strict=True)
+        ]
+        followed = question.index in self._followed
+        return Sample(step, question.index, question.text, question.gold, followed, (*fresh, *replayed))
+
+    def _answer(
+        self,
+        answer: Rollout | Trajectory,
+        stop: tuple[str, ...],
+        reward: float,
+        step: int | None = None,
+        entropy: float | None = None,
+    ) -> SampledAnswer:
+        texts = parts_of(answer, self._parts.answerer.decode, stop)
+        writers: cycle[Writer] = cycle(("policy", "environment"))
+        parts = tuple(zip(writers, texts, strict=False))
+        return SampledAnswer(parts, reward, answer.finished, len(answer.response), step, entropy)
 
     def conclude(self, changes: Sequence[str], console: Console) -> None:
         """Write the report and say what came of the run, on rank 0; the run counts as finished then.
@@ -93,7 +116,7 @@ class Recorder:
         folder, output = self._parts.folder, self._parts.config.output
         if changes:
             console.print("\n" + "\n".join(changes), highlight=False, style="bold")
-        names = ["config.yaml", "metrics.jsonl", "samples.md"]
+        names = ["config.yaml", METRICS, SAMPLES]
         try:
             write_report([folder], folder / "report.html")
             names.insert(0, "report.html")
@@ -104,7 +127,3 @@ class Recorder:
         names += ["tensorboard"] if "tensorboard" in output.trackers else []
         names += [name for name in (MODEL, BEST, EXPORTS) if (folder / name).exists()]
         console.print(f"results in {folder}: {', '.join(names)}", highlight=False, soft_wrap=True)
-
-
-def _label(reward: float, finished: bool) -> str:
-    return f"reward {reward:g}" + ("" if finished else ", cut at the length limit")

@@ -18,6 +18,7 @@ class StepResult:
         questions: index of the question of each group; those that replay come last.
         answers: the fresh answers of each group.
         replayed: the replayed trajectories of each group.
+        entropies: mean token entropy in nats of each of them when it was chosen; None where nobody asked for it.
         work: what the model read and wrote, by phase.
         notes: sentences that a person should read.
     """
@@ -26,6 +27,7 @@ class StepResult:
     questions: list[int]
     answers: Answers
     replayed: list[tuple[Trajectory, ...]]
+    entropies: list[tuple[float | None, ...]]
     work: Work
     notes: tuple[str, ...] = ()
 

@@ -154,11 +154,13 @@ class Trainer:
         """What to look at: the groups that were asked, and behind them those of stored answers alone."""
         groups = [*record.groups, *late]
         of_question = [*record.answers.of_question, *([] for _ in late)]
+        entropies = {id(one.trajectory): one.entropy for one in record.selected}
         return StepResult(
             metrics=step_metrics(record),
             questions=[group.question for group in groups],
             answers=dataclasses.replace(record.answers, of_question=of_question),
             replayed=[group.replayed for group in groups],
+            entropies=[tuple(entropies[id(row)] for row in group.replayed) for group in groups],
             work=record.work,
             notes=tuple(filter(None, notes)),
         )

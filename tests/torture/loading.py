@@ -15,6 +15,7 @@ from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
 from exgrpo.train.distributed import World
 from exgrpo.train.experience import ReplayState
+from exgrpo.train.metrics.run_log import SAMPLES_SIZE
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.program import configure
 from tests.torture.jobs import KEEP
@@ -92,7 +93,7 @@ def load(run: Path, fingerprint: str) -> Loaded:
     checkpoints = Checkpoints(run, lone, fingerprint=fingerprint, config={}, keep=KEEP)
     step, progress = checkpoints.load(cast(Policy, policy), cast(Any, trainer))
     logs = {
-        name: _digest(run / name, progress["log"][key]) for name, key in ((METRICS, "metrics"), (SAMPLES, "samples"))
+        name: _digest(run / name, progress["log"][key]) for name, key in ((METRICS, "metrics"), (SAMPLES, SAMPLES_SIZE))
     }
     return Loaded(step, policy.files, trainer.digest, progress, logs)
 

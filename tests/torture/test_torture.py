@@ -10,6 +10,7 @@ import pytest
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.listing import find
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
+from exgrpo.train.metrics.run_log import SAMPLES_SIZE
 from tests.torture.campaign import Campaign
 from tests.torture.cases import Case, drawn
 from tests.torture.damages import WAYS, files_of, needed
@@ -46,7 +47,7 @@ def run(tmp_path_factory):
         for name in (METRICS, SAMPLES):
             with (folder / name).open("a") as file:
                 file.write(f"step {step} in {name}\n")
-        sizes = {key: (folder / name).stat().st_size for key, name in (("metrics", METRICS), ("samples", SAMPLES))}
+        sizes = {key: (folder / name).stat().st_size for key, name in (("metrics", METRICS), (SAMPLES_SIZE, SAMPLES))}
         story(trainer, step, step + 1)
         writer.save(step, trainer.policy, trainer, {"log": {"step": step, **sizes}, "evaluations": []})
     return folder

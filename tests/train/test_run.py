@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.recipe import DEFAULT_RUN, load_recipe
+from exgrpo.train.samples import read_samples
 from tests.train.launch import MAIN, launch, launch_by_deepspeed
 
 SMALL = (
@@ -82,10 +83,13 @@ def test_results_can_be_used(run):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     assert model.config.vocab_size >= len(tokenizer)
     assert load_recipe(folder / "config.yaml").questions == 8
-    samples = (folder / "samples.md").read_text()
-    assert "## Step 1:" in samples
-    assert "replayed from step" in samples
-    assert "<|end|>" not in samples
+    samples = list(read_samples(folder / "samples.jsonl"))
+    assert {sample.step for sample in samples} == {1, 2, 3, 4}
+    answers = [answer for sample in samples for answer in sample.answers]
+    replayed = [answer for answer in answers if answer.replayed_from is not None]
+    assert all(answer.entropy is not None and answer.entropy > 0 for answer in replayed)
+    assert 0 < len(replayed) < len(answers)
+    assert not any("<|end|>" in text for answer in answers for _, text in answer.parts)
     assert list((folder / "tensorboard").iterdir())
     assert "<svg" in (folder / "report.html").read_text()
 
@@ -112,7 +116,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not(run, request)
             {k: v for k, v in r.items() if "second" not in k and not k.startswith("mfu")}
             for r in records(folder.parent / name)
         ]
-        return untimed, (folder.parent / name / "samples.md").read_text()
+        return untimed, (folder.parent / name / "samples.jsonl").read_text()
 
     assert story("again") == story("small")
     assert story("other") != story("small")

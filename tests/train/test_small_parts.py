@@ -17,6 +17,7 @@ from exgrpo.train.distributed import World
 from exgrpo.train.metrics.display import COLUMNS, Display, fitting
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.pretrained.tokenizer import load_pretrained
+from exgrpo.train.samples import Sample, SampledAnswer, read_samples
 from exgrpo.train.seeds import derive_seed, generator
 from tests.train import tiny
 
@@ -68,9 +69,10 @@ def test_metrics_are_json_and_flushed_at_once(tmp_path):
     log.metrics("training", {"step": 1, "reward": 0.5, "replayed_ratio": math.nan})
     written = {"step": 1, "kind": "training", "reward": 0.5, "replayed_ratio": None}
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == written
-    log.sample(1, "What is 1 + 1?", "2", [("reward 1", "two")])
+    answer = SampledAnswer((("policy", "two"),), 1.0, True, 2)
+    log.sample(sample := Sample(1, 0, "What is 1 + 1?", "2", False, (answer,)))
+    assert list(read_samples(tmp_path / "samples.jsonl")) == [sample]
     log.close()
-    assert "two" in (tmp_path / "samples.md").read_text()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

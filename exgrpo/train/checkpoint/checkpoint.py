@@ -2,7 +2,7 @@
 
     RUN/checkpoints/step_00000020/     one checkpoint; it exists under this name only when it is complete
         manifest.json                  what the checkpoint is, and a checksum of everything, itself included
-        metrics.jsonl, samples.md      the run's logs up to this step
+        metrics.jsonl, samples.jsonl   the run's logs up to this step
         policy/                        weights and states of the optimiser, by rank
     RUN/experience/                    buffer segments and state arrays, each named by its checksum
 

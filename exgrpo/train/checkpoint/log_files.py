@@ -1,4 +1,4 @@
-"""metrics.jsonl and samples.md on disk: read though damaged, copied into checkpoints, restored from there."""
+"""metrics.jsonl and samples.jsonl on disk: read though damaged, copied into checkpoints, restored from there."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from exgrpo.train.checkpoint.durable import write_whole
 
 logger = logging.getLogger(__name__)
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.md"
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 DAMAGED = ".damaged"
 """Ends the name of what was set aside because of damage."""
 HUGE = 1e300

@@ -6,7 +6,7 @@ from exgrpo.train.builtin import ASSETS
 from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.experience_data.show import counts
 from exgrpo.train.experience_data.stored import Experience, Overview
-from exgrpo.train.report.plots import draw_histogram
+from exgrpo.train.report.draw import draw_histogram
 from exgrpo.train.report.template import template
 
 QUESTIONS = 100
@@ -25,7 +25,7 @@ def write_page(experience: Experience, overview: Overview, output: Path) -> None
     page = template(ASSETS / "experience" / "page.html").render(
         title=f"Experience of {overview.title}",
         counts=counts(overview),
-        pictures=[
+        plots=[
             draw_histogram(name, values, f"histogram-{number}")
             for number, (name, values) in enumerate(overview.distributions.items())
         ],

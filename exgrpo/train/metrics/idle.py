@@ -29,6 +29,6 @@ class IdleSteps:
             span = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
             why = (
                 f"in each of the {len(groups)} groups all answers have the same reward ({span}): the questions are all "
-                "too hard or all too easy, or the reward does not recognise the answers (see samples.md)"
+                "too hard or all too easy, or the reward does not recognise the answers (see samples.jsonl)"
             )
         return f"the last {self.in_a_row} steps changed nothing, for no answer has an advantage: {why}"

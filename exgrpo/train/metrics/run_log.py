@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -12,15 +12,18 @@ from typing import TextIO
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES, Kind
 from exgrpo.train.errors import ConfigError, OutputError, os_errors_as, shown
 from exgrpo.train.metrics.trackers import Tracker, tracked
+from exgrpo.train.samples import Sample, to_line
 
 logger = logging.getLogger(__name__)
 
+SAMPLES_SIZE = "samples_jsonl"
+"""Key of a position: the bytes of samples.jsonl."""
 GO_ON = "Make room there and start again with --resume auto, which goes on from the last checkpoint"
 """What to do where the results of a run cannot be written."""
 
 
 class RunLog:
-    """Writes metrics.jsonl and readable samples into a run's folder, and tells the trackers.
+    """Writes metrics.jsonl and samples.jsonl into a run's folder, and tells the trackers.
 
     A tracker that fails is dropped with one warning: metrics.jsonl is what counts.
 
@@ -40,10 +43,17 @@ class RunLog:
         self._samples = (folder / SAMPLES).open("a", encoding="utf-8")
         if resume is not None:
             self._step = resume["step"]
-            for file, size in ((self._metrics, resume["metrics"]), (self._samples, resume["samples"])):
+            for file, size in ((self._metrics, resume["metrics"]), (self._samples, self._size_of_samples(resume))):
                 if (now := os.fstat(file.fileno()).st_size) < size:  # truncate would fill it up with NUL bytes
                     raise ConfigError(f"{file.name} is damaged: it has {now} bytes and had {size} at step {self._step}")
                 file.truncate(size)
+
+    def _size_of_samples(self, resume: Mapping[str, int]) -> int:
+        """What samples.jsonl had; older versions have written samples.md, and its size under another key."""
+        if SAMPLES_SIZE not in resume:
+            name = self._samples.name
+            logger.warning("%s begins after step %d: an older version has written samples.md before", name, self._step)
+        return resume.get(SAMPLES_SIZE, 0)
 
     def metrics(self, kind: Kind, record: dict[str, float]) -> None:
         """Append one record of this kind; numbers that do not exist (NaN) become null.
@@ -78,18 +88,16 @@ class RunLog:
         for file in (self._metrics, self._samples):
             with _written(file):
                 os.fsync(file.fileno())
-        return {"step": self._step, "metrics": self._metrics.tell(), "samples": self._samples.tell()}
+        return {"step": self._step, "metrics": self._metrics.tell(), SAMPLES_SIZE: self._samples.tell()}
 
-    def sample(self, step: int, question: str, gold: str, answers: Sequence[tuple[str, str]]) -> None:
-        """Append one question with its (label, text) answers for people to read.
+    def sample(self, sample: Sample) -> None:
+        """Append a group for people to read.
 
         Raises:
-            OutputError: samples.md cannot be written.
+            OutputError: samples.jsonl cannot be written.
         """
         with _written(self._samples):
-            self._samples.write(f"## Step {step}: {question}\n\nExpected: `{gold}`\n\n")
-            for label, text in answers:
-                self._samples.write(f"**{label}**\n\n~~~text\n{text}\n~~~\n\n")
+            self._samples.write(to_line(sample))
             self._samples.flush()
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +20,12 @@ STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.2
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Points of a line; `half` is half the width of the interval around y, or None for a single run."""
+    """Points of a line; `low` and `high` are the ends of the interval around y, or None where it has none."""
 
     x: FloatArray
     y: FloatArray
-    half: FloatArray | None = None
+    low: FloatArray | None = None
+    high: FloatArray | None = None
 
 
 def half_width(values: FloatArray) -> FloatArray:
@@ -42,25 +44,30 @@ def student_t(freedom: int) -> float:
     return sum(term / freedom**power for power, term in enumerate(terms))
 
 
-def curve(run: Columns, x: str, y: str) -> Curve:
-    """The points of a run where both numbers exist."""
+def curve(run: Columns, x: str, y: str, interval: tuple[str, str] | None = None) -> Curve:
+    """The points of a run where both numbers exist, with the columns of their interval where it has these."""
     there = _there(run, x, y)
-    return Curve(run[x][there], run[y][there]) if there.any() else Curve(np.empty(0), np.empty(0))
+    if not there.any():
+        return Curve(np.empty(0), np.empty(0))
+    ends = [run[end][there] for end in interval or () if end in run]
+    known = len(ends) == 2 and bool(np.isfinite(ends).all())
+    return Curve(run[x][there], run[y][there], *(ends if known else ()))
 
 
-def mean_curve(runs: Sequence[Columns], x: str, y: str) -> Curve:
+def mean_curve(runs: Sequence[Columns], x: str, y: str, interval: tuple[str, str] | None = None) -> Curve:
     """Mean and interval over runs, at the steps at which every run that has these numbers at all has them.
 
-    x is averaged as well: a mean over runs stands at the mean cost of its step.
+    x is averaged as well: a mean over runs stands at the mean cost of its step. A single run has its own interval.
     """
     having = [run for run in runs if _there(run, x, y).any()]
     if len(having) < 2:
-        return curve(having[0] if having else runs[0], x, y)
+        return curve(having[0] if having else runs[0], x, y, interval if len(runs) == 1 else None)
     steps: FloatArray = reduce(np.intersect1d, [run["step"][_there(run, x, y)] for run in having])
     rows = [np.searchsorted(run["step"], steps) for run in having]
     xs = np.array([run[x][row] for run, row in zip(having, rows, strict=True)])
     ys = np.array([run[y][row] for run, row in zip(having, rows, strict=True)])
-    return Curve(xs.mean(axis=0), ys.mean(axis=0), half_width(ys))
+    mean, half = ys.mean(axis=0), half_width(ys)
+    return Curve(xs.mean(axis=0), mean, mean - half, mean + half)
 
 
 def _there(run: Columns, x: str, y: str) -> npt.NDArray[np.bool_]:
@@ -75,5 +82,7 @@ def thin(line: Curve) -> Curve:
         return line
     starts = np.arange(0, len(line.x), block)
     count = np.diff([*starts, len(line.x)])
-    x, y = np.add.reduceat(line.x, starts) / count, np.add.reduceat(line.y, starts) / count
-    return Curve(x, y, None if line.half is None else np.add.reduceat(line.half, starts) / count)
+    means: list[Any] = [
+        None if of is None else np.add.reduceat(of, starts) / count for of in (line.x, line.y, line.low, line.high)
+    ]
+    return Curve(*means)

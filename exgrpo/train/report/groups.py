@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from exgrpo.train.config import Config
 from exgrpo.train.dotted import flat
+from exgrpo.train.recipe import NAMED
 from exgrpo.train.report.runs import RunData
 
 NOT_COMPARED = ("output.", "checkpoint.")
@@ -53,6 +55,19 @@ def differences(groups: Sequence[RunGroup]) -> dict[str, list[str]]:
     names = dict.fromkeys(name for options in settings for name in options)
     values = {name: [_value(options, name) for options in settings] for name in names}
     return {name: of_groups for name, of_groups in values.items() if len(set(of_groups)) > 1}
+
+
+def changes(run: RunData) -> dict[str, list[str]]:
+    """Each option of a run that is not its default, with its value and that default; a required one has none."""
+    required: dict[str, Any] = {}
+    for name in NAMED:
+        section, option = name.split(".")
+        required.setdefault(section, {})[option] = ""
+    defaults = flat(Config.model_validate(required).model_dump(mode="json"))
+    known = {name: value for name, value in defaults.items() if name not in NAMED}
+    own = {name: value for name, value in flat(run.config).items() if not name.startswith(NOT_COMPARED)}
+    values = {name: [_value(own, name), _value(known, name)] for name in own}
+    return {name: both for name, both in values.items() if both[0] != both[1]}
 
 
 def _value(options: dict[str, Any], name: str) -> str:

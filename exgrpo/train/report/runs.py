@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import yaml
 
-from exgrpo.train.checkpoint.log_files import METRICS, Kind, Record, read_records
+from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES, Kind, Record, read_records
 from exgrpo.train.errors import ReportError
 from exgrpo.train.report.curves import Columns
+from exgrpo.train.samples import Sample, read_samples
 
 Numbers = dict[str, float]
 RENAMED = {"rollout_tokens_per_second": "tokens_per_second/generate"}
@@ -38,12 +39,14 @@ class RunData:
         config: config.yaml; empty where it cannot be read.
         columns: what can be plotted.
         unreadable: the numbers, from 1, of the lines of metrics.jsonl that are no records.
+        samples: what samples.jsonl has, in its order; older versions have written none.
     """
 
     name: str
     config: dict[str, Any]
     columns: RunColumns
     unreadable: list[int]
+    samples: tuple[Sample, ...]
 
 
 def load_run(folder: Path, name: str) -> RunData:
@@ -63,7 +66,15 @@ def load_run(folder: Path, name: str) -> RunData:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         config = None
-    return RunData(name, config if isinstance(config, dict) else {}, _run_columns(records), unreadable)
+    samples = _samples(folder / SAMPLES)
+    return RunData(name, config if isinstance(config, dict) else {}, _run_columns(records), unreadable, samples)
+
+
+def _samples(path: Path) -> tuple[Sample, ...]:
+    try:
+        return tuple(read_samples(path))
+    except OSError:
+        return ()
 
 
 def _run_columns(records: Iterable[Record]) -> RunColumns:

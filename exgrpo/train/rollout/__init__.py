@@ -2,7 +2,7 @@
 
 from exgrpo.train.errors import RolloutError
 from exgrpo.train.rollout.engine import EngineCounts, Finished, Request, RolloutEngine, Sampling, collect
-from exgrpo.train.rollout.stops import NO_STOPS, Stops, text_of, turns_of
+from exgrpo.train.rollout.stops import NO_STOPS, Stops, parts_of, text_of, turns_of
 from exgrpo.train.rollout.transformers.engine import TransformersEngine
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Stops",
     "TransformersEngine",
     "collect",
+    "parts_of",
     "text_of",
     "turns_of",
 ]

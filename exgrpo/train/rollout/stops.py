@@ -78,10 +78,20 @@ def text_of(answer: Rollout | Trajectory, decode: Decode, stop: tuple[str, ...])
 
 def turns_of(answer: Rollout, decode: Decode) -> list[str]:
     """The text of each turn, special tokens kept: the policy's and the environment's in turn."""
+    return [decode(turn) for turn in _turns(answer)]
+
+
+def parts_of(answer: Rollout | Trajectory, decode: Decode, stop: tuple[str, ...]) -> list[str]:
+    """The text of each turn as of `turns_of`, the last one before what ended it, as of `text_of`."""
+    *before, last = _turns(answer)
+    return [*map(decode, before), text_of(Rollout(last, answer.finished), decode, stop)]
+
+
+def _turns(answer: Rollout | Trajectory) -> list[TokenIds]:
+    """The tokens of each turn, the policy's and the environment's in turn."""
     if answer.written is None:
-        return [decode(answer.response)]
-    starts = np.flatnonzero(np.diff(answer.written)) + 1
-    return [decode(part) for part in np.split(answer.response, starts)]
+        return [answer.response]
+    return np.split(answer.response, np.flatnonzero(np.diff(answer.written)) + 1)
 
 
 def _last_turn(written: Mask) -> int:

@@ -215,7 +215,7 @@ def test_a_run_killed_at_random_moments_gives_the_same_metrics(tmp_path, ranks):
         assert "going on with" in done.stdout
     assert untimed(tmp_path / "killed") == untimed(tmp_path / "whole")
     assert (tmp_path / "killed" / FINISHED).exists()
-    assert (tmp_path / "killed" / "samples.md").read_text() == (tmp_path / "whole" / "samples.md").read_text()
+    assert (tmp_path / "killed" / "samples.jsonl").read_text() == (tmp_path / "whole" / "samples.jsonl").read_text()
 
 
 @pytest.fixture(scope="module")

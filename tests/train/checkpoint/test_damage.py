@@ -24,7 +24,7 @@ from tests.train.checkpoint.test_checkpoint import (
 from tests.train.configs import configured
 from tests.train.launch import MAIN, launch
 
-LOGS = ("metrics.jsonl", "samples.md")
+LOGS = ("metrics.jsonl", "samples.jsonl")
 
 
 def logged_run(folder, **options):
@@ -273,16 +273,16 @@ def test_a_run_of_two_ranks_with_damaged_files_gives_the_same_metrics(tmp_path):
     shard = sorted((run / "checkpoints" / "step_00000008" / "policy").glob("rank_00001_*.safetensors"))[0]
     flip(shard)
     (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes()[:1000])
-    (run / "samples.md").write_bytes(b"\0" * 100)
+    (run / "samples.jsonl").write_bytes(b"\0" * 100)
     (run / "config.yaml").write_text("")
     done = launch(MAIN, f"--resume={run}", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"going on with {run} after step 6" in done.stdout
-    for name in (shard, run / "metrics.jsonl", run / "samples.md"):
+    for name in (shard, run / "metrics.jsonl", run / "samples.jsonl"):
         assert done.stderr.count(f"{name} is damaged") == 1
     assert done.stderr.count(f"{run / 'config.yaml'} is empty") == 1
     assert untimed(run) == untimed(tmp_path / "whole")
-    for name in ("samples.md", "config.yaml"):
+    for name in ("samples.jsonl", "config.yaml"):
         assert (run / name).read_text() == (tmp_path / "whole" / name).read_text().replace(
             "resume: null", f"resume: {run}"
         )

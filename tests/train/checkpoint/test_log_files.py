@@ -8,6 +8,7 @@ import pytest
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES, copy_logs, read_records, restore_logs
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.metrics.run_log import RunLog
+from exgrpo.train.samples import Sample, read_samples
 
 LINES = [json.dumps({"step": step, "reward": 0.5 * step}).encode() for step in range(1, 6)]
 RUBBISH = [b"\0" * 40, b"\xff\xfe\xfd", b"[1]", b"7", b"{}", b'{"step": 3, "rew', b"\0" + LINES[0], b"[" * 99_999]
@@ -96,7 +97,7 @@ def test_what_was_logged_after_the_checkpoint_stays(tmp_path, caplog):
 def test_a_log_is_never_filled_up(tmp_path, name):
     log = RunLog(tmp_path)
     log.metrics("training", {"step": 1, "reward": 0.5})
-    log.sample(1, "question", "gold", [])
+    log.sample(Sample(1, 0, "question", "gold", False, ()))
     position = log.position()
     log.close()
     content = (tmp_path / name).read_bytes()
@@ -121,3 +122,20 @@ def test_a_position_is_on_disk(tmp_path, monkeypatch):
     log.position()
     log.close()
     assert forced >= {(tmp_path / name).stat().st_ino for name in (METRICS, SAMPLES)}
+
+
+def test_a_run_of_an_older_version_goes_on_with_a_new_file_of_samples(tmp_path, caplog):
+    log = RunLog(tmp_path)
+    log.metrics("training", {"step": 1})
+    position = log.position()
+    log.close()
+    (tmp_path / "samples.md").write_text("## Step 1: question\n")
+    older = {"step": 1, "metrics": position["metrics"], "samples": 20}
+    for _ in range(2):  # the second time without a checkpoint of the new version
+        log = RunLog(tmp_path, resume=older)
+        log.sample(Sample(2, 0, "question", "gold", False, ()))
+        log.close()
+    assert [sample.step for sample in read_samples(tmp_path / SAMPLES)] == [2]
+    message = f"{tmp_path / SAMPLES} begins after step 1: an older version has written samples.md before"
+    assert caplog.messages == [message] * 2
+    assert (tmp_path / "samples.md").read_text() == "## Step 1: question\n"

@@ -15,6 +15,7 @@ from exgrpo.train.evaluate import evaluation, program
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.trackers import TensorBoard
 from exgrpo.train.model_folder import write_model
+from exgrpo.train.samples import Sample
 from tests.train.fakes import LoneWorld
 
 FULL = "/dev/full"
@@ -27,7 +28,7 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path, name):
     log = RunLog(tmp_path)
     writes = {
         METRICS: lambda: log.metrics("training", {"step": 1}),
-        SAMPLES: lambda: log.sample(1, "question", "gold", [("label", "text" * 10_000)]),
+        SAMPLES: lambda: log.sample(Sample(1, 0, "question" * 10_000, "gold", False, ())),
     }
     with pytest.raises(OutputError, match=rf"^{tmp_path / name} {WAY_ON}"):
         writes[name]()

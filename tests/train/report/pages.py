@@ -1,6 +1,7 @@
 """Runs to be reported on, and a page as its reader sees it."""
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
 class Page(HTMLParser):
-    """A page as its reader sees it: rows of the summary, plots by title, text; and what it would load."""
+    """A page as its reader sees it: rows of the summary, plots by title, text; what it would load, and what it runs.
+
+    `source` is all of it but the scripts, and `figures` has of each plot its words and what plotly.js gets.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.source = path.read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8")
+        self.scripts = re.findall(r"<script>(.*?)</script>", source, re.DOTALL)
+        self.source = re.sub(r"<script>.*?</script>", "", source, flags=re.DOTALL)
         self.open: list[str] = []
         self.ids: list[str] = []
         self.elements: set[tuple[str, ...]] = set()
@@ -26,8 +32,9 @@ class Page(HTMLParser):
         self.texts = ""
         self.loads: list[str] = []
         self.rows: list[list[str]] = []
-        self.figures: dict[str, dict[str, str]] = {}
-        self._heading = ""
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.left_out = ""
+        self._heading = self._class = ""
         self.feed(self.source)
         self.close()
         assert self.open == []
@@ -41,27 +48,42 @@ class Page(HTMLParser):
             self.policy = values["content"] or ""
         self.ids += [value for name, value in attrs if name == "id" and value]
         self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset") and value]
-        assert tag not in ("script", "link", "iframe", "object", "embed", "img", "image")
+        assert tag != "script" or values.get("type") == "application/json"
+        assert tag not in ("link", "iframe", "object", "embed", "img", "image")
         if tag == "tr":
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
         if tag == "h3":
             self._heading = ""
-        if tag == "svg" and "figure" in self.open:
+        self._class = values.get("class") or ""
+        if self._class == "plot":
+            assert values["aria-label"] == self._heading
             self.figures[self._heading] = {"role": values.get("role") or "", "text": ""}
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"]:
+            self.figures[self._heading]["figure"] = json.loads(data)
+            return
         self.texts += data
         if "td" in self.open or "th" in self.open:
             self.rows[-1][-1] += data
         if self.open and self.open[-1] == "h3":
             self._heading += data
-        if self.open and self.open[-1] == "desc" and "figure" in self.open:
+        if self.open and self.open[-1] == "p" and self._class == "words":
             self.figures[self._heading]["text"] += data
+        if self.open and self.open[-1] == "p" and self._class == "left-out":
+            self.left_out += data
+
+    def traces(self, title: str) -> dict[str, dict[str, Any]]:
+        """The curves of a plot by their names in tooltips; bands have none."""
+        return {trace["name"]: trace for trace in self.figures[title]["figure"]["data"] if "name" in trace}
+
+    def bands(self, title: str) -> list[dict[str, Any]]:
+        return [trace for trace in self.figures[title]["figure"]["data"] if "name" not in trace]
 
     def row(self, name: str) -> list[str]:
         return next(row[1:] for row in self.rows if row[0].strip() == name)

@@ -1,8 +1,10 @@
 """Pages about runs whose names, options, metrics, questions and answers want to be more than text."""
 
+import base64
+import hashlib
+import html
 import os
-
-import pytest
+import re
 
 from exgrpo.train.experience_data.page import write_page
 from exgrpo.train.experience_data.stored import AskedQuestion, StoredAnswer
@@ -52,27 +54,45 @@ def harmless(texts):
 def check(page, plain):
     """Texts made no element and no attribute, and can load nothing and run nothing."""
     assert page.elements <= plain.elements
-    assert page.loads
     assert all(place.startswith("#") for place in page.loads)
     assert not [name for element in page.elements for name in element if name.startswith("on")]
-    rules = dict(rule.strip().split(" ", 1) for rule in page.policy.split(";"))
+    rules = dict(" ".join(rule.split()).split(" ", 1) for rule in page.policy.split(";"))
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in page.scripts]
+    assert page.scripts == plain.scripts
     assert rules == {
         "default-src": "'none'",
+        "script-src": " ".join(f"'sha256-{found}'" for found in hashes),
         "style-src": "'unsafe-inline'",
         "base-uri": "'none'",
         "form-action": "'none'",
     }
     assert not set(page.source) & set(INVISIBLE)
+    for figure in page.figures.values():
+        for text in texts_of(figure["figure"]):
+            shown = OWN_TAGS.sub("", text)
+            assert "<" not in shown  # plotly reads tags, entities, and %{...} where a template is
+            assert not set(shown) & set(INVISIBLE)
 
 
-# matplotlib has no glyph of a control character.
-@pytest.mark.filterwarnings("ignore:Glyph")
+OWN_TAGS = re.compile(r"</?b>|<br>|<extra></extra>")
+
+
+def texts_of(value):
+    """All texts that plotly gets."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from texts_of(inner)
+
+
 def test_a_report_shows_hostile_names_as_text(tmp_path):
     names = [text.replace("/", "") for text in (HOSTILE[0], HOSTILE[1])]
     names[0] += "right\u202eleft" + os.fsdecode(b"\xff")
     page, plain = report(tmp_path / "hostile", names, TEXTS), report(tmp_path / "plain", ("a", "b"), harmless(TEXTS))
     check(page, plain)
     assert names[1] in page.texts
+    assert any(html.escape(names[1], quote=False) in name for name in page.traces("Held-out Pass@1 against steps"))
     assert r"right\u202eleft\udcff" in page.texts
     for text in SHOWN:
         if "/" not in text:  # of a metric, what stands behind it is shown

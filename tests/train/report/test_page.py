@@ -1,3 +1,4 @@
+import math
 import os
 import re
 import subprocess
@@ -37,7 +38,7 @@ def test_curves_carry_the_values_of_the_metrics_over_every_axis(whole_page):
     assert figures["Held-out Pass@1 against steps"]["text"] == "one: 0.25 at step 0, 0.75 at step 4"
     assert figures["Held-out Pass@1 against generated tokens"]["text"] == "one: 0.25 at token 0, 0.75 at token 4000"
     assert figures["Held-out Pass@1 against training time"]["text"] == "one: 0.25 at second 0, 0.75 at second 100"
-    assert figures["Reward in training against training time"]["text"] == "one: 0.1 at second 25, 0.4 at second 100"
+    assert figures["Pass@1 in training against training time"]["text"] == "one: 0.1 at second 25, 0.4 at second 100"
     assert "one, replayed: 1.25 at step 2, 1.25 at step 4" in figures["Mean ratio"]["text"]
     assert "one, timed out: 1 at step 1, 4 at step 4" in figures["Failures so far"]["text"]
     assert figures["Buckets over time"]["text"] == "one at step 4: bucket 1 4, bucket 2 8"
@@ -77,8 +78,95 @@ def test_every_plot_of_a_complete_run_is_drawn_named_and_described(whole_page):
     planned = yaml.safe_load((report_plots.ASSETS / "plots.yaml").read_text())
     titles = [panel["title"] for section in planned for panel in section["panels"]]
     titles += [plot["title"] for section in planned for kind in ("fans", "stacks") for plot in section.get(kind, [])]
-    assert set(whole_page.figures) == {*titles, "Held-out Pass@2"}
+    titles += ["Held-out Pass@2"]
+    assert set(whole_page.figures) == {title for title in titles if title not in named_in(whole_page.left_out)}
     assert all(figure["role"] == "img" and figure["text"] for figure in whole_page.figures.values())
+
+
+def named_in(left_out):
+    """The titles in the lines "Left out: reason: title, title; reason: title."."""
+    parts = [part for line in left_out.removesuffix(".").split(".Left out: ") for part in line.split("; ")]
+    return {title for part in parts for title in part.rpartition(": ")[2].split(", ")}
+
+
+def test_what_says_nothing_is_left_out_with_the_reason(whole_page):
+    """Of the fixture: what is 0 or the same in all steps, and the reward, which is equal to Pass@1."""
+    assert "always 0.25: Answers cut at the length limit" in whole_page.left_out
+    assert "always 0: Clipped tokens" in whole_page.left_out
+    assert "the same as “Pass@1 in training against steps”: Reward in training against steps" in whole_page.left_out
+    assert "always 1: Idle mini-batches" in whole_page.left_out
+    assert {"Reward in training against steps", "Clipped tokens"}.isdisjoint(whole_page.figures)
+    assert "Mean ratio" in whole_page.figures  # two constants, which are not equal
+
+
+def test_a_constant_pass_rate_says_that_nothing_was_learned(tmp_path):
+    steps = [training_record(step, pass_rate=0.5, reward=0.25) for step in (1, 2)]
+    page = page_of(tmp_path, make_run(tmp_path / "one", [held_out(0, 0.0), *steps, held_out(2, 0.0)]))
+    assert {"Held-out Pass@1 against steps", "Pass@1 in training against steps"} <= set(page.figures)
+    assert "always 0.25: Reward in training against steps" in page.left_out
+
+
+def test_a_single_step_has_one_number_of_everything_and_is_drawn(tmp_path):
+    page = page_of(tmp_path, make_run(tmp_path / "one", [training_record(1)]))
+    assert page.traces("Learning rate")["one"]["y"] == [1e-6]
+    assert "always 0: Clipped tokens" in page.left_out
+
+
+def test_runs_that_differ_are_drawn_though_each_is_constant(tmp_path):
+    runs = [
+        make_run(tmp_path / name, whole_run(learning_rate=rate), lr=rate) for name, rate in (("a", 1e-6), ("b", 2e-6))
+    ]
+    assert page_of(tmp_path, *runs).traces("Learning rate")["b"]["y"] == [2e-6] * 4
+
+
+def test_a_section_without_a_plot_is_left_out(tmp_path):
+    page = page_of(tmp_path, make_run(tmp_path / "one", [{"step": step, "reward": 0.1 * step} for step in (1, 2)]))
+    assert "Does it learn?" in page.texts
+    assert "What is in the experience?" not in page.texts
+    assert "without numbers: Held-out Pass@1 against steps" in page.left_out
+
+
+def test_a_single_run_has_wilsons_interval_of_its_held_out_questions(tmp_path):
+    """40 of 64 and 56 of 64 right: the metrics carry the interval, here by scipy."""
+    ends = {}
+    for step, right in ((0, 40), (4, 56)):
+        found = scipy.stats.binomtest(right, 64).proportion_ci(0.95, method="wilson")
+        ends[step] = {"held_out/low": found.low, "held_out/high": found.high}
+    records = [held_out(0, 40 / 64) | ends[0], *whole_run()[1:-1], held_out(4, 56 / 64) | ends[4]]
+    page = page_of(tmp_path, make_run(tmp_path / "one", records))
+
+    (band,) = page.bands("Held-out Pass@1 against steps")
+    low, high = ([ends[step][f"held_out/{end}"] for step in (0, 4)] for end in ("low", "high"))
+    assert band["x"] == [0, 4, 4, 0]
+    assert band["y"] == pytest.approx([*high, *low[::-1]], rel=1e-5)
+    told = page.traces("Held-out Pass@1 against steps")["one"]["customdata"]
+    np.testing.assert_allclose(told, [[low[0], high[0]], [low[1], high[1]]], rtol=1e-5)
+    bottom, top = page.figures["Held-out Pass@1 against steps"]["figure"]["layout"]["yaxis"]["range"]
+    assert bottom < low[0] < high[1] < top
+    assert "95 % interval over the held-out questions" in page.texts
+
+
+def test_values_have_six_digits(tmp_path):
+    run = make_run(tmp_path / "one", [training_record(step, entropy=math.pi / 10**6 * step) for step in (1, 2)])
+    assert page_of(tmp_path, run).traces("Entropy")["one, fresh"]["y"] == [3.14159e-06, 6.28319e-06]
+
+
+def test_long_times_are_in_minutes_or_hours(tmp_path):
+    run = make_run(tmp_path / "one", [training_record(step, seconds=3600.0) for step in (1, 2, 3)])
+    title = "Pass@1 in training against training time"
+    page = page_of(tmp_path, run)
+    assert page.traces(title)["one"]["x"] == [1, 2, 3]
+    assert page.figures[title]["figure"]["layout"]["xaxis"]["title"]["text"] == "training time in hours"
+
+
+def test_a_single_run_tells_what_differs_from_the_defaults(tmp_path):
+    run = make_run(tmp_path / "one", SHORT, seed=3, policy={"path": "builtin:arithmetic", "dtype": "bf16"}, mine=1)
+    page = page_of(tmp_path, run)
+    assert page.row("seed") == ["3", "0"]
+    assert page.row("policy.path") == ['"builtin:arithmetic"', ABSENT]
+    assert page.row("mine") == ["1", ABSENT]
+    assert "policy.dtype" not in [row[0] for row in page.rows]
+    assert "All options of one" in page.texts
 
 
 def test_a_page_stands_alone(tmp_path):
@@ -111,7 +199,10 @@ def test_seeds_become_a_mean_with_its_confidence_interval(tmp_path):
     assert cells[2] == f"{np.mean(after):.3f} ± {(high - low) / 2:.3f}"
     assert cells[3] == f"{np.mean(after) - 0.25:+.3f} ± {(high - low) / 2:.3f}"
     assert page.row("s2")[2] == "0.950"
-    assert f"0.75 ± {(high - low) / 2:.3g} at step 4" in page.figures["Held-out Pass@1 against steps"]["text"]
+    assert f"0.75 ({low:.3g} to {high:.3g}) at step 4" in page.figures["Held-out Pass@1 against steps"]["text"]
+    (band,) = page.bands("Held-out Pass@1 against steps")
+    assert [band["y"][i] for i in (1, 2)] == pytest.approx([high, low], rel=1e-3)  # the table of t has four digits
+    assert page.figures["Held-out Pass@1 against steps"]["figure"]["layout"]["yaxis"]["range"][1] < 1 < high
     assert "95 % confidence intervals" in page.source
 
 
@@ -130,8 +221,10 @@ def test_means_stand_at_the_steps_all_seeds_reached_and_at_their_mean_cost():
 
     assert curve.x.tolist() == [30, 45]
     assert curve.y.tolist() == [3, 5]
-    assert curve.half is not None
-    np.testing.assert_allclose(curve.half, 12.706 * np.array([1.0, 2.0]), rtol=1e-6)
+    assert curve.low is not None
+    assert curve.high is not None
+    half = 12.706 * np.array([1.0, 2.0])
+    np.testing.assert_allclose([curve.low, curve.high], [curve.y - half, curve.y + half], rtol=1e-6)
 
 
 def test_what_differs_in_more_than_the_seed_is_not_averaged(tmp_path):
@@ -158,7 +251,8 @@ def test_several_runs_are_overlaid_named_and_compared(tmp_path):
     assert [part.split(":")[0] for part in text.split("; ")] == [f"run{i}" for i in range(9)]
     assert {f"Time by phase: run{i}" for i in range(9)} <= set(page.figures)
     assert ["experience.ratio", *(f"{i / 10}" for i in range(9))] in page.rows
-    assert all(colour in page.source.lower() for colour in map(str.lower, report_plots.COLOURS))
+    paints = [trace["meta"]["paint"] for trace in page.traces("Reward in training against steps").values()]
+    assert paints == [f"var(--curve-{i % 7})" for i in range(9)]
 
 
 def test_folders_of_one_name_are_told_apart_and_named_once(tmp_path):
@@ -220,12 +314,13 @@ def test_steps_that_a_resumed_run_repeats_count_once(tmp_path):
 
 def test_long_runs_are_drawn_with_fewer_points(tmp_path):
     steps = 4 * report_curves.MAX_POINTS - 2
-    curve = report_curves.thin(report_curves.Curve(np.arange(steps) + 1.0, np.ones(steps), np.ones(steps)))
+    curve = report_curves.thin(report_curves.Curve(np.arange(steps) + 1.0, *np.ones((3, steps))))
     assert len(curve.x) == report_curves.MAX_POINTS
     assert curve.x[0] == 2.5
     assert curve.x[-1] == steps - 0.5
-    assert curve.half is not None
-    assert set(curve.y) == set(curve.half) == {1.0}
+    assert curve.low is not None
+    assert curve.high is not None
+    assert set(curve.y) == set(curve.low) == set(curve.high) == {1.0}
 
 
 def test_sources_are_shown_where_there_are_several(tmp_path):
@@ -248,9 +343,10 @@ def test_further_sets_of_held_out_questions_are_shown(tmp_path):
 def test_several_answers_to_a_question_are_shown_at_the_largest_k(tmp_path):
     names = ("pass_at/4", "pass_at/8", "pass_at/8/error", "distinct_at/8")
     records = [{"step": step, "test/pass_rate": 0.5} | dict.fromkeys(names, 0.75) for step in (0, 4)]
+    records[1]["distinct_at/8"] = 1.5
     figures = page_of(tmp_path, make_run(tmp_path / "one", records), make_run(tmp_path / "two", whole_run())).figures
     assert figures["Held-out Pass@8"]["text"] == "one: 0.75 at step 0, 0.75 at step 4"
-    assert figures["Different right answers among 8"]["text"] == "one: 0.75 at step 0, 0.75 at step 4"
+    assert figures["Different right answers among 8"]["text"] == "one: 0.75 at step 0, 1.5 at step 4"
     assert figures["Held-out Pass@2"]["text"].startswith("two: ")  # its largest
     assert "Held-out Pass@4" not in figures
 

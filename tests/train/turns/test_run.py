@@ -8,8 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from exgrpo.train.checkpoint.listing import survey
+from exgrpo.train.checkpoint.log_files import SAMPLES
 from exgrpo.train.experience_data.export import export
 from exgrpo.train.experience_data.of_run import RunExperience
+from exgrpo.train.samples import read_samples
 from tests.train.experience_data.runs import pretrained
 from tests.train.launch import MAIN, ROOT, launch_by_deepspeed
 from tests.train.test_run import SMALL
@@ -53,6 +55,17 @@ def test_a_run_that_goes_on_is_the_same_run(runs):
     assert len(straight) == 4
     for name in ("reward", "loss", "grad_norm", "entropy", "replayed", "turns", "observed_tokens", "generated_tokens"):
         assert [step[name] for step in resumed] == [step[name] for step in straight]
+
+
+def test_samples_say_who_wrote_what_and_are_the_same_after_a_resume(runs):
+    straight, resumed = ((run / SAMPLES).read_bytes() for run in runs)
+    assert straight == resumed
+    answers = [answer for sample in read_samples(runs[0] / SAMPLES) for answer in sample.answers]
+    replies = [part for answer in answers for part in answer.parts[1::2]]
+    assert replies
+    assert {writer for writer, _ in replies} == {"environment"}
+    assert all(text.strip().lstrip("-").isdecimal() for _, text in replies)
+    assert {writer for answer in answers for writer, _ in answer.parts[::2]} == {"policy"}
 
 
 def test_what_is_stored_and_exported_says_who_wrote_it(runs, tmp_path):
