@@ -79,7 +79,7 @@ def _cause(differing: Sequence[Sequence[str]]) -> str:
     names = list(dict.fromkeys(name for of_rank in differing for name in of_rank))
     if not names:
         return (
-            "No weight was found to differ: the model's head may do more than hidden @ weight.T + bias (a logit scale), "
+            "No weight was found to differ: the model's head may do more than hidden @ weight.T + bias (a logit scale) "
             "or rounding moves this model's probabilities so far (with --policy.dtype fp32, only the former remains)"
         )
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
