@@ -51,10 +51,10 @@ def main(argv: list[str]) -> int:
 def _follow(options: Options) -> int:
     if options.output is not None:
         raise ConfigError("--output: with --follow, no page is written; leave one of the two out")
-    with open_server(options.runs, options.port or 0) as server:
-        print(f"the report is at http://{ADDRESS}:{server.server_port}/ until Ctrl-C", flush=True)
-        try:
+    try:
+        with open_server(options.runs, options.port or 0) as server:
+            print(f"the report is at http://{ADDRESS}:{server.server_port}/ until Ctrl-C", flush=True)
             server.serve_forever()
-        except KeyboardInterrupt:
-            print("the report is not served any more")
+    except KeyboardInterrupt:
+        print("the report is not served any more")
     return 0
