@@ -101,7 +101,7 @@ def work(options: Options, console: Console) -> bool:
 def begun(path: Path, options: Options) -> list[Entry]:
     """What the record has; a new one of today has what the newest one has, and what is tried now replaces it."""
     if options.record is None and not path.exists() and any(FOLDER.glob("*.json")):
-        path = newest()
+        path = newest(FOLDER)
     return read(path)
 
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from exgrpo.train.errors import DataError
 
@@ -63,10 +64,16 @@ def read(path: Path) -> list[Entry]:
     if not path.exists():
         return []
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["entries"]
-        return [Entry(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows]
+        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["entries"]
+        return [entry_of(row) for row in rows]
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path} is no record of versions ({error}): delete it and run the program again") from error
+
+
+def entry_of(row: dict[str, Any]) -> Entry:
+    """An entry from its JSON, whose tuples are lists."""
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    return Entry(**values)
 
 
 def write(path: Path, entries: list[Entry]) -> None:

@@ -1,4 +1,4 @@
-"""The program that tries versions, with answers of an index and of tests that are written here; the page and the record."""
+"""The program that tries versions, with an index and tests that are written here; the page and the record."""
 
 import json
 import subprocess
@@ -16,14 +16,14 @@ from tests.compatibility.check import problems
 from tests.compatibility.counts import Counts, core, of_imports, of_tests
 from tests.compatibility.counts import tests as run_tests
 from tests.compatibility.environment import EnvironmentFailed, copy_programs, overlay, run
-from tests.compatibility.imports import modules, problem
+from tests.compatibility.imports import extension, modules, problem
 from tests.compatibility.page import BEGIN, END, PAGE, table, with_table
 from tests.compatibility.promises import Target, offered, project, range_of, targets
 from tests.compatibility.record import Entry, newest, read, write
 from tests.compatibility.suites import CORE, PACKAGES, Package
 from tests.compatibility.trial import ROOT, dependencies, environment, is_installed, listed, tried
 
-PIP = "torch (2.15.0)\nAvailable versions: 2.16.0, 2.15.0, 2.15.0rc1, 2.13.0+cpu, 2.13.0, 2.11.0, 2.10.0\n  INSTALLED: 2.13.0\n"
+PIP = "torch (2.15.0)\nAvailable versions: 2.16.0, 2.15.0, 2.15.0rc1, 2.13.0+cpu, 2.13.0, 2.11.0, 2.10.0\n"
 TORCH, PYTHON = Package("torch"), Package("python")
 WORKED = Counts(380, 9, 0, 1, 2.5, "")
 
@@ -100,6 +100,14 @@ def test_a_module_fails_unless_its_package_is_not_installed(tmp_path, monkeypatc
     names = modules(ROOT)
     assert {"exgrpo", "exgrpo.kernels.dispatch", "exgrpo.train.main"} <= set(names)
     assert not any(name.endswith("__main__") for name in names)
+
+
+def test_an_extension_that_is_there_and_does_not_load_is_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr("exgrpo.kernels.extension.MISSING", "undefined symbol")
+    monkeypatch.setattr("exgrpo.kernels.extension.FILE", tmp_path / "there")
+    assert extension() == ""
+    (tmp_path / "there").touch()
+    assert extension() == "undefined symbol"
 
 
 def test_tests_are_run_and_what_pytest_refuses_is_a_failure(tmp_path):
@@ -209,6 +217,20 @@ def test_it_goes_on_where_it_was_stopped_and_leaves_no_folder(fake, tmp_path):
     assert program.main(("--only", "deepspeed", "--record", str(path), "--keep")) == 0
     assert len(list(tmp_path.glob("compatibility_*"))) == 1
     assert [entry.package for entry in read(path)] == ["torch", "trl", "deepspeed"]
+
+
+def test_the_record_of_a_day_begins_with_the_newest_one(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "FOLDER", tmp_path)
+    old = Entry("torch", "2.11", "3.11.7", "<2.16,>=2.11", ("oldest", "newest"), **vars(WORKED), date="2026-01-01")
+    other = replace(old, package="peft", version="0.21.2")
+    write(tmp_path / "2026-01-01.json", [old, other])
+    assert program.main(("--only", "torch")) == 0
+    assert fake == [("torch", "2.11")]  # it was tried on another day
+    torch, peft = read(newest(tmp_path))
+    assert peft == other
+    assert torch.date == newest(tmp_path).stem > "2026-01-01"
+    assert program.main(("--only", "torch")) == 0
+    assert len(fake) == 1
 
 
 def test_a_failure_is_the_exit_status(fake, tmp_path, monkeypatch):
