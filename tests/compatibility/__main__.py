@@ -107,7 +107,7 @@ def begun(path: Path, options: Options) -> list[Entry]:
 
 def waiting(target: Target, today: str) -> Entry:
     """The entry of a version until it is tried."""
-    reason = "the program was stopped before"
+    reason = "the program has not come to it"
     return Entry(target.package.name, target.version, "", target.promised, target.ends, not_tried=reason, date=today)
 
 

@@ -111,5 +111,6 @@ def of_tests(report: str) -> Counts:
 
 
 def shortened(text: str) -> str:
-    """A line of at most 300 characters."""
-    return " ".join(text.split())[:300]
+    """A line of about 300 characters: its begin names the error, and its end has what a program said last."""
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else f"{line[:140]} ... {line[-155:]}"

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+from packaging.version import Version
+
 from exgrpo.train.errors import DataError
 from tests.compatibility.record import FOLDER, Entry, newest, read
+from tests.compatibility.suites import PACKAGES
 
 PAGE = FOLDER.with_suffix(".md")
 BEGIN, END = "<!-- the table: python -m tests.compatibility --table -->", "<!-- the end of the table -->"
@@ -24,7 +27,8 @@ def table(path: Path) -> str:
         "| package | allowed | version | it is the | Python | modules | passed | failed | skipped | date | result |",
         "|---|---|---|---|---|---:|---:|---:|---:|---|---|",
     ]
-    for entry in sorted(read(path), key=lambda entry: entry.package != "python"):
+    order = [package.name for package in PACKAGES]
+    for entry in sorted(read(path), key=lambda entry: (order.index(entry.package), Version(entry.version))):
         tried = not entry.not_tried
         counts = (entry.imported, entry.passed, entry.failed, entry.skipped)
         numbers = " | ".join(str(count) if tried else "" for count in counts)
