@@ -54,7 +54,7 @@ def unknown(text):
         *(path for path in re.findall(r"\btests/[\w./-]+", text) if not (ROOT / path).exists()),
         *(
             module
-            for module in re.findall(r"python -m ((?:exgrpo|benchmarks)[\w.]*)", text)
+            for module in re.findall(r"python -m ((?:exgrpo|benchmarks|tests)[\w.]*)", text)
             if find_spec(module) is None
         ),
         *(group for group in groups if group not in PROJECT["optional-dependencies"]),
@@ -70,8 +70,8 @@ def test_what_is_not_there_is_found():
     assert not unknown(
         "make lint\nmake .venv/.ready\nmade: .venv/.vllm\ntests/kernels '.[docs]' python -m exgrpo.kernels"
     )
-    wrong = "make tests\nmade: .venv/.none\ntests/none '.[none]' python -m exgrpo.none"
-    assert unknown(wrong) == ["tests", ".venv/.none", "tests/none", "exgrpo.none", "none"]
+    wrong = "make tests\nmade: .venv/.none\ntests/none '.[none]' python -m exgrpo.none python -m tests.none"
+    assert unknown(wrong) == ["tests", ".venv/.none", "tests/none", "exgrpo.none", "tests.none", "none"]
 
 
 def test_the_tests_run_on_every_python_that_the_package_allows():

@@ -78,7 +78,7 @@ def _show(argv: Sequence[str]) -> None:
     else:
         show_question(experience.questions([options.question])[0], console)
     if options.page:
-        from exgrpo.train.experience_data.page import write_page  # matplotlib: only for a page
+        from exgrpo.train.experience_data.page import write_page  # only for a page
 
         write_page(experience, overview, options.page)
         print(f"page in {options.page}")

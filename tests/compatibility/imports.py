@@ -1,0 +1,52 @@
+"""`python -m tests.compatibility.imports`: import every module and the extension, and print JSON of what failed.
+
+A module whose package is not installed here is counted as absent. It has failed where that package is there.
+"""
+
+import json
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def modules(root: Path) -> list[str]:
+    """The names of all modules of the package that are no programs."""
+    paths = sorted(path.relative_to(root) for path in (root / "exgrpo").rglob("*.py"))
+    return [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths if path.stem != "__main__"]
+
+
+def problem(name: str) -> str | None:
+    """The error of an import; empty where its package is not installed, None where there is none."""
+    try:
+        import_module(name)
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0]
+        absent = missing not in ("", "exgrpo") and find_spec(missing) is None
+        return "" if absent else f"{name}: {error}"
+    except Exception as error:  # whatever a library raises
+        return f"{name}: {type(error).__name__}: {error}"
+    return None
+
+
+def extension() -> str:
+    """Why the compiled extension that is there does not load, or empty: without it the tests pass by other backends."""
+    from exgrpo.kernels.extension import FILE, MISSING
+
+    return MISSING if FILE.exists() else ""
+
+
+def main() -> None:
+    """Print the counts and the errors."""
+    names = modules(ROOT)
+    problems = [problem(name) for name in names]
+    failed = [text for text in (*problems, extension()) if text]
+    counts = {"imported": problems.count(None), "absent": problems.count(""), "failed": failed}
+    print("\n" + json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)
