@@ -202,6 +202,8 @@ def test_a_search_finds_and_filters_filter(browser, page):
 
 def test_a_story_changes_with_the_question(browser, page):
     opened(browser, page)
+    longest, *_, shortest = (int(re.search(r"\((\d+) visits\)", t)[1]) for t in texts(browser, "#story-question option"))
+    assert longest >= shortest == len(range(5, 41, 5))
     for question, steps in ((1, range(1, 41, 5)), (0, range(5, 41, 5))):
         choose(browser, "story-question", str(question))
         assert f"question{question}:" in texts(browser, "#story-list article")[0]
@@ -217,7 +219,8 @@ def test_another_run_has_its_own_samples(browser, page):
     opened(browser, page)
     choose(browser, "samples-run", "1")
     assert counted(browser) == "1 of 1 samples"
-    assert texts(browser, "#story-question option") == ["question9: what is 9 + 1?"]
+    assert texts(browser, "#story-question option") == ["question9: what is 9 + 1? (1 visit)"]
+    assert not texts(browser, "#story-plot svg")  # one point says nothing
     assert browser.execute_script("return document.querySelector('#samples-list details').open") is False
 
 

@@ -158,8 +158,9 @@
   function tell() {
     const question = Number(at("story-question").value);
     const visits = run().samples.filter((sample) => sample.followed && sample.question === question);
-    at("story-plot").replaceChildren(plot(visits), element("div", "marks", element("span", "right", "● right of the fresh answers"),
-      element("span", "replayed", "● with a replayed answer")));
+    const key = element("div", "marks", element("span", "right", "● right of the fresh answers"),
+      element("span", "replayed", "● with a replayed answer"));
+    at("story-plot").replaceChildren(...(visits.length > 1 ? [plot(visits), key] : [])); // one point says nothing
     const head = element("article", "group", said([["question", visits[0].text]]));
     head.append(element("div", "said", `Expected: ${visits[0].gold}`));
     paged(at("story-list"), at("story-more"), visits, shownVisit);
@@ -167,16 +168,18 @@
   }
 
   function choose() {
-    const questions = new Map(run().samples.filter((sample) => sample.followed).map((one) => [one.question, one.text]));
-    const options = [...questions].map(([index, text]) => {
-      const option = element("option", "", text.length > 60 ? `${text.slice(0, 60)}…` : text);
-      option.value = String(index);
+    const visits = Map.groupBy(run().samples.filter((sample) => sample.followed), (sample) => sample.question);
+    const stories = [...visits.values()].sort((one, other) => other.length - one.length); // the longest story first
+    const options = stories.map(([{ question, text }, ...later]) => {
+      const times = later.length ? `${later.length + 1} visits` : "1 visit";
+      const option = element("option", "", `${text.length > 60 ? `${text.slice(0, 60)}…` : text} (${times})`);
+      option.value = String(question);
       return option;
     });
     at("story-question").replaceChildren(...options);
     ask("story-question");
-    at("story").hidden = !questions.size;
-    if (questions.size) tell();
+    at("story").hidden = !stories.length;
+    if (stories.length) tell();
     search();
   }
 
