@@ -48,7 +48,7 @@ check: $(READY) lint
 	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS) $(OWNERS)
 	$(BIN)/pytest $(FILES) -m "not slow"
 
-# What takes some minutes each: hosts with servers of their own, and thirty minutes of torture.
+# What takes some minutes each, such as hosts with servers of their own, and thirty minutes of torture.
 test-long: $(READY)
 	$(BIN)/pytest $(FILES) --long -m long
 	$(BIN)/python -m tests.torture --minutes 30

@@ -77,9 +77,10 @@ BLIND = {
     "no aside": (Checkpoints, "_set_damage_aside", lambda *_: None),
     "no error": (Checkpoints, "_newest_sound", lambda self: (*self._open(find(self.run)[-1].folder), {})),
 }
+FIRST, *OTHERS = BLIND
 
 
-@pytest.mark.parametrize("blindness", BLIND)
+@pytest.mark.parametrize("blindness", [FIRST, *(pytest.param(other, marks=pytest.mark.long) for other in OTHERS)])
 def test_what_is_not_found_or_not_named_is_a_problem(campaign, monkeypatch, tmp_path, blindness):
     monkeypatch.setattr(*BLIND[blindness])
     records = [campaign.do(case) for case in loads(60)]

@@ -58,7 +58,8 @@ def test_an_answer_has_its_time_whatever_the_clock_says(jumping, tmp_path):
     assert f"reward={(1.0,) * 12}, timed_out=0, failed=0" in done.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_whose_clock_jumps_is_the_same(ranks, request, tmp_path):
     """Nothing waits, gives up or is chosen by the time of day."""
     options = (*SMALL[1:], "--steps=3", "--checkpoint.every=1", "--preflight=off")

@@ -33,6 +33,7 @@ def temporary():
         yield Path(folder)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_whole_run_on_the_cpu(tmp_path, temporary):
     home, output = tmp_path / "home", tmp_path / "doctor.md"

@@ -45,7 +45,7 @@ def wait_for_a_checkpoint(folder, running):
     raise AssertionError("the run has ended or hangs before its first checkpoint")
 
 
-@pytest.mark.parametrize("lost", ["killed", "cut off"])
+@pytest.mark.parametrize("lost", ["killed", pytest.param("cut off", marks=pytest.mark.long)])
 def test_a_host_that_is_gone_ends_the_run_in_time_and_one_host_goes_on(two, tmp_path, lost):
     """The other host says so in one line, leaves no process behind, and has lost no finished step."""
     long = [option for option in SMALL if not option.startswith("--steps")]

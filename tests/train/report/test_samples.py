@@ -202,7 +202,9 @@ def test_a_search_finds_and_filters_filter(browser, page):
 
 def test_a_story_changes_with_the_question(browser, page):
     opened(browser, page)
-    longest, *_, shortest = (int(re.search(r"\((\d+) visits\)", t)[1]) for t in texts(browser, "#story-question option"))
+    longest, *_, shortest = (
+        int(re.search(r"\((\d+) visits\)", t)[1]) for t in texts(browser, "#story-question option")
+    )
     assert longest >= shortest == len(range(5, 41, 5))
     for question, steps in ((1, range(1, 41, 5)), (0, range(5, 41, 5))):
         choose(browser, "story-question", str(question))
