@@ -13,14 +13,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from exgrpo.train.checkpoint.log_files import METRICS
+from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
 from exgrpo.train.errors import ReportError
 from exgrpo.train.report.page import named, page_about
 from exgrpo.train.report.runs import load_run
 
 ADDRESS = "127.0.0.1"
 NAMES = (ADDRESS, "localhost")
-WATCHED = (METRICS, "config.yaml")
+WATCHED = (METRICS, SAMPLES, "config.yaml")
 SECURITY = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",

@@ -10,28 +10,10 @@ from exgrpo.train.report.follow import open_server
 from exgrpo.train.report.page import write_report
 from tests.train.report.pages import held_out, make_run, training_record, whole_run
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-FOUND = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not all(FOUND), reason="there is no chromium with its chromedriver")
 PASS_RATE = "plot-0-0"
 """Held-out Pass@1 against steps."""
 IN_TRAINING = "plot-0-3"
 NAME = "<b>a</b><a href='https:evil.example'>x%{x}"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = FOUND[0]
-    for switch in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1440,900"):
-        options.add_argument(f"--{switch}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(FOUND[1]))
-    driver.set_script_timeout(60)
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,6 @@
 import math
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ import yaml
 from exgrpo.train.errors import ReportError
 from exgrpo.train.report import curves as report_curves
 from exgrpo.train.report import plots as report_plots
-from exgrpo.train.report import program
 from exgrpo.train.report.groups import ABSENT, group_runs
 from exgrpo.train.report.page import write_report
 from exgrpo.train.report.runs import load_run
@@ -375,38 +371,6 @@ def test_what_cannot_be_written_is_named_and_nothing_is_overwritten(tmp_path):
         write_report([], tmp_path / "page.html")
     assert (run / "metrics.jsonl").read_bytes() == before
     assert sorted(os.listdir(run)) == ["config.yaml", "metrics.jsonl"]
-
-
-def test_the_command(tmp_path, capsys, monkeypatch):
-    runs = [make_run(tmp_path / name, SHORT, seed=i) for i, name in enumerate("ab")]
-    monkeypatch.chdir(tmp_path)
-
-    assert program.main([str(runs[0])]) == 0
-    assert program.main([*map(str, runs), "--output", "deep/both.html"]) == 0
-    assert program.main([*map(str, runs)]) == 0
-    assert all(Path(page).is_file() for page in ("a/report.html", "deep/both.html", "report.html"))
-    assert "a/report.html" in capsys.readouterr().out
-
-    assert program.main(["missing"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert str(tmp_path / "missing") in error
-
-
-def test_the_module_runs_without_the_training_stack(tmp_path):
-    run = make_run(tmp_path / "one", SHORT)
-    script = (
-        "import sys; from exgrpo.train.report.program import main; code = main(sys.argv[1:]); "
-        "assert 'torch' not in sys.modules and 'matplotlib.pyplot' not in sys.modules; sys.exit(code)"
-    )
-    subprocess.run([sys.executable, "-c", script, str(run)], check=True, timeout=60)
-    assert (run / "report.html").stat().st_size > 10_000
-
-
-def test_an_unknown_option_is_told_in_one_line(capsys):
-    assert program.main(["run", "--otput", "x.html"]) == 2
-    assert capsys.readouterr().err == "error: unknown option --otput; did you mean --output?\n"
 
 
 def test_runs_from_before_the_utilisation_are_drawn_beside_newer_ones(tmp_path):
