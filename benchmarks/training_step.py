@@ -4,6 +4,7 @@ A turn is one training step; its answer has the seconds of its phases. A turn ma
 say: `questions`, `samples`, `max_tokens`.
 """
 
+import os
 import sys
 from contextlib import ExitStack
 
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
     turns, config = Turns(), parse_args(argv)
     with ExitStack() as resources:
         inputs = read_inputs(config, look(config, resources))
-        run = Run(config, inputs, start(config.distributed.timeout_minutes), resources)
+        run = Run(config, inputs, start(config.distributed.timeout_minutes, len(os.sched_getaffinity(0))), resources)
         trainers: dict[str, Trainer] = {}
         turns.answer({})
         step = 0

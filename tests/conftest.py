@@ -1,6 +1,11 @@
 """What holds for all tests."""
 
+import os
 from pathlib import Path
+
+# Before torch is imported; programs that tests start have it, too. Several files are tested at a time, and a run's bits
+# depend on its number of threads, which would depend on what else the machine does.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

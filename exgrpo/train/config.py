@@ -203,6 +203,12 @@ class DistributedConfig(Section):
     timeout_minutes: float = Field(
         30.0, ge=0.1, le=10080, description="A rank that waits longer, at most a week, gives up with an error."
     )
+    threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Of each process; None: OMP_NUM_THREADS, or on CPUs as many as there are free processors.",
+    )
     offload_optimizer: bool = Field(False, description="Keep optimiser states in CPU memory (GPU runs).")
     persistence_threshold: int = Field(
         100_000, ge=0, le=10**12, description="Parameters with fewer elements stay unsharded; none has 10^12."

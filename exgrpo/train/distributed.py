@@ -1,9 +1,11 @@
 """The processes of a run: who am I, on which device, how plain Python objects travel, and how all fail together."""
 
+import dataclasses
 import datetime
 import os
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from exgrpo.train.alone import collect_alone
 from exgrpo.train.errors import ConfigError, ExgrpoError
+from exgrpo.train.threads import LOOK, Others, Rank, Threads, choose
 
 T = TypeVar("T")
 
@@ -26,12 +29,16 @@ class World:
         size: number of processes.
         device: where this process computes.
         control: gloo group for Python objects, beside NCCL on GPUs; None where this process is alone.
+        threads: of each process on this machine; None: as torch chooses (GPUs).
+        ranks: the processes of the run on this machine.
     """
 
     rank: int
     size: int
     device: torch.device
     control: dist.ProcessGroup | None
+    threads: Threads | None = None
+    ranks: tuple[Rank, ...] = ()
 
     @property
     def is_main(self) -> bool:
@@ -45,6 +52,11 @@ class World:
         values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value, group=self.control)
         return values  # type: ignore[return-value]
+
+    @property
+    def kept(self) -> dict[str, int] | None:
+        """What a checkpoint has of the threads, so that a run goes on with as many."""
+        return {"ranks": self.size, "threads": self.threads.count} if self.threads else None
 
     def split(self, items: Sequence[T], ranks: int = 1) -> list[tuple[int, T]]:
         """This rank's share of `items` with their positions; `ranks` neighbouring ranks have the same one."""
@@ -93,10 +105,15 @@ def on_main(world: World, action: Callable[[], T]) -> T | None:
     return agree(world, action if world.is_main else lambda: None)
 
 
-def start(timeout_minutes: float) -> World:
+def start(timeout_minutes: float, threads: int | None = None, kept: Mapping[str, int] | None = None) -> World:
     """Join the process group that the launcher describes; without a launcher, a world of one.
 
     The backend follows the hardware: NCCL on GPUs, gloo on CPUs.
+
+    Args:
+        timeout_minutes: a rank that waits longer for others gives up.
+        threads: of each process; None: see `exgrpo.train.threads.choose`.
+        kept: `World.kept` of the run that goes on; None: there is none.
 
     Raises:
         ConfigError: the environment does not describe a group that can be joined.
@@ -110,7 +127,6 @@ def start(timeout_minutes: float) -> World:
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
         _skip_unused_cpu_build()
     else:
         accelerator.set_device(local_rank)
@@ -123,12 +139,30 @@ def start(timeout_minutes: float) -> World:
         raise ConfigError(f"the processes of the run cannot join their group: {error}") from error
     if on_cpu and dist.get_world_size() == 1:
         collect_alone()
-    return World(
+    world = World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         device=torch.device("cpu") if on_cpu else torch.device(accelerator.device_name(local_rank)),
         control=dist.new_group(backend="gloo", timeout=timeout),
     )
+    first = world.rank - local_rank
+    ranks = tuple(world.gather(Rank.here())[first : first + local_size])
+    world = dataclasses.replace(world, ranks=ranks, threads=_threads(world, ranks, threads, kept))
+    if world.threads:
+        torch.set_num_threads(world.threads.count)
+    return world
+
+
+def _threads(world: World, ranks: Sequence[Rank], asked: int | None, kept: Mapping[str, int] | None) -> Threads | None:
+    """The threads of this process. All ranks find them out together, since none is then the load of another."""
+    if world.device.type != "cpu":
+        return Threads(asked, "distributed.threads") if asked else None
+    own = ranks[int(os.environ["LOCAL_RANK"])]
+    others = Others(ranks, own)
+    time.sleep(LOOK)
+    busy = world.gather(others.busy())[world.rank - int(os.environ["LOCAL_RANK"])]
+    same = kept["threads"] if kept and kept["ranks"] == world.size else None
+    return choose(asked, same, ranks, own, busy)
 
 
 def missing_gpu(world: World) -> str | None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from exgrpo.train.build import build
 from exgrpo.train.checkpoint.durable import write_whole
-from exgrpo.train.checkpoint.listing import survey
+from exgrpo.train.checkpoint.listing import find, survey
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED
 from exgrpo.train.config import Config
 from exgrpo.train.distributed import World, missing_gpu, on_main, start
@@ -30,6 +30,7 @@ from exgrpo.train.preflight import QUESTIONS, preflight
 from exgrpo.train.publish import upload
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.recorder import Recorder
+from exgrpo.train.threads import Neighbours
 from exgrpo.train.weight_check import check_engine
 
 PROBE_QUESTIONS = 4
@@ -52,13 +53,19 @@ def run(config: Config, early: Early, resources: ExitStack, resume: Path | None 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     inputs = read_inputs(config, early)
-    world = start(config.distributed.timeout_minutes)
+    world = start(config.distributed.timeout_minutes, config.distributed.threads, _kept(resume))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     this = Run(config, inputs, world, resources, resume=resume)
     try:
         this.train()
     except KeyboardInterrupt:
         raise Stopped(this.way_on()) from None
+
+
+def _kept(resume: Path | None) -> dict[str, int] | None:
+    """The threads of a run that goes on, as its newest checkpoint has them."""
+    found = find(resume) if resume else []
+    return found[0].manifest.progress.get("threads") if found else None
 
 
 class Run:
@@ -125,6 +132,7 @@ class Run:
             "evaluations": self.course.state(),
             "log": self.recorder.position(),
             "matrix_rate": self.utilisation.rate,
+            "threads": self.parts.world.kept,
         }
         start = time.perf_counter()
         self.parts.checkpoints.save(self.step, self.policy, self.parts.trainer, progress)
@@ -144,6 +152,8 @@ class Run:
     def train(self) -> None:
         """Evaluate, train, evaluate, save."""
         config, course = self.config, self.course
+        world = self.parts.world
+        neighbours = Neighbours.of(world.ranks, world.threads.count) if world.threads and world.is_main else None
         with Display(config.steps, self.step, self.console) as display:
             self._introduce(display.say)
             if self.step == 0:
@@ -156,6 +166,8 @@ class Run:
                     break
                 self.step += 1
                 result.metrics.update(self.utilisation.metrics(result.work, result.metrics))
+                if neighbours and (crowded := neighbours.observe(result.metrics)):
+                    display.say(crowded)
                 if config.rollout.check_every and self.step % config.rollout.check_every == 0:
                     result.metrics["weight_gap"] = self._check_weights()
                 self.recorder.step(self.step, result)
@@ -231,7 +243,8 @@ class Run:
             f"{config.policy.path} ({config.policy.dtype}) on {parts.world.size} x {parts.world.device.type}, "
             f"{len(questions.questions)} questions from {', '.join(config.data.train)}{dropped}\n"
             f"rollouts by {parts.choice}{repeats}\n"
-            f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
+            + (f"{parts.world.threads}\n" if parts.world.threads else "")
+            + f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
             f"matrix products: {self.utilisation.rate / 1e12:.3g} TFLOP/s: 100 % for mfu"
         )
         if self.started:
