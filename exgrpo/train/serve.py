@@ -27,6 +27,7 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.pretrained.tokenizer import DTYPES
     from exgrpo.train.rollout.server.guard import NAMES
     from exgrpo.train.rollout.server.shared_token import MAKE, TOKEN, server_token
+    from exgrpo.train.threads import VARIABLE, free_threads
 
 GIB = 2**30
 CPU_CACHE_GIB = 1.0
@@ -79,6 +80,7 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
         switches.append("--enforce-eager")
         # By default each server would take the cores that the trainer has.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        environment[VARIABLE] = str(free_threads().count)
     pairs = [str(part) for option in options.items() for part in option]
     return [sys.executable, "-m", *program, *pairs, *switches, *further], environment
 

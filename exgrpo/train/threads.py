@@ -122,6 +122,14 @@ def choose(asked: int | None, kept: int | None, ranks: Sequence[Rank], own: Rank
     return found
 
 
+def free_threads() -> Threads:
+    """The threads of a program that is alone: as the environment says, or as many as there are free processors."""
+    own = Rank.here()
+    others = Others([own], own)
+    time.sleep(LOOK)
+    return choose(None, None, [own], own, others.busy())
+
+
 def _named() -> int | None:
     """What the environment says, of which the first of several numbers is meant; None: nothing, or no number."""
     first = os.environ.get(VARIABLE, "").partition(",")[0].strip()
@@ -201,9 +209,10 @@ class Neighbours:
         """Take in a finished step: add its metric, and give what a person is told.
 
         Args:
-            metrics: of the step; `mfu` tells how fast it was for its work.
+            metrics: of the step, with its `seconds`; `mfu` tells how fast it was for its work.
         """
-        metrics["busy_elsewhere"] = busy = self._busy()
+        busy = self._busy()
+        metrics["seconds/others"] = busy * metrics["seconds"]
         if busy < FELT or busy + self._threads * self._sharing < self._allowed + FELT:
             self._calm.append(metrics["mfu"])
             return None

@@ -128,9 +128,9 @@ def test_what_a_run_has_started_is_no_load_of_others():
 def observed(loads, speeds, allowed=2, threads=2, sharing=1):
     """What is said of steps, in each of which others had so much load and the run so much of its peak."""
     neighbours = Neighbours(iter(loads).__next__, allowed, threads, sharing)
-    steps = [{"mfu": speed} for speed in speeds]
+    steps = [{"mfu": speed, "seconds": 2.0} for speed in speeds]
     said = [neighbours.observe(metrics) for metrics in steps]
-    assert [metrics["busy_elsewhere"] for metrics in steps] == list(loads)
+    assert [metrics["seconds/others"] / 2 for metrics in steps] == list(loads)
     return said
 
 
@@ -198,5 +198,5 @@ def test_a_run_says_its_threads_keeps_them_and_tells_of_others(tmp_path):
     )
     goes_on = run(f"--resume={tmp_path / 'run'}", "--steps=2", "--distributed.threads=1")
     assert "1 thread in each process: distributed.threads; the run began with 2" in goes_on
-    assert '"busy_elsewhere": ' in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert '"seconds/others": ' in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
     assert "1 thread in each process: OMP_NUM_THREADS\n" in run(*options[:1], *options[2:], *sizes, "--steps=1")

@@ -24,6 +24,8 @@ CONNECT_SECONDS = 10
 ABORT_SECONDS = 10
 FACT_SECONDS = 60
 """For what a server knows without its workers."""
+STATE_SECONDS = 5
+"""For what its engine answers between two steps."""
 CONTROL_SECONDS = 300
 LONG_SECONDS = 3600
 """For what takes as long as answers do; whether the server's machine is alive is asked beneath, by TCP."""
@@ -116,6 +118,16 @@ class ServerClient:
     def weight_version(self) -> str:
         """The label of the server's weights."""
         return part(self.get("weight_info"), "weight_version", str)
+
+    def doing(self) -> str:
+        """What its engine does, in words, for a message about a server that does not answer."""
+        try:
+            paused = part(self._ask("GET", "is_paused", STATE_SECONDS), "is_paused", bool)
+        except SilentServerError:
+            return "its engine is held up: it waits for weights, or a step of it takes long"
+        except ServerError as error:
+            return f"what its engine does is not known: {error}"
+        return "its engine is paused for new weights" if paused else "its engine goes on with its requests"
 
     def generate(
         self,

@@ -89,6 +89,7 @@ class ServerEngine:
         Raises:
             NoServerError: on all ranks, where no server holds the weights.
         """
+        self._wait_for_answers()
         self._pushes += 1
         label = f"{self._run}-{self._pushes}"
         self._pool.expect(label)
@@ -103,10 +104,19 @@ class ServerEngine:
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """See `RolloutEngine.differing`; the first rank tells of all servers."""
+        self._wait_for_answers()
         if self._sender is not None:
             return self._sender.differing(weights)
         _run_through(weights)
         return []
+
+    def _wait_for_answers(self) -> None:
+        """Have all ranks here before the first one has servers do something else.
+
+        A server that waits for weights gives no answers, and the weights are sharded: the first rank would wait for a
+        rank that waits for an answer, the server for the first rank, and that answer for the server.
+        """
+        self.world.gather(None)
 
     def counts(self) -> EngineCounts:
         """See `RolloutEngine.counts`."""

@@ -13,7 +13,7 @@ from exgrpo.train.errors import RolloutError
 from exgrpo.train.records import TokenIds
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient
-from exgrpo.train.rollout.server.reply import Reply, ServerError
+from exgrpo.train.rollout.server.reply import Reply, ServerError, SilentServerError
 
 logger = logging.getLogger(__name__)
 REQUESTS = 64
@@ -162,6 +162,8 @@ class ServerPool:
                 if not foreign:
                     return reply
                 self._drop(call, member, f"it has other weights ({', '.join(sorted(foreign))}), as after a restart")
+            except SilentServerError as error:
+                self._drop(call, member, f"{error}, and {member.client.doing()}")
             except ServerError as error:
                 self._drop(call, member, str(error))
             finally:

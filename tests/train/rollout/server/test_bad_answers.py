@@ -239,7 +239,24 @@ def test_a_server_that_hangs_is_waited_for_in_proportion_to_the_work_and_with_a_
     first, *_, last = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert first.startswith("no answer of a rollout server for 0 s: " + hung.url)
     assert "answers to give and is waited for for another" in first
-    assert last == f"rollout server {hung.url} is left out until the next push of weights: no answer for 1 s"
+    assert last.startswith(
+        f"rollout server {hung.url} is left out until the next push of weights: no answer for 1 s, and "
+    )
+
+
+def test_a_server_that_hangs_is_asked_what_it_does(hung, monkeypatch):
+    monkeypatch.setattr(pool, "LEAST_SECONDS", 0.3)
+    monkeypatch.setattr(pool, "ASSUMED_PACE", 0.0)
+    monkeypatch.setattr(client, "STATE_SECONDS", 0.2)
+    for state, words in (
+        ({"is_paused": True}, "its engine is paused for new weights"),
+        ({"is_paused": False}, "its engine goes on with its requests"),
+        (hung.answers["inference/v1/generate"], "its engine is held up: it waits for weights"),
+        ((404, {"detail": "Not Found"}), "what its engine does is not known: 404 Not Found"),
+    ):
+        hung.answers["is_paused"] = state
+        with pytest.raises(NoServerError, match=f"no answer for 0 s, and {words}"):
+            list(pool_of(hung).generate(jobs(1)))
 
 
 @pytest.mark.parametrize(
