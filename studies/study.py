@@ -18,6 +18,7 @@ from exgrpo.train.mistakes import explain
 from exgrpo.train.plain_yaml import parse
 from exgrpo.train.recipe import merged, read_recipe, recipe_path, validate
 from studies.results import CURVES
+from studies.sources import files_in, hash_of
 
 NO_PART = ("output.", "checkpoint.", "resume", "reward.workers")
 """The beginnings of options that say where and how a run is done, not what it computes."""
@@ -265,9 +266,16 @@ def load_study(path: Path) -> Study:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What a run computes: the options that are not at their defaults, by dotted key, as plain values."""
+    """What a run computes: the options that are not at their defaults, by dotted key, as plain values.
+
+    Where they name functions by their files, "source of FILE" is a hash of what these say.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
     values = flat(config.model_dump(mode="json", exclude_defaults=True))
-    return {name: value for name, value in values.items() if not name.startswith(NO_PART)}
+    values = {name: value for name, value in values.items() if not name.startswith(NO_PART)}
+    return values | {f"source of {place}": hash_of(place) for place in files_in(values)}
 
 
 def key_of(config: Config) -> str:
