@@ -102,6 +102,7 @@ class Plan(BaseModel):
         seeds: of the runs that count.
         search: what is chosen before.
         claims: to be held against the runs.
+        next: what a reader of the page may do then.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -115,6 +116,7 @@ class Plan(BaseModel):
     seeds: tuple[Seed, ...] = Field(min_length=1)
     search: Search | None = None
     claims: tuple[Claim, ...] = ()
+    next: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _sound(self) -> Self:
