@@ -26,9 +26,9 @@ from rich.table import Table
 
 from benchmarks.test_experience import QUESTIONS_PER_STEP, SAMPLES, STEPS, filled_arrays
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
-from exgrpo.train.data.files import Row
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
+from exgrpo.train.data.rows import Row
 from exgrpo.train.experience import ExperienceConfig, Replay
 from exgrpo.train.experience.replay import ReplayState
 from exgrpo.train.experience.stored import OF_TRAJECTORY, Stored, serials

@@ -121,11 +121,27 @@ class Findings:
         """Probability of improvement over the baseline at the end."""
         return self._against(improvement, arm, lambda run: final(run, name), tasks)
 
-    def gain_at(self, cost: str, share: float, arm: Arm, name: str, task: str) -> Interval:
-        """Mean difference to the baseline where both have spent a share of what the cheaper one spends in all."""
-        spent = share * min(float(run.curves[cost][-1]) for of in (arm, self.baseline) for run in of.runs[task])
-        ours, theirs = (self._values_at(of, cost, name, task, spent) for of in (arm, self.baseline))
-        return difference([ours], [theirs])
+    def gain_at(self, cost: str, share: float, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
+        """Mean difference to the baseline where both have spent a share of what they share; see `shared`."""
+        return difference(*self.values_at(cost, share, arm, name, tasks))
+
+    def values_at(
+        self, cost: str, share: float, arm: Arm, name: str, tasks: Sequence[str]
+    ) -> tuple[list[FloatArray], list[FloatArray]]:
+        """Values of an arm and of the baseline there, of each run, by task."""
+        spent = {task: share * self.shared(cost, arm, task) for task in tasks}
+        ours, theirs = (
+            [
+                np.array([np.interp(spent[task], run.curves[cost], run.curves[name]) for run in of.runs[task]])
+                for task in tasks
+            ]
+            for of in (arm, self.baseline)
+        )
+        return ours, theirs
+
+    def shared(self, cost: str, arm: Arm, task: str) -> float:
+        """What the cheapest run of an arm and of the baseline spends in all: a cost at which both have values."""
+        return min(float(run.curves[cost][-1]) for of in (arm, self.baseline) for run in of.runs[task])
 
     def cost_ratio(self, arm: Arm, cost: str, task: str) -> Interval:
         """What the arm spends until its Pass@1 is the baseline's final one, over what the baseline spends."""
@@ -134,10 +150,6 @@ class Findings:
     def spent(self, arm: Arm, cost: str, task: str) -> float:
         """Mean cost of a whole run."""
         return float(np.mean([run.curves[cost][-1] for run in arm.runs[task]]))
-
-    @staticmethod
-    def _values_at(arm: Arm, cost: str, name: str, task: str, spent: float) -> FloatArray:
-        return np.array([np.interp(spent, run.curves[cost], run.curves[name]) for run in arm.runs[task]])
 
     def _against(
         self,

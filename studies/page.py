@@ -1,5 +1,6 @@
 """A study's findings as an HTML page with plots, and as tables in Markdown."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,12 @@ from exgrpo.train.report.runs import RunColumns
 from exgrpo.train.report.template import template
 from studies.findings import SCORES, Findings
 from studies.results import Result
-from studies.statistics import LEVEL, Interval
+from studies.statistics import FEWEST_SEEDS, LEVEL, Interval
+from studies.summary import headline, short, words
 
 COSTS = {
-    "step": "steps",
     "generated_tokens": "generated tokens",
+    "step": "steps",
     "gradient_tokens": "tokens with a gradient",
     "seconds": "training time",
 }
@@ -53,7 +55,7 @@ def table(findings: Findings) -> str:
     plan = findings.study.plan
     picture = f"![Curves against generated tokens]({findings.study.name}.svg)\n"
     parts = [
-        f"# {plan.title}\n\n{plan.text}\n",
+        f"# {plan.title}\n\n{headline(findings)}\n\n{plan.text}\n",
         picture,
         *(of.markdown() for of in tables(findings)),
         f"{_origin(findings)}\n",
@@ -62,18 +64,23 @@ def table(findings: Findings) -> str:
 
 
 def page(findings: Findings) -> str:
-    """One self-contained HTML page."""
+    """One self-contained HTML page: the result first, then what it rests on."""
     plan = findings.study.plan
+    plots = {task: _plots(findings, task) for task in findings.tasks}
     return template(Path(__file__).with_name("page.html")).render(
         title=plan.title,
+        result=headline(findings),
+        words=words(findings),
         text=plan.text,
+        next=plan.next,
         origin=_origin(findings),
         tables=list(tables(findings)),
         looks=[
             {"label": arm.name, "colour": colour(i), "marker": key(i), "text": plan.arms[arm.name].text}
             for i, arm in enumerate(findings.arms)
         ],
-        sections=[(task, _plots(findings, task)) for task in findings.tasks],
+        first=[(task, of[:1], *short(findings, task)) for task, of in plots.items()],
+        sections=[(task, of[1:]) for task, of in plots.items()],
     )
 
 
@@ -108,10 +115,20 @@ def _scores(findings: Findings, title: str, tasks: Sequence[str]) -> Table:
     text = (
         f"Interquartile means over seeds{f' of {len(tasks)} tasks' if len(tasks) > 1 else ''} at the end of training; "
         "differences are of means; "
-        f"in brackets {LEVEL:.0%} intervals by stratified bootstrap. A difference in bold has an interval without 0. "
+        f"{_intervals(findings)} "
         "“Better than it” is the probability that a run of the arm ends with a higher Pass@1 than one of the baseline."
     )
     return Table(title, text, headings, rows)
+
+
+def _intervals(findings: Findings) -> str:
+    """What stands in brackets and in bold, or why nothing does."""
+    few = [len(arm.seeds) < FEWEST_SEEDS for arm in findings.arms]
+    said = f"in brackets {LEVEL:.0%} intervals by stratified bootstrap. A difference in bold has an interval without 0."
+    none = (
+        f"with fewer than {FEWEST_SEEDS} seeds there is no interval, and nothing in bold: it would be far too narrow."
+    )
+    return none if all(few) else f"{said} {none.capitalize()}" if any(few) else said
 
 
 def _claims(findings: Findings) -> Table:
@@ -122,7 +139,8 @@ def _claims(findings: Findings) -> Table:
         if found is None:
             rows.append([claim.text, against, "", "not run"])
         elif not found.excludes(0):
-            rows.append([claim.text, against, _signed(found), "undecided"])
+            few = math.isnan(found.low)
+            rows.append([claim.text, against, _signed(found), "too few seeds" if few else "undecided"])
         else:
             rows.append(
                 [claim.text, against, _signed(found), "agrees" if found.value * claim.sign > 0 else "disagrees"]
@@ -162,7 +180,7 @@ def _at_equal_cost(findings: Findings, task: str) -> Table:
     rows = []
     for arm in findings.arms:
         if arm is not base:
-            gains = [findings.gain_at(cost, share, arm, of, task) for cost, share in points for of in scores]
+            gains = [findings.gain_at(cost, share, arm, of, [task]) for cost, share in points for of in scores]
             rows.append([arm.name, *map(_signed, gains)])
     text = f"Differences to {base.name} where both have spent the same: 100% is all that the cheaper of them spends."
     return Table(f"{task}: at equal cost", text, headings, rows)

@@ -19,7 +19,7 @@ from studies.page import page, table
 from studies.results import ResultFile
 from studies.run import RESULTS
 from studies.study import load_study
-from studies.summary import summary
+from studies.summary import headline, summary
 
 PROGRAM = "python -m studies.report"
 
@@ -45,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
         findings = Findings.of(study, ResultFile(options.results))
         folder = options.output or options.results.parent
         Console().print(*summary(findings))
+        Console().print(headline(findings), markup=False, highlight=False, soft_wrap=True)
         for ending, text in ((".html", page(findings)), (".md", table(findings)), (".svg", figure(findings))):
             path = folder / f"{study.name}{ending}"
             with os_errors_as(OutputError, f"{path} cannot be written"):

@@ -19,7 +19,7 @@ from exgrpo.train.recipe import to_yaml
 from exgrpo.train.report.runs import load_run
 from studies.origin import ROOT, Origin, today
 from studies.results import Result, curves_of
-from studies.study import Planned, settings_of
+from studies.study import Planned, key_of, settings_of
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 KEPT = ("config.yaml", METRICS, FINISHED)
@@ -52,8 +52,9 @@ class Run:
         """Do the run, or what is left of it; None if it was stopped.
 
         Raises:
-            ExgrpoError: it ended with an error, or its folder cannot be read.
+            ExgrpoError: it ended with an error, its folder cannot be read, or a function of it has changed.
         """
+        self._check_functions()
         if not (self.folder / FINISHED).exists():
             status = self._do()
             if self._stopped:
@@ -61,7 +62,20 @@ class Run:
             if status:
                 lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LAST_LINES:]
                 raise RunFailedError(f"{' / '.join(lines)} (its output: {self.log})")
+            try:
+                self._check_functions()
+            except RunFailedError:  # it may have done both, the old and the new
+                shutil.rmtree(self.folder)
+                raise
         return self._collected(origin)
+
+    def _check_functions(self) -> None:
+        """Whether the functions that files have for this run are those that it was planned with."""
+        if key_of(self.planned.config) != self.planned.key:
+            raise RunFailedError(
+                "the file of a function, or what it imports beside it, has changed since the study was read: the same "
+                "command does this run with the new one"
+            )
 
     def stop(self) -> None:
         """End the program; another thread may call this."""

@@ -17,13 +17,15 @@ from studies.results import Result
 
 FloatArray = npt.NDArray[np.float64]
 LEVEL = 0.95
+FEWEST_SEEDS = 5
+"""With fewer there is no interval: it would be far too narrow. With two seeds, every second one misses the truth."""
 RESAMPLES = 2000
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A value, and the ends of its interval at `LEVEL`: NaN where there are too few seeds for one."""
+    """A value, and the ends of its interval at `LEVEL`: NaN where there are fewer than `FEWEST_SEEDS`."""
 
     value: float
     low: float
@@ -119,7 +121,7 @@ def cost_ratio(
         return _first(spent, np.maximum.accumulate(reached), other[1, -1]) / other[0, -1]
 
     value = statistic(np.arange(len(mine)), np.arange(len(others)))
-    if min(len(mine), len(others)) < 2:
+    if min(len(mine), len(others)) < FEWEST_SEEDS:
         return Interval(value, math.nan, math.nan)
     rng = np.random.default_rng(SEED)
     drawn = [
@@ -144,7 +146,7 @@ def _first(x: FloatArray, y: FloatArray, target: float) -> float:
 
 def _bootstrap(samples: Sequence[FloatArray], statistic: Callable[..., FloatArray]) -> Interval:
     value = float(statistic(*samples))
-    if min(len(of) for of in samples) < 2:
+    if min(len(of) for of in samples) < FEWEST_SEEDS:
         return Interval(value, math.nan, math.nan)
     drawn = stats.bootstrap(
         tuple(samples),

@@ -18,6 +18,7 @@ from exgrpo.train.mistakes import explain
 from exgrpo.train.plain_yaml import parse
 from exgrpo.train.recipe import merged, read_recipe, recipe_path, validate
 from studies.results import CURVES
+from studies.sources import files_in, hash_of
 
 NO_PART = ("output.", "checkpoint.", "resume", "reward.workers")
 """The beginnings of options that say where and how a run is done, not what it computes."""
@@ -101,6 +102,7 @@ class Plan(BaseModel):
         seeds: of the runs that count.
         search: what is chosen before.
         claims: to be held against the runs.
+        next: what a reader of the page may do then.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -114,6 +116,7 @@ class Plan(BaseModel):
     seeds: tuple[Seed, ...] = Field(min_length=1)
     search: Search | None = None
     claims: tuple[Claim, ...] = ()
+    next: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _sound(self) -> Self:
@@ -265,9 +268,16 @@ def load_study(path: Path) -> Study:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What a run computes: the options that are not at their defaults, by dotted key, as plain values."""
+    """What a run computes: the options that are not at their defaults, by dotted key, as plain values.
+
+    Where they name functions by their files, "source of FILE" is a hash of what these say.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
     values = flat(config.model_dump(mode="json", exclude_defaults=True))
-    return {name: value for name, value in values.items() if not name.startswith(NO_PART)}
+    values = {name: value for name, value in values.items() if not name.startswith(NO_PART)}
+    return values | {f"source of {place}": hash_of(place) for place in files_in(values)}
 
 
 def key_of(config: Config) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from exgrpo.train.data.sources import SourceConfigs
+from exgrpo.train.data.sources import ColumnNames, SourceConfigs
 from exgrpo.train.evaluate.settings import EvaluationConfig
 from exgrpo.train.experience.settings import ExperienceConfig
 from exgrpo.train.limits import (
@@ -80,9 +80,13 @@ class DataConfig(Section):
     test_limit: int | None = Field(
         None, ge=1, le=MOST_ROWS, description="Use only the first so many held-out questions of each source."
     )
+    columns: ColumnNames = Field(
+        default_factory=dict,
+        description="What files and hub data sets call them, if not so (question Problem answer final_answer).",
+    )
     sources: SourceConfigs = Field(
         (),
-        description="In recipes: a list of {source, prompt_format, reward, stop}, where a source differs.",
+        description="In recipes: a list of {source, columns, prompt_format, reward, stop}, where a source differs.",
     )
     chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message put before every question.")

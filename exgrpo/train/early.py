@@ -13,9 +13,10 @@ from itertools import chain
 from exgrpo.train.checkpoint.resume import AUTO, finished
 from exgrpo.train.checkpoint.unsaved import is_unsaved
 from exgrpo.train.config import Config
-from exgrpo.train.data.files import HELD_OUT_SEED, Row, from_hub, own_reward, read_rows
+from exgrpo.train.data.files import HELD_OUT_SEED, from_hub, own_reward, read_rows
 from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.data.sources import check_sources, settings_of
+from exgrpo.train.data.rows import Row
+from exgrpo.train.data.sources import check_sources, names_of, settings_of
 from exgrpo.train.errors import ConfigError, is_first_rank
 from exgrpo.train.evaluate.settings import check_evaluation, held_out_sets
 from exgrpo.train.experience import rules
@@ -90,6 +91,7 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
                 limit=limit,
                 seed=seed,
                 columns=columns(rewards[source]),
+                names=names_of(source, data),
                 reward=own[source],
             )
             for source in sources

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exgrpo.train.config import Config
-from exgrpo.train.data.files import Row
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, joined, question_set
+from exgrpo.train.data.rows import Row
 from exgrpo.train.data.sources import settings_of
 from exgrpo.train.early import Early
 from exgrpo.train.errors import is_first_rank

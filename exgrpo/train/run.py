@@ -4,17 +4,20 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import transformers
 from rich.console import Console
+from rich.markup import escape
 
 from exgrpo.train.build import build
 from exgrpo.train.checkpoint.durable import write_whole
 from exgrpo.train.checkpoint.listing import find, survey
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED
 from exgrpo.train.config import Config
+from exgrpo.train.data.questions import contradictions
 from exgrpo.train.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.early import Early
 from exgrpo.train.ending import Stopped
@@ -247,6 +250,8 @@ class Run:
             + f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
             f"matrix products: {self.utilisation.rate / 1e12:.3g} TFLOP/s: 100 % for mfu"
         )
+        if note := contradictions(chain(questions, *parts.inputs.held_out.values())):
+            say(escape(note))
         if self.started:
             say(str(self.started))
         if not self.policy.packs:

@@ -117,7 +117,7 @@ def test_the_reference_has_each_option_with_its_default_and_meaning():
             assert default == "none, it must be named"
     assert set(by_key) - set(expected) == {
         *(f"evaluation.sets.NAME.{name}" for name in ("source", "split", "limit", "samples", "temperature", "top_p")),
-        *(f"data.sources[].{name}" for name in ("source", "prompt_format", "reward", "stop")),
+        *(f"data.sources[].{name}" for name in ("source", "columns", "prompt_format", "reward", "stop")),
     }
     assert by_key["rollout.samples"][:2] == ["integer from 2 to 16,384", "`8`"]
     assert by_key["evaluation.top_p"][:2] == ["number above 0 to 1", "`1.0`"]

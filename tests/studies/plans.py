@@ -26,6 +26,19 @@ def write(folder: Path, **changes: object) -> Path:
     return path
 
 
+def with_function(folder: Path) -> Path:
+    """A study of a function in a file, which imports from the modules beside it."""
+    (folder / "mine.py").write_text("from near import deep\n\ndef first(*given):\n    return deep\n")
+    (folder / "near").mkdir()
+    (folder / "near" / "__init__.py").write_text("from .inner import deep\n")
+    (folder / "near" / "inner.py").write_text("import numpy, far\ndeep = 1\n")
+    (folder / "far.py").write_text("")
+    (folder / "other.py").write_text("")
+    return write(
+        folder, arms={"without": {}, "with": {"settings": {"experience.prioritise": f"{folder}/mine.py:first"}}}
+    )
+
+
 def result(key: str, *heights: float, tokens: float = 100.0, seconds: float = 3.0, **settings: object) -> Result:
     """A run with these values of all scores at its evaluations, which spends so many tokens between two of them."""
     steps = np.arange(len(heights), dtype=np.float64)

@@ -11,34 +11,37 @@ from studies.findings import Findings
 from studies.page import tables
 from studies.results import ResultFile
 from studies.study import load_study
+from studies.summary import headline
 from tests.studies.plans import PLAN, result, write
 from tests.train.report.pages import Page
+from tests.train.report.test_browser import ask, screen, wait
+from tests.train.warm import ROOT
 
 CURVES = {"without": (0.1, 0.2, 0.3), "with": (0.1, 0.3, 0.5)}
 
 
-def results_of(study, path, arms=("without", "with"), spread=0.01):
+def results_of(study, path, arms=("without", "with"), spread=0.01, curves=CURVES, **spent):
     file = ResultFile(path)
     for task in study.plan.tasks:
         for arm in arms:
             for seed in study.plan.seeds:
-                heights = [height + spread * seed for height in CURVES.get(arm, (0.1, 0.1, 0.1))]
-                file.add(result(study.planned(task, arm, seed, {}).key, *heights))
+                heights = [height + spread * seed for height in curves.get(arm, (0.1, 0.1, 0.1))]
+                file.add(result(study.planned(task, arm, seed, {}).key, *heights, tokens=spent.get(arm, 100.0)))
     return file
 
 
 def test_tables_say_what_the_runs_came_to(tmp_path):
-    study = load_study(write(tmp_path, seeds=[0, 1, 2, 3]))
+    study = load_study(write(tmp_path, seeds=[0, 1, 2, 3, 4]))
     end, cost, equal = tables(Findings.of(study, results_of(study, tmp_path / "r.jsonl")))
     assert end.headings[:4] == ["arm", "Pass@1", "less without", "Pass@8"]
     without, replayed = end.rows
-    assert without[:3] == ["without", "0.315 (0.300 to 0.330)", ""]
-    assert replayed[1].startswith("0.515 ")
+    assert without[:3] == ["without", "0.320 (0.307 to 0.337)", ""]
+    assert replayed[1].startswith("0.520 ")
     assert re.fullmatch(r"\*\*\+0\.200 \(\+0\.1\d\d to \+0\.2\d\d\)\*\*", replayed[2])
     assert replayed[7] == "1.000 (1.000 to 1.000)"
     without, replayed = cost.rows
     assert without[:3] == ["without", "200", "200"]
-    # Its mean curve reaches 0.315 after 100 of 200 tokens.
+    # Its mean curve reaches 0.32 after 100 of 200 tokens.
     assert replayed[3].startswith("**0.50 (")
     assert equal.headings[:4] == [
         "arm",
@@ -52,6 +55,66 @@ def test_tables_say_what_the_runs_came_to(tmp_path):
     assert equal.headings[7:] == ["Pass@1 at 100% of the seconds", "Pass@8 at 100% of the seconds"]
     assert replayed[5:7] == replayed[1:3], "in these results seconds are tokens"
     assert replayed[7].startswith("**+0.200 ")
+
+
+def test_below_five_seeds_nothing_is_in_bold_and_the_tables_say_why(tmp_path):
+    claims = [{"text": "It helps", "arm": "with", "against": "without", "sign": 1}]
+    for seeds in ([0], [0, 1], [0, 1, 2, 3]):
+        study = load_study(write(tmp_path, seeds=seeds, claims=claims))
+        claimed, end, *others = tables(Findings.of(study, results_of(study, tmp_path / f"{len(seeds)}.jsonl")))
+        cells = [cell for of in (claimed, end, *others) for row in of.rows for cell in row]
+        assert not [cell for cell in cells if "**" in cell or " to " in cell]
+        assert "with fewer than 5 seeds there is no interval, and nothing in bold" in end.text
+        assert "95%" not in end.text
+        assert claimed.rows[0][2:] == ["+0.200", "too few seeds"]
+    study = load_study(write(tmp_path, seeds=[0, 1], arms={**PLAN["arms"], "with": {"seeds": [0, 1, 2, 3, 4]}}))
+    file = results_of(study, tmp_path / "unequal.jsonl")
+    for seed in (2, 3, 4):
+        file.add(result(study.planned("countdown", "with", seed, {}).key, 0.1, 0.3, 0.5))
+    end, *_ = tables(Findings.of(study, file))
+    assert "(" in end.rows[1][1]
+    assert "(" not in end.rows[1][2], "the baseline has two"
+    assert "A difference in bold has an interval without 0. With fewer than 5 seeds there is no interval" in end.text
+
+
+@pytest.mark.parametrize(
+    ("curves", "spread", "seeds", "said"),
+    [
+        # Of 200 tokens, the arm has spent all 100 that it spends: there the baseline is at its middle, 0.2.
+        ((0.1, 0.3, 0.5), 0, 1, "0.500 for “with” and 0.200 for “without”: “with” is ahead; one seed cannot tell that"),
+        ((0.1, 0.1, 0.2), 0, 1, "0.200 for “with” and 0.200 for “without”: neither is ahead."),
+        (
+            (0.1, 0.1, 0.1),
+            0,
+            2,
+            "0.100 for “with” and 0.200 for “without”: “with” is not ahead; 2 seeds cannot tell that",
+        ),
+        ((0.1, 0.3, 0.5), 0.01, 5, "0.520 for “with” and 0.220 for “without”: “with” is ahead, by +0.300 (+0.2"),
+        ((0.1, 0.1, 0.1), 0.01, 5, "“with” is not ahead, by -0.100 (-0.1"),
+        ((0.1, 0.2, 0.21), 0.1, 5, "“with” is ahead, but the difference, +0.010 (-0."),
+        ((0.1, 0.2, 0.19), 0.1, 5, "“with” is not ahead, but the difference, -0.010 (-0."),
+    ],
+)
+def test_the_result_is_one_true_sentence(tmp_path, curves, spread, seeds, said):
+    study = load_study(write(tmp_path, seeds=list(range(seeds))))
+    file = results_of(study, tmp_path / "r.jsonl", spread=spread, curves={**CURVES, "with": curves}, **{"with": 50.0})
+    sentence = headline(Findings.of(study, file))
+    assert sentence.startswith("After 100 generated tokens, held-out Pass@1 is ")
+    assert said in sentence
+    assert sentence.endswith(".")
+
+
+def test_the_sentence_of_several_arms_and_tasks_and_of_a_baseline_alone(tmp_path):
+    tasks = {**PLAN["tasks"], "colouring": {"recipes": ["builtin:colouring"]}}
+    arms = {**PLAN["arms"], "third": {"settings": {"experience.mu": 0.25}}}
+    study = load_study(write(tmp_path, tasks=tasks, arms=arms))
+    alone = headline(Findings.of(study, results_of(study, tmp_path / "alone.jsonl", ["without"])))
+    assert alone == "Only “without” has been run: at the end, its held-out Pass@1 over 2 tasks is 0.305."
+    sentence = headline(Findings.of(study, results_of(study, tmp_path / "r.jsonl", arms)))
+    assert sentence.startswith(
+        "After equally many generated tokens, held-out Pass@1 over 2 tasks is 0.505 for “with”, the"
+    )
+    assert "the best of 2 arms (a choice that flatters it), and 0.305 for “without”" in sentence
 
 
 def test_several_tasks_have_a_table_together(tmp_path):
@@ -74,7 +137,7 @@ def test_arms_that_are_not_complete_are_left_out_and_named(tmp_path):
 
 def test_the_program_writes_a_page_and_a_table(tmp_path, capsys):
     arms = {"<script>alert(1)</script>": {"text": "<b>"}, **PLAN["arms"]}
-    path = write(tmp_path, arms=arms, title="A <i>trial</i>")
+    path = write(tmp_path, arms=arms, title="A <i>trial</i>", next=["Read <more>"])
     study = load_study(path)
     results_of(study, tmp_path / "r.jsonl", arms=list(study.plan.arms))
     arguments = [str(path), "--results", str(tmp_path / "r.jsonl"), "--output", str(tmp_path / "out")]
@@ -83,6 +146,12 @@ def test_the_program_writes_a_page_and_a_table(tmp_path, capsys):
     assert [page, table, picture] == [f"{tmp_path}/out/trial{ending}" for ending in (".html", ".md", ".svg")]
     assert any(re.match("│ with  .*│ +0.505 ", line) for line in shown)
     page = Page(tmp_path / "out" / "trial.html")
+    parts = ['<p class="result">After 200 ', ">Pass@1 against generated tokens<", "<table>", "Pass@1 is the fraction"]
+    parts += ["What to do next", "Read &lt;more&gt;", "Which is better?", "the end of training"]
+    places = [page.source.index(part) for part in parts]
+    assert places == sorted(places)
+    assert shown[-1] in page.texts
+    assert page.row("with") == ["0.505", "0.505", "200", "200"]
     assert all(place.startswith("#") for place in page.loads)
     assert len(set(page.ids)) == len(page.ids)
     described = page.figures["Pass@1 against generated tokens"]["text"]
@@ -102,3 +171,23 @@ def test_an_error_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: ")
     assert studies.report.main([str(write(tmp_path)), "--outptu", "here"]) == 2
     assert "did you mean --output?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_first_screen_has_the_result(tmp_path, browser, width):
+    path = ROOT / "studies" / "first.yaml"
+    study = load_study(path)
+    results_of(study, tmp_path / "r.jsonl", arms=list(study.plan.arms))
+    assert studies.report.main([str(path), "--results", str(tmp_path / "r.jsonl"), "--output", str(tmp_path)]) == 0
+    screen(browser, width=width)
+    browser.get((tmp_path / "first.html").as_uri())
+    wait(browser, "document.querySelector('.plot').classList.contains('drawn')")
+    ends = [
+        ask(browser, f"document.querySelector('{of}').getBoundingClientRect().bottom")
+        for of in (".result", ".plot", "table")
+    ]
+    assert 0 < ends[0] < ends[1] < ends[2] < 900
+    assert ask(browser, "document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert ask(
+        browser, "document.querySelector('.scroll').scrollWidth <= document.querySelector('.scroll').clientWidth"
+    )

@@ -13,10 +13,11 @@ import studies.run
 from exgrpo.train.checkpoint.resume import FINISHED
 from exgrpo.train.report.runs import load_run
 from studies.left import Left, left_of
+from studies.origin import Origin
 from studies.results import ResultFile
 from studies.runner import KEPT, Run, RunFailedError
 from studies.study import load_study
-from tests.studies.plans import result, write
+from tests.studies.plans import result, with_function, write
 from tests.train.warm import ROOT
 
 SEARCH = {"over": {"optimizer.lr": [1e-4, 3e-4]}, "seeds": [100]}
@@ -84,6 +85,33 @@ def test_nothing_is_run_twice(tmp_path, scripted, capsys):
         (arm, seed) for arm in ("with", "without") for seed in (0, 1)
     ]
     assert "4 of 4 runs are done" in capsys.readouterr().out
+
+
+def test_a_function_that_has_changed_is_run_again(tmp_path, scripted):
+    path = with_function(tmp_path)
+    assert run(tmp_path, path) == 0
+    assert len(scripted.done) == 4
+    (tmp_path / "near" / "inner.py").write_text("deep = 2")
+    assert run(tmp_path, path) == 0
+    assert [arm for arm, *_ in scripted.done[4:]] == ["with", "with"]
+
+
+@pytest.mark.parametrize("during", [False, True])
+def test_a_function_that_changes_under_way_gives_no_result(tmp_path, monkeypatch, during):
+    this = Run(load_study(with_function(tmp_path)).planned("countdown", "with", 0, {}), tmp_path / "runs", 0)
+
+    def train(run):
+        (tmp_path / "mine.py").write_text("def first(*given):\n    return 2\n")
+        this.folder.mkdir(parents=True)
+        (this.folder / FINISHED).touch()
+        return 0
+
+    monkeypatch.setattr(Run, "_do", train)
+    if not during:
+        train(this)
+    with pytest.raises(RunFailedError, match="has changed since the study was read"):
+        this.result(Origin.here())
+    assert this.folder.exists() is not during
 
 
 def test_a_plan_runs_nothing(tmp_path, scripted, capsys):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from studies.statistics import (
+    FEWEST_SEEDS,
     area,
     best,
     cost_ratio,
@@ -63,14 +64,15 @@ def test_the_same_arm_twice_shows_no_difference():
     assert improvement(values, values).value == 0.5
 
 
-def test_one_seed_has_no_interval():
-    found = interval_of([np.array([0.5])])
+@pytest.mark.parametrize("seeds", range(1, FEWEST_SEEDS))
+def test_few_seeds_have_no_interval(seeds):
+    found = interval_of([np.full(seeds, 0.5), np.full(5, 0.5)])
     assert found.value == 0.5
     assert math.isnan(found.low)
     assert math.isnan(found.high)
     assert str(found) == "0.500"
     assert not found.excludes(0)
-    ratio = cost_ratio([result("a", 0.0, 0.1)], [result("b", 0.0, 0.2)])
+    ratio = cost_ratio([result("a", 0.0, 0.1)] * seeds, [result("b", 0.0, 0.2)] * 5)
     assert ratio.text(".2f") == "never"
 
 
@@ -85,13 +87,15 @@ def test_what_a_curve_comes_to():
 
 
 def test_what_an_arm_saves_is_read_off_its_mean_curve():
-    base = [result("a", 0.0, 0.2, 0.4), result("b", 0.0, 0.2, 0.4)]  # ends with 0.4 after 200 tokens
+    base = [result("a", 0.0, 0.2, 0.4)] * 5  # ends with 0.4 after 200 tokens
     assert cost_ratio(base, base).value == 1
-    fast = [result("c", 0.0, 0.5, 0.6), result("d", 0.0, 0.3, 0.6)]  # 0.4 on average after 100 tokens
+    # On average 0.42 after 100 tokens.
+    fast = [result("c", 0.0, 0.5, 0.6)] * 3 + [result("d", 0.0, 0.3, 0.6)] * 2
     found = cost_ratio(fast, base)
-    assert found.value == pytest.approx(0.5)
-    # Of c alone after 80 tokens, of d alone after 133.
-    assert (found.low, found.high) == (pytest.approx(0.4), pytest.approx(2 / 3))
+    assert found.value == pytest.approx(0.4 / 0.42 / 2)
+    # Five of c are drawn in 8 % of all cases, and have 0.4 after 80 tokens. One of c and four of d are drawn in 8 %,
+    # too, and are at 0.34 after 100 tokens; five of d in 1 %.
+    assert (found.low, found.high) == (pytest.approx(0.4), pytest.approx((1 + 0.06 / 0.26) / 2))
     cheap = [result("e", 0.0, 0.2, 0.4, tokens=10.0)] * 2
     assert cost_ratio(cheap, base).value == pytest.approx(0.1)
     slow = [result("f", 0.0, 0.1, 0.2)] * 2

@@ -1,10 +1,16 @@
 """Which runs a study needs."""
 
+import hashlib
+import json
+
 import pytest
 
 from exgrpo.train.errors import ConfigError
+from studies.origin import ROOT
+from studies.results import ResultFile
+from studies.run import RESULTS
 from studies.study import key_of, load_study, settings_of
-from tests.studies.plans import PLAN, write
+from tests.studies.plans import PLAN, with_function, write
 
 SEARCH = {"over": {"optimizer.lr": [1e-4, 3e-4]}, "seeds": [100, 101]}
 
@@ -34,6 +40,34 @@ def test_a_key_is_of_what_a_run_computes(tmp_path):
     spelt = run.config.model_copy(update={"preflight": "stop"})  # the default, written out
     assert key_of(spelt) == run.key
     assert settings_of(run.config)["experience.ratio"] == 0
+    plain = json.dumps(settings_of(run.config), sort_keys=True)
+    assert run.key == hashlib.sha256(plain.encode()).hexdigest()[:16], "stored results are found by this"
+    done = ResultFile(RESULTS).by_key
+    assert all(one.key in done for one in load_study(ROOT / "studies" / "diversity.yaml").known(nothing))
+
+
+def test_a_key_is_also_of_the_text_of_own_functions(tmp_path):
+    path = with_function(tmp_path)
+
+    def keys():
+        study = load_study(path)
+        return [study.planned("countdown", arm, 0, {}).key for arm in ("without", "with")]
+
+    before = keys()
+    (tmp_path / "other.py").write_text("nobody imports this")
+    assert keys() == before
+    seen = {before[1]}
+    for name in ("mine.py", "near/__init__.py", "near/inner.py", "far.py"):
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
+        without, replayed = keys()
+        assert without == before[0]
+        assert replayed not in seen, name
+        seen.add(replayed)
+    (tmp_path / "mine.py").write_text("def first(")
+    assert keys()[1] not in seen, "what is no Python is told by the run"
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(ConfigError, match=r"mine.py: there is no file .*mine.py; a path in a study"):
+        keys()
 
 
 def test_runs_go_seed_by_seed(tmp_path):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from exgrpo.train import errors
 from exgrpo.train.config import Config
-from exgrpo.train.data.files import parse_row
 from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.rows import parse_row
 from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError, cut, shown
 from exgrpo.train.limits import MOST_ANSWERS

@@ -144,17 +144,22 @@ def test_rewards_that_do_not_fit_and_held_out_questions_that_are_too_long_are_to
 
 def test_sources_are_mixed_by_weight_and_each_is_graded_by_its_own_reward(tmp_path):
     """All answers end before "</think>": the task's reward, math, is 0 then, and the file's, the default, is not."""
-    (tmp_path / "mine.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n' * 20)
+    rows = [("What is 1 + 1?", "2")] * 18 + [("2 [/b]?", "2"), ("2 [/b]?", "3")]
+    lines = [json.dumps({"question": question, "final": answer}) for question, answer in rows]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     sources = ["builtin:arithmetic", str(tmp_path / "mine.jsonl")]
     done = launch(
         MAIN,
         *(*SMALL, f"--recipe={DEFAULT_RUN}", "--rollout.stop", "</think>", "--preflight=warn"),
         *("--steps=2", "--questions=16", "--data.train", *sources, "--data.train_weights", "1", "3"),
-        *("--data.test", *sources, "--experience.ratio=0", "--evaluation.samples=2"),
+        *("--data.test", *sources, "--data.columns", "answer", "final"),
+        *("--experience.ratio=0", "--evaluation.samples=2"),
         f"--output.folder={tmp_path / 'runs'}",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"60 questions from {', '.join(sources)}" in " ".join(done.stdout.split())
+    printed = " ".join(done.stdout.split())
+    assert f"60 questions from {', '.join(sources)}" in printed
+    assert printed.count("1 question has different answers in different rows, such as '2 [/b]?' of 'mine': '2'") == 1
     training = [record for record in records(tmp_path / "runs" / "small") if "reward" in record]
     held_out = [record for record in records(tmp_path / "runs" / "small") if "test/pass_rate" in record]
     for source, some in (("arithmetic", False), ("mine", True)):

@@ -1,7 +1,7 @@
 """Questions with tokenised prompts and gold answers, from files, a hub or a generator."""
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -11,9 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from exgrpo.train.data.files import Row, read_rows
+from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.errors import DataError
+from exgrpo.train.data.rows import Row
+from exgrpo.train.errors import DataError, shown
 from exgrpo.train.reward.contract import ALL_COLUMNS, Columns
 
 _BATCH = 1024
@@ -118,6 +119,7 @@ def load_questions(
     seed: int = 0,
     progress: bool = False,
     columns: Columns = ALL_COLUMNS,
+    names: Mapping[str, str] | None = None,
     reward: str | None = None,
     stop: tuple[str, ...] | None = None,
 ) -> QuestionSet:
@@ -134,6 +136,7 @@ def load_questions(
         seed: of the generated problems.
         progress: show a progress bar while it lasts, where there is a terminal.
         columns: of the rows, to be kept for rewards.
+        names: what a file or a hub data set calls its question, answer or solution.
         reward: name of the reward of the questions; None: the one that the source brings.
         stop: strings that end an answer to them; None: those of the run.
 
@@ -146,7 +149,7 @@ def load_questions(
     prompts.check(tokenizer)
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1, got {limit}")
-    rows = read_rows(source, split=split, limit=limit, seed=seed, columns=columns, reward=reward)
+    rows = read_rows(source, split=split, limit=limit, seed=seed, columns=columns, names=names, reward=reward)
     return question_set(source, rows, tokenizer, prompts, limit=limit, progress=progress, stop=stop)
 
 
@@ -194,6 +197,24 @@ def joined(sets: Sequence[QuestionSet]) -> QuestionSet:
         tuple(replace(question, index=index) for index, question in enumerate(left_out)),
         sum(of_source.beyond_limit for of_source in sets),
         tuple(map(len, sets)),
+    )
+
+
+def contradictions(questions: Iterable[Question]) -> str:
+    """One line about questions that rows give different answers, with the first of them; "" where there are none."""
+    golds: dict[tuple[str, str], str] = {}
+    found: dict[tuple[str, str], tuple[Question, str]] = {}
+    for question in questions:
+        key = (question.text, question.reward)
+        if golds.setdefault(key, question.gold) != question.gold:
+            found.setdefault(key, (question, golds[key]))
+    if not found:
+        return ""
+    question, gold = next(iter(found.values()))
+    many = "1 question has" if len(found) == 1 else f"{len(found)} questions have"
+    return (
+        f"{many} different answers in different rows, such as {shown(question.text, 80)} of {shown(question.source)}: "
+        f"{shown(gold, 40)} and {shown(question.gold, 40)}; each row is graded by its own: remove the wrong ones"
     )
 
 

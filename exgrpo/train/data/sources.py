@@ -1,7 +1,7 @@
 """What is different for the questions of a single source."""
 
-from collections.abc import Collection, Sequence
-from typing import Annotated
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import tyro
 from pydantic import Field
@@ -9,11 +9,14 @@ from pydantic import Field
 from exgrpo.train.errors import ConfigError, shown
 from exgrpo.train.section import Section, StopString
 
+ColumnNames = dict[Literal["question", "answer", "solution"], Annotated[str, Field(min_length=1)]]
+
 
 class SourceConfig(Section):
     """Settings of one source of questions; what is None is as for the others."""
 
     source: str = Field(description="The source, as data.train or data.test has it.")
+    columns: ColumnNames | None = Field(None, description="What it calls its columns, in the place of data.columns.")
     prompt_format: str | None = Field(None, description="Of its questions, in the place of data.prompt_format.")
     reward: str | None = Field(
         None, min_length=1, description="Of its questions, in the place of what it brings; as reward.function."
@@ -30,6 +33,12 @@ SourceConfigs = Annotated[tuple[SourceConfig, ...], tyro.conf.Suppress]
 def settings_of(source: str, settings: Sequence[SourceConfig]) -> SourceConfig:
     """The settings of a source."""
     return next((one for one in settings if one.source == source), SourceConfig(source=source))
+
+
+def names_of(source: str, options: Any) -> Mapping[str, str]:
+    """What a source calls its columns, by such options as `data` and their `sources`."""
+    own = settings_of(source, options.sources).columns
+    return {**(options.columns if own is None else own)}
 
 
 def check_sources(settings: Sequence[SourceConfig], sources: Collection[str]) -> None:

@@ -15,8 +15,8 @@ from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.config import RolloutConfig
 from exgrpo.train.data.files import HELD_OUT_SEED
 from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.data.questions import NoPromptFitsError, Question, load_questions
-from exgrpo.train.data.sources import settings_of
+from exgrpo.train.data.questions import NoPromptFitsError, Question, contradictions, load_questions
+from exgrpo.train.data.sources import names_of, settings_of
 from exgrpo.train.distributed import World, agree
 from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.evaluate.answer_file import AnswerFile
@@ -84,6 +84,7 @@ def load(options: Options, tokenizer: Any, *, progress: bool) -> tuple[list[Ques
                 limit=options.data.test_limit,
                 seed=HELD_OUT_SEED,
                 progress=progress,
+                names=names_of(source, options.data),
                 reward=own.reward,
                 stop=own.stop,
             )
@@ -202,7 +203,9 @@ def _sampling(options: Options, pretrained: Pretrained) -> Sampling:
 
 
 def _warn(options: Options, questions: Iterable[Question], left_out: Sequence[Question], console: Console) -> None:
-    """Name the rows that are not asked, and the sources in `evaluation.avg` that no row comes from."""
+    """Name the rows that are not asked or contradict others, and the sources in `evaluation.avg` without rows."""
+    if note := contradictions(questions):
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     for source, count in sorted(Counter(question.source for question in left_out).items()):
         console.print(
             f"{source}: {count} rows have prompts of more than {options.data.max_prompt_tokens} tokens and count as "

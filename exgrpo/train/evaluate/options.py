@@ -18,7 +18,7 @@ from exgrpo.train.config import (
     as_in,
 )
 from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.data.sources import SourceConfigs
+from exgrpo.train.data.sources import ColumnNames, SourceConfigs
 from exgrpo.train.dotted import flat, known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.settings import EvaluationConfig
@@ -30,7 +30,7 @@ from exgrpo.train.turns.settings import EnvironmentConfig
 
 PROGRAM = "python -m exgrpo.train.evaluate"
 AS_TRAINED = {
-    "data": ("sources", *(field.name for field in fields(PromptFormat))),
+    "data": ("columns", "sources", *(field.name for field in fields(PromptFormat))),
     "evaluation": ("temperature", "top_p", "samples"),
     "rollout": ("max_tokens", "stop"),
     "environment": tuple(EnvironmentConfig.model_fields),
@@ -59,6 +59,7 @@ class DataOptions(Section):
     test: Sources = Field(description="JSONL, JSON, parquet or CSV files, hub names, builtin:NAME, reasoning_gym:NAME.")
     test_split: str = as_in(DataConfig, "test_split")
     test_limit: int | None = as_in(DataConfig, "test_limit", description="Use only so many questions of each data set.")
+    columns: ColumnNames = as_in(DataConfig, "columns")
     sources: SourceConfigs = as_in(DataConfig, "sources")
     chat: bool = as_in(DataConfig, "chat")
     system_prompt: str | None = as_in(DataConfig, "system_prompt")

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from exgrpo.train.data.files import HELD_OUT_SEED, from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.sources import names_of
 from exgrpo.train.early import check_places
 from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.evaluate.options import Options, parse_options
@@ -102,4 +103,5 @@ def look(options: Options) -> None:
     with_saved(LoraConfig(path=options.lora.path))
     for source in data.test:
         if not from_hub(source):
-            read_rows(source, split=data.test_split, limit=data.test_limit, seed=HELD_OUT_SEED)
+            names = names_of(source, data)
+            read_rows(source, split=data.test_split, limit=data.test_limit, seed=HELD_OUT_SEED, names=names)

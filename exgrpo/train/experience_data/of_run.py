@@ -18,7 +18,7 @@ from exgrpo.train.config import Config
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined, question_set
-from exgrpo.train.data.sources import settings_of
+from exgrpo.train.data.sources import names_of, settings_of
 from exgrpo.train.errors import CheckpointError, DataError, ModelError, os_errors_as, shown
 from exgrpo.train.experience.stored import BEHAVIOURS
 from exgrpo.train.experience_data.stored import AskedQuestion, Overview, StoredAnswer, different
@@ -117,7 +117,8 @@ class RunExperience:
         sets = []
         for source in data.train:
             limit = data.train_limit
-            rows = read_rows(source, split=data.train_split, limit=limit, seed=self.config.seed)
+            names = names_of(source, data)
+            rows = read_rows(source, split=data.train_split, limit=limit, seed=self.config.seed, names=names)
             prompts, stop = PromptFormat.of_source(source, data), settings_of(source, data.sources).stop
             sets.append(question_set(source, rows, tokenizer, prompts, limit=limit, stop=stop))
         questions = joined(sets)

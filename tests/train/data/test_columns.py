@@ -9,9 +9,13 @@ import pytest
 
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.data.questions import load_questions, question_set
+from exgrpo.train.data.questions import contradictions, load_questions, question_set
 from exgrpo.train.early import look
-from exgrpo.train.errors import DataError
+from exgrpo.train.errors import ConfigError, DataError
+from exgrpo.train.evaluate import program as evaluate
+from exgrpo.train.evaluate.evaluation import load
+from exgrpo.train.evaluate.options import parse_options
+from exgrpo.train.recipe import parse_args
 from exgrpo.train.reward.contract import ALL_COLUMNS, Columns
 from tests.train.configs import configured
 from tests.train.data.test_questions import PAPER_ROW, TOKENIZER
@@ -84,3 +88,72 @@ def test_a_run_reads_the_columns_that_its_reward_takes(tmp_path):
         values["data"]["train"] = write(tmp_path / "rows", "jsonl", [{"question": "q", "answer": "1"}])
         with pytest.raises(DataError, match="line 1: has no column 'level', which the reward '.*mine.py:score' takes"):
             look(configured(values, reward={"function": f"{reward}:score", "workers": 1}), resources)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        ({"problem": "q", "final_answer": "#### 7"}, {"answer": "final_answer"}),
+        ({"Question": "q", "Answer": "7"}, {"question": "Question", "answer": "Answer"}),
+        ({"prompt": "q", "response": "long", "answer": "7"}, {"question": "prompt"}),
+        ({"question": "an id", "text": "q", "answer": "7"}, {"question": "text"}),
+        ({"question": "q", "answer": "long", "key": "7"}, {"answer": "key"}),
+        ({"question": "q", "answer": "why \\boxed{7}"}, {"solution": "answer"}),
+    ],
+)
+def test_columns_may_have_other_names(tmp_path, suffix, row, names):
+    path = write(tmp_path, suffix, [row])
+    (found,) = read_rows(path, split="train", limit=None, seed=0, names=names, columns=Columns(("question",)))
+    assert (found.question, found.gold, found.columns) == ("q", "7", {"question": "q"})
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_other_names_are_asked_for_where_the_usual_ones_are_missing(tmp_path, suffix):
+    remedy = "--data.columns question NAME answer NAME says what they are called"
+    for row, said in (
+        ({"problem": "q", "final_answer": "7"}, "answer.* solution; it.* problem, final_answer"),
+        ({"Question": "q", "Answer": "7"}, "prompt, question, problem; it.* Question, Answer"),
+    ):
+        with pytest.raises(DataError, match=f"{said}.*{remedy}"):
+            read_rows(write(tmp_path, suffix, [row]), split="train", limit=None, seed=0)
+    path = write(tmp_path, suffix, [{"problem": "q", "final_answer": "7"}])
+    with pytest.raises(
+        DataError, match=r"no column 'Answr', which data.columns names; its columns are 'problem, final"
+    ):
+        read_rows(path, split="train", limit=None, seed=0, names={"answer": "Answr"})
+
+
+def test_a_run_and_its_evaluation_read_columns_by_their_names(tmp_path):
+    for name, row in (("a", {"Q": "q", "A": "7"}), ("b", {"question": "q", "final": "7"}), ("c", ROWS[0])):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    a, b, c = (f"{tmp_path}/{name}.jsonl" for name in "abc")
+    recipe = tmp_path / "mine.yaml"
+    sources = [{"source": b, "columns": {"answer": "final"}}, {"source": c, "columns": {}}]
+    of_data = {"train": [a, b, "builtin:arithmetic"], "train_limit": 1, "test": c, "sources": sources}
+    recipe.write_text(json.dumps({"policy.path": "builtin:arithmetic", "data": of_data}))
+    config = parse_args(["--recipe", str(recipe), "--data.columns", "question", "Q", "answer", "A"])
+    with ExitStack() as resources:
+        found = look(config, resources)
+    assert [[row.gold for row in rows] for rows in found.train[:2]] == [["7"], ["7"]]
+    assert [row.question for row in found.held_out["test"][0]] == ["p0"]
+    named = ["--data.columns", "question", "Q", "answer", "A"]
+    asked = parse_options(["builtin:arithmetic", "--recipe", str(recipe), "--data.test", a, *named])
+    evaluate.look(asked)
+    (question,), _ = load(asked, TOKENIZER, progress=False)
+    assert question.gold == "7"
+    with pytest.raises(ConfigError, match=r"data.columns"):
+        parse_args(["--recipe", str(recipe), "--data.columns", "qestion", "Q"])
+
+
+def test_a_question_with_two_answers_is_told_once(tmp_path):
+    rows = [("[b]1 + 1?", "2"), ("other", "5"), ("[b]1 + 1?", "3"), ("other", "6"), ("[b]1 + 1?", "4")]
+    rows += [("same", "1"), ("same", "1")]
+    path = write(tmp_path, "jsonl", [{"question": question, "answer": answer} for question, answer in rows])
+    loaded = load_questions(path, TOKENIZER, PromptFormat(max_prompt_tokens=100))
+    said = contradictions(loaded)
+    assert said.startswith(
+        "2 questions have different answers in different rows, such as '[b]1 + 1?' of 'mine': '2' and"
+    )
+    assert contradictions(list(loaded)[:4:3]) == contradictions(list(loaded)[4:]) == ""
+    assert contradictions([*list(loaded)[:3:2]]).startswith("1 question has ")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from exgrpo.train.data.files import Row, parse_row
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, load_questions
+from exgrpo.train.data.rows import Row, parse_row
 
 SHARED_DATA = Path(__file__).parents[4] / "shared" / "data"
 
@@ -118,7 +118,10 @@ def test_row_formats(row: dict[str, Any], question: str, gold: str) -> None:
 BAD_ROWS: list[tuple[Any, str]] = [
     ([1, 2], "expected an object, got a list of 2"),
     ({"text": "x"}, "has none of prompt, question, problem; its keys are text"),
-    ({"question": "q"}, "neither answer nor solution"),
+    (
+        {"question": "q", "final": "1"},
+        "neither answer nor solution; its keys are question, final .--data.columns quest",
+    ),
     ({"question": "q", "solution": "no mark"}, "neither #### nor"),
     ({"question": 5, "answer": "1"}, "the question must be text, got int 5"),
     ({"question": " ", "answer": "1"}, "the question is empty"),
@@ -190,7 +193,11 @@ def test_malformed_parquet_rows_have_numbers(tmp_path: Path) -> None:
         ("a.txt", b"question,answer", "unknown kind of file; known are .jsonl, .json, .parquet, .csv"),
         ("a.csv", b"", "the data set is empty"),
         ("a.csv", b"question,answer\n", "the data set is empty"),
-        ("a.csv", b"question;answer\nq;1\n", "has none of the columns .*; it has question;answer"),
+        (
+            "a.csv",
+            b"Frage;Antwort\nq;1\n",
+            "has none of the columns prompt, question, problem; it has Frage, Antwort: --data.columns",
+        ),
         ("a.csv", b'"question,answer\nq,1\n', "the line of its columns is not valid CSV"),
         ("a.csv", b"question,answer\nq,\xff\n", "line 2 is not UTF-8"),
         ("a.csv", b"question,answer,question\nq,1,p\n", "has more than one column 'question'"),

@@ -1,0 +1,165 @@
+r"""A row of question and answer, as a data set has it.
+
+{"prompt": [{"role", "content"}, ...], "reward_model": {"ground_truth": ...}, "data_source": ...}: the last user
+message is the question, the first system message is kept apart.
+{"question" or "problem": ..., "answer" or "solution": ...}: the question is a text, or a list of {role, content}
+messages, which are all asked: the last is the user's, and a system message, which is the first, is kept apart. The
+gold answer is what follows the last "####" of the answer, or the whole answer without it. Where only "solution" is
+given it must hold "####" or a \boxed{...}.
+A gold answer is a string, a number, or a list of one of them. Other columns are for rewards that take them. What a
+data set calls its question, answer or solution can be said (data.columns), for the second form.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from exgrpo.train.data.conversation import Message, as_text, read_conversation
+from exgrpo.train.errors import SHOWN, DataError, cut, shown
+from exgrpo.train.reward.contract import Columns
+from exgrpo.train.reward.grading import boxed_answer
+
+COLUMNS = ("prompt", "reward_model", "data_source", "question", "problem", "answer", "solution")
+QUESTIONS, ANSWERS = ("prompt", "question", "problem"), ("reward_model", "answer", "solution")
+"""Of which a row needs one each."""
+NO_COLUMNS = Columns()
+REMEDY = "--data.columns question NAME answer NAME says what they are called"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read of a row.
+
+    Attributes:
+        taken: the columns that a reward takes.
+        names: what the data set calls its question, answer or solution.
+    """
+
+    taken: Columns = NO_COLUMNS
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, columns: Collection[str]) -> None:
+        """Whether a row with these columns has those that are named. Raises DataError as `parse_row` does."""
+        if missing := [name for name in self.names.values() if name not in columns]:
+            raise DataError(
+                f"has no column {shown(missing[0])}, which data.columns names; its columns are "
+                f"{shown(', '.join(map(str, columns)))}"
+            )
+
+    def renamed(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row with the usual names in place of those that are named; these beat other columns of the row."""
+        if not self.names:
+            return row
+        self.check(row)
+        beaten = {"prompt"} if "question" in self.names else set()
+        beaten |= {"answer"} if "solution" in self.names else set()
+        kept = {name: value for name, value in row.items() if name not in beaten}
+        return kept | {name: row[theirs] for name, theirs in self.names.items()}
+
+
+NOTHING_ELSE = Reading()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question as the data set gives it."""
+
+    question: str
+    gold: str
+    system: str | None
+    """The row's own system message."""
+    source: str
+    """The row's data_source, else the stem of its file, the hub name or the name of the generator with arguments."""
+    reward: str = ""
+    """Name of the reward that its source brings; "": none."""
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Those that a reward takes, by name; `question` is among them whatever the data set calls it."""
+    turns: tuple[Message, ...] = ()
+    """What user and assistant said before the question."""
+
+    @property
+    def text(self) -> str:
+        """The question as people read it, with the turns before it."""
+        return as_text((*self.turns, Message("user", self.question))) if self.turns else self.question
+
+
+def parse_row(row: Any, source: str, reading: Reading = NOTHING_ELSE) -> Row:
+    """Reads one row of either format; `source` is used where it names none. Raises DataError: what is wrong."""
+    if not isinstance(row, dict):
+        raise DataError(f"expected an object, got {_kind(row)}")
+    row = reading.renamed(row)
+    if row.get("prompt") is not None:
+        return _paper_row(row, source, reading.taken)
+    given = cut(", ".join(str(key) for key, value in row.items() if value is not None), SHOWN) or "none"
+    question = next((row[key] for key in ("question", "problem") if row.get(key) is not None), None)
+    if question is None:
+        raise DataError(f"has none of prompt, question, problem; its keys are {given} ({REMEDY})")
+    if row.get("answer") is not None:
+        gold = _gold_text(row["answer"], "answer").rpartition("####")[2]
+    elif row.get("solution") is not None:
+        gold = _answer_of_solution(_gold_text(row["solution"], "solution"))
+    else:
+        raise DataError(f"has a question but neither answer nor solution; its keys are {given} ({REMEDY})")
+    if not isinstance(question, list):
+        return _checked_row(question, gold, None, row, source, reading.taken)
+    *turns, last = read_conversation(question)
+    system = turns.pop(0).content if turns and turns[0].role == "system" else None
+    return replace(_checked_row(last.content, gold, system, row, source, reading.taken), turns=tuple(turns))
+
+
+def _paper_row(row: dict[str, Any], source: str, columns: Columns) -> Row:
+    messages = row["prompt"]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise DataError(f"prompt must be a list of {{role, content}} messages ({REMEDY})")
+    questions = [message.get("content") for message in messages if message.get("role") == "user"]
+    if not questions:
+        raise DataError("prompt has no user message")
+    systems = [message.get("content") for message in messages if message.get("role") == "system"]
+    if systems and not isinstance(systems[0], str):
+        raise DataError(f"the system message must be text, got {_kind(systems[0])}")
+    reward_model = row.get("reward_model")
+    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+        raise DataError("has no reward_model.ground_truth")
+    gold = _gold_text(reward_model["ground_truth"], "reward_model.ground_truth")
+    return _checked_row(questions[-1], gold, systems[0] if systems else None, row, source, columns)
+
+
+def _checked_row(
+    question: Any, gold: str, system: str | None, row: dict[str, Any], source: str, columns: Columns
+) -> Row:
+    if not isinstance(question, str):
+        raise DataError(f"the question must be text, got {_kind(question)}")
+    if not question.strip():
+        raise DataError("the question is empty")
+    if not gold.strip():
+        raise DataError("the answer is empty")
+    named = row.get("data_source")
+    taken = columns.of(row if row.get("question") is not None else {**row, "question": question})
+    return Row(question, gold.strip(), system, named if isinstance(named, str) and named else source, columns=taken)
+
+
+def _gold_text(value: Any, key: str) -> str:
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, str):
+        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or (isinstance(value, float) and not math.isfinite(value)):
+        raise DataError(f"{key} must be text, a finite number or a list of one of them, got {_kind(value)}")
+    return str(value)
+
+
+def _answer_of_solution(solution: str) -> str:
+    if "####" in solution:
+        return solution.rpartition("####")[2]
+    content = boxed_answer(solution)
+    if content is None:
+        raise DataError("has no answer, and its solution holds neither #### nor \\boxed{...}")
+    return content
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return "null" if value is None else f"{type(value).__name__} {value!r:.40}"
