@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from exgrpo.train.errors import RolloutError
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.reward.contract import TURNS
 from exgrpo.train.reward.names import reward_of
+from exgrpo.train.reward.outcome import Failure, by_kind
 from exgrpo.train.reward.pool import Grader, Grading
 from exgrpo.train.rollout import EngineCounts, Finished, Request, RolloutEngine, Sampling, Stops, text_of, turns_of
 from exgrpo.train.seeds import derive_seed
@@ -49,6 +51,7 @@ class Answers:
         grade_seconds: time in which the grader was still at work after the engine, the slowest rank's.
         engine: what the engines counted, over all ranks; time asleep is the longest.
         broken: answers that ended because the environment failed; None: there is no environment.
+        failures: answers that timed out or failed, by kind.
     """
 
     of_question: list[list[Answer]]
@@ -58,6 +61,7 @@ class Answers:
     grade_seconds: float
     engine: EngineCounts
     broken: int | None = None
+    failures: tuple[Failure, ...] = ()
 
     def and_further(self, other: "Answers") -> "Answers":
         """These, and those to further questions that were asked afterwards."""
@@ -73,7 +77,13 @@ class Answers:
                 asleep_seconds=self.engine.asleep_seconds + other.engine.asleep_seconds,
             ),
             broken=None if self.broken is None else self.broken + (other.broken or 0),
+            failures=by_kind((*self.failures, *other.failures)),
         )
+
+    @property
+    def failed_fraction(self) -> float:
+        """Of the answers, those that timed out or failed."""
+        return (self.timed_out + self.failed) / max(sum(map(len, self.of_question)), 1)
 
     @property
     def rewards(self) -> np.ndarray:
@@ -138,6 +148,8 @@ class Answerer:
         self.conversations = conversations
         self.tokens = 0
         """Response tokens generated so far, over all ranks."""
+        self._known: set[tuple[str, str]] = set()
+        self._untold: list[str] = []
 
     def answer(self, questions: Sequence[Question], counts: Sequence[int], sampling: Sampling, seed: int) -> Answers:
         """Sample counts[i] answers to questions[i] and grade them; the result is the same on every rank."""
@@ -204,7 +216,10 @@ class Answerer:
         start = time.perf_counter()
         grades = agree(self.world, produced.grading.finish)
         seconds = time.perf_counter() - start
-        cost = (grades.timed_out, grades.failed, produced.seconds, seconds, produced.engine, produced.broken)
+        cost = (
+            *(grades.timed_out, grades.failed, grades.failures),
+            *(produced.seconds, seconds, produced.engine, produced.broken),
+        )
         of_question: dict[int, dict[int, Answer]] = {position: {} for position in produced.positions}
         of_answers = grades.parts or ({},) * len(grades.reward)
         graded = zip(produced.answers, grades.reward, grades.key, of_answers, strict=True)
@@ -217,9 +232,12 @@ class Answerer:
             if self.world.rank % self.engine.ranks == 0
         ]
         of_ranks = zip(*self.world.gather(cost), strict=True)
-        timed_out, failed, generate_seconds, grade_seconds, counts, broken = of_ranks
+        timed_out, failed, failures, generate_seconds, grade_seconds, counts, broken = of_ranks
         joined = self.world.join(mine)
         self.tokens += sum(answer.rollout.tokens for answers in joined for answer in answers)
+        found = by_kind(chain.from_iterable(failures))
+        self._untold += [str(one) for one in found if one.kind not in self._known]
+        self._known |= {one.kind for one in found}
         return Answers(
             of_question=joined,
             timed_out=sum(timed_out),
@@ -232,4 +250,10 @@ class Answerer:
                 asleep_seconds=max(of_rank.asleep_seconds for of_rank in counts),
             ),
             broken=sum(of_rank or 0 for of_rank in broken) if self.conversations else None,
+            failures=found,
         )
+
+    def news(self) -> list[str]:
+        """A sentence about each kind of failure of a reward that has not been told yet."""
+        untold, self._untold = self._untold, []
+        return untold

@@ -123,6 +123,13 @@ class RewardConfig(Section):
     time_limit: float = Field(
         5.0, gt=0, le=3600, description="Seconds per answer, at most an hour; then it is killed and scores 0."
     )
+    max_failed: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Fraction of a step's answers whose grading may fail or take too long; above it in three steps in "
+        "a row, the run stops. 1: it never does.",
+    )
     memory_gib: float = Field(
         4.0,
         gt=0,

@@ -17,7 +17,13 @@ _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class ExgrpoError(Exception):
-    """The input is wrong or the machine refuses something; the message names it and says what to do."""
+    """The input is wrong or the machine refuses something; the message names it and says what to do.
+
+    Attributes:
+        status: the exit status of a program that ends by it.
+    """
+
+    status = 2
 
 
 class ConfigError(ExgrpoError, ValueError):
@@ -66,6 +72,14 @@ class WeightMismatchError(ExgrpoError, RuntimeError):
 
 class PreflightError(ExgrpoError, RuntimeError):
     """No answer of the preflight can earn a reward; the message says why and what to do."""
+
+    status = 1
+
+
+class HaltError(ExgrpoError, RuntimeError):
+    """A run stops because its steps teach nothing; the message says why and how to go on."""
+
+    status = 1
 
 
 class CheckpointError(ExgrpoError, RuntimeError):
@@ -156,8 +170,8 @@ def print_error(error: ExgrpoError) -> int:
     text = cut(printable(str(error)), LONGEST)
     if is_first_rank():
         print(f"error: {text}", file=sys.stderr)
-        return 2
+        return error.status
     with suppress(KeyboardInterrupt):
         time.sleep(OTHER_RANKS_WAIT)
         print(f"error on rank {os.environ['RANK']}: {text}", file=sys.stderr)
-    return 2
+    return error.status

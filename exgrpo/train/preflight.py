@@ -1,16 +1,20 @@
 """Before training: can the model's answers earn a reward at all? A run in which they cannot wastes days."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exgrpo.train.answers import Answerer
 from exgrpo.train.config import Config
 from exgrpo.train.data.questions import Question
+from exgrpo.train.errors import shown
 from exgrpo.train.reward.form import Graded, tell
-from exgrpo.train.reward.names import reward_of
+from exgrpo.train.reward.names import absolute, reward_of
+from exgrpo.train.reward.outcome import Failure
 from exgrpo.train.reward.success import is_success
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.seeds import derive_seed
+from exgrpo.train.soundness import remedy
 
 QUESTIONS = 32
 SHOWN_CHARACTERS = 300
@@ -26,7 +30,8 @@ class Preflight:
         formed: how many have the form that the reward needs; None where a reward has no check of the form.
         right: how many are successes.
         equal: whether all rewards are the same.
-        rewards: names of the rewards that graded them.
+        rewards: how many answers each reward has graded, by its name.
+        failures: of the rewards, by kind.
         example: how the first answer ends.
     """
 
@@ -35,15 +40,24 @@ class Preflight:
     formed: int | None
     right: int
     equal: bool
-    rewards: tuple[str, ...]
+    rewards: dict[str, int]
+    failures: tuple[Failure, ...]
     example: str
 
     def __str__(self) -> str:
         form = "" if self.formed is None else f", {self.formed} have the form that the reward needs"
-        return f"preflight: of {self.answers} answers {self.finished} are finished{form}, {self.right} are right"
+        count = sum(failure.count for failure in self.failures)
+        failed = f", on {count} the reward failed" if count else ""
+        return (
+            f"preflight: of {self.answers} answers {self.finished} are finished{form}, {self.right} are right{failed}"
+        )
 
     def problem(self, config: Config) -> str | None:
-        """Why no answer can earn a reward, and the remedy; None where some can."""
+        """Why no answer can earn a reward, or a reward never works, and the remedy; None where neither is so."""
+        for reward, answers in self.rewards.items():
+            failures = [failure for failure in self.failures if failure.reward == absolute(reward)]
+            if sum(failure.count for failure in failures) == answers:
+                return _broken(reward, failures)
         if self.right or not self.equal:
             return None
         if self.finished == 0:
@@ -61,8 +75,24 @@ class Preflight:
         return None
 
 
+def _broken(reward: str, failures: Sequence[Failure]) -> str:
+    """That a reward has failed on all answers, why, and on which one first."""
+    first = max(failures, key=lambda failure: failure.count)
+    count = sum(failure.count for failure in failures)
+    others = "".join(f"; on {one.count} of them {one.cause}" for one in failures if one is not first)
+    return (
+        f"the reward {reward} failed on all {count} answers: {first.cause}{others}. {remedy(first)}. One of these "
+        f"answers, to {shown(first.question)} with the right answer {shown(first.gold)}, ends: "
+        f"{first.response[-SHOWN_CHARACTERS:]!r}"
+    )
+
+
 def preflight(config: Config, answerer: Answerer, questions: Sequence[Question], sampling: Sampling) -> Preflight:
-    """Answer the first questions once each, as in training, and grade the answers; all ranks get the same."""
+    """Answer the first questions once each, as in training, and grade the answers; all ranks get the same.
+
+    Raises:
+        RewardError: on every rank, where the reward of an answer is no number.
+    """
     asked = questions[:QUESTIONS]
     answers = answerer.answer(
         asked,
@@ -81,6 +111,7 @@ def preflight(config: Config, answerer: Answerer, questions: Sequence[Question],
         formed=sum(formed) if len(formed) == len(given) else None,
         right=int(is_success(answers.rewards, config.reward.success).sum()),
         equal=len(set(answers.rewards.tolist())) == 1,
-        rewards=tuple(dict.fromkeys(answer.reward for answer in given)),
+        rewards=Counter(answer.reward for answer in given),
+        failures=answers.failures,
         example=given[0].response[-SHOWN_CHARACTERS:],
     )

@@ -7,7 +7,15 @@ import numpy as np
 from exgrpo.train.config import Config
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import rules
-from exgrpo.train.experience.weighing import PRESENT, Floats, Present, ReplayedAnswer, Term, Weighed, WeighOptions
+from exgrpo.train.experience.weighing import (
+    PRESENT,
+    Floats,
+    ReplayedAnswer,
+    Weighed,
+    WeighOptions,
+    declared,
+    mistake,
+)
 from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.records import Group, Score, Trajectory
 
@@ -29,7 +37,7 @@ class Weigher:
         term: in the loss, of all replayed tokens.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: there is no such function, or it declares what there is not.
     """
 
     def __init__(
@@ -42,8 +50,7 @@ class Weigher:
     ) -> None:
         self._name = objective.weigh
         self._weigh = rules.find("weigh", self._name)
-        self.term: Term = getattr(self._weigh, "term", "shaped")
-        self._present: Present | None = getattr(self._weigh, "present", None)
+        self.term, self._present = declared(self._weigh, self._name)
         self._one_update = one_update
         self._score = score
         self._options = WeighOptions(
@@ -59,7 +66,11 @@ class Weigher:
         return cls(config.objective, config.reward.success, score, one_update=config.optimizer.steps_per_batch == 1)
 
     def __call__(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Weighed]:
-        """The terms of all replayed answers of the groups that are trained on, in their order."""
+        """The terms of all replayed answers of the groups that are trained on, in their order.
+
+        Raises:
+            ConfigError: the function gives something else, or numbers that would spoil the update.
+        """
         rows = [row for group in groups for row in group.replayed]
         of_rows = [
             advantage
@@ -70,13 +81,10 @@ class Weigher:
             ReplayedAnswer(row.log_prob, advantage, row.reward, present)
             for row, advantage, present in zip(rows, of_rows, self._log_probs(rows), strict=True)
         ]
-        weighed = list(self._weigh(answers, self._options))
-        if len(weighed) != len(answers):
-            raise ConfigError(
-                f"objective.weigh {self._name}: it gave {len(weighed)} terms for {len(answers)} replayed answers; it "
-                "gives one Weighed for each"
-            )
-        return weighed
+        weighed = self._weigh(answers, self._options)
+        if wrong := mistake(weighed, answers):
+            raise ConfigError(f"objective.weigh {self._name}: {wrong}")
+        return list(weighed)
 
     def _log_probs(self, rows: Sequence[Trajectory]) -> Sequence[Floats | None]:
         """[R] of each answer under the policy before the update, where the function needs them."""

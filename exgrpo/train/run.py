@@ -21,7 +21,7 @@ from exgrpo.train.data.questions import contradictions
 from exgrpo.train.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.early import Early
 from exgrpo.train.ending import Stopped
-from exgrpo.train.errors import OutputError, PreflightError, os_errors_as
+from exgrpo.train.errors import HaltError, OutputError, PreflightError, RewardError, os_errors_as
 from exgrpo.train.evaluate.course import Course
 from exgrpo.train.experience_data.matching import Encoding
 from exgrpo.train.experience_data.start import Started, start_experience
@@ -33,6 +33,8 @@ from exgrpo.train.preflight import QUESTIONS, preflight
 from exgrpo.train.publish import upload
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.recorder import Recorder
+from exgrpo.train.soundness import Soundness
+from exgrpo.train.steps import StepResult
 from exgrpo.train.threads import Neighbours
 from exgrpo.train.weight_check import check_engine
 
@@ -104,6 +106,7 @@ class Run:
         self.step = 0
         self.course = Course(self.config, inputs.held_out, self.answerer)
         self.cards = Cards(self.config)
+        self.soundness = Soundness(self.config.reward.max_failed)
         self.started = None if resume else self._start_experience()
         position = self._restore() if resume else None
         self.recorder = Recorder(parts, resources, position)
@@ -111,6 +114,8 @@ class Run:
         self.weight_gap = self._check_weights()
         if self.step == 0:
             self.recorder.add_to_next({"weight_gap": self.weight_gap})
+        threads = world.threads if world.is_main else None
+        self.neighbours = Neighbours.of(world.ranks, threads.count) if threads else None
 
     def _start_experience(self) -> Started | None:
         encoding = Encoding.of(self.parts.inputs.pretrained, self.config.rollout.stop)
@@ -155,8 +160,6 @@ class Run:
     def train(self) -> None:
         """Evaluate, train, evaluate, save."""
         config, course = self.config, self.course
-        world = self.parts.world
-        neighbours = Neighbours.of(world.ranks, world.threads.count) if world.threads and world.is_main else None
         with Display(config.steps, self.step, self.console) as display:
             self._introduce(display.say)
             if self.step == 0:
@@ -168,15 +171,7 @@ class Run:
                     display.say(f"Every question is retired after {self.step} steps: nothing is left to learn from.")
                     break
                 self.step += 1
-                result.metrics.update(self.utilisation.metrics(result.work, result.metrics))
-                if neighbours and (crowded := neighbours.observe(result.metrics)):
-                    display.say(crowded)
-                if config.rollout.check_every and self.step % config.rollout.check_every == 0:
-                    result.metrics["weight_gap"] = self._check_weights()
-                self.recorder.step(self.step, result)
-                display.step(result.metrics)
-                for note in result.notes:
-                    display.say(note)
+                self._take_down(result, display)
                 if self._due(config.evaluation.every) and self.step < config.steps:
                     self._evaluate(display.say)
                 if self._due(config.output.export_every) and self.step < config.steps:
@@ -185,12 +180,30 @@ class Run:
                     self._due(config.checkpoint.every) or self.step == config.steps or course.exhausted
                 ):
                     self._save()
+            if note := self.parts.trainer.replay.watch.conclude():
+                display.say(note)
             if course.exhausted:
                 patience = config.evaluation.patience
                 display.say(f"{course.verdict()}; {patience} evaluations have not improved it, so the run ends")
             if course.is_due(self.step):
                 self._evaluate(display.say)
         self._conclude()
+
+    def _take_down(self, result: StepResult, display: Display) -> None:
+        """Write a step down, say what there is to say of it, and stop where it teaches nothing any more."""
+        check_every = self.config.rollout.check_every
+        result.metrics.update(self.utilisation.metrics(result.work, result.metrics))
+        crowded = self.neighbours.observe(result.metrics) if self.neighbours else None
+        if check_every and self.step % check_every == 0:
+            result.metrics["weight_gap"] = self._check_weights()
+        self.recorder.step(self.step, result)
+        display.step(result.metrics)
+        for note in filter(None, (*result.notes, *self.answerer.news(), self.soundness.observe(result), crowded)):
+            display.say(note)
+        if problem := self.soundness.problem(result):
+            if self.config.checkpoint.every:
+                self._save()
+            raise HaltError(f"{problem}. The run has {self.way_on()}")
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0
@@ -232,7 +245,8 @@ class Run:
         found, _ = survey(folder)
         done = f"stopped after step {self.step} of {self.config.steps}"
         if not found:
-            return f"{done}, before the first checkpoint: nothing to go on with in {folder}"
+            why = "before the first checkpoint" if self.config.checkpoint.every else "and checkpoint.every is None"
+            return f"{done}, {why}: nothing to go on with in {folder}"
         return f"{done}. To go on after step {found[0].step}: --resume {folder}"
 
     def _introduce(self, say: Callable[[str], None]) -> None:
@@ -266,13 +280,18 @@ class Run:
     def _preflight(self, say: Callable[[str], None]) -> None:
         if self.config.preflight == "off":
             return
-        result = preflight(self.config, self.answerer, self.train_set.first(QUESTIONS), self.parts.trainer.sampling)
+        questions, sampling = self.train_set.first(QUESTIONS), self.parts.trainer.sampling
+        try:
+            result = preflight(self.config, self.answerer, questions, sampling)
+        except RewardError as error:
+            raise PreflightError(str(error)) from None
         say(str(result))
         problem = result.problem(self.config)
         if problem and self.config.preflight == "stop":
             raise PreflightError(f"{problem}. To train all the same: --preflight warn")
-        if problem:
-            say(f"warning: {problem}")
+        news = self.answerer.news()  # the problem says it, too
+        for warning in [problem] if problem else news:
+            say(f"warning: {warning}")
 
     def _evaluate(self, say: Callable[[str], None]) -> None:
         """Ask the held-out questions now, if there are any, and keep the model if it is the best one."""
@@ -281,7 +300,7 @@ class Run:
         with self._averaged():
             found, sentences = self.course.evaluate(self.step)
         self.recorder.record("evaluation", found)
-        for sentence in sentences:
+        for sentence in (*sentences, *self.answerer.news()):
             say(sentence)
         if self.course.improved:
             self._write_model(self.parts.folder / BEST)

@@ -21,6 +21,7 @@ class StepResult:
         entropies: mean token entropy in nats of each of them when it was chosen; None where nobody asked for it.
         work: what the model read and wrote, by phase.
         notes: sentences that a person should read.
+        applied: of each optimiser step, whether it was taken: its gradient was finite.
     """
 
     metrics: dict[str, float]
@@ -30,6 +31,7 @@ class StepResult:
     entropies: list[tuple[float | None, ...]]
     work: Work
     notes: tuple[str, ...] = ()
+    applied: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

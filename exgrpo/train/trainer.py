@@ -163,6 +163,7 @@ class Trainer:
             entropies=[tuple(entropies[id(row)] for row in group.replayed) for group in groups],
             work=record.work,
             notes=tuple(filter(None, notes)),
+            applied=tuple(update.applied for update in record.optimised.updates),
         )
 
     def _ask(self, planned: PlannedStep, joined: list[list[Selected]], step: int) -> Asked:

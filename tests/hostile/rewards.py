@@ -1,7 +1,6 @@
 """Hostile rewards: functions of a user's own that return, raise or do what no reward should."""
 
 import random
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -107,10 +106,8 @@ def source(*body: str) -> str:
 
 def grade(path: Path, answers: Sequence[str], seconds: float) -> Grades:
     """What answers are worth, of which 1 is the right one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the one that says that an answer is worth 0
-        with Grader(f"{path}:score", workers=1, time_limit=seconds, memory_gib=MEMORY_GIB) as grader:
-            return grader.grade([(answer, "1") for answer in answers])
+    with Grader(f"{path}:score", workers=1, time_limit=seconds, memory_gib=MEMORY_GIB) as grader:
+        return grader.grade([(answer, "1") for answer in answers])
 
 
 def trial(

@@ -81,7 +81,7 @@ def test_each_error_of_the_family_is_one_line(programs, monkeypatch, capsys, nam
             start()
         assert exit_.value.code == "error: x: do this"
     else:
-        assert start() == 2
+        assert start() == kind.status
         assert capsys.readouterr().err == "error: x: do this\n"
 
 

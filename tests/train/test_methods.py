@@ -340,9 +340,67 @@ def test_weights_that_do_not_fit_are_one_clear_error(own):
     for body, message in (
         ("Priority(units.question[1:].astype(float))", r"gave \d+ numbers for \d+ units"),
         ("Priority(units.question * float('nan'))", "a logarithm of a weight is nan"),
+        ("Priority(units.count - float('inf'))", "all logarithms of weights are -inf"),
     ):
         own.write_text(OWN.replace("Priority(-1e3 * units.question.astype(float))", body))
         trainer = make(half(12), **places(own, compose="mixed", admit="all"))
         trainer.step(1)
         with pytest.raises(ConfigError, match=rf"experience.prioritise {own}:prioritise: {message}|{message}"):
             trainer.step(2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("Weighed(a.log_prob, np.full_like(a.log_prob, np.nan))", "a factor of the advantage is nan"),
+        ("Weighed(a.log_prob, np.full(len(a.log_prob), 1e39))", "a factor of the advantage is inf"),
+        ("Weighed(a.log_prob, -np.ones_like(a.log_prob))", "a factor of an answer's own advantage is negative: -1.0"),
+        ("Weighed(a.log_prob * np.nan)", "a log-prob of the reference is nan"),
+        ("Weighed(a.log_prob - np.inf)", "a log-prob of the reference is -inf"),
+        ("Weighed(a.log_prob, advantage=float('inf'))", "an advantage is inf"),
+        ("Weighed(a.log_prob, np.ones(1))", r"a factor has the shape \(1,\) for an answer of \d+ tokens"),
+        ("a.log_prob", r"it gave array\(.* \(ndarray\) for an answer; it gives a Weighed for each"),
+    ],
+)
+def test_terms_that_would_spoil_the_update_are_one_clear_error(own, given, message):
+    weigh = f"import numpy as np\n\ndef weigh(answers, options):\n    return [{given} for a in answers]\n"
+    own.write_text(OWN.replace("def weigh(", "def former(") + weigh)
+    trainer = make(half(12), objective={"weigh": f"{own}:weigh"})
+    trainer.step(1)
+    with pytest.raises(ConfigError, match=f"^objective.weigh {own}:weigh: {message}$"):
+        trainer.step(2)
+
+
+def test_a_weigh_function_without_a_list_is_one_clear_error(own):
+    own.write_text(OWN.replace("return [Weighed(answer.log_prob, advantage=7.0) for answer in answers]", "pass"))
+    trainer = make(half(12), objective={"weigh": f"{own}:weigh"})
+    with pytest.raises(
+        ConfigError, match=r"it gave None \(NoneType\); it gives a list with one Weighed for each answer"
+    ):
+        trainer.step(1)
+
+
+def test_a_term_of_ones_own_advantage_may_have_any_sign(own):
+    own.write_text(OWN.replace("log_prob, advantage=7.0", "log_prob, -answer.log_prob**0, advantage=7.0"))
+    trainer = make(half(12), objective={"weigh": f"{own}:weigh"})
+    for step in (1, 2):
+        trainer.step(step)
+    assert {weight for row in rows_of(trainer) if row.replayed for weight in row.weight.tolist()} == {-1.0}
+
+
+@pytest.mark.parametrize(
+    ("need", "message"),
+    [
+        ('term="clipt"', "unknown term 'clipt' in @needs; did you mean 'clipped'? there are shaped, ratio, clipped"),
+        ('term="xyz"', "unknown term 'xyz' in @needs; there are shaped, ratio, clipped"),
+        ("term=None", "unknown term None in @needs; there are shaped, ratio, clipped"),
+        ('present="value"', "unknown present 'value' in @needs; did you mean 'values'? there are values, reference"),
+    ],
+)
+def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, need, message):
+    own.write_text(OWN.replace('term="ratio"', need))
+    values = {"objective": {"weigh": f"{own}:weigh"}}
+    for refuse in (lambda: early.check_method(configured(values)), lambda: make(half(12), **values)):
+        with pytest.raises(ConfigError) as error:
+            refuse()
+        assert str(error.value) == f"objective.weigh {own}:weigh: {message}"

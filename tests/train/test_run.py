@@ -129,14 +129,14 @@ def test_rewards_that_do_not_fit_and_held_out_questions_that_are_too_long_are_to
     done = launch(
         MAIN,
         *SMALL,
-        *("--steps=1", "--questions=64", "--data.train_limit=64", "--rollout.max_tokens=4"),
+        *("--steps=1", "--rollout.max_tokens=4"),
         f"--reward.function={tmp_path / 'rewards.py'}:score",
         f"--data.test={tmp_path / 'held_out.jsonl'}",
         f"--output.folder={tmp_path / 'runs'}",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     printed = " ".join(done.stdout.split())
-    assert "no answer is a success: the rewards of 256 answers lie between 0.1 and 0.9" in printed
+    assert "no answer is a success: the rewards of 32 answers lie between 0.1 and 0.9" in printed
     assert "on 2 questions, 1 of them over-long and so wrong" in printed
     test = [record for record in records(tmp_path / "runs" / "small") if "test/pass_rate" in record]
     assert [record["test/held_out"] for record in test] == [0.0, 0.0]

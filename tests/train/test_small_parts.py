@@ -77,14 +77,14 @@ def test_metrics_are_json_and_flushed_at_once(tmp_path):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_display_shows_every_column(terminal):
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=170)
     with Display(3, 0, console) as display:
-        display.say("hello")
+        display.say("hello [/b]")
         for step in (1, 2):
             record = {"step": float(step), **{key: 0.5 for key, _ in COLUMNS.values()}}
             display.step({**record, "fresh_ratio": math.nan})
     shown = console.file.getvalue()
-    assert "hello" in shown
+    assert "hello [/b]" in shown
     assert all(title in shown for title in COLUMNS)
     assert "ETA" in shown
     assert "0.500" in shown
@@ -94,15 +94,31 @@ def test_the_display_shows_every_column(terminal):
 def test_a_narrow_terminal_shows_fewer_columns_and_no_cut_numbers(width):
     console = Console(file=io.StringIO(), force_terminal=True, width=width)
     with Display(3, 0, console) as display:
-        display.step({"step": 99999.0, **{key: 1234.5 if form == ".0f" else 0.5 for key, form in COLUMNS.values()}})
+        record = {"step": 99999.0, **{key: 1234.5 if form == ".0f" else 0.5 for key, form in COLUMNS.values()}}
+        display.step({**record, "reward_failed_fraction": 0.0})
     shown = console.file.getvalue()
     assert "…" not in shown
     titles = fitting(width)
     assert all(title in shown for title in titles)
     assert {"reward", "Pass@1", "s/step"} <= set(titles) or width == 60
-    assert len(titles) == len(COLUMNS) or width < 160
+    assert titles == [title for title in COLUMNS if title != "failed"] or width < 160
     assert "mfu" in titles or width < 120
     assert "mfu" not in titles or width > 100
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_failed_answers_are_a_column_from_the_first_one_on(terminal):
+    shown = []
+    for failed in ([0.0, 0.0], [0.0, 0.25, 0.0]):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=60)
+        with Display(3, 0, console) as display:
+            for step, fraction in enumerate(failed, 1):
+                record = {"step": float(step), **{key: 0.5 for key, _ in COLUMNS.values()}}
+                display.step({**record, "reward_failed_fraction": fraction})
+        shown.append(console.file.getvalue())
+    assert "failed" not in shown[0]
+    assert "25%" in shown[1]
+    assert terminal or shown[1].count("failed") == 2, "and it stays"
 
 
 def test_ranks_without_a_console_print_nothing(capsys):

@@ -28,6 +28,7 @@ CHANGEABLE = (
     "reward.workers",
     "reward.time_limit",
     "reward.concurrency",
+    "reward.max_failed",
     "rollout.servers",
     "rollout.sleep_level",
     "rollout.check_every",

@@ -18,7 +18,7 @@ from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import NoPromptFitsError, Question, contradictions, load_questions
 from exgrpo.train.data.sources import names_of, settings_of
 from exgrpo.train.distributed import World, agree
-from exgrpo.train.errors import OutputError, os_errors_as
+from exgrpo.train.errors import OutputError, os_errors_as, printable
 from exgrpo.train.evaluate.answer_file import AnswerFile
 from exgrpo.train.evaluate.options import Options
 from exgrpo.train.evaluate.scores import LeftOut, SourceScore, question_key, score
@@ -169,6 +169,8 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     for chunk in track([chunk for chunk in chunks if chunk.number not in done], "evaluating", console=console):
         seed = derive_seed(options.seed, "evaluation", chunk.number)
         answers = answerer.answer(chunk.questions, chunk.counts, sampling, seed)
+        for note in answerer.news():
+            console.print(printable(note), highlight=False, markup=False, soft_wrap=True)
         if file:
             with os_errors_as(OutputError, unwritable):
                 file.append(chunk.number, chunk.questions, answers.of_question)

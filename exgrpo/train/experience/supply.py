@@ -131,6 +131,11 @@ def _check(priority: Priority, units: int, name: str) -> None:
         raise ConfigError(f"experience.prioritise {name}: it gave {len(of_units)} numbers for {units} units")
     if log_weight is not None and not log_weight.max() < np.inf:
         raise ConfigError(f"experience.prioritise {name}: a logarithm of a weight is {log_weight.max()}")
+    # Of a law that ships, weights that are all 0 say that all units are alike: prompts that nobody has solved yet.
+    if log_weight is not None and ":" in name and log_weight.max() == -np.inf:
+        raise ConfigError(
+            f"experience.prioritise {name}: all logarithms of weights are -inf, so that nothing can be drawn"
+        )
 
 
 def settles(compose: Compose) -> Settle | None:

@@ -112,6 +112,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         "truncated": float(np.mean([not rollout.finished for rollout in answers.rollouts])),
         "timed_out": answers.timed_out,
         "reward_failed": answers.failed,
+        "reward_failed_fraction": answers.failed_fraction,
         "groups": len(record.groups),
         "idle_group_fraction": optimised.idle_groups / max(optimised.groups, 1),
         **_of_selected(record.selected, record.step),

@@ -1,5 +1,6 @@
 """What can be said of answers besides their rewards: whether they have the needed form, and whether one is found."""
 
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,7 +47,10 @@ def tell(kind: Kind, config: RewardConfig, answers: Sequence[Graded], world: Wor
             for answer in answers:
                 if function := functions[answer.reward]:
                     grading.add(answer.response, answer.gold, reward=function)
-            told = iter(grading.finish().reward)
+            grades = grading.finish()
+        for failure in grades.failures:
+            warnings.warn(str(failure), stacklevel=2)
+        told = iter(grades.reward)
         return [None if functions[answer.reward] is None else next(told) > 0 for answer in answers]
 
     return world.gather(on_main(world, ask))[0] or []

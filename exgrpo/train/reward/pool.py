@@ -4,7 +4,6 @@ import math
 import multiprocessing
 import pickle
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -22,7 +21,7 @@ from exgrpo.train.errors import DataError, GraderError, RewardError, shown
 from exgrpo.train.reward.confinement import GIB
 from exgrpo.train.reward.contract import Columns, Contract
 from exgrpo.train.reward.names import absolute, decisive_part_of
-from exgrpo.train.reward.outcome import Outcome
+from exgrpo.train.reward.outcome import Failure, Outcome, by_kind
 from exgrpo.train.reward.worker import TOO_MUCH_KEPT, Bounds, Started, Task, grade, start_report, start_worker
 
 _Call = tuple[Task, ...]
@@ -51,6 +50,8 @@ class Grades:
     0: it has none, or the answer timed out or failed."""
     parts: tuple[Mapping[str, float], ...] = ()
     """[N] the parts of each reward by name, without their weights; empty: no reward has any."""
+    failures: tuple[Failure, ...] = ()
+    """Those that timed out or failed, by kind."""
 
 
 class Grader:
@@ -102,7 +103,6 @@ class Grader:
         self._weights = dict(parts or {})
         self._parts: dict[str, frozenset[str]] = {}
         self._contracts: dict[str, Contract] = {}
-        self._warned = False
         self._closed = False
         self.offline = False
         """Whether the processes cannot reach the network."""
@@ -190,8 +190,13 @@ class Grader:
         self._pool.stop()
         self._pool.join()
 
-    def report(self, rewards: Sequence[str], outcomes: Sequence[Outcome], questions: Sequence[str]) -> None:
-        """Raises RewardError for what is no reward or no key and for other parts, and warns of the first failure."""
+    def cause(self, outcome: Outcome) -> str | None:
+        """Why an answer could not be graded; None: it was."""
+        limit = self._bounds.time_limit
+        return f"it took longer than reward.time_limit ({limit:g} s)" if outcome.timed_out else outcome.error
+
+    def check(self, rewards: Sequence[str], outcomes: Sequence[Outcome], questions: Sequence[str]) -> None:
+        """Raises RewardError for what is no reward or no key, and for other parts."""
         for reward, outcome, question in zip(rewards, outcomes, questions, strict=True):
             if misuse := outcome.misuse or self._other_parts(reward, outcome):
                 returned, rule = misuse
@@ -200,14 +205,6 @@ class Grader:
                     "function and start again: a run goes on from its checkpoint with --resume auto, an evaluation "
                     "with the same command"
                 )
-            if outcome.error is not None and not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"reward {reward!r} failed on an answer, which is therefore worth 0 (further failures are only "
-                    f"counted): {outcome.error}",
-                    stacklevel=4,
-                )
-
         known = set().union(*self._parts.values())
         strange = [name for name in self._weights if name not in known]
         if strange and len(self._parts) == len(set(self._rewards.values())):
@@ -317,8 +314,7 @@ class Grading:
         """What all answers are worth, in the order of `add`; blocks until all are graded.
 
         Raises RewardError where a reward returns something other than a finite number within +-LARGEST_REWARD or a
-        mapping of names to them, or other names than before, or a key function something other than a text. The first
-        exception that one of them raises is shown as a warning; it and all others count as failed.
+        mapping of names to them, or other names than before, or a key function something other than a text.
         """
         for reward in list(self._waiting):
             self._send(reward)
@@ -334,13 +330,18 @@ class Grading:
             done.update(chain.from_iterable(zip(call, found, strict=True) for call, found in outcomes.items()))
             pending = [call for call in pending if call not in outcomes]
         results = [Outcome() if task is None else done[task] for task in self._tasks]
-        self._grader.report(self._names, results, self._questions)
+        self._grader.check(self._names, results, self._questions)
         return Grades(
             reward=tuple(outcome.reward for outcome in results),
             timed_out=sum(outcome.timed_out for outcome in results),
             failed=sum(outcome.error is not None for outcome in results),
             key=tuple(outcome.key for outcome in results),
             parts=tuple(outcome.parts for outcome in results) if any(outcome.parts for outcome in results) else (),
+            failures=by_kind(
+                Failure(task.reward, cause, question, task.gold, task.response)
+                for task, outcome, question in zip(self._tasks, results, self._questions, strict=True)
+                if task is not None and (cause := self._grader.cause(outcome))
+            ),
         )
 
 

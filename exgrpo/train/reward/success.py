@@ -44,13 +44,17 @@ class RewardWatch:
     said: bool = False
 
     def observe(self, rewards: npt.NDArray[np.float64]) -> str | None:
-        """Take in the rewards of some answers, at least one; returns the sentence where there is one to say."""
+        """Take in the rewards of some answers, at least one; returns the sentence where it is time to say one."""
         self.answers += len(rewards)
         self.lowest = min(self.lowest, float(rewards.min()))
         self.highest = max(self.highest, float(rewards.max()))
+        return self.conclude() if self.answers >= self.patience else None
+
+    def conclude(self) -> str | None:
+        """The sentence, however few answers were seen; None: there is none, or it was said."""
         differ = self.highest - self.lowest > EPSILON
         none, every = not is_success(self.highest, self.threshold), is_success(self.lowest, self.threshold)
-        if self.said or self.answers < self.patience or not differ or not (none or every):
+        if self.said or not differ or not (none or every):
             return None
         self.said = True
         seen = f"the rewards of {self.answers} answers lie between {self.lowest:g} and {self.highest:g}"

@@ -4,10 +4,13 @@ import asyncio
 import os
 import pickle
 import signal
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from exgrpo.train.errors import GraderError, shown
@@ -71,16 +74,19 @@ class Started:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A reward in this process, with its key function."""
+    """A reward in this process, with its key function, and the file of its module."""
 
     function: Reward
     key: Key | None
     contract: Contract
+    file: str | None
 
     @classmethod
     def of(cls, name: str) -> "_Loaded":
         function = resolve_reward(name)
-        return cls(function, resolve_key(name), contract_of(function, name))
+        place = name.rpartition(":")[0]
+        file = place if place.endswith(".py") else getattr(sys.modules.get(place), "__file__", None)
+        return cls(function, resolve_key(name), contract_of(function, name), file)
 
 
 @dataclass
@@ -152,7 +158,7 @@ def grade(tasks: Sequence[Task], seconds: float) -> list[Outcome]:
         with little_memory(_worker.bounds.memory):
             outcomes = _graded(loaded, tasks)
     except BaseException as error:  # SystemExit too: it must not end the process
-        outcomes = [_failed(error)] * len(tasks)
+        outcomes = [_failed(error, loaded)] * len(tasks)
     signal.setitimer(signal.ITIMER_REAL, 0)
     if data_bytes() - _worker.first_data > _worker.bounds.memory:
         os._exit(TOO_MUCH_KEPT)
@@ -192,13 +198,16 @@ async def _awaited(loaded: _Loaded, task: Task) -> Outcome:
             value = await loaded.function(task.response, task.gold, **task.arguments())
         return _outcome(loaded, task, value)
     except BaseException as error:
-        return Outcome(timed_out=True) if timer.expired() else _failed(error)
+        return Outcome(timed_out=True) if timer.expired() else _failed(error, loaded)
 
 
-def _failed(error: BaseException) -> Outcome:
+def _failed(error: BaseException, loaded: _Loaded) -> Outcome:
     if isinstance(error, MemoryError):
         return Outcome(error=f"it needs more memory than the {_worker.bounds.memory / GIB:g} GiB of reward.memory_gib")
-    return Outcome(error=f"{type(error).__name__}: {shown(error)}")
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == loaded.file]
+    place = f" ({Path(loaded.file).name}, line {lines[-1]})" if loaded.file and lines else ""
+    return Outcome(error=f"{type(error).__name__}: {shown(error)}{place}")
 
 
 def _outcome(loaded: _Loaded, task: Task, value: Any) -> Outcome:
@@ -211,7 +220,7 @@ def _outcome(loaded: _Loaded, task: Task, value: Any) -> Outcome:
             return Outcome(misuse=(f"the key {with_type(form)}", "a key is a text"))
         return replace(outcome, key=hashed(form.strip()))
     except BaseException as error:
-        return _failed(error)
+        return _failed(error, loaded)
 
 
 def hashed(form: str) -> int:

@@ -77,11 +77,9 @@ def test_whose_a_reward_is(mine):
 
 
 def test_an_answer_that_takes_too_much_memory_fails_and_names_the_option(mine):
-    with (
-        Grader(f"{mine}:takes", workers=1, time_limit=60, memory_gib=0.25) as grader,
-        pytest.warns(UserWarning, match=r"worth 0 .*: it needs more memory than the 0.25 GiB of reward.memory_gib"),
-    ):
+    with Grader(f"{mine}:takes", workers=1, time_limit=60, memory_gib=0.25) as grader:
         grades = grader.grade([("1000000", ""), ("400000000", ""), ("2000000", "")])
+    assert grades.failures[0].cause == "it needs more memory than the 0.25 GiB of reward.memory_gib"
     assert (grades.reward, grades.timed_out, grades.failed) == ((1.0, 0.0, 1.0), 0, 1)
 
 
@@ -94,11 +92,11 @@ def test_each_answer_may_take_as_much(mine):
 
 def test_memory_that_is_kept_does_not_pile_up(mine):
     """Of three answers that keep 100 MB each the third one ends the process, which may keep 0.25 GiB."""
-    with (
-        Grader(f"{mine}:keeps", workers=1, time_limit=60, memory_gib=0.25) as grader,
-        pytest.warns(UserWarning, match="died .it kept more memory than reward.memory_gib of the answers so far"),
-    ):
+    with Grader(f"{mine}:keeps", workers=1, time_limit=60, memory_gib=0.25) as grader:
         grades = grader.grade([(str(i), "") for i in range(9)])
+    (failure,) = grades.failures
+    assert failure.count == 3
+    assert "died (it kept more memory than reward.memory_gib of the answers so far" in failure.cause
     assert grades.reward == (1.0, 1.0, 0.0) * 3
     assert grades.failed == 3
 

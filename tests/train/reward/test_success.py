@@ -55,6 +55,14 @@ def test_the_sentences_name_what_was_seen_and_the_option():
     )
 
 
+def test_few_answers_are_spoken_of_at_the_end_and_only_once():
+    watch = RewardWatch(1.0, "reward.success")
+    assert watch.conclude() is None
+    assert told(watch, [[0.1, 0.9], [0.5]]) == [None, None]
+    assert watch.conclude().startswith("no answer is a success: the rewards of 3 answers lie between 0.1 and 0.9")
+    assert watch.conclude() is None
+
+
 @pytest.mark.parametrize("steps", [[[0.0]] * 300, [[1.0]] * 300, [[0.0, 1.0]] * 150])
 def test_right_and_wrong_answers_are_nothing_to_speak_of(steps):
     assert not any(told(RewardWatch(1.0, "success"), steps))
