@@ -240,7 +240,7 @@ class FusedLossMixin(GRPOTrainer):
             mask=mask.bool(),
             normalizer=(tokens * self.current_gradient_accumulation_steps).float(),
             entropy_coef=self._entropy_coef(),
-            clip=(self.epsilon_low, self.epsilon_high),
+            clip=(min(self.epsilon_low, 1.0), self.epsilon_high),  # no ratio is below 0
         )
 
     def _token_share(self, inputs: dict[str, Any], mask: Tensor) -> Tensor:
