@@ -84,7 +84,7 @@ def tokens(rng: random.Random, target: Tensor) -> Arguments:
     for name in ("replayed", "mask"):
         if rng.random() < 0.5:
             given[name] = _tensor(rng, *target.shape) > 0
-    for name, values in (("clip", (None, (0.1, 0.3), [0, 0], (1, 5))), ("beta", (None, 0.05, 3)), ("entropy_coef", (0.01, -1))):
+    for name, values in (("clip", (None, (0.1, 0.3), [0, 0])), ("beta", (None, 0.05, 3)), ("entropy_coef", (0.01, -1))):
         if rng.random() < 0.4:
             given[name] = rng.choice(values)
     if rng.random() < 0.4:
