@@ -1,6 +1,7 @@
 """Replacing the forward of one module, and giving it back."""
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,23 +13,61 @@ from torch import nn
 Forward = Callable[..., Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Replacement:
-    """How to undo the replacement of a forward. A module that holds its own one may be copied deeply.
+class _Bound:
+    """A function of a module with the module, as the module's forward.
 
-    Attributes:
-        own: the forward as it was, bound to the module.
-        attribute: what the instance had as its forward; None: nothing, ``own`` is a method of the class.
-        function: what is called now, with the module as its first argument.
+    Unlike a bound method it can be pickled within the module, and it shows the signature of the module's class, which
+    generate() and trainers look at.
     """
 
-    own: Forward
+    def __init__(self, function: Forward, module: nn.Module) -> None:
+        self.function, self.module = function, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.module, *args, **kwargs)
+
+    @property
+    def __self__(self) -> nn.Module:
+        return self.module
+
+    @property
+    def __func__(self) -> Forward:
+        """What accelerate wraps and binds again."""
+        function = self.function
+
+        @functools.wraps(type(self.module).forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return forward
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(types.MethodType(self.__func__, self.module))
+
+
+@dataclass(frozen=True, eq=False)
+class Replacement:
+    """How to undo the replacement of a forward. A module that holds its own one may be copied deeply and pickled.
+
+    Attributes:
+        attribute: what the instance had as its forward; None: nothing, a method of the class was called.
+        installed: what is called now.
+    """
+
     attribute: Forward | None
-    function: Forward
+    installed: _Bound
+
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the forward as it was."""
+        if self.attribute is not None:
+            return self.attribute(*args, **kwargs)
+        module = self.installed.module
+        return type(module).forward(module, *args, **kwargs)
 
     def is_outermost(self, module: nn.Module) -> bool:
         """Whether nothing else has replaced the module's forward since."""
-        return getattr(module.forward, "__func__", None) is self.function
+        return module.forward is self.installed
 
     def undo(self, module: nn.Module) -> None:
         """Gives the module the forward that it had."""
@@ -43,10 +82,10 @@ def replace_forward(module: nn.Module, function: Forward) -> Replacement:
     Args:
         module: any module; hooks stay and run as before.
         function: a function of a module, not a closure over this one, so that a deep copy of the module calls it
-            with the copy.
+            with the copy. One of a Python module, if it is to be pickled.
     """
-    replacement = Replacement(module.forward, vars(module).get("forward"), function)
-    module.forward = types.MethodType(function, module)
+    replacement = Replacement(vars(module).get("forward"), _Bound(function, module))
+    module.forward = replacement.installed
     return replacement
 
 
@@ -58,13 +97,3 @@ def replaced_forward(module: nn.Module, function: Forward) -> Iterator[None]:
         yield
     finally:
         replacement.undo(module)
-
-
-def with_signature(function: Forward, of: Forward) -> Forward:
-    """A function that calls ``function`` and shows the signature of another: generate() and trainers look at it."""
-
-    @functools.wraps(of)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return forward

@@ -4,11 +4,13 @@
 a whole model, which calls its head by itself, uses :func:`compute_during`. All other calls of the head are as before.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from exgrpo.heads.forwards import Replacement, replace_forward
 from exgrpo.heads.inputs import HeadInputs, head_inputs
@@ -19,16 +21,33 @@ Function = Callable[[HeadInputs], Any]
 _KEY = "_exgrpo_head"
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _OpenHead:
-    """Kept on the head, so that a deep copy of the head has its own."""
+    """Kept on the head, so that a copy of the head has its own."""
 
     forward: Replacement
+    handle: RemovableHandle
+    """Of `_keep_result` among the head's forward hooks; where it is loaded, new hooks get other keys."""
     hook: int
-    """Key of `_keep_result` among the head's forward hooks."""
-    function: Function | None = None
-    """What the next call of the head runs, while `compute_during` is under way."""
+    """Its key, which torch.compile can read."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """A `compute_during` under way: what the head runs, and what came of it."""
+
+    head: nn.Module
+    function: Function
     result: Any = None
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.call: _Call | None = None
+
+
+_under_way = _OfThread()
+"""The innermost call of this thread. Threads may share a head."""
 
 
 def open_head(head: nn.Module) -> None:
@@ -37,14 +56,14 @@ def open_head(head: nn.Module) -> None:
     Args:
         head: a module that is called with hidden states, ``[..., D]``; before or after an engine has wrapped its model.
     """
-    hook = head.register_forward_hook(_keep_result).id
-    vars(head)[_KEY] = _OpenHead(replace_forward(head, _forward), hook)
+    handle = head.register_forward_hook(_keep_result)
+    vars(head)[_KEY] = _OpenHead(replace_forward(head, _forward), handle, handle.id)
 
 
 def close_head(head: nn.Module) -> None:
     """Undoes :func:`open_head`."""
     opened: _OpenHead = vars(head).pop(_KEY)
-    del head._forward_hooks[opened.hook]
+    opened.handle.remove()
     opened.forward.undo(head)
 
 
@@ -97,26 +116,33 @@ def compute_during(head: nn.Module, function: Function, forward: Callable[[], An
     hooks = head._forward_hooks
     if list(hooks)[-1] != opened.hook:  # the hooks of an engine that came later have to see the result first
         hooks.move_to_end(opened.hook)  # type: ignore[attr-defined]
-    opened.function = function
+    outer, call = _under_way.call, _Call(head, function)
+    _under_way.call = call
     try:
-        output, result = forward(), opened.result
+        output = forward()
     finally:
-        opened.function = opened.result = None
-    if result is None:
+        _under_way.call = outer
+    if call.result is None:
         raise RuntimeError("model: its forward did not call its head")
-    return output, result
+    return output, call.result
+
+
+def _call_of(head: nn.Module) -> _Call | None:
+    call = _under_way.call
+    return call if call is not None and call.head is head else None
 
 
 def _forward(head: nn.Module, hidden: Tensor, *, function: Function | None = None) -> Any:
+    if function is None and (call := _call_of(head)) is not None:
+        function = call.function
     opened: _OpenHead = vars(head)[_KEY]
-    function = function or opened.function
     return opened.forward.own(hidden) if function is None else function(head_inputs(head, hidden))
 
 
 def _keep_result(head: nn.Module, args: tuple[Tensor, ...], output: Any) -> Tensor | None:
     """Forward hook: takes the result of the function away, and hands on logits without any column."""
-    opened: _OpenHead = vars(head)[_KEY]
-    if opened.function is None:
+    call = _call_of(head)
+    if call is None:
         return None
-    opened.result = output
+    call.result = output
     return args[0].detach()[..., :0]

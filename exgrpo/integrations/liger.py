@@ -76,7 +76,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             raise _not_covered("delta", delta, "None")
         self.beta = beta
         self.use_ref_model = use_ref_model
-        self.clip = (epsilon_low, epsilon_high)
+        self.clip = (min(epsilon_low, 1.0), epsilon_high)  # no ratio is below 0
         self.loss_type = loss_type
         self.max_completion_length = max_completion_length
         self.temperature = temperature

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from exgrpo.extras import needs
-from exgrpo.heads.forwards import Replacement, replace_forward, with_signature
+from exgrpo.heads.forwards import Replacement, replace_forward
 from exgrpo.heads.inputs import HeadInputs, is_partitioned
 from exgrpo.heads.inside import close_head, compute_during, is_open, is_outermost, open_head
 from exgrpo.heads.logit_map import LogitMap, measure
@@ -56,7 +56,7 @@ class TokenOutput(ModelOutput):
 
 @dataclass(frozen=True, eq=False)
 class _PatchedModel:
-    """Kept on the model, so that a deep copy of it has its own."""
+    """Kept on the model, so that a copy of it has its own."""
 
     forward: Replacement
     head: nn.Module
@@ -196,7 +196,7 @@ def _own_loss(
 
 
 def _install(model: nn.Module, head: nn.Module, logit_map: LogitMap, backend: str) -> None:
-    forward = replace_forward(model, with_signature(_model_forward, type(model).forward))
+    forward = replace_forward(model, _model_forward)
     vars(model)[MARK] = _PatchedModel(forward, head, logit_map, backend)
     open_head(head)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from exgrpo.heads.forwards import Replacement, replace_forward, with_signature
+from exgrpo.heads.forwards import Replacement, replace_forward
 from exgrpo.heads.inputs import HeadInputs
 from exgrpo.heads.inside import compute, open_head
 from exgrpo.heads.logit_map import LogitMap, measure
@@ -63,7 +63,7 @@ MARK = "_exgrpo_trl"
 
 @dataclass(eq=False)
 class _FusedModel:
-    """Kept on the model, so that a deep copy of it has its own."""
+    """Kept on the model, so that a copy of it has its own."""
 
     forward: Replacement
     logit_map: LogitMap
@@ -86,7 +86,7 @@ def use_kernels(model: "PreTrainedModel", *, temperature: float, fp32_head: bool
         ValueError: the model's code does more between its decoder and its logits than its head, a softcap and a scale.
     """
     logit_map = measure(model, direct=True)
-    forward = replace_forward(model, with_signature(_model_forward, type(model).forward))
+    forward = replace_forward(model, _model_forward)
     vars(model)[MARK] = _FusedModel(forward, logit_map, temperature, fp32_head)
     open_head(model.get_output_embeddings())
 
@@ -240,7 +240,7 @@ class FusedLossMixin(GRPOTrainer):
             mask=mask.bool(),
             normalizer=(tokens * self.current_gradient_accumulation_steps).float(),
             entropy_coef=self._entropy_coef(),
-            clip=(self.epsilon_low, self.epsilon_high),
+            clip=(min(self.epsilon_low, 1.0), self.epsilon_high),  # no ratio is below 0
         )
 
     def _token_share(self, inputs: dict[str, Any], mask: Tensor) -> Tensor:

@@ -89,6 +89,7 @@ def linear_log_prob(
     head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group)
     name = dispatch.requested(backend, hidden.device, vocab_group)
     if name == dispatch.REFERENCE:
+        checks.real("hidden", hidden)
         result = reference.linear_log_prob(
             hidden,
             weight,
@@ -140,10 +141,11 @@ def linear_policy_loss(
         target: index of each token, ``[...]``, int64, in ``[0, V)`` or ``ignore_index``.
         old_log_prob: log-probability of each token under the policy that generated it, in nats, shaped like
             ``target``. Constant. Where it is ``inf``, the present policy generated the token: the ratio is 1, and
-            nobody has to compute its log-probability before.
+            nobody has to compute its log-probability before. ``-inf`` only where a token is left out.
         advantage: shaped like ``target``, or ``[B]``, one per row of a ``[B, L]`` batch. Constant.
         replayed: bool, shaped like ``target`` or ``[B]``: tokens of replayed trajectories. None: none are.
-        clip: ``(low, high)``: fresh ratios are clipped to ``[1 - low, 1 + high]``; None: no clipping.
+        clip: ``(low, high)``, at least 0, low at most 1: fresh ratios are clipped to ``[1 - low, 1 + high]``; None: no
+            clipping.
         beta: replayed ratios are shaped by :math:`f(w) = w / (w + \beta)`; None: the plain ratio.
         entropy_coef: weight of the sum of entropies.
         normalizer: what the sum over tokens is divided by, above 0: a number, or a tensor without dimensions. None: the
@@ -197,15 +199,17 @@ def linear_policy_loss(
     checks.tensor("old_log_prob", old_log_prob)
     checks.shape("old_log_prob", old_log_prob, target.shape)
     checks.device("old_log_prob", old_log_prob, target, "target")
-    tokens = arguments.policy_tokens(old_log_prob, advantage, replayed, target, "target")
-    terms = arguments.policy_terms(tokens, clip, beta, entropy_coef, normalizer)
-    dtype = compute_dtype(hidden.dtype)
     if mask is not None:
         checks.mask(mask, target)
         head = head._replace(target=head.target.masked_fill(~mask.reshape(-1), LEFT_OUT))
+    flat = checks.written(old_log_prob.detach().reshape(-1), lambda: head.target == LEFT_OUT)
+    tokens = arguments.policy_tokens(flat, advantage, replayed, target, "target")
+    terms = arguments.policy_terms(tokens, clip, beta, entropy_coef, normalizer)
+    dtype = compute_dtype(hidden.dtype)
     if name != dispatch.REFERENCE:
         loss, per_token = operators.linear_policy_loss(head, terms, name)
     else:
+        checks.real("hidden", hidden)
         loss, *whole = reference.linear_policy_loss(
             hidden,
             weight,
@@ -282,7 +286,7 @@ def sequence_entropy(
     checks.tensor("target", target, (torch.int64,))
     if target.dim() != 1:
         raise ValueError(f"target: expected shape [T], packed sequences, got {list(target.shape)}")
-    checks.sequence_bounds(cu_seqlens, target)
+    cu_seqlens = checks.sequence_bounds(cu_seqlens, target)
     derivatives.check_constant("sequence_entropy", hidden, weight, bias)
     with torch.no_grad():
         entropy = linear_log_prob(

@@ -39,10 +39,10 @@ def policy_loss(
     Args:
         log_prob: log-probabilities under the current policy, in nats, ``[...]``, any floating dtype.
         old_log_prob: those under the policy that generated the tokens, same shape. Constant. ``inf`` stands for the
-            present policy: the ratio is 1.
+            present policy: the ratio is 1. ``-inf`` only where a token is left out.
         advantage: same shape, or ``[B]``, one per row of a ``[B, L]`` batch. Constant.
         replayed: bool, same shape or ``[B]``; None: no token is replayed.
-        clip: ``(low, high)``, both at least 0, or None.
+        clip: ``(low, high)``, both at least 0, low at most 1, or None.
         beta: above 0, or None.
         entropy: entropy of each token's distribution, in nats, same shape; needed where ``entropy_coef`` is not 0.
         entropy_coef: weight of the sum of entropies.
@@ -79,6 +79,10 @@ def policy_loss(
         Mixed-policy objective with policy shaping of ExGRPO, arXiv 2510.02245; constant normaliser of Dr.GRPO.
     """
     arguments.same_tokens(log_prob, old_log_prob)
+    if mask is not None:
+        checks.mask(mask, log_prob, "log_prob")
+        mask = mask.reshape(-1)
+    old_log_prob = checks.written(old_log_prob.detach().reshape(-1), lambda: None if mask is None else ~mask)
     tokens = arguments.policy_tokens(old_log_prob, advantage, replayed, log_prob, "log_prob")
     terms = arguments.policy_terms(tokens, clip, beta, entropy_coef, normalizer)
     dtype = compute_dtype(log_prob.dtype)
@@ -88,9 +92,6 @@ def policy_loss(
         checks.device("entropy", entropy, log_prob, "log_prob")
     elif entropy_coef:
         raise ValueError(f"entropy: expected a tensor, since entropy_coef is {entropy_coef}, got None")
-    if mask is not None:
-        checks.mask(mask, log_prob, "log_prob")
-        mask = mask.reshape(-1)
     entropy = None if entropy is None else entropy.to(dtype).reshape(-1)
     name = dispatch.requested_for_tokens(log_prob.device)
     loss, per_token = operators.policy_loss(log_prob.to(dtype).reshape(-1), entropy, terms, mask, name)

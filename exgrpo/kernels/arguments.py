@@ -30,14 +30,14 @@ def head(
     shard = VocabShard.whole(weight.shape[0])
     if vocab_group is not None:
         shard = VocabShard.exchange(weight.shape[0], vocab_group, weight.device)
-    checks.target_range(target, shard.vocabulary, ignore_index)
+    target, ignored = checks.target_range(target, shard.vocabulary, ignore_index)
     options = HeadOptions(
         temperature=_temperatures(temperature, target, operand),
         softcap=None if softcap is None else checks.number("softcap", softcap, positive=True),
         operand=operand,
         shard=shard,
     )
-    kept = target.masked_fill(target == ignore_index, LEFT_OUT).reshape(-1)
+    kept = target.masked_fill(ignored, LEFT_OUT).reshape(-1)
     flat = hidden.reshape(target.numel(), hidden.shape[-1])
     return Head(flat, weight, bias, kept, options)
 
@@ -45,13 +45,16 @@ def head(
 def policy_tokens(
     old_log_prob: Tensor, advantage: Tensor, replayed: Tensor | None, like: Tensor, name: str
 ) -> PolicyTokens:
-    """The checked per-token arguments of the objective, flattened; ``like`` [...], by its ``name``, has all tokens."""
+    """The checked per-token arguments of the objective, flattened; ``like`` [...], by its ``name``, has all tokens.
+
+    ``old_log_prob`` is checked and flat already.
+    """
     checks.tensor("advantage", advantage)
     spread = checks.per_token("advantage", advantage, like, name)
     if replayed is not None:
         checks.tensor("replayed", replayed, (torch.bool,))
         replayed = checks.per_token("replayed", replayed, like, name).reshape(-1)
-    return PolicyTokens(old_log_prob.detach().reshape(-1), spread.detach().reshape(-1), replayed)
+    return PolicyTokens(old_log_prob, spread.detach().reshape(-1), replayed)
 
 
 def policy_terms(
@@ -81,12 +84,18 @@ def _temperatures(temperature: float | Tensor, target: Tensor, operand: torch.dt
     checked = checks.temperature(temperature, target)
     if isinstance(checked, Tensor):
         return checked
-    return None if checked == 1 else target.new_full((target.numel(),), checked, dtype=compute_dtype(operand))
+    return None if checked == 1 else _filled(target, (target.numel(),), checked, compute_dtype(operand))
 
 
 def _scalar(normalizer: float | Tensor | None, tokens: Tensor) -> Tensor | None:
     """A tensor without dimensions on the tokens' device."""
     if isinstance(normalizer, float):
         # In float64: a policy loss in float64 divides by this number, not by its nearest float32.
-        return tokens.new_full((), normalizer, dtype=torch.float64)
+        return _filled(tokens, (), normalizer, torch.float64)
     return None if normalizer is None else normalizer.to(tokens.device, non_blocking=True)
+
+
+def _filled(like: Tensor, shape: tuple[int, ...], number: float, dtype: torch.dtype) -> Tensor:
+    if torch.compiler.is_compiling():  # a fill fixes a number that the compiler has made symbolic, a sum does not
+        return like.new_zeros(shape, dtype=dtype) + number
+    return like.new_full(shape, number, dtype=dtype)

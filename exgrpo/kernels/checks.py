@@ -2,20 +2,23 @@
 
 Values that live on a GPU are checked on the GPU: an assertion is queued that fails the stream, as an index out of
 range does in torch.nn.functional.cross_entropy, and nothing waits for it. With EXGRPO_CHECK=1 the check waits and
-raises a ValueError with the value and its position.
+raises a ValueError with the value and its position. Where there are no values yet, under torch.compile and for tensors
+that are fake or on the meta device, an operator checks them when there are.
 """
 
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.library import custom_op
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-LARGEST = int(sys.float_info.max)
+LARGEST = sys.float_info.max
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = FLOATING) -> Tensor:
@@ -43,18 +46,22 @@ def device(name: str, value: Tensor, like: Tensor, like_name: str) -> None:
         raise ValueError(f"{name}: expected device {like.device}, that of {like_name}, got {value.device}")
 
 
-def number(name: str, value: object, *, positive: bool = False, at_least: float | None = None) -> float:
-    """A finite number, above zero or at least ``at_least`` if asked for."""
+def number(
+    name: str, value: object, *, positive: bool = False, at_least: float | None = None, at_most: float | None = None
+) -> float:
+    """A finite number, above zero or within bounds if asked for."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if isinstance(value, int) and abs(value) > LARGEST:
         raise ValueError(f"{name}: expected a number that float64 has, got an integer of {value.bit_length()} bits")
-    if not math.isfinite(value):
+    if not -LARGEST <= value <= LARGEST:  # math.isfinite takes no number that a compiler has made symbolic
         raise ValueError(f"{name}: expected a finite number, got {value}")
     if positive and value <= 0:
         raise ValueError(f"{name}: expected a number above 0, got {value}")
     if at_least is not None and value < at_least:
         raise ValueError(f"{name}: expected a number of at least {at_least}, got {value}")
+    if at_most is not None and value > at_most:
+        raise ValueError(f"{name}: expected a number of at most {at_most}, got {value}")
     return float(value)
 
 
@@ -66,20 +73,50 @@ def index(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected an integer of 64 bits, got one of {value.bit_length()}")
 
 
-def values(name: str, value: Tensor, good: Tensor, expected: str) -> None:
-    """Every entry of ``value`` is good, a bool tensor of the same shape."""
-    if torch.compiler.is_compiling():
-        return
+def values(name: str, value: Tensor, good: Tensor, expected: str, *numbers: int) -> Tensor:
+    """``value``, every entry of which is good, a bool tensor of the same shape; ``expected`` has ``{}`` for numbers.
+
+    Compute with what this returns: a compiler leaves out a check whose result nobody uses.
+    """
     message = f"{name}: expected {expected}"
+    if _without_values(value):
+        return checked(value, good, message, numbers)
+    _check(value, good, message, numbers)
+    return value
+
+
+def _without_values(value: Tensor) -> bool:
+    """Whether it is a compiler's or without memory, or may stand for several, as in torch.vmap."""
+    if torch.compiler.is_compiling() or type(value) is not Tensor or value.is_meta:
+        return True
+    return torch._C._are_functorch_transforms_active()
+
+
+CHECKED = "(Tensor value, Tensor good, str message, SymInt[] numbers) -> Tensor"
+
+
+@custom_op("exgrpo::checked", mutates_args=(), schema=CHECKED)
+def checked(value: Tensor, good: Tensor, message: str, numbers: Sequence[int]) -> Tensor:
+    """A copy of ``value`` if all of it is good."""
+    _check(value, good, message, numbers)
+    return value.clone()
+
+
+@checked.register_fake
+def _(value: Tensor, good: Tensor, message: str, numbers: Sequence[int]) -> Tensor:
+    return torch.empty_like(value)
+
+
+def _check(value: Tensor, good: Tensor, message: str, numbers: Sequence[int]) -> None:
     if value.is_cuda and os.environ.get("EXGRPO_CHECK", "0") == "0":
-        torch._assert_async(good.all(), message)
+        torch._assert_async(good.all(), message.format(*numbers))
         return
     if good.all():
         return
     bad = (~good).flatten().nonzero().squeeze(1)
     position, first = int(bad[0]), value.flatten()[bad[0]].item()
     counted = f"{bad.numel()} of {good.numel()} are not"
-    raise ValueError(f"{message}; {counted}, the first is {first} at position {position}")
+    raise ValueError(f"{message.format(*numbers)}; {counted}, the first is {first} at position {position}")
 
 
 def head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> torch.dtype:
@@ -89,6 +126,8 @@ def head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) ->
     tensor("target", target, (torch.int64,))
     if hidden.dim() < 1:
         raise ValueError("hidden: expected shape [..., D], got a tensor without dimensions")
+    if hidden.shape[-1] == 0:
+        raise ValueError(f"hidden: expected shape [..., D] with a D of at least 1, got {list(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         expected = f"[V, {hidden.shape[-1]}], [V, D] with the D of hidden"
         raise ValueError(f"weight: expected shape {expected}, got {list(weight.shape)}")
@@ -100,7 +139,7 @@ def head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) ->
         shape("bias", bias, weight.shape[:1])
         device("bias", bias, hidden, "hidden")
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
+    if kind != "meta" and torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(kind)
     if weight.dtype != hidden.dtype:
         expected = f"{hidden.dtype}, that of hidden, outside torch.autocast"
@@ -108,12 +147,20 @@ def head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) ->
     return hidden.dtype
 
 
-def target_range(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Every target in [0, vocabulary) or ignore_index."""
+def real(name: str, value: Tensor) -> None:
+    """A tensor that has values."""
+    if value.is_meta or isinstance(value, FakeTensor):
+        got = f"a {type(value).__name__} on {value.device}"
+        raise ValueError(f"{name}: expected a tensor with values, as backend='reference' reads them, got {got}")
+
+
+def target_range(target: Tensor, vocabulary: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The targets, every one in [0, vocabulary) or ignore_index, and which of them are ignore_index."""
     if vocabulary == 0:
         raise ValueError("weight: expected at least one row, got an empty vocabulary")
-    good = ((target >= 0) & (target < vocabulary)) | (target == ignore_index)
-    values("target", target, good, f"values in [0, {vocabulary}) or {ignore_index} (ignored)")
+    ignored = target == ignore_index
+    good = ((target >= 0) & (target < vocabulary)) | ignored
+    return values("target", target, good, "values in [0, {}) or {} (ignored)", vocabulary, ignore_index), ignored
 
 
 def per_token(name: str, value: Tensor, like: Tensor, like_name: str) -> Tensor:
@@ -128,6 +175,20 @@ def per_token(name: str, value: Tensor, like: Tensor, like_name: str) -> Tensor:
     return value
 
 
+def written(old_log_prob: Tensor, left_out: Callable[[], Tensor | None]) -> Tensor:
+    """Old log-probabilities, -inf only where a token is left out: a policy that wrote a token could write it.
+
+    On a GPU it is a check for EXGRPO_CHECK=1 alone: it would take launches, and the ratio is bounded.
+    """
+    if old_log_prob.is_cuda and os.environ.get("EXGRPO_CHECK", "0") == "0":
+        return old_log_prob
+    if not _without_values(old_log_prob) and (old_log_prob.numel() == 0 or old_log_prob.min().item() > -math.inf):
+        return old_log_prob  # without a mask, which takes time that a small call would feel
+    good, allowed = old_log_prob != -math.inf, left_out()
+    good = good if allowed is None else good | allowed
+    return values("old_log_prob", old_log_prob, good, "no -inf, which is impossible for a token that was written")
+
+
 def mask(value: Tensor, like: Tensor, like_name: str = "target") -> None:
     """A bool tensor shaped like ``like``."""
     tensor("mask", value, (torch.bool,))
@@ -135,7 +196,7 @@ def mask(value: Tensor, like: Tensor, like_name: str = "target") -> None:
     device("mask", value, like, like_name)
 
 
-def sequence_bounds(value: Tensor, target: Tensor) -> None:
+def sequence_bounds(value: Tensor, target: Tensor) -> Tensor:
     """[N + 1] bounds, ascending from 0 to the number of targets."""
     tensor("cu_seqlens", value, (torch.int32, torch.int64))
     if value.dim() != 1 or value.numel() == 0:
@@ -146,7 +207,7 @@ def sequence_bounds(value: Tensor, target: Tensor) -> None:
     good = value <= after
     good[0] &= value[0] == 0
     good[-1] &= value[-1] == tokens
-    values("cu_seqlens", value, good, f"bounds ascending from 0 to {tokens}")
+    return values("cu_seqlens", value, good, "bounds ascending from 0 to {}", tokens)
 
 
 def temperature(value: float | Tensor, target: Tensor) -> float | Tensor:
@@ -156,17 +217,18 @@ def temperature(value: float | Tensor, target: Tensor) -> float | Tensor:
     tensor("temperature", value)
     shape("temperature", value, target.shape, ())
     device("temperature", value, target, "target")
-    values("temperature", value, (value > 0) & value.isfinite(), "finite numbers above 0")
-    return value.detach().expand(target.shape).reshape(-1)
+    value = value.detach()
+    value = values("temperature", value, (value > 0) & value.isfinite(), "finite numbers above 0")
+    return value.expand(target.shape).reshape(-1)
 
 
 def clip(value: tuple[float, float] | None) -> tuple[float, float] | None:
-    """(low, high), both at least 0."""
+    """(low, high), both at least 0, low at most 1."""
     if value is None:
         return None
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"clip: expected a pair (low, high) or None, got {value!r}")
-    return number("clip[0]", value[0], at_least=0), number("clip[1]", value[1], at_least=0)
+    return number("clip[0]", value[0], at_least=0, at_most=1), number("clip[1]", value[1], at_least=0)
 
 
 def normalizer(value: float | Tensor | None, like: Tensor) -> float | Tensor | None:
@@ -179,8 +241,8 @@ def normalizer(value: float | Tensor | None, like: Tensor) -> float | Tensor | N
     shape("normalizer", value, ())
     if value.device.type != "cpu":
         device("normalizer", value, like, "the tokens")
-    values("normalizer", value, value > 0, "a number above 0")
-    return value.detach()
+    value = value.detach()
+    return values("normalizer", value, value > 0, "a number above 0")
 
 
 def group(value: object) -> None:

@@ -122,7 +122,7 @@ class PolicyLossCalls(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.exgrpo.linear_policy_loss.default:
-            self.needed.append(list(args[-3]))
+            self.needed.append(list(args[-4]))
         return function(*args, **(kwargs or {}))
 
 

@@ -257,12 +257,16 @@ def _wrong_target(rng: random.Random) -> Trial:
 
 
 def _not_finite(rng: random.Random) -> Trial:
-    """Numbers that are none: nobody promises a result, only that there is one of the right shape."""
+    """Numbers that are none: nobody promises a result, only that there is one of the right shape.
+
+    An old log-prob of -inf is refused.
+    """
     function, given = _any_call(rng)
     names = [name for name in ("hidden", "weight", "bias", "old_log_prob", "advantage") if name in given]
     name = rng.choice([name for name in names if given[name].numel()] or ["weight"])
     value = given[name] = given[name].clone().contiguous()
-    value.view(-1)[rng.randrange(value.numel())] = rng.choice((math.nan, math.inf, -math.inf, 1e38))
+    numbers = (math.nan, math.inf, 1e38) if name == "old_log_prob" else (math.nan, math.inf, 1e38, -math.inf)
+    value.view(-1)[rng.randrange(value.numel())] = rng.choice(numbers)
     shape = given["target"].shape
     wrong = lambda found: "" if found.log_prob.shape == shape else f"shape {found.log_prob.shape}"  # noqa: E731
     return trial(f"no number in {name}", function, given, expected="right", wrong=wrong)

@@ -119,7 +119,7 @@ BLIND = {
     "weights are not checked": ("models", (models, "check_weights", lambda model: None)),
     "log-probs may be positive": ("answers", (reply, "ROUNDING", 10.0)),
     "tokens have no bound": ("answers", (answers, "VOCABULARY", 10**6)),
-    "targets are not checked": ("kernels", (checks, "target_range", lambda *given: None)),
+    "targets are not checked": ("kernels", (checks, "target_range", lambda target, *given: (target, target == -100))),
     "log-probs are off": ("kernels", (operators, "linear_log_prob", off)),
 }
 

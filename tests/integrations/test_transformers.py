@@ -2,6 +2,9 @@
 
 import copy
 import inspect
+import io
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -126,15 +129,47 @@ def test_the_other_outputs_are_the_models_own():
     assert torch.equal(found[0], found["loss"])
 
 
-def test_a_deep_copy_is_patched_by_itself():
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+def test_a_copy_is_patched_by_itself(copied):
     model, batch = patch_lm_head(tiny.model("llama")), tiny.batch()
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
+    assert inspect.signature(twin.forward) == inspect.signature(model.forward)
     own = unpatch_lm_head(copy.deepcopy(twin))
     torch.testing.assert_close(twin(**batch).log_prob.double(), own_results(own, batch)[1], rtol=1e-5, atol=1e-6)
     assert "logits" in own(**batch)
+
+
+def test_threads_share_a_model():
+    """One thread's labels, another one's, and a forward without labels, in turns that nobody decides."""
+    model, batch = patch_lm_head(tiny.model("llama")), tiny.batch()
+    tokens = {rows: batch["input_ids"][:1].repeat(rows, 1).flip(1 if rows == 2 else 0) for rows in (1, 2, 3)}
+
+    def run(rows):
+        labels = None if rows == 3 else tokens[rows]
+        with torch.no_grad():
+            output = model(tokens[rows], labels=labels)
+        return output.logits if labels is None else output.log_prob
+
+    expected = {rows: run(rows) for rows in tokens}
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            found = list(threads.map(lambda call: (call % 3 + 1, run(call % 3 + 1)), range(60)))
+    finally:
+        sys.setswitchinterval(before)
+    for rows, result in found:
+        torch.testing.assert_close(result, expected[rows])
 
 
 def test_unpatched_it_is_the_model_that_it_was():

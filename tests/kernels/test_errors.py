@@ -1,9 +1,11 @@
 """Every refusal names the argument, what came and what was expected."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exgrpo.kernels import (
     group_advantage,
@@ -32,6 +34,11 @@ HEAD_ERRORS = [
     ({"hidden": [1.0]}, TypeError, "hidden: expected a tensor, got list"),
     ({"hidden": torch.zeros(2, 3, 8, dtype=torch.int64)}, TypeError, "hidden: expected dtype torch.float16 or"),
     ({"hidden": torch.tensor(1.0)}, ValueError, "hidden: expected shape [..., D], got a tensor without dimensions"),
+    (
+        {"hidden": torch.zeros(2, 3, 0), "weight": torch.zeros(20, 0)},
+        ValueError,
+        "hidden: expected shape [..., D] with a D of at least 1, got [2, 3, 0]",
+    ),
     ({"weight": torch.zeros(20, 7)}, ValueError, "weight: expected shape [V, 8]"),
     ({"weight": torch.zeros(8)}, ValueError, "weight: expected shape [V, 8], [V, D] with the D of hidden, got [8]"),
     ({"weight": torch.zeros(0, 8)}, ValueError, "weight: expected at least one row, got an empty vocabulary"),
@@ -82,6 +89,12 @@ TERM_ERRORS = [
     ({"old_log_prob": torch.zeros(6)}, ValueError, "old_log_prob: expected shape [2, 3], got [6]"),
     ({"old_log_prob": None}, TypeError, "old_log_prob: expected a tensor, got NoneType"),
     ({"old_log_prob": torch.zeros(2, 3, device="meta")}, ValueError, "old_log_prob: expected device cpu"),
+    (
+        {"old_log_prob": torch.tensor([[0, -1, 0], [-torch.inf, -1, -torch.inf]])},
+        ValueError,
+        "old_log_prob: expected no -inf, which is impossible for a token that was written; 2 of 6 are not, the first "
+        "is -inf at position 3",
+    ),
     ({"advantage": torch.zeros(3)}, ValueError, "advantage: expected shape [2, 3] or [2], got [3]"),
     ({"advantage": torch.zeros(2, dtype=torch.int64)}, TypeError, "advantage: expected dtype"),
     ({"replayed": torch.zeros(2, 3)}, TypeError, "replayed: expected dtype torch.bool, got torch.float32"),
@@ -92,6 +105,7 @@ TERM_ERRORS = [
     ),
     ({"clip": 0.2}, TypeError, "clip: expected a pair (low, high) or None, got 0.2"),
     ({"clip": (0.2, -0.1)}, ValueError, "clip[1]: expected a number of at least 0, got -0.1"),
+    ({"clip": (2.0, 0.2)}, ValueError, "clip[0]: expected a number of at most 1, got 2.0"),
     ({"beta": 0.0}, ValueError, "beta: expected a number above 0, got 0.0"),
     ({"entropy_coef": float("inf")}, ValueError, "entropy_coef: expected a finite number, got inf"),
     ({"normalizer": 0}, ValueError, "normalizer: expected a number above 0, got 0"),
@@ -193,6 +207,62 @@ def test_sequences_are_packed():
         sequence_entropy(
             torch.zeros(0, 8), torch.zeros(20, 8), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         )
+
+
+@pytest.mark.parametrize("clip", [(0.2, 0.2), None])
+def test_a_token_that_is_left_out_may_be_impossible(clip, backend, device):
+    impossible = torch.tensor([[-1.0, -torch.inf, -1], [-torch.inf, -1, -1]], device=device)
+    case = {name: value.to(device) for name, value in (head() | tokens() | {"old_log_prob": impossible}).items()}
+    case["target"][0, 1] = -100
+    mask = torch.tensor([[True, True, True], [False, True, True]], device=device)
+    for loss in (
+        linear_policy_loss(**case, mask=mask, clip=clip, backend=backend).loss,
+        policy_loss(torch.zeros(2, 3, device=device), impossible, case["advantage"], mask=impossible > -2).loss,
+    ):
+        assert loss.isfinite()
+
+
+def shapes_of(result):
+    return [(value.shape, value.dtype) for value in ([result] if isinstance(result, torch.Tensor) else result)]
+
+
+def calls_of_all(device, backend, context):
+    """The shapes and dtypes of what all functions return, and of gradients, for inputs that are made in a context."""
+    with context:
+        hidden, weight = (torch.ones(shape, device=device, requires_grad=True) for shape in ((6, 8), (20, 8)))
+        target, per_token = torch.zeros(6, dtype=torch.int64, device=device), torch.ones(6, device=device)
+        options = {"temperature": per_token, "softcap": 5.0, "backend": backend}
+        divisor = {"normalizer": torch.ones((), device=device)}
+        results = [
+            linear_log_prob(hidden, weight, target, **options),
+            linear_policy_loss(hidden, weight, target, per_token, per_token, entropy_coef=0.1, **divisor, **options),
+            sequence_entropy(hidden, weight, target, torch.tensor([0, 2, 6], device=device), **options),
+            policy_loss(per_token, per_token, per_token, **divisor),
+            importance_ratio(per_token, per_token),
+            shape_ratio(per_token, 0.1),
+            group_advantage(per_token, target),
+        ]
+        losses = (results[0].log_prob.sum(), results[1].loss)
+        results += [torch.autograd.grad(loss, (hidden, weight)) for loss in losses]
+    return [shapes_of(result) for result in results]
+
+
+def test_tensors_without_values(backend, device):
+    """Have shapes and dtypes all the same: of fake tensors, and on the meta device."""
+    real = calls_of_all(device, backend, nullcontext())
+    assert calls_of_all(device, backend, FakeTensorMode()) == real
+    assert calls_of_all("meta", "auto", nullcontext()) == real
+
+
+@pytest.mark.parametrize("context", [nullcontext(), FakeTensorMode()], ids=["meta", "fake"])
+def test_the_reference_needs_values(context):
+    with context:
+        arguments = {name: value.to("meta") for name, value in (head() | tokens()).items()}
+        with pytest.raises(ValueError, match="hidden: expected a tensor with values"):
+            linear_policy_loss(**arguments, backend="reference")
+        del arguments["old_log_prob"], arguments["advantage"]
+        with pytest.raises(ValueError, match="hidden: expected a tensor with values"):
+            linear_log_prob(**arguments, backend="reference")
 
 
 @pytest.mark.gpu

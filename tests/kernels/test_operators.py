@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import library
 
-from exgrpo.kernels import arguments, group_advantage, linear_log_prob, linear_policy_loss, operators
+from exgrpo.kernels import arguments, checks, group_advantage, linear_log_prob, linear_policy_loss, operators
 from exgrpo.kernels.operators.linear_log_prob import backward as linear_log_prob_backward
 from exgrpo.kernels.operators.linear_log_prob import forward as linear_log_prob_forward
 from exgrpo.kernels.operators.linear_policy_loss import forward as linear_policy_loss_forward
@@ -29,12 +29,12 @@ def flat(case):
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 def test_log_prob(options, backend, device):
     arguments = flat(make_case(20, 8, 30, torch.float64, device, **options))
-    library.opcheck(linear_log_prob_forward, (*arguments, backend))
-    saved = linear_log_prob_forward(*arguments, backend)[2].detach()
+    library.opcheck(linear_log_prob_forward, (*arguments, backend, None))
+    saved = linear_log_prob_forward(*arguments, backend, None)[2].detach()
     upstream = torch.randn(20, dtype=torch.float64, device=device)
     detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
     needed = [True, False, arguments[2] is not None]
-    library.opcheck(linear_log_prob_backward, (*detached, backend, saved, upstream, None, needed))
+    library.opcheck(linear_log_prob_backward, (*detached, backend, saved, upstream, None, needed, None))
 
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
@@ -46,7 +46,7 @@ def test_policy_loss(options, frozen, backend, device):
         case.hidden.requires_grad_(False)
     needed = [not frozen, True, case.bias is not None]
     terms = (old, advantage, replayed, (0.2, 0.2), 0.1, 0.01, torch.tensor(7.0, device=device))
-    library.opcheck(linear_policy_loss_forward, (*flat(case), *terms, needed, False, backend))
+    library.opcheck(linear_policy_loss_forward, (*flat(case), *terms, needed, False, backend, None))
     library.opcheck(scale_gradient, (torch.randn(4, 3, device=device), old[0], torch.bfloat16))
 
 
@@ -57,7 +57,7 @@ def test_token_objective(everything, backend, device):
     flags = [torch.rand(20, device=device) < 0.5 if everything else None for _ in range(2)]
     values = torch.randn(2, 20, device=device)
     terms = ((0.2, 0.2), 0.1) if everything else (None, None)
-    library.opcheck(token_objective, (log_prob, entropy, *values, *flags, *terms, backend))
+    library.opcheck(token_objective, (log_prob, entropy, *values, *flags, *terms, backend, None))
 
 
 def test_groups_and_segments(backend, device):
@@ -65,6 +65,11 @@ def test_groups_and_segments(backend, device):
     library.opcheck(operators.group_advantage, (reward, group, True, backend))
     bounds = torch.tensor([0, 4, 4, 9], device=device)
     library.opcheck(operators.segment_mean, (reward, reward > 0.3, bounds, backend))
+
+
+def test_checked(device):
+    value = torch.arange(6, device=device)
+    library.opcheck(checks.checked, (value, value < 6, "value: expected less than {}", [6]))
 
 
 def test_group_advantage_compiles_in_one_piece(device):

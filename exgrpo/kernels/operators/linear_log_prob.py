@@ -17,21 +17,21 @@ SCHEMA = Schema(f"{HEAD}, str backend", "(Tensor, Tensor, Tensor)")
 BACKWARD = Schema(
     f"{HEAD}, str backend, Tensor saved, Tensor? grad_log_prob, Tensor? grad_entropy, bool[] needed", "Tensor[]"
 )
-SAVED = ("hidden", "weight", "bias", "target", "temperature")
-"""The tensors of a head. The weight is saved as it is: a sharding engine may gather it anew for the backward."""
+SAVED = ("hidden", "weight", "bias", "target", "temperature", "traced")
+"""The tensors of a call. The weight is saved as it is: a sharding engine may gather it anew for the backward."""
 
 
 def linear_log_prob(head: Head, backend: str) -> LogProb:
     """Log-probability and entropy of each token [T]."""
     derivatives.check_reverse_mode("linear_log_prob", head.hidden, head.weight, head.bias)
-    log_prob, entropy, _ = forward(*flat_head(head), backend)
+    log_prob, entropy, _ = forward(*SCHEMA.traced((*flat_head(head), backend)))
     return LogProb(log_prob, entropy)
 
 
 @custom_op("exgrpo::linear_log_prob", mutates_args=(), schema=SCHEMA.text, tags=WAITS)
 def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability and entropy [T], and the statistics [4, T] of the backward."""
-    given = SCHEMA.named(arguments)
+    given = SCHEMA.given(arguments)
     head = head_of(given)
     with without_autocast(head.hidden):
         taken = dispatch.take_for_head(given["backend"], LogProbTrial.of(head), head)
@@ -49,7 +49,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 @custom_op("exgrpo::linear_log_prob_backward", mutates_args=(), schema=BACKWARD.text, tags=WAITS)
 def backward(*arguments: Any) -> list[Tensor]:
     """The needed ones of the gradients of hidden, weight and bias, in the dtypes of their tensors."""
-    given = BACKWARD.named(arguments)
+    given = BACKWARD.given(arguments)
     head = head_of(given)
     with without_autocast(head.hidden):
         taken = dispatch.take_for_head(given["backend"], LogProbTrial.of(head), head)

@@ -38,14 +38,15 @@ def linear_policy_loss(head: Head, terms: PolicyTerms, backend: str) -> tuple[Te
     needed = [enabled and derivatives.requires_grad(tensor) for tensor in tensors]
     numbers = (*terms.surrogate, terms.entropy_coef, terms.normalizer)
     # Nobody keeps the gradients: the backward may use their memory.
-    loss, per_token, *_ = forward(*flat_head(head), *terms.tokens, *numbers, needed, True, backend)
+    arguments = (*flat_head(head), *terms.tokens, *numbers, needed, True, backend)
+    loss, per_token, *_ = forward(*SCHEMA.traced(arguments))
     return loss, per_token
 
 
 @custom_op("exgrpo::linear_policy_loss", mutates_args=(), schema=SCHEMA.text, tags=WAITS)
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
     """The loss, the per-token results [4, T], and the gradients; empty ones where they are not needed."""
-    given = SCHEMA.named(arguments)
+    given = SCHEMA.given(arguments)
     head, terms, needed = head_of(given), terms_of(given), Needed(*given["needed"])
     with without_autocast(head.hidden):
         taken = dispatch.take_for_head(given["backend"], PolicyLossTrial.of_loss(head, terms), head)

@@ -27,19 +27,51 @@ SURROGATE = "float[]? clip, float? beta"
 """The fields of `Surrogate`."""
 
 
+NUMBERS = ("softcap", "clip", "beta", "entropy_coef")
+"""The arguments of all operators that are floats, or lists of them."""
+
+
 class Schema:
     """The schema of an operator.
 
-    ``arguments`` and ``results`` are as torch.library writes them.
+    ``arguments`` and ``results`` are as torch.library writes them. One more argument is last, ``traced``: torch.compile
+    makes a number that changes symbolic, but would fix one that it meets as a float, and compile each value anew.
+    Therefore `traced` hands the numbers over in a tensor, and what stands in their own places has no meaning.
     """
 
     def __init__(self, arguments: str, results: str) -> None:
+        arguments = f"{arguments}, Tensor? traced"
         self.text = f"({arguments}) -> {results}"
         self.names = tuple(argument.split()[-1] for argument in arguments.split(", "))
 
     def named(self, values: tuple[Any, ...]) -> dict[str, Any]:
-        """One value for each argument, by the names of the arguments."""
+        """One value for each argument, by the names of the arguments; numbers are not yet those of ``traced``."""
         return dict(zip(self.names, values, strict=True))
+
+    def given(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        """The same where tensors have values: with the numbers of ``traced``."""
+        named = self.named(values)
+        if named["traced"] is not None:
+            numbers = iter(named["traced"].tolist())
+            for name in NUMBERS:
+                value = named.get(name)
+                if value is not None:
+                    named[name] = [next(numbers) for _ in value] if name == "clip" else next(numbers)
+        return named
+
+    def traced(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values of all arguments but the last, and that one: the numbers, [N] float64, where a compiler traces."""
+        if not torch.compiler.is_compiling():
+            return (*values, None)
+        named = dict(zip(self.names, values, strict=False))
+        numbers: list[float] = []
+        for name in NUMBERS:
+            value = named.get(name)
+            if value is not None:
+                numbers += value if name == "clip" else [value]
+                named[name] = [0.0, 0.0] if name == "clip" else 0.0
+        zero = torch.zeros(1, dtype=torch.float64, device="cpu")
+        return (*named.values(), torch.cat([zero + number for number in numbers]) if numbers else None)
 
     def gradients(self, found: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
         """What a derivative returns: the gradients that were found by name, None for all other arguments."""

@@ -23,16 +23,18 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """The loss; and log-probability, entropy, ratio and clipped of each token, detached, [4, T]."""
     derivatives.check_reverse_mode("policy_loss", log_prob, entropy)
-    sums, per_token, _ = token_objective(log_prob, entropy, *terms.tokens, mask, *terms.surrogate, backend)
+    arguments = (log_prob, entropy, *terms.tokens, mask, *terms.surrogate, backend)
+    sums, per_token, _ = token_objective(*SCHEMA.traced(arguments))
     value, entropies, count = sums.unbind()
     normalizer = count.detach().clamp(min=1) if terms.normalizer is None else terms.normalizer
-    return -(value + terms.entropy_coef * entropies) / normalizer, per_token
+    total = value if entropy is None else value + terms.entropy_coef * entropies
+    return -total / normalizer, per_token
 
 
 @custom_op("exgrpo::token_objective", mutates_args=(), schema=SCHEMA.text)
 def token_objective(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The fields of `objective.TokenObjective`."""
-    given = SCHEMA.named(arguments)
+    given = SCHEMA.given(arguments)
     scored = ScoredTokens(given["log_prob"], given["entropy"], tokens_of(given), given["mask"])
     values = scored.log_prob
     surrogate = surrogate_of(given)
