@@ -4,9 +4,10 @@ K answers per question (`num_generations`), B questions per generation (`generat
 tokens, N rows of this process.
 """
 
+import inspect
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ with needs(__name__, "exgrpo[trl]"):
     from trl.trainer.utils import pad
 
     from exgrpo.integrations.trl_batch import deal, group_advantages, rebuild, trained_rows
-    from exgrpo.integrations.trl_config import ExGRPOConfig
+    from exgrpo.integrations.trl_config import ExGRPOConfig, check
     from exgrpo.integrations.trl_replay import Plan, load_replay, placed, plan_generation, save_replay
-    from exgrpo.train.experience import MeanScore, Replay, Selected, rules
+    from exgrpo.train.experience import MeanScore, Replay, Selected
     from exgrpo.train.records import Group, Score, Trajectory
     from exgrpo.train.replayed import Weigher
 
@@ -35,8 +36,6 @@ __all__ = ["ExGRPOConfig", "ExGRPOTrainer", "FusedLossMixin"]
 
 EXPERIENCE = "experience"
 """Folder of the experience in a checkpoint."""
-AS_GENERATED = ("mixed", "traced", "again")
-"""Functions `compose` that train on the groups that TRL knows."""
 
 
 class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
@@ -55,12 +54,12 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
 
     Raises:
         TypeError: `args` is no ExGRPOConfig, or `train_dataset` no `datasets.Dataset`.
-        ValueError: an option or argument excludes replay; the message names it and the remedy.
+        ValueError: an option or argument excludes replay; the message names it and the remedy. No model is loaded then.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _check(dict(zip(inspect.signature(GRPOTrainer).parameters, args, strict=False)) | kwargs)
         super().__init__(*args, **kwargs)
-        self._check()
         self.replay = Replay(
             self.args.experience,
             len(self.train_dataset),
@@ -82,64 +81,6 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         self._mixed = False  # whether any process has a stored answer in the place of a fresh one in it
         self._replays = False  # whether the generation that is trained on replays anything
         self._rows = math.nan  # of a micro-batch of it, on average, without those that fill up
-
-    def _check(self) -> None:
-        if not isinstance(self.args, ExGRPOConfig):
-            raise TypeError(f"args: expected an ExGRPOConfig, got {type(self.args).__name__}")
-        if not isinstance(self.train_dataset, Dataset):
-            raise TypeError(
-                f"train_dataset: expected a datasets.Dataset, got {type(self.train_dataset).__name__}: experience "
-                "belongs to questions by index; a streamed one can be made a Dataset by Dataset.from_generator"
-            )
-        questions = self.args.generation_batch_size // self.num_generations
-        if len(self.train_dataset) < questions:
-            raise ValueError(
-                f"train_dataset: a generation takes {questions} different questions and there are "
-                f"{len(self.train_dataset)}; lower generation_batch_size"
-            )
-        if self.rollout_func is not None or self.tools or self.environment_factories is not None:
-            raise ValueError(
-                "rollout_func, tools, environment_factory: replay stores answers of one turn; use GRPOTrainer with "
-                "FusedLossMixin for these"
-            )
-        if {"image", "images"} & set(self.train_dataset.column_names):
-            raise ValueError("train_dataset: has images, and replay is of text; use GRPOTrainer with FusedLossMixin")
-        if truncated := self._truncated_sampling():
-            raise ValueError(
-                f"{', '.join(truncated)}: importance ratios compare probabilities under the whole distribution; leave "
-                "it at its default, and lower temperature for likelier answers"
-            )
-        if beyond := self._beyond_kernel():
-            raise ValueError(f"{', '.join(beyond)}: not part of the objective with replay; leave it at its default")
-
-        self._check_method()
-
-    def _check_method(self) -> None:
-        args = self.args
-        if getattr(rules.find("admit", args.admit), "distinct", None) == "key":
-            raise ValueError(
-                f"admit={args.admit!r}: compares answers by the keys of their solutions, and rewards in TRL give none; "
-                "use admit='successes'"
-            )
-        if args.compose in AS_GENERATED and args.advantage == "group":
-            return
-        of_whole = {
-            f"scale_rewards={args.scale_rewards!r}": args.scale_rewards == "batch",
-            f"multi_objective_aggregation={args.multi_objective_aggregation!r}": args.multi_objective_aggregation
-            == "normalize_then_sum",
-        }
-        if given := [option for option, holds in of_whole.items() if holds]:
-            raise ValueError(
-                f"{', '.join(given)}: divides by a deviation over all answers of a generation, and with "
-                f"compose={args.compose!r} and advantage={args.advantage!r} there are answers of other generations; "
-                "use scale_rewards 'none' or 'group' and multi_objective_aggregation='sum_then_normalize'"
-            )
-
-    def _truncated_sampling(self) -> list[str]:
-        """The options, with their values, by which answers are not sampled from the whole distribution."""
-        whole = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
-        given = {name: getattr(self.args, name) for name in whole} | (self.args.generation_kwargs or {})
-        return [f"{name}={given[name]}" for name, values in whole.items() if given[name] not in values]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
@@ -339,3 +280,29 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.generation = load_replay(Path(checkpoint) / EXPERIENCE, self.replay)
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """The arguments of `ExGRPOTrainer`, before a model is loaded."""
+    args, train_dataset = given.get("args"), given.get("train_dataset")
+    if not isinstance(args, ExGRPOConfig):
+        raise TypeError(f"args: expected an ExGRPOConfig, got {type(args).__name__}")
+    check(args)  # its fields may have been set since it was made
+    if not isinstance(train_dataset, Dataset):
+        raise TypeError(
+            f"train_dataset: expected a datasets.Dataset, got {type(train_dataset).__name__}: experience "
+            "belongs to questions by index; a streamed one can be made a Dataset by Dataset.from_generator"
+        )
+    questions = args.generation_batch_size // args.num_generations
+    if len(train_dataset) < questions:
+        raise ValueError(
+            f"train_dataset: a generation takes {questions} different questions and there are "
+            f"{len(train_dataset)}; lower generation_batch_size"
+        )
+    if any(given.get(name) for name in ("rollout_func", "tools", "environment_factory")):
+        raise ValueError(
+            "rollout_func, tools, environment_factory: replay stores answers of one turn; use GRPOTrainer with "
+            "FusedLossMixin for these"
+        )
+    if {"image", "images"} & set(train_dataset.column_names):
+        raise ValueError("train_dataset: has images, and replay is of text; use GRPOTrainer with FusedLossMixin")

@@ -7,12 +7,19 @@ from functools import partial
 from typing import Any
 
 from exgrpo.extras import needs
+from exgrpo.integrations.trl_loss import beyond_kernel
 
 with needs(__name__, "exgrpo[trl]"):
+    from pydantic import ValidationError
     from trl import GRPOConfig
 
     from exgrpo.train.config import ExperienceConfig, ObjectiveConfig, RewardConfig, Section
+    from exgrpo.train.errors import ConfigError
+    from exgrpo.train.experience import rules
+    from exgrpo.train.mistakes import explain
 
+AS_GENERATED = ("mixed", "traced", "again")
+"""Functions `compose` that train on the groups that TRL knows."""
 BETAS = (1e-6, 1e6)
 """Between these `replay_beta` lies: beyond them the shaped ratio is 1 or 0."""
 
@@ -40,7 +47,8 @@ class ExGRPOConfig(GRPOConfig):
     Its defaults are the paper's: loss type dr_grpo, advantages that are not scaled, an entropy bonus of 0.001.
 
     Raises:
-        ValueError: an option of the replay is out of its range; the message names it.
+        ConfigError: a ValueError: an option is out of its range or excludes replay; one line, which names it and the
+            remedy. It comes before the checks of TRL.
     """
 
     loss_type: str = field(default="dr_grpo", metadata={"help": "dr_grpo, dapo, bnpo or grpo."})
@@ -77,27 +85,86 @@ class ExGRPOConfig(GRPOConfig):
     clip_with_replay: bool = _objective("clip_with_replay")
 
     def __post_init__(self) -> None:
+        check(self)
         super().__post_init__()
-        if self.replay_beta is None or not BETAS[0] <= self.replay_beta <= BETAS[1]:
-            raise ValueError(
-                f"replay_beta: expected a number from {BETAS[0]:g} to {BETAS[1]:g}, got {self.replay_beta}; "
-                "for the plain ratio, set weigh='ratio'"
-            )
-        if not math.isfinite(self.success):
-            raise ValueError(f"success: expected a finite number, got {self.success}")
-        _ = self.experience, self.objective
 
     @property
     def experience(self) -> ExperienceConfig:
         """The options of the experience as a section of a recipe."""
-        return ExperienceConfig(**self._values(ExperienceConfig))
+        return _section(ExperienceConfig, self._values(ExperienceConfig))
 
     @property
     def objective(self) -> ObjectiveConfig:
         """The options of replayed tokens as a section of a recipe; what TRL has its own options for is not in it."""
         own = {field.name for field in fields(GRPOConfig)}
         values = {name: value for name, value in self._values(ObjectiveConfig).items() if name not in own}
-        return ObjectiveConfig(**values, beta=self.replay_beta)
+        return _section(ObjectiveConfig, {**values, "beta": self.replay_beta})
 
     def _values(self, section: type[Section]) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name in section.model_fields}
+
+
+def check(options: ExGRPOConfig) -> None:
+    """Options of the replay, and options of TRL that it depends on.
+
+    Raises:
+        ConfigError: see `ExGRPOConfig`.
+    """
+    if not _is_number(options.replay_beta, *BETAS):
+        raise ConfigError(
+            f"replay_beta: expected a number from {BETAS[0]:g} to {BETAS[1]:g}, got {options.replay_beta!r}; "
+            "for the plain ratio, set weigh='ratio'"
+        )
+    for name in ("success", "entropy_coef"):
+        if not _is_number(getattr(options, name), -math.inf, math.inf):
+            raise ConfigError(f"{name}: expected a finite number, got {getattr(options, name)!r}")
+    for name in ("epsilon", "epsilon_high"):
+        value = getattr(options, name)
+        if not (_is_number(value, 0, math.inf) or (name == "epsilon_high" and value is None)):
+            raise ConfigError(f"{name}: expected a number of at least 0, got {value!r}")
+    if not _is_number(options.temperature, 0, math.inf) or options.temperature == 0:
+        raise ConfigError(f"temperature: expected a number above 0, got {options.temperature!r}")
+    if truncated := _truncated_sampling(options):
+        raise ConfigError(
+            f"{', '.join(truncated)}: importance ratios compare probabilities under the whole distribution; leave "
+            "it at its default, and lower temperature for likelier answers"
+        )
+    if beyond := beyond_kernel(options):
+        raise ConfigError(f"{', '.join(beyond)}: not part of the objective with replay; leave it at its default")
+    _check_method(options, options.experience, options.objective)
+
+
+def _check_method(options: ExGRPOConfig, experience: ExperienceConfig, objective: ObjectiveConfig) -> None:
+    """`experience` and `objective` are those of the options; making them has checked their values."""
+    if getattr(rules.find("admit", experience.admit), "distinct", None) == "key":
+        raise ConfigError(
+            f"admit={options.admit!r}: compares answers by the keys of their solutions, and rewards in TRL give none; "
+            "use admit='successes'"
+        )
+    if options.compose in AS_GENERATED and options.advantage == "group":
+        return
+    of_whole = {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}
+    if given := [f"{name}={value!r}" for name, value in of_whole.items() if getattr(options, name) == value]:
+        raise ConfigError(
+            f"{', '.join(given)}: divides by a deviation over all answers of a generation, and with "
+            f"compose={options.compose!r} and advantage={options.advantage!r} there are answers of other generations; "
+            "use scale_rewards 'none' or 'group' and multi_objective_aggregation='sum_then_normalize'"
+        )
+
+
+def _truncated_sampling(options: GRPOConfig) -> list[str]:
+    """The options, with their values, by which answers are not sampled from the whole distribution."""
+    whole = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
+    given = {name: getattr(options, name) for name in whole} | (options.generation_kwargs or {})
+    return [f"{name}={given[name]}" for name, values in whole.items() if given[name] not in values]
+
+
+def _section(section: type[Any], values: dict[str, Any]) -> Any:
+    try:
+        return section(**values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, section, "ExGRPOConfig")) from None
+
+
+def _is_number(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and least <= value <= most

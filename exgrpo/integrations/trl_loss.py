@@ -166,6 +166,19 @@ class _FusedPass:
         return self.outputs
 
 
+def beyond_kernel(options: Any) -> list[str]:
+    """The options of a GRPOConfig, with their values, that make the objective none of `linear_policy_loss`."""
+    beyond = {
+        "loss_type": options.loss_type not in LOSS_TYPES,
+        "importance_sampling_level": options.importance_sampling_level != "token",
+        "beta": options.beta != 0,
+        "delta": options.delta is not None,
+        "top_entropy_quantile": options.top_entropy_quantile < 1,
+        "off_policy_mask_threshold": options.off_policy_mask_threshold is not None,
+    }
+    return [f"{name}={getattr(options, name)!r}" for name, holds in beyond.items() if holds]
+
+
 class FusedLossMixin(GRPOTrainer):
     """Puts in front of `trl.GRPOTrainer` a head that never holds the logits: `class T(FusedLossMixin, GRPOTrainer)`.
 
@@ -191,20 +204,8 @@ class FusedLossMixin(GRPOTrainer):
         model = self.accelerator.unwrap_model(model)
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
-    def _beyond_kernel(self) -> list[str]:
-        """The options, with their values, that make the objective another one than `linear_policy_loss` computes."""
-        beyond = {
-            f"loss_type={self.loss_type!r}": self.loss_type not in LOSS_TYPES,
-            f"importance_sampling_level={self.importance_sampling_level!r}": self.importance_sampling_level != "token",
-            f"beta={self.beta}": self.beta != 0,
-            f"delta={self.args.delta}": self.args.delta is not None,
-            f"top_entropy_quantile={self.top_entropy_quantile}": self.top_entropy_quantile < 1,
-            f"off_policy_mask_threshold={self.off_policy_mask_threshold}": self.off_policy_mask_threshold is not None,
-        }
-        return [option for option, holds in beyond.items() if holds]
-
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if not self.model.training or self._beyond_kernel():
+        if not self.model.training or beyond_kernel(self.args):
             return super()._compute_loss(model, inputs)
         fused = _FusedPass(model, self._objective(inputs))
         # TRL's own arithmetic on the detached results: its metrics, and its control of an adaptive entropy bonus.

@@ -15,6 +15,7 @@ from trl import GRPOTrainer
 
 from exgrpo.integrations import trl_loss
 from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
+from exgrpo.train.errors import ConfigError
 from tests.integrations.trl_trainers import (
     ACCUMULATION,
     COMPLETION,
@@ -207,6 +208,38 @@ def test_training_stops_when_every_question_is_solved(tmp_path: Path, model: Pat
 def test_refused(tmp_path: Path, model: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         exgrpo(tmp_path, model, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ratio": 2.0}, r"ExGRPOConfig: ratio: .*\(got 2\.0\)"),
+        ({"ratio": "half", "mu": -1}, r"ratio: .*\(got 'half'\); mu: .*\(got -1\)"),
+        ({"weigh": "nothing"}, "weigh: unknown weigh function 'nothing'"),
+        ({"band": [3, 1]}, r"band\.0: .*\(got 3\)"),
+        ({"replay_beta": "x"}, "replay_beta: expected a number from 1e-06 to 1e\\+06, got 'x'"),
+        ({"loss_type": "cispo"}, "loss_type='cispo': not part of the objective with replay"),
+        ({"top_p": 0.9}, r"top_p=0\.9: "),
+        ({"admit": "solutions"}, "admit='solutions': "),
+        ({"epsilon": "wide"}, "epsilon: expected a number of at least 0, got 'wide'"),
+        ({"epsilon_high": -0.1}, r"epsilon_high: expected a number of at least 0, got -0\.1"),
+        ({"entropy_coef": float("nan")}, "entropy_coef: expected a finite number, got nan"),
+        ({"temperature": 0}, "temperature: expected a number above 0, got 0"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_told_in_a_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """By the configuration, before TRL does anything with it."""
+    with pytest.raises(ConfigError, match=message) as told:
+        ExGRPOConfig(**options(tmp_path, max_steps=1) | {"num_generations": 1} | changes)  # TRL: at least 2
+    assert len(str(told.value).splitlines()) == 1
+
+
+def test_nothing_is_loaded_for_a_wrong_option(tmp_path: Path) -> None:
+    config = ExGRPOConfig(**options(tmp_path, max_steps=1))
+    config.loss_type = "cispo"
+    with pytest.raises(ConfigError, match="loss_type='cispo'"):
+        ExGRPOTrainer("no/such/model", reward, config, questions())
 
 
 def test_other_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
