@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.errors import ConfigError, ExgrpoError, LostProcessError, print_error
     from exgrpo.train.process import INTERRUPTED
     from exgrpo.train.program import configure
+    from exgrpo.train.recipe import parse_args
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -41,7 +42,7 @@ MAIN = Path(__file__).with_name("main.py")
 
 
 class Launch(BaseModel):
-    """How the processes of a run are started; all other options are those of exgrpo.train.main."""
+    """How the processes of a run are started. The options of training come below."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -82,7 +83,11 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         with one_line(Launch, PROGRAM):
-            options, rest = tyro.cli(Launch, args=list(argv), prog=PROGRAM, return_unknown_args=True)
+            options, rest = tyro.cli(Launch, args=list(argv), prog=PROGRAM, return_unknown_args=True, add_help=False)
+            if {"-h", "--help"} & set(rest):
+                with suppress(SystemExit):
+                    tyro.cli(Launch, args=["--help"], prog=PROGRAM)
+                parse_args(rest)  # prints its help, and ends
         if options == Launch():
             os.execv(sys.executable, [sys.executable, str(MAIN), *rest])
         if options.dry_run:
