@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from exgrpo.train.checkpoint.resume import AUTO, begun_anew
 from exgrpo.train.config import Config
 from exgrpo.train.early import Early
 from exgrpo.train.estimate.options import Options
@@ -43,6 +44,7 @@ def plan(config: Config, early: Early, resumed: Path | None, processes: int) -> 
     folder = resumed or config.output.folder / (config.output.name or "DATE_TIME")
     saves = f"every {config.checkpoint.every} steps" if config.checkpoint.every else "never"
     between = f", every {every} steps" if every else ""
+    anew = [begun_anew(config, folder)] if config.resume == AUTO and resumed is None else []
     return [
         f"{processes} processes train {config.policy.path} in {config.policy.dtype} for {config.steps} steps.",
         f"A step has {config.questions} questions with {samples} answers each, {config.questions * samples} in all; "
@@ -53,6 +55,7 @@ def plan(config: Config, early: Early, resumed: Path | None, processes: int) -> 
         else "Nothing is replayed.",
         f"Held-out questions: {sets}; asked before the first step, after the last one{between}.",
         f"Checkpoints: {saves}, {config.checkpoint.keep} stay. Results: {folder}.",
+        *anew,
         "Nothing was started: this is a dry run.",
     ]
 

@@ -9,6 +9,7 @@ import datetime
 import logging
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -30,7 +31,7 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.early import look
     from exgrpo.train.ending import leave
     from exgrpo.train.errors import ConfigError, ExgrpoError, LostProcessError, print_error
-    from exgrpo.train.process import INTERRUPTED
+    from exgrpo.train.process import INTERRUPTED, LAUNCHED
     from exgrpo.train.program import configure
     from exgrpo.train.recipe import parse_args
 
@@ -134,6 +135,8 @@ def _start(options: Launch, arguments: Sequence[str]) -> int:
     from torch.distributed.launcher.api import elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    own = options.model_dump(exclude_defaults=True)
+    os.environ[LAUNCHED] = shlex.join(f"--{name}={value}" for name, value in own.items())
     try:
         elastic_launch(launch_config(options), sys.executable)("-u", str(MAIN), *arguments)
     except ChildFailedError as failed:

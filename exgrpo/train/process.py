@@ -3,10 +3,13 @@
 import logging
 import os
 import re
+import shlex
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 from exgrpo.train.ending import Stopped, end_with_launcher, stop_on_signals
 from exgrpo.train.errors import ExgrpoError, LostProcessError, is_first_rank, print_error, shown
@@ -15,6 +18,10 @@ _COLLECTIVE = re.compile(r"\bgloo/|\bNCCL\b|\bTCPStore\b")
 """In the messages of torch's collectives, whose errors have no class of their own."""
 INTERRUPTED = 130
 """Exit status of a program that a person or the system has stopped."""
+
+
+LAUNCHED = "EXGRPO_LAUNCHED"
+"""Environment variable in which the processes that `exgrpo train` starts find its own options."""
 
 
 def run_program(work: Callable[[ExitStack], None], stopped: str) -> int:
@@ -55,6 +62,19 @@ def _lost(error: RuntimeError) -> LostProcessError:
         f"another process of the run has ended or is not reached any more ({shown(error)}): if it has failed, it says "
         "why; if its machine or the network has, mend that; then go on with --resume auto"
     )
+
+
+def command_to_go_on(folder: Path) -> str:
+    """The command that goes on with a run in this folder on as many processes as now, to be pasted."""
+    here = os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's, PyTorch's
+    train = ["exgrpo", "train"] if shutil.which("exgrpo") else [sys.executable, "-m", "exgrpo.train.launch"]
+    if LAUNCHED in os.environ:
+        train += shlex.split(os.environ[LAUNCHED])
+    elif os.environ.get("WORLD_SIZE", here) != here:  # several hosts, which DeepSpeed knows by its hostfile
+        train = ["deepspeed", sys.argv[0]]
+    elif here != "1":
+        train += ["--processes", here]
+    return shlex.join([*train, "--resume", str(folder)])
 
 
 def _quiet() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from exgrpo.train.build import build
 from exgrpo.train.checkpoint.durable import write_whole
 from exgrpo.train.checkpoint.listing import survey
-from exgrpo.train.checkpoint.resume import AUTO, FINISHED
+from exgrpo.train.checkpoint.resume import AUTO, FINISHED, begun_anew
 from exgrpo.train.config import Config
 from exgrpo.train.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.early import Early
@@ -27,6 +27,7 @@ from exgrpo.train.metrics.display import Display
 from exgrpo.train.model_card import Cards
 from exgrpo.train.model_folder import BEST, MODEL, export_folder, write_model
 from exgrpo.train.preflight import QUESTIONS, preflight
+from exgrpo.train.process import command_to_go_on
 from exgrpo.train.publish import upload
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.recorder import Recorder
@@ -218,7 +219,7 @@ class Run:
         done = f"stopped after step {self.step} of {self.config.steps}"
         if not found:
             return f"{done}, before the first checkpoint: nothing to go on with in {folder}"
-        return f"{done}. To go on after step {found[0].step}: --resume {folder}"
+        return f"{done}. To go on after step {found[0].step}: {command_to_go_on(folder)}"
 
     def _introduce(self, say: Callable[[str], None]) -> None:
         config, questions, parts = self.config, self.train_set, self.parts
@@ -232,7 +233,8 @@ class Run:
             f"{len(questions.questions)} questions from {', '.join(config.data.train)}{dropped}\n"
             f"rollouts by {parts.choice}{repeats}\n"
             f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
-            f"matrix products: {self.utilisation.rate / 1e12:.3g} TFLOP/s: 100 % for mfu"
+            f"matrix products run at {self.utilisation.rate / 1e12:.3g} TFLOP/s here; mfu is the share of that rate "
+            "that training reaches"
         )
         if self.started:
             say(str(self.started))
@@ -241,7 +243,7 @@ class Run:
         if missing := missing_gpu(parts.world):
             say(f"warning: {missing}")
         if config.resume == AUTO and not self.step:
-            say(f"no unfinished run in {config.output.folder}: a new one begins in {parts.folder}")
+            say(begun_anew(config, parts.folder))
         if self.step:
             say(f"going on with {parts.folder} after step {self.step}")
 

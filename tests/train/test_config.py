@@ -89,7 +89,7 @@ def test_a_parsers_message_has_no_frame_where_the_output_is_not_in_unicode():
     with contextlib.redirect_stdout(io.StringIO()):
         with pytest.raises(ConfigError, match=r"^Error parsing --steps: .*: 'x' \(see exgrpo train --help\)$"):
             parse_args(["--steps", "x"])
-        with pytest.raises(ConfigError, match=r"^missing: --data.train \(see deepspeed"):
+        with pytest.raises(ConfigError, match=r"^missing: --data.train \(see exgrpo train"):
             parse_args(OWN[:1])
 
 

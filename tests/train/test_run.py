@@ -47,7 +47,7 @@ def run(request, tmp_path_factory):
 def test_the_console_tells_the_story(run):
     folder, printed = run
     assert "rollout engine and trainer agree" in printed
-    assert "TFLOP/s: 100 % for mfu" in printed
+    assert "TFLOP/s here; mfu is the share of that rate that training reaches" in printed
     assert printed.count("held-out Pass@1 after") == 2
     assert "step 4  reward" in printed
     for column in ("Pass@1", "entropy", "replayed", "buffer", "retired", "tokens/s"):
