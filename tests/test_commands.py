@@ -12,9 +12,13 @@ import yaml
 
 import exgrpo
 from exgrpo.commands import PROGRAMS, SCRIPT, main, usage
-from exgrpo.train import launch
+from exgrpo.train import dry_run, launch
 from exgrpo.train.command_line import _options as keys_of
 from exgrpo.train.config import Config
+from exgrpo.train.estimate.data_sheets import machine
+from exgrpo.train.estimate.options import Options
+from exgrpo.train.estimate.parts import GIB
+from exgrpo.train.estimate.shape import read_shape
 from exgrpo.train.recipe import RecipeArgument, parse_args, to_yaml
 from tests import completion
 
@@ -145,7 +149,76 @@ def test_a_dry_run_shows_the_configuration_the_plan_and_an_estimate_and_starts_n
     assert "A step has 12 questions with 8 answers each, 96 in all" in rest
     assert "Held-out questions: test (512)" in rest
     assert "It fits: peak" in rest
+    assert "for 4 processes" in rest
+    assert "GiB usable per process" in rest
+    assert "H100" not in text
+    assert "GPU" not in rest.replace("has no GPU", "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_on_a_cpu_shares_out_the_memory_that_is_free_and_the_rate_that_is_measured(monkeypatch):
+    monkeypatch.setattr("exgrpo.train.doctor.machine.free_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(dry_run, "_rates", lambda *_: (6e12, 9e9))
+    config = parse_args(["--experience.ratio=0"])
+    options = Options(reserve_gib=1)
+    one, two, hosts = (
+        dry_run._measured_cpu(config, read_shape(config.policy.path), dry_run.Size(*size, None), options)
+        for size in ((1, 1), (2, 1), (2, 3))
+    )
+    assert (one.gpus, two.gpus, hosts.gpus) == (1, 2, 6)
+    assert (one.flops, two.flops, hosts.flops) == (6e12, 3e12, 3e12)
+    assert (one.bandwidth, two.bandwidth, hosts.bandwidth) == (9e9, 4.5e9, 4.5e9)
+    # Each process also keeps, beside the reserve, a second copy of the model where two share it.
+    assert one.memory == 7 * GIB
+    copy = 4 * read_shape(config.policy.path).total
+    changed = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "transformers"})})
+    shared = dry_run._measured_cpu(changed, read_shape(config.policy.path), dry_run.Size(2, 1, None), options)
+    assert shared.memory == 3 * GIB - copy
+
+
+def test_a_dry_run_estimates_for_the_machine_that_is_named(monkeypatch, tmp_path):
+    printed = StringIO()
+    monkeypatch.setattr(launch, "Console", lambda: launch_console(printed))
+    given = ["--dry-run", "--machine=H200x4", "--hosts=2", f"--output.folder={tmp_path}"]
+    assert launch.main(given) == 0
+    assert "8 processes train " in printed.getvalue()
+    assert "on 8 x H200. Estimates from data sheets" in printed.getvalue()
+    assert "137.0 GiB usable per GPU" in printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("h100x8", ("H100", 8)),
+        ("a100-80", ("A100-80", None)),
+        ("RTX4090", ("RTX4090", None)),
+        ("rtx4090x2", ("RTX4090", 2)),
+    ],
+)
+def test_a_machine_is_a_gpu_and_a_number(words, found):
+    assert machine(words) == found
+
+
+@pytest.mark.parametrize("words", ["h10", "h100x0", "h100x", "x8", "8xh100"])
+def test_other_machines_are_refused_with_those_that_are_known(words):
+    with pytest.raises(ValueError, match="give a GPU and how many of them, as h100x8; known ones are A100-40"):
+        machine(words)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--machine=h100"], "give --dry-run with it"),
+        (["--dry-run", "--machine=h10"], "known ones are"),
+        (["--dry-run", "--machine=h100x8", "--processes=4"], "processes (4): h100x8 has 8"),
+    ],
+)
+def test_a_machine_that_cannot_be_meant_is_one_line(capsys, tmp_path, given, message):
+    assert launch.main([*given, f"--output.folder={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
 
 
 def launch_console(file):

@@ -31,7 +31,7 @@ def run_program(work: Callable[[ExitStack], None], stopped: str) -> int:
         work: opens what it needs in the stack that it is given, which is closed afterwards.
         stopped: what a person who stops it is told, where the work does not say so by `Stopped`.
     """
-    _quiet()
+    quiet()
     stop_on_signals()
     end_with_launcher()
     try:
@@ -77,8 +77,11 @@ def command_to_go_on(folder: Path) -> str:
     return shlex.join([*train, "--resume", str(folder)])
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Leave the console to the display: libraries speak of what went wrong, not of how they start."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
     logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith("Setting accelerator"))
+    # Of a kernel for weights in 4 bits on CPUs, without which it computes the same.
+    loading = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    loading.addFilter(lambda record: "gemm_4bit_forward" not in record.getMessage())

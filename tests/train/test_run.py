@@ -41,6 +41,7 @@ def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     done = launch_by_deepspeed(MAIN, *SMALL, f"--output.folder={folder}", ranks=request.param)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "gemm_4bit_forward" not in done.stdout + done.stderr
     return folder / "small", done.stdout
 
 
