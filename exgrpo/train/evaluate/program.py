@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         world = start(timeout_minutes=30)
         scores = run(options, world, resources)
         if world.is_main:
-            write(scores, options.output, Console())
+            write(scores, options.output.folder, Console())
 
     return run_program(work, "stopped: the same command goes on where the evaluation stood")
 
