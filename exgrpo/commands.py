@@ -5,11 +5,12 @@
 
 import difflib
 import os
-import re
 import runpy
-import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
 
 import exgrpo
 
@@ -21,21 +22,17 @@ class Program:
     Attributes:
         module: what `python -m` starts.
         what: it does, in a few words.
-        also: a module that has further options of this program.
     """
 
     module: str
     what: str
-    also: str | None = None
 
 
 PROGRAMS = {
-    "train": Program("exgrpo.train.launch", "train a model, on one or several processes", "exgrpo.train.main"),
+    "train": Program("exgrpo.train.launch", "train a model, on one or several processes"),
     "evaluate": Program("exgrpo.train.evaluate", "score a model on held-out questions"),
     "report": Program("exgrpo.train.report", "make a page about one or several runs"),
-    "estimate": Program(
-        "exgrpo.train.estimate", "whether a recipe fits, and how long a step takes", "exgrpo.train.main"
-    ),
+    "estimate": Program("exgrpo.train.estimate", "whether a recipe fits, and how long a step takes"),
     "serve": Program("exgrpo.train.serve", "give rollouts to a trainer, by vLLM"),
     "experience": Program("exgrpo.train.experience", "show or export what a run has stored"),
     "doctor": Program("exgrpo.train.doctor", "what works on this machine"),
@@ -43,8 +40,10 @@ PROGRAMS = {
     "study": Program("studies.run", "compare methods over tasks and seeds; in a checkout of the project"),
 }
 COMPLETION = "completion"
-SHELLS = ("bash", "zsh")
-_OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
+SCRIPT = Path(__file__).with_name("completion.bash")
+"""What bash needs; `python -m tests.completion` writes it."""
+BEFORE = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit\n"}
+"""What comes before it in each shell that is known."""
 
 
 def main() -> None:
@@ -54,53 +53,36 @@ def main() -> None:
         print(usage())
     elif name == "--version":
         print(exgrpo.__version__)
-    elif name == COMPLETION and len(rest) == 1 and rest[0] in SHELLS:
-        print(completion(rest[0]))
+    elif name == COMPLETION and len(rest) == 1 and rest[0] in BEFORE:
+        print(BEFORE[rest[0]] + SCRIPT.read_text(), end="")
     elif name == COMPLETION:
-        sys.exit(f"error: give a shell: exgrpo {COMPLETION} {' or '.join(SHELLS)}")
+        _refuse(f"give a shell: exgrpo {COMPLETION} {' or '.join(BEFORE)}")
     elif name not in PROGRAMS:
         near = difflib.get_close_matches(name, PROGRAMS, 1)
-        print(f"error: no program {name!r}" + (f"; did you mean {near[0]}?" if near else "; see exgrpo --help"))
-        sys.exit(2)
+        _refuse(f"no program {name!r}" + (f"; did you mean {near[0]}?" if near else "; see exgrpo --help"))
     else:
         sys.argv[1:] = rest
         sys.path.insert(0, os.getcwd())  # as `python -m` does: for a user's own modules
+        if name == "study" and not _in_checkout():
+            _refuse("studies need a checkout of the project: go to its folder, where studies/ is, and start them there")
         runpy.run_module(PROGRAMS[name].module, run_name="__main__", alter_sys=True)
+
+
+def _refuse(problem: str) -> NoReturn:
+    print(f"error: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _in_checkout() -> bool:
+    """Whether the studies are found, which no installation has."""
+    try:
+        return find_spec(PROGRAMS["study"].module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def usage() -> str:
     """What there is."""
     rows = [f"  {name:<12}{program.what}" for name, program in PROGRAMS.items()]
-    rows.append(f"  {COMPLETION:<12}print what {' or '.join(SHELLS)} needs to complete all this")
+    rows.append(f"  {COMPLETION:<12}print what {' or '.join(BEFORE)} needs to complete all this")
     return "\n".join(["usage: exgrpo PROGRAM ...", "", *rows, "", "exgrpo PROGRAM --help has the options."])
-
-
-def completion(shell: str) -> str:
-    """A script for a shell, with the options that the programs of this installation have."""
-    cases = [f"        {name}) words='{' '.join(_options(program))}' ;;" for name, program in PROGRAMS.items()]
-    return "\n".join(
-        [
-            *(["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []),
-            "_exgrpo() {",
-            f"    local words='{' '.join([*PROGRAMS, COMPLETION])}'",
-            '    [ "$COMP_CWORD" -eq 1 ] || case "${COMP_WORDS[1]}" in',
-            *cases,
-            f"        {COMPLETION}) words='{' '.join(SHELLS)}' ;;",
-            "    esac",
-            '    COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))',
-            "}",
-            "complete -o default -F _exgrpo exgrpo",
-        ]
-    )
-
-
-def _options(program: Program) -> list[str]:
-    """The options that its help names; none where it cannot run here."""
-    modules = filter(None, (program.module, program.also))
-    wide = {**os.environ, "COLUMNS": "400"}
-    found: dict[str, None] = {}
-    for module in modules:
-        command = [sys.executable, "-m", module, "--help"]
-        told = subprocess.run(command, capture_output=True, text=True, env=wide, check=False)
-        found |= dict.fromkeys(_OPTION.findall(told.stdout) if told.returncode == 0 else [])
-    return sorted(found)

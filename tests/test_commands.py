@@ -5,15 +5,24 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import yaml
 
 import exgrpo
-from exgrpo import commands
-from exgrpo.commands import PROGRAMS, completion, main, usage
-from exgrpo.train import launch
-from exgrpo.train.recipe import parse_args, to_yaml
+from exgrpo.commands import PROGRAMS, SCRIPT, main, usage
+from exgrpo.train import dry_run, launch
+from exgrpo.train.command_line import _options as keys_of
+from exgrpo.train.config import Config
+from exgrpo.train.estimate.data_sheets import machine
+from exgrpo.train.estimate.options import Options
+from exgrpo.train.estimate.parts import GIB
+from exgrpo.train.estimate.shape import read_shape
+from exgrpo.train.recipe import RecipeArgument, parse_args, to_yaml
+from tests import completion
+
+ROOT = Path(__file__).parents[1]
 
 
 def told(monkeypatch, capsys, *arguments):
@@ -23,10 +32,8 @@ def told(monkeypatch, capsys, *arguments):
     try:
         main()
     except SystemExit as ended:
-        if isinstance(ended.code, str):
-            return 1, ended.code
-        return ended.code or 0, capsys.readouterr().out
-    return 0, capsys.readouterr().out
+        return ended.code or 0, "".join(capsys.readouterr())
+    return 0, "".join(capsys.readouterr())
 
 
 def test_what_there_is_is_listed_and_there(monkeypatch, capsys):
@@ -34,7 +41,6 @@ def test_what_there_is_is_listed_and_there(monkeypatch, capsys):
     for name, program in PROGRAMS.items():
         assert f"  {name} " in usage()
         assert find_spec(program.module)
-        assert not program.also or find_spec(program.also)
     assert told(monkeypatch, capsys, "--version") == (0, f"{exgrpo.__version__}\n")
 
 
@@ -60,34 +66,75 @@ def test_a_program_gets_the_arguments_behind_its_name(tmp_path):
         (["17"], "no program '17'; see exgrpo --help"),
         (["completion"], "give a shell: exgrpo completion bash or zsh"),
         (["completion", "dos"], "give a shell"),
+        (["completion", "bash", "--hlep"], "give a shell"),
     ],
 )
 def test_a_mistake_is_one_line(monkeypatch, capsys, arguments, message):
     status, said = told(monkeypatch, capsys, *arguments)
-    assert status != 0
-    assert message in said
+    assert status == 2
+    assert said.startswith(f"error: {message}")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_program_takes_an_option_that_it_does_not_know(name, tmp_path):
+    command = [sys.executable, "-c", "from exgrpo.commands import main; main()", name, "--hlep"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_studies_outside_a_checkout_are_refused_in_one_line(tmp_path):
+    command = [sys.executable, "-c", "from exgrpo.commands import main; main()", "study", "first.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: studies need a checkout of the project")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="there is no bash")
-def test_bash_completes_programs_and_their_options(monkeypatch):
-    options = {"train": ["--experience.ratio", "--experience.replayed", "--steps"], "report": ["--output"]}
-    names = {program: name for name, program in PROGRAMS.items()}
-    monkeypatch.setattr(commands, "_options", lambda program: options.get(names[program], []))
-    script = completion("bash")
+def test_bash_completes_programs_and_their_options(monkeypatch, capsys):
+    status, script = told(monkeypatch, capsys, "completion", "bash")
+    assert status == 0
 
     def completed(*words):
         ask = f'COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; _exgrpo; echo "${{COMPREPLY[@]}}"'
         return subprocess.run(["bash", "-c", f"{script}\n{ask}"], check=True, capture_output=True, text=True).stdout
 
     assert completed("exgrpo", "ev").split() == ["evaluate"]
-    assert completed("exgrpo", "train", "--experience.r").split() == options["train"][:2]
-    assert completed("exgrpo", "report", "--").split() == ["--output"]
+    assert completed("exgrpo", "train", "--experience.r").split() == ["--experience.ratio", "--experience.replayed"]
+    assert completed("exgrpo", "train", "--rest").split() == ["--restarts"]
+    assert completed("exgrpo", "report", "--fol").split() == ["--follow"]
     assert completed("exgrpo", "completion", "z").split() == ["zsh"]
 
 
-def test_the_options_are_those_of_the_help():
-    found = commands._options(PROGRAMS["train"])
-    assert {"--restarts", "--hosts", "--experience.ratio", "--recipe"} <= set(found)
+def test_the_script_that_is_shipped_has_the_options_that_there_are():
+    assert SCRIPT.read_text() == completion.script(), "python -m tests.completion"
+
+
+def test_zsh_gets_the_same_script_for_its_way_to_complete(monkeypatch, capsys):
+    _, for_zsh = told(monkeypatch, capsys, "completion", "zsh")
+    first, _, rest = for_zsh.partition("\n")
+    assert (first, rest) == ("autoload -U +X bashcompinit && bashcompinit", SCRIPT.read_text())
+
+
+def test_printing_the_script_imports_nothing_of_the_programs():
+    program = "import sys; sys.argv[1:] = ['completion', 'bash']; from exgrpo.commands import main; main(); "
+    found = "print([name for name in sys.modules if name.partition('.')[0] in ('torch', 'tyro', 'pydantic', 'numpy')])"
+    done = subprocess.run([sys.executable, "-c", program + found], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
+def test_the_help_of_training_has_all_its_options():
+    command = [sys.executable, "-m", "exgrpo.train.launch", "--processes=2", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    words = set(done.stdout.replace(",", " ").split())
+    of_launch = {f"--{name.replace('_', '-')}" for name in launch.Launch.model_fields}
+    of_recipes = {"data.sources", "evaluation.sets"}
+    of_training = {f"--{key}" for model in (Config, RecipeArgument) for key in keys_of(model) if key not in of_recipes}
+    assert len(of_training) > 100
+    assert not (of_launch | of_training | of_recipes) - words
 
 
 def test_a_dry_run_shows_the_configuration_the_plan_and_an_estimate_and_starts_nothing(monkeypatch, tmp_path):
@@ -102,7 +149,76 @@ def test_a_dry_run_shows_the_configuration_the_plan_and_an_estimate_and_starts_n
     assert "A step has 12 questions with 8 answers each, 96 in all" in rest
     assert "Held-out questions: test (512)" in rest
     assert "It fits: peak" in rest
+    assert "for 4 processes" in rest
+    assert "GiB usable per process" in rest
+    assert "H100" not in text
+    assert "GPU" not in rest.replace("has no GPU", "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_on_a_cpu_shares_out_the_memory_that_is_free_and_the_rate_that_is_measured(monkeypatch):
+    monkeypatch.setattr("exgrpo.train.doctor.machine.free_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(dry_run, "_rates", lambda *_: (6e12, 9e9))
+    config = parse_args(["--experience.ratio=0"])
+    options = Options(reserve_gib=1)
+    one, two, hosts = (
+        dry_run._measured_cpu(config, read_shape(config.policy.path), dry_run.Size(*size, None), options)
+        for size in ((1, 1), (2, 1), (2, 3))
+    )
+    assert (one.gpus, two.gpus, hosts.gpus) == (1, 2, 6)
+    assert (one.flops, two.flops, hosts.flops) == (6e12, 3e12, 3e12)
+    assert (one.bandwidth, two.bandwidth, hosts.bandwidth) == (9e9, 4.5e9, 4.5e9)
+    # Each process also keeps, beside the reserve, a second copy of the model where two share it.
+    assert one.memory == 7 * GIB
+    copy = 4 * read_shape(config.policy.path).total
+    changed = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "transformers"})})
+    shared = dry_run._measured_cpu(changed, read_shape(config.policy.path), dry_run.Size(2, 1, None), options)
+    assert shared.memory == 3 * GIB - copy
+
+
+def test_a_dry_run_estimates_for_the_machine_that_is_named(monkeypatch, tmp_path):
+    printed = StringIO()
+    monkeypatch.setattr(launch, "Console", lambda: launch_console(printed))
+    given = ["--dry-run", "--machine=H200x4", "--hosts=2", f"--output.folder={tmp_path}"]
+    assert launch.main(given) == 0
+    assert "8 processes train " in printed.getvalue()
+    assert "on 8 x H200. Estimates from data sheets" in printed.getvalue()
+    assert "137.0 GiB usable per GPU" in printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("h100x8", ("H100", 8)),
+        ("a100-80", ("A100-80", None)),
+        ("RTX4090", ("RTX4090", None)),
+        ("rtx4090x2", ("RTX4090", 2)),
+    ],
+)
+def test_a_machine_is_a_gpu_and_a_number(words, found):
+    assert machine(words) == found
+
+
+@pytest.mark.parametrize("words", ["h10", "h100x0", "h100x", "x8", "8xh100"])
+def test_other_machines_are_refused_with_those_that_are_known(words):
+    with pytest.raises(ValueError, match="give a GPU and how many of them, as h100x8; known ones are A100-40"):
+        machine(words)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--machine=h100"], "give --dry-run with it"),
+        (["--dry-run", "--machine=h10"], "known ones are"),
+        (["--dry-run", "--machine=h100x8", "--processes=4"], "processes (4): h100x8 has 8"),
+    ],
+)
+def test_a_machine_that_cannot_be_meant_is_one_line(capsys, tmp_path, given, message):
+    assert launch.main([*given, f"--output.folder={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
 
 
 def launch_console(file):

@@ -1,6 +1,7 @@
 """What works where torch is the only package, and what else says which extra to install."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,34 @@ def test_integrations_name_what_they_need(module, requirements):
     done = with_torch_alone(f"exgrpo.integrations.{module}")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith(f"): pip install {requirements}")
+
+
+EVERY = """
+import importlib, sys
+for name in open(sys.argv[1]).read().split():
+    try:
+        importlib.import_module(name)
+        print(name, "imported")
+    except ImportError as error:
+        print(name, str(error).splitlines()[0])
+"""
+
+
+def test_every_module_of_the_trainer_names_the_extra_that_it_lacks(tmp_path):
+    """Also those of single files, which a user of a part imports."""
+    package = ROOT / "exgrpo" / "train"
+    files = [path.relative_to(ROOT).with_suffix("") for path in sorted(package.rglob("*.py"))]
+    modules = [".".join(file.parts) for file in files if file.name not in ("__init__", "__main__", "main")]
+    (tmp_path / "names").write_text("\n".join(modules))
+    (tmp_path / "every.py").write_text(EVERY)
+    done = with_torch_alone(tmp_path / "every.py", tmp_path / "names")
+    assert done.returncode == 0, done.stderr
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith("exgrpo."))
+    assert set(modules) == set(said)
+    lacking = {name: told for name, told in said.items() if told != "imported"}
+    assert len(lacking) > 100
+    for name, told in lacking.items():
+        assert re.search(r"this needs packages beside torch \(.*\): pip install .*exgrpo\[\w+\]'$", told), (name, told)
 
 
 def test_a_library_raises_and_a_defect_of_ours_stays_what_it_is():

@@ -3,7 +3,9 @@
 python -m exgrpo.kernels
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -13,8 +15,9 @@ from exgrpo.kernels.self_check import TOLERANCES, self_check
 from exgrpo.kernels.tables import dtype_name
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Print a line for each backend on each kind of device; the exit status is 1 where one computes wrongly."""
+    argparse.ArgumentParser(prog="exgrpo kernels", description=__doc__.partition("\n")[0]).parse_args(argv)
     print(f"exgrpo {__version__} in {built.ROOT}, torch {torch.__version__}")
     print("Checked: the error of a policy loss's gradients against float64.")
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -41,4 +44,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

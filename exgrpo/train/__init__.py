@@ -1,1 +1,5 @@
-"""The trainer: `deepspeed exgrpo/train/main.py`."""
+"""The trainer: `exgrpo train`. Its modules say which extra to install where one of their packages is missing."""
+
+from exgrpo.extras import imported_under
+
+imported_under(__name__, "exgrpo[train]")

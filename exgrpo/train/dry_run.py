@@ -1,37 +1,87 @@
-"""What a run would do, without doing it: its configuration, its plan and an estimate."""
+"""What a run would do, without doing it: its configuration, its plan and an estimate for a machine."""
 
+import os
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from exgrpo.train.checkpoint.resume import AUTO, begun_anew
 from exgrpo.train.config import Config
 from exgrpo.train.early import Early
-from exgrpo.train.estimate.options import Options
+from exgrpo.train.estimate.options import Options, assumptions_of, hardware_of
+from exgrpo.train.estimate.parts import GIB, Hardware
 from exgrpo.train.recipe import to_yaml
 
+if TYPE_CHECKING:
+    import torch
 
-def show(config: Config, early: Early, resumed: Path | None, processes: int, say: Callable[[Any], None]) -> None:
+    from exgrpo.train.estimate.shape import ModelShape
+
+CPU_PROGRAM_GIB = 1.0
+"""Of a process without its tensors: the libraries, and its share of the processes that grade."""
+CPU_MFU = 0.1
+"""Between that of a model whose products are small and that of one whose products are large."""
+COPIED = 1 << 28
+"""Bytes. More than the caches of a processor hold."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the processes run on.
+
+    Attributes:
+        processes: of each host.
+        hosts: how many.
+        gpu: the name in the data sheets; None: this machine is one of the hosts, and the others are like it.
+    """
+
+    processes: int
+    hosts: int
+    gpu: str | None
+
+    @property
+    def ranks(self) -> int:
+        """Processes in all."""
+        return self.processes * self.hosts
+
+
+def show(config: Config, early: Early, resumed: Path | None, size: Size, say: Callable[[Any], None]) -> None:
     """Say it all.
 
     Args:
         config: the resolved configuration.
         early: the questions that were read.
         resumed: the folder of the run that would go on; None: a new one.
-        processes: of the run.
+        size: what the run has.
         say: gets texts and tables.
 
     Raises:
         ExgrpoError: the model is not there, or cannot be estimated.
     """
     say(to_yaml(config))
-    for sentence in plan(config, early, resumed, processes):
+    for sentence in plan(config, early, resumed, size.ranks):
         say(sentence)
+    from exgrpo.train.doctor.machine import device
+    from exgrpo.train.estimate.advice import changed
     from exgrpo.train.estimate.shape import read_shape
     from exgrpo.train.estimate.tables import show as estimate
 
     say("")
     shape = read_shape(config.policy.path, None, config.policy.overrides)
-    estimate(config, shape, Options(gpus=processes, **_gpu_here()), say)
+    if gpu := size.gpu or _known_gpu():
+        options = Options(gpus=size.ranks, gpu=gpu)
+        hardware = hardware_of(options, config.policy.dtype)
+    elif device().type == "cuda":
+        options = Options(gpus=size.ranks)
+        hardware = _measured_gpu(config, size, options)
+    else:
+        if config.rollout.engine == "auto" and not config.rollout.servers:
+            config = changed(config, {"rollout.engine": "transformers"})  # as it is chosen on CPUs
+        options = Options(mfu=CPU_MFU, reserve_gib=CPU_PROGRAM_GIB)
+        hardware = _measured_cpu(config, shape, size, options)
+    estimate(config, shape, hardware, options, say)
 
 
 def plan(config: Config, early: Early, resumed: Path | None, processes: int) -> list[str]:
@@ -43,8 +93,10 @@ def plan(config: Config, early: Early, resumed: Path | None, processes: int) -> 
     folder = resumed or config.output.folder / (config.output.name or "DATE_TIME")
     saves = f"every {config.checkpoint.every} steps" if config.checkpoint.every else "never"
     between = f", every {every} steps" if every else ""
+    anew = [begun_anew(config, folder)] if config.resume == AUTO and resumed is None else []
+    train = "processes train" if processes > 1 else "process trains"
     return [
-        f"{processes} processes train {config.policy.path} in {config.policy.dtype} for {config.steps} steps.",
+        f"{processes} {train} {config.policy.path} in {config.policy.dtype} for {config.steps} steps.",
         f"A step has {config.questions} questions with {samples} answers each, {config.questions * samples} in all; "
         f"there are {rows} questions, before over-long ones are left out.",
         f"Up to {config.experience.ratio:.0%} of a step's questions are replayed ones, once "
@@ -53,18 +105,78 @@ def plan(config: Config, early: Early, resumed: Path | None, processes: int) -> 
         else "Nothing is replayed.",
         f"Held-out questions: {sets}; asked before the first step, after the last one{between}.",
         f"Checkpoints: {saves}, {config.checkpoint.keep} stay. Results: {folder}.",
+        *anew,
         "Nothing was started: this is a dry run.",
     ]
 
 
-def _gpu_here() -> dict[str, str]:
-    """The name of this machine's GPU, if its data sheet is known."""
+def _known_gpu() -> str | None:
+    """The name of this machine's GPU, if there is one and its data sheet is known."""
     import torch
 
+    from exgrpo.train.doctor.machine import device
     from exgrpo.train.estimate.data_sheets import GPUS
 
-    if not torch.cuda.is_available():
-        return {}
-    words = torch.cuda.get_device_name().replace("-", " ").split()
-    known = [name for name in GPUS if name in words]
-    return {"gpu": known[0]} if known else {}
+    words = torch.cuda.get_device_name().replace("-", " ").split() if device().type == "cuda" else []
+    return next((name for name in GPUS if name in words), None)
+
+
+def _measured_gpu(config: Config, size: Size, options: Options) -> Hardware:
+    """This machine's GPU, of which there is no data sheet."""
+    import torch
+
+    flops, bandwidth = _rates(config, torch.device("cuda"))
+    memory = torch.cuda.get_device_properties(0).total_memory
+    words = (
+        f"{size.ranks} x {torch.cuda.get_device_name()}, as this machine has. Its data sheet is not known; as measured "
+        f"now: {_told(memory, flops, bandwidth)}. Utilisations are stated ones."
+    )
+    return Hardware(size.ranks, memory - options.reserve_gib * GIB, flops, bandwidth, words=words)
+
+
+def _measured_cpu(config: Config, shape: "ModelShape", size: Size, options: Options) -> Hardware:
+    """The CPU of this machine, which its processes share; so are its memory and what else is held there."""
+    import torch
+
+    from exgrpo.train.doctor.machine import free_memory
+    from exgrpo.train.estimate.budget import cpu_memory
+
+    memory, (flops, bandwidth) = free_memory(), _rates(config, torch.device("cpu"))
+    beside = sum(amount.bytes for amount in cpu_memory(config, shape, size.ranks, assumptions_of(options, config)))
+    usable = memory / size.processes - beside / size.ranks - options.reserve_gib * GIB
+    each = f"{size.hosts} machines like this one, each" if size.hosts > 1 else "this machine, which has no GPU to use:"
+    words = (
+        f"{each} {len(os.sched_getaffinity(0))} cores of a CPU for {size.processes} "
+        f"process{'es' * (size.processes > 1)}. Free or measured now: {_told(memory, flops, bandwidth)}. The times are "
+        "rough, perhaps wrong by a factor of ten: small models use less of a CPU than is assumed, large ones more. A "
+        "run of a few steps (--steps 3) measures them."
+    )
+    share = size.processes
+    return Hardware(size.ranks, usable, flops / share, bandwidth / share, kind="process", words=words)
+
+
+def _told(memory: float, flops: float, bandwidth: float) -> str:
+    return (
+        f"{memory / GIB:.0f} GiB of memory, {flops / 1e12:.2g} TFLOP/s in products of matrices, "
+        f"{bandwidth / 1e9:.2g} GB/s of memory traffic"
+    )
+
+
+def _rates(config: Config, device: "torch.device") -> tuple[float, float]:
+    """FLOP/s in products of matrices, and bytes per second that a copy reads and writes, in half a second each."""
+    import torch
+
+    from exgrpo.train.distributed import World
+    from exgrpo.train.metrics.matrix_rate import matrix_rate
+    from exgrpo.train.pretrained.tokenizer import DTYPES
+
+    flops = matrix_rate(World(0, 1, device, control=None), DTYPES[config.policy.dtype])
+    source, target = (torch.zeros(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+    best, end = 0.0, time.perf_counter() + 0.5
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        target.copy_(source)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        best = max(best, 2 * COPIED / (time.perf_counter() - start))
+    return flops, best

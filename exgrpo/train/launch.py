@@ -9,11 +9,12 @@ import datetime
 import logging
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +27,14 @@ with needs(__name__, "exgrpo[train]"):
 
     from exgrpo.train.checkpoint.resume import AUTO
     from exgrpo.train.command_line import one_line
-    from exgrpo.train.dry_run import show
+    from exgrpo.train.dry_run import Size, show
     from exgrpo.train.early import look
     from exgrpo.train.ending import leave
     from exgrpo.train.errors import ConfigError, ExgrpoError, LostProcessError, print_error
-    from exgrpo.train.process import INTERRUPTED
+    from exgrpo.train.estimate.data_sheets import machine
+    from exgrpo.train.process import INTERRUPTED, LAUNCHED, quiet
     from exgrpo.train.program import configure
+    from exgrpo.train.recipe import parse_args
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -41,7 +44,7 @@ MAIN = Path(__file__).with_name("main.py")
 
 
 class Launch(BaseModel):
-    """How the processes of a run are started; all other options are those of exgrpo.train.main."""
+    """How the processes of a run are started. The options of training come below."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -49,7 +52,12 @@ class Launch(BaseModel):
     restarts: int = Field(0, ge=0, description="How often they are started again, from the newest checkpoint.")
     hosts: str = Field("1", description="How many: 4; or 2:4, to go on with 2 where 2 of 4 are lost.")
     meet: str | None = Field(None, description="HOST:PORT of one of several hosts, where all of them meet.")
-    dry_run: bool = Field(False, description="Print the configuration, the plan and an estimate, and start nothing.")
+    dry_run: bool = Field(
+        False, description="Print the configuration, the plan and an estimate for this machine, and start nothing."
+    )
+    machine: str | None = Field(
+        None, description="With --dry-run: estimate for hosts with such GPUs, as h100x8; None: for this machine."
+    )
 
     @field_validator("hosts")
     @classmethod
@@ -64,6 +72,13 @@ class Launch(BaseModel):
         if meet is not None and not re.fullmatch(r"[^:\s]+:\d{1,5}", meet):
             raise ValueError("give HOST:PORT")
         return meet
+
+    @field_validator("machine")
+    @classmethod
+    def _known(cls, named: str | None) -> str | None:
+        if named is not None:
+            machine(named)
+        return named
 
     @staticmethod
     def _numbers(hosts: str) -> tuple[int, int]:
@@ -82,9 +97,15 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         with one_line(Launch, PROGRAM):
-            options, rest = tyro.cli(Launch, args=list(argv), prog=PROGRAM, return_unknown_args=True)
+            options, rest = tyro.cli(Launch, args=list(argv), prog=PROGRAM, return_unknown_args=True, add_help=False)
+            if {"-h", "--help"} & set(rest):
+                with suppress(SystemExit):
+                    tyro.cli(Launch, args=["--help"], prog=PROGRAM)
+                parse_args(rest)  # prints its help, and ends
         if options == Launch():
             os.execv(sys.executable, [sys.executable, str(MAIN), *rest])
+        if options.machine and not options.dry_run:
+            raise ConfigError("machine: it is what a dry run estimates for: give --dry-run with it")
         if options.dry_run:
             return _show(options, rest)
         return _start(options, prepared(options, rest))
@@ -115,12 +136,17 @@ def prepared(options: Launch, rest: list[str]) -> list[str]:
 
 
 def _show(options: Launch, rest: list[str]) -> int:
+    quiet()
+    gpu, count = machine(options.machine) if options.machine else (None, None)
+    if count not in (None, options.processes) and options.processes != 1:
+        raise ConfigError(f"processes ({options.processes}): {options.machine} has {count}, one process for each GPU")
     config, folder = configure(rest)
     console = Console()
     with ExitStack() as resources:
         early = look(config, resources, resumed=folder is not None)
-        processes = options.processes * options.fewest_and_most[1]
-        show(config, early, folder, processes, lambda what: console.print(what, highlight=False, soft_wrap=True))
+        hosts = options.fewest_and_most[1]
+        size = Size(count or options.processes, hosts, gpu)
+        show(config, early, folder, size, lambda what: console.print(what, highlight=False, soft_wrap=True))
     return 0
 
 
@@ -129,6 +155,8 @@ def _start(options: Launch, arguments: Sequence[str]) -> int:
     from torch.distributed.launcher.api import elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    own = options.model_dump(exclude_defaults=True)
+    os.environ[LAUNCHED] = shlex.join(f"--{name}={value}" for name, value in own.items())
     try:
         elastic_launch(launch_config(options), sys.executable)("-u", str(MAIN), *arguments)
     except ChildFailedError as failed:

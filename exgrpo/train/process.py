@@ -3,10 +3,13 @@
 import logging
 import os
 import re
+import shlex
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 from exgrpo.train.ending import Stopped, end_with_launcher, stop_on_signals
 from exgrpo.train.errors import ExgrpoError, LostProcessError, is_first_rank, print_error, shown
@@ -17,6 +20,10 @@ INTERRUPTED = 130
 """Exit status of a program that a person or the system has stopped."""
 
 
+LAUNCHED = "EXGRPO_LAUNCHED"
+"""Environment variable in which the processes that `exgrpo train` starts find its own options."""
+
+
 def run_program(work: Callable[[ExitStack], None], stopped: str) -> int:
     """Do the work of a program; returns its exit status.
 
@@ -24,7 +31,7 @@ def run_program(work: Callable[[ExitStack], None], stopped: str) -> int:
         work: opens what it needs in the stack that it is given, which is closed afterwards.
         stopped: what a person who stops it is told, where the work does not say so by `Stopped`.
     """
-    _quiet()
+    quiet()
     stop_on_signals()
     end_with_launcher()
     try:
@@ -57,8 +64,24 @@ def _lost(error: RuntimeError) -> LostProcessError:
     )
 
 
-def _quiet() -> None:
+def command_to_go_on(folder: Path) -> str:
+    """The command that goes on with a run in this folder on as many processes as now, to be pasted."""
+    here = os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's, PyTorch's
+    train = ["exgrpo", "train"] if shutil.which("exgrpo") else [sys.executable, "-m", "exgrpo.train.launch"]
+    if LAUNCHED in os.environ:
+        train += shlex.split(os.environ[LAUNCHED])
+    elif os.environ.get("WORLD_SIZE", here) != here:  # several hosts, which DeepSpeed knows by its hostfile
+        train = ["deepspeed", sys.argv[0]]
+    elif here != "1":
+        train += ["--processes", here]
+    return shlex.join([*train, "--resume", str(folder)])
+
+
+def quiet() -> None:
     """Leave the console to the display: libraries speak of what went wrong, not of how they start."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
     logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith("Setting accelerator"))
+    # Of a kernel for weights in 4 bits on CPUs, without which it computes the same.
+    loading = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    loading.addFilter(lambda record: "gemm_4bit_forward" not in record.getMessage())

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from exgrpo.train.checkpoint.resume import check_continuation, finished, locate, saved_config
+from exgrpo.train.checkpoint.resume import continued, finished, locate, saved_config
 from exgrpo.train.config import Config
 from exgrpo.train.early import look
 from exgrpo.train.errors import is_first_rank
@@ -34,6 +34,5 @@ def configure(argv: list[str]) -> tuple[Config, Path | None]:
     folder = locate(config)
     if folder is not None:
         saved = saved_config(folder)
-        config = parse_args(argv, saved)
-        check_continuation(config, saved)
+        config = continued(parse_args(argv, saved), saved)
     return config, folder

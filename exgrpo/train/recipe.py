@@ -18,7 +18,7 @@ from exgrpo.train.mistakes import REFUSED, explain
 from exgrpo.train.plain_yaml import LONGEST, parse
 from exgrpo.train.policy.adapter_folder import with_saved
 
-PROGRAM = "deepspeed exgrpo/train/main.py"
+PROGRAM = "exgrpo train"
 DEFAULT_RUN = ASSETS / DEFAULT_TASK / "recipe.yaml"
 NAMED = ("policy.path", "data.train")
 """What has no default: a model and questions."""
@@ -192,7 +192,8 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
             default=default,
             prog=PROGRAM,
             config=(tyro.conf.FlagConversionOff,),  # --policy.gradient_checkpointing True, as in a recipe
-            description=f"{Config.__doc__} --recipe FILE, once or more, is read before the options below are applied.",
+            description=f"{Config.__doc__} --recipe FILE, once or more, is read before the options below are applied; "
+            f"data.sources and {SETS} stand in recipes only.",
             use_underscores=True,
         )
     # The options of a run that goes on are settled.

@@ -15,7 +15,7 @@ from rich.markup import escape
 from exgrpo.train.build import build
 from exgrpo.train.checkpoint.durable import write_whole
 from exgrpo.train.checkpoint.listing import find, survey
-from exgrpo.train.checkpoint.resume import AUTO, FINISHED
+from exgrpo.train.checkpoint.resume import AUTO, FINISHED, begun_anew
 from exgrpo.train.config import Config
 from exgrpo.train.data.questions import contradictions
 from exgrpo.train.distributed import World, missing_gpu, on_main, start
@@ -30,6 +30,7 @@ from exgrpo.train.metrics.display import Display
 from exgrpo.train.model_card import Cards
 from exgrpo.train.model_folder import BEST, MODEL, export_folder, write_model
 from exgrpo.train.preflight import QUESTIONS, preflight
+from exgrpo.train.process import command_to_go_on
 from exgrpo.train.publish import upload
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.recorder import Recorder
@@ -247,7 +248,7 @@ class Run:
         if not found:
             why = "before the first checkpoint" if self.config.checkpoint.every else "and checkpoint.every is None"
             return f"{done}, {why}: nothing to go on with in {folder}"
-        return f"{done}. To go on after step {found[0].step}: --resume {folder}"
+        return f"{done}. To go on after step {found[0].step}: {command_to_go_on(folder)}"
 
     def _introduce(self, say: Callable[[str], None]) -> None:
         config, questions, parts = self.config, self.train_set, self.parts
@@ -262,7 +263,8 @@ class Run:
             f"rollouts by {parts.choice}{repeats}\n"
             + (f"{parts.world.threads}\n" if parts.world.threads else "")
             + f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
-            f"matrix products: {self.utilisation.rate / 1e12:.3g} TFLOP/s: 100 % for mfu"
+            f"matrix products run at {self.utilisation.rate / 1e12:.3g} TFLOP/s here; mfu is the share of that rate "
+            "that training reaches"
         )
         if note := contradictions(chain(questions, *parts.inputs.held_out.values())):
             say(escape(note))
@@ -273,7 +275,7 @@ class Run:
         if missing := missing_gpu(parts.world):
             say(f"warning: {missing}")
         if config.resume == AUTO and not self.step:
-            say(f"no unfinished run in {config.output.folder}: a new one begins in {parts.folder}")
+            say(begun_anew(config, parts.folder))
         if self.step:
             say(f"going on with {parts.folder} after step {self.step}")
 

@@ -49,6 +49,7 @@ UNGUARDED = {
 def main(argv: Sequence[str]) -> None:
     """Become the server."""
     try:
+        _parser().parse_known_args(argv)  # --help needs no vLLM
         command, environment = build(argv, on_cpu=_built_for_cpu())
     except ExgrpoError as error:
         sys.exit(f"error: {error}")

@@ -80,16 +80,16 @@ def test_weights_and_sources_that_cannot_be(arguments, message):
 @pytest.mark.parametrize("missing", [OWN[:1], OWN[1:]])
 def test_an_own_run_needs_a_model_and_questions(missing):
     name = "--data.train" if missing == OWN[:1] else "--policy.path"
-    with pytest.raises(ConfigError, match=rf"^missing: {name} \(see deepspeed exgrpo/train/main.py --help\)$"):
+    with pytest.raises(ConfigError, match=rf"^missing: {name} \(see exgrpo train --help\)$"):
         parse_args(missing)
 
 
 def test_a_parsers_message_has_no_frame_where_the_output_is_not_in_unicode():
     """A text without an encoding is such an output."""
     with contextlib.redirect_stdout(io.StringIO()):
-        with pytest.raises(ConfigError, match=r"^Error parsing --steps: .*: 'x' \(see deepspeed .* --help\)$"):
+        with pytest.raises(ConfigError, match=r"^Error parsing --steps: .*: 'x' \(see exgrpo train --help\)$"):
             parse_args(["--steps", "x"])
-        with pytest.raises(ConfigError, match=r"^missing: --data.train \(see deepspeed"):
+        with pytest.raises(ConfigError, match=r"^missing: --data.train \(see exgrpo train"):
             parse_args(OWN[:1])
 
 

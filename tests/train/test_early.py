@@ -47,7 +47,7 @@ def start(monkeypatch, tmp_path, capsys):
         (["--recipe=missing.yaml"], "missing.yaml: no such recipe"),
         (["--output.folder=/dev/null"], "output.folder: /dev/null cannot be written"),
         (["--output.folder=/dev/null/deeper"], "because of /dev/null"),
-        (["--resume=/no/such/run"], "resume: /no/such/run has no complete checkpoint"),
+        (["--resume=/no/such/run"], "resume: there is no folder /no/such/run"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_heavy_is_imported(start, tmp_path, arguments, message):

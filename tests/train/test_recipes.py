@@ -187,7 +187,7 @@ def test_every_recipe_drives_the_loop(recipe):
 def test_an_evaluation_recipe_asks_as_its_training_recipe_does(recipe):
     options = defaults([recipe])
     training = load_recipe(FOLDER / ("paper.yaml" if recipe.stem == "paper" else f"paper/{recipe.name}"))
-    asked = options.evaluation
+    asked = options.rollout
     assert (asked.temperature, asked.top_p, options.rollout.max_tokens, asked.samples) == (0.6, 1.0, 8192, 1)
     assert asked.avg == {"aime": 32, "aime25": 32, "amc": 32}
     assert options.reward == training.reward

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from exgrpo.train.checkpoint.listing import FOLDER, find, folders, survey
@@ -15,6 +17,7 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 FINISHED = "finished"
 """File in the folder of a run that has nothing left to do, its last evaluation included."""
+SHOWN_CHANGES = 8
 # What a run that goes on may have other values of; a key that ends with a dot is a whole section.
 CHANGEABLE = (
     "steps",
@@ -44,9 +47,11 @@ def locate(config: Config) -> Path | None:
     if config.resume is None:
         return None
     with os_errors_as(ConfigError, "resume: the folders of runs cannot be read"):
-        run = _newest_unfinished(config) if config.resume == AUTO else Path(config.resume)
+        run = _meant(config) if config.resume == AUTO else Path(config.resume)
     if run is None:
         return None
+    if not run.is_dir():
+        raise ConfigError(f"resume: there is no folder {run}")
     with os_errors_as(ConfigError, f"resume: {run} cannot be read"):
         found, problems = survey(run)
     if not found:
@@ -56,15 +61,58 @@ def locate(config: Config) -> Path | None:
     return run
 
 
-def _newest_unfinished(config: Config) -> Path | None:
-    """Of the runs with a checkpoint, be it a damaged one: to begin anew beside that would hide what happened."""
+def _meant(config: Config) -> Path | None:
+    """The run of that name; without one, the newest unfinished run of that configuration.
+
+    A run of which no configuration can be read passes for it: to begin anew beside that would hide what happened.
+    """
+    for run in _unfinished(config):
+        saved = None if config.output.name else _readable(run)
+        if saved is None or not _changes(config, saved):
+            return run
+    return None
+
+
+def _unfinished(config: Config) -> list[Path]:
+    """The runs with a checkpoint, be it a damaged one, that are not finished; the newest one first."""
     root, name = config.output.folder, config.output.name
     runs = [root / name] if name else [path.parent for path in sorted(root.glob(f"*/{FOLDER}"))]
-    unfinished = []
-    for run in runs:
-        if not (run / FINISHED).exists() and (saved := folders(run)):
-            unfinished.append((saved[0].stat().st_mtime_ns, run))
-    return max(unfinished)[1] if unfinished else None
+    found = [(saved[0].stat().st_mtime_ns, run) for run in runs if (saved := folders(run))]
+    return [run for _, run in sorted(found, reverse=True) if not (run / FINISHED).exists()]
+
+
+def _readable(run: Path) -> Config | None:
+    """The configuration of a run or of a checkpoint of it, whichever can be read first."""
+    with suppress(ConfigError):
+        return load_recipe(run / "config.yaml")
+    for found in find(run):
+        with suppress(ConfigError):
+            return validate(found.manifest.config, str(found.folder))
+    return None
+
+
+def begun_anew(config: Config, folder: Path | str) -> str:
+    """Why `auto` has found no run to go on with, in one sentence; and the run that is nearest, if there is any.
+
+    Args:
+        config: what is asked for.
+        folder: of the run that begins.
+    """
+    root, name = config.output.folder, config.output.name
+    nearest: tuple[list[str], Path] | None = None
+    with os_errors_as(ConfigError, "resume: the folders of runs cannot be read"):
+        for run in [] if name else _unfinished(config):
+            saved = _readable(run)
+            changes = _changes(config, saved) if saved else []
+            if changes and (nearest is None or len(changes) < len(nearest[0])):
+                nearest = changes, run
+    if nearest is None:
+        return f"no unfinished run{f' {name}' if name else ''} in {root}: a new one begins in {folder}"
+    changes, run = nearest
+    return (
+        f"no unfinished run in {root} has this configuration: a new one begins in {folder}. The nearest is {run}, "
+        f"where {_told(changes)}; to go on with that one: --resume {shlex.quote(str(run))}"
+    )
 
 
 def finished(config: Config) -> Path | None:
@@ -77,7 +125,7 @@ def finished(config: Config) -> Path | None:
     if config.resume != AUTO or not config.output.name or not (run / FINISHED).exists():
         return None
     saved = load_recipe(run / "config.yaml")
-    check_continuation(config, saved)
+    continued(config, saved)
     if config.steps > saved.steps:
         raise ConfigError(
             f"resume: {run} is finished after {saved.steps} steps: for more, --resume {run} --steps {config.steps}"
@@ -109,24 +157,33 @@ def saved_config(run: Path) -> Config:
         return copy
     if changed := _changes(saved, copy):
         raise ConfigError(
-            f"{path} is not what the run was saved with: {changed}; "
+            f"{path} is not what the run was saved with: {_told(changed)}; "
             "put it right, or remove it: the checkpoint has a copy"
         )
     return saved
 
 
-def check_continuation(config: Config, saved: Config) -> None:
-    """Refuse changes that would make the rest of a run another run.
+def continued(config: Config, saved: Config) -> Config:
+    """What a run goes on with, which has the engine that it began with where none is named.
 
     Raises:
-        ConfigError: naming the keys.
+        ConfigError: it would be another run; the keys are named.
     """
     if changed := _changes(config, saved):
-        raise ConfigError(f"resume: {changed}; a run goes on as it began: leave these out, or start a new run")
+        raise ConfigError(f"resume: {_told(changed)}; a run goes on as it began: leave these out, or start a new run")
+    rollout = config.rollout.model_copy(update={"engine": saved.rollout.engine})
+    return config.model_copy(update={"rollout": rollout})
 
 
-def _changes(config: Config, saved: Config) -> str:
-    """What differs and may not, in words; empty where nothing does."""
+def _changes(config: Config, saved: Config) -> list[str]:
+    """What differs and may not, in words."""
     old, new = flat(saved), flat(config)
+    if config.rollout.engine == "auto":  # a run saves the engine that this has meant
+        new["rollout.engine"] = saved.rollout.engine
     changed = [key for key in new if new[key] != old[key] and not key.startswith(CHANGEABLE)]
-    return ", ".join(f"{key} was {shown(old[key])} and is now {shown(new[key])}" for key in changed)
+    return [f"{key} was {shown(old[key])} and is now {shown(new[key])}" for key in changed]
+
+
+def _told(changes: list[str]) -> str:
+    more = f" and {len(changes) - SHOWN_CHANGES} more" if len(changes) > SHOWN_CHANGES else ""
+    return ", ".join(changes[:SHOWN_CHANGES]) + more

@@ -23,19 +23,22 @@ def advise(config: Config, shape: ModelShape, hardware: Hardware) -> str:
 
     Each change is tried alone, cheap ones first; then all of them together; then, with them, more GPUs.
     """
-    changes = list(_changes(config))
+    on_gpus = hardware.kind == "GPU"
+    changes = [values for values in _changes(config) if on_gpus or "distributed.offload_optimizer" not in values]
     for values in changes:
         found = _peak_with(config, values, shape, hardware)
         if found <= hardware.memory:
             return f"It fits with {as_options(values)}: {found / GIB:.1f} GiB."
     together = {key: value for values in changes for key, value in values.items()}
     gpus = hardware.gpus
-    while gpus <= MOST_GPUS:
+    while gpus <= (MOST_GPUS if on_gpus else hardware.gpus):
         found = _peak_with(config, together, shape, replace(hardware, gpus=gpus))
         if found <= hardware.memory:
             options = f" with {as_options(together)}" if together else ""
-            return f"It fits{options} on {gpus} GPUs: {found / GIB:.1f} GiB."
+            return f"It fits{options}{f' on {gpus} GPUs' if on_gpus else ''}: {found / GIB:.1f} GiB."
         gpus *= 2
+    if not on_gpus:
+        return "No option makes it fit: take a smaller model, fewer processes or a machine with more memory."
     return f"No option makes it fit, nor do {MOST_GPUS} GPUs: a rank's rollout engine needs GPUs with more memory."
 
 

@@ -35,7 +35,7 @@ def gpu_memory(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[M
     """Every allocation of a rank on its GPU, in bytes."""
     return (
         *_states(config, shape, hardware.gpus),
-        *_passes(config, shape, hardware.gpus),
+        *_passes(config, shape, hardware),
         *rollout_memory(config, shape, hardware.gpus),
     )
 
@@ -98,8 +98,9 @@ def _reference(config: Config, model: float, adapters: float) -> float:
     return adapters if config.lora.path else 0
 
 
-def _passes(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
+def _passes(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[MemoryItem, ...]:
     """What a micro-batch adds: gathered weights, activations, the head, a layer's backward."""
+    gpus, device = hardware.gpus, "cuda" if hardware.kind == "GPU" else "cpu"
     item = DTYPES[config.policy.dtype].itemsize
     tokens, checkpointing = config.optimizer.micro_batch_tokens, config.policy.gradient_checkpointing
     longest = config.data.max_prompt_tokens + config.rollout.max_tokens
@@ -114,7 +115,7 @@ def _passes(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, .
     return (
         MemoryItem("gathered weights", rollout=generating, loss=gathered, backward=gathered),
         MemoryItem("saved activations", loss=saved, backward=saved),
-        MemoryItem("fused head", loss=head_bytes(shape, item, tokens, frozen=_frozen_head(config))),
+        MemoryItem("fused head", loss=head_bytes(shape, item, tokens, device, frozen=_frozen_head(config))),
         MemoryItem("backward of one layer", backward=tokens * (again + shape.gradient_bytes(item))),
     )
 

@@ -37,3 +37,19 @@ GPUS = {
     "RTX5090": Gpu(32, 209.5, 104.8, 1792, 170, "sm_120"),
 }
 """NVIDIA's figures, of the SXM boards where there are several. A sheet's gigabytes of memory are taken as GiB."""
+
+
+def machine(words: str) -> tuple[str, int | None]:
+    """A GPU by its name, and how many there are (None: it is not said): h100x8, A100-80.
+
+    Raises:
+        ValueError: it has no data sheet here.
+    """
+    known = {name.lower(): name for name in GPUS}
+    asked = words.lower()
+    name, _, count = asked.rpartition("x")
+    if asked in known:
+        return known[asked], None
+    if name in known and count.isdecimal() and int(count):
+        return known[name], int(count)
+    raise ValueError(f"give a GPU and how many of them, as h100x8; known ones are {', '.join(GPUS)}")

@@ -66,7 +66,11 @@ def hardware_of(options: Options, dtype: str) -> Hardware:
         )
     of_sheet = (sheet.memory, getattr(sheet, dtype), sheet.bandwidth) if sheet else own
     memory, tflops, bandwidth = (float(mine or theirs or 0) for mine, theirs in zip(own, of_sheet, strict=True))
-    return Hardware(options.gpus, (memory - options.reserve_gib) * GIB, tflops * 1e12, bandwidth * 1e9)
+    origin = "Estimates from data sheets and stated utilisations; nothing here was measured."
+    usable = (memory - options.reserve_gib) * GIB
+    return Hardware(
+        options.gpus, usable, tflops * 1e12, bandwidth * 1e9, words=f"{options.gpus} x {options.gpu}. {origin}"
+    )
 
 
 def assumptions_of(options: Options, config: Config) -> Assumptions:

@@ -1,6 +1,7 @@
 """What an estimate is made of: hardware, assumptions, amounts of memory and time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 GIB = 1 << 30
 MOMENTS = ("rollout", "loss", "backward", "step")
@@ -12,19 +13,23 @@ NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs, all of one kind.
+    """GPUs, all of one kind; or the CPU of one machine, of which each process has a share.
 
     Attributes:
-        gpus: how many; one rank each.
+        gpus: how many GPUs, one rank each; or how many processes.
         memory: bytes of each that tensors can take.
         flops: peak FLOP/s of each, dense, in the recipe's compute dtype.
         bandwidth: memory bandwidth of each, bytes per second.
+        kind: what each is.
+        words: what the figures are of, and where they come from.
     """
 
     gpus: int
     memory: float
     flops: float
     bandwidth: float
+    kind: Literal["GPU", "process"] = "GPU"
+    words: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from exgrpo.train.command_line import check_names, one_line
 from exgrpo.train.config import Config
 from exgrpo.train.errors import ExgrpoError, print_error
 from exgrpo.train.estimate.options import Options, assumptions_of, hardware_of
+from exgrpo.train.process import quiet
 from exgrpo.train.recipe import RecipeArgument, parse_args
 
 PROGRAM = "python -m exgrpo.train.estimate"
@@ -22,6 +23,7 @@ PROGRAM = "python -m exgrpo.train.estimate"
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status."""
+    quiet()
     try:
         check_names(argv, Options, Config, RecipeArgument)
         with one_line(Options, PROGRAM):
@@ -29,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
                 Options, args=list(argv), return_unknown_args=True, prog=PROGRAM, use_underscores=True
             )
         config = parse_args(rest, needed=["policy.path"])
-        hardware_of(options, config.policy.dtype)  # a wrong name is told before a model is looked for
+        hardware = hardware_of(options, config.policy.dtype)  # a wrong name is told before a model is looked for
         assumptions_of(options, config)
         # transformers and DeepSpeed: only for what can be right
         from exgrpo.train.estimate.shape import read_shape
@@ -39,5 +41,5 @@ def main(argv: Sequence[str]) -> int:
     except ExgrpoError as error:
         return print_error(error)
     console = Console()
-    show(config, shape, options, lambda value: console.print(value, highlight=False))
+    show(config, shape, hardware, options, lambda value: console.print(value, highlight=False))
     return 0

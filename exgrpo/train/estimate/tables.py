@@ -9,7 +9,7 @@ from exgrpo.train.config import Config
 from exgrpo.train.estimate.advice import advise, as_options, beside_gpus, changed, fastest_generation
 from exgrpo.train.estimate.budget import work
 from exgrpo.train.estimate.estimation import Estimate, estimate
-from exgrpo.train.estimate.options import Options, assumptions_of, hardware_of
+from exgrpo.train.estimate.options import Options, assumptions_of
 from exgrpo.train.estimate.parts import GIB, MOMENTS, Assumptions, Hardware, Phase, peak
 from exgrpo.train.estimate.rollout import engine_of, rows_at_once
 from exgrpo.train.estimate.shape import ModelShape
@@ -21,16 +21,13 @@ ENGINES = {
 }
 
 
-def show(config: Config, shape: ModelShape, options: Options, say: Callable[[Any], None]) -> None:
+def show(config: Config, shape: ModelShape, hardware: Hardware, options: Options, say: Callable[[Any], None]) -> None:
     """Print the estimate with its assumptions."""
-    hardware, assumptions = hardware_of(options, config.policy.dtype), assumptions_of(options, config)
+    assumptions = assumptions_of(options, config)
     found = estimate(config, shape, hardware, assumptions)
-    say(
-        f"{config.policy.path}: {shape.total:,} parameters in {config.policy.dtype} on {options.gpus} x {options.gpu}. "
-        "Estimates from data sheets and stated utilisations; nothing here was measured."
-    )
-    say(_memory_table(found))
-    verdict = f"peak {found.peak / GIB:.1f} GiB of {found.available / GIB:.1f} GiB usable per GPU"
+    say(f"{config.policy.path}: {shape.total:,} parameters in {config.policy.dtype} on {hardware.words}")
+    say(_memory_table(found, hardware.kind))
+    verdict = f"peak {found.peak / GIB:.1f} GiB of {found.available / GIB:.1f} GiB usable per {hardware.kind}"
     margin = (found.available - found.peak) / GIB
     if found.fits:
         say(f"It fits: {verdict}, {margin:.1f} GiB to spare.")
@@ -41,7 +38,7 @@ def show(config: Config, shape: ModelShape, options: Options, say: Callable[[Any
         say(line)
     say(_time_table(found, config.steps))
     say(_generation(config, shape, hardware, assumptions, found))
-    for line in _assumptions(options, assumptions):
+    for line in _assumptions(options, assumptions, hardware.kind):
         say(line)
 
 
@@ -54,7 +51,7 @@ def _generation(
     tokens = fresh * assumptions.response_tokens
     text = (
         f"A step generates {tokens:,.0f} tokens, the whole run {tokens * config.steps:,.0f}: {fresh} answers, "
-        f"{rows} at once per GPU by {ENGINES[engine_of(config)]}."
+        f"{rows} at once per {hardware.kind} by {ENGINES[engine_of(config)]}."
     )
     better = fastest_generation(config, shape, hardware, assumptions)
     if not better:
@@ -66,8 +63,8 @@ def _generation(
     )
 
 
-def _memory_table(found: Estimate) -> Table:
-    table = Table("GiB per GPU", *MOMENTS)
+def _memory_table(found: Estimate, kind: str) -> Table:
+    table = Table(f"GiB per {kind}", *MOMENTS)
     for column in table.columns[1:]:
         column.justify = "right"
     for item in found.memory:
@@ -88,7 +85,7 @@ def _amounts_table(found: Estimate) -> Table:
 
 
 def _time_table(found: Estimate, steps: int) -> Table:
-    table = Table("phase of a step", "PFLOP", "time", "share", f"{steps} steps")
+    table = Table("phase of a step", "TFLOP", "time", "share", f"{steps} steps")
     for column in table.columns[1:]:
         column.justify = "right"
     for phase in (*found.phases, Phase("together", found.seconds, sum(phase.flops for phase in found.phases))):
@@ -96,7 +93,7 @@ def _time_table(found: Estimate, steps: int) -> Table:
             table.add_section()
         table.add_row(
             phase.name,
-            f"{phase.flops / 1e15:,.1f}" if phase.flops else "-",
+            f"{phase.flops / 1e12:,.3g}" if phase.flops else "-",
             duration(phase.seconds),
             f"{phase.seconds / found.seconds:.0%}",
             duration(phase.seconds * steps),
@@ -112,16 +109,20 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def _assumptions(options: Options, assumptions: Assumptions) -> Iterator[str]:
+def _assumptions(options: Options, assumptions: Assumptions, kind: str) -> Iterator[str]:
     yield (
         f"Assumed: prompts of {assumptions.prompt_tokens:g} and responses of {assumptions.response_tokens:g} tokens on "
         f"average (--prompt-tokens, --response-tokens), {assumptions.success_rate:g} of them right, "
         f"{assumptions.candidates:g} stored successes of a replayed question, replay under way in every step and no "
         "question retired; response lengths distributed exponentially."
     )
+    host = f"{options.host_gbs:g} GB/s to CPU memory (--host-gbs), " if kind == "GPU" else ""
     yield (
         f"Utilisation: {assumptions.mfu:g} of the peak FLOP/s (--mfu), {assumptions.bandwidth_use:g} of the memory "
         f"bandwidth (--bandwidth-use), {options.launch_us:g} us per layer to launch a decoding step (--launch-us), "
-        f"{options.host_gbs:g} GB/s to CPU memory (--host-gbs), {options.reserve_gib:g} GiB of each GPU reserved."
+        f"{host}{options.reserve_gib:g} GiB of each {kind} reserved."
     )
-    yield "Not in the times: grading, evaluations, checkpoints, the optimiser's own arithmetic, start-up."
+    yield (
+        "Not in the times: grading, evaluations, checkpoints, the optimiser's own arithmetic, start-up. The options in "
+        "parentheses are those of `exgrpo estimate`."
+    )

@@ -38,14 +38,16 @@ class AnswerFile:
         self.reward = options.reward.function
         text = yaml.safe_dump(options.model_dump(mode="json"), sort_keys=False)
         if (folder / OPTIONS).exists() and (folder / OPTIONS).read_text(encoding="utf-8") != text:
-            raise OutputError(f"output: {folder} holds an evaluation with other options; choose another --output")
+            raise OutputError(
+                f"output: {folder} holds an evaluation with other options; choose another --output.folder"
+            )
         (folder / OPTIONS).write_text(text, encoding="utf-8")
         found: dict[int, list[dict[str, Any]]] = {}
         for record in self._records():
             if not {"key", "graded_by"} <= record.keys():
                 raise OutputError(
                     f"output: {self.path} is of an older version, without the keys of solutions: choose another "
-                    "--output, or remove the folder"
+                    "--output.folder, or remove the folder"
                 )
             found.setdefault(record["chunk"], []).append(record)
         self.done = {chunk for chunk, records in found.items() if len(records) == expected[chunk]}

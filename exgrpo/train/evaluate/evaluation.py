@@ -20,7 +20,7 @@ from exgrpo.train.data.sources import names_of, settings_of
 from exgrpo.train.distributed import World, agree
 from exgrpo.train.errors import OutputError, os_errors_as, printable
 from exgrpo.train.evaluate.answer_file import AnswerFile
-from exgrpo.train.evaluate.options import Options
+from exgrpo.train.evaluate.options import LONGEST_ANSWER, SAMPLED, Options
 from exgrpo.train.evaluate.scores import LeftOut, SourceScore, question_key, score
 from exgrpo.train.policy.adapter_folder import with_saved
 from exgrpo.train.policy.saved_adapters import adapted_model, check_adapters
@@ -107,25 +107,35 @@ def answers_per_row(questions: Sequence[Question], options: Options) -> list[int
     repeats = Counter((question.source, question_key(question.text, question.gold)) for question in questions)
     return [
         math.ceil(
-            options.evaluation.avg[question.source]
-            / repeats[question.source, question_key(question.text, question.gold)]
+            options.rollout.avg[question.source] / repeats[question.source, question_key(question.text, question.gold)]
         )
-        if question.source in options.evaluation.avg
-        else options.evaluation.samples
+        if question.source in options.rollout.avg
+        else options.rollout.samples
         for question in questions
     ]
 
 
 def engine_settings(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> EngineSettings:
     """What an evaluation asks of its engine, which never sleeps: nothing else needs its memory."""
+    options = fitted(options, pretrained, questions)
     return EngineSettings(
         source=pretrained.model,
         dtype=DTYPES[options.policy.dtype],
         eos=pretrained.eos,
         pad=pretrained.pad,
         max_prompt_tokens=max((len(question.prompt) for question in questions), default=1),
-        rollout=RolloutConfig(**options.rollout.model_dump(), sleep_level=0),
+        rollout=RolloutConfig(**options.rollout.model_dump(exclude={*SAMPLED, "avg"}), sleep_level=0),
     )
+
+
+def fitted(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> Options:
+    """The options with a length of answers where none is asked for: as long as the model's positions allow."""
+    if options.rollout.max_tokens is not None:
+        return options
+    prompt = max((len(question.prompt) for question in questions), default=1)
+    room = LONGEST_ANSWER if pretrained.model.positions is None else pretrained.model.positions - prompt
+    rollout = options.rollout.model_copy(update={"max_tokens": max(1, min(LONGEST_ANSWER, room))})
+    return options.model_copy(update={"rollout": rollout})
 
 
 def run(options: Options, world: World, resources: ExitStack) -> dict[str, SourceScore]:
@@ -134,6 +144,7 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     questions, left_out = load(options, pretrained.tokenizer, progress=world.is_main)
     counts = answers_per_row([*questions, *left_out], options)
     chunks = chunks_of(questions, options, counts)
+    options = fitted(options, pretrained, questions)
     settings = engine_settings(options, pretrained, questions)
     choice = choose_engine(settings, world)
     check_weights(pretrained.model, world)
@@ -142,13 +153,17 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
         agree(world, lambda: check_adapters(adapters, pretrained.model))
     # An evaluation keeps its engine: what is installed later changes nothing when it goes on.
     options = options.model_copy(update={"rollout": options.rollout.model_copy(update={"engine": choice.name})})
-    unwritable = f"output: {options.output} cannot be written"
+    unwritable = f"output: {options.output.folder} cannot be written"
     if world.is_main:
         with os_errors_as(OutputError, unwritable):
-            options.output.mkdir(parents=True, exist_ok=True)
-        resources.enter_context(claim(options.output))
+            options.output.folder.mkdir(parents=True, exist_ok=True)
+        resources.enter_context(claim(options.output.folder))
     with os_errors_as(OutputError, unwritable):
-        file = AnswerFile(options.output, options, [sum(chunk.counts) for chunk in chunks]) if world.is_main else None
+        file = (
+            AnswerFile(options.output.folder, options, [sum(chunk.counts) for chunk in chunks])
+            if world.is_main
+            else None
+        )
     done = world.gather(file.done if file else set())[0]
     reward = options.reward
     grader = Grader.of((reward_of(question.reward, reward.function) for question in questions), reward)
@@ -178,7 +193,7 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
         LeftOut(question.source, question_key(question.text, question.gold), count)
         for question, count in zip(left_out, counts[len(questions) :], strict=True)
     ]
-    with os_errors_as(OutputError, f"output: {options.output} cannot be read"):
+    with os_errors_as(OutputError, f"output: {options.output.folder} cannot be read"):
         return _scores(file, wrong, options, world, console)
 
 
@@ -197,15 +212,15 @@ def _scores(
 
 def _sampling(options: Options, pretrained: Pretrained) -> Sampling:
     return Sampling(
-        options.rollout.max_tokens,
-        temperature=options.evaluation.temperature,
-        top_p=options.evaluation.top_p,
+        options.rollout.max_tokens or LONGEST_ANSWER,
+        temperature=options.rollout.temperature,
+        top_p=options.rollout.top_p,
         stop=Stops(options.rollout.stop, pretrained.tokenizer.decode),
     )
 
 
 def _warn(options: Options, questions: Iterable[Question], left_out: Sequence[Question], console: Console) -> None:
-    """Name the rows that are not asked or contradict others, and the sources in `evaluation.avg` without rows."""
+    """Name the rows that are not asked or contradict others, and the sources in `rollout.avg` without rows."""
     if note := contradictions(questions):
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     for source, count in sorted(Counter(question.source for question in left_out).items()):
@@ -215,5 +230,5 @@ def _warn(options: Options, questions: Iterable[Question], left_out: Sequence[Qu
             highlight=False,
             soft_wrap=True,
         )
-    if absent := sorted(set(options.evaluation.avg) - {question.source for question in (*questions, *left_out)}):
-        console.print(f"evaluation.avg: no rows come from {', '.join(absent)}")
+    if absent := sorted(set(options.rollout.avg) - {question.source for question in (*questions, *left_out)}):
+        console.print(f"rollout.avg: no rows come from {', '.join(absent)}")

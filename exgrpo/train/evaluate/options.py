@@ -12,6 +12,7 @@ from exgrpo.train.command_line import check_names, one_line
 from exgrpo.train.config import (
     Config,
     DataConfig,
+    DistributedConfig,
     PolicyConfig,
     RewardConfig,
     RolloutConfig,
@@ -22,22 +23,28 @@ from exgrpo.train.data.sources import ColumnNames, SourceConfigs
 from exgrpo.train.dotted import flat, known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.settings import EvaluationConfig
+from exgrpo.train.limits import LONGEST
 from exgrpo.train.mistakes import explain
 from exgrpo.train.pretrained.arguments import Overrides
-from exgrpo.train.recipe import RecipeArgument, merged, origin_of, read_recipes, split_recipe, unfinished
+from exgrpo.train.recipe import RecipeArgument, load_recipe, merged, origin_of, read_recipes, split_recipe, unfinished
 from exgrpo.train.section import Section, Sources, StopString
 from exgrpo.train.turns.settings import EnvironmentConfig
 
+CONFIG = "config.yaml"
+"""In the folder of a run."""
 PROGRAM = "python -m exgrpo.train.evaluate"
 AS_TRAINED = {
     "data": ("columns", "sources", *(field.name for field in fields(PromptFormat))),
-    "evaluation": ("temperature", "top_p", "samples"),
     "rollout": ("max_tokens", "stop"),
     "environment": tuple(EnvironmentConfig.model_fields),
     "policy": ("dtype", "overrides"),
     "reward": ("function", "success", "time_limit", "concurrency", "parts"),
 }
 """By section: what an evaluation takes from the configuration of a run."""
+SAMPLED = ("samples", "temperature", "top_p")
+"""Options of `rollout` here, which a run has for its held-out questions in `evaluation`."""
+LONGEST_ANSWER = 8192
+"""Tokens, where neither an option nor a run says it."""
 
 
 class PolicyOptions(Section):
@@ -76,21 +83,7 @@ class DataOptions(Section):
 
 
 class RolloutOptions(Section):
-    """How answers are generated."""
-
-    max_tokens: int = as_in(RolloutConfig, "max_tokens", default=8192, description="Longest response.")
-    stop: tuple[StopString, ...] = as_in(
-        RolloutConfig, "stop", description="Strings that end an answer; they are no part of its text."
-    )
-    batch_tokens: int = as_in(RolloutConfig, "batch_tokens")
-    engine: Literal["auto", "transformers", "vllm"] = Field(
-        "auto", description="What generates; auto: vLLM where it can, else transformers."
-    )
-    kv_cache_gib: float = as_in(RolloutConfig, "kv_cache_gib", default=1.0)
-
-
-class EvaluationOptions(Section):
-    """How often questions are asked, and how answers are sampled."""
+    """How often questions are asked, and how answers are generated."""
 
     samples: int = as_in(EvaluationConfig, "samples", description="Answers per row.")
     avg: dict[str, PositiveInt] = Field(
@@ -101,15 +94,40 @@ class EvaluationOptions(Section):
         EvaluationConfig, "temperature", default=0.6, description="Sampling temperature (the paper's 0.6)."
     )
     top_p: float = as_in(EvaluationConfig, "top_p")
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=LONGEST,
+        description=f"Longest response; None: what the model has positions for, at most {LONGEST_ANSWER}.",
+    )
+    stop: tuple[StopString, ...] = as_in(
+        RolloutConfig, "stop", description="Strings that end an answer; they are no part of its text."
+    )
+    batch_tokens: int = as_in(RolloutConfig, "batch_tokens")
+    engine: Literal["auto", "transformers", "vllm"] = Field(
+        "auto", description="What generates; auto: vLLM where it can, else transformers."
+    )
+    kv_cache_gib: float = as_in(RolloutConfig, "kv_cache_gib", default=1.0)
+
+
+class DistributedOptions(Section):
+    """The processes."""
+
+    threads: int | None = as_in(DistributedConfig, "threads")
+
+
+class OutputOptions(Section):
+    """What an evaluation leaves behind."""
+
+    folder: Path = Field(Path("evaluation"), description="Folder for answers.jsonl and scores.json.")
 
 
 class Options(Section):
     """Evaluate a causal LM: Pass@1, avg@k and unbiased pass@k by data source, every answer written down."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = Field(
-        description="Folder or hub name, or builtin:NAME."
+        description="Folder or hub name, builtin:NAME, or the folder of a run: its trained model, asked as it asks."
     )
-    output: Path = Field(Path("evaluation"), description="Folder for answers.jsonl and scores.json.")
     seed: int = Field(0, ge=0, description="Seed of the samples.")
     chunk: int = Field(64, ge=1, description="Rows between two writes; an interrupted evaluation repeats one chunk.")
     policy: PolicyOptions = PolicyOptions()
@@ -118,22 +136,46 @@ class Options(Section):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutOptions = RolloutOptions()
     environment: EnvironmentConfig = EnvironmentConfig()
-    evaluation: EvaluationOptions = EvaluationOptions()
+    distributed: DistributedOptions = DistributedOptions()
+    output: OutputOptions = OutputOptions()
 
 
 def parse_options(argv: Sequence[str]) -> Options:
     """Resolve `[--recipe FILE] MODEL --data.test FILE [--section.field VALUE ...]`; the command line beats the recipe.
 
+    Of a run the recipe is, where none is named, its own.
+
     Raises:
-        ConfigError: the recipe is wrong, an option is unknown (the message names the near one), or a value is
-            impossible.
+        ConfigError: the recipe is wrong, an option is unknown (the message names the near one), a value is
+            impossible, or a run has no trained model.
     """
     recipes, rest = split_recipe(argv)
     check_names(rest, Options, RecipeArgument)
+    options = _parsed(rest, recipes)
+    if (Path(options.model) / CONFIG).is_file() and not (Path(options.model) / "config.json").exists():
+        run = Path(options.model)
+        options = _of_run(options if recipes else _parsed(rest, [run / CONFIG]), run)
+    return options
+
+
+def _of_run(options: Options, run: Path) -> Options:
+    """With the model of a run in its place; adapters are added to the model that they were trained for."""
+    trained = run / "model"
+    if (trained / "config.json").is_file():
+        return options.model_copy(update={"model": str(trained)})
+    if not (trained / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{run} is a run without a trained model: let it end, or name another of its models, as {run}/best"
+        )
+    base = load_recipe(run / CONFIG).policy.path
+    return options.model_copy(update={"model": base, "lora": LoraOptions(path=str(trained))})
+
+
+def _parsed(rest: Sequence[str], recipes: Sequence[Path]) -> Options:
     with one_line(Options, PROGRAM):
         return tyro.cli(
             Options,
-            args=rest,
+            args=list(rest),
             default=defaults(recipes),
             config=(tyro.conf.FlagConversionOff,),
             prog=PROGRAM,
@@ -162,7 +204,9 @@ def defaults(recipes: Sequence[Path]) -> Options:
 
 def as_trained(config: Config) -> dict[str, Any]:
     """The options with which a run's answers to its held-out questions are asked for and graded."""
-    return {
+    values = {
         section: {name: getattr(getattr(config, section), name) for name in names}
         for section, names in AS_TRAINED.items()
     }
+    values["rollout"] |= {name: getattr(config.evaluation, name) for name in SAMPLED}
+    return values

@@ -83,10 +83,12 @@ def main(argv: Sequence[str]) -> int:
         from exgrpo.train.distributed import start
         from exgrpo.train.evaluate.evaluation import run
 
-        world = start(timeout_minutes=30)
+        world = start(timeout_minutes=30, threads=options.distributed.threads)
+        if world.is_main and world.threads:
+            Console().print(str(world.threads), highlight=False, soft_wrap=True)
         scores = run(options, world, resources)
         if world.is_main:
-            write(scores, options.output, Console())
+            write(scores, options.output.folder, Console())
 
     return run_program(work, "stopped: the same command goes on where the evaluation stood")
 

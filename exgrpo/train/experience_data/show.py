@@ -2,6 +2,7 @@
 
 import numpy as np
 import numpy.typing as npt
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,17 +28,23 @@ def show(overview: Overview, console: Console) -> None:
         console.print(f"{count:>10,}  {name}", highlight=False)
     if not len(overview.question):
         return
-    table = Table("", *QUANTILES, "mean", "histogram")
+    # 80 columns are enough for names of 14 characters and numbers of 6.
+    table = Table("", *QUANTILES, "mean", "histogram", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in table.columns:
         column.no_wrap = True
     for column in table.columns[1:-1]:
         column.justify = "right"
     for name, values in overview.distributions.items():
         quantiles = np.quantile(values, list(QUANTILES.values()))
-        table.add_row(name, *(f"{value:.4g}" for value in (*quantiles, values.mean())), bars(values))
+        table.add_row(name, *map(_short, (*quantiles, values.mean())), bars(values))
     console.print(table)
     for name in filter(MEANINGS.__contains__, overview.distributions):
         console.print(f"{name}: {MEANINGS[name]}", style="dim", highlight=False)
+
+
+def _short(value: float) -> str:
+    """A number of at most six characters, if it is below a million."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{round(value, 3):.3g}"
 
 
 def counts(overview: Overview) -> dict[str, int]:

@@ -9,9 +9,10 @@ import pytest
 
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.listing import find
-from exgrpo.train.checkpoint.resume import FINISHED, check_continuation, locate
+from exgrpo.train.checkpoint.resume import FINISHED, begun_anew, continued, locate
 from exgrpo.train.errors import CheckpointError, ConfigError
-from exgrpo.train.recipe import to_yaml
+from exgrpo.train.program import configure
+from exgrpo.train.recipe import DEFAULT_RUN, parse_args, to_yaml
 from exgrpo.train.trainer import Trainer
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld, RecordingPolicy, ScriptedEngine, answerer, question_set
@@ -178,14 +179,55 @@ def test_auto_means_the_newest_unfinished_run(tmp_path):
         locate(configured({"resume": str(tmp_path / "unsaved")}))
 
 
+def test_auto_goes_on_with_the_newest_run_of_the_configuration_that_is_asked_for(tmp_path):
+    def asked(**values):
+        return configured({"resume": "auto", "output": {"folder": tmp_path}, **values})
+
+    for name, values in (("old", {}), ("same", {"steps": 9, "checkpoint": {"every": 3}}), ("other", {"seed": 1})):
+        write_config(tmp_path / name, **values, rollout={"engine": "transformers"})
+        saved_run(tmp_path / name, steps=(2,))
+        time.sleep(0.01)
+    assert locate(asked()) == tmp_path / "same"  # the engine is one that the run has chosen by itself
+    assert locate(asked(steps=50, evaluation={"every": 7})) == tmp_path / "same"
+    assert locate(asked(seed=1)) == tmp_path / "other"
+    neither = asked(seed=1, questions=32, experience={"ratio": 0.25})
+    assert locate(neither) is None
+    told = begun_anew(neither, tmp_path / "new")
+    assert f"a new one begins in {tmp_path / 'new'}. The nearest is {tmp_path / 'other'}, where questions was" in told
+    assert "experience.ratio was 0.5 and is now 0.25; to go on with that one: --resume" in told
+    assert "seed" not in told
+    assert locate(asked(rollout={"engine": "vllm"})) is None
+    assert "rollout.engine was 'transformers' and is now 'vllm'" in begun_anew(asked(rollout={"engine": "vllm"}), "new")
+
+
+@pytest.mark.parametrize("content", ["", "seed: ["])
+def test_auto_compares_with_the_copy_in_a_checkpoint_where_the_configuration_of_a_run_is_damaged(tmp_path, content):
+    saved_run(tmp_path / "run", steps=(2,), config=configured().model_dump(mode="json"))
+    (tmp_path / "run" / "config.yaml").write_text(content)
+    asked = {"resume": "auto", "output": {"folder": tmp_path}}
+    assert locate(configured(asked)) == tmp_path / "run"
+    assert locate(configured({**asked, "seed": 1})) is None
+
+
+def test_a_recipe_that_leaves_the_engine_open_goes_on_with_the_one_that_was_chosen(tmp_path):
+    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(f"base: {DEFAULT_RUN}\nseed: 3\n")
+    options = [f"--recipe={recipe}", f"--output.folder={tmp_path}", "--resume=auto"]
+    begun = parse_args([*options, "--rollout.engine=transformers"])
+    saved_run(run, steps=(2,), config=begun.model_dump(mode="json"))
+    (run / "config.yaml").write_text(to_yaml(begun))
+    assert parse_args(options).rollout.engine == "auto"
+    assert configure(options) == (begun, run)
+
+
 def test_a_run_goes_on_as_it_began():
     saved = configured()
-    check_continuation(saved.model_copy(update={"steps": 100, "resume": "auto"}), saved)
+    continued(saved.model_copy(update={"steps": 100, "resume": "auto"}), saved)
     here, there = (configured({"rollout": {"servers": [url]}}) for url in ("http://a:8000", "http://b:8000"))
-    check_continuation(there, here)
+    continued(there, here)
     changed = configured({"seed": 1, "experience": {"ratio": 0.25}})
     with pytest.raises(ConfigError, match=r"seed was 0 and is now 1, experience.ratio was 0.5 and is now 0.25"):
-        check_continuation(changed, saved)
+        continued(changed, saved)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -210,7 +252,7 @@ def test_a_run_killed_at_random_moments_gives_the_same_metrics(tmp_path, ranks):
             shutil.rmtree(tmp_path / "killed")  # killed before its first checkpoint: a new run needs the name
     assert kills
     if not (tmp_path / "killed" / FINISHED).exists():
-        done = launch(MAIN, "--resume=auto", f"--output.folder={tmp_path}", ranks=ranks)
+        done = launch(MAIN, *arguments, "--resume=auto", ranks=ranks)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "going on with" in done.stdout
     assert untimed(tmp_path / "killed") == untimed(tmp_path / "whole")

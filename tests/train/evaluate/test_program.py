@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,10 +22,11 @@ from exgrpo.train.config import Config, RewardConfig
 from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.evaluate.evaluation import answers_per_row
+from exgrpo.train.evaluate.evaluation import answers_per_row, engine_settings
 from exgrpo.train.evaluate.held_out import evaluate
 from exgrpo.train.evaluate.options import AS_TRAINED, Options, defaults, parse_options
 from exgrpo.train.evaluate.scores import LeftOut, Verdict, average, distinct_at_k, pass_at_k, score, score_all
+from exgrpo.train.pretrained.tokenizer import load_pretrained
 from exgrpo.train.recipe import DEFAULT_RUN, to_yaml
 from exgrpo.train.rollout import Sampling
 from tests.train.configs import configured
@@ -169,17 +171,17 @@ def test_avg_counts_the_answers_to_a_question_over_its_rows(repeats, per_row):
         for i, question in enumerate(question_set(2).questions)
         for _ in range(repeats)
     ]
-    options = Options(model="m", data={"test": ("d",)}, evaluation={"samples": 3, "avg": {"aime": 32}})
+    options = Options(model="m", data={"test": ("d",)}, rollout={"samples": 3, "avg": {"aime": 32}})
     assert answers_per_row(rows, options) == [per_row] * repeats + [3] * repeats
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("evaluation.temperatur: 1", "unknown key 'evaluation.temperatur'; did you mean 'evaluation.temperature'?"),
+        ("rollout.temperatur: 1", "unknown key 'rollout.temperatur'; did you mean 'rollout.temperature'?"),
         ("max_tokens: 5", "unknown key 'max_tokens'; did you mean 'rollout.max_tokens'?"),
-        ("evaluation.avg: {aime: 0}", "evaluation.avg.aime: Input should be greater than 0"),
-        ("evaluation.samples: many", "evaluation.samples: Input should be a valid integer"),
+        ("rollout.avg: {aime: 0}", "rollout.avg.aime: Input should be greater than 0"),
+        ("rollout.samples: many", "rollout.samples: Input should be a valid integer"),
     ],
 )
 def test_bad_recipes_are_named(tmp_path, text, message):
@@ -191,7 +193,7 @@ def test_bad_recipes_are_named(tmp_path, text, message):
 def test_what_an_evaluation_shares_with_a_run_has_the_type_that_it_has_there():
     shared = set(known_keys(Options)) & set(known_keys(Config)) - {"data.test", "rollout.engine"}
     assert {f"{section}.{name}" for section, names in AS_TRAINED.items() for name in names} <= shared
-    for key in shared:
+    for key in shared - {"rollout.max_tokens"}:  # which an evaluation may leave open
         section, _, name = key.partition(".")
         if name:
             ours, runs = (of.model_fields[section].annotation.model_fields[name] for of in (Options, Config))
@@ -199,18 +201,18 @@ def test_what_an_evaluation_shares_with_a_run_has_the_type_that_it_has_there():
 
 
 def test_the_command_line_beats_the_recipe(tmp_path):
-    (tmp_path / "r.yaml").write_text("data.test: [a.jsonl]\nevaluation: {temperature: 0.7, samples: 4}\n")
-    options = parse_options(["some/model", f"--recipe={tmp_path / 'r.yaml'}", "--evaluation.samples", "2"])
-    asked = options.evaluation
+    (tmp_path / "r.yaml").write_text("data.test: [a.jsonl]\nrollout: {temperature: 0.7, samples: 4}\n")
+    options = parse_options(["some/model", f"--recipe={tmp_path / 'r.yaml'}", "--rollout.samples", "2"])
+    asked = options.rollout
     assert (options.model, options.data.test, asked.temperature, asked.samples) == ("some/model", ("a.jsonl",), 0.7, 2)
 
 
 def command(folder, *more, cold=False, vllm=False):
     """Where it is cold, in a process as a user starts it."""
     arguments = ["builtin:arithmetic", "--data.test", "builtin:arithmetic", "--data.test_limit=20"]
-    drawn = ["--evaluation.samples=2", "--chunk=6"]
+    drawn = ["--rollout.samples=2", "--chunk=6"]
     # As the default run asks its model, which knows no other prompts.
-    fixed = [f"--recipe={DEFAULT_RUN}", "--rollout.engine=transformers", f"--output={folder}"]
+    fixed = [f"--recipe={DEFAULT_RUN}", "--rollout.engine=transformers", f"--output.folder={folder}"]
     told = "exgrpo.train.evaluate", *arguments, *drawn, *fixed, *more
     if not cold:
         return launch_module(*told, vllm=vllm)
@@ -237,13 +239,55 @@ def test_the_recipe_of_a_run_asks_and_grades_as_the_run_does(tmp_path):
         {"evaluation": {"temperature": 0.7, "top_p": 0.95, "samples": 3}},
     )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    options = parse_options(["m", "--data.test=d", "--recipe", str(tmp_path / "config.yaml"), "--evaluation.samples=5"])
-    data, asked, rollout = options.data, options.evaluation, options.rollout
+    options = parse_options(["m", "--data.test=d", "--recipe", str(tmp_path / "config.yaml"), "--rollout.samples=5"])
+    data, rollout = options.data, options.rollout
     assert (data.answer_prefix, data.prompt_format, data.max_prompt_tokens) == ("<think>", "{question}", 61)
     assert (options.reward.function, options.reward.success, options.reward.time_limit) == (None, 0.5, 3.0)
-    assert (asked.temperature, asked.top_p, asked.samples, rollout.max_tokens) == (0.7, 0.95, 5, 80)
+    assert (rollout.temperature, rollout.top_p, rollout.samples, rollout.max_tokens) == (0.7, 0.95, 5, 80)
     assert rollout.stop == ("Q:",)
     assert (options.policy.dtype, options.policy.overrides) == ("fp32", {"rope_theta": 5.0})
+
+
+def test_a_run_stands_for_its_trained_model_asked_as_it_asks(tmp_path):
+    config = configured(
+        {"policy": {"path": "base/model"}, "rollout": {"max_tokens": 33, "samples": 6}},
+        {"evaluation": {"temperature": 0.7, "samples": 3}, "seed": 5, "output": {"folder": tmp_path / "elsewhere"}},
+    )
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    arguments = [str(tmp_path), "--data.test=d"]
+    with pytest.raises(ConfigError, match="is a run without a trained model: let it end, or name another"):
+        parse_options(arguments)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "adapter_config.json").touch()
+    adapted = parse_options(arguments)
+    assert (adapted.model, adapted.lora.path) == ("base/model", str(tmp_path / "model"))
+    (tmp_path / "model" / "adapter_config.json").rename(tmp_path / "model" / "config.json")
+    options = parse_options([*arguments, "--rollout.temperature=0.2"])
+    asked = options.rollout
+    assert (options.model, options.lora.path) == (str(tmp_path / "model"), None)
+    assert (asked.max_tokens, asked.samples, asked.temperature) == (33, 3, 0.2)
+    assert (options.seed, options.output.folder) == (0, Path("evaluation"))
+    (tmp_path / "other.yaml").write_text("rollout: {max_tokens: 44}")
+    other = parse_options([*arguments, f"--recipe={tmp_path / 'other.yaml'}"])
+    assert (other.model, other.rollout.max_tokens, other.rollout.samples) == (options.model, 44, 1)
+
+
+@pytest.mark.parametrize(("given", "longest"), [([], 512 - 5), (["--rollout.max_tokens=9"], 9)])
+def test_answers_are_as_long_as_the_model_has_positions_where_no_length_is_asked_for(given, longest):
+    pretrained = load_pretrained("builtin:arithmetic", {})
+    questions = [
+        dataclasses.replace(question, prompt=(1,) * length)
+        for question, length in zip(question_set(2).questions, (5, 3), strict=True)
+    ]
+    settings = engine_settings(parse_options(["builtin:arithmetic", "--data.test=d", *given]), pretrained, questions)
+    assert settings.rollout.max_tokens == longest
+    assert settings.length <= pretrained.model.positions
+
+
+def test_the_default_length_is_that_of_the_paper_where_there_are_positions_enough():
+    pretrained = load_pretrained("builtin:arithmetic", {"max_position_embeddings": 1 << 15})
+    settings = engine_settings(parse_options(["builtin:arithmetic", "--data.test=d"]), pretrained, [])
+    assert settings.rollout.max_tokens == 8192
 
 
 def test_adapters_are_evaluated_beside_their_model(tmp_path):
@@ -309,7 +353,7 @@ def rewarded_by_gold(folder):
     (folder / "rewards.py").write_text("def score(response, gold):\n    return 0.4 if int(gold) % 2 else 0.1\n")
     return [
         *("--data.test", str(data), str(folder / "only_long.jsonl"), "--data.max_prompt_tokens=60"),
-        *("--reward.function", f"{folder / 'rewards.py'}:score", "--evaluation.avg", "long", "8"),
+        *("--reward.function", f"{folder / 'rewards.py'}:score", "--rollout.avg", "long", "8"),
     ]
 
 

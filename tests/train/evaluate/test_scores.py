@@ -155,7 +155,7 @@ def test_answers_of_a_version_without_keys_are_refused(tmp_path):
         ),
         (["m", "--data", "d"], "--data is a section: give one of its options, --data.test, "),
         (["m", "--data.test=d", "--reward.sucess=1"], "--reward.sucess; did you mean --reward.success?"),
-        (["m", "--data.test=d", "--evaluation.top-p=2"], "evaluation.top_p: Input should be less than or equal to 1"),
+        (["m", "--data.test=d", "--rollout.top-p=2"], "rollout.top_p: Input should be less than or equal to 1"),
     ],
 )
 def test_mistakes_on_the_command_line_are_told_in_one_line(arguments, message):

@@ -2,17 +2,19 @@
 
 import subprocess
 import sys
+from io import StringIO
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from exgrpo.train.experience_data import program
 from exgrpo.train.experience_data.export import export
 from exgrpo.train.experience_data.of_file import FileExperience
 from exgrpo.train.experience_data.of_run import open_run
 from exgrpo.train.experience_data.page import write_page
-from exgrpo.train.experience_data.show import bars, counts
-from exgrpo.train.experience_data.stored import different
+from exgrpo.train.experience_data.show import bars, counts, show
+from exgrpo.train.experience_data.stored import Overview, different
 from tests.train.experience_data.runs import QUESTIONS, make_run, questions, some, trajectory
 from tests.train.report.pages import Page
 
@@ -49,6 +51,19 @@ def test_columns_say_what_is_stored(tmp_path):
     assert found["answers"].tolist() == [3, 2, 2]
     assert found["solutions"].tolist() == [1, 1, 1]
     assert overview.fullest(2) == [0, 1]
+
+
+def test_the_table_fits_80_columns_with_large_numbers_also_where_it_is_piped():
+    wide, told = np.linspace(7, 654321.25, 40), StringIO()
+    numbers = dict.fromkeys(("age", "replays", "group accuracy", "tokens", "reward"), wide)
+    overview = Overview("many", None, None, np.arange(40), numbers, 1 / wide, {}, np.ones(40))
+    show(overview, Console(file=told, width=80))
+    table = told.getvalue().partition("min")[2].partition("age:")[0]
+    assert len(table.splitlines()) == 10
+    assert max(map(len, table.splitlines())) <= 80
+    assert "…" not in table
+    (row,) = [line.split() for line in table.splitlines() if line.startswith("tokens")]
+    assert row[1:7] == ["7", "65438", "327164", "588890", "654321", "327164"]
 
 
 def test_a_file_shows_what_the_run_shows(tmp_path):

@@ -120,6 +120,6 @@ def test_scores_that_cannot_be_written_are_one_line(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(evaluation, "run", lambda options, world, resources: {})
     monkeypatch.setattr(program, "average", lambda scores: 0.5)
     questions = ("--data.test=builtin:arithmetic", "--data.test_limit=1")
-    assert program.main(["builtin:arithmetic", *questions, f"--output={tmp_path}"]) == 2
+    assert program.main(["builtin:arithmetic", *questions, f"--output.folder={tmp_path}"]) == 2
     message = f"error: {tmp_path / program.SCORES} cannot be written: No space left on device\n"
     assert capsys.readouterr().err == message

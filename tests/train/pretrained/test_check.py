@@ -381,11 +381,11 @@ def test_evaluation_and_servers_ask_too(broken, tmp_path):
         model=str(folder),
         data={"test": ("builtin:arithmetic",), "test_limit": 1},
         rollout={"max_tokens": 80},
-        output=tmp_path / "evaluation",
+        output={"folder": tmp_path / "evaluation"},
     )
     with ExitStack() as resources, pytest.raises(ValueError, match=message):
         run_evaluation(options, LoneWorld(), resources)
-    assert not options.output.exists()
+    assert not options.output.folder.exists()
     with pytest.raises(ValueError, match=message):
         serve.build([str(folder)], on_cpu=True)
     with pytest.raises(ValueError, match=r"--max-tokens \(513\) exceed the 512 positions"):

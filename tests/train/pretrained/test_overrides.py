@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Qwe
 
 from exgrpo.train import serve
 from exgrpo.train.builtin import ASSETS
-from exgrpo.train.checkpoint.resume import check_continuation
+from exgrpo.train.checkpoint.resume import continued
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.estimate import program as estimate
 from exgrpo.train.evaluate.evaluation import engine_settings
@@ -189,9 +189,9 @@ def test_a_mistake_on_the_command_line_is_one_error():
 
 def test_a_run_goes_on_with_the_ones_that_it_began_with():
     begun = configured({"policy": {"overrides": STRETCHED}})
-    check_continuation(begun, begun)
+    continued(begun, begun)
     with pytest.raises(ConfigError, match=r"policy.overrides was .*40000.* and is now \{\}"):
-        check_continuation(configured(), begun)
+        continued(configured(), begun)
 
 
 def test_programs_beside_training_take_them(tmp_path, capsys):

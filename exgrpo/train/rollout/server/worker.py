@@ -10,18 +10,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.nccl_engine import (
-    NCCLWeightTransferEngine,
-    NCCLWeightTransferInitInfo,
-    NCCLWeightTransferUpdateInfo,
-)
 
+from exgrpo.extras import needs
 from exgrpo.train.ending import SERVER, end_with_ancestor
 from exgrpo.train.rollout.server.channel import join_gloo
 from exgrpo.train.rollout.server.facts import model_facts
 from exgrpo.train.rollout.vllm.engine import repack_tied_head
 from exgrpo.train.rollout.vllm.probe import differing
+
+with needs(__name__, "exgrpo[vllm]"):
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer.nccl_engine import (
+        NCCLWeightTransferEngine,
+        NCCLWeightTransferInitInfo,
+        NCCLWeightTransferUpdateInfo,
+    )
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):

@@ -1,0 +1,46 @@
+"""What bash needs to complete the programs and their options: `python -m tests.completion` writes the file of it."""
+
+import os
+import re
+import subprocess
+import sys
+
+from exgrpo.commands import BEFORE, COMPLETION, PROGRAMS, SCRIPT
+
+ALSO = {
+    "estimate": [["exgrpo.train.main"]],
+    "experience": [["exgrpo.train.experience", "show"], ["exgrpo.train.experience", "export"]],
+}
+"""What else tells options of a program, beside the program itself."""
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
+
+
+def script():
+    """The script, with the options that the helps of the programs name."""
+    cases = [f"        {name}) words='{' '.join(options(name))}' ;;" for name in PROGRAMS]
+    lines = [
+        "_exgrpo() {",
+        f"    local words='{' '.join([*PROGRAMS, COMPLETION])}'",
+        '    [ "$COMP_CWORD" -eq 1 ] || case "${COMP_WORDS[1]}" in',
+        *cases,
+        f"        {COMPLETION}) words='{' '.join(BEFORE)}' ;;",
+        "    esac",
+        '    COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))',
+        "}",
+        "complete -o default -F _exgrpo exgrpo",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def options(name):
+    """The options that the help of a program names."""
+    wide, found = {**os.environ, "COLUMNS": "400"}, set()
+    for words in [[PROGRAMS[name].module], *ALSO.get(name, [])]:
+        command = [sys.executable, "-m", *words, "--help"]
+        told = subprocess.run(command, capture_output=True, text=True, env=wide, check=True)
+        found |= set(OPTION.findall(told.stdout))
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    SCRIPT.write_text(script())
