@@ -54,14 +54,18 @@ def number(
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if isinstance(value, int) and abs(value) > LARGEST:
         raise ValueError(f"{name}: expected a number that float64 has, got an integer of {value.bit_length()} bits")
+    expected = ""
     if not -LARGEST <= value <= LARGEST:  # math.isfinite takes no number that a compiler has made symbolic
-        raise ValueError(f"{name}: expected a finite number, got {value}")
-    if positive and value <= 0:
-        raise ValueError(f"{name}: expected a number above 0, got {value}")
-    if at_least is not None and value < at_least:
-        raise ValueError(f"{name}: expected a number of at least {at_least}, got {value}")
-    if at_most is not None and value > at_most:
-        raise ValueError(f"{name}: expected a number of at most {at_most}, got {value}")
+        expected = "a finite number"
+    elif positive and value <= 0:
+        expected = "a number above 0"
+    elif at_least is not None and value < at_least:
+        expected = f"a number of at least {at_least}"
+    elif at_most is not None and value > at_most:
+        expected = f"a number of at most {at_most}"
+    if expected:
+        got = "" if torch.compiler.is_compiling() else f", got {value}"  # a compiler cannot print a symbol
+        raise ValueError(f"{name}: expected {expected}{got}")
     return float(value)
 
 

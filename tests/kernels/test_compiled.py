@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 
 from exgrpo.kernels import (
     group_advantage,
@@ -161,3 +162,21 @@ def test_a_wrong_value_raises(function, argument, backend):
     for call in (run, compiled):
         with pytest.raises(ValueError, match=f"{argument}: expected {expected}"):
             call(wrong)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(
+    ("option", "values", "message"),
+    [
+        ("temperature", (0.5, 2.0, -1.0), "temperature: expected a number above 0"),
+        ("clip", ((0.2, 0.2), (0.3, 0.3), (2.0, 0.2)), r"clip\[0\]: expected a number of at most 1"),
+    ],
+)
+def test_a_wrong_number_raises(option, values, message, fullgraph, backend, device):
+    """While it is a symbol; where nothing but one graph is wanted, the error is the compiler's, and quotes ours."""
+    run, arguments = call_of("linear_policy_loss", backend), inputs(4, 6, device)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=fullgraph)
+    for value in values[:2]:
+        assert_as_eager(compiled, run, arguments, **{option: value})
+    with pytest.raises(Unsupported if fullgraph else ValueError, match=message):
+        compiled(*arguments, **{option: values[2]})
