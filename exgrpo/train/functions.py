@@ -1,18 +1,20 @@
-"""Functions that a run takes by their name: those of a package that ships, and a user's own by their place.
+"""Functions that a run takes by their name: those of a module that ships, and a user's own by their place.
 
-A name is that of a module of the package, which has a function called as the package is; a function of one's own is
-named by its place, "package.module:function" or "path/to/file.py:function".
+A name is that of a function of the module, whose own name is that of the kind; a function of one's own is named by its
+place, "package.module:function" or "path/to/file.py:function".
 """
 
-import pkgutil
+import ast
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import AfterValidator
 
-from exgrpo.train.builtin import find_module
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.mistakes import nearest
 from exgrpo.train.python_path import load_function
@@ -35,22 +37,27 @@ class Functions:
     """The functions of one kind.
 
     Attributes:
-        package: has their modules; its own name is that of the kind.
+        module: has them; its own name is that of the kind.
         option: which names one of them.
     """
 
-    package: str
+    module: str
     option: str
 
     @property
     def kind(self) -> str:
-        """What each of them is called in its module."""
-        return self.package.rpartition(".")[2]
+        """What they are called together."""
+        return self.module.rpartition(".")[2]
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
-        """The names of those that ship; none of their modules is imported."""
-        return sorted(module.name for module in pkgutil.iter_modules(import_module(self.package).__path__))
+        """The names of those that ship. Their module is read and not imported: it may import torch, and the options."""
+        spec = find_spec(self.module)
+        assert spec is not None
+        assert spec.origin is not None
+        defined = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+        names = (item.name for item in defined if isinstance(item, ast.FunctionDef))
+        return sorted(name for name in names if not name.startswith("_"))
 
     @property
     def choices(self) -> str:
@@ -83,8 +90,8 @@ class Functions:
         Raises:
             ConfigError: there is none, or its module or file cannot be loaded.
         """
-        if module := find_module(self.package, name, self.kind):
-            return getattr(module, self.kind)
+        if name in self.names:
+            return getattr(import_module(self.module), name)
         try:
             self.check(name)
         except ValueError as error:

@@ -80,7 +80,7 @@ def test_a_run_whose_gradients_are_not_finite_says_so_and_stops(tmp_path):
         "import dataclasses\n"
         "from exgrpo.train.objective.surrogate import clipped\n"
         "def surrogate(tokens, options):\n"
-        "    fresh = clipped.surrogate(tokens, options)\n"
+        "    fresh = clipped(tokens, options)\n"
         "    return dataclasses.replace(fresh, value=fresh.value * float('nan'))\n"
     )
     done = launch(

@@ -1,7 +1,7 @@
 """Experience management (arXiv 2510.02245, section 3.2): what is kept, retired, drawn and replayed.
 
 Pure decisions: numpy arrays and a random generator in, choices out. No model, no process group. `Replay` joins them
-all. A method is five functions, each a file in a folder: `admit`, `prioritise`, `compose`, `weigh` and `expire`; see
+all. A method is five functions, by name of a module each: `admit`, `prioritise`, `compose`, `weigh` and `expire`; see
 `rules`. A further trajectory rule, way to read rewards or band is one entry in a table: `selection.RULES`,
 `buckets.BUCKETS`, `difficulty.BANDS`. The configuration takes the names from there.
 """

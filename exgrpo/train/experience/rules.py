@@ -8,7 +8,7 @@
 | weigh | the replayed answers of a step | the terms of their tokens in the loss |
 | expire | what is stored, as columns | what is forgotten |
 
-A name is that of a module of `exgrpo.train.experience.KIND`, or the place of a function of one's own; see
+A name is that of a function of the module `exgrpo.train.experience.KIND`, or the place of a function of one's own; see
 `exgrpo.train.functions`. What a function needs of a step, it says itself: see `needs`.
 """
 

@@ -43,7 +43,7 @@ class LossTerms:
     entropy_coef: float
     normalizer: float
     temperature: float
-    surrogate: Surrogate = clipped.surrogate
+    surrogate: Surrogate = clipped
     dual_clip: float = 3.0
     kl: str = "k3"
     kl_coef: float = 0.0
