@@ -13,8 +13,10 @@ OWNERS := 'openrlhf==0.11.2; python_version < "3.13"' peft==0.21.2 bitsandbytes=
 # Tasks of others. One of the packages that it needs is compiled: without a compiler, the tests that need it are skipped.
 TASKS := reasoning-gym==0.1.25
 # Many tests wait for programs that they start, so several files are tested at a time, in the order of tests/conftest.py.
-# With more processes than processors, several threads of one would wait for each other: see docs/throughput.md.
+# With more processes than processors, several threads of one would wait for each other (docs/throughput.md): one thread
+# is the rule, by tests/conftest.py, and where a test wants more, those that wait sleep soon.
 FILES := --numprocesses 4 --dist loadfile --no-loadscope-reorder
+export GOMP_SPINCOUNT ?= 1000
 RECORD := benchmarks/results/latest.json
 
 .PHONY: train test check test-long test-processors bench docs lint clean
