@@ -73,7 +73,7 @@ class Others:
     """
 
     def __init__(self, ranks: Sequence[Rank], own: Rank) -> None:
-        self._ranks, self._processors = [psutil.Process(rank.pid) for rank in ranks], own.processors
+        self._ranks, self._processors = [rank.pid for rank in ranks], own.processors
         self._families: dict[int, float] = {}
         self._before = self._now()
 
@@ -85,8 +85,9 @@ class Others:
 
     def _now(self) -> tuple[float, float, float]:
         """Seconds: the clock, the work of the processors, the run's share of it."""
-        for process in self._ranks:
-            with suppress(psutil.Error):
+        for pid in self._ranks:
+            with suppress(psutil.Error):  # one that was killed is told elsewhere
+                process = psutil.Process(pid)
                 for member in (process, *process.children(recursive=True)):
                     with suppress(psutil.Error):
                         used = member.cpu_times()

@@ -125,6 +125,13 @@ def test_what_a_run_has_started_is_no_load_of_others():
     assert theirs - ours > 0.8 * used - 0.05  # the system counts in hundredths of a second
 
 
+def test_a_process_of_the_run_that_is_gone_is_no_error():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    own = Rank.here()
+    assert Others([own, Rank(gone.pid, own.processors)], own).busy() >= 0
+
+
 def observed(loads, speeds, allowed=2, threads=2, sharing=1):
     """What is said of steps, in each of which others had so much load and the run so much of its peak."""
     neighbours = Neighbours(iter(loads).__next__, allowed, threads, sharing)

@@ -228,10 +228,11 @@ def test_training_equals_the_plain_loop(outcomes, folders, name):
     losses, model = plain_training(folders / CASES[name]["model"], name)
     ours = [stats["loss"] for stats in outcome["stats"] if stats["applied"]]
     # Losses are sums of some hundred fp32 terms; parameters moved by about 3 lr = 3e-3, and where a gradient is
-    # near zero AdamW turns its rounding error into a visible part of lr: 1e-2 of that movement is the bound.
+    # near zero AdamW turns its rounding error into a visible part of lr: 2e-2 of that movement is the bound. With one
+    # thread on a processor with AMX, 1.05e-2 was seen.
     assert ours == pytest.approx(losses, abs=2e-6)
     for key, weight in model.named_parameters():
-        assert (outcome["weights"][key] - weight).abs().max() < 3e-5, key
+        assert (outcome["weights"][key] - weight).abs().max() < 6e-5, key
 
 
 def test_every_parameter_is_partitioned(outcomes):

@@ -17,6 +17,7 @@ from exgrpo.train.rollout.server.channel import join_gloo
 from exgrpo.train.rollout.server.facts import model_facts
 from exgrpo.train.rollout.vllm.engine import repack_tied_head
 from exgrpo.train.rollout.vllm.probe import differing
+from exgrpo.train.rollout.vllm.process import request_tiles
 
 with needs(__name__, "exgrpo[vllm]"):
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -102,5 +103,6 @@ class RolloutWorker:
 
 
 WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
+request_tiles()
 if server := os.environ.get(SERVER):
     end_with_ancestor(int(server))

@@ -36,12 +36,23 @@ def import_vllm(device: torch.device) -> Any:
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR").upper()
     logging.getLogger("vllm").setLevel(level)  # vLLM reads its environment after it has spoken for the first time
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule the size that the engine is given
+    request_tiles()
     with Guest(device):
         import vllm
         from vllm.platforms import current_platform
     if current_platform.device_type != device.type:
         raise ImportError(f"this build of vLLM is not one for {device.type}")
     return vllm
+
+
+def request_tiles() -> None:
+    """Ask Linux for the processor's matrix tiles (AMX), if it has any.
+
+    A process has them on request only. vLLM's attention in bf16 takes them as given, and ends by an illegal instruction
+    where nothing else has asked before.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 @dataclass(frozen=True, eq=False)
