@@ -11,6 +11,7 @@ import pytest
 from exgrpo.kernels import checks, operators
 from exgrpo.train import command_line, plain_yaml, recipe
 from exgrpo.train.data import files
+from exgrpo.train.data import rows as data_rows
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.server import reply
@@ -114,7 +115,7 @@ BLIND = {
     "a frame is not taken off": ("command_lines", (command_line, "_unframed", lambda message: message)),
     "names are not looked at": ("command_lines", (command_line, "known_keys", lambda model: [])),
     "JSON is read as it is": ("rows", (files.plain_json, "parse", json.loads)),
-    "any answer is one": ("rows", (files, "_gold_text", lambda value, key: str(value))),
+    "any answer is one": ("rows", (data_rows, "_gold_text", lambda value, key: str(value))),
     "rows are lost": ("rows", (rows, "read_rows", lambda *args, **given: files.read_rows(*args, **given)[1:])),
     "weights are not checked": ("models", (models, "check_weights", lambda model: None)),
     "log-probs may be positive": ("answers", (reply, "ROUNDING", 10.0)),
@@ -146,7 +147,7 @@ def test_a_kept_case_finds_its_defect_again(tmp_path, monkeypatch):
 def test_a_defect_of_grading_is_found(tmp_path, monkeypatch):
     trial = rewards.trial("no reward", rewards.source("return None"), tmp_path, expected="refused")
     assert judged(trial).problems == ()
-    monkeypatch.setattr(Grader, "report", lambda *given: None)
+    monkeypatch.setattr(Grader, "check", lambda *given: None)
     assert judged(trial).problems == ("is taken, and it is wrong",)
 
 
