@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import transformers
 from rich.console import Console
-from rich.markup import escape
 
 from exgrpo.train.build import build
 from exgrpo.train.checkpoint.durable import write_whole
@@ -267,7 +266,7 @@ class Run:
             "that training reaches"
         )
         if note := contradictions(chain(questions, *parts.inputs.held_out.values())):
-            say(escape(note))
+            say(note)
         if self.started:
             say(str(self.started))
         if not self.policy.packs:

@@ -40,9 +40,9 @@ def fail_with(error):
 @pytest.fixture
 def programs(monkeypatch):
     """Each program in this process: how it is started, and a function inside its set-up that can be broken."""
-    monkeypatch.setattr(run, "start", lambda _: ALONE)
+    monkeypatch.setattr(run, "start", lambda *_: ALONE)
     monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
-    monkeypatch.setattr(distributed, "start", lambda timeout_minutes: ALONE)
+    monkeypatch.setattr(distributed, "start", lambda **_: ALONE)
     return {
         "run": (lambda: program.main([]), inputs, "load_pretrained"),
         "evaluate": (

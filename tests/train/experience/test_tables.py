@@ -1,6 +1,6 @@
-"""The configuration takes names from tables and folders, and refuses others with a list of those that are there."""
+"""The configuration takes names from tables and modules, and refuses others with a list of those that are there."""
 
-from pathlib import Path
+from importlib import import_module
 from typing import get_args
 
 import pytest
@@ -31,10 +31,11 @@ def test_every_entry_is_a_choice_and_nothing_else(section, field, table):
 
 
 @pytest.mark.parametrize("kind", get_args(rules.Kind))
-def test_every_file_of_a_folder_is_a_choice_and_nothing_else(kind):
+def test_every_function_of_a_module_is_a_choice_and_nothing_else(kind):
     section = ObjectiveConfig if kind == "weigh" else ExperienceConfig
-    files = (Path(rules.__file__).parent / kind).glob("[a-z]*.py")
-    known = sorted(path.stem for path in files)
+    module = import_module(f"{rules.PACKAGE}.{kind}")
+    own = (name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
+    known = sorted(name for name in own if not name.startswith("_"))
     assert rules.names(kind) == known
     limits = dict.fromkeys(LIMITS.values(), 5) if kind == "expire" else {}
 
@@ -43,7 +44,7 @@ def test_every_file_of_a_folder_is_a_choice_and_nothing_else(kind):
 
     for name in known:
         assert getattr(section(**{kind: valued(name)}, **limits), kind) == valued(name)
-        assert rules.find(kind, name).__module__ == f"{rules.PACKAGE}.{kind}.{name}"
+        assert rules.find(kind, name) is getattr(module, name)
     with pytest.raises(ValidationError) as refused:
         section(**{kind: valued("none of them")})
     assert all(name in str(refused.value) for name in known)

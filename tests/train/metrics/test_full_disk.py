@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_saved_is_named(tmp_path):
 def test_scores_that_cannot_be_written_are_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / program.SCORES).symlink_to(FULL)
     monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
-    monkeypatch.setattr(distributed, "start", lambda timeout_minutes: LoneWorld())
+    monkeypatch.setattr(distributed, "start", lambda **_: LoneWorld())
     monkeypatch.setattr(evaluation, "run", lambda options, world, resources: {})
     monkeypatch.setattr(program, "average", lambda scores: 0.5)
     questions = ("--data.test=builtin:arithmetic", "--data.test_limit=1")
