@@ -50,9 +50,13 @@ def _limit(signals: int) -> None:
 
 
 def _interrupt(*_: object) -> NoReturn:
+    _ignore_signals()
+    raise KeyboardInterrupt
+
+
+def _ignore_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore)
-    raise KeyboardInterrupt
 
 
 def _ignore(*_: object) -> None:
@@ -65,6 +69,7 @@ def leave(status: int) -> NoReturn:
     The threads of a process group (gloo's, NCCL's) run as long as the process. One that lets go of a tensor while the
     interpreter is taken apart aborts the process (torch 2.13), and a run that has done its work would be a failed one.
     """
+    _ignore_signals()  # its work is done, and its status is known
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -297,7 +297,7 @@ def test_adapters_are_evaluated_beside_their_model(tmp_path):
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["o_proj"]))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
+            torch.nn.init.normal_(parameter, std=3.0, generator=torch.Generator().manual_seed(0))
     adapted.save_pretrained(tmp_path / "adapters")
     done = command(tmp_path / "scores", f"--lora.path={tmp_path / 'adapters'}")
     assert done.returncode == 0, done.stderr

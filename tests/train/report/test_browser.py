@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 
 import pytest
 
@@ -111,9 +112,14 @@ def test_a_drag_zooms_the_plots_of_a_section_and_a_double_click_ends_it(browser,
     assert whole[0] < zoomed[0] < zoomed[1] < whole[1]
     assert ranges(browser, IN_TRAINING) == zoomed
     assert ranges(browser, "plot-0-1") != zoomed  # against tokens
-    for _ in range(2):
-        pointer(browser, ("mousePressed", 0.5, 0.5), ("mouseReleased", 0.5, 0.5))
-    wait(browser, f"document.getElementById('{PASS_RATE}').layout.xaxis.range[0] < 0")
+    ended = f"document.getElementById('{PASS_RATE}').layout.xaxis.range[0] < 0"
+    for _ in range(20):  # on a busy machine two clicks may be too far apart for one double click
+        for _ in range(2):
+            pointer(browser, ("mousePressed", 0.5, 0.5), ("mouseReleased", 0.5, 0.5))
+        time.sleep(1)
+        if ask(browser, ended):
+            break
+    wait(browser, ended)
     assert ranges(browser) == ranges(browser, IN_TRAINING) == whole
 
 

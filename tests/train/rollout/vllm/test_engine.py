@@ -212,7 +212,7 @@ def test_a_killed_run_goes_on_to_the_same_metrics(tmp_path):
         time.sleep(0.02)
     running.ranks[1].send(signal.SIGKILL)
     assert running.finish(120).returncode == -signal.SIGKILL
-    done = launch(MAIN, "--resume=auto", f"--output.folder={tmp_path / 'killed'}", ranks=2, vllm=True)
+    done = launch(MAIN, *killed, ranks=2, vllm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "going on with" in done.stdout
     assert untimed(tmp_path / "killed" / "small") == untimed(tmp_path / "whole" / "small")
