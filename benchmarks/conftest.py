@@ -1,9 +1,11 @@
 """Options, the machine that is written into every record, and the table at the end."""
 
+import importlib.util
 import math
 import platform
 import time
 from importlib import metadata
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +51,15 @@ def sizes(request: pytest.FixtureRequest) -> str:
 def rounds(request: pytest.FixtureRequest) -> int:
     """What --rounds says."""
     return request.config.getoption("rounds")
+
+
+@pytest.fixture
+def real_steps(benchmark: Any) -> None:
+    """For a benchmark that takes real steps of the trainer: it is skipped where none can be, or nobody measures."""
+    if benchmark.disabled:
+        pytest.skip("it takes real steps, for minutes: only with --benchmark-only")
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("the trainer is not installed: pip install '.[train]'")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """A training step alone, and beside another program that keeps a processor busy: counted threads and all of them."""
 
-import importlib.util
 import json
 import os
 import statistics
@@ -59,12 +58,9 @@ def measure(folder: Path, rounds: int) -> Results:
     }
 
 
+@pytest.mark.usefixtures("real_steps")
 @pytest.mark.timeout(3600)
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize("row", ROWS)
 def test_busy(benchmark, races, rounds, tmp_path, row):
-    if benchmark.disabled:
-        pytest.skip("it takes real steps")
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("the trainer is not installed: pip install '.[train]'")
     races.run("training step beside a busy program", row, lambda: measure(tmp_path, rounds), benchmark)

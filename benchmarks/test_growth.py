@@ -1,6 +1,5 @@
 """How do the phases of a training step grow with questions, group size, response length and the model?"""
 
-import importlib.util
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -68,13 +67,10 @@ def growth(tmp_path_factory, rounds):
     return cache(lambda: measure(tmp_path_factory.mktemp("growth"), rounds))
 
 
+@pytest.mark.usefixtures("real_steps")
 @pytest.mark.timeout(3600)
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("phase", PHASES)
 def test_growth(benchmark, races, growth, axis, phase):
-    if benchmark.disabled:
-        pytest.skip("it takes real steps")
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("the trainer is not installed: pip install '.[train]'")
     races.run(f"{GROUP} {TITLES[axis]}", phase, lambda: growth()[axis], benchmark)

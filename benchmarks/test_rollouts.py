@@ -1,6 +1,5 @@
 """What generates faster: transformers, vLLM in the process, or a vLLM server on this machine?"""
 
-import importlib.util
 import statistics
 from typing import Any
 
@@ -39,15 +38,12 @@ def results(numbers: dict[str, Any]) -> Results:
     return rows
 
 
+@pytest.mark.usefixtures("real_steps")
 @pytest.mark.timeout(3600)
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize("model", [DEFAULT.name, SMOLLM2.name])
 @pytest.mark.parametrize("row", ROWS)
 def test_rollouts(benchmark, races, tmp_path, model, row):
-    if benchmark.disabled:
-        pytest.skip("it generates for minutes: only with --benchmark-only")
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("the trainer is not installed: pip install '.[train]'")
 
     def measure() -> Results:
         options = []

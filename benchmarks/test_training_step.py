@@ -97,15 +97,12 @@ def measure(workload: Workload, chosen: Sequence[str], folder: Path, rounds: int
         return rows | results(take_turns(programs, workload.warmup, rounds))
 
 
+@pytest.mark.usefixtures("real_steps")
 @pytest.mark.timeout(10800)
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize("workload", [DEFAULT, SMOLLM2], ids=lambda workload: workload.name)
 @pytest.mark.parametrize("row", ROWS)
 def test_training_step(benchmark, races, rounds, tmp_path, workload, row, request):
-    if benchmark.disabled:
-        pytest.skip("it takes real steps")
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("the trainer is not installed: pip install '.[train]'")
     chosen = [
         item.callspec.params["row"]
         for item in request.session.items

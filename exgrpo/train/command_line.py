@@ -75,7 +75,10 @@ def one_line(model: type[BaseModel], program: str) -> Iterator[None]:
     except SystemExit as ended:
         if not ended.code:  # after --help
             raise
-        raise ConfigError(f"{_problem(ended, model) or _unframed(told.getvalue())} (see {program} --help)") from None
+        problem = _problem(ended, model) or _unframed(told.getvalue())
+        if not problem:  # of `--help | head`, where rich notices it
+            raise SystemExit(UNREAD) from None
+        raise ConfigError(f"{problem} (see {program} --help)") from None
     except BrokenPipeError:  # of `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(UNREAD) from None

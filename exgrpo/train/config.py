@@ -127,8 +127,8 @@ class RewardConfig(Section):
         0.5,
         ge=0,
         le=1,
-        description="Fraction of a step's answers whose grading may fail or take too long; above it in three steps in "
-        "a row, the run stops. 1: it never does.",
+        description="Fraction of the answers whose grading may fail or take too long: where more do so in three steps "
+        "in a row, a run stops; an evaluation stops where more do so in a chunk. 1: neither does.",
     )
     memory_gib: float = Field(
         4.0,

@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from exgrpo.train.alone import collect_alone
 from exgrpo.train.errors import ConfigError, ExgrpoError
-from exgrpo.train.threads import LOOK, Others, Rank, Threads, choose
+from exgrpo.train.threads import Rank, Threads, choose, look
 
 T = TypeVar("T")
 
@@ -154,15 +153,14 @@ def start(timeout_minutes: float, threads: int | None = None, kept: Mapping[str,
 
 
 def _threads(world: World, ranks: Sequence[Rank], asked: int | None, kept: Mapping[str, int] | None) -> Threads | None:
-    """The threads of this process. All ranks find them out together, since none is then the load of another."""
+    """The threads of each process on this machine, which its first one finds out while the others wait."""
     if world.device.type != "cpu":
         return Threads(asked, "distributed.threads") if asked else None
-    own = ranks[int(os.environ["LOCAL_RANK"])]
-    others = Others(ranks, own)
-    time.sleep(LOOK)
-    busy = world.gather(others.busy())[world.rank - int(os.environ["LOCAL_RANK"])]
-    same = kept["threads"] if kept and kept["ranks"] == world.size else None
-    return choose(asked, same, ranks, own, busy)
+    local_rank, found = int(os.environ["LOCAL_RANK"]), None
+    if local_rank == 0:
+        same = kept["threads"] if kept and kept["ranks"] == world.size else None
+        found = choose(asked, same, ranks, ranks[0], lambda: look(ranks, ranks[0]))
+    return world.gather(found)[world.rank - local_rank]
 
 
 def missing_gpu(world: World) -> str | None:

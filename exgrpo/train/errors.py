@@ -77,7 +77,7 @@ class PreflightError(ExgrpoError, RuntimeError):
 
 
 class HaltError(ExgrpoError, RuntimeError):
-    """A run stops because its steps teach nothing; the message says why and how to go on."""
+    """A program stops because what it does is worth nothing; the message says why and how to go on."""
 
     status = 1
 

@@ -8,13 +8,13 @@ from exgrpo.train.answers import Answerer
 from exgrpo.train.config import Config
 from exgrpo.train.data.questions import Question
 from exgrpo.train.errors import shown
+from exgrpo.train.metrics.soundness import remedy
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.names import absolute, reward_of
 from exgrpo.train.reward.outcome import Failure
 from exgrpo.train.reward.success import is_success
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.seeds import derive_seed
-from exgrpo.train.soundness import remedy
 
 QUESTIONS = 32
 SHOWN_CHARACTERS = 300

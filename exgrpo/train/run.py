@@ -26,6 +26,7 @@ from exgrpo.train.experience_data.matching import Encoding
 from exgrpo.train.experience_data.start import Started, start_experience
 from exgrpo.train.inputs import Inputs, read_inputs
 from exgrpo.train.metrics.display import Display
+from exgrpo.train.metrics.soundness import Soundness
 from exgrpo.train.model_card import Cards
 from exgrpo.train.model_folder import BEST, MODEL, export_folder, write_model
 from exgrpo.train.preflight import QUESTIONS, preflight
@@ -33,7 +34,6 @@ from exgrpo.train.process import command_to_go_on
 from exgrpo.train.publish import upload
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.recorder import Recorder
-from exgrpo.train.soundness import Soundness
 from exgrpo.train.steps import StepResult
 from exgrpo.train.threads import Neighbours
 from exgrpo.train.weight_check import check_engine
@@ -198,9 +198,10 @@ class Run:
             result.metrics["weight_gap"] = self._check_weights()
         self.recorder.step(self.step, result)
         display.step(result.metrics)
-        for note in filter(None, (*result.notes, *self.answerer.news(), self.soundness.observe(result), crowded)):
+        unsound = self.soundness.observe(result.answers, result.applied)
+        for note in filter(None, (*result.notes, *self.answerer.news(), unsound, crowded)):
             display.say(note)
-        if problem := self.soundness.problem(result):
+        if problem := self.soundness.problem(result.answers):
             if self.config.checkpoint.every:
                 self._save()
             raise HaltError(f"{problem}. The run has {self.way_on()}")
@@ -265,7 +266,7 @@ class Run:
             f"matrix products run at {self.utilisation.rate / 1e12:.3g} TFLOP/s here; mfu is the share of that rate "
             "that training reaches"
         )
-        if note := contradictions(chain(questions, *parts.inputs.held_out.values())):
+        if parts.world.is_main and (note := contradictions(chain(questions, *parts.inputs.held_out.values()))):
             say(note)
         if self.started:
             say(str(self.started))

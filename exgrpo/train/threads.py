@@ -98,7 +98,9 @@ class Others:
         return time.monotonic(), work, sum(self._families.values())
 
 
-def choose(asked: int | None, kept: int | None, ranks: Sequence[Rank], own: Rank, others: float) -> Threads:
+def choose(
+    asked: int | None, kept: int | None, ranks: Sequence[Rank], own: Rank, others: Callable[[], float]
+) -> Threads:
     """The threads of a process.
 
     Args:
@@ -106,7 +108,7 @@ def choose(asked: int | None, kept: int | None, ranks: Sequence[Rank], own: Rank
         kept: of the run that goes on with as many processes; None: there is none.
         ranks: the processes of the run on this machine.
         own: one of them.
-        others: processors that others keep busy.
+        others: looks how many processors others keep busy; it is asked only where nothing else says the number.
     """
     sharing = own.sharing(ranks)
     if asked:
@@ -116,7 +118,7 @@ def choose(asked: int | None, kept: int | None, ranks: Sequence[Rank], own: Rank
     elif kept and kept * sharing <= len(own.processors):
         return Threads(kept, "as the run began, which keeps its results the same to the bit")
     else:
-        found = _free(own, sharing, int(others + FELT))
+        found = _free(own, sharing, int(others() + FELT))
     if kept and kept != found.count:
         why = f"{found.why}; the run began with {kept}, so the last bits of its results may differ"
         return Threads(found.count, why)
@@ -126,9 +128,14 @@ def choose(asked: int | None, kept: int | None, ranks: Sequence[Rank], own: Rank
 def free_threads() -> Threads:
     """The threads of a program that is alone: as the environment says, or as many as there are free processors."""
     own = Rank.here()
-    others = Others([own], own)
+    return choose(None, None, [own], own, lambda: look([own], own))
+
+
+def look(ranks: Sequence[Rank], own: Rank) -> float:
+    """Processors that others keep busy, observed for `LOOK` seconds; see `Others`."""
+    others = Others(ranks, own)
     time.sleep(LOOK)
-    return choose(None, None, [own], own, others.busy())
+    return others.busy()
 
 
 def _named() -> int | None:

@@ -23,7 +23,7 @@ from exgrpo.train.experience import (
 )
 from exgrpo.train.experience.weighing import Weighed
 from exgrpo.train.metrics.clock import PhaseClock
-from exgrpo.train.metrics.idle import IdleSteps
+from exgrpo.train.metrics.soundness import IdleSteps
 from exgrpo.train.metrics.step import OptimiserSteps, StepRecord, step_metrics
 from exgrpo.train.metrics.work import Reading, Work, together
 from exgrpo.train.objective.overlong import overlong_penalty

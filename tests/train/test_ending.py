@@ -221,10 +221,11 @@ def test_a_program_leaves_after_its_clean_up_without_taking_the_interpreter_apar
     assert process.returncode == status
 
 
-def test_help_that_nobody_reads():
+@pytest.mark.parametrize("program", [["exgrpo/train/main.py"], ["-m", "exgrpo.train.launch"]])
+def test_help_that_nobody_reads(program):
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, "exgrpo/train/main.py", "--help"]
+    command = [sys.executable, *program, "--help"]
     done = subprocess.run(command, cwd=Path(ending.__file__).parents[2], stdout=writes, stderr=subprocess.PIPE)
     os.close(writes)
     assert (done.returncode, done.stderr) == (141, b"")

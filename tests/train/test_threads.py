@@ -43,36 +43,36 @@ def ranks(*processors):
 )
 def test_free_processors_are_shared_by_the_processes_that_may_use_them(unnamed, processes, others, expected):
     of_run = ranks(*processes)
-    assert choose(None, None, of_run, of_run[0], others).count == expected
+    assert choose(None, None, of_run, of_run[0], lambda: others).count == expected
 
 
 def test_what_is_asked_for_is_taken_whatever_is_free(unnamed):
     (own,) = of_run = ranks({0, 1})
     unnamed.setenv("OMP_NUM_THREADS", "3,2")
-    assert str(choose(None, None, of_run, own, 2.0)) == "3 threads in each process: OMP_NUM_THREADS"
-    assert str(choose(5, None, of_run, own, 2.0)) == "5 threads in each process: distributed.threads"
+    assert str(choose(None, None, of_run, own, lambda: 2.0)) == "3 threads in each process: OMP_NUM_THREADS"
+    assert str(choose(5, None, of_run, own, lambda: 2.0)) == "5 threads in each process: distributed.threads"
     for nothing in ("", "0", "-1", "many"):
         unnamed.setenv("OMP_NUM_THREADS", nothing)
-        assert choose(None, None, of_run, own, 0.0).count == 2
+        assert choose(None, None, of_run, own, lambda: 0.0).count == 2
 
 
 def test_a_run_that_goes_on_has_its_number_or_says_that_it_has_another(unnamed):
     (own,) = of_run = ranks(FOUR)
-    assert choose(None, 3, of_run, own, 4.0).count == 3
-    moved = choose(None, 16, of_run, own, 0.0)  # to a machine with fewer processors
+    assert choose(None, 3, of_run, own, lambda: 4.0).count == 3
+    moved = choose(None, 16, of_run, own, lambda: 0.0)  # to a machine with fewer processors
     assert moved.count == 4
     assert "the run began with 16" in moved.why
-    asked = choose(2, 3, of_run, own, 0.0)
+    asked = choose(2, 3, of_run, own, lambda: 0.0)
     assert asked.count == 2
     assert "the run began with 3" in asked.why
-    assert "began" not in choose(3, 3, of_run, own, 0.0).why
+    assert "began" not in choose(3, 3, of_run, own, lambda: 0.0).why
 
 
 def test_the_quota_of_a_container_limits_the_number(unnamed):
     (own,) = of_run = ranks(FOUR)
     for limit, expected in ((0.5, 1), (1.0, 1), (2.5, 2), (9.0, 4)):
         unnamed.setattr("exgrpo.train.threads.quota", lambda limit=limit: limit)
-        found = choose(None, None, of_run, own, 0.0)
+        found = choose(None, None, of_run, own, lambda: 0.0)
         assert found.count == expected
         assert ("with a quota of" in found.why) == (limit < 4)
 

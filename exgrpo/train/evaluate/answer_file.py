@@ -36,7 +36,8 @@ class AnswerFile:
     def __init__(self, folder: Path, options: Options, expected: Sequence[int]) -> None:
         self.path = folder / ANSWERS
         self.reward = options.reward.function
-        text = yaml.safe_dump(options.model_dump(mode="json"), sort_keys=False)
+        # How it is computed may be otherwise when it goes on.
+        text = yaml.safe_dump(options.model_dump(mode="json", exclude={"distributed"}), sort_keys=False)
         if (folder / OPTIONS).exists() and (folder / OPTIONS).read_text(encoding="utf-8") != text:
             raise OutputError(
                 f"output: {folder} holds an evaluation with other options; choose another --output.folder"

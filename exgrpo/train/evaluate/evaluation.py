@@ -18,10 +18,11 @@ from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import NoPromptFitsError, Question, contradictions, load_questions
 from exgrpo.train.data.sources import names_of, settings_of
 from exgrpo.train.distributed import World, agree
-from exgrpo.train.errors import OutputError, os_errors_as, printable
+from exgrpo.train.errors import HaltError, OutputError, os_errors_as, printable
 from exgrpo.train.evaluate.answer_file import AnswerFile
 from exgrpo.train.evaluate.options import LONGEST_ANSWER, SAMPLED, Options
 from exgrpo.train.evaluate.scores import LeftOut, SourceScore, question_key, score
+from exgrpo.train.metrics.soundness import ungraded
 from exgrpo.train.policy.adapter_folder import with_saved
 from exgrpo.train.policy.saved_adapters import adapted_model, check_adapters
 from exgrpo.train.policy.settings import LoraConfig
@@ -117,7 +118,6 @@ def answers_per_row(questions: Sequence[Question], options: Options) -> list[int
 
 def engine_settings(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> EngineSettings:
     """What an evaluation asks of its engine, which never sleeps: nothing else needs its memory."""
-    options = fitted(options, pretrained, questions)
     return EngineSettings(
         source=pretrained.model,
         dtype=DTYPES[options.policy.dtype],
@@ -159,11 +159,8 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
             options.output.folder.mkdir(parents=True, exist_ok=True)
         resources.enter_context(claim(options.output.folder))
     with os_errors_as(OutputError, unwritable):
-        file = (
-            AnswerFile(options.output.folder, options, [sum(chunk.counts) for chunk in chunks])
-            if world.is_main
-            else None
-        )
+        expected = [sum(chunk.counts) for chunk in chunks]
+        file = AnswerFile(options.output.folder, options, expected) if world.is_main else None
     done = world.gather(file.done if file else set())[0]
     reward = options.reward
     grader = Grader.of((reward_of(question.reward, reward.function) for question in questions), reward)
@@ -180,12 +177,22 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     console.print(f"{len(questions)} rows, {len(done)} of {len(chunks)} chunks done")
     console.print(f"answers by {choice}")
     _warn(options, questions, left_out, console)
-    sampling = _sampling(options, pretrained)
+    sampling = Sampling(
+        settings.rollout.max_tokens,
+        temperature=options.rollout.temperature,
+        top_p=options.rollout.top_p,
+        stop=Stops(options.rollout.stop, pretrained.tokenizer.decode),
+    )
     for chunk in track([chunk for chunk in chunks if chunk.number not in done], "evaluating", console=console):
         seed = derive_seed(options.seed, "evaluation", chunk.number)
         answers = answerer.answer(chunk.questions, chunk.counts, sampling, seed)
         for note in answerer.news():
             console.print(printable(note), highlight=False, markup=False, soft_wrap=True)
+        if answers.failed_fraction > options.reward.max_failed:
+            raise HaltError(
+                f"{answers.failed_fraction:.0%} of {len(answers.rewards)} answers could not be graded: "
+                f"{ungraded(answers)}. The same command goes on with these questions"
+            )
         if file:
             with os_errors_as(OutputError, unwritable):
                 file.append(chunk.number, chunk.questions, answers.of_question)
@@ -208,15 +215,6 @@ def _scores(
     formed = tell("form", options.reward, graded, world)
     found = tell("found", options.reward, graded, world)
     return world.gather(score(file.verdicts(options.reward.success, formed, found), wrong) if file else {})[0]
-
-
-def _sampling(options: Options, pretrained: Pretrained) -> Sampling:
-    return Sampling(
-        options.rollout.max_tokens or LONGEST_ANSWER,
-        temperature=options.rollout.temperature,
-        top_p=options.rollout.top_p,
-        stop=Stops(options.rollout.stop, pretrained.tokenizer.decode),
-    )
 
 
 def _warn(options: Options, questions: Iterable[Question], left_out: Sequence[Question], console: Console) -> None:

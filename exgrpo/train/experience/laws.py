@@ -18,4 +18,6 @@ def by_count(units: Units, log_weight: Callable[[Floats], Floats]) -> Priority:
     counts, stratum = np.unique(units.count, return_inverse=True)
     with np.errstate(divide="ignore"):  # a prompt may have a count of 0, and so a weight of 0
         of_counts = log_weight(counts)
+    if not np.isfinite(of_counts).any():  # prompts that nobody has solved yet: all are alike
+        of_counts = np.zeros_like(of_counts)
     return Priority(of_counts, stratum)

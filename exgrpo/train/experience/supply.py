@@ -124,15 +124,14 @@ class Supply:
 
 
 def _check(priority: Priority, units: int, name: str) -> None:
-    """Whether a function of a user's own gives what it has to."""
+    """Whether a function gives what it has to."""
     log_weight, stratum = priority
     of_units = stratum if stratum is not None else log_weight
     if of_units is not None and len(of_units) != units:
         raise ConfigError(f"experience.prioritise {name}: it gave {len(of_units)} numbers for {units} units")
     if log_weight is not None and not log_weight.max() < np.inf:
         raise ConfigError(f"experience.prioritise {name}: a logarithm of a weight is {log_weight.max()}")
-    # Of a law that ships, weights that are all 0 say that all units are alike: prompts that nobody has solved yet.
-    if log_weight is not None and ":" in name and log_weight.max() == -np.inf:
+    if log_weight is not None and log_weight.max() == -np.inf:
         raise ConfigError(
             f"experience.prioritise {name}: all logarithms of weights are -inf, so that nothing can be drawn"
         )

@@ -1,0 +1,99 @@
+"""Steps in a row that teach nothing: they are told, and some of them end the run."""
+
+from collections.abc import Sequence
+
+from exgrpo.train.answers import Answers
+from exgrpo.train.records import Group
+from exgrpo.train.reward.outcome import Failure
+
+FIRST_SAID = 4
+FAILING_STEPS = 3
+SKIPPED_TOLD, SKIPPED_MOST = 3, 10
+
+
+class IdleSteps:
+    """Counts training steps in a row of which no mini-batch had an advantage, and says why."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def observe(self, idle: bool, groups: Sequence[Group]) -> str | None:
+        """Take in a step; after 4, 8, 16, ... idle ones in a row, the sentence that tells a person of them."""
+        self.in_a_row = self.in_a_row + 1 if idle else 0
+        if self.in_a_row < FIRST_SAID or self.in_a_row & (self.in_a_row - 1):
+            return None
+        rewards = [{row.net_reward for row in group.rows} for group in groups]
+        differing = sum(len(of_group) > 1 for of_group in rewards)
+        if differing:
+            why = (
+                f"{differing} of {len(groups)} groups have rewards that differ, and objective.train_on leaves them out"
+            )
+        else:
+            values = sorted({value for of_group in rewards for value in of_group})
+            span = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
+            why = (
+                f"in each of the {len(groups)} groups all answers have the same reward ({span}): the questions are all "
+                "too hard or all too easy, or the reward does not recognise the answers (see samples.jsonl)"
+            )
+        return f"the last {self.in_a_row} steps changed nothing, for no answer has an advantage: {why}"
+
+
+class Soundness:
+    """Counts steps in a row that teach nothing.
+
+    Args:
+        max_failed: fraction of a step's answers whose grading may fail or take too long.
+    """
+
+    def __init__(self, max_failed: float) -> None:
+        self.max_failed = max_failed
+        self.failing = 0
+        """Training steps in a row with more such answers."""
+        self.skipped = 0
+        """Optimiser steps in a row that were not taken."""
+
+    def observe(self, answers: Answers, applied: Sequence[bool]) -> str | None:
+        """Take in a training step; returns a sentence for a person, if there is one.
+
+        Args:
+            answers: of the step.
+            applied: of each optimiser step, whether it was taken.
+        """
+        self.failing = self.failing + 1 if answers.failed_fraction > self.max_failed else 0
+        told = False
+        for taken in applied:
+            self.skipped = 0 if taken else self.skipped + 1
+            told |= self.skipped == SKIPPED_TOLD
+        if not told:
+            return None
+        return (
+            f"{SKIPPED_TOLD} optimiser steps in a row were skipped, because their gradient is not finite: they teach "
+            f"nothing. After {SKIPPED_MOST} the run stops"
+        )
+
+    def problem(self, answers: Answers) -> str | None:
+        """Why the run has to stop after the step that was observed, and the remedy; None: it has not."""
+        if self.failing >= FAILING_STEPS:
+            return (
+                f"in each of the last {self.failing} steps more than {self.max_failed:.0%} of the answers could not be "
+                f"graded, {answers.failed_fraction:.0%} in the last one: {ungraded(answers)}"
+            )
+        if self.skipped >= SKIPPED_MOST:
+            return (
+                f"the last {self.skipped} optimiser steps were skipped, because their gradient is not finite: the run "
+                "learns nothing. Look for NaN in functions of your own, as objective.surrogate, or lower optimizer.lr"
+            )
+        return None
+
+
+def ungraded(answers: Answers) -> str:
+    """Why most of those answers could not be graded that could not, at least one, and the remedy."""
+    first = max(answers.failures, key=lambda one: one.count)
+    return f"reward {first.reward!r}: {first.cause}. {remedy(first)}, or bear more by --reward.max_failed"
+
+
+def remedy(failure: Failure) -> str:
+    """What a person can do about a reward that fails."""
+    if "reward.time_limit" in failure.cause:
+        return "Make the function faster, or raise --reward.time_limit"
+    return "Mend the function"

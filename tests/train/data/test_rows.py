@@ -1,0 +1,76 @@
+"""Rows of both forms: what is read of them, and what is wrong with them."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exgrpo.train.data.rows import Row, parse_row
+from tests.train.data.test_questions import PAPER_ROW
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "gold"),
+    [
+        ({"question": "q", "answer": "6*7=<<6*7=42>>42\n#### 42"}, "q", "42"),
+        ({"question": "q", "answer": "#### 1 #### 2 "}, "q", "2"),
+        ({"question": "q", "answer": "42"}, "q", "42"),
+        ({"problem": "p", "solution": "so #### 7"}, "p", "7"),
+        ({"problem": "p", "solution": "so \\boxed{\\frac{1}{2}}."}, "p", "\\frac{1}{2}"),
+        ({"problem": "p", "solution": "long \\boxed{1}", "answer": "5"}, "p", "5"),
+        ({"question": "q", "problem": None, "answer": 42, "solution": None}, "q", "42"),
+        ({"question": "q", "answer": 0.5}, "q", "0.5"),
+        ({"question": "q", "answer": ["C"]}, "q", "C"),
+        (PAPER_ROW | {"reward_model": {"ground_truth": [7]}}, "What is 6 * 7?", "7"),
+    ],
+)
+def test_row_formats(row: dict[str, Any], question: str, gold: str) -> None:
+    parsed = parse_row(row, "file")
+    assert (parsed.question, parsed.gold) == (question, gold)
+    assert parsed.source == row.get("data_source", "file")
+
+
+BAD_ROWS: list[tuple[Any, str]] = [
+    ([1, 2], "expected an object, got a list of 2"),
+    ({"text": "x"}, "has none of prompt, question, problem; its keys are text"),
+    (
+        {"question": "q", "final": "1"},
+        "neither answer nor solution; its keys are question, final .--data.columns quest",
+    ),
+    ({"question": "q", "solution": "no mark"}, "neither #### nor"),
+    ({"question": 5, "answer": "1"}, "the question must be text, got int 5"),
+    ({"question": " ", "answer": "1"}, "the question is empty"),
+    ({"question": "q", "answer": "####"}, "the answer is empty"),
+    ({"question": "q", "answer": True}, "answer must be text, a finite number"),
+    ({"question": "q", "answer": float("nan")}, "answer must be text, a finite number"),
+    ({"question": "q", "answer": ["1", "2"]}, "got a list of 2"),
+    (PAPER_ROW | {"prompt": "text"}, "prompt must be a list"),
+    (PAPER_ROW | {"prompt": [{"role": "system", "content": "x"}]}, "no user message"),
+    (PAPER_ROW | {"reward_model": None}, "no reward_model.ground_truth"),
+    (PAPER_ROW | {"reward_model": {"ground_truth": None}}, "no reward_model.ground_truth"),
+]
+
+
+@pytest.mark.parametrize(("row", "problem"), BAD_ROWS)
+def test_malformed_rows_say_what_is_wrong(row: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_row(row, "file")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content"]), inner),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted({*PAPER_ROW, "question", "problem", "answer", "solution"})), json_values))
+def test_any_row_is_read_or_refused_by_name(row: dict[str, Any]) -> None:
+    try:
+        parsed = parse_row(row, "file")
+    except ValueError:
+        return
+    assert isinstance(parsed, Row)
+    assert parsed.question.strip()
+    assert parsed.gold == parsed.gold.strip() != ""
