@@ -18,7 +18,7 @@ from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.config import Config
 from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.evaluate.evaluation import engine_settings
+from exgrpo.train.evaluate.evaluation import engine_settings, fitted
 from exgrpo.train.evaluate.options import AS_TRAINED, Options, defaults, parse_options
 from exgrpo.train.pretrained.tokenizer import load_pretrained
 from exgrpo.train.recipe import DEFAULT_RUN, to_yaml
@@ -132,14 +132,16 @@ def test_answers_are_as_long_as_the_model_has_positions_where_no_length_is_asked
         dataclasses.replace(question, prompt=(1,) * length)
         for question, length in zip(question_set(2).questions, (5, 3), strict=True)
     ]
-    settings = engine_settings(parse_options(["builtin:arithmetic", "--data.test=d", *given]), pretrained, questions)
+    options = fitted(parse_options(["builtin:arithmetic", "--data.test=d", *given]), pretrained, questions)
+    settings = engine_settings(options, pretrained, questions)
     assert settings.rollout.max_tokens == longest
     assert settings.length <= pretrained.model.positions
 
 
 def test_the_default_length_is_that_of_the_paper_where_there_are_positions_enough():
     pretrained = load_pretrained("builtin:arithmetic", {"max_position_embeddings": 1 << 15})
-    settings = engine_settings(parse_options(["builtin:arithmetic", "--data.test=d"]), pretrained, [])
+    options = fitted(parse_options(["builtin:arithmetic", "--data.test=d"]), pretrained, [])
+    settings = engine_settings(options, pretrained, [])
     assert settings.rollout.max_tokens == 8192
 
 

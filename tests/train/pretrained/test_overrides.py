@@ -12,7 +12,7 @@ from exgrpo.train.builtin import ASSETS
 from exgrpo.train.checkpoint.resume import continued
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.estimate import program as estimate
-from exgrpo.train.evaluate.evaluation import engine_settings
+from exgrpo.train.evaluate.evaluation import engine_settings, fitted
 from exgrpo.train.evaluate.options import parse_options
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.source import find_model
@@ -197,7 +197,7 @@ def test_a_run_goes_on_with_the_ones_that_it_began_with():
 def test_programs_beside_training_take_them(tmp_path, capsys):
     options = parse_options(["builtin:arithmetic", "--data.test=a.jsonl", "--policy.overrides", "rope_theta=40000"])
     pretrained = load_pretrained(options.model, options.policy.overrides)
-    source = engine_settings(options, pretrained, []).source
+    source = engine_settings(fitted(options, pretrained, []), pretrained, []).source
     assert source.config.rope_parameters["rope_theta"] == 40000
     command, _ = serve.build(["builtin:arithmetic", "--overrides", "rope_theta=40000", "--port=1"], on_cpu=True)
     overrides = json.loads(command[command.index("--hf-overrides") + 1])
