@@ -95,5 +95,6 @@ def test_a_run_whose_gradients_are_not_finite_says_so_and_stops(tmp_path):
     stopped = records(run)[-1]["step"]
     assert records(run)[-1]["skipped_updates"] >= 10
     assert error.startswith("error: the last ")
-    assert f"To go on after step {stopped}: " in error and error.endswith(f" --resume {run}")
+    assert f"To go on after step {stopped}: " in error
+    assert error.endswith(f" --resume {run}")
     assert "Traceback" not in done.stderr
