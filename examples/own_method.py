@@ -12,8 +12,7 @@ What to change next: the weights, by any column that docs/methods.md names; `adm
 the same way.
 """
 
-from exgrpo.train.experience import Priority
-from exgrpo.train.experience.units import Expired
+from exgrpo.train.experience import Expired, Priority
 
 MOST = 2
 

@@ -2,7 +2,7 @@
 
 import ast
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +13,48 @@ OWN = ("exgrpo", "studies")
 """What a result names the commit of."""
 
 
-def files_in(values: Any) -> list[str]:
-    """The files among options whose functions they name, as path/to/file.py:function."""
-    if isinstance(values, str):
-        place = values.rpartition(":")[0]
-        return [place] if place.endswith(".py") else []
-    inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
-    return sorted({place for value in inner for place in files_in(value)})
+def found_from(values: Any, folder: Path) -> Any:
+    """Options whose functions, as path/to/file.py:function, have absolute paths; theirs are from a folder."""
+    return _each_place(values, lambda file, function: f"{(folder / file.expanduser()).resolve()}:{function}")
 
 
-def hash_of(place: str) -> str:
+def by_source(values: Any) -> Any:
+    """Options with the name and a hash of a file, in the place of its path.
+
+    Raises:
+        ConfigError: a file is missing or cannot be read.
+    """
+    return _each_place(values, lambda file, function: f"{file.name}:{function} of the source {hash_of(file)}")
+
+
+def _each_place(values: Any, changed: Callable[[Path, str], str]) -> Any:
+    if isinstance(values, dict):
+        return {name: _each_place(value, changed) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_each_place(value, changed) for value in values]
+    file, _, function = values.rpartition(":") if isinstance(values, str) else ("", "", "")
+    return changed(Path(file), function) if file.endswith(".py") else values
+
+
+def hash_of(place: Path) -> str:
     """A short hash of a file and of the modules beside it that it imports, and that these import.
 
     Args:
-        place: its path; where it is relative, to the folder of the project, in which runs are started.
+        place: its path; one of a recipe may be relative, to the folder of the project, in which runs are started.
 
     Raises:
         ConfigError: it is missing or cannot be read.
     """
-    first = ROOT / Path(place).expanduser()
+    first = ROOT / place.expanduser()
     texts: dict[Path, bytes] = {}
     left = [first]
     while left:
         path = left.pop()
         with os_errors_as(ConfigError, f"{place}: {path} cannot be read"):
             if path == first and not path.is_file():
-                raise ConfigError(f"{place}: there is no file {path}; a path in a study is absolute, or from {ROOT}")
+                raise ConfigError(
+                    f"{place}: there is no such file; a path in a study is absolute, or from the folder of its file"
+                )
             texts[path] = path.read_bytes()
         left += set(_beside(path, first.parent, texts[path])) - texts.keys() - set(left)
     parts = [[str(path.relative_to(first.parent)), hashlib.sha256(texts[path]).hexdigest()] for path in sorted(texts)]

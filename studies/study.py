@@ -13,12 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from exgrpo.train.config import Config
 from exgrpo.train.dotted import flat
+from exgrpo.train.early import check_method
 from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as
 from exgrpo.train.mistakes import explain
 from exgrpo.train.plain_yaml import parse
 from exgrpo.train.recipe import merged, read_recipe, recipe_path, validate
 from studies.results import CURVES
-from studies.sources import files_in, hash_of
+from studies.sources import by_source, found_from
 
 NO_PART = ("output.", "checkpoint.", "resume", "reward.workers")
 """The beginnings of options that say where and how a run is done, not what it computes."""
@@ -194,7 +195,7 @@ class Study:
         layers = [read_recipe(recipe) for recipe in recipes]
         settings = [plan.settings, *(part.settings for part in parts), dict(chosen), {"seed": seed}]
         origin = f"{self.path}, arm {arm} on {task}"
-        config = validate(merged(*layers, *settings), origin)
+        config = validate(merged(*layers, *(found_from(layer, self.path.parent) for layer in settings)), origin)
         samples = config.evaluation.samples
         if config.data.test is None or samples < 2 or samples.bit_count() > 1:
             raise ConfigError(
@@ -263,21 +264,23 @@ def load_study(path: Path) -> Study:
         raise ConfigError(f"{path}: {error}") from None
     for task, arm in itertools.product(study.plan.tasks, study.plan.arms):
         for chosen, _ in study.searched(task, arm) or [({}, [])]:
-            study.planned(task, arm, study.plan.seeds[0], chosen)
+            try:
+                check_method(study.planned(task, arm, study.plan.seeds[0], chosen).config)
+            except ConfigError as error:
+                raise ConfigError(f"{path}, arm {arm} on {task}: {error}") from None
     return study
 
 
 def settings_of(config: Config) -> dict[str, Any]:
     """What a run computes: the options that are not at their defaults, by dotted key, as plain values.
 
-    Where they name functions by their files, "source of FILE" is a hash of what these say.
+    Functions that they name by their files have a hash of what these say.
 
     Raises:
         ConfigError: there is no such file.
     """
     values = flat(config.model_dump(mode="json", exclude_defaults=True))
-    values = {name: value for name, value in values.items() if not name.startswith(NO_PART)}
-    return values | {f"source of {place}": hash_of(place) for place in files_in(values)}
+    return by_source({name: value for name, value in values.items() if not name.startswith(NO_PART)})
 
 
 def key_of(config: Config) -> str:

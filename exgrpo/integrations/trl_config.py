@@ -17,6 +17,7 @@ with needs(__name__, "exgrpo[trl]"):
     from exgrpo.train.errors import ConfigError
     from exgrpo.train.experience import rules
     from exgrpo.train.mistakes import explain
+    from exgrpo.train.rehearsal import rehearse
 
 AS_GENERATED = ("mixed", "traced", "again")
 """Functions `compose` that train on the groups that TRL knows."""
@@ -141,6 +142,7 @@ def _check_method(options: ExGRPOConfig, experience: ExperienceConfig, objective
             f"admit={options.admit!r}: compares answers by the keys of their solutions, and rewards in TRL give none; "
             "use admit='successes'"
         )
+    rehearse(experience, objective, options.num_generations, options.success)
     if options.compose in AS_GENERATED and options.advantage == "group":
         return
     of_whole = {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}

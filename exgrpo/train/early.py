@@ -27,6 +27,7 @@ from exgrpo.train.hub import offline_reason
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.pretrained.location import on_hub
 from exgrpo.train.publish import check_upload
+from exgrpo.train.rehearsal import rehearse
 from exgrpo.train.reward.contract import TURNS, Columns
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader
@@ -128,6 +129,7 @@ def check_method(config: Config) -> None:
             f"experience.compose {experience.compose} trains on single stored answers, which have no advantage in a "
             "group of their own: it needs experience.advantage=stored"
         )
+    rehearse(experience, config.objective, config.rollout.samples, config.reward.success)
 
 
 def check_attention(name: str) -> None:

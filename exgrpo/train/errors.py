@@ -5,8 +5,10 @@ import re
 import reprlib
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 OTHER_RANKS_WAIT = 5.0
 """Seconds. The launcher looks after its processes once a second."""
@@ -28,6 +30,10 @@ class ExgrpoError(Exception):
 
 class ConfigError(ExgrpoError, ValueError):
     """A recipe, an option or the environment cannot be right; the message names the key and the remedy."""
+
+
+class MethodError(ConfigError):
+    """A function of a method of replay is wrong; the message names it."""
 
 
 class UnreadableRecipeError(ConfigError):
@@ -118,6 +124,17 @@ def shown(value: object, characters: int = SHOWN) -> str:
         return cut(short.repr(value), characters)
     except BaseException:  # what prints a foreign object may do anything
         return f"<{type(value).__name__} that cannot be printed>"
+
+
+def cause(error: BaseException, file: str | None) -> str:
+    """What a user's function raised, with the line of their file where there is one."""
+    return f"{type(error).__name__}: {shown(error)}{place_in(file, error)}"
+
+
+def place_in(file: str | None, error: BaseException) -> str:
+    """The line of a file at which an exception went through it last, in brackets; empty where it did not."""
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    return f" ({Path(file).name}, line {lines[-1]})" if file and lines else ""
 
 
 def printable(text: str) -> str:

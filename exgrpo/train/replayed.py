@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from exgrpo.train.config import Config
-from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.weighing import (
     PRESENT,
@@ -14,7 +13,6 @@ from exgrpo.train.experience.weighing import (
     Weighed,
     WeighOptions,
     declared,
-    mistake,
 )
 from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.records import Group, Score, Trajectory
@@ -48,9 +46,8 @@ class Weigher:
         *,
         one_update: bool,
     ) -> None:
-        self._name = objective.weigh
-        self._weigh = rules.find("weigh", self._name)
-        self.term, self._present = declared(self._weigh, self._name)
+        self._weigh = rules.find("weigh", objective.weigh)
+        self.term, self._present = declared(self._weigh, objective.weigh)
         self._one_update = one_update
         self._score = score
         self._options = WeighOptions(
@@ -81,10 +78,7 @@ class Weigher:
             ReplayedAnswer(row.log_prob, advantage, row.reward, present)
             for row, advantage, present in zip(rows, of_rows, self._log_probs(rows), strict=True)
         ]
-        weighed = self._weigh(answers, self._options)
-        if wrong := mistake(weighed, answers):
-            raise ConfigError(f"objective.weigh {self._name}: {wrong}")
-        return list(weighed)
+        return list(self._weigh(answers, self._options))
 
     def _log_probs(self, rows: Sequence[Trajectory]) -> Sequence[Floats | None]:
         """[R] of each answer under the policy before the update, where the function needs them."""

@@ -289,3 +289,9 @@ def test_options_are_those_of_the_recipes() -> None:
 def test_refused(tmp_path: Path, model: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trainer_of(tmp_path, model, max_steps=1, **changes)
+
+
+def test_a_wrong_function_of_ones_own_is_refused_before_there_is_a_model(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def mine(units, setting):\n    return -units.count\n")
+    with pytest.raises(ValueError, match=r"experience.prioritise .*mine.py:mine: it gave an array .*it gives Priority"):
+        ExGRPOConfig(output_dir=str(tmp_path), prioritise=f"{tmp_path}/mine.py:mine")

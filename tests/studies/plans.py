@@ -28,15 +28,20 @@ def write(folder: Path, **changes: object) -> Path:
 
 def with_function(folder: Path) -> Path:
     """A study of a function in a file, which imports from the modules beside it."""
-    (folder / "mine.py").write_text("from near import deep\n\ndef first(*given):\n    return deep\n")
+    (folder / "mine.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "from exgrpo.train.experience import Priority\n"
+        "if TYPE_CHECKING:\n"
+        "    from near import deep\n\n"
+        "def first(units, setting):\n"
+        "    return Priority()\n"
+    )
     (folder / "near").mkdir()
     (folder / "near" / "__init__.py").write_text("from .inner import deep\n")
     (folder / "near" / "inner.py").write_text("import numpy, far\ndeep = 1\n")
     (folder / "far.py").write_text("")
     (folder / "other.py").write_text("")
-    return write(
-        folder, arms={"without": {}, "with": {"settings": {"experience.prioritise": f"{folder}/mine.py:first"}}}
-    )
+    return write(folder, arms={"without": {}, "with": {"settings": {"experience.prioritise": "mine.py:first"}}})
 
 
 def result(key: str, *heights: float, tokens: float = 100.0, seconds: float = 3.0, **settings: object) -> Result:

@@ -64,10 +64,33 @@ def test_a_key_is_also_of_the_text_of_own_functions(tmp_path):
         assert replayed not in seen, name
         seen.add(replayed)
     (tmp_path / "mine.py").write_text("def first(")
-    assert keys()[1] not in seen, "what is no Python is told by the run"
-    (tmp_path / "mine.py").unlink()
-    with pytest.raises(ConfigError, match=r"mine.py: there is no file .*mine.py; a path in a study"):
+    with pytest.raises(ConfigError, match=r"arm with on countdown: prioritise function .*cannot run .*SyntaxError"):
         keys()
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(ConfigError, match=r"mine.py: there is no such file; a path in a study"):
+        keys()
+
+
+def test_functions_are_found_from_the_study_and_a_key_does_not_depend_on_their_place(tmp_path):
+    keys = set()
+    for name in ("here", "there"):
+        folder = tmp_path / name
+        folder.mkdir()
+        run = load_study(with_function(folder)).planned("countdown", "with", 0, {})
+        assert run.config.experience.prioritise == f"{folder}/mine.py:first"
+        keys.add(run.key)
+    assert len(keys) == 1
+
+
+def test_a_wrong_function_is_told_before_the_first_run(tmp_path):
+    path = with_function(tmp_path)
+    (tmp_path / "mine.py").write_text("def first(units, setting):\n    return units.count\n")
+    with pytest.raises(ConfigError) as error:
+        load_study(path)
+    assert str(error.value).startswith(
+        f"{path}, arm with on countdown: experience.prioritise {tmp_path}/mine.py:first: "
+    )
+    assert "it gives Priority(log_weight)" in str(error.value)
 
 
 def test_runs_go_seed_by_seed(tmp_path):

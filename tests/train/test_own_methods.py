@@ -1,20 +1,19 @@
 """A method of one's own: functions by the places of their files, and what is wrong with them."""
 
+import re
+
 import numpy as np
 import pytest
 
 from exgrpo.train import early
 from exgrpo.train.errors import ConfigError
+from exgrpo.train.experience import rules
 from tests.train.configs import configured
 from tests.train.test_methods import rows_of
 from tests.train.trainers import half, make
 
 OWN = """
-from exgrpo.train.experience.rules import needs
-from exgrpo.train.experience.sampling import Priority
-from exgrpo.train.experience.supply import PlannedGroup
-from exgrpo.train.experience.units import Expired
-from exgrpo.train.experience.weighing import Weighed
+from exgrpo.train.experience import Expired, PlannedGroup, Priority, Weighed, needs
 
 def admit(group, setting):
     return [row for row in group.fresh if row.reward < setting.success]
@@ -129,7 +128,10 @@ def test_weights_that_do_not_fit_are_one_clear_error(own):
         ("Weighed(a.log_prob - np.inf)", "a log-prob of the reference is -inf"),
         ("Weighed(a.log_prob, advantage=float('inf'))", "an advantage is inf"),
         ("Weighed(a.log_prob, np.ones(1))", r"a factor has the shape \(1,\) for an answer of \d+ tokens"),
-        ("a.log_prob", r"it gave array\(.* \(ndarray\) for an answer; it gives a Weighed for each"),
+        (
+            "a.log_prob",
+            r"it gave an array \[\d+\] of float32 in its list; it gives a list with one Weighed for each answer",
+        ),
     ],
 )
 def test_terms_that_would_spoil_the_update_are_one_clear_error(own, given, message):
@@ -174,3 +176,83 @@ def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, 
         with pytest.raises(ConfigError) as error:
             refuse()
         assert str(error.value) == f"objective.weigh {own}:weigh: {message}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        (
+            "admit",
+            "return True",
+            "it gave True (bool); it gives a list of those answers of group.fresh that are stored",
+        ),
+        ("admit", "return np.array([True])", "it gave an array [1] of bool; it gives a list of those answers"),
+        ("admit", "return [1]", "it gave 1 (int) in its list; it gives a list of those answers"),
+        ("prioritise", "return -units.count", "it gave an array [{number}] of float64; it gives Priority(log_weight)"),
+        ("prioritise", "return Priority([1.0])", "it gave [1.0] (list) in a Priority; it gives Priority(log_weight)"),
+        ("prioritise", "return Priority(units.count[1:])", "it gave {number} numbers for {number} units"),
+        (
+            "prioritise",
+            "return Priority(units.count[:1], units.question)",
+            "its strata are {number} to {number}, and it",
+        ),
+        (
+            "prioritise",
+            "return Priority(units.lenght)",
+            "'Units' object has no attribute 'lenght' ({line}); did you mean ",
+        ),
+        ("prioritise", "return {}['a']", "KeyError: 'a' ({line})"),
+        ("compose", "return supply.fresh(3)[0]", "(PlannedGroup); it gives a list of PlannedGroup, as supply.fresh"),
+        ("compose", "return supply.frehs(3)", "has no attribute 'frehs' ({line}); there are batch, memory, "),
+        ("settle", "return True", "it gave True (bool); it gives a list of graded groups"),
+        ("settle", "return supply.fresh(1)", "it plans 4 fresh answers when all have been graded; it gives a list of"),
+        (
+            "expire",
+            "return units.replays > 1",
+            "it gave an array [{number}] of bool; it gives Expired(rows, questions)",
+        ),
+        ("expire", "return Expired(True)", "it gave True (bool) as its rows; it gives Expired(rows, questions)"),
+        ("expire", "return Expired(units.replays[1:] > 1)", "it gave rows of the shape ({number},) for {number} units"),
+        (
+            "expire",
+            "return Expired(None, [3])",
+            "it gave [3] (list) as its questions; it gives Expired(rows, questions)",
+        ),
+        ("expire", "return Expired(None, np.array([99]))", "some are none of the 12 questions, which are 0 to 11"),
+        ("weigh", "return [Weighed(a.log_ratio) for a in answers]", 'declare @needs(present="values") ({line})'),
+        (
+            "weigh",
+            "return [Weighed(-a.present) for a in answers]",
+            '`present` of an answer needs @needs(present="values")',
+        ),
+    ],
+)
+def test_what_a_function_does_wrong_is_told_before_there_is_a_model(own, kind, body, message):
+    arguments = next(line for line in OWN.splitlines() if line.startswith(f"def {kind}("))
+    own.write_text("import numpy as np\n" + OWN.replace(arguments, f"{arguments}\n    {body}"))
+    line = next(number for number, text in enumerate(own.read_text().splitlines(), 1) if text == f"    {body}")
+    with pytest.raises(ConfigError) as error:
+        early.check_method(configured(places(own), {"rollout": {"samples": 4}}))
+    said = str(error.value)
+    option = {"weigh": "objective.weigh", "settle": "experience.compose"}.get(kind, f"experience.{kind}")
+    place = f"{own}:{kind}: " if kind != "settle" else f"{own}:compose, settle: "
+    assert said.startswith(f"{option} {place}") or "questions, which" in said
+    expected = re.escape(message.replace("{line}", f"own.py, line {line}")).replace(re.escape("{number}"), r"\d+")
+    assert re.search(expected, said), said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("kind", ["admit", "prioritise", "compose", "settle", "weigh", "expire"])
+def test_a_function_that_takes_other_arguments_is_refused(own, kind):
+    own.write_text(re.sub(rf"def {kind}\(.*\)", f"def {kind}(a, b, c)", OWN))
+    with pytest.raises(ConfigError, match=r"it takes \(a, b, c\), and it is called with \(\w+(, \w+)?\)$"):
+        early.check_method(configured(places(own)))
+
+
+@pytest.mark.parametrize("kind", ["admit", "prioritise", "compose", "weigh", "expire"])
+def test_functions_that_ship_go_through_a_rehearsal(own, kind):
+    """Beside functions of a user's own, for only then there is one."""
+    limits = {"max_age": 3, "max_uses": 3, "capacity": 9}
+    for name in rules.names(kind):
+        if kind != "prioritise" or name in ("uniform", "random", "newest", "least_used"):
+            early.check_method(configured(places(own, **{kind: name}), {"experience": limits}))

@@ -8,13 +8,15 @@ all. A method is five functions, by name of a module each: `admit`, `prioritise`
 
 from exgrpo.train.experience.difficulty import Evidence, count_successes, deviation_counts, in_band
 from exgrpo.train.experience.memory import ExperienceMemory
-from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, Mixture
+from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, Mixture, PlannedGroup
 from exgrpo.train.experience.replay import Replay, ReplayState, Selected, TakenIn, numbers_of, planned_from
+from exgrpo.train.experience.rules import needs
 from exgrpo.train.experience.sampling import Priority, draw
 from exgrpo.train.experience.selection import Candidates, MeanScore
 from exgrpo.train.experience.settings import ExperienceConfig, Setting
-from exgrpo.train.experience.supply import PlannedGroup, Supply
-from exgrpo.train.experience.units import Units
+from exgrpo.train.experience.supply import Supply
+from exgrpo.train.experience.units import Expired, Units
+from exgrpo.train.experience.weighing import Weighed
 
 __all__ = [
     "Candidates",
@@ -22,6 +24,7 @@ __all__ = [
     "Evidence",
     "ExperienceConfig",
     "ExperienceMemory",
+    "Expired",
     "FreshQuestions",
     "MeanScore",
     "Mixture",
@@ -34,10 +37,12 @@ __all__ = [
     "Supply",
     "TakenIn",
     "Units",
+    "Weighed",
     "count_successes",
     "deviation_counts",
     "draw",
     "in_band",
+    "needs",
     "numbers_of",
     "planned_from",
 ]

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from exgrpo.train.experience.plan import PlannedGroup
 from exgrpo.train.experience.rules import needs
-from exgrpo.train.experience.supply import Ints, PlannedGroup, Supply, draw_groups, groups_at, with_stored
+from exgrpo.train.experience.supply import Ints, Supply, draw_groups, groups_at, with_stored
 from exgrpo.train.records import Group
 from exgrpo.train.reward.success import EPSILON
 

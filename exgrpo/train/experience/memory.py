@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from exgrpo.train.errors import ConfigError, shown
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.buckets import BUCKETS
 from exgrpo.train.experience.difficulty import Evidence, count_successes
@@ -187,6 +188,11 @@ class ExperienceMemory:
         self.table.tidy()
 
     def _retire(self, questions: Ints) -> None:
+        if len(questions) and not 0 <= questions.min() <= questions.max() < len(self.retired):
+            raise ConfigError(
+                f"experience.expire: of the questions {shown(questions.tolist())} that leave, some are none of the "
+                f"{len(self.retired)} questions, which are 0 to {len(self.retired) - 1}"
+            )
         for question in questions.tolist():
             self.table.remove(self.table.of_question(question))
         self.retired[questions] = True

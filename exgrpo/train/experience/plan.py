@@ -1,9 +1,26 @@
-"""Which questions a training step asks anew, and whether replay has begun."""
+"""What a training step asks: its groups, fresh questions, and whether replay has begun."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """One group of a step.
+
+    Attributes:
+        question: its question.
+        fresh: how many answers are generated.
+        choose: how many of the question's stored answers join; the rule of trajectories says which.
+        rows: stored answers that join, as rows of the memory's table.
+    """
+
+    question: int
+    fresh: int
+    choose: int = 0
+    rows: tuple[int, ...] = ()
 
 
 class DelayedStart:

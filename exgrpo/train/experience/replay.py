@@ -10,11 +10,11 @@ import numpy as np
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.buckets import BUCKETS, pass_rate
 from exgrpo.train.experience.memory import ExperienceMemory
-from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, Mixture
+from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, Mixture, PlannedGroup
 from exgrpo.train.experience.selection import RULES, Candidates, MeanScore
 from exgrpo.train.experience.settings import ExperienceConfig, Setting
 from exgrpo.train.experience.stored import Stored
-from exgrpo.train.experience.supply import PlannedGroup, Supply, settles
+from exgrpo.train.experience.supply import Supply, settles
 from exgrpo.train.experience.tables import look_up
 from exgrpo.train.records import Group, Trajectory
 from exgrpo.train.reward.success import RewardWatch

@@ -12,11 +12,16 @@ A name is that of a function of the module `exgrpo.train.experience.KIND`, or th
 `exgrpo.train.functions`. What a function needs of a step, it says itself: see `needs`.
 """
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
+from exgrpo.train.errors import ConfigError, MethodError, cause, place_in
+from exgrpo.train.experience.contract import CHECKS
 from exgrpo.train.functions import Functions
 from exgrpo.train.functions import needs as needs
+from exgrpo.train.mistakes import nearest
 
 Kind = Literal["admit", "prioritise", "compose", "weigh", "expire"]
 PACKAGE = "exgrpo.train.experience"
@@ -28,6 +33,16 @@ KINDS: dict[Kind, Functions] = {
     "expire": Functions(f"{PACKAGE}.expire", "experience.expire"),
 }
 
+ARGUMENTS = {
+    "admit": ("group", "setting"),
+    "prioritise": ("units", "setting"),
+    "compose": ("supply",),
+    "settle": ("groups", "supply"),
+    "weigh": ("answers", "options"),
+    "expire": ("units", "setting"),
+}
+"""What the functions of each kind are called with."""
+
 
 def names(kind: Kind) -> list[str]:
     """The names of the functions of a kind that are here."""
@@ -35,9 +50,66 @@ def names(kind: Kind) -> list[str]:
 
 
 def find(kind: Kind, name: str) -> Callable[..., Any]:
-    """The function of that kind and name.
+    """The function of that kind and name; one of a user's own is checked in each call.
 
-    Raises:
-        ConfigError: there is none, or its module or file cannot be loaded.
+    Raises, when it is found:
+        ConfigError: there is none, its module or file cannot be loaded, or it takes other arguments.
+
+    Raises, when it is called:
+        MethodError: it raises something, or gives something else than a function of its kind.
     """
-    return KINDS[kind].find(name)
+    function = KINDS[kind].find(name)
+    if name in names(kind):
+        return function
+    label = f"{KINDS[kind].option} {name}"
+    found = _checked(kind, label, function)
+    if kind == "compose" and (settle := getattr(function, "settle", None)):
+        vars(found)["settle"] = _checked("settle", f"{label}, settle", settle)
+    return found
+
+
+def _checked(kind: str, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose mistakes are one line that begins with the label."""
+    _check_arguments(kind, label, function)
+    file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
+
+    @functools.wraps(function)
+    def call(*given: Any) -> Any:
+        try:
+            result = function(*given)
+        except MethodError:  # of a function that this one has called
+            raise
+        except ConfigError as error:
+            raise MethodError(f"{label}: {error}{place_in(file, error)}") from None
+        except Exception as error:
+            raise MethodError(f"{label}: {cause(error, file)}{_hint(error, function)}") from error
+        if wrong := CHECKS[kind](result, *given):
+            raise MethodError(f"{label}: {wrong}")
+        return result
+
+    return call
+
+
+def _check_arguments(kind: str, label: str, function: Callable[..., Any]) -> None:
+    asked = ARGUMENTS[kind]
+    try:
+        takes = inspect.signature(function)
+    except ValueError:  # of what is written in C
+        return
+    try:
+        takes.bind(*asked)
+    except TypeError:
+        raise ConfigError(f"{label}: it takes {takes}, and it is called with ({', '.join(asked)})") from None
+
+
+def _hint(error: Exception, function: Callable[..., Any]) -> str:
+    """What else a person may need to know of what one of their functions raised."""
+    if isinstance(error, AttributeError) and type(error.obj).__module__.startswith("exgrpo."):
+        there = [
+            name for name in dir(error.obj) if not (name.startswith("_") or callable(getattr(type(error.obj), name, 0)))
+        ]
+        near = nearest(str(error.name), there)
+        return (f"; did you mean {near!r}?" if near else ";") + f" there are {', '.join(there)}"
+    if isinstance(error, TypeError) and "NoneType" in str(error) and not getattr(function, "present", None):
+        return '; what is not asked for is None: `present` of an answer needs @needs(present="values")'
+    return ""

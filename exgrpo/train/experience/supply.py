@@ -16,9 +16,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience.memory import ExperienceMemory
-from exgrpo.train.experience.plan import FreshQuestions
+from exgrpo.train.experience.plan import FreshQuestions, PlannedGroup
 from exgrpo.train.experience.sampling import Priority, draw
 from exgrpo.train.experience.settings import Setting
 from exgrpo.train.experience.table import Table
@@ -27,23 +26,6 @@ from exgrpo.train.records import Group
 
 Ints = npt.NDArray[np.int64]
 Kind = Literal["buffered", "prompts", "stored"]
-
-
-@dataclass(frozen=True)
-class PlannedGroup:
-    """One group of a step.
-
-    Attributes:
-        question: its question.
-        fresh: how many answers are generated.
-        choose: how many of the question's stored answers join; the rule of trajectories says which.
-        rows: stored answers that join, as rows of the memory's table.
-    """
-
-    question: int
-    fresh: int
-    choose: int = 0
-    rows: tuple[int, ...] = ()
 
 
 Compose = Callable[["Supply"], Sequence[PlannedGroup]]
@@ -98,9 +80,7 @@ class Supply:
         wanted = min(wanted, len(names))
         if wanted == 0:
             return np.empty(0, np.int64)
-        priority = self.prioritise(units, self.setting)
-        _check(priority, len(names), self.setting.options.prioritise)
-        return names[draw(self.rng, len(names), wanted, priority)]
+        return names[draw(self.rng, len(names), wanted, self.prioritise(units, self.setting))]
 
     def earlier(self) -> tuple[Units, Ints]:
         """The stored answers of earlier steps, and their rows."""
@@ -121,20 +101,6 @@ class Supply:
         """A group for each of some stored answers."""
         questions = self.memory.table.values("question", rows)
         return [PlannedGroup(q, 0, rows=(row,)) for q, row in zip(questions.tolist(), rows.tolist(), strict=True)]
-
-
-def _check(priority: Priority, units: int, name: str) -> None:
-    """Whether a function gives what it has to."""
-    log_weight, stratum = priority
-    of_units = stratum if stratum is not None else log_weight
-    if of_units is not None and len(of_units) != units:
-        raise ConfigError(f"experience.prioritise {name}: it gave {len(of_units)} numbers for {units} units")
-    if log_weight is not None and not log_weight.max() < np.inf:
-        raise ConfigError(f"experience.prioritise {name}: a logarithm of a weight is {log_weight.max()}")
-    if log_weight is not None and log_weight.max() == -np.inf:
-        raise ConfigError(
-            f"experience.prioritise {name}: all logarithms of weights are -inf, so that nothing can be drawn"
-        )
 
 
 def settles(compose: Compose) -> Settle | None:

@@ -49,7 +49,8 @@ class ReplayedAnswer:
     @property
     def log_ratio(self) -> Floats:
         """[R] log of the present policy over the one that wrote it; the function asks for values."""
-        assert self.present is not None
+        if self.present is None:
+            raise ConfigError('log_ratio compares with the present policy: declare @needs(present="values")')
         return self.present - self.log_prob
 
 
@@ -105,34 +106,3 @@ def declared(function: Callable[..., Any], name: str) -> tuple[Term, Present | N
                 + f" there are {', '.join(known)}"
             )
     return term, present
-
-
-def mistake(given: Any, answers: Sequence[ReplayedAnswer]) -> str | None:
-    """What is wrong with what a function `weigh` gives for some answers, None: nothing."""
-    if not isinstance(given, Sequence):
-        return f"it gave {shown(given)} ({type(given).__name__}); it gives a list with one Weighed for each answer"
-    if len(given) != len(answers):
-        return f"it gave {len(given)} terms for {len(answers)} replayed answers; it gives one Weighed for each"
-    return next(filter(None, map(_mistake, given, answers)), None)
-
-
-def _mistake(term: Any, answer: ReplayedAnswer) -> str | None:
-    if not isinstance(term, Weighed):
-        return f"it gave {shown(term)} ({type(term).__name__}) for an answer; it gives a Weighed for each"
-    factor = np.ones_like(answer.log_prob) if term.factor is None else term.factor
-    for name, values in (("reference", term.reference), ("factor", factor)):
-        if np.shape(values) != answer.log_prob.shape:
-            return f"a {name} has the shape {np.shape(values)} for an answer of {len(answer.log_prob)} tokens"
-    # Whatever is computed in a wider dtype has to fit into fp32. Minima and maxima keep a NaN.
-    with np.errstate(over="ignore"):
-        reference, factor = np.asarray(term.reference, np.float32), np.asarray(factor, np.float32)
-    least = float(reference.min())
-    if not least > -np.inf:
-        return f"a log-prob of the reference is {least}"
-    if not np.isfinite(factor).all():
-        return f"a factor of the advantage is {factor[~np.isfinite(factor)][0]}"
-    if term.advantage is not None and not np.isfinite(term.advantage):
-        return f"an advantage is {term.advantage}"
-    if term.advantage is None and factor.min() < 0:
-        return f"a factor of an answer's own advantage is negative: {factor.min()}"
-    return None

@@ -145,7 +145,7 @@ def boxed_answer(text: str) -> str | None:
             break
         contents.append(text[box.end() : end].strip())
         start = box.start()
-    return ", ".join(dict.fromkeys(reversed(contents)))
+    return ", ".join(dict.fromkeys(reversed(contents))).strip()
 
 
 def _stated_answer(text: str) -> str | None:

@@ -5,15 +5,13 @@ import os
 import pickle
 import signal
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from exgrpo.train.errors import GraderError, shown
+from exgrpo.train.errors import GraderError, cause
 from exgrpo.train.reward.confinement import GIB, data_bytes, leave_network, limit_files, little_memory
 from exgrpo.train.reward.contract import Contract, contract_of
 from exgrpo.train.reward.names import Key, Reward, is_own, resolve_key, resolve_reward
@@ -204,10 +202,7 @@ async def _awaited(loaded: _Loaded, task: Task) -> Outcome:
 def _failed(error: BaseException, loaded: _Loaded) -> Outcome:
     if isinstance(error, MemoryError):
         return Outcome(error=f"it needs more memory than the {_worker.bounds.memory / GIB:g} GiB of reward.memory_gib")
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in frames if frame.f_code.co_filename == loaded.file]
-    place = f" ({Path(loaded.file).name}, line {lines[-1]})" if loaded.file and lines else ""
-    return Outcome(error=f"{type(error).__name__}: {shown(error)}{place}")
+    return Outcome(error=cause(error, loaded.file))
 
 
 def _outcome(loaded: _Loaded, task: Task, value: Any) -> Outcome:

@@ -277,5 +277,5 @@ def test_terms_that_are_too_few_are_one_clear_error(tmp_path):
     weigher = Weigher.of_run(config, lambda rows: [])
     assert weigher.term == "shaped"
     row = Trajectory(0, np.array([1], np.int32), np.zeros(1, np.float32), True, 1.0, 0)
-    with pytest.raises(ConfigError, match="gave 0 terms for 1 replayed answers; it gives one Weighed for each"):
+    with pytest.raises(ConfigError, match="gave 0 terms for 1 replayed answers; it gives a list with one"):
         weigher([Group(0, (), (row,))], [[0.5]])

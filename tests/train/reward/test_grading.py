@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from exgrpo.train.reward import grading
@@ -48,6 +48,7 @@ def test_the_grade_depends_on_the_final_answer_alone() -> None:
             assert grading.math_no_think(answer, gold) == WORTH[verdict]
 
 
+@example("\\boxed{ and } and \\boxed{}")
 @given(st.text(alphabet="ab\\{} $,\n5") | st.lists(st.sampled_from(["\\boxed{", "}", " and ", "5", "x"])).map("".join))
 def test_final_answer_is_idempotent_and_decides(text: str) -> None:
     answer = grading.final_answer(text)
