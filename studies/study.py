@@ -264,8 +264,9 @@ def load_study(path: Path) -> Study:
         raise ConfigError(f"{path}: {error}") from None
     for task, arm in itertools.product(study.plan.tasks, study.plan.arms):
         for chosen, _ in study.searched(task, arm) or [({}, [])]:
+            run = study.planned(task, arm, study.plan.seeds[0], chosen)
             try:
-                check_method(study.planned(task, arm, study.plan.seeds[0], chosen).config)
+                check_method(run.config)
             except ConfigError as error:
                 raise ConfigError(f"{path}, arm {arm} on {task}: {error}") from None
     return study

@@ -21,7 +21,6 @@ from exgrpo.train.errors import ConfigError, is_first_rank
 from exgrpo.train.evaluate.settings import check_evaluation, held_out_sets
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.tokens import check_folder
-from exgrpo.train.experience.weighing import declared
 from exgrpo.train.experience_data.traces import check_traces
 from exgrpo.train.hub import offline_reason
 from exgrpo.train.metrics.trackers import check_trackers
@@ -113,11 +112,6 @@ def check_method(config: Config) -> None:
         ConfigError: one is not, or they do not.
     """
     experience = config.experience
-    for kind in ("admit", "prioritise"):
-        rules.find(kind, getattr(experience, kind))
-    for name in experience.forgets:
-        rules.find("expire", name)
-    declared(rules.find("weigh", config.objective.weigh), config.objective.weigh)
     compose = rules.find("compose", experience.compose)
     if getattr(compose, "fills", False) and config.rollout.refills:
         raise ConfigError(

@@ -33,7 +33,13 @@ def rehearse(experience: ExperienceConfig, objective: ObjectiveConfig, samples: 
     made_up = _MadeUp(success)
     # With all that a run has to wait for, nothing would be replayed in a few steps.
     options = experience.model_copy(update={"start_pass_rate": 0.0, "cooldown": 1, "lag": 1, "folder": None})
-    replay = Replay(options, QUESTIONS, samples, seed=0, success=success, scale_by_std=objective.scale_by_std)
+    replay = Replay(
+        *(options, QUESTIONS, samples),
+        seed=0,
+        success=success,
+        scale_by_std=objective.scale_by_std,
+        leave_one_out=objective.baseline == "leave_one_out",
+    )
     weigher = Weigher(objective, success, made_up.scores, one_update=False)
     for step in range(1, STEPS + 1):
         planned = replay.plan(BATCH, step)

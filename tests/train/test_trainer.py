@@ -1,12 +1,13 @@
 """The loop, watched from outside with a scripted engine and a recording policy."""
 
 import dataclasses
+import inspect
 import json
 
 import numpy as np
 import pytest
 
-from exgrpo.train.experience import rules
+from exgrpo.train.experience import prioritise
 from tests.train.fakes import (
     ScriptedGrader,
     engine_log_prob,
@@ -351,7 +352,7 @@ def test_it_is_said_once_that_no_reward_is_a_success_and_not_again_after_a_resum
 def test_the_random_law_reaches_the_plan():
     trainer = make(half(20), experience={"prioritise": "random"})
     trainer.step(1)
-    assert trainer.replay._supply(6, 2).prioritise is rules.find("prioritise", "random")
+    assert inspect.unwrap(trainer.replay._supply(6, 2).prioritise) is prioritise.random
     assert trainer.step(2).metrics["replayed"] == 3
 
 

@@ -41,7 +41,7 @@ def weights(given: Any, units: Units, *_: Any) -> str | None:
     of_units = stratum if stratum is not None else log_weight
     if of_units is not None and len(of_units) != len(units):
         return f"it gave {len(of_units)} numbers for {len(units)} units"
-    if log_weight is None:
+    if log_weight is None or not len(log_weight):
         return None
     if stratum is not None and not (stratum.min() >= 0 and stratum.max() < len(log_weight)):
         return f"its strata are {stratum.min()} to {stratum.max()}, and it gave {len(log_weight)} weights of strata"

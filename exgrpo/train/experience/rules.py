@@ -50,39 +50,37 @@ def names(kind: Kind) -> list[str]:
 
 
 def find(kind: Kind, name: str) -> Callable[..., Any]:
-    """The function of that kind and name; one of a user's own is checked in each call.
+    """The function of that kind and name; what it gives is checked in each call.
 
     Raises, when it is found:
         ConfigError: there is none, its module or file cannot be loaded, or it takes other arguments.
 
     Raises, when it is called:
-        MethodError: it raises something, or gives something else than a function of its kind.
+        MethodError: it gives something else than a function of its kind, or one of a user's own raises something.
     """
-    function = KINDS[kind].find(name)
-    if name in names(kind):
-        return function
+    function, own = KINDS[kind].find(name), name not in names(kind)
     label = f"{KINDS[kind].option} {name}"
-    found = _checked(kind, label, function)
+    found = _checked(kind, label, function, own=own)
     if kind == "compose" and (settle := getattr(function, "settle", None)):
-        vars(found)["settle"] = _checked("settle", f"{label}, settle", settle)
+        vars(found)["settle"] = _checked("settle", f"{label}, settle", settle, own=own)
     return found
 
 
-def _checked(kind: str, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(kind: str, label: str, function: Callable[..., Any], *, own: bool) -> Callable[..., Any]:
     """The function, whose mistakes are one line that begins with the label."""
-    _check_arguments(kind, label, function)
+    if own:
+        _check_arguments(kind, label, function)
     file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
 
     @functools.wraps(function)
     def call(*given: Any) -> Any:
         try:
             result = function(*given)
-        except MethodError:  # of a function that this one has called
-            raise
-        except ConfigError as error:
-            raise MethodError(f"{label}: {error}{place_in(file, error)}") from None
         except Exception as error:
-            raise MethodError(f"{label}: {cause(error, file)}{_hint(error, function)}") from error
+            if not own or isinstance(error, MethodError):  # of a function that this one has called
+                raise
+            what = f"{error}{place_in(file, error)}" if isinstance(error, ConfigError) else cause(error, file)
+            raise MethodError(f"{label}: {what}{_hint(error, function)}") from error
         if wrong := CHECKS[kind](result, *given):
             raise MethodError(f"{label}: {wrong}")
         return result

@@ -34,7 +34,7 @@ LAWS = [*CLOSED_FORMS, "random"]
 def prioritised(name: str, count: np.ndarray, samples: int = K, **options) -> Priority:
     """What a function `prioritise` says of questions with these counts."""
     setting = Setting(ExperienceConfig(**options), samples)
-    return rules.find("prioritise", name)(Units.of(1, count=count), setting)
+    return rules.find("prioritise", name)(Units.of(1, question=np.arange(len(count)), count=count), setting)
 
 
 def draw_questions(rng: np.random.Generator, count: np.ndarray, wanted: int, name: str, **options) -> np.ndarray:
