@@ -166,9 +166,10 @@ def test_others_that_cost_nothing_are_not_told():
 def test_every_process_computes_with_what_is_asked_for(tmp_path, ranks):
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys, torch\nfrom exgrpo.train.distributed import start\n"
+        "import os, sys, torch\nfrom exgrpo.train.distributed import start\n"
         "world = start(5, int(sys.argv[-1]) or None)\n"
-        "print(world.threads.count == torch.get_num_threads(), torch.get_num_threads(), world.threads.why)\n"
+        "same = world.threads.count == torch.get_num_threads()\n"
+        "os.write(1, f'{same} {torch.get_num_threads()} {world.threads.why}\\n'.encode())  # whole lines of each rank\n"
     )
     for named, asked, expected in (("3", "0", "True 3 OMP_NUM_THREADS"), ("3", "4", "True 4 distributed.threads")):
         os.environ["OMP_NUM_THREADS"], before = named, os.environ["OMP_NUM_THREADS"]
