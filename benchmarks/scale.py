@@ -24,20 +24,18 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.test_experience import QUESTIONS_PER_STEP, SAMPLES, STEPS, filled_arrays
+from benchmarks.test_experience import QUESTIONS_PER_STEP, SAMPLES, STEPS, VOCABULARY, filled_arrays, graded
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.data.rows import Row
-from exgrpo.train.experience import ExperienceConfig, Replay
+from exgrpo.train.experience import ExperienceConfig, MeanScores, Replay
 from exgrpo.train.experience.replay import ReplayState
 from exgrpo.train.experience.stored import OF_TRAJECTORY, Stored, serials
 from exgrpo.train.experience.tokens import Places, TokenBlocks, Tokens
-from exgrpo.train.records import Trajectory
 
 PROMPT = 64
 """Tokens of a prompt."""
-VOCABULARY = 1 << 17
 MEASURED_STEPS = 10
 CHUNK = 1 << 16
 T = TypeVar("T")
@@ -114,12 +112,6 @@ def questions_of(count: int) -> QuestionSet:
     return question_set("synthetic", Rows(count), RandomTokens(), prompts)
 
 
-def answer(question: int, tokens: int, rng: np.random.Generator, reward: float, step: int) -> Trajectory:
-    """A trajectory with arrays of its own."""
-    response, log_prob = rng.integers(0, VOCABULARY, tokens, dtype=np.int32), -rng.random(tokens, dtype=np.float32)
-    return Trajectory(question, response, log_prob, True, reward, step)
-
-
 def stored_answers(sizes: Sizes, rng: np.random.Generator, folder: Path | None) -> Stored:
     """Successes, in turn of all questions."""
     blocks, places = TokenBlocks(folder), []
@@ -159,16 +151,11 @@ class Filled:
         """The seconds of `plan`, `select` and `take_in` of a step; half of the answers are right."""
         self.step += 1
         plan, planned = timed(lambda: self.replay.plan(QUESTIONS_PER_STEP, self.step))
-        select, selected = timed(lambda: self.replay.select(planned, lambda trajectories: []))
-        groups = [
-            self.replay.group(group.question, joined, self._fresh(group.question, group.fresh))
-            for group, joined in zip(planned, selected, strict=True)
-        ]
-        take_in, _ = timed(lambda: self.replay.take_in(groups, self.step))
+        select, stored = timed(lambda: self.replay.select(planned, lambda _: MeanScores(np.empty(0), np.empty(0))))
+        rewards = [[float(i % 2) for i in range(group.fresh)] for group in planned]
+        batch = graded(stored.question, rewards, self.rng, self.sizes.tokens, self.step).beside(stored)
+        take_in, _ = timed(lambda: self.replay.take_in(batch, self.step))
         return plan, select, take_in
-
-    def _fresh(self, question: int, count: int) -> list[Trajectory]:
-        return [answer(question, self.sizes.tokens, self.rng, float(i % 2), self.step) for i in range(count)]
 
 
 def save(replay: Replay, store: ExperienceStore) -> tuple[str, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import gc
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -10,13 +10,15 @@ import pytest
 from exgrpo.train.checkpoint.store import ExperienceStore
 from exgrpo.train.experience import ExperienceConfig, Replay
 from exgrpo.train.experience.stored import pack
-from exgrpo.train.records import Group, Trajectory
+from exgrpo.train.records import Trajectory
+from exgrpo.train.step_batch import TRAINER, Ints, StepBatch
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 PER_QUESTION = 4
 TOKENS = 32
 """Short responses: what is timed does not read them, and a million of the paper's length would take 8 GB and more."""
 SAMPLES, QUESTIONS_PER_STEP, RATIO = 8, 128, 0.5
+VOCABULARY = 1 << 17
 ROUNDS = 20
 STEPS = 1000
 """In which a filled memory was written."""
@@ -26,8 +28,29 @@ def trajectory(
     question: int, rng: np.random.Generator, reward: float = 1.0, tokens: int = TOKENS, step: int = 0
 ) -> Trajectory:
     """A trajectory with arrays of its own."""
-    response, log_prob = rng.integers(0, 1 << 17, tokens, dtype=np.int32), rng.random(tokens, dtype=np.float32)
+    response, log_prob = rng.integers(0, VOCABULARY, tokens, dtype=np.int32), rng.random(tokens, dtype=np.float32)
     return Trajectory(question, response, log_prob, True, reward, step)
+
+
+def graded(
+    questions: Ints, rewards: Sequence[Sequence[float]], rng: np.random.Generator, tokens: int, step: int
+) -> StepBatch:
+    """Fresh answers of a step, by the rewards of each question's group."""
+    counts = [len(of_group) for of_group in rewards]
+    rows, size = sum(counts), sum(counts) * tokens
+    return StepBatch(
+        questions,
+        np.repeat(np.arange(len(counts)), counts),
+        np.full(rows, tokens),
+        reward=[reward for of_group in rewards for reward in of_group],
+        step=np.full(rows, step),
+        finished=np.ones(rows, bool),
+        behaviour=np.full(rows, TRAINER),
+        token=rng.integers(0, VOCABULARY, size, dtype=np.int32),
+        own=np.ones(size, bool),
+        old_log_prob=-rng.random(size, dtype=np.float32),
+        **{name: np.zeros(rows) for name in ("replayed", "replays", "penalty", "key")},
+    )
 
 
 def filled_arrays(questions: int, stored: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -72,14 +95,11 @@ class Experience:
         self.step += 1
         return self.replay.plan(QUESTIONS_PER_STEP, self.step)
 
-    def groups(self) -> list[Group]:
+    def batch(self) -> StepBatch:
         """A step's graded groups; half of the answers are right, of every fourth group all or none."""
         questions = self.rng.choice(len(self.memory.count), min(QUESTIONS_PER_STEP, len(self.memory.count)), False)
         kinds = [[1.0, 0.0] * (SAMPLES // 2)] * 3 + [[0.0] * SAMPLES]
-        return [
-            Group(int(q), tuple(trajectory(int(q), self.rng, reward, step=self.step) for reward in kinds[number % 4]))
-            for number, q in enumerate(questions)
-        ]
+        return graded(questions, [kinds[number % 4] for number in range(len(questions))], self.rng, TOKENS, self.step)
 
 
 @pytest.fixture(scope="module")
@@ -105,18 +125,18 @@ def timed(benchmark, experience: Experience, what: str, folder) -> Callable[[], 
         memory = experience.memory
         return lambda: benchmark.pedantic(lambda: (memory.trajectory_count, memory.bucket_sizes()), rounds=ROUNDS)
 
-    def take(groups: list[Group]) -> None:
-        experience.memory.update(groups, STEPS, collect=True)
+    def take(batch: StepBatch) -> None:
+        experience.memory.update(batch, STEPS, collect=True)
 
     if what == "update":
-        return lambda: benchmark.pedantic(take, setup=lambda: ((experience.groups(),), {}), rounds=ROUNDS)
+        return lambda: benchmark.pedantic(take, setup=lambda: ((experience.batch(),), {}), rounds=ROUNDS)
     store = ExperienceStore(folder)
     store.save(experience.memory.all_trajectories())
 
     def save() -> None:
         store.save(experience.memory.all_trajectories())
 
-    return lambda: benchmark.pedantic(save, setup=lambda: take(experience.groups()), rounds=5)
+    return lambda: benchmark.pedantic(save, setup=lambda: take(experience.batch()), rounds=5)
 
 
 @pytest.mark.parametrize("what", ["plan", "update", "count", "save a step's"])
@@ -182,20 +202,20 @@ def test_method(benchmark, races, filled_by, name, what):
     experience = filled_by(name, size)
     replay = experience.replay
 
-    def graded():
-        return (experience.groups(), experience.step), {}
+    def asked():
+        return (experience.batch(), experience.step), {}
 
     def taken_in():
-        groups, _ = graded()[0]
-        replay.take_in(groups, experience.step)
-        return (groups, QUESTIONS_PER_STEP, experience.step), {}
+        batch = experience.batch()
+        replay.take_in(batch, experience.step)
+        return (batch, np.arange(batch.groups), QUESTIONS_PER_STEP, experience.step), {}
 
     benchmark.group = f"experience: {what}, by method"
     benchmark.extra_info |= {"row": name, "trajectories": size}
     if what == "plan":
         benchmark.pedantic(experience.plan, rounds=ROUNDS, warmup_rounds=1)
     elif what == "take in":
-        benchmark.pedantic(replay.take_in, setup=graded, rounds=ROUNDS)
+        benchmark.pedantic(replay.take_in, setup=asked, rounds=ROUNDS)
     else:
         benchmark.pedantic(replay.settle, setup=taken_in, rounds=ROUNDS)
     report(races, benchmark)

@@ -33,7 +33,7 @@ def facts_of(result: StepResult | None) -> Facts:
     metrics = result.metrics
     return {
         "phases": {phase: metrics[f"seconds/{phase}"] for phase in PHASES},
-        "generated_tokens": sum(len(rollout.response) for rollout in result.answers.rollouts),
+        "generated_tokens": int(result.batch.length[result.batch.fresh].sum()),
         "replayed": metrics["replayed"],
         "reward": metrics["reward"],
     }

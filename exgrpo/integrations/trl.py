@@ -25,12 +25,13 @@ with needs(__name__, "exgrpo[trl]"):
     from trl import GRPOTrainer
     from trl.trainer.utils import pad
 
-    from exgrpo.integrations.trl_batch import deal, group_advantages, rebuild, trained_rows
+    from exgrpo.integrations.trl_batch import deal, group_advantages, places, rebuild
     from exgrpo.integrations.trl_config import ExGRPOConfig, check
-    from exgrpo.integrations.trl_replay import Plan, load_replay, placed, plan_generation, save_replay
-    from exgrpo.train.experience import MeanScore, Replay, Selected
-    from exgrpo.train.records import Group, Score, Trajectory
+    from exgrpo.integrations.trl_replay import load_replay, placed, plan_generation, save_replay
+    from exgrpo.train.experience import MeanScores, PlannedGroup, Replay
+    from exgrpo.train.records import Score
     from exgrpo.train.replayed import Weigher
+    from exgrpo.train.step_batch import StepBatch
 
 __all__ = ["ExGRPOConfig", "ExGRPOTrainer", "FusedLossMixin"]
 
@@ -72,11 +73,11 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         self.weigher = Weigher(
             self.args.objective,
             self.args.success,
-            lambda rows: self._scores(rows, self.temperature),
+            lambda rows: self._scores(rows, self.temperature).log_prob,
             one_update=self.args.gradient_accumulation_steps % micro_batches == 0,
         )
         self.generation = 0
-        self._stored: dict[int, Trajectory] = {}  # by row of this process, while a generation is made
+        self._stored: dict[int, list[int]] = {}  # tokens by row of this process, while a generation is made
         self._rewards = np.empty(0)  # of all rows of all processes in that generation
         self._mixed = False  # whether any process has a stored answer in the place of a fresh one in it
         self._replays = False  # whether the generation that is trained on replays anything
@@ -88,66 +89,77 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         samples, processes = self.num_generations, self.accelerator.num_processes
         questions = len(inputs) * processes // samples
         plan = plan_generation(self.replay, questions, self.generation, processes // math.gcd(processes, samples))
-        joined = self.replay.select(plan.groups, self._mean_scores)
-        output, groups = self._answer(plan, joined)
-        taken_in = self.replay.take_in(groups, self.generation)
-        settled = self.replay.settles
-        planned = [group for group in groups if not settled or group.question not in plan.fillers]
-        trained, late = self.replay.settle(planned, questions, self.generation)
-        output = self._trained_batch(output, groups, trained)
+        stored = self.replay.select(plan.groups, self._mean_scores)
+        output, batch = self._answer(plan.groups, stored)
+        taken_in = self.replay.take_in(batch, self.generation)
+        left_out = np.isin(batch.question, list(plan.fillers)) & self.replay.settles
+        batch = self.replay.settle(batch, np.flatnonzero(~left_out), questions, self.generation)
+        output = self._trained_batch(output, batch, len(plan.groups))
         self.generation += 1
         if taken_in.note and self.accelerator.is_main_process:
             warnings.warn(taken_in.note, stacklevel=2)
-        self._log_experience(taken_in.pass_rate, sum(map(len, joined)) + len(late))
+        self._log_experience(taken_in.pass_rate, int(batch.replayed.sum()))
         self.control.should_training_stop |= self.replay.finished
         return output
 
-    def _answer(self, plan: Plan, joined: Sequence[Sequence[Selected]]) -> tuple[dict[str, Tensor], list[Group]]:
-        """TRL's batch of K rows for each planned group, and the graded groups, on all processes."""
-        samples = self.num_generations
-        stored = placed(plan.groups, joined, samples)
-        self._mixed = len(stored) > 0
-        of_row = np.repeat([group.question for group in plan.groups], samples)
+    def _answer(self, groups: Sequence[PlannedGroup], stored: StepBatch) -> tuple[dict[str, Tensor], StepBatch]:
+        """TRL's batch of K rows for each planned group, and the graded answers of all processes."""
+        place = placed(groups, stored, self.num_generations)
+        self._mixed = bool((place >= 0).any())
+        of_row = np.repeat([group.question for group in groups], self.num_generations)
         rows = len(of_row) // self.accelerator.num_processes
         first = self.accelerator.process_index * rows
-        self._stored = {i: stored[first + i] for i in range(rows) if first + i in stored}
-        mine = of_row[first : first + rows].tolist()
-        output = super()._generate_and_score_completions([self.train_dataset[question] for question in mine])
+        mine = np.flatnonzero((place >= first) & (place < first + rows))
+        self._stored = {int(place[i]) - first: stored.token[stored.at(i)].tolist() for i in mine}
+        questions = of_row[first : first + rows].tolist()
+        output = super()._generate_and_score_completions([self.train_dataset[question] for question in questions])
         if "old_per_token_logps" not in output:
             output["old_per_token_logps"] = self._log_probs(output)
-        written = gather_object(self._written(output, mine, first))
-        groups = [
-            self.replay.group(group.question, of_group, [row for row in written[start : start + samples] if row])
-            for group, of_group, start in zip(plan.groups, joined, range(0, len(written), samples), strict=True)
-        ]
-        return output, groups
+        parts = gather_object([self._written(output, first)])
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return output, StepBatch(stored.question, **columns).beside(stored)
 
-    def _trained_batch(
-        self, output: dict[str, Tensor], groups: Sequence[Group], trained: Sequence[Group]
-    ) -> dict[str, Tensor]:
-        """This process's share of the groups that are trained on, from TRL's batch of `groups`."""
-        samples, processes, steps = (
-            self.num_generations,
-            self.accelerator.num_processes,
-            self.args.steps_per_generation,
-        )
-        given = self.accelerator.gather(output["advantages"]).tolist()
-        scale = self.args.scale_rewards == "group"
-        of_groups = group_advantages(trained, groups, given, samples, scale_by_std=scale)
-        terms = self.weigher(trained, of_groups)
-        rows = trained_rows(trained, groups, of_groups, terms, samples)
-        self._replays = len(terms) > 0
+    def _written(self, output: dict[str, Tensor], first: int) -> dict[str, np.ndarray]:
+        """The fresh answers of this process as columns of a batch; those that are left out are 0 and False."""
+        rows = np.array([i for i in range(len(output["completion_ids"])) if i not in self._stored], np.int64)
+        names = ("completion_ids", "completion_mask", "old_per_token_logps")
+        ids, mask, log_probs = (output[name].cpu()[rows] for name in names)
+        inside, length = mask.bool(), mask.sum(1).numpy()
+        last = ids.numpy()[np.arange(len(rows)), length - 1]
+        return {
+            "group": (first + rows) // self.num_generations,
+            "length": length,
+            "finished": np.isin(last, self.eos_token_ids) & (length > 0),
+            # What mask_truncated_completions leaves out has no token to learn from.
+            "reward": np.where(length > 0, self._rewards[first + rows], 0.0),
+            "penalty": np.zeros(len(rows)),
+            "step": np.full(len(rows), self.generation),
+            "token": ids[inside].numpy(),
+            "own": np.ones(length.sum(), bool),
+            "old_log_prob": log_probs[inside].float().numpy(),
+        }
+
+    def _trained_batch(self, output: dict[str, Tensor], batch: StepBatch, planned: int) -> dict[str, Tensor]:
+        """This process's share of what is trained on, from TRL's batch of the first `planned` groups."""
+        samples, steps = self.num_generations, self.args.steps_per_generation
+        index, processes = self.accelerator.process_index, self.accelerator.num_processes
+        place = places(batch, planned, samples)
+        given = self.accelerator.gather(output["advantages"]).cpu().numpy()
+        group_advantages(batch, place, given, samples, scale_by_std=self.replay.setting.scale_by_std)
+        batch.fill(ratio_log_prob=batch.old_log_prob.copy())
+        self.weigher(batch)
+        rows = batch.rows_of(batch.trained)
+        self._replays = bool(batch.replayed[rows].any())
         # TRL cuts the rows of a process into equal micro-batches, and compares numbers of all processes row by row.
         per_process = len(output["advantages"])
-        dealt = deal(rows, per_process, processes)
+        dealt = deal(rows, place, per_process, processes)
         size = steps * max(1, math.ceil(max(map(len, dealt)) / steps))
         # Losses that are means over rows or over tokens of a generation do not count those that fill up. (bnpo is a
         # mean over the tokens of each micro-batch, which has them by its mask.)
         self._rows = max(1, len(rows)) / (processes * steps)
-        tokens = sum(len(row.trajectory.response) for row in rows)
-        output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], tokens)
-        index = self.accelerator.process_index
-        return rebuild(output, dealt[index], size, index * per_process, self._collate)
+        output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], int(batch.length[rows].sum()))
+        mine = dealt[index]
+        return rebuild(output, batch.take(mine), place[mine] - index * per_process, size, self._collate)
 
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: dict[str, Any], num_generations: int, **kwargs: Any
@@ -162,14 +174,12 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         rows = [*fresh, *([0] * (most - len(fresh)))]
         fields = {name: [values[i] for i in rows] for name, values in multimodal_fields.items()}
         completions, log_probs = generate([prompt_ids[i] for i in rows], images, fields, 1, **kwargs)
-        by_row = dict(zip(fresh, completions, strict=False))
-        by_row |= {i: row.response.tolist() for i, row in self._stored.items()}
+        by_row = self._stored | dict(zip(fresh, completions, strict=False))
         completions = [by_row[i] for i in range(len(prompt_ids))]
         if log_probs is not None:
             # To TRL None is a token whose sampling probability is unknown: its importance weight is 1.
-            by_row = {i: [None] * len(ids) for i, ids in enumerate(completions)}
-            by_row |= dict(zip(fresh, log_probs, strict=False))
-            log_probs = [by_row[i] for i in range(len(prompt_ids))]
+            of_fresh = dict(zip(fresh, log_probs, strict=False))
+            log_probs = [of_fresh.get(i, [None] * len(ids)) for i, ids in enumerate(completions)]
         return completions, log_probs
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -190,24 +200,6 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             )
         return (log_probs, entropies) if entropy else log_probs
 
-    def _written(self, output: dict[str, Tensor], questions: Sequence[int], first: int) -> list[Trajectory | None]:
-        """The fresh answers of this process, by row; None where a row is replayed."""
-        lengths = output["completion_mask"].sum(1).tolist()
-        ids, log_probs = output["completion_ids"].cpu().numpy(), output["old_per_token_logps"].float().cpu().numpy()
-        rows: list[Trajectory | None] = []
-        for i, (question, length) in enumerate(zip(questions, lengths, strict=True)):
-            row = Trajectory(
-                question=question,
-                response=ids[i, :length].astype(np.int32),
-                log_prob=log_probs[i, :length].astype(np.float32),
-                finished=length > 0 and int(ids[i, length - 1]) in self.eos_token_ids,
-                # What mask_truncated_completions leaves out has no token to learn from.
-                reward=float(self._rewards[first + i]) if length else 0.0,
-                step=self.generation,
-            )
-            rows.append(None if i in self._stored else row)
-        return rows
-
     def _objective(self, inputs: dict[str, Any]) -> Objective:
         objective = super()._objective({name: value for name, value in inputs.items() if name != "tool_mask"})
         term = self.weigher.term
@@ -220,42 +212,41 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     def _mean_rows(self, inputs: dict[str, Any]) -> float:
         return self._rows
 
-    def _mean_scores(self, trajectories: Sequence[Trajectory]) -> list[MeanScore]:
-        """Trajectories are compared at temperature 1, whatever the temperature of sampling."""
-        scores = self._scores(trajectories, 1.0)
-        return [MeanScore(float(score.entropy.mean()), float(-score.log_prob.mean())) for score in scores]
+    def _mean_scores(self, candidates: StepBatch) -> MeanScores:
+        """Stored answers are compared at temperature 1, whatever the temperature of sampling."""
+        return MeanScores.of(candidates, self._scores(candidates, 1.0))
 
-    def _scores(self, trajectories: Sequence[Trajectory], temperature: float) -> list[Score]:
-        """Each trajectory under the current policy, on all processes."""
+    def _scores(self, batch: StepBatch, temperature: float) -> Score:
+        """Of the tokens of a batch under the current policy, on all processes; the batch has them, too."""
         count, size = self.accelerator.num_processes, self.args.per_device_train_batch_size
-        longest_first = sorted(range(len(trajectories)), key=lambda i: -len(trajectories[i].response))
+        longest_first = np.argsort(-batch.length, kind="stable")
         # Every process makes as many passes: they gather parameters together.
-        dealt = longest_first + longest_first[:1] * (-len(longest_first) % count)
+        dealt = np.append(longest_first, np.repeat(longest_first[:1], -len(batch) % count))
         mine = dealt[self.accelerator.process_index :: count]
-        scores: list[tuple[int, Score]] = []
+        passes = []
         for start in range(0, len(mine), size):
-            numbers = mine[start : start + size]
+            rows = mine[start : start + size]
+            inputs = self._collate(batch.take(rows))
             with at_temperature(self._causal_lm(self.model), temperature):
-                both = self._log_probs(self._collate([trajectories[i] for i in numbers]), entropy=True)
-            of_rows = zip(numbers, *(values.float().cpu().numpy() for values in both), strict=True)
-            for i, log_prob, entropy in of_rows:
-                length = len(trajectories[i].response)
-                scores.append((i, Score(log_prob[:length].copy(), entropy[:length].copy())))
-        by_index = dict(gather_object(scores))
-        return [by_index[i] for i in range(len(trajectories))]
+                both = self._log_probs(inputs, entropy=True)
+            passes.append((rows, *(values[inputs["completion_mask"].bool()].float().cpu().numpy() for values in both)))
+        for rows, log_prob, entropy in gather_object(passes):
+            batch.put(rows, log_prob=log_prob, entropy=entropy)
+        return Score(batch.log_prob, batch.entropy)
 
-    def _collate(self, rows: Sequence[Trajectory]) -> dict[str, Tensor]:
-        prompts, _, _ = self._tokenize_prompts([self.train_dataset[row.question]["prompt"] for row in rows])
+    def _collate(self, batch: StepBatch) -> dict[str, Tensor]:
+        questions = batch.question[batch.group].tolist()
+        prompts, _, _ = self._tokenize_prompts([self.train_dataset[question]["prompt"] for question in questions])
         sides = {
             "prompt": ([torch.tensor(ids) for ids in prompts], "left"),
-            "completion": ([torch.from_numpy(row.response).long() for row in rows], "right"),
+            "completion": ([torch.from_numpy(batch.token[batch.at(i)]).long() for i in range(len(batch))], "right"),
         }
-        batch = {}
+        inputs = {}
         for name, (ids, side) in sides.items():
             whole = {"padding_side": side, "pad_to_multiple_of": self.pad_to_multiple_of}
-            batch[f"{name}_ids"] = pad(ids, padding_value=self._tokenizer.pad_token_id, **whole)
-            batch[f"{name}_mask"] = pad([torch.ones_like(one) for one in ids], padding_value=0, **whole)
-        return {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
+            inputs[f"{name}_ids"] = pad(ids, padding_value=self._tokenizer.pad_token_id, **whole)
+            inputs[f"{name}_mask"] = pad([torch.ones_like(one) for one in ids], padding_value=0, **whole)
+        return {name: tensor.to(self.accelerator.device) for name, tensor in inputs.items()}
 
     def _log_experience(self, pass_rate: float, replayed: int) -> None:
         memory = self.replay.memory

@@ -8,117 +8,70 @@ without a token fill up.
 It needs no TRL. K answers per question, N rows of this process, P prompt and C completion tokens.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from exgrpo.train.experience.weighing import Weighed
 from exgrpo.train.policy.batch import advantages
-from exgrpo.train.records import Group, Trajectory
+from exgrpo.train.step_batch import Floats, Ints, StepBatch
 
 Batch = dict[str, Tensor]
 OF_TOKENS = ("completion_ids", "completion_mask", "old_per_token_logps", "sampling_per_token_logps")
 """[N, C] tensors of a batch; `importance_sampling_ratio` is [N, C] or [N, 1]."""
 
 
-class TrainedRow(NamedTuple):
-    """An answer that is trained on.
-
-    Attributes:
-        trajectory: the answer.
-        advantage: as it counts in this generation.
-        term: of a replayed answer; None: it is fresh.
-        place: its row among those of all processes that TRL has; None: TRL does not have it.
-    """
-
-    trajectory: Trajectory
-    advantage: float
-    term: Weighed | None = None
-    place: int | None = None
-
-
-def group_advantages(
-    trained: Sequence[Group], groups: Sequence[Group], given: Sequence[float], samples: int, *, scale_by_std: bool
-) -> list[list[float]]:
-    """The advantages of the rows of each trained group.
-
-    They are TRL's where the group is what TRL takes for one, and its replayed rows count in the mean.
+def places(batch: StepBatch, planned: int, samples: int, before: Ints | int = 0) -> Ints:
+    """[A] the place of each of A answers: its row among those of all processes that TRL has; -1: it is not there.
 
     Args:
-        trained: the groups that are trained on.
-        groups: those that TRL has K rows of, in their order.
-        given: [K len(groups)] TRL's advantages.
+        batch: the answers.
+        planned: TRL has K rows of each of so many groups, the first ones.
+        samples: K.
+        before: [A] how many rows of its group are before those in the batch.
+    """
+    position = np.arange(len(batch)) - np.searchsorted(batch.group, batch.group) + before
+    return np.where((batch.group < planned) & (position < samples), samples * batch.group + position, -1)
+
+
+def group_advantages(batch: StepBatch, place: Ints, given: Floats, samples: int, *, scale_by_std: bool) -> None:
+    """Fill `advantage`: TRL's where a group is what TRL takes for one, and its replayed rows count in the mean.
+
+    Args:
+        batch: graded rows, and the groups that are trained on.
+        place: of each row; see `places`.
+        given: TRL's advantages, by place.
         samples: K.
         scale_by_std: other groups' are divided by the standard deviation of their rewards.
     """
-    own = {
-        id(group): list(given[samples * i : samples * (i + 1)])
-        for i, group in enumerate(groups)
-        if len(group.rows) == samples and not group.stored_advantage
-    }
-    return [own.get(id(group)) or advantages([group], scale_by_std=scale_by_std)[0] for group in trained]
+    advantages(batch, scale_by_std=scale_by_std)
+    counted = np.bincount(batch.group, (place >= 0) & np.isnan(batch.stored_advantage), batch.groups)
+    rows = np.bincount(batch.group, minlength=batch.groups)
+    of_trl = ((rows == samples) & (counted == samples))[batch.group]
+    batch.advantage[of_trl] = given[place[of_trl]]
 
 
-def trained_rows(
-    trained: Sequence[Group],
-    groups: Sequence[Group],
-    of_groups: Sequence[Sequence[float]],
-    terms: Sequence[Weighed],
-    samples: int,
-) -> list[TrainedRow]:
-    """The rows of all trained groups, in their order.
-
-    Args:
-        trained: the groups that are trained on.
-        groups: those that TRL has K rows of: the first K of each.
-        of_groups: the advantages of the rows of each trained group.
-        terms: of all replayed rows of the trained groups, in their order.
-        samples: K.
-    """
-    # An answer of this generation that was stored at once may also be replayed: these are two rows.
-    place = {
-        (id(row), j >= len(group.fresh)): samples * i + j
-        for i, group in enumerate(groups)
-        for j, row in enumerate(group.rows[:samples])
-    }
-    left = iter(terms)
-    rows = []
-    for group, of_group in zip(trained, of_groups, strict=True):
-        for j, (row, advantage) in enumerate(zip(group.rows, of_group, strict=True)):
-            replayed = j >= len(group.fresh)
-            term = next(left) if replayed else None
-            if term is not None and term.advantage is not None:
-                advantage = term.advantage
-            rows.append(TrainedRow(row, advantage, term, place.pop((id(row), replayed), None)))
-    return rows
-
-
-def deal(rows: Sequence[TrainedRow], per_process: int, processes: int) -> list[list[TrainedRow]]:
+def deal(rows: Ints, place: Ints, per_process: int, processes: int) -> list[Ints]:
     """The rows of each process: first those that it has already, in TRL's order, and then those that it adds.
 
     What is added goes to the process with the fewest rows, so that few rows are needed to fill up.
 
     Args:
-        rows: all that is trained on.
+        rows: the numbers of all that are trained on.
+        place: of each row of the batch; see `places`.
         per_process: rows that TRL has on each process.
         processes: their number.
     """
-    dealt: list[list[TrainedRow]] = [[] for _ in range(processes)]
-    for row in sorted(rows, key=lambda row: -1 if row.place is None else row.place):
-        if row.place is not None:
-            dealt[row.place // per_process].append(row)
-    for row in rows:
-        if row.place is None:
-            min(dealt, key=len).append(row)
-    return dealt
+    rows = rows[np.argsort(place[rows], kind="stable")]
+    dealt = [rows[place[rows] // per_process == process].tolist() for process in range(processes)]
+    for row in rows[place[rows] < 0].tolist():
+        min(dealt, key=len).append(row)
+    return [np.array(of_process, np.int64) for of_process in dealt]
 
 
-def rebuild(
-    output: Batch, mine: Sequence[TrainedRow], size: int, first: int, collate: Callable[[Sequence[Trajectory]], Batch]
-) -> Batch:
+def rebuild(output: Batch, mine: StepBatch, place: Ints, size: int, collate: Callable[[StepBatch], Batch]) -> Batch:
     """TRL's batch of this process with the rows that are trained on.
 
     Rows that fill up are copies of the first one without a completion token: they have no loss, no entropy and no part
@@ -126,18 +79,17 @@ def rebuild(
 
     Args:
         output: TRL's batch, with `old_per_token_logps`.
-        mine: the rows of this process, as `deal` gives them.
+        mine: the rows of this process, as `deal` orders them, with all that the loss needs.
+        place: [len(mine)] rows of `output`; below 0: it does not have them.
         size: N, at least len(mine).
-        first: the place of the first row of `output`.
-        collate: answers as `prompt_ids`, `prompt_mask` [A, P], padded on the left, `completion_ids` and
+        collate: A answers as `prompt_ids`, `prompt_mask` [A, P], padded on the left, `completion_ids` and
             `completion_mask` [A, C], padded on the right.
     """
-    kept = [row.place - first for row in mine if row.place is not None]
-    added = [row.trajectory for row in mine if row.place is None]
-    index = torch.tensor([*kept, *([0] * (size - len(kept)))], device=output["completion_ids"].device)
+    kept = place[place >= 0]
+    index = torch.from_numpy(np.pad(kept, (0, size - len(kept)))).to(output["completion_ids"].device)
     batch = {name: tensor[index] if tensor.dim() else tensor for name, tensor in output.items()}
-    if added:
-        _put(batch, collate(added), len(kept))
+    if len(kept) < len(mine):
+        _put(batch, collate(mine.take(place < 0)), len(kept))
     batch["completion_mask"][len(mine) :] = 0
     _put_terms(batch, mine)
     return batch
@@ -166,23 +118,18 @@ def _by_token(batch: Batch) -> bool:
     return ratio is not None and ratio.shape[1] > 1
 
 
-def _put_terms(batch: Batch, mine: Sequence[TrainedRow]) -> None:
-    """Advantages, the log-probs that ratios of replayed rows refer to, and which rows these are."""
-    mask = batch["completion_mask"]
-    replayed = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
-    advantage = torch.zeros_like(batch["advantages"])
-    advantage[: len(mine)] = torch.tensor([row.advantage for row in mine], dtype=advantage.dtype)
-    if any(row.term is not None and row.term.factor is not None for row in mine):
+def _put_terms(batch: Batch, mine: StepBatch) -> None:
+    """Advantages, the log-probs that ratios refer to, and which rows are replayed."""
+    mask, old = batch["completion_mask"], batch["old_per_token_logps"]
+    length, replayed, advantage = (
+        torch.from_numpy(np.pad(values, (0, len(mask) - len(mine)))).to(mask.device)
+        for values in (mine.length, mine.replayed, mine.advantage.astype(np.float32))
+    )
+    inside = torch.arange(mask.shape[1], device=mask.device) < length[:, None]
+    old[inside] = torch.from_numpy(mine.ratio_log_prob).to(old)
+    if mine.has("factor"):
         advantage = advantage[:, None].repeat(1, mask.shape[1])
-    for i, row in enumerate(mine):
-        length = len(row.trajectory.response)
-        if row.term is not None:
-            replayed[i] = True
-            batch["old_per_token_logps"][i, :length] = torch.from_numpy(row.term.reference).to(mask.device)
-            if row.term.factor is not None:
-                advantage[i, :length] *= torch.from_numpy(row.term.factor).to(mask.device)
-        elif row.place is None:
-            batch["old_per_token_logps"][i, :length] = torch.from_numpy(row.trajectory.log_prob).to(mask.device)
+        advantage[inside] *= torch.from_numpy(mine.factor).to(advantage)
     batch["advantages"] = advantage
     batch["replayed"] = replayed
     # TRL's entropies and clip ratios are means over the tokens that this mask leaves: the fresh ones.

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from exgrpo.integrations.trl_batch import places
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
-from exgrpo.train.experience import PlannedGroup, Replay, ReplayState, Selected
-from exgrpo.train.records import Trajectory
+from exgrpo.train.experience import PlannedGroup, Replay, ReplayState
+from exgrpo.train.step_batch import Ints, StepBatch
 
 STATE = "state.json"
 
@@ -68,23 +69,23 @@ def _retired(replay: Replay, wanted: int) -> list[int]:
     return replay.rng.choice(np.flatnonzero(replay.memory.retired), wanted, replace=False).tolist()
 
 
-def placed(groups: Sequence[PlannedGroup], joined: Sequence[Sequence[Selected]], samples: int) -> dict[int, Trajectory]:
-    """The stored answers that take the places of fresh ones, by their rows: the last of the K of their group.
+def placed(groups: Sequence[PlannedGroup], stored: StepBatch, samples: int) -> Ints:
+    """[S] the places of stored answers, which are the last of the K of their group; see `trl_batch.places`.
 
     Raises:
         ValueError: a group has no fresh answer, more than K, or too few answers for its places.
     """
-    stored = {}
-    for i, (group, of_group) in enumerate(zip(groups, joined, strict=True)):
-        if not 1 <= group.fresh <= samples <= group.fresh + len(of_group):
-            raise ValueError(
-                f"compose: question {group.question} has {group.fresh} fresh and {len(of_group)} stored answers; in "
-                f"TRL a group is planned with 1 to {samples} fresh ones, and with stored ones in all places that are "
-                f"left of {samples}; groups of stored answers alone come from its function settle"
-            )
-        for j, one in enumerate(of_group[: samples - group.fresh], group.fresh):
-            stored[samples * i + j] = one.trajectory
-    return stored
+    fresh = np.array([group.fresh for group in groups], np.int64)
+    joined = np.bincount(stored.group, minlength=len(groups))
+    wrong = (fresh < 1) | (fresh > samples) | (fresh + joined < samples)
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise ValueError(
+            f"compose: question {groups[i].question} has {fresh[i]} fresh and {joined[i]} stored answers; in TRL a "
+            f"group is planned with 1 to {samples} fresh ones, and with stored ones in all places that are left of "
+            f"{samples}; groups of stored answers alone come from its function settle"
+        )
+    return places(stored, len(groups), samples, fresh[stored.group])
 
 
 def save_replay(folder: Path, replay: Replay, generation: int) -> None:

@@ -1,9 +1,11 @@
 """Questions in, graded answers out: generation and grading, spread over all ranks."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+from typing import Any
 
 import numpy as np
 
@@ -17,44 +19,26 @@ from exgrpo.train.reward.outcome import Failure, by_kind
 from exgrpo.train.reward.pool import Grader, Grading
 from exgrpo.train.rollout import EngineCounts, Finished, Request, RolloutEngine, Sampling, Stops, text_of, turns_of
 from exgrpo.train.seeds import derive_seed
+from exgrpo.train.step_batch import StepBatch
 from exgrpo.train.turns.conversations import Conversations
 
 
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """A graded rollout.
+@dataclass(frozen=True)
+class Counts:
+    """What it took to answer and to grade.
 
     Attributes:
-        rollout: the tokens.
-        text: what is graded, before the EOS token or stop string.
-        reward: what the verifier gave.
-        key: of its solution, as in `Grades`; 0: it has none.
-        parts: of the reward, as in `Grades`.
-    """
-
-    rollout: Rollout
-    text: str
-    reward: float
-    key: int
-    parts: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class Answers:
-    """The answers to each question, and what it took.
-
-    Attributes:
-        of_question: for each question its answers.
-        timed_out: answers that were graded 0 because grading took too long, over all ranks.
+        answers: how many there are.
+        timed_out: answers that were graded 0 because grading took too long.
         failed: answers graded 0 because the reward function failed.
-        generate_seconds: time in the engine, the slowest rank's.
-        grade_seconds: time in which the grader was still at work after the engine, the slowest rank's.
-        engine: what the engines counted, over all ranks; time asleep is the longest.
+        generate_seconds: time in the engine.
+        grade_seconds: time in which the grader was still at work after the engine.
+        engine: what the engine counted.
         broken: answers that ended because the environment failed; None: there is no environment.
         failures: answers that timed out or failed, by kind.
     """
 
-    of_question: list[list[Answer]]
+    answers: int
     timed_out: int
     failed: int
     generate_seconds: float
@@ -63,10 +47,10 @@ class Answers:
     broken: int | None = None
     failures: tuple[Failure, ...] = ()
 
-    def and_further(self, other: "Answers") -> "Answers":
-        """These, and those to further questions that were asked afterwards."""
-        return Answers(
-            of_question=[*self.of_question, *other.of_question],
+    def __add__(self, other: "Counts") -> "Counts":
+        """These, and those of answers that were asked for afterwards."""
+        return Counts(
+            answers=self.answers + other.answers,
             timed_out=self.timed_out + other.timed_out,
             failed=self.failed + other.failed,
             generate_seconds=self.generate_seconds + other.generate_seconds,
@@ -80,20 +64,22 @@ class Answers:
             failures=by_kind((*self.failures, *other.failures)),
         )
 
+    @classmethod
+    def together(cls, of_ranks: Sequence["Counts"]) -> "Counts":
+        """Those of ranks that work at the same time: of times, the longest one counts."""
+        total = reduce(add, of_ranks)
+        asleep = max(of_rank.engine.asleep_seconds for of_rank in of_ranks)
+        return replace(
+            total,
+            generate_seconds=max(of_rank.generate_seconds for of_rank in of_ranks),
+            grade_seconds=max(of_rank.grade_seconds for of_rank in of_ranks),
+            engine=replace(total.engine, asleep_seconds=asleep),
+        )
+
     @property
     def failed_fraction(self) -> float:
         """Of the answers, those that timed out or failed."""
-        return (self.timed_out + self.failed) / max(sum(map(len, self.of_question)), 1)
-
-    @property
-    def rewards(self) -> np.ndarray:
-        """All rewards, flat."""
-        return np.array([answer.reward for answers in self.of_question for answer in answers])
-
-    @property
-    def rollouts(self) -> list[Rollout]:
-        """All rollouts, flat."""
-        return [answer.rollout for answers in self.of_question for answer in answers]
+        return (self.timed_out + self.failed) / max(self.answers, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +87,9 @@ class Produced:
     """A rank's own answers, all generated and perhaps not yet all graded.
 
     Attributes:
-        positions: of its questions among all.
+        questions: all that are asked, on all ranks.
+        counts: of the answers to each of them.
+        positions: of its own questions among all.
         answers: (answer, text) in the order in which they were finished; empty on ranks that only help an engine.
         grading: knows their rewards, in the same order.
         seconds: in the engine.
@@ -110,6 +98,8 @@ class Produced:
         problem: why the engine could not give all of them; None where it could.
     """
 
+    questions: Sequence[Question]
+    counts: Sequence[int]
     positions: list[int]
     answers: list[tuple[Finished, str]]
     grading: Grading
@@ -151,8 +141,8 @@ class Answerer:
         self._known: set[tuple[str, str]] = set()
         self._untold: list[str] = []
 
-    def answer(self, questions: Sequence[Question], counts: Sequence[int], sampling: Sampling, seed: int) -> Answers:
-        """Sample counts[i] answers to questions[i] and grade them; the result is the same on every rank."""
+    def answer(self, questions: Sequence[Question], counts: Sequence[int], sampling: Sampling, seed: int) -> StepBatch:
+        """Sample counts[i] answers to questions[i] and grade them; see `join`."""
         return self.join(self.produce(questions, counts, sampling, seed))
 
     def produce(self, questions: Sequence[Question], counts: Sequence[int], sampling: Sampling, seed: int) -> Produced:
@@ -190,7 +180,8 @@ class Answerer:
         if self.conversations:
             broken, self.conversations.broken = self.conversations.broken, 0
         positions = [position for position, _ in share]
-        return Produced(positions, answers, grading, seconds, self.engine.counts(), broken, problem)
+        engine = self.engine.counts()
+        return Produced(questions, counts, positions, answers, grading, seconds, engine, broken, problem)
 
     def _generate(self, requests: Sequence[Request], questions: Sequence[Question]) -> Iterator[Finished]:
         if self.conversations:
@@ -205,8 +196,12 @@ class Answerer:
         """With the stop strings of the question's source, if it has any of its own."""
         return sampling if question.stop is None else replace(sampling, stop=Stops(question.stop, self.decode))
 
-    def join(self, produced: Produced) -> Answers:
-        """The answers of all ranks, graded; all ranks call it together.
+    def join(self, produced: Produced) -> StepBatch:
+        """The graded answers of all ranks, the same on every rank; all ranks call it together.
+
+        Returns:
+            a group for each question that was asked, with its answers in the order of samples. Of the columns, those
+            are filled that are known without a policy, and `counts`.
 
         Raises:
             RolloutError: on every rank, where the engine of one failed.
@@ -216,42 +211,36 @@ class Answerer:
         start = time.perf_counter()
         grades = agree(self.world, produced.grading.finish)
         seconds = time.perf_counter() - start
-        cost = (
-            *(grades.timed_out, grades.failed, grades.failures),
-            *(produced.seconds, seconds, produced.engine, produced.broken),
+        counts = Counts(
+            answers=len(produced.answers),
+            timed_out=grades.timed_out,
+            failed=grades.failed,
+            generate_seconds=produced.seconds,
+            grade_seconds=seconds,
+            engine=produced.engine,
+            broken=produced.broken,
+            failures=grades.failures,
         )
-        of_question: dict[int, dict[int, Answer]] = {position: {} for position in produced.positions}
-        of_answers = grades.parts or ({},) * len(grades.reward)
-        graded = zip(produced.answers, grades.reward, grades.key, of_answers, strict=True)
-        for (finished, text), reward, key, parts in graded:
-            position = produced.positions[finished.request]
-            of_question[position][finished.sample] = Answer(finished.rollout, text, reward, key, parts)
-        mine = [
-            (position, [samples[sample] for sample in range(len(samples))])
-            for position, samples in of_question.items()
-            if self.world.rank % self.engine.ranks == 0
+        first_rows = np.cumsum([0, *produced.counts]).tolist()
+        parts = grades.parts or ({},) * len(grades.reward)
+        mine: list[tuple[int, tuple[Any, ...]]] = [
+            (first_rows[produced.positions[one.request]] + one.sample, (one.rollout, text, *graded))
+            for (one, text), *graded in zip(produced.answers, grades.reward, grades.key, parts, strict=True)
         ]
-        of_ranks = zip(*self.world.gather(cost), strict=True)
-        timed_out, failed, failures, generate_seconds, grade_seconds, counts, broken = of_ranks
-        joined = self.world.join(mine)
-        self.tokens += sum(answer.rollout.tokens for answers in joined for answer in answers)
-        found = by_kind(chain.from_iterable(failures))
-        self._untold += [str(one) for one in found if one.kind not in self._known]
-        self._known |= {one.kind for one in found}
-        return Answers(
-            of_question=joined,
-            timed_out=sum(timed_out),
-            failed=sum(failed),
-            generate_seconds=max(generate_seconds),
-            grade_seconds=max(grade_seconds),
-            engine=EngineCounts(
-                prompt_tokens=sum(of_rank.prompt_tokens for of_rank in counts),
-                cached_tokens=sum(of_rank.cached_tokens for of_rank in counts),
-                asleep_seconds=max(of_rank.asleep_seconds for of_rank in counts),
-            ),
-            broken=sum(of_rank or 0 for of_rank in broken) if self.conversations else None,
-            failures=found,
+        counts = Counts.together(self.world.gather(counts))
+        rows = self.world.join(mine)
+        batch = StepBatch.of_rollouts(
+            [question.index for question in produced.questions], produced.counts, [row[0] for row in rows]
         )
+        batch.fill(
+            prompt=[np.array(question.prompt, np.int32) for question in produced.questions],
+            **{name: [row[i] for row in rows] for i, name in enumerate(("text", "reward", "key", "parts"), 1)},
+            counts=counts,
+        )
+        self.tokens += int(np.count_nonzero(batch.own))
+        self._untold += [str(one) for one in counts.failures if one.kind not in self._known]
+        self._known |= {one.kind for one in counts.failures}
+        return batch
 
     def news(self) -> list[str]:
         """A sentence about each kind of failure of a reward that has not been told yet."""

@@ -94,24 +94,19 @@ def preflight(config: Config, answerer: Answerer, questions: Sequence[Question],
         RewardError: on every rank, where the reward of an answer is no number.
     """
     asked = questions[:QUESTIONS]
-    answers = answerer.answer(
-        asked,
-        [1] * len(asked),
-        sampling,
-        derive_seed(config.seed, "preflight"),
-    )
+    batch = answerer.answer(asked, [1] * len(asked), sampling, derive_seed(config.seed, "preflight"))
     given = [
-        Graded(of_question[0].text, question.gold, reward_of(question.reward, config.reward.function))
-        for of_question, question in zip(answers.of_question, asked, strict=True)
+        Graded(text, question.gold, reward_of(question.reward, config.reward.function))
+        for text, question in zip(batch.text, asked, strict=True)
     ]
     formed = [form for form in tell("form", config.reward, given, answerer.world) if form is not None]
     return Preflight(
         answers=len(asked),
-        finished=sum(rollout.finished for rollout in answers.rollouts),
+        finished=int(batch.finished.sum()),
         formed=sum(formed) if len(formed) == len(given) else None,
-        right=int(is_success(answers.rewards, config.reward.success).sum()),
-        equal=len(set(answers.rewards.tolist())) == 1,
+        right=int(is_success(batch.reward, config.reward.success).sum()),
+        equal=len(set(batch.reward.tolist())) == 1,
         rewards=Counter(answer.reward for answer in given),
-        failures=answers.failures,
+        failures=batch.counts.failures,
         example=given[0].response[-SHOWN_CHARACTERS:],
     )

@@ -1,7 +1,9 @@
 """What a run writes down: a record of metrics per step, samples to read, and in the end a report."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import cycle
 
 from rich.console import Console
@@ -14,10 +16,10 @@ from exgrpo.train.errors import OutputError, ReportError, os_errors_as
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.trackers import open_trackers
 from exgrpo.train.model_folder import BEST, EXPORTS, MODEL
-from exgrpo.train.records import Rollout, Trajectory
 from exgrpo.train.report.page import write_report
 from exgrpo.train.rollout import parts_of
 from exgrpo.train.samples import Followed, Sample, SampledAnswer, Writer, read_samples, spread
+from exgrpo.train.step_batch import StepBatch
 from exgrpo.train.steps import StepResult
 
 
@@ -71,37 +73,29 @@ class Recorder:
     def step(self, step: int, result: StepResult) -> None:
         """Write the record of a training step, and some of its groups to read; raises as `record` does."""
         self.record("training", result.metrics)
-        on_main(self._parts.world, lambda: self._write_samples(step, result, self._log) if self._log else None)
+        on_main(self._parts.world, lambda: self._write_samples(step, result.batch, self._log) if self._log else None)
 
-    def _write_samples(self, step: int, result: StepResult, log: RunLog) -> None:
-        shown = spread(len(result.questions), self._parts.config.output.sample_groups)
-        for i in self._followed.choose(result.questions, shown):
-            log.sample(self._sample(step, result, i))
+    def _write_samples(self, step: int, batch: StepBatch, log: RunLog) -> None:
+        shown = spread(batch.groups, self._parts.config.output.sample_groups)
+        for group in self._followed.choose(batch.question.tolist(), shown):
+            log.sample(self._sample(step, batch, group))
 
-    def _sample(self, step: int, result: StepResult, i: int) -> Sample:
-        """The group at a position."""
-        question = self._parts.inputs.train_set.questions[result.questions[i]]
+    def _sample(self, step: int, batch: StepBatch, group: int) -> Sample:
+        question = self._parts.inputs.train_set.questions[batch.question[group]]
         stop = question.stops(self._parts.config.rollout.stop)
-        fresh = [self._answer(answer.rollout, stop, answer.reward) for answer in result.answers.of_question[i]]
-        replayed = [
-            self._answer(row, stop, row.reward, row.step, entropy)
-            for row, entropy in zip(result.replayed[i], result.entropies[i], strict=True)
-        ]
-        followed = question.index in self._followed
-        return Sample(step, question.index, question.text, question.gold, followed, (*fresh, *replayed))
+        answers = tuple(self._answer(batch, row, stop) for row in batch.rows_of([group]).tolist())
+        return Sample(step, question.index, question.text, question.gold, question.index in self._followed, answers)
 
-    def _answer(
-        self,
-        answer: Rollout | Trajectory,
-        stop: tuple[str, ...],
-        reward: float,
-        step: int | None = None,
-        entropy: float | None = None,
-    ) -> SampledAnswer:
+    def _answer(self, batch: StepBatch, row: int, stop: tuple[str, ...]) -> SampledAnswer:
+        answer, reward = batch.answer(row), batch.reward.item(row)
         texts = parts_of(answer, self._parts.answerer.decode, stop)
         writers: cycle[Writer] = cycle(("policy", "environment"))
         parts = tuple(zip(writers, texts, strict=False))
-        return SampledAnswer(parts, reward, answer.finished, len(answer.response), step, entropy)
+        shown = SampledAnswer(parts, reward, answer.finished, len(answer.response))
+        if not batch.replayed[row]:
+            return shown
+        entropy = batch.chosen_entropy.item(row)
+        return replace(shown, replayed_from=batch.step.item(row), entropy=None if math.isnan(entropy) else entropy)
 
     def conclude(self, changes: Sequence[str], console: Console) -> None:
         """Write the report and say what came of the run, on rank 0; the run counts as finished then.

@@ -1,4 +1,4 @@
-"""What passes between the stages of a training step. K answers per question; P prompt, R response tokens."""
+"""Answers as engines give them, what a policy says of their tokens, and what is stored of them. R response tokens."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,34 +11,8 @@ Mask = npt.NDArray[np.bool_]
 Behaviour = Literal["trainer", "engine", "unknown"]
 
 
-class Written:
-    """A response of which an environment may have written some tokens: observations, from which nothing is learnt.
-
-    Attributes:
-        response: [R] token ids.
-        written: [R], whether the policy wrote the token; None: it wrote all of them.
-    """
-
-    response: TokenIds
-    written: Mask | None
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens the policy wrote."""
-        return len(self.response) if self.written is None else int(np.count_nonzero(self.written))
-
-    @property
-    def observed(self) -> Mask | None:
-        """[R] whether an environment wrote the token; None: it wrote none."""
-        return None if self.written is None else ~self.written
-
-    def own(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Those of [R] values that belong to tokens of the policy."""
-        return values if self.written is None else values[self.written]
-
-
 @dataclass(frozen=True, eq=False)
-class Rollout(Written):
+class Rollout:
     """One sampled answer.
 
     Attributes:
@@ -62,11 +36,11 @@ class Rollout(Written):
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """A response under a policy, token by token; 0 of observations.
+    """The T response tokens of a batch under a policy; 0 of observations.
 
     Attributes:
-        log_prob: [R] fp32 log-probability of each token, at the temperature that was asked for.
-        entropy: [R] fp32 entropy in nats where the token was predicted, at the same temperature.
+        log_prob: [T] fp32 log-probability of each token, at the temperature that was asked for.
+        entropy: [T] fp32 entropy in nats where the token was predicted, at the same temperature.
     """
 
     log_prob: npt.NDArray[np.float32]
@@ -74,7 +48,7 @@ class Score:
 
 
 @dataclass(frozen=True, eq=False)
-class Trajectory(Written):
+class Trajectory:
     """A graded answer with the log-probabilities of the policy that wrote it.
 
     Attributes:
@@ -103,9 +77,13 @@ class Trajectory(Written):
     written: Mask | None = None
 
     @property
-    def net_reward(self) -> float:
-        """What counts in advantages."""
-        return self.reward - self.penalty
+    def observed(self) -> Mask | None:
+        """[R] whether an environment wrote the token; None: it wrote none."""
+        return None if self.written is None else ~self.written
+
+    def own(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Those of [R] values that belong to tokens of the policy."""
+        return values if self.written is None else values[self.written]
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from exgrpo.train.experience import ExperienceConfig, MeanScore, Replay
+from exgrpo.train.experience import ExperienceConfig, MeanScores, PlannedGroup, Replay
 from exgrpo.train.objective.settings import ObjectiveConfig
-from exgrpo.train.records import Group, Score, Trajectory
+from exgrpo.train.records import Rollout
 from exgrpo.train.replayed import Weigher
+from exgrpo.train.step_batch import Floats, StepBatch
 
 STEPS = 6
 QUESTIONS, BATCH = 12, 4
@@ -40,17 +41,17 @@ def rehearse(experience: ExperienceConfig, objective: ObjectiveConfig, samples: 
         scale_by_std=objective.scale_by_std,
         leave_one_out=objective.baseline == "leave_one_out",
     )
-    weigher = Weigher(objective, success, made_up.scores, one_update=False)
+    weigher = Weigher(objective, success, made_up.log_probs, one_update=False)
     for step in range(1, STEPS + 1):
         planned = replay.plan(BATCH, step)
-        joined = replay.select(planned, made_up.mean_scores)
-        groups = [
-            replay.group(one.question, of_group, made_up.answers(one.question, one.fresh, step))
-            for one, of_group in zip(planned, joined, strict=True)
-        ]
-        replay.take_in(groups, step)
-        trained, _ = replay.settle(groups, BATCH, step)
-        weigher(trained, [_advantages(group) for group in trained])
+        stored = replay.select(planned, made_up.mean_scores)
+        batch = made_up.answers(planned, step).beside(stored)
+        replay.take_in(batch, step)
+        batch = replay.settle(batch, np.arange(batch.groups), BATCH, step)
+        counts = np.isnan(batch.stored_advantage)
+        advantage = batch.net_reward - batch.mean(batch.net_reward, counts)[batch.group]
+        batch.fill(advantage=np.where(counts, advantage, batch.stored_advantage))
+        weigher(batch)
 
 
 class _MadeUp:
@@ -60,28 +61,28 @@ class _MadeUp:
         self.rng = np.random.default_rng(0)
         self.rewards = (success - 1, success)
 
-    def answers(self, question: int, count: int, step: int) -> list[Trajectory]:
-        return [self._answer(question, step) for _ in range(count)]
+    def answers(self, planned: Sequence[PlannedGroup], step: int) -> StepBatch:
+        """The fresh answers of a step."""
+        counts = [group.fresh for group in planned]
+        rows = sum(counts)
+        lengths = self.rng.integers(1, LONGEST + 1, rows)
+        rollouts = [Rollout(self.rng.integers(0, 100, length).astype(np.int32), finished=True) for length in lengths]
+        batch = StepBatch.of_rollouts([group.question for group in planned], counts, rollouts)
+        batch.fill(
+            prompt=[np.array([group.question], np.int32) for group in planned],
+            reward=self.rng.choice(self.rewards, rows),
+            key=self.rng.integers(1, 5, rows),
+            penalty=np.zeros(rows),
+            step=np.full(rows, step),
+            behaviour=np.zeros(rows),
+            text=[""] * rows,
+            parts=[{} for _ in range(rows)],
+            old_log_prob=self.log_probs(batch),
+        )
+        return batch
 
-    def _answer(self, question: int, step: int) -> Trajectory:
-        length = int(self.rng.integers(1, LONGEST + 1))
-        response = self.rng.integers(0, 100, length).astype(np.int32)
-        reward = float(self.rng.choice(self.rewards))
-        key = int(self.rng.integers(1, 5))
-        return Trajectory(question, response, self._log_probs(length), True, reward, step, key=key)
+    def log_probs(self, batch: StepBatch) -> Floats:
+        return -self.rng.exponential(size=len(batch.token)).astype(np.float32)
 
-    def _log_probs(self, length: int) -> np.ndarray:
-        return -self.rng.exponential(size=length).astype(np.float32)
-
-    def scores(self, rows: Sequence[Trajectory]) -> list[Score]:
-        return [Score(self._log_probs(len(row.response)), self._log_probs(len(row.response))) for row in rows]
-
-    def mean_scores(self, rows: Sequence[Trajectory]) -> list[MeanScore]:
-        return [MeanScore(*self.rng.exponential(size=2).tolist()) for _ in rows]
-
-
-def _advantages(group: Group) -> list[float]:
-    """As without a divisor."""
-    counted = group.fresh if group.stored_advantage else group.rows
-    mean = sum(row.net_reward for row in counted) / max(len(counted), 1)
-    return [*(row.net_reward - mean for row in counted), *group.stored_advantage]
+    def mean_scores(self, batch: StepBatch) -> MeanScores:
+        return MeanScores(*self.rng.exponential(size=(2, len(batch))))

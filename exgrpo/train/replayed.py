@@ -1,24 +1,17 @@
 """The terms of replayed answers in the loss, by the function `objective.weigh`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from exgrpo.train.config import Config
 from exgrpo.train.experience import rules
-from exgrpo.train.experience.weighing import (
-    PRESENT,
-    Floats,
-    ReplayedAnswer,
-    Weighed,
-    WeighOptions,
-    declared,
-)
+from exgrpo.train.experience.weighing import PRESENT, Weigh, WeighOptions, declared
 from exgrpo.train.objective.settings import ObjectiveConfig
-from exgrpo.train.records import Group, Score, Trajectory
+from exgrpo.train.step_batch import Floats, StepBatch
 
-ScoreRows = Callable[[Sequence[Trajectory]], Sequence[Score]]
-"""Trajectories to their scores under the policy before the update, at the rollout temperature."""
+ScoreRows = Callable[[StepBatch], Floats]
+"""The log-probs [T] of a batch under the policy before the update, at the rollout temperature."""
 
 
 class Weigher:
@@ -46,7 +39,7 @@ class Weigher:
         *,
         one_update: bool,
     ) -> None:
-        self._weigh = rules.find("weigh", objective.weigh)
+        self._weigh: Weigh = rules.find("weigh", objective.weigh)
         self.term, self._present = declared(self._weigh, objective.weigh)
         self._one_update = one_update
         self._score = score
@@ -62,28 +55,31 @@ class Weigher:
         """With the options of a run."""
         return cls(config.objective, config.reward.success, score, one_update=config.optimizer.steps_per_batch == 1)
 
-    def __call__(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Weighed]:
-        """The terms of all replayed answers of the groups that are trained on, in their order.
+    def __call__(self, batch: StepBatch) -> None:
+        """Put the terms of the replayed rows that are trained on: `ratio_log_prob`, `factor` and `advantage`.
 
         Raises:
             ConfigError: the function gives something else, or numbers that would spoil the update.
         """
-        rows = [row for group in groups for row in group.replayed]
-        of_rows = [
-            advantage
-            for group, of_group in zip(groups, advantages, strict=True)
-            for advantage in of_group[len(group.fresh) :]
-        ]
-        answers = [
-            ReplayedAnswer(row.log_prob, advantage, row.reward, present)
-            for row, advantage, present in zip(rows, of_rows, self._log_probs(rows), strict=True)
-        ]
-        return list(self._weigh(answers, self._options))
+        rows = batch.rows_of(batch.trained)
+        rows = rows[batch.replayed[rows]]
+        if not len(rows):
+            return
+        weighed = self._weigh(self._read(batch.take(rows)), self._options)
+        batch.put(rows, ratio_log_prob=weighed.reference)
+        if weighed.factor is not None:
+            if not batch.has("factor"):
+                batch.fill(factor=np.ones(len(batch.token), np.float32))
+            batch.put(rows, factor=weighed.factor)
+        if weighed.advantage is not None:
+            batch.advantage[rows] = weighed.advantage
 
-    def _log_probs(self, rows: Sequence[Trajectory]) -> Sequence[Floats | None]:
-        """[R] of each answer under the policy before the update, where the function needs them."""
-        if self._present is None or not rows:
-            return [None] * len(rows)
-        if self._present == "reference" and self._one_update:
-            return [np.full_like(row.log_prob, PRESENT) for row in rows]
-        return [score.log_prob for score in self._score(rows)]
+    def _read(self, replayed: StepBatch) -> StepBatch:
+        """With the log-probs of the policy before the update where the function needs them, and only there."""
+        if self._present is None:
+            vars(replayed).pop("log_prob", None)
+        elif self._present == "reference" and self._one_update:
+            replayed.fill(log_prob=np.full(len(replayed.token), PRESENT))
+        else:
+            replayed.fill(log_prob=self._score(replayed))
+        return replayed

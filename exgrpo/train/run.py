@@ -198,10 +198,10 @@ class Run:
             result.metrics["weight_gap"] = self._check_weights()
         self.recorder.step(self.step, result)
         display.step(result.metrics)
-        unsound = self.soundness.observe(result.answers, result.applied)
+        unsound = self.soundness.observe(result.batch.counts, result.applied)
         for note in filter(None, (*result.notes, *self.answerer.news(), unsound, crowded)):
             display.say(note)
-        if problem := self.soundness.problem(result.answers):
+        if problem := self.soundness.problem(result.batch.counts):
             if self.config.checkpoint.every:
                 self._save()
             raise HaltError(f"{problem}. The run has {self.way_on()}")

@@ -1,16 +1,13 @@
 """Scores of fresh answers under the policy before the update, computed no more often than they must be."""
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from exgrpo.train.config import Config
-from exgrpo.train.policy.batch import TokenSequence
-from exgrpo.train.policy.mismatch import Floats
+from exgrpo.train.metrics.work import Reading, together
 from exgrpo.train.policy.zero3 import Policy
-from exgrpo.train.records import Rollout, Score
+from exgrpo.train.step_batch import Floats, Ints, StepBatch
 
 EXACT = 1e-5
 """Nats. An engine whose log-probs are as near to the trainer's on average knows the trainer's scores: a
@@ -19,26 +16,26 @@ SAMPLED = 1 / 32
 """Share of a step's answers that the trainer scores itself to find out, at least two."""
 
 
-@dataclass(frozen=True, eq=False)
-class FreshScores:
-    """How the policy before the update sees the fresh answers of a step.
+class Scored(NamedTuple):
+    """How the scores of a step's fresh answers became known.
 
     Attributes:
-        scores: of all of them. Where only the update will know them, log-probs are inf, which stands for the policy
-            itself, and entropies are no number.
-        known: whether they are known.
-        scored: what the trainer has read for that.
-        compared: fp32 log-probs of the trainer and of the engine, of the tokens of each answer that both have scored.
+        known: whether they are; else the update will know them.
+        read: what the trainer has read for that.
+        trainer: fp32 log-probs of the trainer, of the tokens that both it and the engine have scored.
+        engine: those of the engine.
     """
 
-    scores: list[Score]
     known: bool
-    scored: Sequence[TokenSequence]
-    compared: list[tuple[Floats, Floats]]
+    read: list[Reading]
+    trainer: Floats
+    engine: Floats
 
 
 class FreshScorer:
     """Takes scores from where they are known: the engine, the only optimiser step, or a pass of their own.
+
+    They are the columns `log_prob` and `entropy` of a batch; where the trainer is the writer, `old_log_prob`, too.
 
     Args:
         config: the run.
@@ -50,6 +47,7 @@ class FreshScorer:
         self.policy = policy
         self.temperature = config.rollout.temperature
         self.same_arithmetic = config.policy.dtype == "fp32"
+        self.by_trainer = config.rollout.behaviour == "trainer"
         # The only optimiser step sees the policy before it, and where every row has a gradient it reads all of them.
         # Weights by the engine's log-probs, and plans of steps ahead, need the scores before.
         self.own_forward = (
@@ -58,58 +56,51 @@ class FreshScorer:
             and config.objective.entropy_coef > 0
             and config.objective.train_on == "all"
             and not config.objective.overlong_filter
-            and config.rollout.behaviour == "trainer"
+            and self.by_trainer
             and not config.rollout.ahead
         )
 
-    def before(self, sequences: Sequence[TokenSequence], rollouts: Sequence[Rollout]) -> FreshScores:
-        """Scores before the update, of the answers as the policy reads them and as the engine gave them.
+    def before(self, batch: StepBatch) -> Scored:
+        """Scores before the update.
 
         An engine with the trainer's arithmetic has computed them in sampling. Whether it has is looked at in each step,
         on answers from all over the step.
         """
-        of_engine = [
-            Score(rollout.log_prob, rollout.entropy)
-            for rollout in rollouts
-            if rollout.log_prob is not None and rollout.entropy is not None
-        ]
-        if self.same_arithmetic and len(of_engine) == len(rollouts):
-            places = np.linspace(0, len(rollouts) - 1, max(2, int(SAMPLED * len(rollouts)))).round().astype(int)
-            sampled = [sequences[i] for i in places]
-            compared = _compared(self.policy.score(sampled, self.temperature), [rollouts[i] for i in places])
-            if np.abs(np.concatenate([ours - theirs for ours, theirs in compared])).mean() <= EXACT:
-                return FreshScores(of_engine, True, sampled, compared)
+        fresh = np.flatnonzero(batch.fresh)
+        at = batch.places(fresh)
+        by_engine = batch.engine_log_prob[at], batch.engine_entropy[at]
+        if self.same_arithmetic and not np.isnan(by_engine).any():
+            places = np.linspace(0, len(fresh) - 1, max(2, int(SAMPLED * len(fresh)))).round().astype(int)
+            part = batch.take(fresh[places])
+            trainer, engine = _both(part, self.policy.score(part, self.temperature).log_prob)
+            if np.abs(trainer - engine).mean() <= EXACT:
+                self._put(batch, fresh, *by_engine)
+                return Scored(True, together(part), trainer, engine)
         if self.own_forward:
-            return FreshScores([_present(len(rollout.response)) for rollout in rollouts], False, (), [])
-        return self._by_a_pass(sequences, rollouts)
+            nothing = np.empty(0, np.float32)
+            return Scored(False, [], nothing, nothing)
+        return self._by_a_pass(batch, fresh)
 
-    def after(
-        self, of_update: Mapping[int, Score], sequences: Sequence[TokenSequence], rollouts: Sequence[Rollout]
-    ) -> FreshScores:
-        """Scores that were not known before the update.
+    def after(self, batch: StepBatch) -> Scored:
+        """Scores that were not known before the update, from the only optimiser step if there was one."""
+        fresh = np.flatnonzero(batch.fresh)
+        if not batch.has("log_prob"):
+            return self._by_a_pass(batch, fresh)  # under the same weights
+        at = batch.places(fresh)
+        self._put(batch, fresh, batch.log_prob[at], batch.entropy[at])
+        return Scored(True, [], *_both(batch.take(fresh), batch.log_prob[at]))
 
-        Args:
-            of_update: what the only optimiser step has computed, by `id` of the response; empty where there was none.
-            sequences: all fresh answers.
-            rollouts: the same.
-        """
-        if not of_update:
-            return self._by_a_pass(sequences, rollouts)  # under the same weights
-        scores = [of_update[id(rollout.response)] for rollout in rollouts]
-        return FreshScores(scores, True, (), _compared(scores, rollouts))
+    def _by_a_pass(self, batch: StepBatch, fresh: Ints) -> Scored:
+        part = batch.take(fresh)
+        score = self.policy.score(part, self.temperature)
+        self._put(batch, fresh, score.log_prob, score.entropy)
+        return Scored(True, together(part), *_both(part, score.log_prob))
 
-    def _by_a_pass(self, sequences: Sequence[TokenSequence], rollouts: Sequence[Rollout]) -> FreshScores:
-        scores = self.policy.score(sequences, self.temperature)
-        return FreshScores(scores, True, sequences, _compared(scores, rollouts))
-
-
-def _compared(scores: Sequence[Score], rollouts: Sequence[Rollout]) -> list[tuple[Floats, Floats]]:
-    return [
-        (rollout.own(score.log_prob), rollout.own(rollout.log_prob))
-        for score, rollout in zip(scores, rollouts, strict=True)
-        if rollout.log_prob is not None
-    ]
+    def _put(self, batch: StepBatch, fresh: Ints, log_prob: Floats, entropy: Floats) -> None:
+        batch.put(fresh, log_prob=log_prob, entropy=entropy, **({"old_log_prob": log_prob} if self.by_trainer else {}))
 
 
-def _present(length: int) -> Score:
-    return Score(np.full(length, math.inf, np.float32), np.full(length, math.nan, np.float32))
+def _both(part: StepBatch, log_prob: Floats) -> tuple[Floats, Floats]:
+    """Log-probs of the trainer and of the engine, of the policy's tokens for which the engine gave one."""
+    known = part.own & ~np.isnan(part.engine_log_prob)
+    return log_prob[known], part.engine_log_prob[known]

@@ -1,12 +1,12 @@
-"""What the parts of a training step give each other, and what the step leaves."""
+"""What a training step begins with, and what it leaves."""
 
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from exgrpo.train.answers import Answers, Produced
-from exgrpo.train.experience import PlannedGroup, Selected
+from exgrpo.train.answers import Produced
+from exgrpo.train.experience import PlannedGroup
 from exgrpo.train.metrics.work import Work
-from exgrpo.train.records import Trajectory
+from exgrpo.train.step_batch import StepBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,20 +15,14 @@ class StepResult:
 
     Attributes:
         metrics: plain numbers by name, as written to metrics.jsonl.
-        questions: index of the question of each group; those that replay come last.
-        answers: the fresh answers of each group.
-        replayed: the replayed trajectories of each group.
-        entropies: mean token entropy in nats of each of them when it was chosen; None where nobody asked for it.
+        batch: all answers of the step; groups of stored answers alone come last.
         work: what the model read and wrote, by phase.
         notes: sentences that a person should read.
         applied: of each optimiser step, whether it was taken: its gradient was finite.
     """
 
     metrics: dict[str, float]
-    questions: list[int]
-    answers: Answers
-    replayed: list[tuple[Trajectory, ...]]
-    entropies: list[tuple[float | None, ...]]
+    batch: StepBatch
     work: Work
     notes: tuple[str, ...] = ()
     applied: tuple[bool, ...] = ()
@@ -40,18 +34,3 @@ class PlannedStep:
 
     groups: list[PlannedGroup]
     produced: Future[Produced] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """What a step has asked and been answered.
-
-    Attributes:
-        questions: index of the question of each group.
-        joined: the stored answers that join each group.
-        answers: the fresh ones.
-    """
-
-    questions: list[int]
-    joined: list[list[Selected]]
-    answers: Answers

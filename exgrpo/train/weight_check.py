@@ -6,11 +6,11 @@ import numpy as np
 
 from exgrpo.train.distributed import fail_together
 from exgrpo.train.errors import RolloutError, WeightMismatchError
-from exgrpo.train.policy.batch import TokenSequence
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout import Request, RolloutEngine, Sampling, collect
 from exgrpo.train.seeds import derive_seed
+from exgrpo.train.step_batch import StepBatch
 
 # Mean absolute difference of token log-probs. Two right fp32 paths differ by about 1e-6 and two bf16 ones by about
 # 1e-2 (their logits are rounded to 8 bits of mantissa); a weight that did not arrive costs tenths and more.
@@ -53,16 +53,9 @@ def check_engine(
     fail_together(world, problem)
     pairs = [(prompt, r) for prompt, rs in zip(prompts, answers, strict=True) for r in rs]
     everything = [pair for of_rank in world.gather(pairs) for pair in of_rank]
-    scores = policy.score(
-        [TokenSequence(prompt, r.response) for prompt, r in everything],
-        sampling.temperature,
-    )
-    gaps = [
-        np.abs(score.log_prob - r.log_prob)
-        for (_, r), score in zip(everything, scores, strict=True)
-        if r.log_prob is not None
-    ]
-    gap = float(np.concatenate(gaps).mean())
+    batch = StepBatch.of_answers([prompt for prompt, _ in everything], [r for _, r in everything])
+    gaps = np.abs(policy.score(batch, sampling.temperature).log_prob - batch.engine_log_prob)
+    gap = float(gaps[batch.by_token(np.array([r.log_prob is not None for _, r in everything]))].mean())
     if not gap <= TOLERANCE[dtype]:
         engine.wake()  # asleep, it may have no weights
         differing = world.gather(engine.differing(policy.weights()))

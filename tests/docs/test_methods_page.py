@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from exgrpo.train.experience.units import Units
-from exgrpo.train.experience.weighing import ReplayedAnswer
-from exgrpo.train.records import Group, Trajectory
+from exgrpo.train.step_batch import StepBatch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
-TAKEN = {"units": Units, "answer": ReplayedAnswer, "group": Group, "row": Trajectory}
-"""What functions take, or find in it, by the name that the page gives it."""
+TAKEN = {"units": Units, "batch": StepBatch}
+"""What functions take, by the name that the page gives it."""
 
 
 def table(name):

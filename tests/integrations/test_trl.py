@@ -1,5 +1,6 @@
 """ExGRPO in TRL, on written answers: what is replayed, the loss of mixed batches, checkpoints and refusals."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from trl import GRPOTrainer
 from exgrpo.integrations import trl_loss
 from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
 from exgrpo.train.errors import ConfigError
+from exgrpo.train.experience import PlannedGroup
+from exgrpo.train.step_batch import StepBatch
 from tests.integrations.trl_trainers import (
     ACCUMULATION,
     COMPLETION,
@@ -36,9 +39,14 @@ class WrittenExGRPO(ExGRPOTrainer, WrittenAnswers):
 
     outputs: list[dict[str, Any]]
 
+    def _answer(self, groups: Sequence[PlannedGroup], stored: StepBatch) -> tuple[dict[str, Any], StepBatch]:
+        answers = super()._answer(groups, stored)
+        self.past = {row: (ids, stored.old_log_prob[stored.at(i)]) for i, (row, ids) in enumerate(self._stored.items())}
+        return answers
+
     def _generate_and_score_completions(self, inputs: list) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
-        self.outputs = [*getattr(self, "outputs", []), {**output, "stored": dict(self._stored)}]
+        self.outputs = [*getattr(self, "outputs", []), {**output, "stored": self.past}]
         return output
 
 
@@ -56,11 +64,11 @@ def test_replayed_rows_carry_the_past_policy_and_share_the_mean(tmp_path: Path, 
     assert logs[3]["experience/replayed"] > 0
     assert trainer.asked == sum(16 - log["experience/replayed"] for log in logs[:4])
     for output in trainer.outputs:
-        for row, stored in output["stored"].items():
-            length = len(stored.response)
-            assert output["completion_ids"][row, :length].tolist() == stored.response.tolist()
+        for row, (ids, log_prob) in output["stored"].items():
+            length = len(ids)
+            assert output["completion_ids"][row, :length].tolist() == ids
             assert output["completion_mask"][row].sum() == length
-            np.testing.assert_array_equal(output["old_per_token_logps"][row, :length].numpy(), stored.log_prob)
+            np.testing.assert_array_equal(output["old_per_token_logps"][row, :length].numpy(), log_prob)
             group = output["advantages"].view(-1, 4)[row // 4]
             successes = 1 - group[row % 4].item()  # the mean of four rewards, of which the replayed one is 1
             assert group.sum().item() == pytest.approx(0, abs=1e-6)
@@ -71,12 +79,13 @@ def test_replayed_rows_carry_the_past_policy_and_share_the_mean(tmp_path: Path, 
 def test_trajectories_are_compared_at_temperature_1_and_stored_at_that_of_sampling(tmp_path: Path, model: Path) -> None:
     trainer = exgrpo(tmp_path, model, max_steps=4, temperature=0.5, learning_rate=0.0)
     trainer.train()
-    stored = trainer.replay.memory.all_trajectories()
-    assert stored
+    table = trainer.replay.memory.table
+    stored = table.answers(table.rows(), np.arange(len(table)), table.column("question"))
+    assert len(stored)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-    for row, (entropy, nll) in zip(stored, trainer._mean_scores(stored), strict=True):
-        prompt = tokenizer()(trainer.train_dataset[row.question]["prompt"])["input_ids"]
-        response = torch.from_numpy(row.response).long()
+    for row, (entropy, nll) in enumerate(zip(*trainer._mean_scores(stored), strict=True)):
+        prompt = tokenizer()(trainer.train_dataset[int(stored.question[row])]["prompt"])["input_ids"]
+        response = torch.from_numpy(stored.token[stored.at(row)]).long()
         with torch.no_grad():
             logits = plain(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
         full = logits.log_softmax(-1)
@@ -84,7 +93,7 @@ def test_trajectories_are_compared_at_temperature_1_and_stored_at_that_of_sampli
         assert entropy == pytest.approx(float(-(full.exp() * full).sum(-1).mean()), abs=2e-5)
         assert nll == pytest.approx(float(-full.gather(1, response[:, None]).mean()), abs=2e-5)
         sampled = (logits / 0.5).log_softmax(-1).gather(1, response[:, None])[:, 0]
-        np.testing.assert_allclose(row.log_prob, sampled.numpy(), atol=5e-5)
+        np.testing.assert_allclose(stored.old_log_prob[stored.at(row)], sampled.numpy(), atol=5e-5)
 
 
 @pytest.mark.parametrize("keep", [False, True])

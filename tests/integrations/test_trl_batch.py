@@ -1,30 +1,23 @@
 """The batch that is trained on, from the one that TRL generated, on written tensors; without TRL."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.integrations.trl_batch import Batch, TrainedRow, deal, rebuild
-from exgrpo.train.experience.weighing import Weighed
-from exgrpo.train.records import Trajectory
+from exgrpo.integrations.trl_batch import Batch, deal, group_advantages, places, rebuild
+from exgrpo.train.step_batch import StepBatch
+from tests.train.batches import Row, make_batch
 
 PAD = 0
 
 
-def answer(*ids: int) -> Trajectory:
-    log_prob = -np.array(ids, np.float32) / 100
-    return Trajectory(0, np.array(ids, np.int32), log_prob, True, 1.0, 0)
-
-
-def collate(rows: Sequence[Trajectory]) -> Batch:
+def collate(batch: StepBatch) -> Batch:
     """A prompt of three tokens for every answer."""
-    width = max(len(row.response) for row in rows)
-    completions = [[*row.response.tolist(), *([PAD] * (width - len(row.response)))] for row in rows]
-    prompts = torch.tensor([[7, 8, 9]] * len(rows))
-    ids = torch.tensor(completions)
+    width = batch.length.max()
+    answers = [batch.token[batch.at(row)].tolist() for row in range(len(batch))]
+    prompts = torch.tensor([[7, 8, 9]] * len(batch))
+    ids = torch.tensor([[*answer, *([PAD] * (width - len(answer)))] for answer in answers])
     return {
         "prompt_ids": prompts,
         "prompt_mask": torch.ones_like(prompts),
@@ -34,7 +27,7 @@ def collate(rows: Sequence[Trajectory]) -> Batch:
 
 
 def generated() -> Batch:
-    """Three answers of 2, 1 and 2 tokens to prompts of 2, 1 and 1 tokens, at places 3, 4 and 5."""
+    """Three answers of 2, 1 and 2 tokens to prompts of 2, 1 and 1 tokens."""
     return {
         "prompt_ids": torch.tensor([[1, 2], [PAD, 3], [PAD, 4]]),
         "prompt_mask": torch.tensor([[1, 1], [0, 1], [0, 1]]),
@@ -48,10 +41,13 @@ def generated() -> Batch:
 
 
 def test_rows_leave_and_join_and_fill_up() -> None:
-    stored = answer(21, 22, 23)
-    weighed = Weighed(np.array([-0.5, np.inf, -0.25], np.float32), np.array([1, 0, 2], np.float32))
-    mine = [TrainedRow(answer(14, 15), -0.25, place=5), TrainedRow(stored, 0.75, weighed)]
-    batch = rebuild(generated(), mine, 4, 3, collate)
+    mine = make_batch(
+        [(0, [Row(response=(14, 15)), Row(response=(21, 22, 23), replayed=True)])],
+        advantage=[-0.25, 0.75],
+        ratio_log_prob=[-4, -5, -0.5, np.inf, -0.25],
+        factor=[1, 1, 1, 0, 2],
+    )
+    batch = rebuild(generated(), mine, np.array([2, -4]), 4, collate)
     assert batch["prompt_ids"][:2].tolist() == [[0, 0, 4], [7, 8, 9]]
     assert batch["prompt_mask"][:2].tolist() == [[0, 0, 1], [1, 1, 1]]
     assert batch["completion_ids"][:2].tolist() == [[14, 15, PAD], [21, 22, 23]]
@@ -67,33 +63,55 @@ def test_rows_leave_and_join_and_fill_up() -> None:
 
 def test_weights_of_whole_answers_stay_so() -> None:
     output = {**generated(), "importance_sampling_ratio": torch.tensor([[0.5], [0.6], [0.7]])}
-    batch = rebuild(output, [TrainedRow(answer(21, 22, 23), 1.0, Weighed(np.zeros(3, np.float32)))], 1, 3, collate)
+    stored = Row(response=(21, 22, 23), replayed=True)
+    mine = make_batch([(0, [stored])], advantage=[1.0], ratio_log_prob=np.zeros(3))
+    batch = rebuild(output, mine, np.array([-1]), 1, collate)
     assert batch["importance_sampling_ratio"].tolist() == [[1.0]]
     assert batch["advantages"].tolist() == [1.0]
 
 
 def test_a_batch_that_stays_as_it_is() -> None:
-    rows = [answer(11, 12), answer(13), answer(14, 15)]
-    advantages = [0.5, -0.5, 0.0]
-    mine = [TrainedRow(row, a, place=3 + i) for i, (row, a) in enumerate(zip(rows, advantages, strict=True))]
-    batch, output = rebuild(generated(), mine, 3, 3, collate), generated()
+    rows = [Row(response=(11, 12)), Row(response=(13,)), Row(response=(14, 15))]
+    mine = make_batch([(0, rows)], advantage=[0.5, -0.5, 0.0], ratio_log_prob=[-1.0, -2.0, -3.0, -4.0, -5.0])
+    batch, output = rebuild(generated(), mine, np.arange(3), 3, collate), generated()
     for name, tensor in output.items():
         assert torch.equal(batch[name], tensor)
     assert not batch["replayed"].any()
 
 
+def test_a_place_is_that_of_the_first_answers_of_a_group_that_was_planned() -> None:
+    fresh, stored = Row(), Row(replayed=True)
+    batch = make_batch([(0, [fresh, fresh]), (1, [fresh, stored, stored]), (2, []), (3, [fresh]), (4, [stored])])
+    assert places(batch, 4, 2).tolist() == [0, 1, 2, 3, -1, 6, -1]
+
+
+def test_advantages_of_trl_stay_where_the_group_is_as_trl_takes_it() -> None:
+    won, lost = Row(1.0), Row(0.0)
+    joined = Row(1.0, replayed=True, stored_advantage=0.75)
+    groups = {
+        "as it is": ([won, lost], [5.0, -5.0]),
+        "with a replayed answer": ([won, Row(0.0, replayed=True)], [6.0, -6.0]),
+        "with a stored advantage": ([won, joined], [0.0, 0.75]),
+        "longer": ([won, lost, Row(1.0, replayed=True)], [1 / 3, -2 / 3, 1 / 3]),
+        "of stored answers alone": ([Row(1.0, replayed=True), Row(0.0, replayed=True)], [0.5, -0.5]),
+    }
+    batch = make_batch([(0, rows) for rows, _ in groups.values()])
+    given_by_trl = np.array([5, -5, 6, -6, 7, -7, 8, -8], np.float32)
+    group_advantages(batch, places(batch, 4, 2), given_by_trl, 2, scale_by_std=False)
+    expected = [advantage for _, of_group in groups.values() for advantage in of_group]
+    np.testing.assert_allclose(batch.advantage, expected, atol=1e-6)
+
+
 @given(st.lists(st.integers(0, 11), unique=True), st.integers(0, 20), st.sampled_from([1, 2, 3, 4]))
 def test_rows_stay_where_they_are_and_others_go_where_there_is_room(
-    places: list[int], added: int, processes: int
+    kept: list[int], added: int, processes: int
 ) -> None:
-    kept = [TrainedRow(answer(1), 0.0, place=place) for place in places]
-    rows = [*kept, *(TrainedRow(answer(2), 0.0) for _ in range(added))]
+    place = np.array([*kept, *([-1] * added)], np.int64)
     per_process = 12 // processes
-    dealt = deal(rows, per_process, processes)
-    own = [sorted(place for place in places if place // per_process == process) for process in range(processes)]
+    dealt = deal(np.arange(len(place)), place, per_process, processes)
+    own = [sorted(one for one in kept if one // per_process == process) for process in range(processes)]
     for of_process, expected in zip(dealt, own, strict=True):
-        assert [row.place for row in of_process[: len(expected)]] == expected
-        assert all(row.place is None for row in of_process[len(expected) :])
-    assert sum(map(len, dealt)) == len(rows)
+        assert place[of_process].tolist() == [*expected, *([-1] * (len(of_process) - len(expected)))]
+    assert sorted(np.concatenate(dealt)) == list(range(len(place)))
     # No process is longer than the fairest share, unless it was so from the start.
-    assert max(map(len, dealt)) <= max(*map(len, own), -(-len(rows) // processes), 0)
+    assert max(map(len, dealt)) <= max(*map(len, own), -(-len(place) // processes), 0)

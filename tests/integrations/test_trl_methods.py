@@ -23,9 +23,9 @@ from exgrpo.integrations.trl import ExGRPOConfig
 from exgrpo.integrations.trl_loss import Objective
 from exgrpo.train.config import ExperienceConfig, ObjectiveConfig
 from exgrpo.train.experience import rules
-from exgrpo.train.policy.batch import advantages, build_rows
-from exgrpo.train.records import Group, Score, Trajectory
+from exgrpo.train.policy.batch import advantages, weigh_fresh
 from exgrpo.train.replayed import Weigher
+from exgrpo.train.step_batch import StepBatch
 from tests.integrations.trl_methods import METHODS, Recorded, Row, trainer_of
 from tests.integrations.trl_trainers import COMPLETION, reward, tokenizer
 
@@ -158,35 +158,34 @@ def test_terms_of_replayed_answers_are_those_of_exgrpo_train(tmp_path: Path, mod
     checked = []
     inside = trainer._trained_batch
 
-    def compared(output: Any, groups: Sequence[Group], trained: Sequence[Group]) -> dict[str, Any]:
+    def compared(output: Any, batch: StepBatch, planned: int) -> dict[str, Any]:
         plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
         plain.load_state_dict(trainer.model.state_dict())
-        batch = inside(output, groups, trained)
-        checked.append(assert_as_in_train(trainer, batch, trained, plain))
-        return batch
+        expected = batch.take(np.arange(len(batch)))
+        expected.fill(trained=batch.trained)
+        inputs = inside(output, batch, planned)
+        checked.append(assert_as_in_train(trainer, inputs, expected, plain))
+        return inputs
 
     trainer._trained_batch = compared
     trainer.train()
     assert checked[-1] > 0
 
 
-def assert_as_in_train(trainer: Recorded, batch: dict[str, Any], trained: Sequence[Group], plain: Any) -> int:
+def assert_as_in_train(trainer: Recorded, inputs: dict[str, Any], batch: StepBatch, plain: Any) -> int:
     """Compare with the rows of `exgrpo.train`, on scores by plain torch in float64; returns how many are replayed."""
 
-    def prompt(question: int) -> np.ndarray:
-        return np.array(tokenizer()(trainer.train_dataset[question]["prompt"])["input_ids"], np.int32)
-
-    def score(rows: Sequence[Trajectory]) -> list[Score]:
-        scores = []
-        for row in rows:
-            ids = torch.tensor([[*prompt(row.question), *row.response]])
+    def score(rows: StepBatch) -> np.ndarray:
+        log_probs = []
+        for row, question in enumerate(rows.question[rows.group].tolist()):
+            prompt = tokenizer()(trainer.train_dataset[question]["prompt"])["input_ids"]
+            response = torch.from_numpy(rows.token[rows.at(row)]).long()
             with torch.no_grad():
-                full = plain(ids).logits[0, -len(row.response) - 1 : -1].log_softmax(-1)
-            own = full.gather(1, ids[0, -len(row.response) :, None])[:, 0].float().numpy()
-            scores.append(Score(own, own))
-        return scores
+                full = plain(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            log_probs.append(full.gather(1, response[:, None])[:, 0].float().numpy())
+        return np.concatenate(log_probs)
 
-    args, of_groups = trainer.args, advantages(trained)
+    args = trainer.args
     objective = ObjectiveConfig(
         weigh=args.weigh,
         beta=args.replay_beta,
@@ -195,28 +194,29 @@ def assert_as_in_train(trainer: Recorded, batch: dict[str, Any], trained: Sequen
         coefficient=args.coefficient,
     )
     weigher = Weigher(objective, 1.0, score, one_update=False)
-    rows = build_rows(trained, of_groups, prompt, replayed=weigher(trained, of_groups))
-    found = trainer._objective(batch)
-    assert_term(found, batch, weigher.term, args.replay_beta)
+    advantages(batch)
+    batch.fill(log_prob=batch.old_log_prob.copy())  # fresh answers were written by the policy before the update
+    weigh_fresh(batch)
+    weigher(batch)
+    found = trainer._objective(inputs)
+    assert_term(found, inputs, weigher.term, args.replay_beta)
+    lengths, replayed = inputs["completion_mask"].sum(1).tolist(), inputs["replayed"].tolist()
     place = {
-        (tuple(ids[:length]), replayed): i
-        for i, (ids, length, replayed) in enumerate(
-            zip(
-                batch["completion_ids"].tolist(),
-                batch["completion_mask"].sum(1).tolist(),
-                batch["replayed"].tolist(),
-                strict=True,
-            )
+        (tuple(ids[:length]), of_row): i
+        for i, (ids, length, of_row) in enumerate(
+            zip(inputs["completion_ids"].tolist(), lengths, replayed, strict=True)
         )
     }
-    for row in (row for of_group in rows for row in of_group):
-        i, length = place[tuple(row.response.tolist()), row.replayed], len(row.response)
-        np.testing.assert_allclose(found.old_log_prob[i, :length].numpy(), row.old_log_prob, atol=1e-5)
-        advantage = batch["advantages"][i]
+    rows = batch.rows_of(batch.trained)
+    for row in rows:
+        at, length = batch.at(row), batch.length[row]
+        i = place[tuple(batch.token[at].tolist()), bool(batch.replayed[row])]
+        np.testing.assert_allclose(found.old_log_prob[i, :length].numpy(), batch.ratio_log_prob[at], atol=1e-5)
+        advantage = inputs["advantages"][i]
         advantage = advantage[:length] if advantage.dim() else advantage.expand(length)
-        weight = np.ones(length) if row.weight is None else row.weight
-        np.testing.assert_allclose(advantage.numpy(), row.advantage * weight, atol=1e-5)
-    return sum(row.replayed for of_group in rows for row in of_group)
+        factor = batch.factor[at] if batch.has("factor") else 1.0
+        np.testing.assert_allclose(advantage.numpy(), batch.advantage[row] * factor, atol=1e-5)
+    return int(batch.replayed[rows].sum())
 
 
 def assert_term(found: Objective, batch: dict[str, Any], term: str, beta: float) -> None:

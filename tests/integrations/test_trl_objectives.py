@@ -1,6 +1,5 @@
 """The objectives of the trainer against TRL's own losses, on the same answers and the same model."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,12 @@ from trl import GRPOTrainer
 
 from exgrpo.train.objective.settings import SURROGATES, ObjectiveConfig
 from exgrpo.train.policy.attention import PACKED
-from exgrpo.train.policy.batch import TrainingRow, build_minibatches
+from exgrpo.train.policy.batch import build_minibatches
 from exgrpo.train.policy.layout import Layout, Packed, Padded
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
+from exgrpo.train.records import Rollout
+from exgrpo.train.step_batch import StepBatch
 from tests.integrations.test_trl_loss import batch
 from tests.integrations.trl_trainers import ACCUMULATION, COMPLETION, grpo, outcome
 
@@ -48,19 +49,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def rows_of(inputs: dict[str, Tensor]) -> list[TrainingRow]:
-    """The rows of a batch of TRL."""
+def batch_of(inputs: dict[str, Tensor], *, compared: bool) -> StepBatch:
+    """The rows of a batch of TRL, beside a reference or not."""
     prompts, answers = inputs["prompt_mask"].bool(), inputs["completion_mask"].bool()
-    return [
-        TrainingRow(
-            inputs["prompt_ids"][i][prompts[i]].numpy().astype(np.int32),
-            inputs["completion_ids"][i][answers[i]].numpy().astype(np.int32),
-            inputs["old_per_token_logps"][i][answers[i]].numpy(),
-            float(inputs["advantages"][i]),
-            reference_log_prob=inputs["ref_per_token_logps"][i][answers[i]].numpy(),
-        )
-        for i in range(len(prompts))
-    ]
+    rows = range(len(prompts))
+    ids, prompt_ids = (inputs[name].numpy().astype(np.int32) for name in ("completion_ids", "prompt_ids"))
+    batch = StepBatch.of_answers(
+        [prompt_ids[i][prompts[i]] for i in rows], [Rollout(ids[i][answers[i]], finished=True) for i in rows]
+    )
+    batch.fill(
+        trained=np.arange(batch.groups),
+        learnt=np.ones(len(batch), bool),
+        advantage=inputs["advantages"],
+        ratio_log_prob=inputs["old_per_token_logps"][answers],
+    )
+    if compared:
+        batch.fill(reference_log_prob=inputs["ref_per_token_logps"][answers])
+    return batch
 
 
 @pytest.mark.parametrize("layout", [Padded(), Packed()], ids=["padded", "packed"])
@@ -82,17 +87,13 @@ def test_an_objective_is_that_of_trl(tmp_path: Path, model: Path, name: str, lay
     expected = outcome(trainer, inputs)
 
     objective = ObjectiveConfig(entropy_coef=0.0, **ours)
-    rows = rows_of(inputs)
-    (minibatch,) = build_minibatches([rows], 1, np.random.default_rng(0), objective, COMPLETION)
-    if not objective.kl_coef:
-        minibatch = dataclasses.replace(
-            minibatch, rows=tuple(dataclasses.replace(row, reference_log_prob=None) for row in minibatch.rows)
-        )
+    rows = batch_of(inputs, compared=objective.kl_coef > 0)
+    (minibatch,) = build_minibatches(rows, 1, np.random.default_rng(0), objective, COMPLETION)
     policy_model.set_attn_implementation(PACKED if isinstance(layout, Packed) else "sdpa")
     surrogate = SURROGATES.find(objective.surrogate)
     terms = LossTerms.of(objective, minibatch, surrogate, clip=True, term="shaped", ranks=1, temperature=1.0)
     policy = PolicyModel(policy_model)
-    result = policy(layout.rows(minibatch.rows, torch.device("cpu")), terms)
+    result = policy(layout.rows(minibatch.batch, torch.device("cpu")), terms)
     result.loss.backward()
     gradient = torch.cat([parameter.grad.double().flatten() for parameter in policy_model.parameters()])
     # TRL divides what it accumulates, of the loss type cispo by another number. Both are in fp32.

@@ -3,28 +3,31 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from exgrpo.integrations.trl_batch import places
 from exgrpo.integrations.trl_replay import STATE, load_replay, placed, plan_generation, save_replay
 from exgrpo.train.checkpoint.store import read_checked, write_checked
 from exgrpo.train.config import ExperienceConfig
-from exgrpo.train.experience import PlannedGroup, Replay, Selected
-from exgrpo.train.records import Group, Trajectory
+from exgrpo.train.experience import PlannedGroup, Replay
+from exgrpo.train.step_batch import StepBatch
+from tests.train.batches import Row, make_batch
 
 
-def group(question: int, rewards: list[float], *, generation: int = 0) -> Group:
-    rows = [
-        Trajectory(question, np.array([question, i], np.int32), np.zeros(2, np.float32), True, reward, generation)
-        for i, reward in enumerate(rewards)
-    ]
-    return Group(question, tuple(rows))
+def graded(groups: dict[int, list[float]], *, generation: int = 0) -> StepBatch:
+    """Fresh answers with these rewards, by question."""
+    return make_batch(
+        [
+            (question, [Row(reward, (question, i), 0.0, step=generation) for i, reward in enumerate(rewards)])
+            for question, rewards in groups.items()
+        ]
+    )
 
 
 def test_a_generation_keeps_its_size_when_few_questions_are_left() -> None:
     replay = Replay(ExperienceConfig(start_pass_rate=0.0), questions=6, samples=2, seed=0)
-    replay.take_in([group(question, [1.0, 1.0]) for question in range(4)], 0)
-    replay.take_in([group(4, [1.0, 0.0])], 1)
+    replay.take_in(graded({question: [1.0, 1.0] for question in range(4)}), 0)
+    replay.take_in(graded({4: [1.0, 0.0]}), 1)
     plan = plan_generation(replay, 4, 2)
     assert plan.groups[-1] == PlannedGroup(4, 1, choose=1)
     assert plan.groups[0] == PlannedGroup(5, 2)
@@ -39,7 +42,7 @@ def test_a_generation_keeps_its_size_when_few_questions_are_left() -> None:
 def test_every_process_has_as_many_rows(compose: str, retired: int) -> None:
     options = ExperienceConfig(start_pass_rate=0.0, compose=compose, prioritise="random", ratio=0.75)
     replay = Replay(options, questions=12, samples=3, seed=0)
-    replay.take_in([group(question, [float(question < retired)] * 3) for question in range(12)], 0)
+    replay.take_in(graded({question: [float(question < retired)] * 3 for question in range(12)}), 0)
     plan = plan_generation(replay, 4, 2, multiple=4)  # 12 rows are a multiple of 4 processes, 9 or 3 are not
     asked = [one.question for one in plan.groups]
     assert len(asked) == len(set(asked)) == {"buffer": 4, "bapo": 8}[compose]
@@ -50,28 +53,31 @@ def test_every_process_has_as_many_rows(compose: str, retired: int) -> None:
 def test_more_questions_than_there_are_are_not_asked() -> None:
     options = ExperienceConfig(start_pass_rate=0.0, compose="bapo", prioritise="random", ratio=0.75)
     replay = Replay(options, questions=7, samples=3, seed=0)
-    replay.take_in([group(question, [0.0, 0.0, 0.0]) for question in range(7)], 0)
+    replay.take_in(graded({question: [0.0, 0.0, 0.0] for question in range(7)}), 0)
     plan = plan_generation(replay, 4, 2, multiple=4)
     assert len(plan.groups) == 4
     assert not plan.fillers
 
 
 def test_stored_answers_take_the_last_places() -> None:
-    one, other, third = (Selected(group(i, [1.0]).fresh[0], None, 1, 0.0) for i in range(3))
     groups = [PlannedGroup(0, 3), PlannedGroup(1, 1, choose=2), PlannedGroup(2, 3, choose=1)]
-    assert placed(groups, [[], [one, other], [third]], 3) == {4: one.trajectory, 5: other.trajectory}
+    joined = Row(replayed=True)
+    stored = make_batch([(0, []), (1, [joined, joined]), (2, [joined])])
+    place = placed(groups, stored, 3)
+    assert place.tolist() == [4, 5, -1]
+    batch = make_batch([(group.question, [Row()] * group.fresh) for group in groups]).beside(stored)
+    assert places(batch, 3, 3)[batch.replayed].tolist() == place.tolist()
 
 
 @pytest.mark.parametrize("planned", [PlannedGroup(7, 0, choose=3), PlannedGroup(7, 4), PlannedGroup(7, 1, choose=1)])
 def test_groups_that_tensors_cannot_hold_are_refused(planned: PlannedGroup) -> None:
-    one = Selected(group(7, [1.0]).fresh[0], None, 1, 0.0)
     with pytest.raises(ValueError, match="compose: question 7 has .* 1 to 3 fresh ones"):
-        placed([planned], [[one] * planned.choose], 3)
+        placed([planned], make_batch([(7, [Row(replayed=True)] * planned.choose)]), 3)
 
 
 def test_a_saved_state_goes_on_with_the_same_draws(tmp_path: Path) -> None:
     replay, other = (Replay(ExperienceConfig(start_pass_rate=0.0), 20, 4, seed) for seed in (0, 1))
-    replay.take_in([group(question, [1.0, 0.0, 0.0, 1.0]) for question in range(8)], 0)
+    replay.take_in(graded({question: [1.0, 0.0, 0.0, 1.0] for question in range(8)}), 0)
     replay.plan(8, 1)
     save_replay(tmp_path, replay, 1)
     assert load_replay(tmp_path, other) == 1
@@ -104,24 +110,24 @@ def test_experience_of_other_questions_is_refused(tmp_path: Path) -> None:
 
 def test_ages_are_counted_in_generations_and_go_on_after_a_resume(tmp_path: Path) -> None:
     replay, other = (Replay(ExperienceConfig(start_pass_rate=0.0, max_age=2), 4, 2, seed=0) for _ in range(2))
-    replay.take_in([group(0, [1.0, 0.0])], 0)
-    replay.take_in([group(1, [0.0, 0.0], generation=1)], 1)
+    replay.take_in(graded({0: [1.0, 0.0]}), 0)
+    replay.take_in(graded({1: [0.0, 0.0]}, generation=1), 1)
     save_replay(tmp_path, replay, 2)
     generation = load_replay(tmp_path, other)
     for one in (replay, other):
         assert generation == 2
         assert len(one.memory) == 1, "two generations old when the next one is planned"
-        one.take_in([group(1, [0.0, 0.0], generation=2)], generation)
+        one.take_in(graded({1: [0.0, 0.0]}, generation=2), generation)
         assert len(one.memory) == 0
 
 
 def test_a_misfit_of_rewards_is_told_once_whatever_is_resumed(tmp_path: Path) -> None:
     replay, resumed = (Replay(ExperienceConfig(start_pass_rate=0.3), 300, 2, 0, success=1.0) for _ in range(2))
-    groups = [group(question, [0.9, 0.1]) for question in range(150)]
-    pass_rate, note = replay.take_in(groups, 0)
+    batch = graded({question: [0.9, 0.1] for question in range(150)})
+    pass_rate, note = replay.take_in(batch, 0)
     assert pass_rate == 0
     assert note is not None
     assert "set success to it" in note
     save_replay(tmp_path, replay, 1)
     load_replay(tmp_path, resumed)
-    assert resumed.take_in(groups, 1) == replay.take_in(groups, 1) == (0, None)
+    assert resumed.take_in(batch, 1) == replay.take_in(batch, 1) == (0, None)

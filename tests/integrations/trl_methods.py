@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
-from exgrpo.train.records import Trajectory
+from exgrpo.train.experience import PlannedGroup
+from exgrpo.train.step_batch import StepBatch
 from tests.integrations.trl_trainers import WrittenAnswers, options, questions, reward, tokenizer
 
 K, B = 4, 4
@@ -46,19 +47,18 @@ class Written(NamedTuple):
 class Recorded(ExGRPOTrainer, WrittenAnswers):
     """Written answers; what was written in each generation, and what came to the loss, are kept."""
 
-    def _written(self, output: dict[str, Any], asked: Sequence[int], first: int) -> list[Trajectory | None]:
-        rows = super()._written(output, asked, first)
+    def _answer(self, groups: Sequence[PlannedGroup], stored: StepBatch) -> tuple[dict[str, Any], StepBatch]:
+        output, batch = super()._answer(groups, stored)
         self.log_probs = getattr(self, "log_probs", {})
-        self.history = getattr(self, "history", [])
-        self.losses = getattr(self, "losses", [])
-        self.log_probs |= {(row.question, tuple(row.response)): row.log_prob for row in rows if row}
-        groups = []
-        for start in range(0, len(rows), K):
-            answers = [(row.question, tuple(row.response.tolist())) for row in rows[start : start + K] if row]
-            groups.append(Written(asked[start], answers, reward([list(ids) for _, ids in answers])))
-        self.history.append(groups)
-        self.losses.append([])
-        return rows
+        written = []
+        for number, group in enumerate(groups):
+            rows = np.flatnonzero(batch.fresh & (batch.group == number))
+            answers = [(group.question, tuple(batch.token[batch.at(row)].tolist())) for row in rows]
+            self.log_probs |= {one: batch.old_log_prob[batch.at(row)] for one, row in zip(answers, rows, strict=True)}
+            written.append(Written(group.question, answers, reward([list(ids) for _, ids in answers])))
+        self.history = [*getattr(self, "history", []), written]
+        self.losses = [*getattr(self, "losses", []), []]
+        return output, batch
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         log_prob, loss = self._log_probs(inputs), super()._compute_loss(model, inputs)

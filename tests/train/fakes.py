@@ -10,13 +10,14 @@ import torch
 from exgrpo.train.answers import Answerer
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.experience.weighing import Term
-from exgrpo.train.policy.batch import MiniBatch, TokenSequence
+from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.ratios import BINS
 from exgrpo.train.policy.update import UpdateStats
 from exgrpo.train.records import Rollout, Score, TokenIds
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.reward.worker import hashed
 from exgrpo.train.rollout import EngineCounts, Finished, Request
+from exgrpo.train.step_batch import StepBatch
 
 EOS = 1
 RIGHT = 7
@@ -127,18 +128,18 @@ class RecordingPolicy:
         self.learning_rate = 1e-3
         self.updates: list[tuple[MiniBatch, bool]] = []
         self.terms: list[str] = []
-        self.scored: list[tuple[list[TokenSequence], float]] = []
+        self.scored: list[tuple[StepBatch, float]] = []
 
-    def score(self, sequences: Sequence[TokenSequence], temperature: float) -> list[Score]:
-        self.scored.append((list(sequences), temperature))
-        return [fake_score(one.response, self.version, temperature) for one in sequences]
+    def score(self, batch: StepBatch, temperature: float) -> Score:
+        self.scored.append((batch, temperature))
+        return fake_score(batch.token, self.version, temperature)
 
     def update(
         self, minibatch: MiniBatch, objective, *, clip: bool, term: Term = "shaped", keep_scores: bool = False
     ) -> UpdateStats:
         self.updates.append((minibatch, clip))
         self.terms.append(term)
-        scores = tuple(fake_score(row.response, self.version) for row in minibatch.rows) if keep_scores else ()
+        scores = fake_score(minibatch.batch.token, self.version) if keep_scores else None
         self.version += 1
         counts = torch.zeros(2, BINS, dtype=torch.int64)
         return UpdateStats(0.0, 1.0, self.version % 3 != 0, 0.0, 1.0, 1.0, 1.0, 1.0, 0, counts, scores)

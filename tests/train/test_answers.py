@@ -1,15 +1,18 @@
 """From questions to graded answers: texts keep what is not EOS, results keep their order."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 import pytest
 import torch
 
-from exgrpo.train.answers import Answerer
+from exgrpo.train.answers import Answerer, Counts
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import RewardError, RolloutError
 from exgrpo.train.records import Rollout
+from exgrpo.train.reward.outcome import Failure
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.rollout import EngineCounts, Finished, Sampling, Stops
 from tests.train.fakes import EOS, LoneWorld, question_set
@@ -80,19 +83,19 @@ def answering(engine, grader):
 
 
 def test_only_the_final_eos_token_is_left_out_of_the_text():
-    answers = answering(FixedEngine([]), KeepingGrader()).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
+    batch = answering(FixedEngine([]), KeepingGrader()).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
     # A cut answer keeps all its tokens, even one that is spelled like EOS.
-    assert [[a.text for a in of_question] for of_question in answers.of_question] == [["5 mm", "5 mm<|im_end|>"]] * 2
+    assert batch.text.tolist() == ["5 mm", "5 mm<|im_end|>"] * 2
 
 
 def test_what_is_graded_ends_before_the_stop_string_and_the_rollout_behind_it():
     grader = KeepingGrader()
     sampling = Sampling(3, stop=Stops(("\nQuestion:",), spell))
-    answers = answering(StoppedEngine([]), grader).answer(QUESTIONS, [2, 2], sampling, seed=0)
+    batch = answering(StoppedEngine([]), grader).answer(QUESTIONS, [2, 2], sampling, seed=0)
     # The first of two line breaks is the answer's.
-    assert [[a.text for a in of_question] for of_question in answers.of_question] == [["5 mm\n", "5 mm"]] * 2
+    assert batch.text.tolist() == ["5 mm\n", "5 mm"] * 2
     assert sorted(grader.seen) == ["5 mm", "5 mm", "5 mm\n", "5 mm\n", "finish"]
-    assert [a.rollout.response.tolist() for a in answers.of_question[0]] == [[3, 4, STOP], [3, 4, EOS]]
+    assert batch.token.tolist() == [3, 4, STOP, 3, 4, EOS] * 2
 
 
 def test_a_source_may_have_stop_strings_of_its_own():
@@ -106,20 +109,25 @@ def test_a_source_may_have_stop_strings_of_its_own():
 
     questions = [QUESTIONS[0], dataclasses.replace(QUESTIONS[1], stop=(" mm",))]
     sampling = Sampling(3, stop=Stops(("\nQuestion:",), spell))
-    answers = answering(Watched([]), KeepingGrader()).answer(questions, [2, 2], sampling, seed=0)
+    batch = answering(Watched([]), KeepingGrader()).answer(questions, [2, 2], sampling, seed=0)
     assert seen == [("\nQuestion:",), (" mm",)]
-    assert [[a.text for a in of_question] for of_question in answers.of_question] == [["5 mm\n", "5 mm"], ["5", "5"]]
+    assert batch.text.tolist() == ["5 mm\n", "5 mm", "5", "5"]
 
 
 def test_answers_are_graded_as_they_finish_and_stand_in_the_order_of_samples():
     grader = KeepingGrader()
     grader.seen = happened = []
-    answers = answering(FixedEngine(happened), grader).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
+    batch = answering(FixedEngine(happened), grader).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
     assert happened == ["wake", *["5 mm<|im_end|>"] * 2, *["5 mm"] * 2, "sleep", "finish"]
-    assert [[a.reward for a in of_question] for of_question in answers.of_question] == [[2, 0], [3, 1]]
-    assert [[a.key for a in of_question] for of_question in answers.of_question] == [[20, 0], [30, 10]]
-    assert (answers.timed_out, answers.failed) == (2, 1)
-    assert answers.engine == EngineCounts(prompt_tokens=8, cached_tokens=6)
+    assert batch.question.tolist() == [0, 1]
+    assert batch.group.tolist() == [0, 0, 1, 1]
+    assert [prompt.tolist() for prompt in batch.prompt] == [[0, 2], [1, 2]]
+    assert batch.reward.tolist() == [2, 0, 3, 1]
+    assert batch.key.tolist() == [20, 0, 30, 10]
+    assert batch.finished.tolist() == [True, False] * 2
+    assert (batch.counts.answers, batch.counts.timed_out, batch.counts.failed) == (4, 2, 1)
+    assert batch.counts.failed_fraction == 3 / 4
+    assert batch.counts.engine == EngineCounts(prompt_tokens=8, cached_tokens=6)
 
 
 def test_answers_have_the_parts_of_their_rewards():
@@ -127,8 +135,62 @@ def test_answers_have_the_parts_of_their_rewards():
         def finish(self):
             return dataclasses.replace(super().finish(), parts=tuple({"form": float(i)} for i in range(4)))
 
-    answers = answering(FixedEngine([]), WithParts()).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
-    assert [[a.parts["form"] for a in of_question] for of_question in answers.of_question] == [[2, 0], [3, 1]]
+    batch = answering(FixedEngine([]), WithParts()).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
+    assert [parts["form"] for parts in batch.parts] == [2, 0, 3, 1]
+
+
+class Numbering(FixedEngine):
+    """Answers with the number of the question and that of the sample."""
+
+    def generate(self, requests):
+        for i, request in enumerate(requests):
+            for sample in reversed(range(request.count)):
+                ids = np.array([request.prompt[0], sample], np.int32)
+                yield Finished(i, sample, Rollout(ids, finished=False))
+
+
+class Marking(KeepingGrader):
+    def finish(self):
+        marks = [int(text.replace(" ", "")) for text in self.seen]
+        return Grades(tuple(map(float, marks)), timed_out=1, failed=0, key=tuple(marks))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_answers_of_all_ranks_stand_in_the_order_of_questions_and_samples(size):
+    met, given = Barrier(size), [None] * size
+
+    @dataclasses.dataclass(frozen=True)
+    class Rank(World):
+        def gather(self, value):
+            given[self.rank] = value
+            met.wait(10)
+            found = list(given)
+            met.wait(10)
+            return found
+
+    def answered(rank):
+        world = Rank(rank, size, torch.device("cpu"), control=None)
+        answerer = Answerer(Numbering([]), Marking(), lambda ids: " ".join(map(str, ids)), world)
+        batch = answerer.answer(question_set(4).questions, [1, 3, 0, 2], Sampling(3), seed=0)
+        assert answerer.tokens == 12
+        return batch
+
+    with ThreadPoolExecutor(size) as ranks:
+        for batch in ranks.map(answered, range(size)):
+            assert batch.group.tolist() == [0, 1, 1, 1, 3, 3]
+            assert batch.token.tolist() == [0, 0, 1, 0, 1, 1, 1, 2, 3, 0, 3, 1]
+            assert batch.text.tolist() == ["0 0", "1 0", "1 1", "1 2", "3 0", "3 1"]
+            assert batch.reward.tolist() == batch.key.tolist() == [0, 10, 11, 12, 30, 31]
+            assert (batch.counts.answers, batch.counts.timed_out) == (6, size)
+
+
+def test_counts_add_up_and_ranks_wait_for_the_slowest():
+    late, wrong = (Failure("r", cause, "q", "g", "a", 1) for cause in ("late", "KeyError: 1"))
+    one = Counts(4, 1, 0, 2.0, 0.5, EngineCounts(8, 6, 1.0), 1, (late,))
+    other = Counts(6, 1, 2, 1.0, 0.75, EngineCounts(4, 1, 3.0), 2, (wrong, late))
+    failures = (dataclasses.replace(late, count=2), wrong)
+    assert one + other == Counts(10, 2, 2, 3.0, 1.25, EngineCounts(12, 7, 4.0), 3, failures)
+    assert Counts.together([one, other]) == Counts(10, 2, 2, 2.0, 0.75, EngineCounts(12, 7, 3.0), 3, failures)
 
 
 def test_an_engine_that_fails_is_told_when_the_ranks_meet():

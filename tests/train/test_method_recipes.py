@@ -62,15 +62,13 @@ def test_every_method_drives_the_loop(name):
     )
     memory = trainer.replay.memory
     if name in TRACED:
-        for trace in traces(20):
-            memory.table.add(trace, Origin())
-        memory.count[::2] = 1
+        memory.fill(traces(20), [Origin()] * 10, dict.fromkeys(range(0, 20, 2), 1))
     results = [trainer.step(step) for step in range(1, 7)]
     replayed = sum(result.metrics["replayed"] for result in results)
     assert (replayed > 0) == (name not in WITHOUT_ANSWERS)
     assert trainer.policy.updates
     if name in TRACED:
-        assert {row.step for result in results for rows in result.replayed for row in rows} == {0}
+        assert {step for result in results for step in result.batch.step[result.batch.replayed]} == {0}
         assert memory.trajectory_count == 10
     if name == "dynamic_sampling":
         assert all(result.metrics["idle_group_fraction"] == 0 for result in results)

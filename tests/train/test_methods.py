@@ -12,8 +12,10 @@ import pytest
 from exgrpo.train import early
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import rules
+from exgrpo.train.step_batch import OF_ROW, OF_TOKEN
+from tests.train.batches import rows_of
 from tests.train.configs import configured
-from tests.train.trainers import K, make
+from tests.train.trainers import K, make, updated
 
 QUESTIONS = 24
 SKILL = {question: (0.0, 0.25, 0.5, 1.0)[question % 4] for question in range(QUESTIONS)}
@@ -58,13 +60,6 @@ def same(a: dict, b: dict) -> bool:
     return list(a) == list(b) and all(a[name] == b[name] or (math.isnan(a[name]) and math.isnan(b[name])) for name in a)
 
 
-def rows_of(trainer) -> list:
-    """What the updates of all steps since the last look have read."""
-    rows = [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows]
-    trainer.policy.updates.clear()
-    return rows
-
-
 def test_every_way_to_make_a_batch_is_among_them():
     assert sorted(METHODS) == rules.names("compose")
 
@@ -82,17 +77,15 @@ def test_a_restored_trainer_goes_on_to_the_bit(compose, minibatches):
     for step in (3, 4, 5):
         expected, again = trainer.step(step), other.step(step)
         assert same(untimed(expected), untimed(again))
-        assert expected.questions == again.questions
-        ours, theirs = ([[row.response.tolist() for row in rows] for rows in one.replayed] for one in (expected, again))
-        assert ours == theirs
-        for a, b in zip(rows_of(trainer), rows_of(other), strict=True):
-            np.testing.assert_array_equal(a.response, b.response)
-            np.testing.assert_array_equal(a.old_log_prob, b.old_log_prob)
-            assert (a.advantage, a.replayed) == (b.advantage, b.replayed)
+        for name in (*OF_ROW, *OF_TOKEN, "question", "group", "trained"):
+            ours, theirs = (getattr(one.batch, name, None) for one in (expected, again))
+            np.testing.assert_array_equal(ours, theirs)
+        for ours, theirs in zip(trainer.policy.updates, other.policy.updates, strict=True):
+            np.testing.assert_array_equal(ours[0].rows, theirs[0].rows)
         found.append(expected)
     if compose == "again":
         assert all(one.metrics["replayed"] == 0 for one in found)
-        asked = Counter(question for one in found for question in one.questions)
+        asked = Counter(question for one in found for question in one.batch.question)
         assert max(asked.values()) > 1
     else:
         assert sum(one.metrics["replayed"] for one in found[2:]) > 0
@@ -112,30 +105,28 @@ WAYS = [(compose, way) for compose in METHODS for way in ("group", "stored")]
 )
 def test_the_advantage_of_a_replayed_answer_is_that_of_its_group_now_or_then(compose, advantage):
     trainer = method(compose, experience={"advantage": advantage})
-    written, trained, settle = {}, [], trainer._settle
-    trainer._settle = lambda groups, step: trained.append(settle(groups, step)) or trained[-1]
+    written: dict = {}
     for step in range(1, 6):
-        trainer.step(step)
-        groups, _ = trained[-1]
-        rows = {id(row.response): row for row in rows_of(trainer)}
-        for group in groups:
-            counted = group.fresh if advantage == "stored" and group.replayed else group.rows
-            mean = np.mean([row.reward for row in counted]) if counted else None
-            for row in group.fresh:
-                assert row.step == step
-                if id(row.response) in rows:
-                    assert rows[id(row.response)].advantage == pytest.approx(row.reward - mean, abs=1e-6)
-            for row in (row for row in group.replayed if row.step < step):
-                expected = written[id(row.response)] if advantage == "stored" else row.reward - mean
-                if id(row.response) in rows:
-                    assert rows[id(row.response)].advantage == pytest.approx(expected, abs=1e-6)
+        batch = trainer.step(step).batch
+        rows = rows_of(batch)
+        for group in batch.trained:
+            of_group = [rows[row] for row in batch.rows_of([group])]
+            stored = advantage == "stored" and any(row.replayed for row in of_group)
+            counted = [row.reward for row in of_group if not (stored and row.replayed)]
+            for row in of_group:
+                if row.replayed and row.step < step and stored:
+                    expected = written[row.question, row.step, row.token.tobytes()]
+                elif row.replayed and stored:  # of this step, and drawn at once
+                    continue
                 else:
-                    assert expected == pytest.approx(0, abs=1e-6)
-        for origin in map(trainer.replay.memory.table.origin, trainer.replay.memory.table.rows().tolist()):
-            assert 0 <= origin.successes <= origin.answers <= K
-        held = list(trainer.replay.memory.all_trajectories())  # what is held keeps its identity
-        advantages = trainer.replay.memory.table.column("advantage").tolist()
-        written = dict(zip((id(one.response) for one in held), advantages, strict=True))
+                    expected = row.reward - np.mean(counted)
+                assert row.replayed or row.step == step
+                assert row.advantage == pytest.approx(expected, abs=1e-6)
+        table = trainer.replay.memory.table
+        successes, answers = table.column("successes"), table.column("answers")
+        assert ((successes >= 0) & (successes <= answers) & (answers <= K)).all()
+        names = ((one.question, one.step, one.response.tobytes()) for one in trainer.replay.memory.all_trajectories())
+        written = dict(zip(names, table.column("advantage").tolist(), strict=True))
 
 
 @pytest.mark.parametrize("compose", ["beside", "buffer", "returning"])
@@ -164,7 +155,7 @@ def test_answers_that_are_generated_ahead_meet_the_same_plans(compose):
     early_bird = method(compose, rollout=ahead, steps=5)
     for step in range(1, 6):
         expected, found = alone.step(step), early_bird.step(step)
-        assert found.questions == expected.questions
+        np.testing.assert_array_equal(found.batch.question, expected.batch.question)
         assert found.metrics["replayed"] == expected.metrics["replayed"]
 
 
@@ -174,9 +165,9 @@ def test_stored_advantages_of_scaled_rewards_are_scaled():
     table = trainer.replay.memory.table
     of_question = {question: table.of_question(question) for question in table.column("question").tolist()}
     for rows in of_question.values():
-        rewards = np.array([table.trajectory(row).reward for row in rows])
+        rewards = table.values("reward", np.array(rows))
         expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-        np.testing.assert_allclose([table.origin(row).advantage for row in rows], expected, atol=1e-12)
+        np.testing.assert_allclose(table.values("advantage", np.array(rows)), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("refills", [0, 1, 10])
@@ -187,7 +178,7 @@ def test_refills_ask_until_every_group_of_the_batch_has_a_gradient(refills):
     calls = trainer.answerer.engine.calls
     assert len(calls) <= 1 + refills
     asked = [question for call in calls for question in call]
-    assert result.questions == asked
+    assert result.batch.question.tolist() == asked
     assert len(asked) == len(set(asked)) == result.metrics["groups"]
     teaching = [question for question in asked if 0 < SKILL[question] < 1]
     assert len(calls[0]) == 6
@@ -195,21 +186,19 @@ def test_refills_ask_until_every_group_of_the_batch_has_a_gradient(refills):
         before = [question for earlier in calls[:number] for question in earlier]
         assert len(call) == 6 - sum(0 < SKILL[question] < 1 for question in before), "as many as are missing"
     assert (len(teaching) >= 6) == (refills == 10)
-    trained = {int(row.prompt[0]) for row in rows_of(trainer)}
+    trained = {row.question for row in updated(trainer)}
     assert trained == set(teaching[:6] if refills else asked)
     if refills == 10:
         assert result.metrics["idle_group_fraction"] == 0
     np.testing.assert_array_equal(np.flatnonzero(trainer.replay.memory.times), np.sort(asked))
-    assert result.metrics["generated_tokens"] == sum(
-        len(answer.rollout.response) for of_question in result.answers.of_question for answer in of_question
-    )
+    assert result.metrics["generated_tokens"] == result.batch.length.sum()
 
 
 def test_all_that_was_asked_is_taken_in_even_what_is_not_trained_on():
     trainer = make(SKILL, rollout={"refills": 10}, experience={"admit": "all", "expire": []})
     result = trainer.step(1)
-    assert set(trainer.replay.memory.table.column("question").tolist()) == set(result.questions)
-    assert result.metrics["buffer_trajectories"] == K * len(result.questions) > 6 * K
+    assert set(trainer.replay.memory.table.column("question").tolist()) == set(result.batch.question)
+    assert result.metrics["buffer_trajectories"] == K * len(result.batch.question) > 6 * K
 
 
 @pytest.mark.parametrize("skill", [0.0, 1.0])
@@ -217,7 +206,7 @@ def test_refills_end_with_the_questions_and_groups_without_a_gradient_stay_if_th
     trainer = make(dict.fromkeys(range(10), skill), rollout={"refills": 10}, experience={"ratio": 0.0})
     result = trainer.step(1)
     assert [len(call) for call in trainer.answerer.engine.calls] == [6, 4]
-    assert len(result.questions) == 10
+    assert len(result.batch.question) == 10
     assert result.metrics["idle_group_fraction"] == 1
     assert trainer.policy.updates == []
 
@@ -235,5 +224,5 @@ def test_replayed_groups_are_filled_up_beside_refills():
     for step in range(1, 4):
         result = trainer.step(step)
     assert result.metrics["replayed"] == 3
-    assert sum(map(bool, result.replayed)) == 3
-    assert len({int(row.prompt[0]) for row in rows_of(trainer)}) >= 6
+    assert len(set(result.batch.group[result.batch.replayed])) == 3
+    assert len({row.question for row in updated(trainer)}) >= 6

@@ -9,28 +9,27 @@ from exgrpo.train import early
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import rules
 from tests.train.configs import configured
-from tests.train.test_methods import rows_of
-from tests.train.trainers import half, make
+from tests.train.trainers import half, make, updated
 
 OWN = """
 from exgrpo.train.experience import Expired, PlannedGroup, Priority, Weighed, needs
 
-def admit(group, setting):
-    return [row for row in group.fresh if row.reward < setting.success]
+def admit(batch, setting):
+    return batch.fresh & (batch.reward < setting.success)
 
 def prioritise(units, setting):
     return Priority(-1e3 * units.question.astype(float))
 
-def settle(groups, supply):
-    return [*groups, *supply.alone(supply.draw("stored", 2))]
+def settle(batch, supply):
+    return [*range(batch.groups), *supply.alone(supply.draw("stored", 2))]
 
 @needs(settle=settle)
 def compose(supply):
     return supply.fresh(3)
 
 @needs(term="ratio")
-def weigh(answers, options):
-    return [Weighed(answer.log_prob, advantage=7.0) for answer in answers]
+def weigh(batch, options):
+    return Weighed(batch.old_log_prob, advantage=7.0 + 0 * batch.reward)
 
 def expire(units, setting):
     return Expired(units.length > 5, units.solved)
@@ -59,13 +58,14 @@ def test_a_method_may_be_a_file_of_ones_own(own):
     trainer = make({**half(12), 3: 1.0}, **values)
     seen = [trainer.step(step) for step in range(1, 8)]
     memory = trainer.replay.memory
-    assert all(len(one.questions) - len([rows for rows in one.replayed if rows]) == 3 for one in seen)
+    assert all(len(np.unique(one.batch.group[one.batch.fresh])) == 3 for one in seen)
+    assert all(3 < one.batch.groups <= 5 for one in seen)
     assert {row.reward for row in memory.all_trajectories()} == {0.0}
     assert max(len(row.response) for row in memory.all_trajectories()) <= 5
     assert np.flatnonzero(memory.retired).tolist() == [3]
     lowest = sorted(row.question for row in memory.all_trajectories())[0]
-    assert {row.question for rows in seen[-1].replayed for row in rows} >= {lowest}
-    replayed = [row for row in rows_of(trainer) if row.replayed]
+    assert lowest in seen[-1].batch.question[3:]
+    replayed = [row for row in updated(trainer) if row.replayed]
     assert {row.advantage for row in replayed} == {7.0}
     assert set(trainer.policy.terms) == {"ratio"}
 
@@ -121,21 +121,22 @@ def test_weights_that_do_not_fit_are_one_clear_error(own):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("Weighed(a.log_prob, np.full_like(a.log_prob, np.nan))", "a factor of the advantage is nan"),
-        ("Weighed(a.log_prob, np.full(len(a.log_prob), 1e39))", "a factor of the advantage is inf"),
-        ("Weighed(a.log_prob, -np.ones_like(a.log_prob))", "a factor of an answer's own advantage is negative: -1.0"),
-        ("Weighed(a.log_prob * np.nan)", "a log-prob of the reference is nan"),
-        ("Weighed(a.log_prob - np.inf)", "a log-prob of the reference is -inf"),
-        ("Weighed(a.log_prob, advantage=float('inf'))", "an advantage is inf"),
-        ("Weighed(a.log_prob, np.ones(1))", r"a factor has the shape \(1,\) for an answer of \d+ tokens"),
-        (
-            "a.log_prob",
-            r"it gave an array \[\d+\] of float32 in its list; it gives a list with one Weighed for each answer",
-        ),
+        ("Weighed(past, np.full_like(past, np.nan))", "a factor of the advantage is nan"),
+        ("Weighed(past, np.full(len(past), 1e39))", "a factor of the advantage is inf"),
+        ("Weighed(past, -np.ones_like(past))", "a factor of an answer's own advantage is negative: -1.0"),
+        ("Weighed(past * np.nan)", "a log-prob of the reference is nan"),
+        ("Weighed(past - np.inf)", "a log-prob of the reference is -inf"),
+        ("Weighed(past, advantage=batch.reward - np.inf)", "an advantage is -inf"),
+        ("Weighed(past, np.ones(1))", r"its factor has the shape \[1\] for \d+ tokens; it gives Weighed.*"),
+        ("Weighed(past[1:])", r"its reference has the shape \[\d+\] for \d+ tokens; it gives Weighed.*"),
+        ("Weighed(past, advantage=past)", r"its advantage has the shape \[\d+\] for 3 rows; it gives Weighed.*"),
+        ("Weighed(past, advantage=7.0)", r"it gave 7.0 \(float\) as its advantage; it gives Weighed.*"),
+        ("past", r"it gave an array \[\d+\] of float32; it gives Weighed\(reference, factor, advantage\), with a .*"),
+        ("None", r"it gave None \(NoneType\); it gives Weighed.*"),
     ],
 )
 def test_terms_that_would_spoil_the_update_are_one_clear_error(own, given, message):
-    weigh = f"import numpy as np\n\ndef weigh(answers, options):\n    return [{given} for a in answers]\n"
+    weigh = f"import numpy as np\n\ndef weigh(batch, options):\n    past = batch.old_log_prob\n    return {given}\n"
     own.write_text(OWN.replace("def weigh(", "def former(") + weigh)
     trainer = make(half(12), objective={"weigh": f"{own}:weigh"})
     trainer.step(1)
@@ -143,21 +144,12 @@ def test_terms_that_would_spoil_the_update_are_one_clear_error(own, given, messa
         trainer.step(2)
 
 
-def test_a_weigh_function_without_a_list_is_one_clear_error(own):
-    own.write_text(OWN.replace("return [Weighed(answer.log_prob, advantage=7.0) for answer in answers]", "pass"))
-    trainer = make(half(12), objective={"weigh": f"{own}:weigh"})
-    with pytest.raises(
-        ConfigError, match=r"it gave None \(NoneType\); it gives a list with one Weighed for each answer"
-    ):
-        trainer.step(1)
-
-
 def test_a_term_of_ones_own_advantage_may_have_any_sign(own):
-    own.write_text(OWN.replace("log_prob, advantage=7.0", "log_prob, -answer.log_prob**0, advantage=7.0"))
+    own.write_text(OWN.replace("old_log_prob, ", "old_log_prob, -(batch.old_log_prob**0), "))
     trainer = make(half(12), objective={"weigh": f"{own}:weigh"})
     for step in (1, 2):
         trainer.step(step)
-    assert {weight for row in rows_of(trainer) if row.replayed for weight in row.weight.tolist()} == {-1.0}
+    assert {factor for row in updated(trainer) if row.replayed for factor in row.factor.tolist()} == {-1.0}
 
 
 @pytest.mark.parametrize(
@@ -181,9 +173,11 @@ def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, 
 @pytest.mark.parametrize(
     ("kind", "body", "message"),
     [
-        ("admit", "return True", "it gave True (bool); it gives a list of those answers of group.fresh"),
-        ("admit", "return np.array([True])", "it gave an array [1] of bool; it gives a list of those answers"),
-        ("admit", "return [1]", "it gave 1 (int) in its list; it gives a list of those answers"),
+        ("admit", "return True", "it gave True (bool); it gives an array with a bool for each row, whether it is"),
+        ("admit", "return np.array([True])", "it gave an array [1] for 12 rows; it gives an array with a bool for"),
+        ("admit", "return batch.reward", "it gave an array [12] of float64; it gives an array with a bool for each"),
+        ("admit", "return batch.fresh & batch.learnt", "learnt of the batch is not filled yet ({line})"),
+        ("admit", "return batch.rewards > 0", "a StepBatch has no rewards ({line}); did you mean 'reward'? there are"),
         ("prioritise", "return -units.count", "it gave an array [{number}] of float64; it gives Priority(log_weight)"),
         ("prioritise", "return Priority([1.0])", "it gave [1.0] (list) in a Priority; it gives Priority(log_weight)"),
         ("prioritise", "return Priority(units.count[1:])", "it gave {number} numbers for {number} units"),
@@ -192,15 +186,18 @@ def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, 
         ("prioritise", "return {}['a']", "KeyError: 'a' ({line})"),
         ("compose", "return supply.fresh(3)[0]", "(PlannedGroup); it gives a list of PlannedGroup, as supply.fresh"),
         ("compose", "return supply.frehs(3)", "has no attribute 'frehs' ({line}); there are batch, memory, "),
-        ("settle", "return True", "it gave True (bool); it gives a list of graded groups"),
+        ("settle", "return True", "it gave True (bool); it gives a list of numbers of graded groups, and of planned"),
+        ("settle", "return [True]", "it gave True (bool) in its list; it gives a list of numbers of graded groups"),
+        ("settle", "return [0, 3]", "it gave the group 3, and there are 3, from 0; it gives a list of numbers of"),
+        ("settle", "return [*np.arange(2), 1]", "it gave the group 1 2 times; it gives a list of numbers of graded"),
         ("settle", "return supply.fresh(1)", "it plans 4 fresh answers when all have been graded; it gives a list of"),
         ("expire", "return units.replays > 1", "it gave an array [{number}] of bool; it gives Expired(rows"),
         ("expire", "return Expired(True)", "it gave True (bool) as its rows; it gives Expired(rows, questions)"),
         ("expire", "return Expired(units.replays[1:] > 1)", "it gave rows of the shape ({number},) for {number} units"),
         ("expire", "return Expired(None, [3])", "it gave [3] (list) as its questions; it gives Expired(rows"),
         ("expire", "return Expired(None, np.array([99]))", "some are none of the 12 questions, which are 0 to 11"),
-        ("weigh", "return [Weighed(a.log_ratio) for a in answers]", 'declare @needs(present="values") ({line})'),
-        ("weigh", "return [Weighed(-a.present) for a in answers]", "`present` of an answer needs @needs(present="),
+        ("weigh", "return Weighed(batch.log_prob)", '({line}); `log_prob` of the batch needs @needs(present="values")'),
+        ("weigh", "return Weighed(batch.token)._replace(factor=1)", "it gave 1 (int) as its factor; it gives Weighed("),
     ],
 )
 def test_what_a_function_does_wrong_is_told_before_there_is_a_model(own, kind, body, message):
@@ -216,6 +213,12 @@ def test_what_a_function_does_wrong_is_told_before_there_is_a_model(own, kind, b
     expected = re.escape(message.replace("{line}", f"own.py, line {line}")).replace(re.escape("{number}"), r"\d+")
     assert re.search(expected, said), said
     assert "\n" not in said
+
+
+def test_replayed_rows_cannot_be_stored_again(own):
+    own.write_text(OWN.replace("batch.fresh & (batch.reward < setting.success)", "batch.reward < setting.success"))
+    with pytest.raises(ConfigError, match="admit: it stores replayed rows, and only fresh ones can be stored$"):
+        early.check_method(configured(places(own, compose="mixed")))
 
 
 @pytest.mark.parametrize("kind", ["admit", "prioritise", "compose", "settle", "weigh", "expire"])

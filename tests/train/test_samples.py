@@ -53,13 +53,13 @@ def test_every_group_of_a_followed_question_is_written_and_no_other_beside_those
     samples = written(tmp_path, trainer, of_steps)
     followed, expected = [], []
     for step, result in enumerate(of_steps, start=1):
-        count = len(result.questions)
+        count, questions = result.batch.groups, result.batch.question.tolist()
         shown = {0, count - 1} if groups == 2 else set(range(min(groups, count)))
         for i in sorted(shown):
-            if len(followed) < stories and result.questions[i] not in followed:
-                followed.append(result.questions[i])
-        chosen = [i for i in range(count) if i in shown or result.questions[i] in followed]
-        expected += [(step, result.questions[i], result.questions[i] in followed) for i in chosen]
+            if len(followed) < stories and questions[i] not in followed:
+                followed.append(questions[i])
+        chosen = [i for i in range(count) if i in shown or questions[i] in followed]
+        expected += [(step, questions[i], questions[i] in followed) for i in chosen]
     assert [(one.step, one.question, one.followed) for one in samples] == expected
     assert len(followed) == (min(stories, 8) if groups else 0)
 
@@ -68,28 +68,31 @@ def test_a_group_is_written_as_the_step_had_it(tmp_path):
     trainer, of_steps = results()
     replayed = 0
     for sample in written(tmp_path, trainer, of_steps):
-        result = of_steps[sample.step - 1]
-        i = result.questions.index(sample.question)
+        batch = of_steps[sample.step - 1].batch
+        rows = batch.rows_of([batch.question.tolist().index(sample.question)])
         question = trainer.questions[sample.question]
         assert (sample.text, sample.gold) == (question.text, question.gold)
-        fresh, stored = result.answers.of_question[i], result.replayed[i]
-        assert [answer.reward for answer in sample.answers] == [*(a.reward for a in fresh), *(t.reward for t in stored)]
-        assert [answer.replayed_from for answer in sample.answers] == [None] * len(fresh) + [t.step for t in stored]
-        assert [answer.parts for answer in sample.answers[: len(fresh)]] == [(("policy", a.text),) for a in fresh]
-        lengths = [*(len(a.rollout.response) for a in fresh), *(len(t.response) for t in stored)]
-        assert [answer.tokens for answer in sample.answers] == lengths
+        fresh, stored = rows[batch.fresh[rows]], rows[batch.replayed[rows]]
+        assert [answer.reward for answer in sample.answers] == batch.reward[rows].tolist()
+        steps = [None] * len(fresh) + batch.step[stored].tolist()
+        assert [answer.replayed_from for answer in sample.answers] == steps
+        texts = [(("policy", text),) for text in batch.text[fresh]]
+        assert [answer.parts for answer in sample.answers[: len(fresh)]] == texts
+        assert [answer.tokens for answer in sample.answers] == batch.length[rows].tolist()
         replayed += len(stored)
     assert replayed
 
 
-def test_the_entropy_is_that_by_which_an_answer_was_chosen():
-    _, of_steps = results()
-    for result in of_steps:
-        known = [entropy for of_group in result.entropies for entropy in of_group]
-        assert [len(of_group) for of_group in result.entropies] == [len(of_group) for of_group in result.replayed]
+def test_the_entropy_is_that_by_which_an_answer_was_chosen(tmp_path):
+    trainer, of_steps = results(sample_groups=100)
+    samples = written(tmp_path, trainer, of_steps)
+    for step, result in enumerate(of_steps, start=1):
+        answers = [answer for sample in samples if sample.step == step for answer in sample.answers]
+        known = [answer.entropy for answer in answers if answer.replayed_from is not None]
+        assert all(answer.entropy is None for answer in answers if answer.replayed_from is None)
         if known:
             assert np.mean(known) == pytest.approx(result.metrics["replayed_entropy"])
-    assert any(entropy for result in of_steps for of_group in result.entropies for entropy in of_group)
+    assert any(answer.entropy for sample in samples for answer in sample.answers)
 
 
 @pytest.mark.parametrize("cut", range(1, STEPS))

@@ -7,7 +7,7 @@ import pytest
 
 from exgrpo.train.records import Rollout
 from tests.train.fakes import fake_score
-from tests.train.trainers import half, make
+from tests.train.trainers import half, make, updated
 
 
 def stored(trainer):
@@ -16,7 +16,7 @@ def stored(trainer):
 
 def passes(trainer):
     """How many sequences each pass has scored."""
-    return [len(sequences) for sequences, _ in trainer.policy.scored if sequences]
+    return [len(batch) for batch, _ in trainer.policy.scored if len(batch)]
 
 
 def test_the_only_optimiser_step_tells_the_scores():
@@ -25,8 +25,8 @@ def test_the_only_optimiser_step_tells_the_scores():
     metrics = trainer.step(1).metrics
     assert passes(trainer) == []
     ((minibatch, _),) = trainer.policy.updates
-    assert all(np.isposinf(row.old_log_prob).all() for row in minibatch.rows)
-    expected = np.concatenate([fake_score(row.response, 0).entropy for row in minibatch.rows])
+    assert np.isposinf(minibatch.batch.ratio_log_prob).all()
+    expected = fake_score(minibatch.batch.token, 0).entropy
     assert metrics["entropy"] == pytest.approx(expected.mean())
     assert stored(trainer)
     for trajectory in stored(trainer):
@@ -38,10 +38,10 @@ def test_replayed_rows_refer_to_the_policy_that_wrote_them():
     trainer.step(1)
     past = {t.response.tobytes(): t.log_prob for t in stored(trainer)}
     trainer.step(2)
-    rows = [row for row in trainer.policy.updates[1][0].rows if row.replayed]
+    rows = [row for row in updated(trainer) if row.replayed]
     assert rows
     for row in rows:
-        np.testing.assert_array_equal(row.old_log_prob, past[row.response.tobytes()])
+        np.testing.assert_array_equal(row.ratio_log_prob, past[row.token.tobytes()])
 
 
 @pytest.mark.parametrize(

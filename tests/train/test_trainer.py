@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from exgrpo.train.experience import prioritise
+from tests.train.batches import rows_of
 from tests.train.fakes import (
     ScriptedGrader,
     engine_log_prob,
     fake_score,
     marked,
 )
-from tests.train.trainers import K, half, make
+from tests.train.trainers import K, half, make, updated
 
 
 def test_replayed_groups_get_one_fresh_answer_less_and_no_question_comes_twice():
@@ -25,9 +26,9 @@ def test_replayed_groups_get_one_fresh_answer_less_and_no_question_comes_twice()
     assert sorted(calls[1].values()) == [K - 1] * 3 + [K] * 3
     assert first.metrics["replayed"] == 0
     assert second.metrics["replayed"] == 3
-    assert len(set(second.questions)) == 6
-    replayed = [question for question, rows in zip(second.questions, second.replayed, strict=True) if rows]
-    assert set(replayed) <= set(first.questions)
+    assert len(set(second.batch.question)) == 6
+    replayed = {row.question for row in rows_of(second.batch) if row.replayed}
+    assert replayed <= set(first.batch.question)
 
 
 def test_every_group_enters_the_update_whole_and_once():
@@ -35,11 +36,11 @@ def test_every_group_enters_the_update_whole_and_once():
     trainer.step(1)
     trainer.policy.updates.clear()
     result = trainer.step(2)
-    rows = [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows]
+    rows = updated(trainer)
     assert len(trainer.policy.updates) == 2
     assert len(rows) == 6 * K
     assert sum(row.replayed for row in rows) == 3
-    by_question = {q: [row for row in rows if row.prompt[0] == q] for q in result.questions}
+    by_question = {q: [row for row in rows if row.prompt[0] == q] for q in result.batch.question}
     for of_question in by_question.values():
         assert len(of_question) == K
         assert sum(row.advantage for row in of_question) == pytest.approx(0, abs=1e-6)
@@ -51,11 +52,10 @@ def test_ratios_refer_to_the_policy_that_wrote_the_tokens():
     version = trainer.policy.version
     trainer.policy.updates.clear()
     trainer.step(2)
-    for minibatch, _ in trainer.policy.updates:
-        for row in minibatch.rows:
-            # Written before any update if replayed, before this step's updates if fresh.
-            expected = fake_score(row.response, 0 if row.replayed else version)
-            np.testing.assert_array_equal(row.old_log_prob, expected.log_prob)
+    for row in updated(trainer):
+        # Written before any update if replayed, before this step's updates if fresh.
+        expected = fake_score(row.token, 0 if row.replayed else version)
+        np.testing.assert_array_equal(row.ratio_log_prob, expected.log_prob)
 
 
 @pytest.mark.parametrize("correct", [True, False])
@@ -68,15 +68,15 @@ def test_ratios_are_at_the_rollout_temperature_and_the_selection_at_1(correct):
     candidates = {q: trainer.replay.memory.trajectories(q) for q in range(20)}
     version = trainer.policy.version
     trainer.policy.updates.clear()
-    replayed = [t for of_group in trainer.step(2).replayed for t in of_group]
+    replayed = [row for row in rows_of(trainer.step(2).batch) if row.replayed]
     assert len(replayed) == 3
     for chosen in replayed:
         entropies = [fake_score(c.response, version).entropy.mean() for c in candidates[chosen.question]]
         best = candidates[chosen.question][int(np.argmin(entropies))]
-        np.testing.assert_array_equal(chosen.response, best.response)
-    for row in (row for minibatch, _ in trainer.policy.updates for row in minibatch.rows):
+        np.testing.assert_array_equal(chosen.token, best.response)
+    for row in updated(trainer):
         written = 0 if row.replayed and correct else version
-        np.testing.assert_array_equal(row.old_log_prob, fake_score(row.response, written, 0.5).log_prob)
+        np.testing.assert_array_equal(row.ratio_log_prob, fake_score(row.token, written, 0.5).log_prob)
 
 
 def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_refer_to_them():
@@ -91,17 +91,17 @@ def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_ref
     version = trainer.policy.version
     trainer.policy.updates.clear()
     trainer.step(2)
-    rows = [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows]
+    rows = updated(trainer)
     assert sum(row.replayed for row in rows) == 3
     weights = []
     for row in rows:
-        own, engine = fake_score(row.response, version).log_prob, engine_log_prob(row.response)
-        np.testing.assert_array_equal(row.old_log_prob, engine if row.replayed else own)
+        own, engine = fake_score(row.token, version).log_prob, engine_log_prob(row.token)
+        np.testing.assert_array_equal(row.ratio_log_prob, engine if row.replayed else own)
         if not row.replayed:
-            np.testing.assert_allclose(row.weight, np.minimum(np.exp(own - engine), cap), rtol=1e-6)
-            weights += row.weight.tolist()
+            np.testing.assert_allclose(row.factor, np.minimum(np.exp(own - engine), cap), rtol=1e-6)
+            weights += row.factor.tolist()
         else:
-            assert row.weight is None
+            assert (row.factor == 1).all()
     assert max(weights) == pytest.approx(cap)
     assert min(weights) < 1
 
@@ -112,7 +112,7 @@ def test_by_default_the_trainers_log_probs_are_stored_whatever_the_engine_says()
     for trajectory in (t for q in range(20) for t in trainer.replay.memory.trajectories(q)):
         assert trajectory.behaviour == "trainer"
         np.testing.assert_array_equal(trajectory.log_prob, fake_score(trajectory.response, 0).log_prob)
-    assert all(row.weight is None for minibatch, _ in trainer.policy.updates for row in minibatch.rows)
+    assert not any(minibatch.batch.has("factor") for minibatch, _ in trainer.policy.updates)
     assert 0 < metrics["mismatch/mean"] < metrics["mismatch/max"] <= 0.3 + 1e-6
     assert "mismatch/mean" not in make(half(20)).step(1).metrics, "this engine would have to work for them"
 
@@ -140,7 +140,7 @@ def test_ahead_the_next_answers_come_from_the_policy_before_the_update():
 def test_ahead_takes_the_same_questions():
     alone, ahead = make(half(20), rollout={"behaviour": "engine"}, steps=4), make(half(20), **AHEAD)
     for step in range(1, 5):
-        assert alone.step(step).questions == ahead.step(step).questions
+        np.testing.assert_array_equal(alone.step(step).batch.question, ahead.step(step).batch.question)
 
 
 def test_a_checkpoint_keeps_the_questions_that_are_ahead():
@@ -150,7 +150,8 @@ def test_a_checkpoint_keeps_the_questions_that_are_ahead():
     again = make(half(20), **AHEAD)
     again.restore(dataclasses.replace(state, values=json.loads(json.dumps(state.values))))
     assert again.step(2).metrics["staleness"] == 0, "they are answered anew, by the policy of the checkpoint"
-    assert again.step(3).questions == [trainer.step(2), trainer.step(3)][1].questions
+    theirs = [trainer.step(2), trainer.step(3)][1].batch.question
+    np.testing.assert_array_equal(again.step(3).batch.question, theirs)
 
 
 def test_without_importance_correction_they_refer_to_this_steps_policy():
@@ -159,10 +160,10 @@ def test_without_importance_correction_they_refer_to_this_steps_policy():
     version = trainer.policy.version
     trainer.policy.updates.clear()
     trainer.step(2)
-    replayed = [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows if row.replayed]
+    replayed = [row for row in updated(trainer) if row.replayed]
     assert replayed
     for row in replayed:
-        np.testing.assert_array_equal(row.old_log_prob, fake_score(row.response, version).log_prob)
+        np.testing.assert_array_equal(row.ratio_log_prob, fake_score(row.token, version).log_prob)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +181,9 @@ def test_the_replayed_trajectory_is_the_best_under_the_current_policy(rule, key)
         stored = {q: trainer.replay.memory.trajectories(q) for q in range(12)}
         version = trainer.policy.version
         result = trainer.step(step)
-        for question, rows in zip(result.questions, result.replayed, strict=True):
-            assert list(rows) == sorted(stored[question], key=lambda t: key(t, version))[: len(rows)]
+        for row in (row for row in rows_of(result.batch) if row.replayed):
+            best = min(stored[row.question], key=lambda t: key(t, version))
+            np.testing.assert_array_equal(row.token, best.response)
     assert result.metrics["replayed"] == 4
     assert any(len(candidates) > 1 for candidates in stored.values())
 
@@ -227,9 +229,9 @@ def test_ratio_zero_is_plain_grpo():
 def test_solved_questions_are_never_seen_again_and_the_run_ends_when_all_are():
     trainer = make(dict.fromkeys(range(10), 1.0))
     first, second = trainer.step(1), trainer.step(2)
-    assert len(first.questions) == 6
-    assert len(second.questions) == 4
-    assert not set(first.questions) & set(second.questions)
+    assert len(first.batch.question) == 6
+    assert len(second.batch.question) == 4
+    assert not set(first.batch.question) & set(second.batch.question)
     assert second.metrics["retired"] == 10
     assert trainer.step(3) is None
 
@@ -237,7 +239,7 @@ def test_solved_questions_are_never_seen_again_and_the_run_ends_when_all_are():
 def test_without_retirement_solved_questions_come_again_and_are_replayed():
     trainer = make(dict.fromkeys(range(6), 1.0), experience={"expire": []})
     first, second = trainer.step(1), trainer.step(2)
-    assert set(first.questions) == set(second.questions)
+    assert set(first.batch.question) == set(second.batch.question)
     assert first.metrics["buffer_questions"] == 6
     assert set(trainer.replay.memory.count.tolist()) == {K - 1}
     assert second.metrics["replayed"] == 3
@@ -260,13 +262,13 @@ def test_training_on_one_band_masks_the_other_groups(band, normalize):
         return [minibatch for minibatch, _ in trainer.policy.updates]
 
     def in_the_band(minibatch) -> list:
-        return [row for row in minibatch.rows if skill[row.prompt[0]] in BANDS[band]]
+        return [row for row in rows_of(minibatch.batch) if skill[row.question] in BANDS[band]]
 
     # A mini-batch of which the band leaves nothing takes no optimiser step.
     contributing = [minibatch for minibatch in updates("all") if in_the_band(minibatch)]
     for ours, whole in zip(updates(band), contributing, strict=True):
-        assert [(r.response.tolist(), r.advantage) for r in ours.rows] == [
-            (r.response.tolist(), r.advantage) for r in in_the_band(whole)
+        assert [(row.token.tolist(), row.advantage) for row in rows_of(ours.batch)] == [
+            (row.token.tolist(), row.advantage) for row in in_the_band(whole)
         ]
         assert (ours.normalizer, ours.tokens) == (whole.normalizer, whole.tokens)
 
@@ -282,7 +284,7 @@ def test_a_band_counts_the_fresh_rows_of_mixed_groups():
         trainer.step(1)
         trainer.policy.updates.clear()
         trainer.step(2)
-        rows = [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows]
+        rows = updated(trainer)
         assert any(row.replayed for row in rows) == kept
         assert len(rows) == (3 * K if kept else 0)
 
@@ -296,16 +298,16 @@ def test_continuous_rewards_are_stored_replayed_and_start_replay_by_their_mean()
     assert first.metrics["reward"] > 0.3
     assert trainer.replay.latch.open
     second = trainer.step(2)
-    groups = dict(zip(second.questions, second.answers.of_question, strict=True))
     assert len(trainer.replay.memory) == 6
-    for question, answers in groups.items():
-        mean = np.mean([answer.reward for answer in answers])
-        better = [answer.rollout.response.tolist() for answer in answers if answer.reward > mean]
+    for question in second.batch.question:
+        answers = [row for row in rows_of(second.batch) if row.question == question]
+        mean = np.mean([row.reward for row in answers])
+        better = [row.token.tolist() for row in answers if row.reward > mean]
         assert [t.response.tolist() for t in trainer.replay.memory.trajectories(question)] == better
     assert len(set(trainer.replay.memory.count[trainer.replay.memory.count > 0].tolist())) > 1
     third = trainer.step(3)
     assert third.metrics["replayed"] == 3
-    assert all(0 < row.reward < 1 for rows in third.replayed for row in rows)
+    assert all(0 < row.reward < 1 for row in rows_of(third.batch) if row.replayed)
 
 
 def peak(top: float):
@@ -326,7 +328,7 @@ def test_a_success_is_what_the_configuration_says(success, counts):
     masked = make(half(10), reward={"success": success}, questions=10, objective={"train_on": "medium"})
     masked.answerer.grader = peak(0.9)
     masked.step(1)
-    assert any(minibatch.rows for minibatch, _ in masked.policy.updates) == counts
+    assert any(len(minibatch.batch) for minibatch, _ in masked.policy.updates) == counts
 
 
 def test_it_is_said_once_that_no_reward_is_a_success_and_not_again_after_a_resume():
@@ -373,7 +375,7 @@ def test_the_same_seed_takes_the_same_decisions():
         trainer = make(half(20), seed=seed)
         results = [trainer.step(step) for step in range(1, 5)]
         untimed = [{k: v for k, v in r.metrics.items() if "second" not in k} for r in results]
-        return [[r.questions for r in results], str(untimed)]
+        return [[r.batch.question.tolist() for r in results], str(untimed)]
 
     assert story(0) == story(0)
     assert story(0) != story(1)
@@ -384,7 +386,7 @@ def test_metrics_describe_the_step():
     trainer.step(1)
     result = trainer.step(2)
     metrics = result.metrics
-    lengths = [len(a.rollout.response) for of_question in result.answers.of_question for a in of_question]
+    lengths = result.batch.length[result.batch.fresh]
     assert metrics["reward"] == pytest.approx((3 * 2 + 3 * round(0.5 * (K - 1))) / (3 * K + 3 * (K - 1)))
     assert metrics["response_tokens"] == pytest.approx(np.mean(lengths))
     assert metrics["replayed_age"] == 1

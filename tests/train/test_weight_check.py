@@ -6,10 +6,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from exgrpo.train.errors import RolloutError, WeightMismatchError
-from exgrpo.train.policy.batch import TokenSequence
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Score
 from exgrpo.train.rollout import TransformersEngine
+from exgrpo.train.step_batch import StepBatch
 from exgrpo.train.weight_check import check_engine
 from tests.train import tiny
 from tests.train.fakes import LoneWorld
@@ -26,22 +26,21 @@ class FullLogitPolicy:
         return ((name, parameter.data) for name, parameter in self.model.named_parameters())
 
     @torch.no_grad()
-    def score(self, rows, temperature):
-        scores = []
-        for row in rows:
-            tokens = torch.tensor([*row.prompt, *row.response])
-            full = (self.model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :].float() / temperature).log_softmax(
-                -1
-            )
-            picked = full.gather(1, torch.from_numpy(row.response).long()[:, None])[:, 0].numpy()
-            scores.append(Score(picked, np.zeros_like(picked)))
-        return scores
+    def score(self, batch, temperature):
+        log_probs = []
+        for row, group in enumerate(batch.group):
+            prompt, response = batch.prompt[group], torch.from_numpy(batch.token[batch.at(row)]).long()
+            tokens = torch.cat([torch.from_numpy(prompt), response])
+            logits = self.model(tokens[None, :-1]).logits[0, len(prompt) - 1 :].float()
+            log_probs.append((logits / temperature).log_softmax(-1).gather(1, response[:, None])[:, 0])
+        log_prob = torch.cat(log_probs).numpy()
+        return Score(log_prob, np.zeros_like(log_prob))
 
     def gap(self, prompts, answers, temperature):
         """Largest and mean difference of the answers' log-probs from a full forward, in nats."""
         pairs = [(prompt, rollout) for prompt, rs in zip(prompts, answers, strict=True) for rollout in rs]
-        own = self.score([TokenSequence(prompt, r.response) for prompt, r in pairs], temperature)
-        of_tokens = np.concatenate([np.abs(s.log_prob - r.log_prob) for s, (_, r) in zip(own, pairs, strict=True)])
+        batch = StepBatch.of_answers(*zip(*pairs, strict=True))
+        of_tokens = np.abs(self.score(batch, temperature).log_prob - batch.engine_log_prob)
         return float(of_tokens.max()), float(of_tokens.mean())
 
 

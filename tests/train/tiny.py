@@ -9,15 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from exgrpo.train.config import Config, ObjectiveConfig, RolloutConfig
-from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches, build_rows
+from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches
 from exgrpo.train.policy.reference import Reference
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES
-from exgrpo.train.records import Group, Rollout, TokenIds, Trajectory
+from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout import RolloutEngine, Sampling, collect
 from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.seeds import derive_seed
+from exgrpo.train.step_batch import StepBatch
 from tests.train.asking import requests_for
+from tests.train.batches import Row, make_batch
 from tests.train.configs import configured
 
 VOCABULARY = 97
@@ -70,51 +72,48 @@ def rollouts(
     return collect(asked, engine.generate(asked))
 
 
-def trajectory(rng: np.random.Generator, question: int, reward: float, *, observing: bool = False) -> Trajectory:
+def row(rng: np.random.Generator, reward: float, *, replayed: bool = False, observing: bool = False) -> Row:
     length = int(rng.integers(1, 24))
-    one = Trajectory(
-        question=question,
-        response=rng.integers(2, VOCABULARY, length).astype(np.int32),
-        # Near enough to the random policy for ratios on both sides of the clip range, far enough to be clipped.
-        log_prob=(-4.5 + rng.normal(0, 1.0, length)).astype(np.float32),
-        finished=True,
-        reward=reward,
-        step=0,
-    )
-    if not observing:
-        return one
-    written = rng.random(length) < 0.6
-    written[rng.integers(length)] = True
-    return dataclasses.replace(one, written=written, log_prob=np.where(written, one.log_prob, np.float32(0)))
+    response = rng.integers(2, VOCABULARY, length)
+    # Near enough to the random policy for ratios on both sides of the clip range, far enough to be clipped.
+    log_prob = (-4.5 + rng.normal(0, 1.0, length)).astype(np.float32)
+    own = np.ones(length, bool)
+    if observing:
+        own = rng.random(length) < 0.6
+        own[rng.integers(length)] = True
+    return Row(reward, response, np.where(own, log_prob, np.float32(0)), replayed, own=own)
 
 
-def groups(*, observing: bool = False) -> list[Group]:
+def step_batch(*, observing: bool = False) -> StepBatch:
     """Seven groups of four: on-policy and mixed ones, one all right, one all wrong; or with observations in answers."""
     rng = np.random.default_rng(1)
     rewards = [(1, 0, 0, 1), (0, 1, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 1), (0, 0, 0), (0, 1, 1)]
-    return [
-        Group(
-            question,
-            tuple(trajectory(rng, question, float(reward), observing=observing) for reward in of_group),
-            (trajectory(rng, question, 1.0, observing=observing),) if len(of_group) == 3 else (),
-        )
-        for question, of_group in enumerate(rewards)
-    ]
+    groups = []
+    for question, of_group in enumerate(rewards):
+        fresh = [row(rng, reward, observing=observing) for reward in of_group]
+        replayed = [row(rng, 1.0, replayed=True, observing=observing) for _ in range(4 - len(fresh))]
+        groups.append((question, fresh + replayed))
+    batch = make_batch(groups, learnt=np.ones(28, bool))
+    batch.fill(prompt=[prompt(question) for question in batch.question])
+    return batch
 
 
 def minibatches(
     objective: ObjectiveConfig, reference: Reference | None = None, *, observing: bool = False
 ) -> list[MiniBatch]:
-    graded = groups(observing=observing)
-    rows = build_rows(graded, advantages(graded, scale_by_std=objective.scale_by_std), prompt)
-    rows = reference.beside(rows) if reference else rows
-    return build_minibatches(rows, STEPS, np.random.default_rng(2), objective, max_tokens=24)
+    batch = step_batch(observing=observing)
+    advantages(batch, scale_by_std=objective.scale_by_std)
+    batch.fill(ratio_log_prob=batch.old_log_prob)
+    if reference:
+        reference.fill(batch)
+    return build_minibatches(batch, STEPS, np.random.default_rng(2), objective, max_tokens=24)
 
 
 def poisoned(minibatch: MiniBatch) -> MiniBatch:
     """The same mini-batch with one advantage that is not a number."""
-    first, *rest = minibatch.rows
-    return dataclasses.replace(minibatch, rows=(dataclasses.replace(first, advantage=float("nan")), *rest))
+    batch = minibatch.batch.take(np.arange(len(minibatch.batch)))
+    batch.advantage[0] = np.nan
+    return dataclasses.replace(minibatch, batch=batch)
 
 
 def config(

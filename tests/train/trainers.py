@@ -1,6 +1,9 @@
 """Trainers with a scripted engine and a recording policy."""
 
+from types import SimpleNamespace
+
 from exgrpo.train.trainer import Trainer
+from tests.train.batches import rows_of
 from tests.train.configs import configured
 from tests.train.fakes import RecordingPolicy, ScriptedEngine, answerer, question_set
 
@@ -21,3 +24,8 @@ def make(skill: dict[int, float], *, free_log_prob: bool = False, **sections) ->
 
 def half(count: int) -> dict[int, float]:
     return dict.fromkeys(range(count), 0.5)
+
+
+def updated(trainer: Trainer) -> list[SimpleNamespace]:
+    """The rows of all optimiser steps that the policy remembers."""
+    return [row for minibatch, _ in trainer.policy.updates for row in rows_of(minibatch.batch)]

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from exgrpo.train.answers import Answer
 from exgrpo.train.data.questions import Question
 from exgrpo.train.errors import OutputError
 from exgrpo.train.evaluate.options import Options
@@ -17,6 +16,7 @@ from exgrpo.train.evaluate.scores import Verdict, question_key
 from exgrpo.train.reward.form import Graded
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.success import is_success
+from exgrpo.train.step_batch import StepBatch
 
 ANSWERS, OPTIONS = "answers.jsonl", "options.yaml"
 
@@ -66,24 +66,24 @@ class AnswerFile:
             except ValueError:
                 return  # the line that an interruption cut
 
-    def append(self, chunk: int, questions: Sequence[Question], answers: Sequence[Sequence[Answer]]) -> None:
-        """Write the answers of a chunk."""
+    def append(self, chunk: int, questions: Sequence[Question], batch: StepBatch) -> None:
+        """Write the answers of a chunk, a group of the batch to each question."""
         with self.path.open("a", encoding="utf-8") as file:
-            for question, of_question in zip(questions, answers, strict=True):
-                for answer in of_question:
-                    record = {
-                        "chunk": chunk,
-                        "source": question.source,
-                        "question": question.text,
-                        "gold": question.gold,
-                        "response": answer.text,
-                        "graded_by": reward_of(question.reward, self.reward),
-                        "reward": answer.reward,
-                        "key": answer.key,
-                        "finished": answer.rollout.finished,
-                        "tokens": len(answer.rollout.response),
-                    }
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            for row, group in enumerate(batch.group):
+                question = questions[group]
+                record = {
+                    "chunk": chunk,
+                    "source": question.source,
+                    "question": question.text,
+                    "gold": question.gold,
+                    "response": batch.text[row],
+                    "graded_by": reward_of(question.reward, self.reward),
+                    "reward": batch.reward.item(row),
+                    "key": batch.key.item(row),
+                    "finished": batch.finished.item(row),
+                    "tokens": batch.length.item(row),
+                }
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     def verdicts(
         self, success: float, formed: Sequence[bool | None], found: Sequence[bool | None]

@@ -185,17 +185,17 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     )
     for chunk in track([chunk for chunk in chunks if chunk.number not in done], "evaluating", console=console):
         seed = derive_seed(options.seed, "evaluation", chunk.number)
-        answers = answerer.answer(chunk.questions, chunk.counts, sampling, seed)
+        batch = answerer.answer(chunk.questions, chunk.counts, sampling, seed)
         for note in answerer.news():
             console.print(printable(note), highlight=False, markup=False, soft_wrap=True)
-        if answers.failed_fraction > options.reward.max_failed:
+        if batch.counts.failed_fraction > options.reward.max_failed:
             raise HaltError(
-                f"{answers.failed_fraction:.0%} of {len(answers.rewards)} answers could not be graded: "
-                f"{ungraded(answers)}. The same command goes on with these questions"
+                f"{batch.counts.failed_fraction:.0%} of {len(batch)} answers could not be graded: "
+                f"{ungraded(batch.counts)}. The same command goes on with these questions"
             )
         if file:
             with os_errors_as(OutputError, unwritable):
-                file.append(chunk.number, chunk.questions, answers.of_question)
+                file.append(chunk.number, chunk.questions, batch)
     wrong = [
         LeftOut(question.source, question_key(question.text, question.gold), count)
         for question, count in zip(left_out, counts[len(questions) :], strict=True)

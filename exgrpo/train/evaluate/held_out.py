@@ -20,28 +20,23 @@ def evaluate(
 
     An answer with a reward of at least `reward.success` is right; those to a question that was left out are wrong.
     """
-    answers = answerer.answer(questions.questions, [samples] * len(questions), sampling, seed)
-    pairs = [
-        (question, answer)
-        for question, of_question in zip(questions, answers.of_question, strict=True)
-        for answer in of_question
-    ]
+    batch = answerer.answer(questions.questions, [samples] * len(questions), sampling, seed)
+    asked = [questions.questions[group] for group in batch.group]
     graded = [
-        Graded(answer.text, question.gold, reward_of(question.reward, reward.function)) for question, answer in pairs
+        Graded(text, question.gold, reward_of(question.reward, reward.function))
+        for text, question in zip(batch.text, asked, strict=True)
     ]
-    formed = tell("form", reward, graded, answerer.world)
-    found = tell("found", reward, graded, answerer.world)
     verdicts = [
-        Verdict(
-            question.source,
-            _key(question),
-            is_success(answer.reward, reward.success),
-            answer.rollout.finished,
-            has_form,
-            has_answer,
-            answer.key,
+        Verdict(question.source, _key(question), *of_answer)
+        for question, *of_answer in zip(
+            asked,
+            is_success(batch.reward, reward.success).tolist(),
+            batch.finished.tolist(),
+            tell("form", reward, graded, answerer.world),
+            tell("found", reward, graded, answerer.world),
+            batch.key.tolist(),
+            strict=True,
         )
-        for (question, answer), has_form, has_answer in zip(pairs, formed, found, strict=True)
     ]
     left_out = [LeftOut(question.source, _key(question), samples) for question in questions.left_out]
     return score_all(verdicts, left_out), score(verdicts, left_out)

@@ -6,42 +6,35 @@ all. A method is five functions, by name of a module each: `admit`, `prioritise`
 `buckets.BUCKETS`, `difficulty.BANDS`. The configuration takes the names from there.
 """
 
-from exgrpo.train.experience.difficulty import Evidence, count_successes, deviation_counts, in_band
 from exgrpo.train.experience.memory import ExperienceMemory
 from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, Mixture, PlannedGroup
-from exgrpo.train.experience.replay import Replay, ReplayState, Selected, TakenIn, numbers_of, planned_from
+from exgrpo.train.experience.replay import Replay, ReplayState, TakenIn, numbers_of, planned_from
 from exgrpo.train.experience.rules import needs
 from exgrpo.train.experience.sampling import Priority, draw
-from exgrpo.train.experience.selection import Candidates, MeanScore
+from exgrpo.train.experience.selection import MeanScores
 from exgrpo.train.experience.settings import ExperienceConfig, Setting
 from exgrpo.train.experience.supply import Supply
 from exgrpo.train.experience.units import Expired, Units
 from exgrpo.train.experience.weighing import Weighed
 
 __all__ = [
-    "Candidates",
     "DelayedStart",
-    "Evidence",
     "ExperienceConfig",
     "ExperienceMemory",
     "Expired",
     "FreshQuestions",
-    "MeanScore",
+    "MeanScores",
     "Mixture",
     "PlannedGroup",
     "Priority",
     "Replay",
     "ReplayState",
-    "Selected",
     "Setting",
     "Supply",
     "TakenIn",
     "Units",
     "Weighed",
-    "count_successes",
-    "deviation_counts",
     "draw",
-    "in_band",
     "needs",
     "numbers_of",
     "planned_from",

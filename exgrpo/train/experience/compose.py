@@ -1,18 +1,18 @@
 """How a batch is made: functions `(supply) -> planned groups`; see `experience.supply`.
 
-Some have a second one, `settle(groups, supply)`, which makes the batch of the graded groups.
+Some have a second one, `settle(batch, supply)`, which says what is trained on once the batch is graded: numbers of its
+groups, and planned groups of stored answers.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
 from exgrpo.train.experience.plan import PlannedGroup
 from exgrpo.train.experience.rules import needs
-from exgrpo.train.experience.supply import Ints, Supply, draw_groups, groups_at, with_stored
-from exgrpo.train.records import Group
+from exgrpo.train.experience.supply import Supply, draw_groups, groups_at, with_stored
 from exgrpo.train.reward.success import EPSILON
+from exgrpo.train.step_batch import Ints, StepBatch
 
 
 def mixed(supply: Supply) -> list[PlannedGroup]:
@@ -51,11 +51,9 @@ def appended(supply: Supply) -> list[PlannedGroup]:
     return with_stored(supply, supply.fresh(supply.batch), supply.setting.options.replayed)
 
 
-def _settle_in_place(groups: Sequence[Group], supply: Supply) -> list[Group | PlannedGroup]:
+def _settle_in_place(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
     """At most floor(rho B) of the groups whose rewards are all alike give way to stored groups of earlier steps."""
-    spread = [np.ptp([row.net_reward for row in group.rows]) for group in groups]
-    alive = [group for group, of_group in zip(groups, spread, strict=True) if of_group > EPSILON]
-    dead = [group for group, of_group in zip(groups, spread, strict=True) if of_group <= EPSILON]
+    alive, dead = np.flatnonzero(batch.teaches).tolist(), np.flatnonzero(~batch.teaches).tolist()
     stored = draw_groups(supply, min(len(dead), supply.share(supply.batch)))
     return [*alive, *dead[len(stored) :], *stored]
 
@@ -66,15 +64,16 @@ def in_place(supply: Supply) -> list[PlannedGroup]:
     return supply.fresh(supply.batch)
 
 
-def _settle_beside(groups: Sequence[Group], supply: Supply) -> list[Group | PlannedGroup]:
+def _settle_beside(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
     """The groups whose rewards differ, F answers, and floor(rho F) stored answers of earlier steps.
 
     Each stored answer is a group by itself, and so has no advantage in it: `advantage` has to be stored. If all groups
     are alike, they stay.
     """
-    teaching = [group for group in groups if np.ptp([row.net_reward for row in group.rows]) > EPSILON] or list(groups)
+    teaching = np.flatnonzero(batch.teaches).tolist() or list(range(batch.groups))
     units, rows = supply.earlier()
-    drawn = supply.draw_from(units, supply.share(sum(len(group.fresh) for group in teaching)), rows)
+    fresh = int(np.count_nonzero(batch.fresh[batch.rows_of(teaching)]))
+    drawn = supply.draw_from(units, supply.share(fresh), rows)
     return [*teaching, *supply.alone(drawn)]
 
 
@@ -87,11 +86,11 @@ def beside(supply: Supply) -> list[PlannedGroup]:
     return supply.fresh(supply.batch)
 
 
-def _settle_buffer(groups: Sequence[Group], supply: Supply) -> Sequence[Group | PlannedGroup]:
+def _settle_buffer(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
     """B K stored answers, as far as there are; a fresh answer is trained on only if it is drawn."""
     if not supply.ratio:  # replay has not begun, and nothing is stored
-        return groups
-    return supply.alone(supply.draw("stored", supply.batch * supply.samples))
+        return list(range(batch.groups))
+    return [*supply.alone(supply.draw("stored", supply.batch * supply.samples))]
 
 
 def _asked(supply: Supply) -> int:
@@ -146,12 +145,12 @@ def returning(supply: Supply) -> list[PlannedGroup]:
     return _with_returning(supply, count, count // 2 if supply.ratio else 0)
 
 
-def _settle_stale(groups: Sequence[Group], supply: Supply) -> Sequence[Group | PlannedGroup]:
+def _settle_stale(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
     """The groups that were written `lag` steps ago; nothing while there are none."""
     if not supply.ratio:  # replay has not begun, and nothing is stored
-        return groups
+        return list(range(batch.groups))
     step = supply.memory.table.column("step")
-    return groups_at(supply.memory.table, np.flatnonzero(step == supply.step - supply.setting.options.lag))
+    return [*groups_at(supply.memory.table, np.flatnonzero(step == supply.step - supply.setting.options.lag))]
 
 
 @needs(settle=_settle_stale, fills=True)
@@ -163,18 +162,18 @@ def stale(supply: Supply) -> list[PlannedGroup]:
     return supply.fresh(supply.batch)
 
 
-def _settle_bapo(groups: Sequence[Group], supply: Supply) -> list[Group | PlannedGroup]:
+def _settle_bapo(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
     """The first B of: fresh groups that teach, hard prompts that went better this time, and stored groups.
 
     A fresh group teaches with a pass rate in [1/K, (K-1)/K]. Stored groups are those that `admit` has kept, to other
     questions. If no fresh group teaches, all of them stay.
     """
-    memory, samples = supply.memory, supply.samples
-    fresh, hard = groups[: supply.batch], groups[supply.batch :]
-    teaching = [group for group in fresh if 1 <= memory.shown[group.question] <= samples - 1] or list(fresh)
-    improved = [group for group in hard if memory.shown[group.question] > memory.earlier[group.question]]
-    batch = [*teaching, *improved][: supply.batch]
-    return [*batch, *draw_groups(supply, supply.batch - len(batch), {group.question for group in batch})]
+    now, before = (counts[batch.question] for counts in (supply.memory.shown, supply.memory.earlier))
+    first = np.arange(batch.groups) < supply.batch
+    fresh, teaching = np.flatnonzero(first), np.flatnonzero(first & (now >= 1) & (now <= supply.samples - 1))
+    improved = np.flatnonzero(~first & (now > before))
+    kept = np.concatenate([teaching if len(teaching) else fresh, improved])[: supply.batch]
+    return [*kept.tolist(), *draw_groups(supply, supply.batch - len(kept), batch.question[kept])]
 
 
 @needs(settle=_settle_bapo, fills=True)
@@ -195,11 +194,12 @@ def bapo(supply: Supply) -> list[PlannedGroup]:
     return [*fresh, *(PlannedGroup(question, supply.samples) for question in drawn.tolist())]
 
 
-def _settle_rehearsal(groups: Sequence[Group], supply: Supply) -> list[Group | PlannedGroup]:
+def _settle_rehearsal(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
     """The fresh groups, and all stored answers, also of this step, to at most floor(rho B) questions."""
     table = supply.memory.table
     drawn = supply.draw("buffered", supply.share(supply.batch)).tolist()
-    return [*groups, *(PlannedGroup(question, 0, rows=tuple(table.of_question(question))) for question in drawn)]
+    stored = (PlannedGroup(question, 0, rows=tuple(table.of_question(question))) for question in drawn)
+    return [*range(batch.groups), *stored]
 
 
 @needs(settle=_settle_rehearsal)

@@ -3,7 +3,8 @@
 Each check takes what a function gave and what it was called with, and returns a sentence, or None: it is right.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,20 +13,24 @@ from exgrpo.train.errors import shown
 from exgrpo.train.experience.plan import PlannedGroup
 from exgrpo.train.experience.sampling import Priority
 from exgrpo.train.experience.units import Expired, Units
-from exgrpo.train.experience.weighing import ReplayedAnswer, Weighed
-from exgrpo.train.records import Group, Trajectory
+from exgrpo.train.experience.weighing import Weighed
+from exgrpo.train.step_batch import StepBatch
 
-STORED = "it gives a list of those answers of group.fresh that are stored"
+STORED = "it gives an array with a bool for each row, whether it is stored"
 WEIGHTS = "it gives Priority(log_weight), with a number for each unit"
 PLANNED = "it gives a list of PlannedGroup, as supply.fresh and supply.alone do"
-SETTLED = "it gives a list of graded groups, and of planned ones without fresh answers"
+SETTLED = "it gives a list of numbers of graded groups, and of planned groups without fresh answers"
 EXPIRED = "it gives Expired(rows, questions), rows with a bool for each unit, questions with their indices"
-TERMS = "it gives a list with one Weighed for each answer"
+TERMS = "it gives Weighed(reference, factor, advantage), with a number for each token, each token and each row"
 
 
-def stored(given: Any, group: Group, *_: Any) -> str | None:
+def stored(given: Any, batch: StepBatch, *_: Any) -> str | None:
     """Of `admit`."""
-    return _list_of(given, Trajectory, STORED)
+    if not (isinstance(given, np.ndarray) and given.dtype == bool):
+        return f"{_gave(given)}; {STORED}"
+    if given.shape != (len(batch),):
+        return f"it gave an array {list(given.shape)} for {len(batch)} rows; {STORED}"
+    return "it stores replayed rows, and only fresh ones can be stored" if (given & batch.replayed).any() else None
 
 
 def weights(given: Any, units: Units, *_: Any) -> str | None:
@@ -56,12 +61,19 @@ def planned(given: Any, *_: Any) -> str | None:
     return _list_of(given, PlannedGroup, PLANNED)
 
 
-def settled(given: Any, *_: Any) -> str | None:
+def settled(given: Any, batch: StepBatch, *_: Any) -> str | None:
     """Of the function `settle` of a `compose`."""
-    if wrong := _list_of(given, Group | PlannedGroup, SETTLED):
+    if wrong := _list_of(given, int | np.integer | PlannedGroup, SETTLED):
         return wrong
     late = [one.fresh for one in given if isinstance(one, PlannedGroup) and one.fresh]
-    return f"it plans {late[0]} fresh answers when all have been graded; {SETTLED}" if late else None
+    if late:
+        return f"it plans {late[0]} fresh answers when all have been graded; {SETTLED}"
+    for number, times in Counter(one for one in given if not isinstance(one, PlannedGroup)).items():
+        if not 0 <= number < batch.groups:
+            return f"it gave the group {number}, and there are {batch.groups}, from 0; {SETTLED}"
+        if times > 1:
+            return f"it gave the group {number} {times} times; {SETTLED}"
+    return None
 
 
 def expired(given: Any, units: Units, *_: Any) -> str | None:
@@ -78,31 +90,31 @@ def expired(given: Any, units: Units, *_: Any) -> str | None:
     return None
 
 
-def terms(given: Any, answers: Sequence[ReplayedAnswer], *_: Any) -> str | None:
+def terms(given: Any, batch: StepBatch, *_: Any) -> str | None:
     """Of `weigh`; numbers that would spoil the update are wrong, too."""
-    if wrong := _list_of(given, Weighed, TERMS):
-        return wrong
-    if len(given) != len(answers):
-        return f"it gave {len(given)} terms for {len(answers)} replayed answers; {TERMS}"
-    return next(filter(None, map(_term, given, answers)), None)
-
-
-def _term(term: Weighed, answer: ReplayedAnswer) -> str | None:
-    factor = np.ones_like(answer.log_prob) if term.factor is None else term.factor
-    for name, values in (("reference", term.reference), ("factor", factor)):
-        if np.shape(values) != answer.log_prob.shape:
-            return f"a {name} has the shape {np.shape(values)} for an answer of {len(answer.log_prob)} tokens"
-    # Whatever is computed in a wider dtype has to fit into fp32. Minima and maxima keep a NaN.
+    if not isinstance(given, Weighed):
+        return f"{_gave(given)}; {TERMS}"
+    factor = np.ones_like(batch.old_log_prob) if given.factor is None else given.factor
+    advantage = np.zeros(len(batch)) if given.advantage is None else given.advantage
+    for name, values, size, what in (
+        ("reference", given.reference, len(batch.token), "tokens"),
+        ("factor", factor, len(batch.token), "tokens"),
+        ("advantage", advantage, len(batch), "rows"),
+    ):
+        if not (isinstance(values, np.ndarray) and values.dtype.kind in "fiub"):
+            return f"{_gave(values)} as its {name}; {TERMS}"
+        if values.shape != (size,):
+            return f"its {name} has the shape {list(values.shape)} for {size} {what}; {TERMS}"
+    # Whatever is computed in a wider dtype has to fit into fp32. Minima keep a NaN.
     with np.errstate(over="ignore"):
-        reference, factor = np.asarray(term.reference, np.float32), np.asarray(factor, np.float32)
-    least = float(reference.min())
+        reference, factor = given.reference.astype(np.float32), factor.astype(np.float32)
+    least = float(reference.min(initial=np.inf))
     if not least > -np.inf:
         return f"a log-prob of the reference is {least}"
-    if not np.isfinite(factor).all():
-        return f"a factor of the advantage is {factor[~np.isfinite(factor)][0]}"
-    if term.advantage is not None and not np.isfinite(term.advantage):
-        return f"an advantage is {term.advantage}"
-    if term.advantage is None and factor.min() < 0:
+    for what, values in (("a factor of the advantage", factor), ("an advantage", advantage)):
+        if not np.isfinite(values).all():
+            return f"{what} is {values[~np.isfinite(values)][0]}"
+    if given.advantage is None and factor.min(initial=0) < 0:
         return f"a factor of an answer's own advantage is negative: {factor.min()}"
     return None
 
@@ -110,7 +122,7 @@ def _term(term: Weighed, answer: ReplayedAnswer) -> str | None:
 def _list_of(given: Any, of: Any, right: str) -> str | None:
     if not isinstance(given, list | tuple):
         return f"{_gave(given)}; {right}"
-    wrong = [one for one in given if not isinstance(one, of)]
+    wrong = [one for one in given if not isinstance(one, of) or isinstance(one, bool)]
     return f"{_gave(wrong[0])} in its list; {right}" if wrong else None
 
 

@@ -12,11 +12,10 @@ from exgrpo.train.experience.difficulty import Evidence, count_successes
 from exgrpo.train.experience.settings import Setting
 from exgrpo.train.experience.stored import Stored, pack
 from exgrpo.train.experience.table import Origin, Table
-from exgrpo.train.experience.tables import look_up
 from exgrpo.train.experience.units import Units
-from exgrpo.train.records import Group, Trajectory
+from exgrpo.train.records import Trajectory
+from exgrpo.train.step_batch import Doubles, Ints, StepBatch
 
-Ints = npt.NDArray[np.int64]
 NEVER = -1
 """In the place of a step or a count: the question was not asked yet."""
 OF_QUESTIONS = ("count", "asked", "times", "shown", "earlier")
@@ -57,14 +56,14 @@ class ExperienceMemory:
         options = setting.options
         self.setting = setting
         self.samples = setting.samples
-        self.count: npt.NDArray[np.float64] = np.zeros(questions)
+        self.count: Doubles = np.zeros(questions)
         self.retired: npt.NDArray[np.bool_] = np.zeros(questions, dtype=bool)
         self.asked: Ints = np.full(questions, NEVER, np.int64)
         self.times: Ints = np.zeros(questions, np.int64)
-        self.shown: npt.NDArray[np.float64] = np.full(questions, float(NEVER))
+        self.shown: Doubles = np.full(questions, float(NEVER))
         self.earlier = self.shown.copy()
         self.table = Table(questions, options.folder)
-        self._buckets = look_up(BUCKETS, options.bucket_by, "bucket_by")
+        self._buckets = BUCKETS[options.bucket_by]
         self._admit = rules.find("admit", options.admit)
         self._distinct = getattr(self._admit, "distinct", None)
         # Plain GRPO stores nothing and retires nothing.
@@ -76,7 +75,8 @@ class ExperienceMemory:
 
     def trajectories(self, question: int) -> tuple[Trajectory, ...]:
         """The stored answers to a question, oldest first; empty where there are none."""
-        return tuple(self.table.trajectory(row) for row in self.table.of_question(question))
+        stored = self.all_trajectories()
+        return tuple(stored[place] for place in np.flatnonzero(stored.columns["question"] == question).tolist())
 
     def all_trajectories(self) -> Stored:
         """Everything that is stored, in the order in which it was."""
@@ -123,56 +123,59 @@ class ExperienceMemory:
             replays=self.times[questions] - 1,
         )
 
-    def update(self, groups: Sequence[Group], step: int, *, collect: bool) -> None:
+    def update(self, batch: StepBatch, step: int, *, collect: bool) -> None:
         """Take in the graded groups of one training step, and forget what the functions of `expire` say.
 
         Questions leave before the delayed start too; answers are stored only where `collect` (after it).
         """
-        shown = [self.evidence(group) for group in groups]
-        counts = self._buckets.counts(shown, self.samples)
-        inner = np.clip(counts, 1, self.samples - 1)
-        for group, evidence, count, within in zip(groups, shown, counts, inner, strict=True):
-            question = group.question
-            self.earlier[question] = self.shown[question]
-            self.asked[question], self.shown[question] = step, count
-            self.times[question] += 1
-            if self.retired[question]:
-                continue
-            if collect:
-                self._store(group, evidence)
-            if self.table.held[question]:
-                self.count[question] = within
-        solved = [group.question for group, evidence in zip(groups, shown, strict=True) if evidence.solved]
-        self._forget(step + 1, np.array(solved, np.int64))
+        evidence, question = self.evidence(batch), batch.question
+        counts = self._buckets.counts(evidence, self.samples)
+        for of_group, count in zip(question.tolist(), counts.tolist(), strict=True):  # one may be there twice
+            self.earlier[of_group], self.shown[of_group] = self.shown[of_group], count
+            self.times[of_group] += 1
+        self.asked[question] = step
+        if collect:
+            self._store(batch, evidence)
+        held = self.table.held[question] > 0
+        self.count[question[held]] = np.clip(counts[held], 1, self.samples - 1)
+        self._forget(step + 1, question[evidence.solved])
 
-    def evidence(self, group: Group) -> Evidence:
-        """What a group shows about the current policy."""
-        options = self.setting.options
-        return count_successes(group, self.setting.success, count_replayed=options.count_replayed)
+    def evidence(self, batch: StepBatch) -> Evidence:
+        """What groups show about the current policy."""
+        return count_successes(batch, self.setting.success, count_replayed=self.setting.options.count_replayed)
 
-    def _store(self, group: Group, evidence: Evidence) -> None:
-        admitted = [row for row in self._admit(group, self.setting) if len(row.response)]
-        if not admitted:  # without tokens there is nothing to replay
-            return
-        question, table = group.question, self.table
-        counted = group.fresh if group.stored_advantage else group.rows  # as in the advantages of the loss
-        rewards = np.array([row.net_reward for row in counted])
-        mean = float(rewards.mean())
-        divisor = float(rewards.std(ddof=1)) + EPSILON if self.setting.scale_by_std and len(rewards) > 1 else 1.0
-        if self.setting.leave_one_out and len(rewards) > 1:
-            divisor *= (len(rewards) - 1) / len(rewards)
-        most = self.setting.options.max_per_question
-        stored = table.of_question(question) if self._distinct or most else []
-        for row in admitted:
-            # Of two equal answers the newer log-probs stay: their policy is nearer to the current one.
-            same = [at for at in stored if self._distinct and self._same(at, row)]
-            replays = sum(table.origin(at).replays for at in same)
-            table.remove(same)
-            advantage = (row.net_reward - mean) / divisor
-            added = table.add(row, Origin(advantage, evidence.successes, evidence.rows, replays))
-            stored = [*(at for at in stored if at not in same), added]
+    def _store(self, batch: StepBatch, evidence: Evidence) -> None:
+        table, most = self.table, self.setting.options.max_per_question
+        # Without tokens there is nothing to replay.
+        admitted = self._admit(batch, self.setting) & (batch.length > 0) & ~self.retired[batch.question][batch.group]
+        group = batch.group[admitted]
+        added = table.add(
+            batch.take(admitted),
+            advantage=self._advantages(batch)[admitted],
+            successes=evidence.successes[group],
+            answers=evidence.rows[group],
+        )
+        if self._distinct:
+            for row in added.tolist():
+                # Of two equal answers the newer log-probs stay: their policy is nearer to the current one.
+                of_question = table.of_question(table.value("question", row))
+                table.replace([at for at in of_question if at < row and self._same(at, row)], row)
         if most is not None:
-            table.remove(stored[:-most])
+            for question in np.unique(batch.question[group]).tolist():
+                table.remove(table.of_question(question)[:-most])
+
+    def _advantages(self, batch: StepBatch) -> Doubles:
+        """[N] against the rows of their group that count in the loss."""
+        counts = np.isnan(batch.stored_advantage) if batch.has("stored_advantage") else np.ones(len(batch), bool)
+        advantage, net = np.full(len(batch), np.nan), batch.net_reward
+        for group in range(batch.groups):
+            of_group = batch.group == group
+            rewards = net[of_group & counts]
+            divisor = float(rewards.std(ddof=1)) + EPSILON if self.setting.scale_by_std and len(rewards) > 1 else 1.0
+            if self.setting.leave_one_out and len(rewards) > 1:
+                divisor *= (len(rewards) - 1) / len(rewards)
+            advantage[of_group] = (net[of_group] - rewards.mean()) / divisor
+        return advantage
 
     def _forget(self, now: int, solved: Ints) -> None:
         """What the functions of `expire` let go, one after the other, before the step `now` is planned."""
@@ -225,11 +228,12 @@ class ExperienceMemory:
         self.retired = arrays["retired"].astype(bool)
         self.table.fill(trajectories, {name: arrays[name] for name in Origin.__dataclass_fields__})
 
-    def _same(self, at: int, row: Trajectory) -> bool:
-        """Whether a stored answer is the same as another one."""
+    def _same(self, at: int, row: int) -> bool:
+        """Whether two stored answers are the same."""
         table = self.table
-        if self._distinct == "key" and row.key and table.value("key", at) == row.key:
+        if self._distinct == "key" and table.value("key", row) and table.value("key", at) == table.value("key", row):
             return True
         # Nearly all pairs differ in length, which costs a tenth of comparing contents to find out; of short ones bytes
         # are compared in a tenth of the time that arrays take.
-        return table.value("length", at) == len(row.response) and table.response(at).tobytes() == row.response.tobytes()
+        same_length = table.value("length", at) == table.value("length", row)
+        return same_length and table.response(at).tobytes() == table.response(row).tobytes()

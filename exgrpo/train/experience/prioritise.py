@@ -1,9 +1,10 @@
 """How likely what is drawn: functions `(units, setting) -> Priority`."""
 
+from collections.abc import Callable
+
 import numpy as np
 
-from exgrpo.train.experience.laws import by_count
-from exgrpo.train.experience.sampling import Priority
+from exgrpo.train.experience.sampling import Floats, Priority
 from exgrpo.train.experience.settings import Setting
 from exgrpo.train.experience.units import Units
 
@@ -19,27 +20,44 @@ def gaussian(units: Units, setting: Setting) -> Priority:
     ExGRPO, arXiv 2510.02245, section 3.2; `uniform`, `linear`, `sqrt` and `linear_clip` are its alternatives.
     """
     of = setting.options
-    return by_count(units, lambda k: -((k - of.mu * setting.samples) ** 2) / (2 * of.sigma**2))
+    return _by_count(units, lambda k: -((k - of.mu * setting.samples) ** 2) / (2 * of.sigma**2))
 
 
 def uniform(units: Units, setting: Setting) -> Priority:
     """1 for each success count that occurs."""
-    return by_count(units, lambda k: np.zeros_like(k))
+    return _by_count(units, lambda k: np.zeros_like(k))
 
 
 def linear(units: Units, setting: Setting) -> Priority:
     """k / K: easy questions are likelier."""
-    return by_count(units, lambda k: np.log(k / setting.samples))
+    return _by_count(units, lambda k: np.log(k / setting.samples))
 
 
 def sqrt(units: Units, setting: Setting) -> Priority:
     """sqrt(k / K): easy questions are somewhat likelier."""
-    return by_count(units, lambda k: 0.5 * np.log(k / setting.samples))
+    return _by_count(units, lambda k: 0.5 * np.log(k / setting.samples))
 
 
 def linear_clip(units: Units, setting: Setting) -> Priority:
     """min(k / K, 1/2): hard questions are less likely."""
-    return by_count(units, lambda k: np.log(np.minimum(k / setting.samples, 0.5)))
+    return _by_count(units, lambda k: np.log(np.minimum(k / setting.samples, 0.5)))
+
+
+def _by_count(units: Units, log_weight: Callable[[Floats], Floats]) -> Priority:
+    """A count is drawn by its weight, and a question among those with this count.
+
+    The strata are the success counts that occur, in their order.
+
+    Args:
+        units: at least one.
+        log_weight: of success counts k.
+    """
+    counts, stratum = np.unique(units.count, return_inverse=True)
+    with np.errstate(divide="ignore"):  # a prompt may have a count of 0, and so a weight of 0
+        of_counts = log_weight(counts)
+    if not np.isfinite(of_counts).any():  # prompts that nobody has solved yet: all are alike
+        of_counts = np.zeros_like(of_counts)
+    return Priority(of_counts, stratum)
 
 
 def random(units: Units, setting: Setting) -> Priority:
@@ -73,7 +91,7 @@ def oldest(units: Units, setting: Setting) -> Priority:
 
 def middle(units: Units, setting: Setting) -> Priority:
     """By |p - 1/2| of the latest pass rate p, the nearest first (prompt replay, arXiv 2603.21177)."""
-    return by_count(units, lambda k: -NEXT * setting.samples * np.abs(k / setting.samples - 0.5))
+    return _by_count(units, lambda k: -NEXT * setting.samples * np.abs(k / setting.samples - 0.5))
 
 
 def least_used(units: Units, setting: Setting) -> Priority:

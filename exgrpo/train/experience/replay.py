@@ -2,43 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.buckets import BUCKETS, pass_rate
+from exgrpo.train.experience.difficulty import BANDS, success_counts
 from exgrpo.train.experience.memory import ExperienceMemory
 from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, Mixture, PlannedGroup
-from exgrpo.train.experience.selection import RULES, Candidates, MeanScore
+from exgrpo.train.experience.selection import RULES, Candidates, MeanScores
 from exgrpo.train.experience.settings import ExperienceConfig, Setting
 from exgrpo.train.experience.stored import Stored
 from exgrpo.train.experience.supply import Supply, settles
-from exgrpo.train.experience.tables import look_up
-from exgrpo.train.records import Group, Trajectory
+from exgrpo.train.records import Mask
 from exgrpo.train.reward.success import RewardWatch
 from exgrpo.train.seeds import generator
+from exgrpo.train.step_batch import Ints, StepBatch
 
-ScoreAll = Callable[[Sequence[Trajectory]], Sequence[MeanScore]]
-"""Scores trajectories under the current policy at temperature 1, in the order in which they are given."""
-
-
-@dataclass(frozen=True, eq=False)
-class Selected:
-    """A stored answer that is replayed.
-
-    Attributes:
-        trajectory: the answer.
-        entropy: its mean token entropy in nats under the current policy; None where nobody asked for scores.
-        replays: how often it has been replayed, this time included.
-        advantage: in the group that it was written in.
-    """
-
-    trajectory: Trajectory
-    entropy: float | None
-    replays: int
-    advantage: float
+ScoreAll = Callable[[StepBatch], MeanScores]
+"""Scores the rows of a batch under the current policy at temperature 1."""
 
 
 class TakenIn(NamedTuple):
@@ -111,8 +95,8 @@ class Replay:
         self.watch = RewardWatch(success, success_option)
         self.pool = FreshQuestions(questions, generator(seed, "fresh questions"), mixture)
         self.rng = generator(seed, "replay")
-        self._progress = look_up(BUCKETS, config.bucket_by, "bucket_by").progress
-        self._rule = look_up(RULES, config.trajectory, "trajectory rule")
+        self._progress = BUCKETS[config.bucket_by].progress
+        self._rule = RULES[config.trajectory]
         self._prioritise = rules.find("prioritise", config.prioritise)
         self._compose = rules.find("compose", config.compose)
         self._settle = settles(self._compose)
@@ -144,73 +128,93 @@ class Replay:
         """Groups of fresh answers to at most `wanted` further questions, which are not `without`."""
         return self._supply(wanted, step).fresh(wanted, without)
 
-    def select(self, planned: Sequence[PlannedGroup], score: ScoreAll) -> list[list[Selected]]:
+    def select(self, planned: Sequence[PlannedGroup], score: ScoreAll) -> StepBatch:
         """The stored answers that join each of the planned groups; each of them counts as a replay.
 
         Args:
-            planned: groups of a step.
+            planned: G groups of a step.
             score: is called once, with all candidates, if the rule compares scores and has to choose, else not at all.
+
+        Returns:
+            G groups of replayed rows, perhaps of none.
         """
-        table = self.memory.table
+        table, rule = self.memory.table, self._rule
         stored = [table.of_question(group.question) if group.choose else [] for group in planned]
-        candidates = [[table.trajectory(row) for row in rows] for rows in stored]
-        scored = self._rule.scored and any(stored)
-        of_all = iter(score([one for of_group in candidates for one in of_group]) if scored else ())
-        selected = []
-        for group, rows, of_group in zip(planned, stored, candidates, strict=True):
-            scores = tuple(islice(of_all, len(rows)))
-            chosen = self._choose(group.choose, of_group, scores)
-            entropies = [scores[i].entropy for i in chosen] if scores else None
-            selected.append([*self._join([rows[i] for i in chosen], entropies), *self._join(group.rows)])
-        return selected
+        rows = np.array([*chain.from_iterable(stored)], np.int64)
+        unknown = np.full(len(rows), np.nan)
+        scored = rule.scored and len(rows)
+        entropy, nll = score(self._answers(planned, stored)) if scored else MeanScores(unknown, unknown)
+        joined: list[list[int]] = []
+        entropies: list[float] = []
+        ends = np.cumsum([len(of_group) for of_group in stored]).tolist()
+        for group, of_group, end in zip(planned, stored, ends, strict=True):
+            left, chosen = list(range(end - len(of_group), end)), []
+            for _ in range(group.choose):
+                scores = MeanScores(entropy[left], nll[left])
+                candidates = Candidates(table.values("length", rows[left]), scores)
+                chosen.append(left.pop(rule.choose(candidates, self.rng)))
+            joined.append([*rows[chosen].tolist(), *group.rows])
+            entropies += [*entropy[chosen], *([np.nan] * len(group.rows))]
+        return self._join(planned, joined, entropies)
 
-    def _choose(self, wanted: int, candidates: Sequence[Trajectory], scores: Sequence[MeanScore]) -> list[int]:
-        """Which candidates the rule takes, one after the other."""
-        left, chosen = list(range(len(candidates))), []
-        for _ in range(wanted):
-            of_left = Candidates([candidates[i] for i in left], [scores[i] for i in left] if scores else ())
-            chosen.append(left.pop(self._rule.choose(of_left, self.rng)))
-        return chosen
+    def _answers(self, planned: Sequence[PlannedGroup], rows: Sequence[Sequence[int]]) -> StepBatch:
+        """Stored answers in the groups that they join."""
+        group = np.repeat(np.arange(len(planned)), np.array([len(of_group) for of_group in rows], np.int64))
+        question = np.array([one.question for one in planned], np.int64)
+        return self.memory.table.answers(np.array([*chain.from_iterable(rows)], np.int64), group, question)
 
-    def _join(self, rows: Sequence[int], entropies: Sequence[float] | None = None) -> list[Selected]:
-        """Stored answers that are replayed, by their rows."""
-        table, numbers = self.memory.table, np.array(rows, np.int64)
-        columns = (
-            map(table.trajectory, rows),
-            [None] * len(rows) if entropies is None else entropies,
-            table.replayed(numbers).tolist(),
-            table.values("advantage", numbers).tolist(),
+    def _join(
+        self, planned: Sequence[PlannedGroup], rows: Sequence[Sequence[int]], entropies: Sequence[float] | None = None
+    ) -> StepBatch:
+        """Stored answers that are replayed, with advantages as the options say."""
+        table, batch = self.memory.table, self._answers(planned, rows)
+        numbers = np.array([*chain.from_iterable(rows)], np.int64)
+        unknown = np.full(len(numbers), np.nan)
+        batch.fill(
+            replays=table.replayed(numbers),
+            chosen_entropy=unknown if entropies is None else entropies,
+            stored_advantage=table.values("advantage", numbers) if self.config.advantage == "stored" else unknown,
         )
-        return [Selected(*of_row) for of_row in zip(*columns, strict=True)]
+        return batch
 
-    def group(self, question: int, joined: Sequence[Selected], fresh: Sequence[Trajectory] = ()) -> Group:
-        """A group of fresh and stored answers, with advantages as the options say."""
-        stored = self.config.advantage == "stored"
-        return Group(
-            question,
-            tuple(fresh),
-            tuple(one.trajectory for one in joined),
-            stored_advantage=tuple(one.advantage for one in joined) if stored else (),
-        )
+    def settle(self, batch: StepBatch, among: Ints, size: int, step: int) -> StepBatch:
+        """What is trained on of the graded groups of a step, perhaps nothing.
 
-    def settle(self, groups: Sequence[Group], batch: int, step: int) -> tuple[list[Group], list[Selected]]:
-        """What is trained on of the graded groups of a step, perhaps nothing, and the stored answers that came late."""
+        Args:
+            batch: of the step.
+            among: [A] the numbers of the groups that may be trained on.
+            size: B, questions of a step.
+            step: its number.
+
+        Returns:
+            the batch with `trained`. Stored answers that come only now are in groups behind the others; where there are
+            any, all groups lack their prompts.
+        """
         if self._settle is None:
-            return list(groups), []
-        settled = self._settle(groups, self._supply(batch, step))
-        late = self._join([row for group in settled if isinstance(group, PlannedGroup) for row in group.rows])
-        joined = iter(late)
-        trained = [
-            group if isinstance(group, Group) else self.group(group.question, list(islice(joined, len(group.rows))))
-            for group in settled
-        ]
-        return trained, late
+            batch.fill(trained=among)
+            return batch
+        settled = self._settle(batch.of_groups(among), self._supply(size, step))
+        late = [one for one in settled if isinstance(one, PlannedGroup)]
+        numbers = iter(range(batch.groups, batch.groups + len(late)))
+        trained = [next(numbers) if isinstance(one, PlannedGroup) else among[one] for one in settled]
+        if late:
+            batch = batch.behind(self._join(late, [one.rows for one in late]))
+        batch.fill(trained=np.array(trained, np.int64))
+        return batch
 
-    def take_in(self, groups: Sequence[Group], step: int) -> TakenIn:
+    def in_band(self, batch: StepBatch, band: str) -> Mask:
+        """[G] whether each group is in the trained band; those of stored answers alone are in all of them.
+
+        A step on one band is the part of a whole step that this band contributes, not a smaller batch.
+        """
+        samples = self.setting.samples
+        asked = np.bincount(batch.group[batch.fresh], minlength=batch.groups) > 0
+        return ~asked | BANDS[band](success_counts(self.memory.evidence(batch), samples), samples)
+
+    def take_in(self, batch: StepBatch, step: int) -> TakenIn:
         """Learn what the graded groups of a step show; what they open or close counts from the next step on."""
-        success = self.setting.success
-        rewards = np.array([row.reward for group in groups for row in group.fresh])
-        self.memory.update(groups, step, collect=self.active)
+        success, rewards = self.setting.success, batch.reward[batch.fresh]
+        self.memory.update(batch, step, collect=self.active)
         self.latch.observe(self._progress(rewards, success))
         return TakenIn(pass_rate(rewards, success), self.watch.observe(rewards))
 

@@ -2,10 +2,10 @@
 
 | kind | from | to |
 |---|---|---|
-| admit | a graded group | the answers of it that are stored |
+| admit | a graded batch | which of its rows are stored |
 | prioritise | what can be drawn, as columns | weights |
 | compose | a batch, and draws by these weights | the groups of a step |
-| weigh | the replayed answers of a step | the terms of their tokens in the loss |
+| weigh | the replayed rows of a step | the terms of their tokens in the loss |
 | expire | what is stored, as columns | what is forgotten |
 
 A name is that of a function of the module `exgrpo.train.experience.KIND`, or the place of a function of one's own; see
@@ -34,11 +34,11 @@ KINDS: dict[Kind, Functions] = {
 }
 
 ARGUMENTS = {
-    "admit": ("group", "setting"),
+    "admit": ("batch", "setting"),
     "prioritise": ("units", "setting"),
     "compose": ("supply",),
-    "settle": ("groups", "supply"),
-    "weigh": ("answers", "options"),
+    "settle": ("batch", "supply"),
+    "weigh": ("batch", "options"),
     "expire": ("units", "setting"),
 }
 """What the functions of each kind are called with."""
@@ -80,7 +80,7 @@ def _checked(kind: str, label: str, function: Callable[..., Any], *, own: bool) 
             if not own or isinstance(error, MethodError):  # of a function that this one has called
                 raise
             what = f"{error}{place_in(file, error)}" if isinstance(error, ConfigError) else cause(error, file)
-            raise MethodError(f"{label}: {what}{_hint(error, function)}") from error
+            raise MethodError(f"{label}: {what}{_hint(error, kind)}") from error
         if wrong := CHECKS[kind](result, *given):
             raise MethodError(f"{label}: {wrong}")
         return result
@@ -100,14 +100,14 @@ def _check_arguments(kind: str, label: str, function: Callable[..., Any]) -> Non
         raise ConfigError(f"{label}: it takes {takes}, and it is called with ({', '.join(asked)})") from None
 
 
-def _hint(error: Exception, function: Callable[..., Any]) -> str:
+def _hint(error: Exception, kind: str) -> str:
     """What else a person may need to know of what one of their functions raised."""
     if isinstance(error, AttributeError) and type(error.obj).__module__.startswith("exgrpo."):
+        if kind == "weigh" and error.name == "log_prob":
+            return '; `log_prob` of the batch needs @needs(present="values")'
         there = [
             name for name in dir(error.obj) if not (name.startswith("_") or callable(getattr(type(error.obj), name, 0)))
         ]
         near = nearest(str(error.name), there)
         return (f"; did you mean {near!r}?" if near else ";") + f" there are {', '.join(there)}"
-    if isinstance(error, TypeError) and "NoneType" in str(error) and not getattr(function, "present", None):
-        return '; what is not asked for is None: `present` of an answer needs @needs(present="values")'
     return ""

@@ -1,48 +1,46 @@
 """Which stored success of a drawn question is replayed (section 3.2: the lowest entropy now)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from exgrpo.train.records import Trajectory
+from exgrpo.train.records import Score
+from exgrpo.train.step_batch import Doubles, Ints, StepBatch
 
 
-class MeanScore(NamedTuple):
-    """A response under the current policy at temperature 1: means over its tokens, in nats."""
-
-    entropy: float
-    nll: float
-    """Negative log-probability."""
-
-
-@dataclass(frozen=True, eq=False)
-class Candidates:
-    """The C stored successes of a drawn question, and their scores where the rule asks for them.
+class MeanScores(NamedTuple):
+    """N responses under the current policy at temperature 1: means over the tokens that it wrote, in nats.
 
     Attributes:
-        trajectories: [C], at least one, oldest first.
-        scores: [C] of each; empty without scores.
+        entropy: [N].
+        nll: [N] negative log-probability.
     """
 
-    trajectories: Sequence[Trajectory]
-    scores: Sequence[MeanScore] = ()
+    entropy: Doubles
+    nll: Doubles
 
-    @property
-    def entropy(self) -> list[float]:
-        """[C] mean token entropy of each."""
-        return [score.entropy for score in self.scores]
+    @classmethod
+    def of(cls, batch: StepBatch, score: Score) -> "MeanScores":
+        """Of the rows of a batch, from the scores of its tokens."""
+        entropy, log_prob = (
+            np.array([float(batch.of_row(row, values).mean()) for row in range(len(batch))])
+            for values in (score.entropy, score.log_prob)
+        )
+        return cls(entropy, -log_prob)
 
-    @property
-    def nll(self) -> list[float]:
-        """[C] mean negative log-probability of each."""
-        return [score.nll for score in self.scores]
 
-    @property
-    def lengths(self) -> list[int]:
-        """[C] response tokens of each."""
-        return [len(trajectory.response) for trajectory in self.trajectories]
+class Candidates(NamedTuple):
+    """The C stored successes of a drawn question, oldest first, C >= 1.
+
+    Attributes:
+        length: [C] response tokens of each.
+        scores: [C] of each; NaN where the rule does not ask for them.
+    """
+
+    length: Ints
+    scores: MeanScores
 
 
 @dataclass(frozen=True)
@@ -60,10 +58,10 @@ class SelectionRule:
 
 
 RULES = {
-    "lowest_entropy": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.entropy)), scored=True),
-    "highest_entropy": SelectionRule(lambda candidates, rng: int(np.argmax(candidates.entropy)), scored=True),
-    "lowest_nll": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.nll)), scored=True),
-    "shortest": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.lengths))),
-    "random": SelectionRule(lambda candidates, rng: int(rng.integers(len(candidates.trajectories)))),
+    "lowest_entropy": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.scores.entropy)), scored=True),
+    "highest_entropy": SelectionRule(lambda candidates, rng: int(np.argmax(candidates.scores.entropy)), scored=True),
+    "lowest_nll": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.scores.nll)), scored=True),
+    "shortest": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.length))),
+    "random": SelectionRule(lambda candidates, rng: int(rng.integers(len(candidates.length)))),
 }
 """By the name that `experience.trajectory` gives it."""

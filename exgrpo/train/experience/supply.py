@@ -1,20 +1,20 @@
 """What a function `compose` of `exgrpo.train.experience.compose` works with and what it gives.
 
 `compose(supply) -> planned groups` is called before anything is generated. A function that decides what is trained on
-after the answers are graded says so by `needs(settle=function)`: `settle(groups, supply)` gets the graded groups of the
-step, after the memory has taken them in, and gives groups, or planned groups of stored answers alone. If these are of
-one answer each, it says `needs(alone=True)`, for such a group has no advantage of its own. If they take the places of
-graded groups, it says `needs(fills=True)`: further questions (`rollout.refills`) would be asked for the same places.
+after the answers are graded says so by `needs(settle=function)`: `settle(batch, supply)` gets the graded groups of the
+step, after the memory has taken them in, and gives numbers of groups, or planned groups of stored answers alone. If
+these are of one answer each, it says `needs(alone=True)`, for such a group has no advantage of its own. If they take
+the places of graded groups, it says `needs(fills=True)`: further questions (`rollout.refills`) would be asked for the
+same places.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from exgrpo.train.experience.memory import ExperienceMemory
 from exgrpo.train.experience.plan import FreshQuestions, PlannedGroup
@@ -22,14 +22,13 @@ from exgrpo.train.experience.sampling import Priority, draw
 from exgrpo.train.experience.settings import Setting
 from exgrpo.train.experience.table import Table
 from exgrpo.train.experience.units import Units
-from exgrpo.train.records import Group
+from exgrpo.train.step_batch import Ints, StepBatch
 
-Ints = npt.NDArray[np.int64]
 Kind = Literal["buffered", "prompts", "stored"]
 
 
 Compose = Callable[["Supply"], Sequence[PlannedGroup]]
-Settle = Callable[[Sequence[Group], "Supply"], Sequence[Group | PlannedGroup]]
+Settle = Callable[[StepBatch, "Supply"], Sequence[int | PlannedGroup]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +115,7 @@ def with_stored(supply: Supply, groups: Sequence[PlannedGroup], most: int) -> li
     return sorted([*first, *groups[len(first) :]], key=lambda group: group.choose > 0)
 
 
-def draw_groups(supply: Supply, wanted: int, without: Collection[int] = ()) -> list[PlannedGroup]:
+def draw_groups(supply: Supply, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
     """At most `wanted` whole groups of earlier steps, to questions that are not `without`.
 
     The weight of a group is that of its first answer. Two groups to one question may be drawn.
@@ -124,7 +123,7 @@ def draw_groups(supply: Supply, wanted: int, without: Collection[int] = ()) -> l
     table = supply.memory.table
     question, step = table.column("question"), table.column("step")
     first = first_of_groups(table)
-    first = first[(step[first] < supply.step) & ~np.isin(question[first], list(without))]
+    first = first[(step[first] < supply.step) & ~np.isin(question[first], without)]
     return groups_at(table, supply.draw_from(supply.units("stored").take(first), wanted, first))
 
 

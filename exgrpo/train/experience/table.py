@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.experience.stored import OF_PLACE, OF_TRAJECTORY, Known, Stored, serials, values_of
-from exgrpo.train.experience.tokens import Places, TokenBlocks, gather
-from exgrpo.train.records import TokenIds, Trajectory
+from exgrpo.train.experience.stored import OF_PLACE, OF_TRAJECTORY, Stored, serials
+from exgrpo.train.experience.tokens import Places, TokenBlocks, Tokens, gather
+from exgrpo.train.records import TokenIds
+from exgrpo.train.step_batch import OF_ROW, StepBatch
 
 Ints = npt.NDArray[np.int64]
 NONE = -1
@@ -66,7 +66,6 @@ class Table:
         self.held: Ints = np.zeros(questions, np.int64)
         self._newest: Ints = np.full(questions, NONE, np.int64)
         self.blocks = TokenBlocks(folder)
-        self._known: Known = WeakValueDictionary()
         self._columns: dict[str, npt.NDArray] = {name: np.empty(FEWEST, dtype) for name, dtype in COLUMNS.items()}
         self._older: Ints = np.full(FEWEST, NONE, np.int64)
         self._alive: npt.NDArray[np.bool_] = np.zeros(FEWEST, bool)
@@ -97,10 +96,6 @@ class Table:
         """One of `COLUMNS`, of a row, as a plain number."""
         return self._columns[name].item(row)
 
-    def trajectory(self, row: int) -> Trajectory:
-        """Of a row; the same object for as long as somebody holds it."""
-        return Stored(self._columns, self.blocks.contents, self._known)[row]  # room and rows that have left included
-
     def response(self, row: int) -> TokenIds:
         """[R] token ids of a row."""
         start = self.value("start", row)
@@ -109,12 +104,27 @@ class Table:
     def stored(self) -> Stored:
         """All trajectories, in the order of `rows`."""
         columns = {name: self.column(name) for name in OF_TRAJECTORY | OF_PLACE}
-        return Stored(columns, dict(self.blocks.contents), self._known)
+        return Stored(columns, dict(self.blocks.contents))
 
-    def origin(self, row: int) -> Origin:
-        """Of a row."""
-        of_row = (self._columns[name][row].item() for name in OF_ORIGIN)
-        return Origin(*of_row)
+    def answers(self, rows: Ints, group: Ints, question: Ints) -> StepBatch:
+        """Some rows as replayed answers of a batch.
+
+        Args:
+            rows: [N] in the order of their groups.
+            group: [N] number of the group of each.
+            question: [G] of each group.
+        """
+        tokens = gather(self.blocks.contents, self._places(rows))
+        return StepBatch(
+            question,
+            group,
+            self.values("length", rows),
+            replayed=np.ones(len(rows), bool),
+            token=tokens.response,
+            own=~tokens.observed,
+            old_log_prob=tokens.log_prob,
+            **{name: self.values(name, rows) for name in OF_TRAJECTORY if name in OF_ROW},
+        )
 
     def of_question(self, question: int) -> list[int]:
         """The rows of a question, oldest first."""
@@ -131,27 +141,31 @@ class Table:
                 yield row
             row = int(self._older[row])
 
-    def add(self, trajectory: Trajectory, origin: Origin) -> int:
-        """Store a trajectory; returns its row."""
-        row, question = self._size, trajectory.question
-        if row == len(self._alive):
+    def add(self, batch: StepBatch, **origins: npt.NDArray) -> Ints:
+        """Store the N rows of a batch; returns their numbers here.
+
+        Args:
+            batch: answers that each have a token.
+            origins: [N] fields of `Origin`; of one that is not named it is 0.
+        """
+        first, self._size = self._size, self._size + len(batch)
+        if self._size > len(self._alive):
             self._grow()
-        (serial,) = serials(1)
-        block, start = self.blocks.append(trajectory.response, trajectory.log_prob, trajectory.observed)
-        place = (serial, block, start, len(trajectory.response))
-        values = (*values_of(trajectory), *place, origin.advantage, origin.successes, origin.answers, origin.replays)
-        for column, value in zip(self._columns.values(), values, strict=True):
-            column[row] = value
-        self._known[serial] = trajectory
-        self._older[row], self._alive[row] = self._newest[question], True
-        self._newest[question] = row
-        self.held[question] += 1
-        self._size += 1
+        question = batch.question[batch.group]
+        places = self.blocks.extend(Tokens(batch.token, batch.old_log_prob, ~batch.own), batch.length)
+        of_rows = {name: getattr(batch, name) for name in OF_TRAJECTORY if name in OF_ROW}
+        found = {**of_rows, "question": question, "serial": serials(len(batch)), **places._asdict(), **origins}
+        for name, column in self._columns.items():
+            column[first : self._size] = found.get(name, 0)
+        for row, of_row in enumerate(question.tolist(), first):
+            self._older[row], self._newest[of_row] = self._newest[of_row], row
+        self._alive[first : self._size] = True
+        np.add.at(self.held, question, 1)
         self._rows = None
-        return row
+        return np.arange(first, self._size)
 
     def _grow(self) -> None:
-        room = 2 * len(self._alive)
+        room = max(2 * len(self._alive), self._size)
         self._columns = {name: _resized(column, room) for name, column in self._columns.items()}
         self._older, self._alive = _resized(self._older, room), _resized(self._alive, room)
 
@@ -167,6 +181,11 @@ class Table:
         self._rows = None
         for question in np.unique(questions).tolist():
             self._newest[question] = next(self._chain(question), NONE)
+
+    def replace(self, rows: Sequence[int], newer: int) -> None:
+        """Let rows go for a newer one, which has been replayed as often as they have."""
+        self._columns["replays"][newer] += self.values("replays", np.asarray(rows, np.int64)).sum()
+        self.remove(rows)
 
     def replayed(self, rows: Ints) -> Ints:
         """Count a replay of each of some rows; returns how many each has had by now."""
@@ -224,7 +243,6 @@ class Table:
         room = max(FEWEST, size)
         found = {**answers.columns, **origins}
         self._columns = {name: _resized(found[name].astype(dtype), room) for name, dtype in COLUMNS.items()}
-        self._known = answers.known
         self.blocks.adopt(answers.contents, answers.places)
         self._older, self._alive = np.empty(room, np.int64), np.arange(room) < size
         self._size, self._rows = size, None

@@ -147,13 +147,13 @@ def check_folder(folder: Path | None) -> None:
 def gather(contents: Mapping[int, Tokens], places: Places) -> Tokens:
     """The tokens of some answers, end to end; what lies end to end already is copied in one piece."""
     block, start, length = places
+    if not len(block):
+        return _in_memory(0)
     apart = (block[1:] != block[:-1]) | (start[1:] != start[:-1] + length[:-1])
-    first = np.flatnonzero(np.append(True, apart)[: len(block)])
+    first = np.flatnonzero(np.append(True, apart))
     last = np.append(first[1:], len(block)) - 1
     runs = zip(block[first].tolist(), start[first].tolist(), (start[last] + length[last]).tolist(), strict=True)
     parts = [contents[number].part(begin, end) for number, begin, end in runs]
-    if not parts:
-        return _in_memory(0)
     return Tokens(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 

@@ -20,11 +20,11 @@ from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined, question_set
 from exgrpo.train.data.sources import names_of, settings_of
 from exgrpo.train.errors import CheckpointError, DataError, ModelError, os_errors_as, shown
-from exgrpo.train.experience.stored import BEHAVIOURS
 from exgrpo.train.experience_data.stored import AskedQuestion, Overview, StoredAnswer, different
 from exgrpo.train.pretrained.location import located
 from exgrpo.train.recipe import validate
-from exgrpo.train.records import Trajectory
+from exgrpo.train.records import Rollout, Trajectory
+from exgrpo.train.step_batch import BEHAVIOURS
 
 logger = logging.getLogger(__name__)
 OF_ROWS = ("question", "length", "finished", "reward", "step", "behaviour", "key")
@@ -145,7 +145,8 @@ class RunExperience:
         from exgrpo.train.rollout.stops import text_of
 
         stop = self.asked(trajectory.question).stops(self.config.rollout.stop)
-        return text_of(trajectory, self.texts.tokenizer.decode, stop)
+        answer = Rollout(trajectory.response, trajectory.finished, written=trajectory.written)
+        return text_of(answer, self.texts.tokenizer.decode, stop)
 
     def asked(self, index: int) -> Question:
         """The question of an index. Raises DataError where there is none."""

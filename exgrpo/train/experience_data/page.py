@@ -7,7 +7,7 @@ from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.experience_data.show import counts
 from exgrpo.train.experience_data.stored import Experience, Overview
 from exgrpo.train.report.draw import draw_histogram
-from exgrpo.train.report.template import template
+from exgrpo.train.report.figures import template
 
 QUESTIONS = 100
 """So many questions are on a page, those with most trajectories."""

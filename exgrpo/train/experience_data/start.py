@@ -16,10 +16,10 @@ from exgrpo.train.experience.settings import Setting
 from exgrpo.train.experience.table import Origin
 from exgrpo.train.experience_data.matching import Encoding, Questions
 from exgrpo.train.experience_data.traces import Trace, read_traces
-from exgrpo.train.policy.batch import TokenSequence
-from exgrpo.train.records import TokenIds, Trajectory
+from exgrpo.train.records import Rollout, TokenIds, Trajectory
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.success import is_success
+from exgrpo.train.step_batch import StepBatch
 from exgrpo.train.trainer import Trainer
 
 CHUNK = 1024
@@ -246,15 +246,13 @@ def _trajectories(trainer: Trainer, rows: Sequence[_Row], started: Started) -> l
     started.scored = len(unknown)
     for first in range(0, len(unknown), CHUNK):
         chunk = unknown[first : first + CHUNK]
-        sequences = [
-            TokenSequence(
-                np.array(rows[i].question.prompt, np.int32), trajectories[i].response, written=trajectories[i].written
-            )
-            for i in chunk
-        ]
-        scores = trainer.policy.score(sequences, trainer.sampling.temperature)
-        for i, score in zip(chunk, scores, strict=True):
-            trajectories[i] = replace(trajectories[i], log_prob=score.log_prob, behaviour="trainer")
+        batch = StepBatch.of_answers(
+            [np.array(rows[i].question.prompt, np.int32) for i in chunk],
+            [Rollout(rows[i].tokens, rows[i].finished, written=rows[i].trace.written) for i in chunk],
+        )
+        log_prob = trainer.policy.score(batch, trainer.sampling.temperature).log_prob
+        for place, i in enumerate(chunk):
+            trajectories[i] = replace(trajectories[i], log_prob=log_prob[batch.at(place)], behaviour="trainer")
     return trajectories
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from exgrpo.train.answers import Answers
-from exgrpo.train.records import Group
+from exgrpo.train.answers import Counts
 from exgrpo.train.reward.outcome import Failure
+from exgrpo.train.step_batch import StepBatch
 
 FIRST_SAID = 4
 FAILING_STEPS = 3
@@ -17,23 +17,28 @@ class IdleSteps:
     def __init__(self) -> None:
         self.in_a_row = 0
 
-    def observe(self, idle: bool, groups: Sequence[Group]) -> str | None:
-        """Take in a step; after 4, 8, 16, ... idle ones in a row, the sentence that tells a person of them."""
+    def observe(self, idle: bool, batch: StepBatch) -> str | None:
+        """Take in a step; after 4, 8, 16, ... idle ones in a row, the sentence that tells a person of them.
+
+        Args:
+            idle: whether no mini-batch had an advantage.
+            batch: the answers of the step, of which those of `trained` groups count.
+        """
         self.in_a_row = self.in_a_row + 1 if idle else 0
         if self.in_a_row < FIRST_SAID or self.in_a_row & (self.in_a_row - 1):
             return None
-        rewards = [{row.net_reward for row in group.rows} for group in groups]
+        rewards = [set(batch.net_reward[batch.rows_of([group])].tolist()) for group in batch.trained]
         differing = sum(len(of_group) > 1 for of_group in rewards)
         if differing:
             why = (
-                f"{differing} of {len(groups)} groups have rewards that differ, and objective.train_on leaves them out"
+                f"{differing} of {len(rewards)} groups have rewards that differ, and objective.train_on leaves them out"
             )
         else:
             values = sorted({value for of_group in rewards for value in of_group})
             span = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
             why = (
-                f"in each of the {len(groups)} groups all answers have the same reward ({span}): the questions are all "
-                "too hard or all too easy, or the reward does not recognise the answers (see samples.jsonl)"
+                f"in each of the {len(rewards)} groups all answers have the same reward ({span}): the questions are "
+                "all too hard or all too easy, or the reward does not recognise the answers (see samples.jsonl)"
             )
         return f"the last {self.in_a_row} steps changed nothing, for no answer has an advantage: {why}"
 
@@ -52,14 +57,14 @@ class Soundness:
         self.skipped = 0
         """Optimiser steps in a row that were not taken."""
 
-    def observe(self, answers: Answers, applied: Sequence[bool]) -> str | None:
+    def observe(self, counts: Counts, applied: Sequence[bool]) -> str | None:
         """Take in a training step; returns a sentence for a person, if there is one.
 
         Args:
-            answers: of the step.
+            counts: of the step.
             applied: of each optimiser step, whether it was taken.
         """
-        self.failing = self.failing + 1 if answers.failed_fraction > self.max_failed else 0
+        self.failing = self.failing + 1 if counts.failed_fraction > self.max_failed else 0
         told = False
         for taken in applied:
             self.skipped = 0 if taken else self.skipped + 1
@@ -71,12 +76,12 @@ class Soundness:
             f"nothing. After {SKIPPED_MOST} the run stops"
         )
 
-    def problem(self, answers: Answers) -> str | None:
+    def problem(self, counts: Counts) -> str | None:
         """Why the run has to stop after the step that was observed, and the remedy; None: it has not."""
         if self.failing >= FAILING_STEPS:
             return (
                 f"in each of the last {self.failing} steps more than {self.max_failed:.0%} of the answers could not be "
-                f"graded, {answers.failed_fraction:.0%} in the last one: {ungraded(answers)}"
+                f"graded, {counts.failed_fraction:.0%} in the last one: {ungraded(counts)}"
             )
         if self.skipped >= SKIPPED_MOST:
             return (
@@ -86,9 +91,9 @@ class Soundness:
         return None
 
 
-def ungraded(answers: Answers) -> str:
+def ungraded(counts: Counts) -> str:
     """Why most of those answers could not be graded that could not, at least one, and the remedy."""
-    first = max(answers.failures, key=lambda one: one.count)
+    first = max(counts.failures, key=lambda one: one.count)
     return f"reward {first.reward!r}: {first.cause}. {remedy(first)}, or bear more by --reward.max_failed"
 
 

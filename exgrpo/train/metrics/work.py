@@ -1,10 +1,10 @@
 """What the phases of a step ask of the model: tokens, and the FLOPs that the mathematics needs for them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from exgrpo.train.policy.batch import TokenSequence
 from exgrpo.train.pretrained.flops import ForwardFlops
+from exgrpo.train.step_batch import Ints, StepBatch
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ Work = Mapping[str, Sequence[Reading]]
 """By phase, what the model reads or writes in it: select, generate, score, update. Empty where a step does without."""
 
 
-def together(sequences: Iterable[TokenSequence]) -> list[Reading]:
-    """Equal prompts as one."""
-    prompts: dict[bytes, tuple[int, list[int]]] = {}
-    for sequence in sequences:
-        _, responses = prompts.setdefault(sequence.prompt.tobytes(), (len(sequence.prompt), []))
-        responses.append(len(sequence.response))
-    return [Reading(prompt, tuple(responses)) for prompt, responses in prompts.values()]
+def together(batch: StepBatch, rows: Ints | None = None) -> list[Reading]:
+    """Some rows, or all of them; those of the same question as one, in the order of their first ones."""
+    readings: dict[int, tuple[int, list[int]]] = {}
+    for row in range(len(batch)) if rows is None else rows:
+        group = batch.group[row]
+        _, responses = readings.setdefault(int(batch.question[group]), (len(batch.prompt[group]), []))
+        responses.append(int(batch.length[row]))
+    return [Reading(prompt, tuple(responses)) for prompt, responses in readings.values()]

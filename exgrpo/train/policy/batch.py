@@ -1,80 +1,19 @@
-"""From graded groups to mini-batches of rows with advantages, and the tensors of micro-batches.
+"""From a graded batch to mini-batches of rows with advantages, and the tensors of micro-batches."""
 
-P prompt tokens, R response tokens.
-"""
-
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from exgrpo.kernels import group_advantage
-from exgrpo.train.experience.weighing import Weighed
+from exgrpo.train.experience.weighing import PRESENT
 from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.mismatch import truncated_weight
 from exgrpo.train.policy.segments import Segments
-from exgrpo.train.records import Group, Mask, TokenIds, Trajectory, Written
+from exgrpo.train.step_batch import ENGINE, Ints, StepBatch
 
 IGNORED = -100
-Floats = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, eq=False)
-class TokenSequence(Written):
-    """A prompt and a response to it, as the policy reads them.
-
-    Attributes:
-        prompt: [P] token ids.
-        response: [R] token ids, R >= 1.
-        written: [R], whether the policy wrote the token, and is scored there; None: all of them.
-    """
-
-    prompt: TokenIds
-    response: TokenIds
-    written: Mask | None = field(default=None, kw_only=True)
-
-    @property
-    def length(self) -> int:
-        """Tokens the model reads: the last response token is predicted, never read."""
-        return len(self.prompt) + len(self.response) - 1
-
-    @property
-    def target(self) -> npt.NDArray[np.int64]:
-        """[R] what is predicted, -100 for observations."""
-        response = self.response.astype(np.int64)
-        return response if self.written is None else np.where(self.written, response, IGNORED)
-
-    @property
-    def predicting(self) -> slice:
-        """The R positions that predict the response."""
-        return slice(len(self.prompt) - 1, self.length)
-
-
-@dataclass(frozen=True, eq=False)
-class TrainingRow(TokenSequence):
-    """One trajectory as the loss takes it.
-
-    Attributes:
-        old_log_prob: [R] fp32 log-probs of the policy its ratios refer to.
-        advantage: the same for all its tokens.
-        replayed: whether it comes from the experience buffer.
-        weight: [R] fp32 factors of the advantage, by token; None: 1.
-        masked: whether its group is outside the trained band, or itself left out. It then counts in what losses are
-            divided by, and carries no gradient.
-        reference_log_prob: [R] fp32 log-probs of the policy that a divergence refers to; None: there is none.
-    """
-
-    old_log_prob: Floats
-    advantage: float = 0.0
-    replayed: bool = False
-    weight: Floats | None = None
-    masked: bool = False
-    reference_log_prob: Floats | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +21,15 @@ class MiniBatch:
     """The rows of one optimiser step over all ranks, and what their losses are divided by.
 
     Attributes:
-        rows: those that can carry a gradient.
+        rows: [n] those that can carry a gradient, by number in the step's batch.
+        batch: these rows, in their order.
         normalizer: divisor of the summed token objectives.
         tokens: response tokens of all rows, left-out ones included, and no observations.
         fresh_tokens: those of rows that are not replayed.
     """
 
-    rows: tuple[TrainingRow, ...]
+    rows: Ints
+    batch: StepBatch
     normalizer: float
     tokens: int
     fresh_tokens: int
@@ -96,7 +37,7 @@ class MiniBatch:
     @property
     def has_advantage(self) -> bool:
         """Whether any row says what to learn; one that is not a number counts, so that it is noticed."""
-        return any(row.advantage != 0 for row in self.rows)
+        return bool((self.batch.advantage != 0).any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,12 +60,12 @@ class TokenBatch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch(TokenBatch):
-    """Tensors of one forward pass with a loss.
+    """Tensors of one forward pass with a loss, 0 at pads.
 
     Attributes:
-        old_log_prob: fp32, shaped like the target, 0 where that is -100.
-        advantage: fp32, [B], or shaped like the target.
-        replayed: bool, [B], or shaped like the target.
+        old_log_prob: fp32, shaped like the target, of the policy that ratios refer to.
+        advantage: fp32, shaped like the target.
+        replayed: bool, shaped like the target.
         lengths: [N] int64, targets of each row, in their order.
         reference_log_prob: fp32, shaped like the target; None: there is no reference.
     """
@@ -136,135 +77,90 @@ class MicroBatch(TokenBatch):
     reference_log_prob: torch.Tensor | None = field(default=None, kw_only=True)
 
 
-def advantages(
-    groups: Sequence[Group], *, scale_by_std: bool = False, leave_one_out: bool = False
-) -> list[list[float]]:
-    """Of the rows of each group: net reward minus the mean over all rows (Dr.GRPO).
+def advantages(batch: StepBatch, *, scale_by_std: bool = False, leave_one_out: bool = False) -> None:
+    """Fill `advantage` in the groups that are trained on: net reward minus the mean over all rows (Dr.GRPO).
 
-    Where a group's replayed rows have stored advantages, these stay, and the mean is that of the fresh rows.
+    Rows with a stored advantage keep that one and do not count in the mean. Other groups have NaN.
 
     Args:
-        groups: graded groups of one step.
+        batch: graded rows.
         scale_by_std: divide by the standard deviation of the group's rewards.
         leave_one_out: minus the mean over the other rows (RLOO, arXiv 2402.14740), which is n / (n - 1) times as much.
     """
-    if not groups:
-        return []
-    counted = [group.fresh if group.stored_advantage else group.rows for group in groups]
-    reward = torch.tensor([row.net_reward for rows in counted for row in rows], dtype=torch.float32)
-    index = torch.tensor([i for i, rows in enumerate(counted) for _ in rows], dtype=torch.int64)
-    advantage = group_advantage(reward, index, scale_by_std=scale_by_std)
+    rows, advantage = batch.rows_of(batch.trained), np.full(len(batch), np.nan)
+    if batch.has("stored_advantage"):
+        advantage[rows] = batch.stored_advantage[rows]
+    counted = rows[np.isnan(advantage[rows])]
+    group = torch.from_numpy(batch.group[counted])
+    reward = torch.from_numpy(batch.net_reward[counted].astype(np.float32))
+    of_counted = group_advantage(reward, group, scale_by_std=scale_by_std)
     if leave_one_out:
-        rows_of = torch.bincount(index)[index]
-        advantage *= rows_of / (rows_of - 1).clamp(min=1)
-    shared = iter(advantage.tolist())
-    return [[*islice(shared, len(rows)), *group.stored_advantage] for group, rows in zip(groups, counted, strict=True)]
+        rows_of = torch.bincount(group)[group]
+        of_counted *= rows_of / (rows_of - 1).clamp(min=1)
+    advantage[counted] = of_counted.numpy()
+    batch.fill(advantage=advantage)
 
 
-def build_rows(
-    groups: Sequence[Group],
-    of_groups: Sequence[Sequence[float]],
-    prompt: Callable[[int], TokenIds],
-    *,
-    replayed: Sequence[Weighed] | None = None,
-    mismatch_cap: float = math.inf,
-    trained: Callable[[Group], bool] = lambda group: True,
-    learnt: Callable[[Trajectory], bool] = lambda row: True,
-) -> list[list[TrainingRow]]:
-    """The rows of each group, with their advantages and the log-probs that their ratios refer to.
+def weigh_fresh(batch: StepBatch, mismatch_cap: float = math.inf) -> None:
+    """Put the log-probs that the ratios of fresh rows refer to, and their factors if there are any.
 
-    Where the log-probs of a fresh row are the engine's, its ratios refer to the trainer's, which the group's scores
-    hold, and the step from the engine that sampled to the trainer is weighed by truncated importance sampling:
-    min(pi_trainer / pi_engine, mismatch_cap).
+    These log-probs are those of the policy that wrote the row, or `PRESENT` where only the update will know them: the
+    batch has no `log_prob` then. Where the engine computed them, ratios refer to the trainer's, and the step from the
+    engine that sampled to the trainer is weighed by truncated importance sampling: min(pi_trainer / pi_engine,
+    mismatch_cap).
 
     Args:
-        groups: graded groups of one step.
-        of_groups: the advantages of their rows.
-        prompt: [P] token ids of a question, by its index.
-        replayed: the terms of all replayed rows, in their order; None: ratios to the policies that wrote them.
+        batch: its rows.
         mismatch_cap: see above.
-        trained: whether a group is in the trained band; the rows of others are masked.
-        learnt: whether anything is learnt from a row; others are masked.
     """
-    if replayed is None:
-        replayed = [Weighed(row.log_prob) for group in groups for row in group.replayed]
-    weighed = iter(replayed)
-    rows = []
-    for group, of_group in zip(groups, of_groups, strict=True):
-        asked, masked, count = prompt(group.question), not trained(group), len(group.fresh)
-        terms = zip(group.fresh, _ratio_terms(group, mismatch_cap), of_group[:count], strict=True)
-        of_fresh = [
-            TrainingRow(
-                asked,
-                row.response,
-                old,
-                advantage,
-                weight=weight,
-                masked=masked or not learnt(row),
-                written=row.written,
-            )
-            for row, (old, weight), advantage in terms
-        ]
-        of_past = [
-            TrainingRow(
-                asked,
-                row.response,
-                term.reference,
-                advantage if term.advantage is None else term.advantage,
-                replayed=True,
-                weight=term.factor,
-                masked=masked or not learnt(row),
-                written=row.written,
-            )
-            for row, advantage, term in zip(group.replayed, of_group[count:], weighed, strict=False)
-        ]
-        rows.append([*of_fresh, *of_past])
-    return rows
-
-
-def _ratio_terms(group: Group, mismatch_cap: float) -> list[tuple[Floats, Floats | None]]:
-    """For each fresh row the log-probs [R] that its ratios refer to, and its weights [R] if it has any."""
-    terms: list[tuple[Floats, Floats | None]] = [(row.log_prob, None) for row in group.fresh]
-    for i, row in enumerate(group.fresh):
-        if row.behaviour == "engine":
-            own = group.scores[i].log_prob
-            terms[i] = (own, truncated_weight(own, row.log_prob, mismatch_cap))
-    return terms
+    fresh = np.flatnonzero(batch.fresh)
+    if not batch.has("log_prob"):
+        batch.put(fresh, ratio_log_prob=np.full(batch.length[fresh].sum(), PRESENT))
+        return
+    of_engine = fresh[batch.behaviour[fresh] == ENGINE]
+    batch.put(fresh, ratio_log_prob=batch.old_log_prob[batch.places(fresh)])
+    if len(of_engine):
+        places = batch.places(of_engine)
+        trainer, engine = batch.log_prob[places], batch.old_log_prob[places]
+        if not batch.has("factor"):
+            batch.fill(factor=np.ones(len(batch.token), np.float32))
+        batch.put(of_engine, ratio_log_prob=trainer, factor=truncated_weight(trainer, engine, mismatch_cap))
 
 
 def build_minibatches(
-    rows: Sequence[Sequence[TrainingRow]],
-    count: int,
-    rng: np.random.Generator,
-    objective: ObjectiveConfig,
-    max_tokens: int,
+    batch: StepBatch, count: int, rng: np.random.Generator, objective: ObjectiveConfig, max_tokens: int
 ) -> list[MiniBatch]:
-    """Deal whole groups at random into `count` mini-batches of nearly equal size (fewer where groups are fewer).
+    """Deal the groups that are trained on at random into `count` mini-batches of nearly equal size, whole.
+
+    There are fewer mini-batches where groups are fewer. Rows that are not `learnt`, and those without an advantage
+    where no other term has a gradient, only count in what losses are divided by.
 
     Args:
-        rows: the rows of each group.
+        batch: with advantages.
         count: optimiser steps.
-        rng: advanced once.
+        rng: advanced once, if there are groups.
         objective: its normalisation, and the coefficients of its terms without an advantage.
         max_tokens: L_max of the constant normalisation.
     """
-    if not rows:
+    groups = len(batch.trained)
+    if not groups:
         return []
-    parts = np.array_split(rng.permutation(len(rows)), min(count, len(rows)))
-    return [_minibatch([row for i in part for row in rows[i]], objective, max_tokens) for part in parts]
+    parts = np.array_split(rng.permutation(groups), min(count, groups))
+    return [_minibatch(batch, batch.rows_of(batch.trained[part]), objective, max_tokens) for part in parts]
 
 
-def _minibatch(rows: list[TrainingRow], objective: ObjectiveConfig, max_tokens: int) -> MiniBatch:
-    tokens = sum(row.tokens for row in rows)
+def _minibatch(batch: StepBatch, rows: Ints, objective: ObjectiveConfig, max_tokens: int) -> MiniBatch:
+    written, advantage = batch.written[rows], batch.advantage[rows]
+    tokens = int(written.sum())
     if objective.normalize == "constant":
         normalizer = len(rows) * max_tokens
     elif objective.normalize == "token":
         normalizer = tokens
     else:
         # The objective is positively homogeneous in the advantage, so 1/|o| may be put there.
-        normalizer = len(rows)
-        rows = [dataclasses.replace(row, advantage=row.advantage / row.tokens) for row in rows]
+        normalizer, advantage = len(rows), advantage / written
     for_all = objective.entropy_coef > 0 or objective.kl_coef > 0
-    learnt = [row for row in rows if not row.masked and (row.advantage != 0 or for_all)]
-    fresh_tokens = sum(row.tokens for row in rows if not row.replayed)
-    return MiniBatch(tuple(learnt), float(normalizer), tokens, fresh_tokens)
+    kept = batch.learnt[rows] & ((advantage != 0) | for_all)
+    part = batch.take(rows[kept])
+    part.fill(advantage=advantage[kept])
+    return MiniBatch(rows[kept], part, float(normalizer), tokens, int(written[batch.fresh[rows]].sum()))

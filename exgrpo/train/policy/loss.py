@@ -99,17 +99,15 @@ class LossTerms:
 
 def loss_of_log_probs(scored: LogProb, batch: MicroBatch, terms: LossTerms) -> PolicyLoss:
     """The loss of a micro-batch whose log-probs and entropies are known, with their gradients."""
-    shape, counted = batch.target.shape, batch.target.flatten() >= 0
+    counted = batch.target.flatten() >= 0
 
     def of_tokens(values: Tensor) -> Tensor:
         """[T] of the policy's response tokens, row by row."""
-        if values.shape != shape:
-            values = values[:, None].expand(shape)
         return values.flatten()[counted]
 
     def by_target(values: Tensor) -> Tensor:
         """[T] back to the shape of the target."""
-        return values.new_zeros(counted.shape).masked_scatter(counted, values).view(shape)
+        return values.new_zeros(counted.shape).masked_scatter(counted, values).view(batch.target.shape)
 
     log_prob, entropy, old_log_prob, advantage, replayed = map(
         of_tokens, (scored.log_prob, scored.entropy, batch.old_log_prob, batch.advantage, batch.replayed)

@@ -4,12 +4,9 @@ Both compute the same weights, but with other kernels, so the engine samples fro
 the pi that the trainer differentiates. With answers that were generated a step ahead, mu is an older policy besides.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float32]
+from exgrpo.train.step_batch import Floats
 
 
 def truncated_weight(trainer: Floats, engine: Floats, cap: float) -> Floats:
@@ -23,8 +20,8 @@ def truncated_weight(trainer: Floats, engine: Floats, cap: float) -> Floats:
     return np.exp(np.minimum(trainer - engine, np.log(cap)), dtype=np.float32)
 
 
-def mismatch_metrics(trainer: Sequence[Floats], engine: Sequence[Floats]) -> dict[str, float]:
-    """The difference of two policies on tokens that the engine sampled.
+def mismatch_metrics(trainer: Floats, engine: Floats) -> dict[str, float]:
+    """The difference of two policies on N tokens that the engine sampled, by their [N] fp32 log-probs.
 
     With d = log pi - log mu in nats and w = exp(d):
 
@@ -33,7 +30,7 @@ def mismatch_metrics(trainer: Sequence[Floats], engine: Sequence[Floats]) -> dic
     kl_k3: mean of w - 1 - d, which estimates the same, is never negative and varies less.
     ess: (sum w)^2 / (N sum w^2), the effective sample size as a fraction of the N tokens.
     """
-    difference = np.concatenate(trainer).astype(np.float64) - np.concatenate(engine)
+    difference = trainer.astype(np.float64) - engine
     size = np.abs(difference)
     ratio = np.exp(difference)
     return {

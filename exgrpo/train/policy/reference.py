@@ -4,47 +4,36 @@ With adapters it is the model without them, which takes no memory, or with those
 is a second model, sharded as the policy is.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import deepspeed
 
 from exgrpo.train.config import Config
 from exgrpo.train.policy.adapters import without_adapters
 from exgrpo.train.policy.average import KeptWeights
-from exgrpo.train.policy.batch import TokenSequence, TrainingRow
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.zero3 import Policy, deepspeed_settings, kept_whole, load_model
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.records import Score
-
-ScoreSequences = Callable[[Sequence[TokenSequence]], list[Score]]
+from exgrpo.train.step_batch import Ints, StepBatch
 
 
 class Reference:
     """Puts its log-probs beside the policy's.
 
     Args:
-        score: log-probs of responses under the reference, at the rollout temperature; all ranks call it together.
+        score: rows under the reference, at the rollout temperature; all ranks call it together.
     """
 
-    def __init__(self, score: ScoreSequences) -> None:
+    def __init__(self, score: Callable[[StepBatch], Score]) -> None:
         self.score = score
 
-    def beside(self, rows: Sequence[Sequence[TrainingRow]]) -> list[list[TrainingRow]]:
-        """The rows of each group; fresh ones that are learnt from get the reference's log-probs."""
-        scores = iter(self.score([row for of_group in rows for row in of_group if _compared(row)]))
-        return [
-            [
-                dataclasses.replace(row, reference_log_prob=next(scores).log_prob) if _compared(row) else row
-                for row in of_group
-            ]
-            for of_group in rows
-        ]
-
-
-def _compared(row: TrainingRow) -> bool:
-    return not (row.replayed or row.masked)
+    def fill(self, batch: StepBatch) -> Ints:
+        """Put `reference_log_prob` for the fresh rows that are trained on and learnt from; these rows' numbers."""
+        rows = batch.rows_of(batch.trained)
+        rows = rows[batch.fresh[rows] & batch.learnt[rows]]
+        batch.put(rows, reference_log_prob=self.score(batch.take(rows)).log_prob)
+        return rows
 
 
 def make_reference(config: Config, source: ModelSource, policy: Policy) -> Reference | None:
@@ -59,22 +48,22 @@ def make_reference(config: Config, source: ModelSource, policy: Policy) -> Refer
         return None
     if config.lora.path:
         start = KeptWeights(policy.states)
-        return Reference(lambda sequences: _as_kept(policy, start, sequences))
+        return Reference(lambda batch: _as_kept(policy, start, batch))
     if config.lora.rank:
-        return Reference(lambda sequences: _without_adapters(policy, sequences))
+        return Reference(lambda batch: _without_adapters(policy, batch))
     frozen = PolicyModel(load_model(config, source), config.policy.kernel_backend).requires_grad_(False)
     if kept_whole(config, policy.world.size):
         engine = frozen.to(policy.world.device)
     else:
         engine, *_ = deepspeed.initialize(model=frozen, config=deepspeed_settings(config), dist_init_required=False)
-    return Reference(lambda sequences: policy.score_with(engine, sequences, policy.temperature))
+    return Reference(lambda batch: policy.score_with(engine, batch, policy.temperature))
 
 
-def _without_adapters(policy: Policy, sequences: Sequence[TokenSequence]) -> list[Score]:
+def _without_adapters(policy: Policy, batch: StepBatch) -> Score:
     with without_adapters(policy.model):
-        return policy.score(sequences, policy.temperature)
+        return policy.score(batch, policy.temperature)
 
 
-def _as_kept(policy: Policy, weights: KeptWeights, sequences: Sequence[TokenSequence]) -> list[Score]:
+def _as_kept(policy: Policy, weights: KeptWeights, batch: StepBatch) -> Score:
     with weights.applied():
-        return policy.score(sequences, policy.temperature)
+        return policy.score(batch, policy.temperature)

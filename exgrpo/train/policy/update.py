@@ -23,7 +23,7 @@ class UpdateStats:
     to; a mean over no tokens is NaN. `gradient_tokens` counts those which the policy loss gives a gradient: with an
     advantage, and not clipped away. `reference_kl` is the mean divergence of fresh tokens to the reference, by the
     estimator k3; NaN without one. `log_ratios` [2, BINS] counts fresh and replayed tokens, see `ratios`.
-    `scores` are those of its rows before the step, where they were asked for.
+    `scores` are those of its rows before the step, end to end, where they were asked for.
     """
 
     loss: float
@@ -36,7 +36,7 @@ class UpdateStats:
     replayed_weight: float
     gradient_tokens: int
     log_ratios: torch.Tensor
-    scores: tuple[Score, ...] = ()
+    scores: Score | None = None
     reference_kl: float = float("nan")
 
 
@@ -51,13 +51,11 @@ class Tally:
     def add(self, batch: MicroBatch, result: PolicyLoss) -> None:
         """Take in a micro-batch; one without rows weighs nothing."""
         active = batch.target >= 0
-        of_token = batch.replayed if batch.replayed.shape == batch.target.shape else batch.replayed[:, None]
-        replayed, fresh = active & of_token, active & ~of_token
+        replayed, fresh = active & batch.replayed, active & ~batch.replayed
         ratio = result.ratio.double()
         weight = ratio if self.terms.beta is None else ratio / (ratio + self.terms.beta)
         clipped = result.clipped != 0
         lost = clipped & (not self.terms.bounds_weights)
-        advantage = batch.advantage if batch.advantage.shape == batch.target.shape else batch.advantage[:, None]
         zero = ratio.new_zeros(())
         divergences = self._divergences(batch, result)
         self.sums.append(
@@ -70,7 +68,7 @@ class Tally:
                     torch.where(fresh, ratio, zero).sum(),
                     torch.where(replayed, ratio, zero).sum(),
                     torch.where(replayed, weight, zero).sum(),
-                    (active & (advantage != 0) & ~lost).sum().double(),
+                    (active & (batch.advantage != 0) & ~lost).sum().double(),
                     zero if divergences is None else torch.where(fresh, divergences, zero).sum(),
                     torch.where(fresh, ratio, zero).amax(),
                 ]
@@ -78,7 +76,7 @@ class Tally:
         )
         own = batch.old_log_prob == PRESENT
         log_ratio = result.log_prob - torch.where(own, result.log_prob, batch.old_log_prob)
-        self.log_ratios.append(count_log_ratios(log_ratio, of_token, active))
+        self.log_ratios.append(count_log_ratios(log_ratio, batch.replayed, active))
 
     @staticmethod
     def _divergences(batch: MicroBatch, result: PolicyLoss) -> torch.Tensor | None:
@@ -88,7 +86,7 @@ class Tally:
         return divergence("k3", result.log_prob.double(), batch.reference_log_prob.double())
 
     def stats(
-        self, world: World, *, grad_norm: float | torch.Tensor, applied: bool, scores: tuple[Score, ...] = ()
+        self, world: World, *, grad_norm: float | torch.Tensor, applied: bool, scores: Score | None = None
     ) -> UpdateStats:
         """What the step did, over all ranks, which call it together."""
         stacked, counts = torch.stack(self.sums).cpu(), torch.stack(self.log_ratios).sum(0).cpu()

@@ -1,6 +1,6 @@
 """The policy, under DeepSpeed ZeRO-3 where it is sharded: scores, optimiser steps, whole weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
@@ -28,8 +29,8 @@ from exgrpo.train.policy.adapters import (
 )
 from exgrpo.train.policy.attention import PACKING
 from exgrpo.train.policy.average import Average
-from exgrpo.train.policy.batch import MiniBatch, TokenSequence
-from exgrpo.train.policy.layout import Layout, Packed, Padded
+from exgrpo.train.policy.batch import MiniBatch
+from exgrpo.train.policy.layout import Layout, Packed, Padded, Plan
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.optimizer import make_optimizer, make_schedule
@@ -41,7 +42,8 @@ from exgrpo.train.policy.update import Tally, UpdateStats
 from exgrpo.train.policy.whole import WholeEngine
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.pretrained.tokenizer import DTYPES
-from exgrpo.train.records import Score
+from exgrpo.train.records import Rollout, Score
+from exgrpo.train.step_batch import StepBatch
 
 PACKED_GAP = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """Mean difference of log-probs, in nats, below which packed and padded sequences are taken to give the same."""
@@ -115,25 +117,20 @@ class Policy:
         rng = np.random.default_rng(0)
         size = self.model.config.get_text_config().vocab_size
         prompts = [rng.integers(size, size=length).astype(np.int32) for length in (5, 3)]
-        sequences = [
-            TokenSequence(prompts[i // 2], rng.integers(size, size=length).astype(np.int32))
-            for i, length in enumerate((4, 1, 6, 2))
-        ]
-        scores = {}
+        answers = [Rollout(rng.integers(size, size=length).astype(np.int32), finished=True) for length in (4, 1, 6, 2)]
+        batch = StepBatch.of_answers([prompts[i // 2] for i in range(len(answers))], answers)
+        log_prob = []
         for self.layout in (Padded(), Packed()):
             try:
-                scores[type(self.layout)] = self.score(sequences, 1.0)
+                log_prob.append(self.score(batch, 1.0).log_prob)
             except NotImplementedError:  # of the attention
                 return False
             except TypeError as error:
                 if "segments" not in str(error):
                     raise
                 return False  # the decoder has no place for them
-        gaps = [
-            np.abs(padded.log_prob - packed.log_prob)
-            for padded, packed in zip(scores[Padded], scores[Packed], strict=True)
-        ]
-        return bool(np.concatenate(gaps).mean() < PACKED_GAP[self.model.dtype])
+        padded, packed = log_prob
+        return bool(np.abs(padded - packed).mean() < PACKED_GAP[self.model.dtype])
 
     @property
     def model(self) -> PreTrainedModel:
@@ -151,35 +148,35 @@ class Policy:
         elements = sum(self.states.numel(name) for name in self.states.parameters)
         return 4 * elements * (4 if self.average else 3)
 
-    def score(self, sequences: Sequence[TokenSequence], temperature: float) -> list[Score]:
-        """Log-probs and entropies of every sequence's response under the current policy at a temperature.
+    def score(self, batch: StepBatch, temperature: float) -> Score:
+        """Log-probs and entropies of all response tokens under the current policy at a temperature.
 
         The work is spread over all ranks.
         """
-        return self.score_with(self.engine, sequences, temperature)
+        return self.score_with(self.engine, batch, temperature)
 
     @torch.no_grad()
-    def score_with(self, engine: Any, sequences: Sequence[TokenSequence], temperature: float) -> list[Score]:
+    def score_with(self, engine: Any, batch: StepBatch, temperature: float) -> Score:
         """The same under another model of this architecture, as a `PolicyModel` that an engine may have wrapped."""
-        plan = self.layout.plan(sequences, self.budget, self.world.size)
+        plan = self.layout.plan(batch, self.budget, self.world.size)
         engine.eval()
-        mine: list[tuple[int, Score]] = []
-        for indices in plan[self.world.rank]:
-            of_pass = [sequences[i] for i in indices]
-            result = engine(self.layout.tokens(of_pass, self.world.device), temperature)
-            mine += self._scores(indices, of_pass, result)
-        return self.world.join(mine)
+        mine = []
+        for rows in plan[self.world.rank]:
+            of_pass = batch.take(np.array(rows, np.int64))
+            mine.append(self._scores(of_pass, engine(self.layout.tokens(of_pass, self.world.device), temperature)))
+        return self._whole(batch, plan, mine)
 
-    def _scores(
-        self, numbers: Sequence[int], sequences: Sequence[TokenSequence], result: LogProb | PolicyLoss
-    ) -> list[tuple[int, Score]]:
-        """What a pass has found, by the numbers of its sequences."""
-        log_prob, entropy = result.log_prob.cpu().numpy(), result.entropy.cpu().numpy()
-        places = self.layout.places(sequences)
-        return [
-            (number, Score(log_prob[place].copy(), entropy[place].copy()))
-            for number, place in zip(numbers, places, strict=True)
-        ]
+    def _scores(self, of_pass: StepBatch, result: LogProb | PolicyLoss) -> npt.NDArray[np.float32]:
+        """[2, T] log-probs and entropies that a pass has found."""
+        return torch.stack([result.log_prob, result.entropy]).flatten(1).cpu().numpy()[:, self.layout.places(of_pass)]
+
+    def _whole(self, batch: StepBatch, plan: Plan, mine: list[npt.NDArray[np.float32]]) -> Score:
+        """What the passes of all ranks have found."""
+        values = np.empty((2, len(batch.token)), np.float32)
+        for passes, of_rank in zip(plan, self.world.gather(mine), strict=True):
+            for rows, found in zip(passes, of_rank, strict=False):
+                values[:, batch.places(np.array(rows, np.int64))] = found
+        return Score(*values)
 
     def update(
         self,
@@ -205,16 +202,16 @@ class Policy:
             ranks=self.world.size,
             temperature=self.temperature,
         )
-        plan = self.layout.plan(minibatch.rows, self.budget, self.world.size)
+        plan = self.layout.plan(minibatch.batch, self.budget, self.world.size)
         self.engine.train()
         tally = Tally(terms)
-        mine: list[tuple[int, Score]] = []
-        for indices in plan[self.world.rank] or [[]]:
-            rows = [minibatch.rows[i] for i in indices]
-            batch = self.layout.rows(rows, self.world.device)
+        mine = []
+        for rows in plan[self.world.rank] or [[]]:
+            of_pass = minibatch.batch.take(np.array(rows, np.int64))
+            batch = self.layout.rows(of_pass, self.world.device)
             result = self.engine(batch, terms)
             if keep_scores:
-                mine += self._scores(indices, rows, result)
+                mine.append(self._scores(of_pass, result))
             self.engine.backward(result.loss, scale_wrt_gas=False)
             tally.add(batch, result)
         skipped = self.engine.skipped_steps
@@ -226,7 +223,7 @@ class Policy:
             self.world,
             grad_norm=self.engine.get_global_grad_norm(),
             applied=applied,
-            scores=tuple(self.world.join(mine)) if keep_scores else (),
+            scores=self._whole(minibatch.batch, plan, mine) if keep_scores else None,
         )
 
     @property

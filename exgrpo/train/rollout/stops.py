@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from exgrpo.train.records import Mask, Rollout, TokenIds, Trajectory
+from exgrpo.train.records import Mask, Rollout, TokenIds
 
 Decode = Callable[[Any], str]
 """Turns token ids into text, special tokens kept. More tokens make a text longer, and change no more of it than a last
@@ -66,7 +66,7 @@ class Stops:
 NO_STOPS = Stops((), decode=lambda tokens: "")
 
 
-def text_of(answer: Rollout | Trajectory, decode: Decode, stop: tuple[str, ...]) -> str:
+def text_of(answer: Rollout, decode: Decode, stop: tuple[str, ...]) -> str:
     """What an answer says: its text before what ended it, the first stop string of its last turn or the EOS token."""
     if not answer.finished:
         return decode(answer.response)
@@ -81,13 +81,13 @@ def turns_of(answer: Rollout, decode: Decode) -> list[str]:
     return [decode(turn) for turn in _turns(answer)]
 
 
-def parts_of(answer: Rollout | Trajectory, decode: Decode, stop: tuple[str, ...]) -> list[str]:
+def parts_of(answer: Rollout, decode: Decode, stop: tuple[str, ...]) -> list[str]:
     """The text of each turn as of `turns_of`, the last one before what ended it, as of `text_of`."""
     *before, last = _turns(answer)
     return [*map(decode, before), text_of(Rollout(last, answer.finished), decode, stop)]
 
 
-def _turns(answer: Rollout | Trajectory) -> list[TokenIds]:
+def _turns(answer: Rollout) -> list[TokenIds]:
     """The tokens of each turn, the policy's and the environment's in turn."""
     if answer.written is None:
         return [answer.response]

@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 from scipy.stats import binomtest
 
-from exgrpo.train.answers import Answer
 from exgrpo.train.config import RewardConfig
 from exgrpo.train.data.questions import Question
 from exgrpo.train.errors import ConfigError, OutputError
@@ -24,6 +23,7 @@ from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.records import Rollout
 from exgrpo.train.report.runs import load_run
 from exgrpo.train.rollout import Sampling
+from exgrpo.train.step_batch import StepBatch
 from tests.train.fakes import ScriptedEngine, answerer, question_set
 from tests.train.metrics.test_training_numbers import documented
 
@@ -103,8 +103,9 @@ def test_an_interrupted_evaluation_knows_which_answers_were_cut(tmp_path):
     options = Options(model="m", data={"test": ("d",)})
     file = AnswerFile(tmp_path, options, [2])
     rollouts = [Rollout(np.array([3], np.int32), finished=finished) for finished in (True, False)]
-    answers = [[Answer(rollout, "text", 1.0, 5) for rollout in rollouts]]
-    file.append(0, [Question(0, (1,), "question", "gold", "s")], answers)
+    batch = StepBatch.of_rollouts([0], [2], rollouts)
+    batch.fill(text=["text"] * 2, reward=[1.0] * 2, key=[5] * 2)
+    file.append(0, [Question(0, (1,), "question", "gold", "s")], batch)
     again = AnswerFile(tmp_path, options, [2])
     assert again.graded() == [("text", "gold", "math_no_think")] * 2
     found = list(again.verdicts(1.0, [True, False], [None, None]))

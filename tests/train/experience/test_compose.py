@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.train.experience import ExperienceConfig, MeanScore, Replay
-from exgrpo.train.records import Group, Trajectory
+from exgrpo.train.experience import ExperienceConfig, MeanScores, Replay
+from exgrpo.train.step_batch import StepBatch
+from tests.train.batches import Row, make_batch
 
 K = 4
 COMPOSES = ("again", "appended", "bapo", "beside", "buffer", "in_place", "mixed", "returning")
@@ -20,13 +21,14 @@ def rewards(right: int) -> list[float]:
     return [1.0] * right + [0.0] * (K - right)
 
 
-def graded(question: int, right: int, step: int) -> Group:
-    """A group of K answers, of which some are right; no two answers are equal."""
-    rows = [
-        Trajectory(question, np.array([step, i, question], np.int32), np.zeros(3, np.float32), True, reward, step)
-        for i, reward in enumerate(rewards(right))
-    ]
-    return Group(question, tuple(rows))
+def graded(of_step: dict[int, int], step: int) -> StepBatch:
+    """Groups of K answers, of which as many are right as it says; no two answers are equal."""
+    return make_batch(
+        [
+            (question, [Row(reward, (step, i, question), step=step) for i, reward in enumerate(rewards(right))])
+            for question, right in of_step.items()
+        ]
+    )
 
 
 def replaying(compose: str, questions: int, *steps: dict[int, int], **options) -> Replay:
@@ -34,20 +36,34 @@ def replaying(compose: str, questions: int, *steps: dict[int, int], **options) -
     values = {"start_pass_rate": 0.0, "ratio": 0.5, "admit": "all", "prioritise": "random", "expire": ()}
     replay = Replay(ExperienceConfig(**{**values, "compose": compose, **options}), questions, K, 0)
     for step, of_step in enumerate(filter(None, steps), 1):
-        replay.take_in([graded(question, right, step) for question, right in of_step.items()], step)
+        replay.take_in(graded(of_step, step), step)
     return replay
 
 
-def settled(replay: Replay, of_step: dict[int, int], batch: int, step: int) -> tuple[list[Group], list]:
-    """What is trained on of a graded step."""
-    groups = [graded(question, right, step) for question, right in of_step.items()]
-    replay.take_in(groups, step)
-    return replay.settle(groups, batch, step)
+def settled(replay: Replay, of_step: dict[int, int], size: int, step: int) -> tuple[list[StepBatch], list[StepBatch]]:
+    """What is trained on of a graded step: groups with fresh answers, and those of stored ones alone."""
+    batch = graded(of_step, step)
+    replay.take_in(batch, step)
+    return split(replay.settle(batch, np.arange(batch.groups), size, step), len(of_step))
 
 
-def split(trained: list[Group]) -> tuple[list[Group], list[Group]]:
-    """Groups with fresh answers, and those of stored ones alone."""
-    return [group for group in trained if group.fresh], [group for group in trained if not group.fresh]
+def split(batch: StepBatch, asked: int) -> tuple[list[StepBatch], list[StepBatch]]:
+    """The trained groups of a batch, each by itself: those that were asked, and the late ones, all of them."""
+    groups = {int(group): batch.take(batch.rows_of([group])) for group in batch.trained}
+    assert set(range(asked, batch.groups)) <= set(groups)
+    alone = [group for number, group in groups.items() if number >= asked]
+    assert all(group.replayed.all() and group.written.tolist() == group.length.tolist() for group in alone)
+    return [group for number, group in groups.items() if number < asked], alone
+
+
+def question_of(group: StepBatch) -> int:
+    """Of one group."""
+    return int(group.question[group.group[0]])
+
+
+def tokens(batch: StepBatch) -> list[tuple[int, ...]]:
+    """The answers: step, place and question of each."""
+    return [tuple(batch.answer(row).response.tolist()) for row in range(len(batch))]
 
 
 @pytest.mark.parametrize("compose", COMPOSES)
@@ -86,21 +102,17 @@ def test_before_replay_begins_a_batch_is_fresh(compose):
     hard = len(groups) - 6
     assert {(group.fresh, group.choose) for group in groups} == {(K, 0)}
     assert hard == 0
-    fresh = [graded(group.question, 2, 2) for group in groups]
-    replay.take_in(fresh, 2)
-    trained, late = replay.settle(fresh, 6, 2)
-    assert (trained, late) == (fresh, [])
+    fresh, alone = settled(replay, {group.question: 2 for group in groups}, 6, 2)
+    assert [question_of(group) for group in fresh] == [group.question for group in groups]
+    assert alone == []
 
 
 @pytest.mark.parametrize("compose", COMPOSES)
 def test_with_nothing_stored_and_nothing_won_there_is_a_batch_all_the_same(compose):
     replay = replaying(compose, 8, admit="successes")
-    groups = [graded(group.question, 0, 1) for group in replay.plan(4, 1)]
-    replay.take_in(groups, 1)
-    trained, late = replay.settle(groups, 4, 1)
-    assert bool(trained) == (compose not in BUFFERED), "these train on stored answers alone"
-    assert late == []
-    assert all(group in groups for group in trained)
+    fresh, alone = settled(replay, {group.question: 0 for group in replay.plan(4, 1)}, 4, 1)
+    assert bool(fresh) == (compose not in BUFFERED), "these train on stored answers alone"
+    assert alone == []
 
 
 @pytest.mark.parametrize("compose", COMPOSES)
@@ -116,8 +128,7 @@ def test_a_batch_takes_what_is_left_of_the_questions(compose):
     replay = replaying(compose, 5, dict.fromkeys(range(3), K) | {3: 2}, expire=("retirement",))
     groups = replay.plan(8, 3)
     assert sorted(group.question for group in groups) == [3, 4]
-    trained, _ = settled(replay, {3: 2, 4: 1}, 8, 3)
-    assert trained
+    assert any(settled(replay, {3: 2, 4: 1}, 8, 3))
 
 
 @given(st.integers(1, K + 2), st.lists(st.integers(1, 4), min_size=6, max_size=6), st.sampled_from([0.5, 1.0]))
@@ -131,22 +142,24 @@ def test_mixed_groups_replay_as_many_as_are_held_and_keep_a_fresh_answer(replaye
     for group in mixed:
         assert group.choose == min(replayed, K - 1, held[group.question])
         assert group.fresh == K - group.choose
-    for of_group, joined in zip(groups, replay.select(groups, scores), strict=True):
-        assert len(joined) == of_group.choose
-        assert len({id(one.trajectory) for one in joined}) == of_group.choose
-        assert all(one.trajectory.question == of_group.question for one in joined)
+    selected = replay.select(groups, scores)
+    assert selected.question.tolist() == [group.question for group in groups]
+    assert np.bincount(selected.group, minlength=8).tolist() == [group.choose for group in groups]
+    answers = tokens(selected)
+    assert len(set(answers)) == len(answers)
+    assert [question for _, _, question in answers] == selected.question[selected.group].tolist()
 
 
-def scores(trajectories):
-    """Of any trajectories: entropies by their second token, all different within a question."""
-    return [MeanScore(float(row.response[1]), 0.0) for row in trajectories]
+def scores(candidates: StepBatch) -> MeanScores:
+    """Of any answers: entropies by their second token, all different within a question."""
+    return MeanScores(candidates.token[candidates.start[:-1] + 1].astype(float), np.zeros(len(candidates)))
 
 
 def test_several_replayed_answers_are_those_of_lowest_entropy():
     replay = replaying("mixed", 1, {0: K}, admit="all", replayed=2, ratio=1.0)
-    ((first, second),) = replay.select(replay.plan(1, 2), scores)
-    assert [one.trajectory.response[1] for one in (first, second)] == [0, 1]
-    assert [one.entropy for one in (first, second)] == [0, 1]
+    selected = replay.select(replay.plan(1, 2), scores)
+    assert tokens(selected) == [(1, 0, 0), (1, 1, 0)]
+    assert selected.chosen_entropy.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("replayed", [1, 3])
@@ -174,21 +187,19 @@ def test_all_groups_that_can_be_are_appended_to_with_the_whole_ratio():
 @given(st.dictionaries(st.integers(0, 7), st.integers(0, K), min_size=1), st.sampled_from([0.25, 0.5, 1.0]))
 def test_beside_the_groups_that_teach_stand_single_stored_answers(of_step, ratio):
     replay = replaying("beside", 8, dict.fromkeys(range(4), 2), advantage="stored", ratio=ratio)
-    held = list(replay.memory.all_trajectories())
-    before = set(map(id, held))
-    trained, late = settled(replay, of_step, 8, 2)
-    fresh, alone = split(trained)
+    before = {tuple(one.response.tolist()) for one in replay.memory.all_trajectories()}
+    fresh, alone = settled(replay, of_step, 8, 2)
     teaching = [question for question, right in of_step.items() if 0 < right < K] or list(of_step)
-    assert [group.question for group in fresh] == teaching
+    assert [question_of(group) for group in fresh] == teaching
     assert len(alone) == min(int(ratio * K * len(teaching) + 1e-9), len(before))
-    rows = [group.replayed[0] for group in alone]
-    assert all(len(group.replayed) == 1 and group.question == group.replayed[0].question for group in alone)
-    assert len({id(row) for row in rows}) == len(rows)
-    assert {id(row) for row in rows} <= before, "nothing of this step is replayed in it"
-    assert [one.trajectory for one in late] == rows
-    # Of groups that were half right: the stored advantage is that of the group then.
-    assert [group.stored_advantage for group in alone] == [(row.reward - 0.5,) for row in rows]
-    assert [one.replays for one in late] == [1] * len(late)
+    rows = [row for group in alone for row in tokens(group)]
+    assert len(set(rows)) == len(rows) == len(alone)
+    assert [question_of(group) for group in alone] == [question for _, _, question in rows]
+    assert set(rows) <= before, "nothing of this step is replayed in it"
+    for group in alone:
+        # Of groups that were half right: the stored advantage is that of the group then.
+        assert group.stored_advantage.tolist() == (group.reward - 0.5).tolist()
+        assert group.replays.tolist() == [1]
 
 
 @pytest.mark.parametrize(("stored", "expected"), [(40, 16), (2, 12)])
@@ -197,22 +208,19 @@ def test_a_batch_of_the_buffer_is_drawn_whole_and_this_steps_answers_are_in_it_b
     first = dict.fromkeys(range(10), 2) if stored == 40 else {0: 2}
     replay = replaying("buffer", 20, first, advantage="stored")
     assert len(replay.plan(4, 2)) == 2
-    trained, late = settled(replay, {10: 1, 11: 3}, 4, 2)
-    fresh, alone = split(trained)
+    fresh, alone = settled(replay, {10: 1, 11: 3}, 4, 2)
     assert fresh == []
-    assert len(alone) == len(late) == expected
-    assert len({id(group.replayed[0]) for group in alone}) == expected
-    steps = Counter(group.replayed[0].step for group in alone)
+    assert len(alone) == expected
+    assert len({row for group in alone for row in tokens(group)}) == expected
+    steps = Counter(step for group in alone for step in group.step.tolist())
     assert set(steps) == {1, 2} if stored == 2 else steps[1] > 0
 
 
 def test_the_buffer_draws_all_stored_answers_alike():
     replay = replaying("buffer", 8, dict.fromkeys(range(8), 2), advantage="stored")
-    _held = list(replay.memory.all_trajectories())  # what is held keeps its identity
     times = Counter()
     for _ in range(500):
-        trained, _ = replay.settle([], 2, 3)
-        times.update(id(group.replayed[0]) for group in trained)
+        times.update(tokens(replay.settle(make_batch([]), np.arange(0), 2, 3)))
     counts = np.array(list(times.values()))
     assert len(counts) == 32
     assert abs(counts - 125).max() < 4.5 * np.sqrt(125 * 0.75)
@@ -221,37 +229,38 @@ def test_the_buffer_draws_all_stored_answers_alike():
 @given(st.lists(st.integers(0, K), min_size=1, max_size=6), st.sampled_from([0.25, 0.5, 1.0]), st.integers(0, 4))
 def test_stored_groups_take_the_places_of_groups_without_a_gradient(rights, ratio, stored):
     replay = replaying("in_place", 20, {10 + q: 1 + q % 3 for q in range(stored)}, prioritise="newest", ratio=ratio)
-    trained, late = settled(replay, dict(enumerate(rights)), 6, 2)
-    fresh, replayed = split(trained)
+    fresh, replayed = settled(replay, dict(enumerate(rights)), 6, 2)
     alive = [question for question, right in enumerate(rights) if 0 < right < K]
     dead = [question for question, right in enumerate(rights) if right in (0, K)]
     changed = min(len(dead), int(ratio * 6), stored)
-    assert len(trained) == len(rights)
-    assert [group.question for group in fresh] == [*alive, *dead[changed:]]
+    assert len(fresh) + len(replayed) == len(rights)
+    assert [question_of(group) for group in fresh] == [*alive, *dead[changed:]]
     assert len(replayed) == changed
     for group in replayed:
-        assert [row.step for row in group.replayed] == [1] * K, "a whole group of an earlier step"
-        assert {row.question for row in group.replayed} == {group.question}
-        assert sum(row.reward for row in group.replayed) == 1 + (group.question - 10) % 3
-    assert len({group.question for group in replayed}) == changed
-    assert len(late) == K * changed
+        assert group.step.tolist() == [1] * K, "a whole group of an earlier step"
+        assert {question for _, _, question in tokens(group)} == {question_of(group)}
+        assert group.reward.sum() == 1 + (question_of(group) - 10) % 3
+    assert len({question_of(group) for group in replayed}) == changed
 
 
 def test_the_newest_stored_groups_come_first_and_two_of_one_question_are_two_groups():
     replay = replaying("in_place", 9, {0: 1, 1: 2}, {0: 3, 2: 1}, {0: 2}, prioritise="newest", ratio=1.0)
-    trained, _ = settled(replay, {5: 0, 6: 0, 7: K}, 3, 4)
-    found = [(group.question, group.replayed[0].step, len(group.replayed)) for group in trained]
-    assert found[-1:] == [(0, 3, K)] or (0, 3, K) in found
+    _, alone = settled(replay, {5: 0, 6: 0, 7: K}, 3, 4)
+    found = [(question_of(group), group.step[0], len(group)) for group in alone]
+    assert len(found) == 3
+    assert (0, 3, K) in found
     assert {one for one in found if one[1] == 2} == {(0, 2, K), (2, 2, K)}
 
 
 def test_of_a_group_that_has_partly_left_the_rest_is_replayed():
     replay = replaying("in_place", 9, {0: 1}, admit="all", capacity=3, ratio=1.0)
-    trained, _ = settled(replay, {5: 0}, 2, 2)  # the capacity leaves 3 of this step's answers and no earlier one
-    assert [group.question for group in trained] == [5]
+    fresh, alone = settled(replay, {5: 0}, 2, 2)  # the capacity leaves 3 of this step's answers and no earlier one
+    assert [question_of(group) for group in fresh] == [5]
+    assert alone == []
     replay = replaying("in_place", 9, {0: 1}, admit="successes", ratio=1.0)
-    trained, _ = settled(replay, {5: 0}, 2, 2)
-    assert [(group.question, len(group.replayed)) for group in trained] == [(0, 1)]
+    fresh, alone = settled(replay, {5: 0}, 2, 2)
+    assert fresh == []
+    assert [(question_of(group), len(group)) for group in alone] == [(0, 1)]
 
 
 @pytest.mark.parametrize("band", [(0.25, 0.75), (0.5, 0.5), (0.0, 1.0)])
@@ -314,25 +323,22 @@ def test_groups_that_teach_are_joined_by_prompts_that_went_better_and_by_stored_
     replay = replaying("bapo", 30, first, ratio=0.5, **options)
     # Six fresh groups, of which 10 and 11 teach; of three hard prompts 0 and 2 went better.
     of_step = {10: 1, 11: 3, 12: 0, 13: K, 14: 0, 15: K, 0: 2, 1: 0, 2: K}
-    trained, late = settled(replay, of_step, 6, 2)
-    fresh, stored = split(trained)
-    assert [group.question for group in fresh] == [10, 11, 0, 2]
+    fresh, stored = settled(replay, of_step, 6, 2)
+    assert [question_of(group) for group in fresh] == [10, 11, 0, 2]
     assert len(stored) == 2
-    assert {group.question for group in stored} <= {3, 4, 5}
-    assert all(row.step == 1 for group in stored for row in group.replayed)
-    assert len(late) == 2 * K
+    assert {question_of(group) for group in stored} <= {3, 4, 5}
+    assert all(group.step.tolist() == [1] * K for group in stored)
 
 
 def test_if_no_fresh_group_teaches_all_stay_and_surplus_goes():
     replay = replaying("bapo", 30, {0: 0}, hard=0.25, admit="in_band")
-    trained, _ = settled(replay, {10: 0, 11: K, 0: 2}, 2, 2)
-    assert [group.question for group in trained] == [10, 11]
+    fresh, _ = settled(replay, {10: 0, 11: K, 0: 2}, 2, 2)
+    assert [question_of(group) for group in fresh] == [10, 11]
 
 
 @pytest.mark.parametrize("compose", SETTLING)
 def test_groups_of_stored_answers_have_no_group_to_count_in_unless_it_is_their_own(compose):
     replay = replaying(compose, 30, dict.fromkeys(range(8), 1), advantage="group", ratio=1.0)
-    trained, _ = settled(replay, {10: 0, 11: 0, 12: 1, 13: 1}, 4, 2)
-    _, alone = split(trained)
+    _, alone = settled(replay, {10: 0, 11: 0, 12: 1, 13: 1}, 4, 2)
     assert alone
-    assert all(group.stored_advantage == () for group in alone)
+    assert all(np.isnan(group.stored_advantage).all() for group in alone)

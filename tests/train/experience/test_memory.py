@@ -10,27 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.experience import (
-    ExperienceConfig,
-    ExperienceMemory,
-    Setting,
-    count_successes,
-    deviation_counts,
-    in_band,
-)
-from exgrpo.train.records import Group, Trajectory
+from exgrpo.train.experience import ExperienceConfig, ExperienceMemory, Replay, Setting
+from exgrpo.train.experience.difficulty import BANDS, count_successes, deviation_counts, success_counts
+from tests.train.batches import Row, make_batch
 
 K = 4
 QUESTIONS = 5
 
 
-def trajectory(question: int, ids: tuple[int, ...], reward: float, step: int = 0) -> Trajectory:
-    return Trajectory(question, np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), True, reward, step)
-
-
-def group(question: int, rewards: list[float], *, replayed: bool = False, step: int = 0, first: int = 0) -> Group:
-    fresh = tuple(trajectory(question, (first + i, 7), reward, step) for i, reward in enumerate(rewards))
-    return Group(question, fresh, (trajectory(question, (99,), 1.0),) if replayed else ())
+def group(
+    question: int, rewards: list[float], *, replayed: bool = False, step: int = 0, first: int = 0
+) -> tuple[int, list[Row]]:
+    """A group of two tokens each, for `make_batch`."""
+    fresh = [Row(reward, (first + i, 7), step=step) for i, reward in enumerate(rewards)]
+    return question, [*fresh, *([Row(1.0, (99,), replayed=True)] if replayed else [])]
 
 
 def remembering(questions: int, samples: int = K, *, success: float = 1.0, retire: bool = True, **options):
@@ -81,28 +74,27 @@ def test_memory_follows_a_plain_model(history, samples, options, start):
         for question, rewards, first, mixed in entries:
             mixed = mixed and question in stored
             groups.append(group(question, rewards[: samples - mixed], replayed=mixed, step=step, first=first))
-        memory.update(groups, step, collect=step >= start)
-        for g in groups:
-            right, shown = sum(r.reward >= success for r in g.fresh), len(g.fresh)
-            if options["count_replayed"] and g.replayed:
-                right, shown = right + 1, shown + 1
+        memory.update(make_batch(groups), step, collect=step >= start)
+        for question, rows in groups:
+            counted = [row for row in rows if options["count_replayed"] or not row.replayed]
+            right, shown = sum(row.reward >= success for row in counted), len(counted)
             if right == shown and shown >= 2 and options["retire"]:
-                retired.add(g.question)
-                stored.pop(g.question, None)
-                count.pop(g.question, None)
+                retired.add(question)
+                stored.pop(question, None)
+                count.pop(question, None)
                 continue
-            if g.question in retired:
+            if question in retired:
                 continue
             if step >= start:
-                for row in g.fresh:
-                    if row.reward >= success:
-                        kept = stored.setdefault(g.question, {})
-                        kept.pop(tuple(row.response), None)
-                        kept[tuple(row.response)] = step
+                for row in rows:
+                    if row.reward >= success and not row.replayed:
+                        kept = stored.setdefault(question, {})
+                        kept.pop(row.response, None)
+                        kept[row.response] = step
                         if max_per_question and len(kept) > max_per_question:
                             del kept[next(iter(kept))]
-            if g.question in stored:
-                count[g.question] = min(max(Fraction(samples * right, shown), 1), samples - 1)
+            if question in stored:
+                count[question] = min(max(Fraction(samples * right, shown), 1), samples - 1)
         if max_age is not None:
             for question in list(stored):
                 stored[question] = {k: v for k, v in stored[question].items() if step + 1 - v <= max_age}
@@ -151,25 +143,26 @@ def test_memory_of_continuous_rewards_follows_a_plain_model(history, retire):
         for question, rewards, first, mixed in entries:
             mixed = mixed and question in stored
             groups.append(group(question, rewards[: K - mixed], replayed=mixed, step=step, first=first))
-        memory.update(groups, step, collect=True)
+        memory.update(make_batch(groups), step, collect=True)
+        of_fresh = [[row for row in rows if not row.replayed] for _, rows in groups]
         # By numpy here too: a position halfway between two buckets hangs on the last bit.
-        spread = [float(np.std([row.reward for row in g.fresh])) for g in groups]
-        for g, sigma in zip(groups, spread, strict=True):
-            if retire and all(row.reward == 1.0 for row in g.fresh):
-                retired.add(g.question)
-                stored.pop(g.question, None)
-                bucket.pop(g.question, None)
-            elif g.question not in retired:
-                mean = statistics.mean(Fraction(str(row.reward)) for row in g.rows)
-                for row in g.fresh:
+        spread = [float(np.std([row.reward for row in fresh])) for fresh in of_fresh]
+        for (question, rows), fresh, sigma in zip(groups, of_fresh, spread, strict=True):
+            if retire and all(row.reward == 1.0 for row in fresh):
+                retired.add(question)
+                stored.pop(question, None)
+                bucket.pop(question, None)
+            elif question not in retired:
+                mean = statistics.mean(Fraction(str(row.reward)) for row in rows)
+                for row in fresh:
                     if Fraction(str(row.reward)) > mean:
-                        kept = stored.setdefault(g.question, {})
-                        kept.pop(tuple(row.response), None)
-                        kept[tuple(row.response)] = row.reward
-                if g.question in stored:
+                        kept = stored.setdefault(question, {})
+                        kept.pop(row.response, None)
+                        kept[row.response] = row.reward
+                if question in stored:
                     # The formula of the paper, to the nearest bucket there is.
                     position = K * (sigma - min(spread)) / max(max(spread) - min(spread), 1e-6)
-                    bucket[g.question] = min(max(math.floor(position + 0.5), 1), K - 1)
+                    bucket[question] = min(max(math.floor(position + 0.5), 1), K - 1)
 
         assert {q: [tuple(t.response) for t in memory.trajectories(q)] for q in range(QUESTIONS)} == {
             q: list(stored.get(q, {})) for q in range(QUESTIONS)
@@ -183,9 +176,10 @@ def test_binary_groups_store_the_same_by_either_rule():
     by_count, by_spread = remembering(3, K), remembering(3, K, bucket_by="reward_deviation")
     groups = [group(0, [1.0, 0.0, 0.0, 0.0]), group(1, [1.0, 1.0, 0.0, 0.0]), group(2, [0.0] * 4)]
     for memory in (by_count, by_spread):
-        memory.update(groups, 0, collect=True)
-    for question in range(3):
-        assert by_count.trajectories(question) == by_spread.trajectories(question)
+        memory.update(make_batch(groups), 0, collect=True)
+    for name in ("question", "key", "length"):
+        assert by_count.table.column(name).tolist() == by_spread.table.column(name).tolist()
+    assert by_count.table.column("question").tolist() == [0, 1, 1]
     assert by_count.count.tolist() == [1, 2, 0]
     # Deviations 0.433, 0.5 and 0 of a range of 0.5: 3.46 and 4 of 4, kept inside 1..3.
     assert by_spread.count.tolist() == [3, 3, 0]
@@ -194,29 +188,39 @@ def test_binary_groups_store_the_same_by_either_rule():
 def test_counts_by_deviation_span_the_step():
     spreads = [0.0, 0.1, 0.2, 0.4]
     groups = [group(q, [0.5 - s, 0.5 + s] * 4) for q, s in enumerate(spreads)]
-    shown = [count_successes(one, 1.0) for one in groups]
-    assert deviation_counts(shown, 8).tolist() == [0, 2, 4, 8]  # 8 sigma / 0.4
-    assert deviation_counts(shown[:1], 8).tolist() == [0]
-    assert deviation_counts([], 8).tolist() == []
+    for count, expected in ((4, [0, 2, 4, 8]), (1, [0]), (0, [])):  # 8 sigma / 0.4
+        assert deviation_counts(count_successes(make_batch(groups[:count]), 1.0), 8).tolist() == expected
 
 
 @pytest.mark.parametrize("samples", [2, 3, 7, 8])
 def test_bands_are_the_papers(samples):
     for shown in (samples, samples - 1):
         for right in range(shown + 1):
-            k, percent = samples * right / shown, Fraction(100 * right, shown)
-            assert in_band(k, samples, "all")
-            assert in_band(k, samples, "easy") == (75 <= percent < 100)
-            assert in_band(k, samples, "medium") == (25 < percent <= 75)
-            assert in_band(k, samples, "hard") == (0 < percent <= 25)
-    with pytest.raises(ValueError, match="unknown band 'simple'; expected one of all, easy"):
-        in_band(1, samples, "simple")
+            k, percent = np.array([samples * right / shown]), Fraction(100 * right, shown)
+            assert {name: in_band(k, samples).tolist() for name, in_band in BANDS.items()} == {
+                "all": [True],
+                "easy": [75 <= percent < 100],
+                "medium": [25 < percent <= 75],
+                "hard": [0 < percent <= 25],
+            }
+
+
+def test_a_group_is_in_a_band_by_its_fresh_answers_and_without_any_in_all_bands():
+    replay = Replay(ExperienceConfig(), 3, K, 0)
+    batch = make_batch([group(0, [1.0, 0.0, 0.0, 0.0]), group(1, [1.0] * 3, replayed=True), (2, [Row(replayed=True)])])
+    bands = {name: replay.in_band(batch, name).tolist() for name in BANDS}
+    assert bands == {
+        "all": [True] * 3,
+        "easy": [False, False, True],
+        "medium": [False, False, True],
+        "hard": [True, False, True],
+    }
 
 
 def test_without_retirement_a_solved_question_has_the_highest_count_and_keeps_its_trajectories():
     memory = remembering(2, K, retire=False)
-    memory.update([group(0, [1.0, 0.0, 0.0, 0.0], first=10)], 0, collect=True)
-    memory.update([group(0, [1.0] * 3, replayed=True), group(1, [1.0] * 4)], 1, collect=True)
+    memory.update(make_batch([group(0, [1.0, 0.0, 0.0, 0.0], first=10)]), 0, collect=True)
+    memory.update(make_batch([group(0, [1.0] * 3, replayed=True), group(1, [1.0] * 4)]), 1, collect=True)
     assert not memory.retired.any()
     assert memory.count.tolist() == [K - 1, K - 1]
     assert [len(memory.trajectories(q)) for q in range(2)] == [4, 4]
@@ -226,30 +230,32 @@ def test_without_retirement_a_solved_question_has_the_highest_count_and_keeps_it
 def test_a_groups_count_is_the_fraction_of_its_counted_rows(samples, mixed, count_replayed, data):
     right = data.draw(st.integers(0, samples - mixed))
     rewards = [1.0] * right + [0.0] * (samples - mixed - right)
-    evidence = count_successes(group(0, rewards, replayed=mixed), 1.0, count_replayed=count_replayed)
+    batch = make_batch([group(0, [1.0, 0.0]), group(1, rewards, replayed=mixed)])
+    evidence = count_successes(batch, 1.0, count_replayed=count_replayed)
     more = mixed and count_replayed
-    assert (evidence.successes, evidence.rows) == (right + more, samples - mixed + more)
-    assert evidence.count(samples) == float(Fraction(samples * evidence.successes, evidence.rows))
-    assert evidence.solved == (evidence.successes == evidence.rows > 1)
+    right, rows = right + more, samples - mixed + more
+    assert (evidence.successes.tolist(), evidence.rows.tolist()) == ([1, right], [2, rows])
+    assert success_counts(evidence, samples).tolist() == [samples / 2, float(Fraction(samples * right, rows))]
+    assert evidence.solved.tolist() == [False, right == rows > 1]
 
 
 def test_one_lucky_answer_does_not_retire_a_question():
     memory = remembering(2, 2)
-    memory.update([group(q, [1.0, 0.0]) for q in range(2)], 0, collect=True)
-    memory.update([group(q, [1.0], replayed=True) for q in range(2)], 1, collect=True)
+    memory.update(make_batch([group(q, [1.0, 0.0]) for q in range(2)]), 0, collect=True)
+    memory.update(make_batch([group(q, [1.0], replayed=True) for q in range(2)]), 1, collect=True)
     assert not memory.retired.any()
     assert memory.count.tolist() == [1, 1]
-    memory.update([group(0, [1.0, 1.0])], 2, collect=True)
+    memory.update(make_batch([group(0, [1.0, 1.0])]), 2, collect=True)
     assert memory.retired.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("max_age", [1, 2, 3])
 def test_what_the_next_step_finds_is_at_most_max_age_steps_old(max_age):
     memory = remembering(1, K, max_age=max_age)
-    memory.update([group(0, [1.0, 0.0, 0.0, 0.0], step=5)], 5, collect=True)
+    memory.update(make_batch([group(0, [1.0, 0.0, 0.0, 0.0], step=5)]), 5, collect=True)
     for step in range(6, 6 + max_age):
         assert memory.trajectory_count == 1, "at the selection of this step it is not too old"
-        memory.update([], step, collect=True)
+        memory.update(make_batch([]), step, collect=True)
     assert memory.trajectory_count == 0
     assert memory.count.tolist() == [0]
 
@@ -258,7 +264,7 @@ def test_what_the_next_step_finds_is_at_most_max_age_steps_old(max_age):
 @pytest.mark.parametrize("right", [0.9, float(np.float32(0.9)), 0.2 + 0.7], ids=["exact", "fp32", "sum"])
 def test_a_success_is_what_the_setting_says(success, stored, right):
     memory = remembering(2, K, success=success)
-    memory.update([group(0, [right, right, 0.3, 0.0]), group(1, [right] * K)], 0, collect=True)
+    memory.update(make_batch([group(0, [right, right, 0.3, 0.0]), group(1, [right] * K)]), 0, collect=True)
     assert memory.trajectory_count == stored
     assert memory.count[0] == stored
     assert memory.retired.tolist() == [False, success < 1]
@@ -268,34 +274,32 @@ def test_by_deviation_a_question_is_solved_when_all_answers_are_successes():
     solved = {}
     for success in (1.0, 5.0, 9.0):
         memory = remembering(3, K, bucket_by="reward_deviation", success=success)
-        memory.update(
-            [group(0, [2.0, 5.0, 9.0, 9.0]), group(1, [5.0, 9.0, 9.0, 9.0]), group(2, [9.0] * K)], 0, collect=True
-        )
+        groups = [group(0, [2.0, 5.0, 9.0, 9.0]), group(1, [5.0, 9.0, 9.0, 9.0]), group(2, [9.0] * K)]
+        memory.update(make_batch(groups), 0, collect=True)
         solved[success] = memory.retired.tolist()
     assert solved == {1.0: [True, True, True], 5.0: [False, True, True], 9.0: [False, False, True]}
 
 
 @pytest.mark.parametrize("bucket_by", ["success_count", "reward_deviation"])
 def test_an_answer_without_tokens_is_no_success_whatever_its_reward(bucket_by):
-    empty = Trajectory(0, np.empty(0, np.int32), np.empty(0, np.float32), False, 0.0, 0)
     memory = remembering(1, 2, success=-1.0, bucket_by=bucket_by)
-    memory.update([Group(0, (empty, trajectory(0, (1, 2), -0.5)))], 0, collect=True)
+    memory.update(make_batch([(0, [Row(0.0, (), finished=False), Row(-0.5)])]), 0, collect=True)
     assert not memory.retired.any()
     assert all(len(row.response) for row in memory.all_trajectories())
 
 
 def test_unsolved_buffered_question_has_the_lowest_count_and_keeps_its_trajectories():
     memory = remembering(1, K)
-    memory.update([group(0, [1.0, 1.0, 1.0, 0.0])], 0, collect=True)
+    memory.update(make_batch([group(0, [1.0, 1.0, 1.0, 0.0])]), 0, collect=True)
     assert memory.count[0] == 3
-    memory.update([group(0, [0.0] * 3, replayed=True)], 1, collect=True)
+    memory.update(make_batch([group(0, [0.0] * 3, replayed=True)]), 1, collect=True)
     assert memory.count[0] == 1
     assert memory.trajectory_count == 3
 
 
 def test_nothing_is_collected_before_the_start_but_solved_questions_retire():
     memory = remembering(2, K)
-    memory.update([group(0, [1.0] * 4), group(1, [1.0, 0.0, 0.0, 0.0])], 0, collect=False)
+    memory.update(make_batch([group(0, [1.0] * 4), group(1, [1.0, 0.0, 0.0, 0.0])]), 0, collect=False)
     assert memory.retired.tolist() == [True, False]
     assert len(memory) == 0
 
@@ -303,7 +307,7 @@ def test_nothing_is_collected_before_the_start_but_solved_questions_retire():
 def test_of_two_equal_responses_the_newer_log_probs_stay():
     memory = remembering(1, K)
     for step in (0, 5):
-        memory.update([group(0, [1.0, 0.0, 0.0, 0.0], step=step)], step, collect=True)
+        memory.update(make_batch([group(0, [1.0, 0.0, 0.0, 0.0], step=step)]), step, collect=True)
     assert [t.step for t in memory.trajectories(0)] == [5]
 
 
@@ -312,15 +316,11 @@ def test_the_memory_takes_nine_bytes_per_token_and_room_for_as_much_again():
     rng = np.random.default_rng(0)
     memory = remembering(count, 8)
 
-    def row(question: int, reward: float) -> Trajectory:
-        response, log_prob = rng.integers(0, 9, tokens, dtype=np.int32), rng.random(tokens, dtype=np.float32)
-        return Trajectory(question, response, log_prob, True, reward, 0)
-
     tracemalloc.start()
     try:
         for question in range(count):
-            rows = tuple(row(question, float(i < 3)) for i in range(8))
-            memory.update([Group(question, rows)], 0, collect=True)
+            rows = [Row(float(i < 3), rng.integers(0, 9, tokens, dtype=np.int32)) for i in range(8)]
+            memory.update(make_batch([(question, rows)]), 0, collect=True)
         del rows
         held, _ = tracemalloc.get_traced_memory()
     finally:

@@ -5,16 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.train.experience import Candidates, DelayedStart, ExperienceConfig, FreshQuestions, MeanScore, Replay
-from exgrpo.train.experience.selection import RULES
-from tests.train.experience.test_memory import K, group, trajectory
+from exgrpo.train.experience import DelayedStart, ExperienceConfig, FreshQuestions, MeanScores, Replay
+from exgrpo.train.experience.selection import RULES, Candidates
+from tests.train.batches import make_batch
+from tests.train.experience.test_memory import K, group
 
 
 def filled(questions: int, buffered: int, retired: int, ratio: float) -> Replay:
     replay = Replay(ExperienceConfig(start_pass_rate=0.0, ratio=ratio), questions, K, 0)
     memory = replay.memory
-    memory.update([group(q, [1.0, 1.0, 0.0, 0.0]) for q in range(buffered)], 0, collect=True)
-    memory.update([group(q, [1.0] * K) for q in range(buffered, buffered + retired)], 0, collect=True)
+    memory.update(make_batch([group(q, [1.0, 1.0, 0.0, 0.0]) for q in range(buffered)]), 0, collect=True)
+    memory.update(make_batch([group(q, [1.0] * K) for q in range(buffered, buffered + retired)]), 0, collect=True)
     return replay
 
 
@@ -82,23 +83,23 @@ def test_the_start_is_a_one_way_latch():
 
 @given(st.lists(st.tuples(st.floats(0, 5, width=32), st.floats(0, 5, width=32)), min_size=1, max_size=6))
 def test_selection_equals_brute_force(values):
-    rows = tuple(trajectory(0, tuple(range(1 + 7 * i % 5)), 1.0) for i in range(len(values)))
-    unscored, scored = Candidates(rows), Candidates(rows, [MeanScore(entropy, nll) for entropy, nll in values])
-    rng, order = np.random.default_rng(0), range(len(rows))
+    lengths = [1 + 7 * i % 5 for i in range(len(values))]
+    candidates = Candidates(np.array(lengths), MeanScores(*np.array(values).T))
+    rng, order = np.random.default_rng(0), range(len(values))
     expected = {
         "lowest_entropy": min(order, key=lambda i: (values[i][0], i)),
         "highest_entropy": min(order, key=lambda i: (-values[i][0], i)),
         "lowest_nll": min(order, key=lambda i: (values[i][1], i)),
-        "shortest": min(order, key=lambda i: (len(rows[i].response), i)),
+        "shortest": min(order, key=lambda i: (lengths[i], i)),
     }
     for name, best in expected.items():
-        assert RULES[name].choose(scored if RULES[name].scored else unscored, rng) == best
-    assert RULES["random"].choose(unscored, rng) in order
+        assert RULES[name].choose(candidates, rng) == best
+    assert RULES["random"].choose(candidates, rng) in order
     assert set(RULES) == {*expected, "random"}
 
 
 def test_random_selection_is_uniform():
-    candidates = Candidates([trajectory(0, (i,), 1.0) for i in range(4)])
+    candidates = Candidates(np.ones(4, np.int64), MeanScores(np.zeros(4), np.zeros(4)))
     rng = np.random.default_rng(0)
     counts = np.bincount([RULES["random"].choose(candidates, rng) for _ in range(4000)])
     assert abs(counts - 1000).max() < 4 * np.sqrt(4000 * 0.25 * 0.75)

@@ -1,6 +1,7 @@
 """What is stored and what is forgotten, by each function `admit` and `expire`, against a plain model."""
 
 import copy
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 
 from exgrpo.train.experience import ExperienceConfig, ExperienceMemory, Setting, table
 from exgrpo.train.experience.memory import NEVER
-from exgrpo.train.records import Group, Trajectory
+from tests.train.batches import Row, make_batch
 
 K = 4
 QUESTIONS = 4
 COLUMNS = ("question", "step", "reward", "length", "key", "advantage", "accuracy", "replays")
+NUMBERS = itertools.count()
+"""The log-probs of each answer, by which equal responses can be told apart."""
 
 
 @pytest.fixture(autouse=True)
@@ -23,21 +26,11 @@ def few(monkeypatch):
     monkeypatch.setattr(table, "FEWEST", 4)
 
 
-def group_of(question: int, answers: list[tuple[float, int]], step: int) -> Group:
+def group_of(question: int, answers: list[tuple[float, int]], step: int) -> tuple[int, list[Row]]:
     """A group of answers by reward and first token; equal first tokens are equal responses."""
-    fresh = [
-        Trajectory(
-            question,
-            np.array([first] * (1 + first % 3), np.int32),
-            np.zeros(1 + first % 3, np.float32),
-            True,
-            reward,
-            step,
-            key=first % 3,
-        )
-        for reward, first in answers
+    return question, [
+        Row(reward, (first,) * (1 + first % 3), next(NUMBERS), step=step, key=first % 3) for reward, first in answers
     ]
-    return Group(question, tuple(fresh))
 
 
 @dataclass
@@ -50,37 +43,37 @@ class Model:
     retired: set[int] = field(default_factory=set)
     asked: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
-    def admitted(self, group: Group) -> list[Trajectory]:
-        rewards = [row.reward for row in group.fresh]
+    def admitted(self, fresh: list[Row]) -> list[Row]:
+        rewards = [row.reward for row in fresh]
         rate = sum(reward >= 1 for reward in rewards) / len(rewards)
         low, high = self.options.get("band", (0.25, 0.75))
         return {
-            "all": list(group.fresh),
+            "all": fresh,
             "nothing": [],
-            "successes": [row for row in group.fresh if row.reward >= 1],
-            "solutions": [row for row in group.fresh if row.reward >= 1],
-            "with_advantage": list(group.fresh) if len(set(rewards)) > 1 else [],
-            "in_band": list(group.fresh) if low <= rate <= high else [],
+            "successes": [row for row in fresh if row.reward >= 1],
+            "solutions": [row for row in fresh if row.reward >= 1],
+            "with_advantage": fresh if len(set(rewards)) > 1 else [],
+            "in_band": fresh if low <= rate <= high else [],
         }[self.options["admit"]]
 
-    def same(self, row: dict, new: Trajectory) -> bool:
-        old = row["trajectory"]
-        if old.question != new.question or self.options["admit"] not in ("successes", "solutions"):
+    def same(self, old: dict, question: int, new: Row) -> bool:
+        if old["question"] != question or self.options["admit"] not in ("successes", "solutions"):
             return False
-        by_key = self.options["admit"] == "solutions" and new.key != 0 and old.key == new.key
-        return by_key or old.response.tolist() == new.response.tolist()
+        by_key = self.options["admit"] == "solutions" and new.key != 0 and old["key"] == new.key
+        return by_key or old["response"] == new.response
 
-    def store(self, group: Group) -> None:
-        rewards = [row.reward for row in group.fresh]
+    def store(self, question: int, fresh: list[Row]) -> None:
+        rewards = [row.reward for row in fresh]
         mean = sum(rewards) / len(rewards)
         spread = np.std(rewards, ddof=1) + 1e-6 if self.scale_by_std else 1.0
-        for row in self.admitted(group):
-            replays = sum(old["replays"] for old in self.rows if self.same(old, row))
-            self.rows = [old for old in self.rows if not self.same(old, row)]
+        for row in self.admitted(fresh):
+            replays = sum(old["replays"] for old in self.rows if self.same(old, question, row))
+            self.rows = [old for old in self.rows if not self.same(old, question, row)]
             self.rows.append(
                 {
-                    "trajectory": row,
-                    "question": row.question,
+                    "response": row.response,
+                    "log_prob": row.log_prob,
+                    "question": question,
                     "step": row.step,
                     "reward": row.reward,
                     "length": len(row.response),
@@ -91,23 +84,22 @@ class Model:
                 }
             )
         if most := self.options.get("max_per_question"):
-            own = [row for row in self.rows if row["question"] == group.question]
+            own = [row for row in self.rows if row["question"] == question]
             self.rows = [row for row in self.rows if row not in own[:-most]]
 
-    def update(self, groups: list[Group], step: int) -> None:
-        for group in groups:
-            rewards = [row.reward for row in group.fresh]
-            count = K * sum(reward >= 1 for reward in rewards) / len(rewards)
-            self.asked.setdefault(group.question, []).append((step, count))
-            if group.question not in self.retired:
-                self.store(group)
+    def update(self, groups: list[tuple[int, list[Row]]], step: int) -> None:
+        for question, fresh in groups:
+            count = K * sum(row.reward >= 1 for row in fresh) / len(fresh)
+            self.asked.setdefault(question, []).append((step, count))
+            if question not in self.retired:
+                self.store(question, fresh)
         self.forget(groups, step)
 
-    def forget(self, groups: list[Group], step: int) -> None:
+    def forget(self, groups: list[tuple[int, list[Row]]], step: int) -> None:
         if "retirement" in self.options["expire"]:
-            for group in groups:
-                if all(row.reward >= 1 for row in group.fresh):
-                    self.retired.add(group.question)
+            for question, fresh in groups:
+                if all(row.reward >= 1 for row in fresh):
+                    self.retired.add(question)
             self.rows = [row for row in self.rows if row["question"] not in self.retired]
         if age := self.options.get("max_age"):
             self.rows = [row for row in self.rows if step + 1 - row["step"] <= age]
@@ -119,7 +111,9 @@ class Model:
 
 def check(memory: ExperienceMemory, model: Model, now: int) -> None:
     """That a memory holds what the model does, and says so."""
-    assert [id(one) for one in memory.all_trajectories()] == [id(row["trajectory"]) for row in model.rows]
+    stored = memory.all_trajectories()
+    assert [tuple(one.response) for one in stored] == [row["response"] for row in model.rows]
+    assert [one.log_prob[0] for one in stored] == [row["log_prob"] for row in model.rows]
     stored = memory.stored(now)
     for name in COLUMNS:
         np.testing.assert_allclose(getattr(stored, name), [row[name] for row in model.rows], rtol=1e-12, atol=1e-12)
@@ -184,7 +178,7 @@ def test_every_function_follows_its_rule_and_a_restored_memory_goes_on(history, 
         for place in places:
             model.rows[place]["replays"] += 1
         groups = [group_of(question, answers, step) for question, answers in entries]
-        memory.update(groups, step, collect=True)
+        memory.update(make_batch(groups), step, collect=True)
         model.update(groups, step)
         check(memory, model, step + 1)
         restored = ExperienceMemory(QUESTIONS, setting)
@@ -203,7 +197,7 @@ def test_of_each_solution_the_newest_answer_is_kept(history):
     setting = Setting(ExperienceConfig(admit="solutions", expire=()), K)
     memory = ExperienceMemory(1, setting)
     for step, answers in enumerate(history):
-        memory.update([group_of(0, answers, step)], step, collect=True)
+        memory.update(make_batch([group_of(0, answers, step)]), step, collect=True)
     kept = memory.trajectories(0)
     keys = [row.key for row in kept if row.key]
     assert len(keys) == len(set(keys))
@@ -216,7 +210,7 @@ def test_of_each_solution_the_newest_answer_is_kept(history):
 
 def test_without_replay_nothing_is_forgotten_and_nobody_leaves():
     memory = ExperienceMemory(2, Setting(ExperienceConfig(ratio=0.0, max_age=1), K))
-    memory.update([group_of(0, [(1.0, 1)] * K, 1)], 1, collect=False)
+    memory.update(make_batch([group_of(0, [(1.0, 1)] * K, 1)]), 1, collect=False)
     assert not memory.retired.any()
 
 
@@ -224,6 +218,6 @@ def test_a_capacity_leaves_the_latest_answers_of_all_questions_together():
     memory = ExperienceMemory(3, Setting(ExperienceConfig(admit="all", capacity=5), K))
     for step in range(3):
         answers = [(float(i == 0), 10 * step + i) for i in range(K)]
-        memory.update([group_of(step, answers, step)], step, collect=True)
+        memory.update(make_batch([group_of(step, answers, step)]), step, collect=True)
     assert [int(row.response[0]) for row in memory.all_trajectories()] == [13, 20, 21, 22, 23]
     assert memory.count.tolist() == [0, 1, 1]

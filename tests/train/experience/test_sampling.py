@@ -13,6 +13,7 @@ from scipy import stats
 
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import ExperienceConfig, Priority, Replay, Setting, Units, draw, rules, sampling
+from tests.train.batches import make_batch
 from tests.train.experience.test_memory import group
 
 K = 8
@@ -94,9 +95,9 @@ def test_questions_of_medium_difficulty_get_the_replays_that_the_law_gives_them(
     shown = [pair for pair in shown for _ in range(30)]
     replay = Replay(ExperienceConfig(start_pass_rate=0.0, ratio=0.5), len(shown), K, 5)
     memory = replay.memory
-    memory.update([group(q, [1.0] + [0.0] * 7) for q in range(len(shown))], 0, collect=True)
+    memory.update(make_batch([group(q, [1.0] + [0.0] * 7) for q in range(len(shown))]), 0, collect=True)
     rewards = [[1.0] * m + [0.0] * (f - m) for m, f in shown]
-    memory.update([group(q, r, replayed=len(r) == 7) for q, r in enumerate(rewards)], 1, collect=True)
+    memory.update(make_batch([group(q, r, replayed=len(r) == 7) for q, r in enumerate(rewards)]), 1, collect=True)
     planned = [replay.plan(8, 2) for _ in range(3000)]
     assert all(sum(one.choose for one in groups) == 4 for groups in planned)
     drawn = np.array([one.question for groups in planned for one in groups if one.choose])

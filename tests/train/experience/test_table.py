@@ -1,5 +1,7 @@
 """The columns of stored trajectories against a list of dictionaries."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,9 +10,11 @@ from hypothesis import strategies as st
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import table as module
 from exgrpo.train.experience import tokens
-from exgrpo.train.experience.stored import BEHAVIOURS, OF_TRAJECTORY, Stored, pack
+from exgrpo.train.experience.stored import OF_TRAJECTORY, pack
 from exgrpo.train.experience.table import NONE, OF_ORIGIN, Origin, Table
 from exgrpo.train.records import Trajectory
+from exgrpo.train.step_batch import BEHAVIOURS, OF_ROW
+from tests.train.batches import Row, make_batch
 
 QUESTIONS = 4
 ORIGIN = tuple(Origin.__dataclass_fields__)
@@ -43,6 +47,27 @@ def a_row(number: int, question: int) -> tuple[Trajectory, Origin]:
     return trajectory, Origin(number / 11 - 1, number % 5, number % 5 + 2, number % 2)
 
 
+def add(table: Table, rows: list[tuple[Trajectory, Origin]]) -> list[int]:
+    """Store rows of `a_row` together; returns their numbers."""
+    groups = [
+        (
+            one.question,
+            [
+                Row(
+                    response=one.response,
+                    log_prob=one.log_prob,
+                    own=True if one.written is None else one.written,
+                    behaviour=BEHAVIOURS.index(one.behaviour),
+                    **{name: getattr(one, name) for name in ("reward", "finished", "step", "key", "penalty")},
+                )
+            ],
+        )
+        for one, _ in rows
+    ]
+    origins = {name: np.array([getattr(origin, name) for _, origin in rows]) for name in ORIGIN}
+    return table.add(make_batch(groups), **origins).tolist()
+
+
 def expected(trajectory: Trajectory, origin: Origin) -> dict:
     """The columns of a row."""
     return {
@@ -59,9 +84,8 @@ def expected(trajectory: Trajectory, origin: Origin) -> dict:
     }
 
 
-def check_made_again(stored: Stored, expected: list[Trajectory]) -> None:
-    """That answers which nobody holds are made as they were."""
-    made = Stored(stored.columns, stored.contents)
+def check_made_again(made: Sequence[Trajectory], expected: list[Trajectory]) -> None:
+    """That answers are made as they were."""
     assert len(made) == len(expected)
     for one, other in zip(made, expected, strict=True):
         for name in ("response", "log_prob", "written"):
@@ -80,15 +104,30 @@ def check(table: Table, model: list[dict]) -> None:
         assert table.values(name, rows).tolist() == [row[name] for row in model]
     stored = table.stored()
     check_made_again(stored, [one["trajectory"] for one in model])
+    check_replayed(table, rows[::-2], model[::-2])
     for row, of_model in zip(rows.tolist(), model, strict=True):
         assert table.response(row).tolist() == of_model["trajectory"].response.tolist()
-        assert table.trajectory(row) is of_model["trajectory"]
-        assert table.origin(row) == Origin(**{name: of_model[name] for name in ORIGIN})
     for question in range(QUESTIONS):
         of_question = [row for row, one in zip(rows.tolist(), model, strict=True) if one["question"] == question]
         assert table.of_question(question) == of_question
         assert table.held[question] == len(of_question)
         assert table.newest(np.array([question])).tolist() == (of_question[-1:] or [NONE])
+
+
+def check_replayed(table: Table, rows: np.ndarray, model: list[dict]) -> None:
+    """That rows are those of a batch, two in each group but the last."""
+    questions = np.arange(10, 10 + (len(rows) + 1) // 2)
+    batch = table.answers(rows, np.arange(len(rows)) // 2, questions)
+    assert batch.question.tolist() == questions.tolist()
+    assert batch.replayed.all()
+    for name in OF_TRAJECTORY.keys() & OF_ROW.keys():
+        assert getattr(batch, name).tolist() == [row[name] for row in model]
+    for row, of_model in enumerate(model):
+        trajectory, at = of_model["trajectory"], batch.at(row)
+        np.testing.assert_array_equal(batch.token[at], trajectory.response)
+        np.testing.assert_array_equal(batch.old_log_prob[at], trajectory.log_prob)
+        written = np.ones(len(trajectory.response), bool) if trajectory.written is None else trajectory.written
+        np.testing.assert_array_equal(batch.own[at], written)
 
 
 OPERATIONS = st.lists(
@@ -114,12 +153,10 @@ def test_a_table_is_a_list_of_rows(operations):
         rows = table.rows()[places]
         match what:
             case "add":
-                for question in of_what:
-                    trajectory, origin = a_row(number, question)
-                    row = table.add(trajectory, origin)
-                    assert table.trajectory(row) is trajectory
-                    model.append(expected(trajectory, origin))
-                    number += 1
+                made = [a_row(number + place, question) for place, question in enumerate(of_what)]
+                assert add(table, made) == table.rows()[len(model) :].tolist()
+                model += [expected(*one) for one in made]
+                number += len(made)
             case "remove" | "remove as a list":
                 table.remove(rows if what == "remove" else rows.tolist())
                 model = [one for place, one in enumerate(model) if place not in places]
@@ -143,7 +180,7 @@ def test_tokens_take_at_most_twice_the_room_of_what_is_left():
     """And a block that is being filled; a window of answers moves on for a long time."""
     table, rng = Table(1), np.random.default_rng(0)
     for number in range(2000):
-        table.add(*a_row(number, 0))
+        add(table, [a_row(number, 0)])
         rows = table.rows()
         table.remove(rng.choice(rows, max(len(rows) - 50, 0), replace=False))
         table.tidy()
@@ -152,10 +189,9 @@ def test_tokens_take_at_most_twice_the_room_of_what_is_left():
 
 
 def test_tokens_in_files_are_those_in_memory(tmp_path):
-    table, model = Table(2, tmp_path), []
-    for number in range(40):
-        table.add(*a_row(number, number % 2))
-        model.append(a_row(number, number % 2)[0])
+    table, made = Table(2, tmp_path), [a_row(number, number % 2) for number in range(40)]
+    model = [trajectory for trajectory, _ in made]
+    add(table, made)
     check_made_again(table.stored(), model)
     table.remove(table.rows()[::2])
     table.tidy()
@@ -173,8 +209,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
 
 def test_rows_are_moved_together_once_more_than_half_have_left():
     table = Table(2)
-    for number in range(20):
-        table.add(*a_row(number, number % 2))
+    add(table, [a_row(number, number % 2) for number in range(20)])
     table.remove(np.arange(10))
     table.tidy()
     assert table.rows().tolist() == list(range(10, 20)), "half of them is not more than half"
@@ -186,5 +221,16 @@ def test_rows_are_moved_together_once_more_than_half_have_left():
 
 def test_a_replay_of_a_row_that_is_named_twice_counts_twice():
     table = Table(1)
-    row = table.add(*a_row(0, 0))
+    (row,) = add(table, [a_row(0, 0)])
     assert table.replayed(np.array([row, row])).tolist() == [2, 2]
+
+
+def test_a_row_that_replaces_others_has_been_replayed_as_often_as_they_have():
+    table = Table(1)
+    rows = add(table, [a_row(number, 0) for number in (1, 2, 3, 5)])
+    assert table.column("replays").tolist() == [1, 0, 1, 1]
+    table.replace(rows[:3], rows[3])
+    assert table.rows().tolist() == rows[3:]
+    assert table.column("replays").tolist() == [3]
+    table.replace([], rows[3])
+    assert table.column("replays").tolist() == [3]

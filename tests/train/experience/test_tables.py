@@ -13,7 +13,6 @@ from exgrpo.train.experience.buckets import BUCKETS
 from exgrpo.train.experience.difficulty import BANDS
 from exgrpo.train.experience.selection import RULES
 from exgrpo.train.experience.settings import LIMITS
-from exgrpo.train.experience.tables import look_up
 
 TABLES = [
     (ExperienceConfig, "trajectory", RULES),
@@ -49,12 +48,6 @@ def test_every_function_of_a_module_is_a_choice_and_nothing_else(kind):
     with pytest.raises(ValidationError) as refused:
         section(**{kind: valued("none of them")})
     assert all(name in str(refused.value) for name in known)
-
-
-def test_a_name_that_is_not_there_is_told_with_those_that_are():
-    assert look_up({"a": 1, "b": 2}, "b", "letter") == 2
-    with pytest.raises(ValueError, match="unknown letter 'c'; expected one of a, b"):
-        look_up({"a": 1, "b": 2}, "c", "letter")
 
 
 @pytest.mark.parametrize(("name", "limit"), LIMITS.items())

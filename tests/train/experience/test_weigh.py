@@ -1,6 +1,7 @@
 """The terms of replayed tokens: gradients against autograd of each paper's formula in float64."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,29 +12,62 @@ from hypothesis import strategies as st
 from exgrpo.kernels import policy_loss
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import rules
-from exgrpo.train.experience.weighing import PRESENT, ReplayedAnswer, Weighed, WeighOptions
-from exgrpo.train.policy.batch import build_rows
-from exgrpo.train.records import Group, Trajectory
+from exgrpo.train.experience.weighing import PRESENT, Weighed, WeighOptions
 from exgrpo.train.replayed import Weigher
+from exgrpo.train.step_batch import StepBatch
+from tests.train.batches import Row, make_batch, rows_of
 from tests.train.configs import configured
 from tests.train.fakes import fake_score
-from tests.train.trainers import half, make
+from tests.train.trainers import half, make, updated
 
 CLIP, BETA = (0.2, 0.28), 0.1
 OPTIONS = WeighOptions(success=1.0, second_moment=0.04, trigger=1e-3, coefficient=0.3)
 NAMES = rules.names("weigh")
 
 
-def answer(log_prob, present, advantage: float, reward: float | None = None) -> ReplayedAnswer:
-    return ReplayedAnswer(
-        np.asarray(log_prob, np.float32),
-        advantage,
-        float(advantage > 0) if reward is None else reward,
-        np.asarray(present, np.float32),
+@dataclass
+class Answer:
+    """A replayed answer: its log-probs under the policy that wrote it and under the one before the update."""
+
+    log_prob: np.ndarray
+    present: np.ndarray
+    advantage: float
+
+    @property
+    def reward(self) -> float:
+        return float(self.advantage > 0)
+
+    @property
+    def log_ratio(self) -> np.ndarray:
+        return self.present - self.log_prob
+
+
+def answer(log_prob, present, advantage: float) -> Answer:
+    return Answer(np.asarray(log_prob, np.float32), np.asarray(present, np.float32), advantage)
+
+
+def batch_of(answers: list[Answer]) -> StepBatch:
+    """The answers as a function gets them."""
+    rows = [Row(one.reward, [1] * len(one.log_prob), one.log_prob, replayed=True) for one in answers]
+    return make_batch(
+        [(0, rows)],
+        advantage=[one.advantage for one in answers],
+        log_prob=np.concatenate([np.empty(0, np.float32), *(one.present for one in answers)]),
     )
 
 
-def answers(drift: float, seed: int = 0) -> list[ReplayedAnswer]:
+def weighed(name: str, of: list[Answer], options: WeighOptions = OPTIONS) -> list[Weighed]:
+    """The terms of each answer; without a factor, of ones."""
+    batch = batch_of(of)
+    terms = rules.find("weigh", name)(batch, options)
+    factor = np.ones(len(batch.token), np.float32) if terms.factor is None else terms.factor
+    advantage = batch.advantage if terms.advantage is None else terms.advantage
+    return [
+        Weighed(terms.reference[at], factor[at], advantage[i]) for i, at in enumerate(map(batch.at, range(len(of))))
+    ]
+
+
+def answers(drift: float, seed: int = 0) -> list[Answer]:
     """Nine answers of both signs, whose policies are `drift` nats away."""
     rng = np.random.default_rng(seed)
     made = []
@@ -45,18 +79,16 @@ def answers(drift: float, seed: int = 0) -> list[ReplayedAnswer]:
     return made
 
 
-def our_gradients(name: str, of: list[ReplayedAnswer], current: list[np.ndarray]) -> list[np.ndarray]:
+def our_gradients(name: str, of: list[Answer], current: list[np.ndarray]) -> list[np.ndarray]:
     """By which the loss ascends, for each answer, where the policy gives `current` log-probs."""
     function = rules.find("weigh", name)
     found = []
-    for one, weighed, log_prob in zip(of, function(of, OPTIONS), current, strict=True):
+    for terms, log_prob in zip(weighed(name, of), current, strict=True):
         theta = torch.tensor(log_prob, dtype=torch.float64, requires_grad=True)
-        advantage = one.advantage if weighed.advantage is None else weighed.advantage
-        factor = np.ones(len(log_prob)) if weighed.factor is None else weighed.factor
         result = policy_loss(
             theta,
-            torch.from_numpy(weighed.reference).double(),
-            torch.from_numpy(advantage * factor.astype(np.float64)),
+            torch.from_numpy(terms.reference).double(),
+            torch.from_numpy(terms.advantage * terms.factor.astype(np.float64)),
             replayed=None if function.term == "clipped" else torch.ones(len(log_prob), dtype=torch.bool),
             clip=CLIP,
             beta=BETA if function.term == "shaped" else None,
@@ -70,7 +102,7 @@ def clipped(ratio, advantage):
     return torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP[0], 1 + CLIP[1]) * advantage)
 
 
-def second_moment_masks(of: list[ReplayedAnswer], bound: float) -> list[np.ndarray]:
+def second_moment_masks(of: list[Answer], bound: float) -> list[np.ndarray]:
     """Algorithm 1 of arXiv 2510.01161, dropping the largest until the mean is within the bound."""
     squares = {}
     for i, one in enumerate(of):
@@ -85,7 +117,7 @@ def second_moment_masks(of: list[ReplayedAnswer], bound: float) -> list[np.ndarr
     return masks
 
 
-def veto_mask(one: ReplayedAnswer) -> list[float]:
+def veto_mask(one: Answer) -> list[float]:
     """Of a failure nothing behind the first token whose ratio is below the trigger."""
     mask, left = [], False
     for log_ratio in (one.present - one.log_prob).tolist():
@@ -100,7 +132,7 @@ def divergence(log_u):
     return u * log_u - (u + 1) * ((u + 1) / 2).log()
 
 
-def paper_terms(name: str, one: ReplayedAnswer, theta: torch.Tensor, mask: np.ndarray | None) -> torch.Tensor:
+def paper_terms(name: str, one: Answer, theta: torch.Tensor, mask: np.ndarray | None) -> torch.Tensor:
     """The paper's term of each token, to be maximised."""
     past, present = torch.from_numpy(one.log_prob).double(), torch.from_numpy(one.present).double()
     w, r, a = (theta - past).exp(), (theta - present).exp(), one.advantage
@@ -119,7 +151,7 @@ def paper_terms(name: str, one: ReplayedAnswer, theta: torch.Tensor, mask: np.nd
     return terms[name]()
 
 
-def objectives(name: str, of: list[ReplayedAnswer], thetas: list[torch.Tensor]) -> torch.Tensor:
+def objectives(name: str, of: list[Answer], thetas: list[torch.Tensor]) -> torch.Tensor:
     """The sum of each paper's terms, to be maximised."""
     masks = second_moment_masks(of, OPTIONS.second_moment) if name == "second_moment" else [None] * len(of)
     terms = [paper_terms(name, *of_one).sum() for of_one in zip(of, thetas, masks, strict=True)]
@@ -158,7 +190,7 @@ def test_the_pull_of_a_divergence_stays_that_of_the_policy_before_the_update():
 def test_the_extremes_of_the_divergences_pull():
     """u log(2u / (1 + u)): -0.232 at u = 0.302, 0 at 0 and at 1, +0.575 at 2; bounded where exp would overflow."""
     u = np.array([1e-30, 0.302, 1.0, 2.0, 1e30])
-    (one,) = rules.find("weigh", "jensen_shannon")([answer(np.zeros(5), np.log(u), 1.0)], OPTIONS)
+    (one,) = weighed("jensen_shannon", [answer(np.zeros(5), np.log(u), 1.0)])
     np.testing.assert_allclose(one.factor[:4], [0, 0.232, 0, -0.575], atol=1e-3)
     assert np.isfinite(one.factor).all()
     assert one.advantage == OPTIONS.coefficient
@@ -177,11 +209,10 @@ def test_the_extremes_of_the_divergences_pull():
 def test_the_largest_squares_are_left_out_until_the_mean_is_within_the_bound(rows, bound):
     """Ratios are often equal here: as many are left out as by the loop, though not always the same of equal ones."""
     of = [answer(np.full(len(ratios), -3.0), -3.0 + np.array(ratios), advantage) for ratios, advantage in rows]
-    weighed = rules.find("weigh", "second_moment")(of, WeighOptions(second_moment=bound))
     masks = second_moment_masks(of, bound)
-    assert len(weighed) == len(of)
     left, expected = [], []
-    for one, found, mask in zip(of, weighed, masks, strict=True):
+    terms = weighed("second_moment", of, WeighOptions(second_moment=bound))
+    for one, found, mask in zip(of, terms, masks, strict=True):
         assert set(found.factor.tolist()) <= {0.0, 1.0}
         squares = (one.log_ratio.astype(np.float64)) ** 2
         left += squares[found.factor == 0].tolist()
@@ -191,22 +222,27 @@ def test_the_largest_squares_are_left_out_until_the_mean_is_within_the_bound(row
     assert sorted(left) == sorted(expected)
 
 
-@given(st.lists(st.floats(-12, 2, width=32), min_size=1, max_size=8), st.sampled_from([-0.5, 0.0, 0.5]))
-def test_a_veto_is_that_of_the_plain_loop(ratios, advantage):
-    one = answer(np.full(len(ratios), -13.0), -13 + np.array(ratios, np.float32), advantage)
-    (weighed,) = rules.find("weigh", "veto")([one], OPTIONS)
-    factor = np.ones(len(ratios)) if weighed.factor is None else weighed.factor
-    assert factor.tolist() == veto_mask(one)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.floats(-12, 2, width=32), min_size=1, max_size=8), st.sampled_from([-0.5, 0.0, 0.5])),
+        max_size=4,
+    )
+)
+def test_a_veto_is_that_of_the_plain_loop(rows):
+    of = [
+        answer(np.full(len(ratios), -13.0), -13 + np.array(ratios, np.float32), advantage) for ratios, advantage in rows
+    ]
+    assert [one.factor.tolist() for one in weighed("veto", of)] == [veto_mask(one) for one in of]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_answers_have_no_terms(name):
-    assert rules.find("weigh", name)([], OPTIONS) == []
+    assert weighed(name, []) == []
 
 
 def test_far_ratios_of_the_past_stay_finite():
     for name in ("decoupled", "jensen_shannon"):
-        (one,) = rules.find("weigh", name)([answer([-90.0, -1.0], [-1.0, -90.0], 1.0)], OPTIONS)
+        (one,) = weighed(name, [answer([-90.0, -1.0], [-1.0, -90.0], 1.0)])
         assert np.isfinite(one.factor).all()
         assert one.factor.dtype == np.float32
 
@@ -219,25 +255,24 @@ def test_a_pass_reads_the_replayed_answers_only_where_their_log_probs_are_needed
         half(20), experience={"trajectory": "random"}, objective={"weigh": name}, optimizer={"minibatches": minibatches}
     )
     trainer.step(1)
-    past = {id(row.response): row for row in trainer.replay.memory.all_trajectories()}
     trainer.policy.scored.clear()
     trainer.policy.updates.clear()
     trainer.policy.terms.clear()
     version = trainer.policy.version
-    replayed = [row for rows in trainer.step(2).replayed for row in rows]
+    batch = trainer.step(2).batch
     function = rules.find("weigh", name)
     present = getattr(function, "present", None)
-    passes = [of for of, _ in trainer.policy.scored if any(id(one.response) in past for one in of)]
+    passes = [of for of, _ in trainer.policy.scored if of.replayed.any()]
     needed = present == "values" or (present == "reference" and minibatches > 1)
     assert [len(of) for of in passes] == ([3] if needed else [])
     assert set(trainer.policy.terms) == {function.term}
-    rows = [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows if row.replayed]
-    assert {id(row.response) for row in rows} == {id(row.response) for row in replayed}
+    rows = [row for row in updated(trainer) if row.replayed]
+    replayed = [row for row in rows_of(batch) if row.replayed]
+    assert {row.token.tobytes() for row in rows} == {row.token.tobytes() for row in replayed}
     for row in rows:
-        writer = past[id(row.response)].log_prob
-        now = fake_score(row.response, version).log_prob if minibatches > 1 else np.full_like(writer, PRESENT)
-        itself = np.full_like(writer, PRESENT)
-        before = fake_score(row.response, version).log_prob
+        writer, itself = row.old_log_prob, np.full_like(row.old_log_prob, PRESENT)
+        before = fake_score(row.token, version).log_prob
+        now = before if minibatches > 1 else itself
         reference = {
             "as_fresh": now,
             "uncorrected": now,
@@ -245,37 +280,60 @@ def test_a_pass_reads_the_replayed_answers_only_where_their_log_probs_are_needed
             "likelihood": itself,
             "jensen_shannon": itself,
         }.get(name, writer)
-        np.testing.assert_array_equal(row.old_log_prob, reference)
+        np.testing.assert_array_equal(row.ratio_log_prob, reference)
 
 
-def test_the_replayed_rows_take_their_terms_in_order():
-    def row(question: int, first: int) -> Trajectory:
-        return Trajectory(question, np.array([first, 1], np.int32), np.full(2, -1.0, np.float32), True, 1.0, 0)
-
-    groups = [
-        Group(0, (row(0, 1),), (row(0, 2), row(0, 3))),
-        Group(1, (row(1, 4),)),
-        Group(2, (), (row(2, 5),), stored_advantage=(0.25,)),
-    ]
-    terms = [
-        Weighed(np.array([-0.1, -0.2], np.float32), np.array([1, 0], np.float32), 0.75),
-        Weighed(np.array([-0.3, -0.4], np.float32)),
-        Weighed(np.array([-0.5, -0.6], np.float32), None, 0.0),
-    ]
-    rows = build_rows(groups, [[0.1, 0.2, 0.3], [0.4], [0.5]], lambda q: np.array([q], np.int32), replayed=terms)
-    found = [(one.response[0], one.replayed, one.advantage) for of_group in rows for one in of_group]
-    assert found == [(1, False, 0.1), (2, True, 0.75), (3, True, 0.3), (4, False, 0.4), (5, True, 0.0)]
-    replayed = [one for of_group in rows for one in of_group if one.replayed]
-    for one, term in zip(replayed, terms, strict=True):
-        assert one.old_log_prob is term.reference
-        assert one.weight is term.factor
+def weigher(folder, body: str, **log_probs) -> Weigher:
+    """Of one's own function; `score` are the log-probs of tokens."""
+    path = folder / "mine.py"
+    path.write_text("import numpy as np\nfrom exgrpo.train.experience import Weighed, needs\n\n" + body)
+    return Weigher.of_run(
+        configured({"objective.weigh": f"{path}:weigh"}), lambda batch: log_probs["score"][batch.token]
+    )
 
 
-def test_terms_that_are_too_few_are_one_clear_error(tmp_path):
-    (tmp_path / "mine.py").write_text("def weigh(answers, options):\n    return []\n")
-    config = configured({"objective.weigh": f"{tmp_path}/mine.py:weigh"})
-    weigher = Weigher.of_run(config, lambda rows: [])
-    assert weigher.term == "shaped"
-    row = Trajectory(0, np.array([1], np.int32), np.zeros(1, np.float32), True, 1.0, 0)
-    with pytest.raises(ConfigError, match="gave 0 terms for 1 replayed answers; it gives a list with one"):
-        weigher([Group(0, (), (row,))], [[0.5]])
+TERMS = """
+@needs(present="values")
+def weigh(batch, options):
+    assert batch.token.tolist() == [5, 5, 2, 2, 3]
+    number = batch.by_token(np.arange(3.0))
+    return Weighed(batch.log_prob - number, number + 1, np.arange(3.0))
+"""
+
+
+def test_the_replayed_rows_that_are_trained_on_take_their_terms_in_order(tmp_path):
+    batch = make_batch(
+        [
+            (0, [Row(response=(1,)), Row(response=(2, 2), replayed=True), Row(response=(3,), replayed=True)]),
+            (1, [Row(response=(4, 4)), Row(response=(6,), replayed=True)]),
+            (2, [Row(response=(5, 5), replayed=True)]),
+        ],
+        advantage=np.array([9.0, 8.0, 7.0, 6.0, 5.0, 4.0]),
+    )
+    batch.fill(trained=np.array([2, 0]))
+    batch.put(np.array([0, 3]), ratio_log_prob=np.array([-0.5, -0.5, -0.5]), log_prob=np.array([-1.0, -1.0, -1.0]))
+    weigher(tmp_path, TERMS, score=-np.arange(7) / 8)(batch)
+    # Tokens 1 22 3 44 6 55, of which 55, 22 and 3 have got terms.
+    np.testing.assert_array_equal(
+        batch.ratio_log_prob,
+        np.array([-0.5, -1.25, -1.25, -2.375, -0.5, -0.5, np.nan, -0.625, -0.625], np.float32),
+    )
+    assert batch.factor.tolist() == [1, 2, 2, 3, 1, 1, 1, 1, 1]
+    assert batch.advantage.tolist() == [9, 1, 2, 6, 5, 0]
+
+
+def test_without_replayed_rows_nobody_is_asked(tmp_path):
+    batch = make_batch([(0, [Row(), Row(1.0)]), (1, [Row(replayed=True)])])
+    batch.fill(trained=np.array([0]))
+    weigher(tmp_path, "def weigh(batch, options):\n    raise AssertionError\n")(batch)
+    assert not batch.has("ratio_log_prob")
+
+
+def test_log_probs_that_are_not_asked_for_are_not_there(tmp_path):
+    """Though the batch has those of its fresh rows."""
+    batch = make_batch([(0, [Row(), Row(1.0, replayed=True)])], log_prob=np.zeros(4), advantage=np.zeros(2))
+    mine = weigher(tmp_path, "def weigh(batch, options):\n    return Weighed(batch.log_prob)\n")
+    assert mine.term == "shaped"
+    with pytest.raises(ConfigError, match=r"the column log_prob of the batch is not filled yet .*@needs\(present="):
+        mine(batch)
+    assert batch.has("log_prob")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from exgrpo.train.answers import Answerer
 from exgrpo.train.distributed import ALONE
 from exgrpo.train.errors import ConfigError, DataError
+from exgrpo.train.experience.table import OF_ORIGIN
 from exgrpo.train.experience_data.export import export
 from exgrpo.train.experience_data.matching import Encoding
 from exgrpo.train.experience_data.start import start_experience
@@ -113,10 +114,8 @@ def test_an_export_of_the_same_model_comes_back_as_it_was(tmp_path, exported, ru
         assert same(one, origin, besides=["step"])
         assert one.step == 0
     table = trainer.replay.memory.table
-    origins = [table.origin(row) for row in table.rows()]
-    assert [(o.advantage, o.successes, o.answers, o.replays) for o in origins] == [
-        (0.25 + i, 1 + i % 2, 3, 0) for i in range(7)
-    ]
+    origins = zip(*(table.column(name).tolist() for name in OF_ORIGIN), strict=True)
+    assert list(origins) == [(0.25 + i, 1 + i % 2, 3, 0) for i in range(7)]
     # The latest known group of each question: rows 6, 3 and 5.
     assert trainer.replay.memory.count.tolist() == pytest.approx([K / 3, K * 2 / 3, K * 2 / 3, 0, 0, 0])
 
@@ -178,13 +177,12 @@ def test_with_unknown_log_probs_replayed_tokens_refer_to_a_certain_writer(tmp_pa
     luffy = {"start_log_prob": "unknown", "compose": "traced", "ratio": 1.0, "admit": "nothing", "trajectory": "random"}
     trainer, _ = begin(path, **{f"experience.{name}": value for name, value in luffy.items()})
     trainer.step(1)
-    rows = [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows]
-    replayed = [row for row in rows if row.replayed]
+    ((minibatch, _),) = trainer.policy.updates
+    replayed = minibatch.batch.take(minibatch.batch.replayed)
     assert len(replayed) == 3
-    for row in replayed:
-        assert row.response.tolist() == [5, 7, 9, EOS]
-        assert row.old_log_prob.tolist() == [0.0] * 4
-    assert all(row.old_log_prob.any() for row in rows if not row.replayed)
+    assert replayed.token.tolist() == [5, 7, 9, EOS] * 3
+    assert not replayed.ratio_log_prob.any()
+    assert minibatch.batch.take(minibatch.batch.fresh).ratio_log_prob.all()
 
 
 def test_replay_begins_with_the_first_step(tmp_path):
@@ -241,8 +239,7 @@ def test_missing_rewards_and_keys_are_the_graders(tmp_path):
 def test_an_advantage_that_is_not_known_is_that_of_a_group_of_the_same_pass_rate(tmp_path, scaled):
     path = write(tmp_path / "traces.jsonl", *(trace(0, text) for text in ("5 7", "6 7", "7 7", "8 8")))
     trainer, _ = begin(path, **{"objective.scale_by_std": scaled})
-    table = trainer.replay.memory.table
-    found = [table.origin(row).advantage for row in table.rows()]
+    found = trainer.replay.memory.table.column("advantage").tolist()
     rewards = np.array([1, 1, 1, 0])
     expected = (rewards - rewards.mean()) / (rewards.std() if scaled else 1)
     assert found == pytest.approx(expected)

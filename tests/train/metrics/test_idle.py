@@ -31,7 +31,7 @@ def test_a_mini_batch_without_an_advantage_is_left_out_and_counted():
     result = trainer.step(1)
     assert (trainer.policy.version, result.metrics["idle_updates"], result.notes) == (1, 2, ())
     ((minibatch, _),) = trainer.policy.updates
-    assert {int(row.prompt[0]) for row in minibatch.rows} == {0}
+    assert set(minibatch.batch.question[minibatch.batch.group]) == {0}
 
 
 def test_a_band_that_leaves_nothing_is_what_a_person_is_told_of():

@@ -2,29 +2,27 @@
 
 import pytest
 
-from exgrpo.train.answers import Answers
+from exgrpo.train.answers import Counts
 from exgrpo.train.metrics.soundness import Soundness
 from exgrpo.train.reward.outcome import Failure
 from exgrpo.train.rollout import EngineCounts
-from exgrpo.train.steps import StepResult
 from tests.train.launch import MAIN, launch
 from tests.train.test_run import SMALL, records
 from tests.train.trainers import half, make
 
 
-def step(*, failed: int = 0, slow: int = 0, applied: tuple[bool, ...] = (True,)) -> StepResult:
-    """A step of ten answers."""
+def ten(*, failed: int = 0, slow: int = 0) -> Counts:
+    """Those of a step of ten answers."""
     failures = (Failure("r", "KeyError: 1", "q", "g", "a", failed), Failure("r", "late", "q", "g", "a", slow))
     told = tuple(failure for failure in failures if failure.count)
-    answers = Answers([[None] * 5] * 2, slow, failed, 0.0, 0.0, EngineCounts(), failures=told)
-    return StepResult({}, [], answers, [], [], {}, applied=applied)
+    return Counts(10, slow, failed, 0.0, 0.0, EngineCounts(), failures=told)
 
 
 def stops_after(soundness: Soundness, steps) -> int | None:
     """The number of the step after which the run stops."""
-    for number, result in enumerate(steps, 1):
-        soundness.observe(result.answers, result.applied)
-        if soundness.problem(result.answers):
+    for number, counts in enumerate(steps, 1):
+        soundness.observe(counts, (True,))
+        if soundness.problem(counts):
             return number
     return None
 
@@ -43,14 +41,14 @@ def stops_after(soundness: Soundness, steps) -> int | None:
 )
 @pytest.mark.parametrize("how", ["failed", "slow"])
 def test_three_steps_in_a_row_with_more_failures_than_are_borne_end_the_run(most, failed, expected, how):
-    assert stops_after(Soundness(most), [step(**{how: count}) for count in failed]) == expected
+    assert stops_after(Soundness(most), [ten(**{how: count}) for count in failed]) == expected
 
 
 def test_the_cause_that_is_told_is_the_most_frequent_one_with_its_remedy():
     soundness = Soundness(0.5)
-    results = [step(failed=2, slow=5), step(failed=4, slow=4), step(failed=6, slow=2)]
-    assert [soundness.observe(result.answers, result.applied) for result in results] == [None] * 3
-    assert soundness.problem(results[-1].answers) == (
+    steps = [ten(failed=2, slow=5), ten(failed=4, slow=4), ten(failed=6, slow=2)]
+    assert [soundness.observe(counts, (True,)) for counts in steps] == [None] * 3
+    assert soundness.problem(steps[-1]) == (
         "in each of the last 3 steps more than 50% of the answers could not be graded, 80% in the last one: reward "
         "'r': KeyError: 1. Mend the function, or bear more by --reward.max_failed"
     )
@@ -59,14 +57,12 @@ def test_the_cause_that_is_told_is_the_most_frequent_one_with_its_remedy():
 def test_skipped_optimiser_steps_are_told_after_three_and_end_the_run_after_ten():
     soundness, told = Soundness(0.5), []
     steps = [(True, False, False), (True,), (False, False), (), (False, False), (False,) * 4]
-    results = [step(applied=applied) for applied in steps]
-    for result in results:
-        told.append(soundness.observe(result.answers, result.applied) is not None)
-        assert soundness.problem(result.answers) is None
+    for applied in steps:
+        told.append(soundness.observe(ten(), applied) is not None)
+        assert soundness.problem(ten()) is None
     assert told == [False] * 4 + [True, False], "a step without an update is neither"
-    last = step(applied=(False,) * 2)
-    assert soundness.observe(last.answers, last.applied) is None
-    assert "the last 10 optimiser steps were skipped" in soundness.problem(last.answers)
+    assert soundness.observe(ten(), (False,) * 2) is None
+    assert "the last 10 optimiser steps were skipped" in soundness.problem(ten())
 
 
 def test_a_training_step_says_which_of_its_optimiser_steps_were_applied():

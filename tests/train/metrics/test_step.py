@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from exgrpo.kernels import PolicyLoss
-from exgrpo.train.policy.batch import TrainingRow
-from exgrpo.train.policy.layout import pad_rows, schedule
+from exgrpo.train.policy.layout import Padded, schedule
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.ratios import BINS, NEAR_ZERO, PERCENT, RESOLUTION, count_log_ratios, log_ratio_quantiles
 from exgrpo.train.policy.update import Tally, UpdateStats
+from exgrpo.train.step_batch import StepBatch
+from tests.train.batches import Row, make_batch
 from tests.train.trainers import half, make
 
 NAMES = [f"q{percent:02}" for percent in PERCENT]
@@ -62,28 +63,25 @@ class GatheringWorld:
         return self.held
 
 
-def rows(count: int) -> list[TrainingRow]:
+def rows(count: int) -> StepBatch:
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 30, count)
-    return [
-        TrainingRow(
-            np.arange(3, dtype=np.int32),
-            rng.integers(3, 9, n).astype(np.int32),
-            rng.normal(-1, 1, n).astype("f"),
-            1.0,
-            i % 3 == 0,
-        )
+    groups = [
+        (1, [Row(response=rng.integers(3, 9, n), log_prob=rng.normal(-1, 1, n), replayed=i % 3 == 0)])
         for i, n in enumerate(lengths)
     ]
+    batch = make_batch(groups, advantage=np.ones(count))
+    batch.fill(ratio_log_prob=batch.old_log_prob)
+    return batch
 
 
-def stats(batch: list[TrainingRow], *, budget: int, ranks: int, beta: float | None) -> UpdateStats:
+def stats(batch: StepBatch, *, budget: int, ranks: int, beta: float | None) -> UpdateStats:
     """Of an update after which the log-prob of every token is -0.9."""
     world = GatheringWorld(ranks)
-    for share in schedule([row.length for row in batch], budget, ranks):
+    for share in schedule((batch.length + 1).tolist(), budget, ranks):
         tally = Tally(LossTerms(None, beta, False, 0.0, 1.0, 1.0))
-        for indices in share:
-            micro = pad_rows([batch[i] for i in indices], torch.device("cpu"))
+        for numbers in share:
+            micro = Padded().rows(batch.take(np.array(numbers, np.int64)), torch.device("cpu"))
             log_prob = torch.where(micro.target >= 0, -0.9, 0.0)
             ratio = torch.where(micro.target >= 0, (log_prob - micro.old_log_prob).exp(), 0.0)
             nothing = torch.zeros_like(ratio)
@@ -99,7 +97,8 @@ def test_counts_depend_neither_on_packing_nor_on_ranks(budget, ranks):
     ours = stats(batch, budget=budget, ranks=ranks, beta=0.1)
     assert torch.equal(ours.log_ratios, stats(batch, budget=32, ranks=1, beta=0.1).log_ratios)
     for replayed in (False, True):
-        log_ratios = np.concatenate([-0.9 - row.old_log_prob.astype("d") for row in batch if row.replayed == replayed])
+        part = batch.take(batch.replayed == replayed)
+        log_ratios = -0.9 - part.old_log_prob.astype("d")
         assert int(ours.log_ratios[int(replayed)].sum()) == len(log_ratios)
         exact = np.quantile(log_ratios, np.array(PERCENT) / 100, method="inverted_cdf")
         quantiles = list(log_ratio_quantiles(ours.log_ratios[int(replayed)].numpy()).values())

@@ -15,13 +15,11 @@ from exgrpo.train.experience import PlannedGroup, Replay
 from exgrpo.train.metrics.display import COLUMNS
 from exgrpo.train.metrics.step import _entropy_gap
 from exgrpo.train.metrics.utilisation import FORWARD, Utilisation
-from exgrpo.train.policy.batch import TrainingRow
-from exgrpo.train.policy.layout import pad_rows
+from exgrpo.train.policy.layout import Padded
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.update import Tally
-from exgrpo.train.records import Group, Score, Trajectory
+from tests.train.batches import Row, make_batch, rows_of
 from tests.train.estimate.shapes import SMALL
-from tests.train.experience.test_memory import group
 from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT
 from tests.train.trainers import K, half, make
@@ -31,7 +29,7 @@ def test_replays_of_a_trajectory_are_counted():
     trainer, seen = make(half(8)), Counter()
     for step in range(1, 9):
         result = trainer.step(step)
-        keys = [(row.question, row.response.tobytes()) for rows in result.replayed for row in rows]
+        keys = [(row.question, row.token.tobytes()) for row in rows_of(result.batch) if row.replayed]
         seen.update(keys)
         times = [seen[key] for key in keys]
         assert result.metrics["replayed_times"] == pytest.approx(np.mean(times) if times else np.nan, nan_ok=True)
@@ -41,17 +39,19 @@ def test_replays_of_a_trajectory_are_counted():
 
 def test_replays_are_counted_on_after_a_resume_and_when_the_same_answer_is_written_again():
     def replayed(replay):
-        (of_group,) = replay.select([PlannedGroup(0, K - 1, 1)], lambda trajectories: [])
-        return [one.replays for one in of_group]
+        return replay.select([PlannedGroup(0, K - 1, 1)], lambda candidates: None).replays.tolist()
+
+    def written(rewards, step):
+        return make_batch([(0, [Row(reward, (i,), step=step) for i, reward in enumerate(rewards)])])
 
     replay, resumed = (Replay(ExperienceConfig(start_pass_rate=0.0, trajectory="shortest"), 2, K, 0) for _ in range(2))
-    replay.take_in([group(0, [1.0, 0.0, 0.0, 0.0])], 1)
+    replay.take_in(written([1.0, 0.0, 0.0, 0.0], 1), 1)
     assert [replayed(replay), replayed(replay)] == [[1], [2]]
-    replay.take_in([group(0, [1.0, 0.0, 0.0, 0.0], step=2)], 2)
+    replay.take_in(written([1.0, 0.0, 0.0, 0.0], 2), 2)
     assert [row.step for row in replay.memory.trajectories(0)] == [2]
     resumed.restore(copy.deepcopy(replay.state()))
     assert replayed(resumed) == replayed(replay) == [3]
-    replay.take_in([group(0, [1.0] * K, step=3)], 3)
+    replay.take_in(written([1.0] * K, 3), 3)
     assert replay.memory.table.column("replays").tolist() == [], "a solved question leaves nothing"
 
 
@@ -59,7 +59,7 @@ def test_groups_without_an_advantage_are_counted():
     trainer = make({question: 0.5 if question % 2 else 0.0 for question in range(20)}, experience={"ratio": 0.0})
     for step in (1, 2, 3):
         result = trainer.step(step)
-        equal = [len({answer.reward for answer in answers}) == 1 for answers in result.answers.of_question]
+        equal = [len(set(rewards)) == 1 for rewards in result.batch.reward.reshape(-1, K)]
         assert result.metrics["idle_group_fraction"] == pytest.approx(np.mean(equal))
 
 
@@ -87,14 +87,11 @@ def test_parts_of_rewards_have_means_over_the_answers_that_have_them():
     assert not any("part" in name for name in trainer.step(1).metrics)
     join = trainer.answerer.join
 
-    def with_parts(answer):
-        given.append({"form": float(len(given)), "right": answer.reward} if len(given) % 3 else {})
-        return dataclasses.replace(answer, parts=given[-1])
-
     def join_with_parts(produced):
-        answers = join(produced)
-        of_question = [[with_parts(answer) for answer in group] for group in answers.of_question]
-        return dataclasses.replace(answers, of_question=of_question)
+        batch = join(produced)
+        given.extend({"form": float(i), "right": right} if i % 3 else {} for i, right in enumerate(batch.reward))
+        batch.fill(parts=given)
+        return batch
 
     trainer.answerer.join = join_with_parts
     metrics = trainer.step(2).metrics
@@ -106,22 +103,16 @@ def test_parts_of_rewards_have_means_over_the_answers_that_have_them():
 @pytest.mark.parametrize("weighed", [False, True])
 def test_tokens_with_a_gradient_have_an_advantage_and_are_not_clipped(weighed):
     lengths, advantages, clipped_tokens = (3, 5, 7), (1.0, 0.0, -0.5), 2
-    rows = [
-        TrainingRow(
-            prompt=np.arange(2, dtype=np.int32),
-            response=np.arange(n, dtype=np.int32),
-            old_log_prob=np.zeros(n, np.float32),
-            advantage=advantage,
-            weight=np.ones(n, np.float32) if weighed else None,
-        )
-        for n, advantage in zip(lengths, advantages, strict=True)
-    ]
-    batch = pad_rows(rows, torch.device("cpu"))
-    nothing = torch.zeros(batch.target.shape)
-    clipped = torch.zeros(batch.target.shape)
-    clipped[2, rows[2].predicting][:clipped_tokens] = 1
+    batch = make_batch([(0, [Row(response=range(n)) for n in lengths])], advantage=advantages)
+    batch.fill(ratio_log_prob=np.zeros(sum(lengths)))
+    if weighed:
+        batch.fill(factor=np.ones(sum(lengths)))
+    micro = Padded().rows(batch, torch.device("cpu"))
+    nothing = torch.zeros(micro.target.shape)
+    clipped = torch.zeros(micro.target.shape)
+    clipped[2, micro.target[2] >= 0] = torch.arange(7.0).lt(clipped_tokens).float()
     tally = Tally(LossTerms(None, 0.1, False, 0.0, 1.0, 1.0))
-    tally.add(batch, PolicyLoss(torch.zeros(()), nothing, nothing, nothing, clipped))
+    tally.add(micro, PolicyLoss(torch.zeros(()), nothing, nothing, nothing, clipped))
     assert tally.stats(LoneWorld(), grad_norm=1.0, applied=True).gradient_tokens == 3 + 7 - clipped_tokens
 
 
@@ -134,25 +125,22 @@ def test_the_fraction_of_tokens_with_a_gradient_is_of_fresh_and_replayed_ones(mo
     trainer.step(1)
     trainer.policy.updates.clear()
     metrics = trainer.step(2).metrics
-    tokens = sum(len(row.response) for minibatch, _ in trainer.policy.updates for row in minibatch.rows)
+    tokens = sum(minibatch.batch.length.sum() for minibatch, _ in trainer.policy.updates)
     assert metrics["gradient_tokens"] == 10
     assert metrics["gradient_token_fraction"] == pytest.approx(10 / tokens)
 
 
 def test_the_entropy_gap_is_that_of_answers_to_the_same_question():
-    def scored(rewards, *entropies):
-        rows = tuple(
-            Trajectory(0, np.zeros(2, np.int32), np.zeros(2, np.float32), True, reward, 1) for reward in rewards
-        )
-        of_rows = [np.array(entropy, np.float32) for entropy in entropies]
-        return Group(0, rows, scores=tuple(Score(np.zeros(2, np.float32), entropy) for entropy in of_rows))
+    def gap(*groups):
+        rows = [(i, [Row(reward) for reward in rewards]) for i, (rewards, *_) in enumerate(groups)]
+        return _entropy_gap(make_batch(rows, entropy=np.ravel([entropies for _, *entropies in groups])))
 
-    first = scored((1, 0, 0), (0.1, 0.3), (0.5, 0.7), (0.9, 1.1))  # 0.2 of the right one, 0.8 of the wrong ones
-    second = scored((0, 0.4, 0.4), (0.2, 0.2), (0.4, 0.4), (0.6, 0.6))  # by the mean, whatever a success is
-    alike = scored((1, 1, 1), (9, 9), (9, 9), (9, 9))
-    assert _entropy_gap([first, alike]) == pytest.approx(0.6)
-    assert _entropy_gap([first, second, alike]) == pytest.approx((0.6 - 0.3) / 2)
-    assert np.isnan(_entropy_gap([alike]))
+    first = ((1, 0, 0), (0.1, 0.3), (0.5, 0.7), (0.9, 1.1))  # 0.2 of the right one, 0.8 of the wrong ones
+    second = ((0, 0.4, 0.4), (0.2, 0.2), (0.4, 0.4), (0.6, 0.6))  # by the mean, whatever a success is
+    alike = ((1, 1, 1), (9, 9), (9, 9), (9, 9))
+    assert gap(first, alike) == pytest.approx(0.6)
+    assert gap(first, second, alike) == pytest.approx((0.6 - 0.3) / 2)
+    assert np.isnan(gap(alike))
 
 
 def documented() -> set[str]:

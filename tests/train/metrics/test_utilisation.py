@@ -9,7 +9,9 @@ import torch
 from exgrpo.train.metrics.matrix_rate import matrix_rate
 from exgrpo.train.metrics.utilisation import FROZEN_BACKWARD, Utilisation
 from exgrpo.train.metrics.work import Reading, together
-from exgrpo.train.policy.batch import TokenSequence
+from exgrpo.train.records import Rollout
+from exgrpo.train.step_batch import StepBatch
+from tests.train.batches import rows_of
 from tests.train.estimate.shapes import SMALL
 from tests.train.fakes import LoneWorld
 from tests.train.trainers import half, make
@@ -17,13 +19,12 @@ from tests.train.trainers import half, make
 PHASES = ("select", "generate", "score", "update")
 
 
-def sequences(*shapes):
-    return [TokenSequence(np.full(p, q, np.int32), np.zeros(r, np.int32)) for q, p, r in shapes]
-
-
 def test_a_prompt_is_needed_once_by_all_its_answers():
-    asked = sequences((1, 5, 3), (2, 5, 4), (1, 5, 1), (3, 10, 2))
-    assert together(asked) == [Reading(5, (3, 1)), Reading(5, (4,)), Reading(10, (2,))]
+    shapes = ((1, 5, 3), (2, 5, 4), (1, 5, 1), (3, 10, 2))
+    prompts = [np.full(length, question, np.int32) for question, length, _ in shapes]
+    batch = StepBatch.of_answers(prompts, [Rollout(np.zeros(length, np.int32), True) for *_, length in shapes])
+    assert together(batch) == [Reading(5, (3, 1)), Reading(5, (4,)), Reading(10, (2,))]
+    assert together(batch, np.array([3, 2])) == [Reading(10, (2,)), Reading(5, (1,))]
 
 
 def test_flops_are_those_of_every_token_that_is_read_and_predicted():
@@ -45,18 +46,21 @@ def test_throughput_of_a_step_counts_what_its_phases_are_about():
     result = trainer.step(2)
     *compared, (scored, _) = trainer.policy.scored
     read = {
-        "select": [one for sequences, _ in compared for one in sequences],
-        "score": scored,
-        "update": [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows],
+        "select": [batch for batch, _ in compared],
+        "score": [scored],
+        "update": [minibatch.batch for minibatch, _ in trainer.policy.updates],
     }
-    tokens = {phase: sum(one.length for one in rows) for phase, rows in read.items()}
-    tokens["generate"] = sum(len(rollout.response) for rollout in result.answers.rollouts)
+    tokens = {
+        phase: sum(len(row.prompt) + len(row.token) - 1 for batch in batches for row in rows_of(batch))
+        for phase, batches in read.items()
+    }
+    tokens["generate"] = result.batch.length[result.batch.fresh].sum()
     assert all(tokens[phase] for phase in PHASES)
     for phase in PHASES:
         per_second = tokens[phase] / result.metrics[f"seconds/{phase}"]
         assert result.metrics[f"tokens_per_second/{phase}"] == pytest.approx(per_second)
-    assert result.work["update"] == together(read["update"])
-    assert len(result.work["generate"]) == len(result.questions)
+    assert result.work["update"] == [reading for batch in read["update"] for reading in together(batch)]
+    assert len(result.work["generate"]) == result.batch.groups
 
 
 def test_phases_without_work_have_no_throughput_and_no_utilisation():

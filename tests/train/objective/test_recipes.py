@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from exgrpo.train import builtin
-from exgrpo.train.policy.batch import TrainingRow
 from exgrpo.train.policy.reference import Reference
 from exgrpo.train.recipe import parse_args
+from tests.train.batches import Row, make_batch, rows_of
 from tests.train.fakes import fake_score
-from tests.train.trainers import K, half, make
+from tests.train.trainers import K, half, make, updated
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "objectives"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -23,42 +23,32 @@ def test_every_objective_goes_with_every_task(name, task):
     assert config.data.train == (f"builtin:{task}",)
 
 
-def rows(trainer):
-    return [row for minibatch, _ in trainer.policy.updates for row in minibatch.rows]
-
-
 def test_each_pass_has_all_answers_in_an_order_of_its_own():
     trainer = make(half(20), optimizer={"minibatches": 2, "passes": 3}, experience={"ratio": 0})
     trainer.step(1)
     batches = [minibatch for minibatch, _ in trainer.policy.updates]
     assert len(batches) == 6
-    orders = [[id(row.response) for part in batches[i : i + 2] for row in part.rows] for i in (0, 2, 4)]
+    orders = [[int(i) for part in batches[i : i + 2] for i in part.rows] for i in (0, 2, 4)]
     assert len(set(map(tuple, orders))) == 3
-    assert len({frozenset(order) for order in orders}) == 1
-    assert len(orders[0]) == 6 * K
+    assert all(sorted(order) == list(range(6 * K)) for order in orders)
     olds = {}
-    for row in rows(trainer):
-        assert olds.setdefault(id(row.response), row.old_log_prob) is row.old_log_prob
+    for minibatch in batches:
+        for number, row in zip(minibatch.rows.tolist(), rows_of(minibatch.batch), strict=True):
+            np.testing.assert_array_equal(row.ratio_log_prob, olds.setdefault(number, row.ratio_log_prob))
 
 
 def test_the_penalty_of_length_counts_in_advantages_and_not_in_successes():
     trainer = make(half(20), objective={"overlong_tokens": 4, "overlong_penalty": 0.5})
     result = trainer.step(1)
     assert result.metrics["pass_rate"] == 0.5
-    of_question = {
-        question: list(answers) for question, answers in zip(result.questions, result.answers.of_question, strict=True)
-    }
-    for row in rows(trainer):
-        answers = of_question[int(row.prompt[0])]
-        net = {id(a.rollout.response): a.reward - 0.5 * max(len(a.rollout.response) - 4, 0) / 4 for a in answers}
-        assert row.advantage == pytest.approx(net[id(row.response)] - np.mean(list(net.values())), abs=1e-6)
-    stored = [t for q in result.questions for t in trainer.replay.memory.trajectories(q)]
+    batch = result.batch
+    net = batch.reward - 0.5 * np.maximum(batch.length - 4, 0) / 4
+    expected = (net.reshape(-1, K) - net.reshape(-1, K).mean(1, keepdims=True)).ravel()
+    for minibatch, _ in trainer.policy.updates:
+        np.testing.assert_allclose(minibatch.batch.advantage, expected[minibatch.rows], atol=1e-6)
+    stored = [t for q in batch.question for t in trainer.replay.memory.trajectories(q)]
     assert len(stored) == 6 * K / 2
     assert any(one.penalty > 0 for one in stored)
-
-
-def tokens(row):
-    return row.response.tolist()
 
 
 @pytest.mark.parametrize("leave_one_out", [True, False])
@@ -68,8 +58,9 @@ def test_stored_advantages_are_those_of_the_loss(leave_one_out):
     trainer = make(half(20), objective={"baseline": baseline, "overlong_tokens": 4}, experience=experience)
     trainer.step(1)
     table = trainer.replay.memory.table
-    stored = list(zip(map(tokens, table.stored()), table.column("advantage"), strict=True))
-    trained = [(tokens(row), row.advantage) for row in rows(trainer)]
+    responses = [one.response.tolist() for one in table.stored()]
+    stored = list(zip(responses, table.column("advantage"), strict=True))
+    trained = [(row.token.tolist(), row.advantage) for row in updated(trainer)]
     assert len(stored) == len(trained)
     for one, other in zip(sorted(stored), sorted(trained), strict=True):
         assert one[0] == other[0]
@@ -78,50 +69,43 @@ def test_stored_advantages_are_those_of_the_loss(leave_one_out):
 
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_nothing_is_learnt_from_answers_that_were_cut(monkeypatch, minibatches):
-    engine_rows = {}
     optimizer = {"minibatches": minibatches}
     trainer = make(half(20), objective={"overlong_filter": True}, experience={"ratio": 0}, optimizer=optimizer)
-    groups = trainer._groups
+    join = trainer.answerer.join
 
-    def cut_first(*args):
-        found = groups(*args)
-        for group in found:
-            object.__setattr__(group.fresh[0], "finished", False)
-            engine_rows[id(group.fresh[0].response)] = group.fresh[0].reward
-        return found
+    def cut_first(produced):
+        batch = join(produced)
+        batch.finished[::K] = False
+        return batch
 
-    monkeypatch.setattr(trainer, "_groups", cut_first)
+    monkeypatch.setattr(trainer.answerer, "join", cut_first)
     trainer.step(1)
-    trained = rows(trainer)
-    assert len(trained) == 6 * (K - 1)
-    assert not {id(row.response) for row in trained} & set(engine_rows)
+    trained = np.concatenate([minibatch.rows for minibatch, _ in trainer.policy.updates])
+    assert sorted(trained) == [i for i in range(6 * K) if i % K]
     # Their rewards count: two of four are right.
-    assert {abs(row.advantage) for row in trained} == {0.5}
+    assert {abs(row.advantage) for row in updated(trainer)} == {0.5}
 
 
 def test_answers_have_the_references_log_probs_beside_them():
     trainer = make(half(20), objective={"kl_coef": 0.1, "entropy_coef": 0.0})
-    trainer.reference = Reference(lambda sequences: [fake_score(one.response, 99) for one in sequences])
+    trainer.reference = Reference(lambda batch: fake_score(batch.token, 99))
     trainer.step(1)
     trainer.policy.updates.clear()
     trainer.step(2)
-    assert sum(row.replayed for row in rows(trainer)) == 3
-    for row in rows(trainer):
-        if row.replayed:
-            assert row.reference_log_prob is None
-        else:
-            np.testing.assert_array_equal(row.reference_log_prob, fake_score(row.response, 99).log_prob)
+    assert sum(row.replayed for row in updated(trainer)) == 3
+    for row in updated(trainer):
+        expected = np.full(len(row.token), np.nan) if row.replayed else fake_score(row.token, 99).log_prob
+        np.testing.assert_array_equal(row.reference_log_prob, expected)
 
 
 def test_the_reference_does_not_read_what_nothing_is_learnt_from():
-    prompt, response = np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32)
-    kept, replayed, masked = (
-        TrainingRow(prompt, response, np.zeros(3, np.float32), 1.0, replayed=replayed, masked=masked)
-        for replayed, masked in ((False, False), (True, False), (False, True))
-    )
+    groups = [(0, [Row(), Row(), Row(replayed=True)]), (1, [Row()]), (2, [Row()])]
+    batch = make_batch(groups, learnt=[True, False, True, True, True])
+    batch.fill(trained=np.array([2, 0]))
     asked = []
-    reference = Reference(lambda rows: asked.extend(rows) or [fake_score(row.response, 0) for row in rows])
-    ((first, *others),) = reference.beside([[kept, replayed, masked]])
-    assert asked == [kept]
-    np.testing.assert_array_equal(first.reference_log_prob, fake_score(response, 0).log_prob)
-    assert others == [replayed, masked]
+    reference = Reference(lambda part: asked.append(part.group.tolist()) or fake_score(part.token, 0))
+    assert reference.fill(batch).tolist() == [4, 0]
+    assert asked == [[2, 0]]
+    for i, row in enumerate(rows_of(batch)):
+        expected = fake_score(row.token, 0).log_prob if i in (0, 4) else np.full(2, np.nan)
+        np.testing.assert_array_equal(row.reference_log_prob, expected)

@@ -14,8 +14,7 @@ from exgrpo.train.objective.overlong import overlong_penalty
 from exgrpo.train.objective.ratios import RatioTokens, SurrogateOptions
 from exgrpo.train.objective.settings import SURROGATES, ObjectiveConfig
 from exgrpo.train.policy.batch import advantages
-from exgrpo.train.records import Group
-from tests.train import tiny
+from tests.train.batches import Row, make_batch
 
 LENGTHS = (4, 1, 7, 3)
 BOUNDS = (0.8, 1.3)
@@ -137,9 +136,8 @@ def test_the_penalty_of_length_is_that_of_trl():
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9))
 def test_leave_one_out_is_the_reward_less_the_mean_of_the_others(rewards):
-    rng = np.random.default_rng(0)
-    group = Group(0, tuple(tiny.trajectory(rng, 0, float(reward)) for reward in rewards))
-    (found,) = advantages([group], leave_one_out=True)
+    batch = make_batch([(0, [Row(reward) for reward in rewards])])
+    advantages(batch, leave_one_out=True)
     others = [[*rewards[:i], *rewards[i + 1 :]] for i in range(len(rewards))]
     expected = [r - np.mean(rest) if rest else 0.0 for r, rest in zip(rewards, others, strict=True)]
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert batch.advantage == pytest.approx(expected, abs=1e-5)

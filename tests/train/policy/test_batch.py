@@ -1,6 +1,4 @@
-"""Rows, mini-batches, the schedule of micro-batches and their tensors."""
-
-import dataclasses
+"""Advantages, mini-batches, the schedule of micro-batches and their tensors."""
 
 import numpy as np
 import pytest
@@ -9,74 +7,83 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.config import ObjectiveConfig
-from exgrpo.train.policy.batch import (
-    IGNORED,
-    TrainingRow,
-    advantages,
-    build_minibatches,
-    build_rows,
-)
-from exgrpo.train.policy.layout import pad_rows, pad_tokens, schedule
-from exgrpo.train.records import Group, Score, Trajectory
+from exgrpo.train.experience.weighing import PRESENT
+from exgrpo.train.policy.batch import IGNORED, MiniBatch, advantages, build_minibatches, weigh_fresh
+from exgrpo.train.policy.layout import Padded, schedule
+from exgrpo.train.records import Rollout
+from exgrpo.train.step_batch import ENGINE, StepBatch
+from tests.train.batches import Row, make_batch
+
+CPU = torch.device("cpu")
 
 
-def trajectory(length: int, reward: float, first: int = 10) -> Trajectory:
-    ids = np.arange(first, first + length, dtype=np.int32)
-    return Trajectory(0, ids, -np.arange(1, length + 1, dtype=np.float32), True, reward, 1)
+def row(length: int, reward: float, **more) -> Row:
+    return Row(reward, range(10, 10 + length), -np.arange(1.0, length + 1), **more)
 
 
-def prompt(question: int) -> np.ndarray:
-    return np.array([1, 2, 3], np.int32)
+def with_advantages(*groups: list[Row], **columns) -> StepBatch:
+    rows = sum(map(len, groups))
+    batch = make_batch(list(enumerate(groups)), **{"learnt": np.ones(rows, bool), **columns})
+    batch.fill(ratio_log_prob=batch.old_log_prob)
+    advantages(batch)
+    return batch
 
 
-def with_advantages(groups: list[Group], **options) -> list[list[TrainingRow]]:
-    return build_rows(groups, advantages(groups), prompt, **options)
+def whole(batch: StepBatch, objective: ObjectiveConfig) -> MiniBatch:
+    (minibatch,) = build_minibatches(batch, 1, np.random.default_rng(0), objective, 50)
+    return minibatch
 
 
 def test_mixed_group_shares_one_mean():
     # m of the 7 fresh ones right: mean (m+1)/8, so (7-m)/8 for the right ones and -(m+1)/8 for the wrong ones.
     for right in range(8):
-        fresh = tuple(trajectory(2, float(i < right)) for i in range(7))
-        ((*rows, last),) = with_advantages([Group(0, fresh, (trajectory(2, 1.0),))])
-        expected = [(7 - right) / 8] * right + [-(right + 1) / 8] * (7 - right)
-        np.testing.assert_allclose([row.advantage for row in rows], expected, atol=1e-7)
-        assert last.replayed
-        assert last.advantage == pytest.approx((7 - right) / 8)
-        assert not any(row.replayed for row in rows)
+        fresh = [row(2, float(i < right)) for i in range(7)]
+        batch = with_advantages([*fresh, row(2, 1.0, replayed=True)])
+        expected = [(7 - right) / 8] * right + [-(right + 1) / 8] * (7 - right) + [(7 - right) / 8]
+        np.testing.assert_allclose(batch.advantage, expected, atol=1e-7)
+
+
+def test_rows_with_a_stored_advantage_keep_it_and_do_not_count_in_the_mean():
+    replayed = [row(2, 1.0, replayed=True, stored_advantage=0.25), row(2, 1.0, replayed=True)]
+    batch = with_advantages([row(2, 1.0), row(2, 0.0), *replayed], [row(2, 1.0), row(3, 0.0)])
+    np.testing.assert_allclose(batch.advantage, [1 / 3, -2 / 3, 0.25, 1 / 3, 0.5, -0.5], atol=1e-7)
+    batch.fill(trained=np.array([1]))
+    advantages(batch)
+    np.testing.assert_array_equal(batch.advantage, [np.nan] * 4 + [0.5, -0.5])
 
 
 @pytest.mark.parametrize(("normalize", "normalizer"), [("constant", 4 * 50.0), ("token", 14.0), ("sequence", 4.0)])
 def test_normalizer_counts_the_whole_minibatch(normalize, normalizer):
     objective = ObjectiveConfig(normalize=normalize, entropy_coef=0.0)
-    groups = [
-        Group(0, (trajectory(2, 1.0), trajectory(4, 0.0))),
-        Group(1, (trajectory(3, 1.0), trajectory(5, 1.0))),
-    ]
-    (minibatch,) = build_minibatches(with_advantages(groups), 1, np.random.default_rng(0), objective, 50)
+    batch = with_advantages([row(2, 1.0), row(4, 0.0)], [row(3, 1.0), row(5, 1.0, replayed=True)])
+    minibatch = whole(batch, objective)
     # The second group's advantages are zero: its rows cannot carry a gradient, yet they count.
     assert minibatch.normalizer == normalizer
-    assert minibatch.tokens == 14
-    assert sorted(len(row.response) for row in minibatch.rows) == [2, 4]
+    assert (minibatch.tokens, minibatch.fresh_tokens) == (14, 9)
+    assert sorted(minibatch.rows) == [0, 1]
+    np.testing.assert_array_equal(minibatch.batch.length, batch.length[minibatch.rows])
     share = {2: 0.5, 4: -0.5} if normalize != "sequence" else {2: 0.25, 4: -0.125}
-    assert {len(row.response): row.advantage for row in minibatch.rows} == share
+    assert dict(zip(minibatch.batch.length, minibatch.batch.advantage, strict=True)) == share
+    np.testing.assert_array_equal(batch.advantage, [0.5, -0.5, 0, 0])
 
 
 def test_with_an_entropy_bonus_every_row_stays():
-    groups = [Group(0, (trajectory(3, 1.0), trajectory(5, 1.0)))]
-    (minibatch,) = build_minibatches(
-        with_advantages(groups), 1, np.random.default_rng(0), ObjectiveConfig(entropy_coef=0.1), 50
-    )
+    minibatch = whole(with_advantages([row(3, 1.0), row(5, 1.0)]), ObjectiveConfig(entropy_coef=0.1))
     assert len(minibatch.rows) == 2
+    assert not minibatch.has_advantage
 
 
 @given(st.integers(1, 9), st.integers(1, 12))
 def test_minibatches_partition_the_groups(count, groups):
-    rows = [[TrainingRow(prompt(0), np.array([i], np.int32), np.zeros(1, np.float32), 1.0)] for i in range(groups)]
-    parts = build_minibatches(rows, count, np.random.default_rng(0), ObjectiveConfig(), 5)
+    batch = with_advantages(*([row(1, 1.0), row(2, 0.0)] for _ in range(groups + 1)))
+    batch.fill(trained=np.arange(1, groups + 1)[::-1])
+    parts = build_minibatches(batch, count, np.random.default_rng(0), ObjectiveConfig(), 5)
     sizes = [len(part.rows) for part in parts]
     assert len(parts) == min(count, groups)
-    assert max(sizes) - min(sizes) <= 1
-    assert sorted(int(row.response[0]) for part in parts for row in part.rows) == list(range(groups))
+    assert max(sizes) - min(sizes) <= 2
+    for part in parts:
+        np.testing.assert_array_equal(part.rows[::2] + 1, part.rows[1::2])
+    assert sorted(i for part in parts for i in part.rows) == list(range(2, 2 * groups + 2))
 
 
 @given(st.lists(st.integers(1, 100), max_size=60), st.integers(100, 400), st.integers(1, 5))
@@ -93,57 +100,76 @@ def test_schedule_covers_every_row_once_within_the_budget(lengths, budget, ranks
 
 
 def test_collated_targets_sit_one_position_before_their_token():
-    rows = [
-        TrainingRow(np.array([1, 2, 3], np.int32), np.array([4, 5], np.int32), np.array([-1, -2], np.float32), 0.5),
-        TrainingRow(np.array([6], np.int32), np.array([7, 8, 9, 10], np.int32), np.full(4, -3, np.float32), -1.0, True),
-    ]
-    batch = pad_rows(rows, torch.device("cpu"))
-    assert batch.tokens.tolist() == [[1, 2, 3, 4], [6, 7, 8, 9]]
-    assert batch.target.tolist() == [[IGNORED, IGNORED, 4, 5], [7, 8, 9, 10]]
-    assert batch.old_log_prob.tolist() == [[0, 0, -1, -2], [-3, -3, -3, -3]]
-    assert batch.advantage.tolist() == [0.5, -1.0]
-    assert batch.replayed.tolist() == [False, True]
+    prompts, responses = ([1, 2, 3], [6]), ([4, 5], [7, 8, 9, 10])
+    batch = StepBatch.of_answers(
+        [np.array(prompt, np.int32) for prompt in prompts],
+        [Rollout(np.array(response, np.int32), finished=True) for response in responses],
+    )
+    batch.fill(replayed=[False, True], advantage=[0.5, -1.0], ratio_log_prob=[-1, -2, -3, -3, -3, -3])
+    tensors = Padded().rows(batch, CPU)
+    assert tensors.tokens.tolist() == [[1, 2, 3, 4], [6, 7, 8, 9]]
+    assert tensors.target.tolist() == [[IGNORED, IGNORED, 4, 5], [7, 8, 9, 10]]
+    assert tensors.old_log_prob.tolist() == [[0, 0, -1, -2], [-3, -3, -3, -3]]
+    assert tensors.advantage.tolist() == [[0, 0, 0.5, 0.5], [-1.0] * 4]
+    assert tensors.replayed.tolist() == [[False] * 4, [True] * 4]
+    assert tensors.lengths.tolist() == [2, 4]
+    assert tensors.reference_log_prob is None
+    assert Padded().places(batch).tolist() == [2, 3, 4, 5, 6, 7]
+
+
+def test_replayed_rows_have_no_reference():
+    batch = with_advantages([row(2, 1.0), row(1, 0.0, replayed=True)])
+    batch.put(np.array([0]), reference_log_prob=np.array([-7.0, -8.0]))
+    assert Padded().rows(batch, CPU).reference_log_prob.tolist() == [[0, -7, -8], [0, 0, 0]]
+    assert Padded().rows(batch.take(np.array([1])), CPU).reference_log_prob is None
 
 
 def test_an_empty_microbatch_has_no_target():
-    batch = pad_rows([], torch.device("cpu"))
+    batch = Padded().rows(with_advantages([row(2, 1.0)]).take(np.array([], np.int64)), CPU)
     assert batch.tokens.shape == (1, 2)
     assert (batch.target == IGNORED).all()
+    for values in (batch.old_log_prob, batch.advantage, batch.replayed):
+        assert values.shape == (1, 2)
+        assert not values.any()
 
 
 def test_log_probs_of_the_engine_make_weights_by_token_and_leave_the_advantage():
-    fresh = tuple(dataclasses.replace(trajectory(n, float(n == 2), first=5 * n), behaviour="engine") for n in (2, 3))
-    own = tuple(t.log_prob + np.linspace(-1, 1, len(t.log_prob), dtype=np.float32) for t in fresh)
-    past = dataclasses.replace(trajectory(1, 1.0), behaviour="engine")
-    group = Group(0, fresh, (past,), scores=tuple(Score(of_own, np.zeros_like(of_own)) for of_own in own))
-    as_trainers = tuple(dataclasses.replace(t, behaviour="trainer") for t in fresh)
-    (plain,) = with_advantages([Group(0, as_trainers, (past,))])
-    (rows,) = with_advantages([group], mismatch_cap=2.0)
-    assert [row.advantage for row in rows] == [row.advantage for row in plain]
-    for row, of_own in zip(rows, own, strict=False):
-        np.testing.assert_array_equal(row.old_log_prob, of_own)
-    np.testing.assert_array_equal(rows[2].old_log_prob, past.log_prob)
-    batch = pad_rows(rows, torch.device("cpu"))
-    expected = torch.zeros(3, 5)
-    for i, factors in enumerate([[np.exp(-1), 2.0], [np.exp(-1), 1.0, 2.0], [1.0]]):
-        expected[i, 2 : 2 + len(factors)] = torch.tensor(factors) * rows[i].advantage
-    real = batch.target != IGNORED
-    torch.testing.assert_close(batch.advantage[real], expected[real].float())
-    assert pad_rows(plain, torch.device("cpu")).advantage.shape == (3,)
+    rows = [row(2, 1.0, behaviour=ENGINE), row(3, 0.0, behaviour=ENGINE), row(1, 1.0, behaviour=ENGINE, replayed=True)]
+    steps = [np.linspace(-1, 1, length) for length in (2, 3)]
+    batch = with_advantages(rows)
+    batch.fill(log_prob=batch.old_log_prob + np.concatenate([*steps, [np.nan]]))
+    del batch.ratio_log_prob
+    weigh_fresh(batch, 2.0)
+    np.testing.assert_array_equal(batch.ratio_log_prob[:5], batch.log_prob[:5])
+    assert np.isnan(batch.ratio_log_prob[5])
+    factor = [np.exp(-1), 2.0, np.exp(-1), 1.0, 2.0, 1.0]
+    np.testing.assert_allclose(batch.factor, factor, rtol=1e-6)
+    np.testing.assert_allclose(batch.advantage, [1 / 3, -2 / 3, 1 / 3], atol=1e-7)
+    tensors = Padded().rows(batch, CPU)
+    expected = torch.tensor(factor * np.repeat(batch.advantage, [2, 3, 1]))
+    torch.testing.assert_close(tensors.advantage[tensors.target != IGNORED], expected.float())
 
 
-def test_masked_rows_count_and_carry_no_gradient():
-    groups = [Group(q, (trajectory(2, 1.0), trajectory(4, 0.0))) for q in range(2)]
+def test_ratios_of_the_trainers_answers_refer_to_their_writer_or_to_the_policy_itself():
+    batch = make_batch([(0, [row(2, 1.0), row(3, 0.0, replayed=True)])])
+    weigh_fresh(batch)
+    assert (batch.ratio_log_prob[:2] == PRESENT).all()
+    batch.fill(log_prob=batch.old_log_prob - 1)
+    weigh_fresh(batch)
+    np.testing.assert_array_equal(batch.ratio_log_prob, [-1, -2, np.nan, np.nan, np.nan])
+    assert not batch.has("factor")
+
+
+def test_rows_that_are_not_learnt_count_and_carry_no_gradient():
     objective = ObjectiveConfig(normalize="token", entropy_coef=0.1)
-    rows = with_advantages(groups, trained=lambda group: group.question == 1)
-    (minibatch,) = build_minibatches(rows, 1, np.random.default_rng(0), objective, 50)
+    batch = with_advantages(*([row(2, 1.0), row(4, 0.0)] for _ in range(2)), learnt=[False, False, True, True])
+    minibatch = whole(batch, objective)
     assert (minibatch.normalizer, minibatch.tokens) == (12, 12)
-    assert list(minibatch.rows) == rows[1]
+    assert minibatch.rows.tolist() == [2, 3]
 
 
 def test_tokens_are_padded_alike_with_and_without_a_loss():
-    rows = [TrainingRow(prompt(0)[:n], np.arange(n, 9, dtype=np.int32), np.zeros(9 - n, np.float32)) for n in (1, 3)]
-    plain, whole = pad_tokens(rows, torch.device("cpu")), pad_rows(rows, torch.device("cpu"))
-    assert torch.equal(plain.tokens, whole.tokens)
-    assert torch.equal(plain.target, whole.target)
-    assert [row.predicting for row in rows] == [slice(0, 8), slice(2, 8)]
+    batch = with_advantages([row(8, 1.0), row(6, 0.0)], [row(3, 1.0)])
+    plain, loss = Padded().tokens(batch, CPU), Padded().rows(batch, CPU)
+    assert torch.equal(plain.tokens, loss.tokens)
+    assert torch.equal(plain.target, loss.target)

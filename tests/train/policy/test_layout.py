@@ -1,7 +1,6 @@
 """Packed sequences give what padded ones do: log-probs, loss, gradients; and every sequence is in one pass."""
 
 import copy
-import dataclasses
 import sys
 from types import SimpleNamespace
 
@@ -13,10 +12,11 @@ from hypothesis import strategies as st
 
 from exgrpo.train.policy import layout
 from exgrpo.train.policy.attention import PACKED, PACKED_FLASH
-from exgrpo.train.policy.batch import TokenSequence, TrainingRow
 from exgrpo.train.policy.layout import Packed, Padded
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
+from exgrpo.train.records import Rollout
+from exgrpo.train.step_batch import StepBatch
 from tests.integrations import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,42 +25,40 @@ TERMS = LossTerms((0.2, 0.2), 0.1, False, 0.02, 13.0, 0.8)
 PACKABLE = ["llama", "qwen2", "qwen3", "gemma3_text", "cohere", "granite", "mistral", "olmo2", "qwen3_moe"]
 
 
-def row(rng, prompt, length):
-    return TrainingRow(
-        prompt,
-        rng.integers(3, tiny.VOCABULARY, length).astype(np.int32),
-        rng.normal(-4, 0.3, length).astype(np.float32),
-        float(rng.normal()),
-        bool(rng.integers(2)),
-        rng.uniform(0.5, 1, length).astype(np.float32) if rng.integers(2) else None,
-    )
-
-
-def groups(rng, lengths, *, observing=False):
+def rows(rng, lengths, *, observing=False):
     """Rows of some prompts, in turn with each other."""
     prompts = [rng.integers(3, tiny.VOCABULARY, 1 + rng.integers(9)).astype(np.int32) for _ in range(3)]
-    rows = [row(rng, prompts[i % 3], length) for i, length in enumerate(lengths)]
-    if not observing:
-        return rows
-    return [dataclasses.replace(one, written=np.arange(len(one.response)) % 3 != 1) for one in rows]
+    responses = [rng.integers(3, tiny.VOCABULARY, length).astype(np.int32) for length in lengths]
+    written = [np.arange(length) % 3 != 1 if observing else None for length in lengths]
+    batch = StepBatch.of_answers(
+        [prompts[i % 3] for i in range(len(lengths))],
+        [Rollout(response, True, written=own) for response, own in zip(responses, written, strict=True)],
+    )
+    batch.fill(
+        replayed=rng.integers(2, size=len(lengths)),
+        advantage=rng.normal(size=len(lengths)),
+        ratio_log_prob=rng.normal(-4, 0.3, len(batch.token)),
+        factor=np.where(batch.by_token(rng.integers(2, size=len(lengths))), rng.uniform(0.5, 1, len(batch.token)), 1),
+    )
+    return batch
 
 
-def results(model, layout, rows, budget):
-    """Log-probs and entropies by row, and the loss with its gradients, over all passes."""
+def results(model, layout, batch, budget):
+    """[2, T] log-probs and entropies, and the loss with its gradients, over all passes."""
     policy = PolicyModel(copy.deepcopy(model))
-    scores, loss = {}, 0.0
-    for of_rank in layout.plan(rows, budget, 1):
-        for indices in of_rank:
-            of_pass = [rows[i] for i in indices]
+    scores, loss = torch.zeros(2, len(batch.token), dtype=model.dtype), 0.0
+    for of_rank in layout.plan(batch, budget, 1):
+        for numbers in of_rank:
+            of_pass = batch.take(np.array(numbers))
             with torch.no_grad():
                 found = policy(layout.tokens(of_pass, CPU), 0.8)
-            for i, place in zip(indices, layout.places(of_pass), strict=True):
-                scores[i] = torch.stack([found.log_prob[place], found.entropy[place]])
+            stacked = torch.stack([found.log_prob, found.entropy]).flatten(1)
+            scores[:, batch.places(np.array(numbers))] = stacked[:, layout.places(of_pass)]
             result = policy(layout.rows(of_pass, CPU), TERMS)
             result.loss.backward()
             loss += result.loss.detach()
     gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
-    return [scores[i] for i in range(len(rows))], loss, gradients
+    return scores, loss, gradients
 
 
 def assert_same(found, expected):
@@ -82,47 +80,48 @@ def model_of(name):
 def test_packed_is_padded(name, budget, observing):
     """In float64, up to the order of sums."""
     model = model_of(name)
-    rows = groups(np.random.default_rng(0), [4, 1, 9, 2, 13, 1, 5, 8], observing=observing)
-    assert_same(*(results(model, layout, rows, budget) for layout in (Packed(), Padded())))
+    batch = rows(np.random.default_rng(0), [4, 1, 9, 2, 13, 1, 5, 8], observing=observing)
+    assert_same(*(results(model, layout, batch, budget) for layout in (Packed(), Padded())))
 
 
 def test_a_sliding_window_bounds_what_packed_tokens_see():
     model = model_of("mistral")
-    rows = groups(np.random.default_rng(1), [9, 12, 3])
-    whole, _, _ = results(model, Packed(), rows, 10**6)
+    batch = rows(np.random.default_rng(1), [9, 12, 3])
+    whole, _, _ = results(model, Packed(), batch, 10**6)
     model.config.sliding_window = 3
     for layer in model.model.layers:
         layer.self_attn.sliding_window = 3
-    packed, padded = (results(model, layout, rows, 10**6) for layout in (Packed(), Padded()))
+    packed, padded = (results(model, layout, batch, 10**6) for layout in (Packed(), Padded()))
     assert_same(packed, padded)
-    assert (packed[0][0] - whole[0]).abs().max() > 1e-3
+    assert (packed[0][:, :9] - whole[:, :9]).abs().max() > 1e-3
 
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), max_size=40), st.integers(40, 200), st.integers(1, 4))
 def test_every_sequence_is_in_one_pass_within_the_budget(shapes, budget, ranks):
-    sequences = [TokenSequence(np.full(3 + q, q, np.int32), np.zeros(n, np.int32)) for q, n in shapes]
-    plan = Packed().plan(sequences, budget, ranks)
-    assert sorted(i for of_rank in plan for batch in of_rank for i in batch) == list(range(len(sequences)))
+    batch = StepBatch.of_answers(
+        [np.full(3 + q, q, np.int32) for q, _ in shapes], [Rollout(np.zeros(n, np.int32), True) for _, n in shapes]
+    )
+    plan = Packed().plan(batch, budget, ranks)
+    assert sorted(i for of_rank in plan for numbers in of_rank for i in numbers) == list(range(len(shapes)))
     assert len({len(of_rank) for of_rank in plan}) == 1
-    for batch in (batch for of_rank in plan for batch in of_rank if batch):
-        tensors = Packed().tokens([sequences[i] for i in batch], CPU)
+    for numbers in (numbers for of_rank in plan for numbers in of_rank if numbers):
+        tensors = Packed().tokens(batch.take(np.array(numbers)), CPU)
         assert tensors.tokens.shape[1] <= budget
-        assert len(tensors.target) == sum(len(sequences[i].response) for i in batch)
+        assert len(tensors.target) == sum(shapes[i][1] for i in numbers)
 
 
 def test_a_prompt_is_read_once_and_tokens_stand_where_they_belong():
-    prompt = np.array([7, 8, 9], np.int32)
-    answers = [np.array(ids, np.int32) for ids in ([1, 2, 3], [4], [5, 6])]
-    batch = Packed().tokens([TokenSequence(prompt, answer) for answer in answers], CPU)
-    assert batch.tokens.tolist() == [[7, 8, 9, 1, 2, 5]]
-    assert batch.target.tolist() == [1, 2, 3, 4, 5, 6]
-    assert batch.segments.position.tolist() == [[0, 1, 2, 3, 4, 3]]
-    assert batch.segments.source.tolist() == [2, 3, 4, 2, 2, 5]
+    answers = [Rollout(np.array(ids, np.int32), True) for ids in ([1, 2, 3], [4], [5, 6])]
+    tensors = Packed().tokens(StepBatch.of_answers([np.array([7, 8, 9], np.int32)] * 3, answers), CPU)
+    assert tensors.tokens.tolist() == [[7, 8, 9, 1, 2, 5]]
+    assert tensors.target.tolist() == [1, 2, 3, 4, 5, 6]
+    assert tensors.segments.position.tolist() == [[0, 1, 2, 3, 4, 3]]
+    assert tensors.segments.source.tolist() == [2, 3, 4, 2, 2, 5]
 
 
 def test_no_rows_weigh_nothing():
-    batch = Packed().rows([], CPU)
+    batch = Packed().rows(rows(np.random.default_rng(0), []), CPU)
     assert batch.segments is None
     assert (batch.target < 0).all()
 
@@ -154,26 +153,27 @@ def test_flash_attention_gets_the_same_segments(monkeypatch, window):
     model.config.sliding_window = window
     for layer in model.model.layers:
         layer.self_attn.sliding_window = window
-    rows = groups(np.random.default_rng(0), [4, 1, 9, 2, 13])
-    expected = results(model, Packed(), rows, 10**6)
+    batch = rows(np.random.default_rng(0), [4, 1, 9, 2, 13])
+    expected = results(model, Packed(), batch, 10**6)
     model.set_attn_implementation(PACKED_FLASH)
-    assert_same(results(model, Packed(), rows, 10**6), expected)
+    assert_same(results(model, Packed(), batch, 10**6), expected)
 
 
 def test_long_answers_have_their_prompt_to_themselves(monkeypatch):
     monkeypatch.setattr(layout, "LONG", 8)
     model = model_of("llama")
-    rows = groups(np.random.default_rng(0), [4, 9, 9, 2, 13, 8, 5, 8])
-    packed, padded = (results(model, way, rows, 10**6) for way in (Packed(), Padded()))
+    batch = rows(np.random.default_rng(0), [4, 9, 9, 2, 13, 8, 5, 8])
+    packed, padded = (results(model, way, batch, 10**6) for way in (Packed(), Padded()))
     assert_same(packed, padded)
-    read = sum(len(one.prompt) + len(one.response) - 1 for one in rows if len(one.response) >= 8)
-    assert Packed().tokens([one for one in rows if len(one.response) >= 8], CPU).tokens.shape == (1, read)
+    long = batch.take(batch.length >= 8)
+    read = sum(len(long.prompt[group]) for group in long.group) + (long.length - 1).sum()
+    assert Packed().tokens(long, CPU).tokens.shape == (1, read)
 
 
 def test_what_a_model_asks_of_attention_beyond_that_is_refused():
     """Gemma 2 caps the products; a policy with it pads its rows."""
     model = model_of("gemma2")
-    rows = groups(np.random.default_rng(0), [4, 9])
+    batch = rows(np.random.default_rng(0), [4, 9])
     with pytest.raises(NotImplementedError, match="attention with softcap"):
-        results(model, Packed(), rows, 10**6)
-    results(model, Padded(), rows, 10**6)
+        results(model, Packed(), batch, 10**6)
+    results(model, Padded(), batch, 10**6)

@@ -30,8 +30,8 @@ def micro_batch(model, temperature):
         inputs["input_ids"],
         target,
         torch.zeros(0),
-        torch.tensor([0.7, -0.4]),
-        torch.tensor([False, True]),
+        torch.tensor([0.7, -0.4])[:, None].expand(target.shape),
+        torch.tensor([False, True])[:, None].expand(target.shape),
         (target >= 0).sum(1),
     )
     log_prob = own_scores(model, batch, temperature)[0].detach()
@@ -53,9 +53,9 @@ def own_loss(model, batch, temperature):
     log_prob, entropy = own_scores(model, batch, temperature)
     active = (batch.target >= 0).to(log_prob.dtype)
     ratio = torch.exp(log_prob - batch.old_log_prob.to(log_prob.dtype))
-    advantage = batch.advantage.to(log_prob.dtype)[:, None]
+    advantage = batch.advantage.to(log_prob.dtype)
     clipped = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP[0], 1 + CLIP[1]) * advantage)
-    surrogate = torch.where(batch.replayed[:, None], ratio / (ratio + BETA) * advantage, clipped)
+    surrogate = torch.where(batch.replayed, ratio / (ratio + BETA) * advantage, clipped)
     return -((surrogate + COEF * entropy) * active).sum() / NORMALIZER
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.seeds import derive_seed
 from tests.train import tiny
+from tests.train.batches import rows_of
 from tests.train.launch import ROOT, launch
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -133,22 +134,26 @@ def outcomes(request, folders, tmp_path_factory):
     return dict(zip(CASES, torch.load(result, weights_only=True), strict=True))
 
 
+def full_log_probs(model, row, temperature):
+    """[T, V] by full logits of one unpadded sequence, and [T] of its tokens, observations included."""
+    tokens = torch.tensor([*row.prompt, *row.token])
+    log_probs = (model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :] / temperature).log_softmax(-1)
+    return log_probs, log_probs[torch.arange(len(row.token)), tokens[len(row.prompt) :]]
+
+
 def own(row, values):
     """Of the tokens that the policy wrote."""
-    return values if row.written is None else values[torch.from_numpy(row.written)]
+    return values[torch.from_numpy(row.own)]
 
 
-def full_log_probs(model, row, temperature):
-    """[T, V] by full logits of one unpadded sequence, and [T] of its tokens, without observations."""
-    tokens = torch.tensor([*row.prompt, *row.response])
-    log_probs = (model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :] / temperature).log_softmax(-1)
-    of_tokens = log_probs[torch.arange(len(row.response)), tokens[len(row.prompt) :]]
-    return own(row, log_probs), own(row, of_tokens)
+def ratios(log_prob, row):
+    """[T] of its own tokens to the policy that its ratios refer to."""
+    return torch.exp(log_prob - own(row, torch.from_numpy(row.ratio_log_prob)))
 
 
 def plain_surrogate(log_prob, row, objective, clip, term):
     """Of the tokens of one row."""
-    ratio = torch.exp(log_prob - own(row, torch.from_numpy(row.old_log_prob)))
+    ratio = ratios(log_prob, row)
     if row.replayed and term != "clipped":
         return row.advantage * (ratio / (ratio + objective.beta) if term == "shaped" else ratio)
     low, high = (1 - objective.clip[0], 1 + objective.clip[1]) if clip else (0, math.inf)
@@ -165,17 +170,18 @@ def plain_surrogate(log_prob, row, objective, clip, term):
 def plain_loss(model, minibatch, objective, clip, term, temperature, reference):
     """The objective written out on full logits, one unpadded sequence at a time."""
     total = entropy = divergence = torch.zeros(())
-    for row in minibatch.rows:
-        log_probs, log_prob = full_log_probs(model, row, temperature)
+    fresh = 0
+    for row in rows_of(minibatch.batch):
+        log_probs, log_prob = (own(row, values) for values in full_log_probs(model, row, temperature))
         total = total + plain_surrogate(log_prob, row, objective, clip, term).sum()
         entropy = entropy - (log_probs.exp() * log_probs).sum()
+        fresh += 0 if row.replayed else len(log_prob)
         if objective.kl_coef and not row.replayed:
-            gap = full_log_probs(reference, row, temperature)[1].detach() - log_prob
+            gap = own(row, full_log_probs(reference, row, temperature)[1]).detach() - log_prob
             of_tokens = {"k1": -gap, "k2": gap**2 / 2, "k3": gap.exp() - 1 - gap}[objective.kl]
             if objective.kl_corrected:
-                of_tokens = of_tokens * torch.exp(log_prob - own(row, torch.from_numpy(row.old_log_prob)))
+                of_tokens = of_tokens * ratios(log_prob, row)
             divergence = divergence + of_tokens.sum()
-    fresh = sum(row.tokens for row in minibatch.rows if not row.replayed)
     return (
         -total / minibatch.normalizer
         - objective.entropy_coef * entropy / minibatch.tokens
@@ -247,19 +253,11 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_seen(outcomes)
 def test_scores_equal_full_logits(outcomes, folders, name):
     outcome, case = outcomes[name], CASES[name]
     _, model = plain_training(folders / case["model"], name)
-    minibatches = tiny.minibatches(ObjectiveConfig(**case["objective"]), observing=case.get("observing", False))
-    rows = [row for minibatch in minibatches for row in minibatch.rows]
-    log_probs = []
+    batch, temperature = tiny.step_batch(observing=case.get("observing", False)), case.get("temperature", 1.0)
     with torch.no_grad():
-        for row in rows:
-            tokens = torch.tensor([*row.prompt, *row.response])
-            logits = model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :].double()
-            log_probs.append((logits / case.get("temperature", 1.0)).log_softmax(-1))
-    full = torch.cat(log_probs)
-    targets = torch.cat([torch.from_numpy(row.response) for row in rows]).long()
-    # Observations have neither.
-    masks = [np.ones(len(row.response)) if row.written is None else row.written for row in rows]
-    counts = torch.from_numpy(np.concatenate(masks)).double()
+        full = torch.cat([full_log_probs(model, row, temperature)[0].double() for row in rows_of(batch)])
+    targets = torch.from_numpy(batch.token).long()
+    counts = torch.from_numpy(batch.own).double()  # observations have neither
     torch.testing.assert_close(
         outcome["log_prob"].double(), counts * full.gather(1, targets[:, None])[:, 0], atol=1e-3, rtol=0
     )
@@ -269,23 +267,20 @@ def test_scores_equal_full_logits(outcomes, folders, name):
 def test_statistics_describe_the_first_step(outcomes, folders):
     objective = ObjectiveConfig(**CASES["tied"]["objective"])
     model = AutoModelForCausalLM.from_pretrained(folders / "tied", dtype=torch.float32)
-    ratios = {False: [], True: []}
+    found = {False: [], True: []}
     clipped = 0
     minibatch = tiny.minibatches(objective)[0]
     with torch.no_grad():
-        for row in minibatch.rows:
-            tokens = torch.tensor([*row.prompt, *row.response])
-            log_probs = model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :].log_softmax(-1)
-            log_prob = log_probs[torch.arange(len(row.response)), tokens[len(row.prompt) :]]
-            ratio = torch.exp(log_prob - torch.from_numpy(row.old_log_prob))
-            ratios[row.replayed] += ratio.tolist()
+        for row in rows_of(minibatch.batch):
+            ratio = ratios(full_log_probs(model, row, 1.0)[1], row)
+            found[bool(row.replayed)] += ratio.tolist()
             if not row.replayed:
                 clipped += int((ratio > 1.2).sum() if row.advantage > 0 else (ratio < 0.8).sum() * (row.advantage < 0))
     stats = outcomes["tied"]["stats"][0]
-    assert stats["fresh_ratio"] == pytest.approx(sum(ratios[False]) / len(ratios[False]), rel=1e-4)
-    assert stats["fresh_ratio_max"] == pytest.approx(max(ratios[False]), rel=1e-4)
-    assert stats["replayed_ratio"] == pytest.approx(sum(ratios[True]) / len(ratios[True]), rel=1e-4)
-    assert stats["clip_fraction"] == pytest.approx(clipped / len(ratios[False]), rel=1e-6)
+    assert stats["fresh_ratio"] == pytest.approx(np.mean(found[False]), rel=1e-4)
+    assert stats["fresh_ratio_max"] == pytest.approx(max(found[False]), rel=1e-4)
+    assert stats["replayed_ratio"] == pytest.approx(np.mean(found[True]), rel=1e-4)
+    assert stats["clip_fraction"] == pytest.approx(clipped / len(found[False]), rel=1e-6)
     assert stats["grad_norm"] > 0
 
 

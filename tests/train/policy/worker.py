@@ -32,15 +32,14 @@ def main(result: Path, cases: list[dict]) -> None:
         if poison:
             batches[0] = tiny.poisoned(batches[0])
         stats = [policy.update(minibatch, objective, clip=clip, term=term) for minibatch in batches]
-        rows = [row for minibatch in tiny.minibatches(objective, observing=observing) for row in minibatch.rows]
-        scores = policy.score(rows, policy.temperature)
+        score = policy.score(tiny.step_batch(observing=observing), policy.temperature)
         outcomes.append(
             {
                 "stats": [vars(s) for s in stats],
                 "sharded": sharded,
                 "weights": {name: weight.clone() for name, weight in policy.weights()},
-                "log_prob": torch.cat([torch.from_numpy(score.log_prob) for score in scores]),
-                "entropy": torch.cat([torch.from_numpy(score.entropy) for score in scores]),
+                "log_prob": torch.from_numpy(score.log_prob),
+                "entropy": torch.from_numpy(score.entropy),
             }
         )
     if world.is_main:

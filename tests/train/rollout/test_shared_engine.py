@@ -9,13 +9,13 @@ import torch
 from exgrpo.train.distributed import ALONE
 from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.attention import PACKED
-from exgrpo.train.policy.batch import TokenSequence
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.rollout import Sampling, TransformersEngine
 from exgrpo.train.rollout.transformers.attention import ONE_TOKEN
 from exgrpo.train.rollout.transformers.shared import SharedEngine, shares_policy
 from exgrpo.train.run import Run
+from exgrpo.train.step_batch import StepBatch
 from tests.train import tiny
 from tests.train.configs import configured
 
@@ -57,8 +57,7 @@ def log_probs(answers):
 
 
 def scored(policy, answers):
-    scores = policy.score([TokenSequence(prompt, answer.response) for prompt, answer in answers], 1.0)
-    return np.concatenate([score.log_prob for score in scores])
+    return policy.score(StepBatch.of_answers(*zip(*answers, strict=True)), 1.0).log_prob
 
 
 @pytest.mark.parametrize("name", LORAS)

@@ -158,23 +158,23 @@ def test_a_step_trains_on_and_stores_the_stops_tokens_and_grades_the_text_before
     )
     answerer = Answerer(engine, ScriptedGrader(reward), pieces.read, LoneWorld())
     trainer = Trainer(config, question_set(20), RecordingPolicy(), answerer)
-    result = trainer.step(1)
-    answers = [answer for of_question in result.answers.of_question for answer in of_question]
-    responses = [answer.rollout.response.tolist() for answer in answers]
+    batch = trainer.step(1).batch
+    answers = [batch.answer(row) for row in range(len(batch))]
+    responses = [answer.response.tolist() for answer in answers]
     at_stop = [response for response in responses if pieces.scan(response, STRINGS)]
     assert len(at_stop) > 5
     assert all(pieces.scan(response, STRINGS) == len(response) for response in at_stop)
-    rows = [row.response.tolist() for minibatch, _ in trainer.policy.updates for row in minibatch.rows]
+    trained = [minibatch.batch for minibatch, _ in trainer.policy.updates]
+    rows = [part.answer(row).response.tolist() for part in trained for row in range(len(part))]
     assert sorted(rows) == sorted(responses)
     stored = [t.response.tolist() for question in range(20) for t in trainer.replay.memory.trajectories(question)]
     assert any(response in stored for response in at_stop)
-    assert sorted(graded) == sorted(answer.text for answer in answers)
-    for answer in answers:
-        response = answer.rollout.response
-        text = pieces.before(pieces.read(response), STRINGS)
+    assert sorted(graded) == sorted(batch.text)
+    for answer, found in zip(answers, batch.text, strict=True):
+        text = pieces.before(pieces.read(answer.response), STRINGS)
         if text is None:
-            text = pieces.read(response[:-1] if answer.rollout.finished else response)
-        assert answer.text == text
+            text = pieces.read(answer.response[:-1] if answer.finished else answer.response)
+        assert found == text
 
 
 def test_an_empty_stop_string_is_refused_by_name():

@@ -1,0 +1,66 @@
+"""Batches of a step as tests need them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from exgrpo.train.records import Rollout
+from exgrpo.train.step_batch import OF_GROUP, OF_ROW, OF_TOKEN, TRAINER, StepBatch
+
+
+@dataclass(frozen=True)
+class Row:
+    """An answer; log-probs and `own` as one number for all tokens, or one for each."""
+
+    reward: float = 0.0
+    response: Sequence[int] = (1, 2)
+    log_prob: Any = -0.5
+    replayed: bool = False
+    finished: bool = True
+    own: Any = True
+    key: int = 0
+    step: int = 1
+    penalty: float = 0.0
+    behaviour: int = TRAINER
+    stored_advantage: float = np.nan
+    replays: int = 0
+
+
+def make_batch(groups: Sequence[tuple[int, Sequence[Row]]], **columns: Any) -> StepBatch:
+    """Groups (question, rows), fresh rows first; all are trained on, and the prompt of question q is [q, q + 1]."""
+    rows = [row for _, of_group in groups for row in of_group]
+    rollouts = [
+        Rollout(
+            np.array(row.response, np.int32),
+            row.finished,
+            written=np.broadcast_to(np.asarray(row.own, bool), len(row.response)),
+        )
+        for row in rows
+    ]
+    batch = StepBatch.of_rollouts([question for question, _ in groups], [len(of) for _, of in groups], rollouts)
+    names = ("reward", "replayed", "key", "step", "penalty", "behaviour", "stored_advantage", "replays")
+    of_tokens = [np.broadcast_to(np.asarray(row.log_prob, np.float32), len(row.response)) for row in rows]
+    batch.fill(
+        prompt=[np.array([question, question + 1], np.int32) for question, _ in groups],
+        old_log_prob=np.concatenate([np.empty(0, np.float32), *of_tokens]),
+        chosen_entropy=np.full(len(rows), np.nan),
+        trained=np.arange(len(groups)),
+        **{name: [getattr(row, name) for row in rows] for name in names},
+        **columns,
+    )
+    return batch
+
+
+def rows_of(batch: StepBatch) -> list[SimpleNamespace]:
+    """Each row with what the batch has of it, by name of the column; `question` and `prompt` are those of its group."""
+
+    def row(i: int) -> SimpleNamespace:
+        of_group = {name: getattr(batch, name)[batch.group[i]] for name in OF_GROUP if batch.has(name)}
+        of_row = {name: getattr(batch, name)[i] for name in OF_ROW if batch.has(name)}
+        of_token = {name: getattr(batch, name)[batch.at(i)] for name in OF_TOKEN if batch.has(name)}
+        return SimpleNamespace(**of_group, **of_row, **of_token)
+
+    return [row(i) for i in range(len(batch))]
