@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from exgrpo import __version__
-from exgrpo.kernels import backend_choice, built, dispatch
+from exgrpo.kernels import backend_choice, dispatch, extension
 from exgrpo.kernels.self_check import TOLERANCES, self_check
 from exgrpo.kernels.tables import dtype_name
 
@@ -18,7 +18,7 @@ from exgrpo.kernels.tables import dtype_name
 def main(argv: Sequence[str]) -> int:
     """Print a line for each backend on each kind of device; the exit status is 1 where one computes wrongly."""
     argparse.ArgumentParser(prog="exgrpo kernels", description=__doc__.partition("\n")[0]).parse_args(argv)
-    print(f"exgrpo {__version__} in {built.ROOT}, torch {torch.__version__}")
+    print(f"exgrpo {__version__} in {extension.ROOT}, torch {torch.__version__}")
     print("Checked: the error of a policy loss's gradients against float64.")
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     wrong = False

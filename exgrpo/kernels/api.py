@@ -196,11 +196,9 @@ def linear_policy_loss(
     """
     head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group)
     name = dispatch.requested(backend, hidden.device, vocab_group)
-    checks.tensor("old_log_prob", old_log_prob)
-    checks.shape("old_log_prob", old_log_prob, target.shape)
-    checks.device("old_log_prob", old_log_prob, target, "target")
+    checks.alike("old_log_prob", old_log_prob, target, "target")
     if mask is not None:
-        checks.mask(mask, target)
+        checks.alike("mask", mask, target, "target", (torch.bool,))
         head = head._replace(target=head.target.masked_fill(~mask.reshape(-1), LEFT_OUT))
     flat = checks.written(old_log_prob.detach().reshape(-1), lambda: head.target == LEFT_OUT)
     tokens = arguments.policy_tokens(flat, advantage, replayed, target, "target")

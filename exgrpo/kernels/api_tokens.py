@@ -80,16 +80,14 @@ def policy_loss(
     """
     arguments.same_tokens(log_prob, old_log_prob)
     if mask is not None:
-        checks.mask(mask, log_prob, "log_prob")
+        checks.alike("mask", mask, log_prob, "log_prob", (torch.bool,))
         mask = mask.reshape(-1)
     old_log_prob = checks.written(old_log_prob.detach().reshape(-1), lambda: None if mask is None else ~mask)
     tokens = arguments.policy_tokens(old_log_prob, advantage, replayed, log_prob, "log_prob")
     terms = arguments.policy_terms(tokens, clip, beta, entropy_coef, normalizer)
     dtype = compute_dtype(log_prob.dtype)
     if entropy is not None:
-        checks.tensor("entropy", entropy)
-        checks.shape("entropy", entropy, log_prob.shape)
-        checks.device("entropy", entropy, log_prob, "log_prob")
+        checks.alike("entropy", entropy, log_prob, "log_prob")
     elif entropy_coef:
         raise ValueError(f"entropy: expected a tensor, since entropy_coef is {entropy_coef}, got None")
     entropy = None if entropy is None else entropy.to(dtype).reshape(-1)

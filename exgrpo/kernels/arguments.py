@@ -74,9 +74,7 @@ def policy_terms(
 def same_tokens(log_prob: Tensor, old_log_prob: Tensor) -> None:
     """Two per-token tensors that belong together."""
     checks.tensor("log_prob", log_prob)
-    checks.tensor("old_log_prob", old_log_prob)
-    checks.shape("old_log_prob", old_log_prob, log_prob.shape)
-    checks.device("old_log_prob", old_log_prob, log_prob, "log_prob")
+    checks.alike("old_log_prob", old_log_prob, log_prob, "log_prob")
 
 
 def _temperatures(temperature: float | Tensor, target: Tensor, operand: torch.dtype) -> Tensor | None:

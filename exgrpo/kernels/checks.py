@@ -46,6 +46,13 @@ def device(name: str, value: Tensor, like: Tensor, like_name: str) -> None:
         raise ValueError(f"{name}: expected device {like.device}, that of {like_name}, got {value.device}")
 
 
+def alike(name: str, value: object, like: Tensor, like_name: str, dtypes: Sequence[torch.dtype] = FLOATING) -> None:
+    """A tensor of one of the dtypes that has the shape of another and is on its device."""
+    found = tensor(name, value, dtypes)
+    shape(name, found, like.shape)
+    device(name, found, like, like_name)
+
+
 def number(
     name: str, value: object, *, positive: bool = False, at_least: float | None = None, at_most: float | None = None
 ) -> float:
@@ -191,13 +198,6 @@ def written(old_log_prob: Tensor, left_out: Callable[[], Tensor | None]) -> Tens
     good, allowed = old_log_prob != -math.inf, left_out()
     good = good if allowed is None else good | allowed
     return values("old_log_prob", old_log_prob, good, "no -inf, which is impossible for a token that was written")
-
-
-def mask(value: Tensor, like: Tensor, like_name: str = "target") -> None:
-    """A bool tensor shaped like ``like``."""
-    tensor("mask", value, (torch.bool,))
-    shape("mask", value, like.shape)
-    device("mask", value, like, like_name)
 
 
 def sequence_bounds(value: Tensor, target: Tensor) -> Tensor:

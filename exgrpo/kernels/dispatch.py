@@ -24,16 +24,13 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
 
 from exgrpo.kernels import backend_choice, debug, extension, self_test
-from exgrpo.kernels.chunks.head import ChunkedHead
-from exgrpo.kernels.chunks.passes import Passes
-from exgrpo.kernels.inputs import Head, ScoredTokens, Surrogate
-from exgrpo.kernels.objective import TokenObjective
+from exgrpo.kernels.chunks.passes import Backend
+from exgrpo.kernels.inputs import Head
 from exgrpo.kernels.trials import HeadTrial, Trial
 
 if TYPE_CHECKING:
@@ -42,22 +39,6 @@ if TYPE_CHECKING:
 ENVIRONMENT = "EXGRPO_BACKEND"
 AUTO, REFERENCE = "auto", "reference"
 REPORT = "please report this together with what `python -m exgrpo.kernels` prints"
-
-
-class Backend(Protocol):
-    """What a backend provides; a module of plain functions is one. All inputs are checked already."""
-
-    def passes_of(self, head: ChunkedHead) -> Passes:
-        """Makes the passes over the logits of a head."""
-
-    def token_objective(self, scored: ScoredTokens, surrogate: Surrogate) -> TokenObjective:
-        """The objective of tokens whose log-probabilities are known."""
-
-    def centre_groups(self, reward: Tensor, group: Tensor, scale_by_std: bool) -> Tensor:
-        """Reward [N] minus the mean of its group in float64, divided by the sample deviation if asked for."""
-
-    def segment_mean(self, values: Tensor, counted: Tensor, offsets: Tensor) -> Tensor:
-        """Mean of the counted values of each segment."""
 
 
 BACKENDS = {name: f"exgrpo.kernels.{name}_chunks" for name in backend_choice.NAMES}
@@ -71,7 +52,6 @@ def load(name: str) -> Backend:
 
 
 TRITON_INSTALLED = find_spec("triton") is not None
-
 
 _LEFT_OUT: dict[str, str] = {}
 """Backends that this process does not use although it could, and why."""

@@ -1,12 +1,44 @@
-"""The compiled extension: the operators `torch.ops.exgrpo_C`."""
+"""What the installation has compiled: the operators `torch.ops.exgrpo_C`, and why a compiled file is not there.
 
+The reason stands in `build.json`, which setup.py writes.
+"""
+
+import json
+import os
+from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
 
-from exgrpo.kernels.built import why_missing
-
+ROOT = Path(__file__).parents[2]
+"""The folder from which `exgrpo` is imported."""
+AGAIN = "install exgrpo again by pip install --no-build-isolation"
 FILE = Path(__file__).with_name("_C.abi3.so")
+"""The operators for CPUs."""
+
+
+def why_missing(file: Path, tools: str, root: Path = ROOT) -> str:
+    """Why a compiled file is not there, and what to do.
+
+    Args:
+        file: where it would be, below ``root``.
+        tools: what it is built with.
+        root: the folder that holds the package.
+    """
+    inside = os.path.relpath(file, root)
+    # A program that is started in the source folder imports the package from there, whatever is installed.
+    for distribution in distributions(name="exgrpo"):
+        if Path(str(distribution.locate_file(inside))).exists():
+            return (
+                f"exgrpo is imported from {root}, which has no {file.name}, and the installed package in "
+                f"{distribution.locate_file('')} has it; start Python in another folder, or use "
+                "pip install --no-build-isolation --editable ."
+            )
+    record = root / "exgrpo" / "kernels" / "build.json"
+    reason = json.loads(record.read_text(encoding="utf-8")).get(file.name) if record.exists() else ""
+    if reason:
+        return f"{file.name} was not built when exgrpo was installed: {reason}, then {AGAIN}"
+    return f"{file.name} is not in {file.parent}; {AGAIN}, with {tools} present"
 
 
 def load(file: Path) -> str:

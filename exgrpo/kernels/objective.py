@@ -1,7 +1,8 @@
-"""The policy objective of one token and its derivative, shared by all backends.
+"""What is computed of tokens and responses around the head, in plain PyTorch: objective, advantages, means of segments.
 
-ExGRPO (arXiv 2510.02245), mixed-policy objective: fresh tokens follow the clipped surrogate, replayed tokens the
-shaped importance ratio.
+The objective is that of ExGRPO (arXiv 2510.02245), mixed-policy: fresh tokens follow the clipped surrogate, replayed
+tokens the shaped importance ratio. Sums over ragged segments give the same bits on every run: there are no scattered
+atomic additions.
 """
 
 import math
@@ -14,6 +15,8 @@ from exgrpo.kernels.inputs import PRESENT, PolicyTokens, ScoredTokens, Surrogate
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios count as at most this much: exp stays finite, and beyond it the ratio has no gradient."""
+STD_EPSILON = 1e-6
+"""Added to a standard deviation before it divides."""
 
 
 class Objective(NamedTuple):
@@ -84,3 +87,33 @@ def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjectiv
     if mask is not None:
         ratio = ratio.masked_fill(~mask, 0)
     return TokenObjective(sums, torch.stack((log_prob, entropy, ratio, clipped.to(dtype))), coefficient)
+
+
+def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor) -> Tensor:
+    """Mean of the counted values [T] (bool [T]) of each segment [offsets[i], offsets[i + 1]); 0 if it has none."""
+    offsets = offsets.long()
+
+    def total(data: Tensor) -> Tensor:
+        return torch.segment_reduce(data.double(), "sum", offsets=offsets, axis=0, initial=0, unsafe=True)
+
+    return (total(values.masked_fill(~counted, 0)) / total(counted).clamp(min=1)).to(values.dtype)
+
+
+def centre_groups(reward: Tensor, group: Tensor, scale_by_std: bool) -> Tensor:
+    """Reward [N] minus the mean of its group, in float64, divided by the sample deviation if asked for."""
+    order = group.argsort(stable=True)
+    _, counts = group[order].unique_consecutive(return_counts=True)
+
+    def mean(data: Tensor) -> Tensor:
+        sums = torch.segment_reduce(data, "sum", lengths=counts, axis=0, initial=0, unsafe=True)
+        return sums / counts
+
+    def over_members(data: Tensor) -> Tensor:
+        return data.repeat_interleave(counts)
+
+    sorted_reward = reward.double()[order]
+    centred = sorted_reward - over_members(mean(sorted_reward))
+    if scale_by_std:
+        variance = mean(centred.square()) * counts / (counts - 1).clamp(min=1)
+        centred = centred / over_members(variance.sqrt() + STD_EPSILON)
+    return torch.empty_like(centred).index_copy_(0, order, centred)

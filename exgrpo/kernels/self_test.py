@@ -16,7 +16,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,11 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from exgrpo.kernels import debug
+from exgrpo.kernels.chunks.passes import Backend
 from exgrpo.kernels.inputs import compute_dtype
 from exgrpo.kernels.trials import GRADIENT, Outcomes, Trial
-
-if TYPE_CHECKING:
-    from exgrpo.kernels.dispatch import Backend
 
 ENVIRONMENT = "EXGRPO_SELF_TEST"
 PLAIN = "torch"
@@ -62,7 +59,7 @@ def forget() -> None:
     _AGREED.clear()
 
 
-def fault(name: str, trial: Trial, load: Callable[[str], "Backend"]) -> str:
+def fault(name: str, trial: Trial, load: Callable[[str], Backend]) -> str:
     """What is wrong with a backend, as a sentence; empty where nothing is, or where it is not tested.
 
     Raises:
@@ -93,7 +90,7 @@ def agreed(found: str, name: str, trial: Trial, group: "dist.ProcessGroup | None
     return known[name, trial]
 
 
-def _tested(name: str, trial: Trial, load: Callable[[str], "Backend"]) -> str:
+def _tested(name: str, trial: Trial, load: Callable[[str], Backend]) -> str:
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(_compared(name, trial, load)), daemon=True)
     thread.start()
@@ -109,7 +106,7 @@ def _tested(name: str, trial: Trial, load: Callable[[str], "Backend"]) -> str:
 
 
 @torch.no_grad()
-def _compared(name: str, trial: Trial, load: Callable[[str], "Backend"]) -> str:
+def _compared(name: str, trial: Trial, load: Callable[[str], Backend]) -> str:
     try:
         exact, plain = (fetched(trial.outcomes(load(PLAIN), exact=wide)) for wide in (True, False))
     except Exception as error:

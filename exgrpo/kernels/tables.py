@@ -1,11 +1,17 @@
-"""Tables of settings by architecture, dtype and class of shapes: a shipped one under a table of the user's own."""
+"""Tables of settings by architecture, dtype and class of shapes: a shipped one under a table of the user's own.
 
+A program that times something writes such a table, with comments that say where the numbers come from.
+"""
+
+import datetime
+import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -17,6 +23,8 @@ _ARCHITECTURE = re.compile(r"cpu|sm_\d{2,3}|gfx\w{3,4}")
 
 Where = tuple[str, ...]
 """Names of a section, from the architecture inwards."""
+Sections = dict[tuple[str, str, str], tuple[dict[str, Any], list[str]]]
+"""What is written: entries by architecture, dtype and class, with notes about them."""
 
 
 class Complaint(NamedTuple):
@@ -137,6 +145,34 @@ def architecture(device: torch.device) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """As tables name it."""
     return str(dtype).removeprefix("torch.")
+
+
+def text(sections: Sections, header: Sequence[str]) -> str:
+    """A table: the settings of each section, and what was noted about it as comments."""
+    lines = [f"# {line}" for line in header]
+    for name, (entry, notes) in sections.items():
+        lines += ["", *(f"# {note}" for note in notes), f"[{'.'.join(name)}]"]
+        lines += [f"{key} = {toml(value)}" for key, value in entry.items()]
+    return "\n".join(lines) + "\n"
+
+
+def toml(value: Any) -> str:
+    """A value as TOML has it."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {toml(part)}' for key, part in value.items())} }}"
+    return json.dumps(value)
+
+
+def origin(device: torch.device, architecture: str) -> list[str]:
+    """Where and when something was timed."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    runtime = torch.version.hip or torch.version.cuda or "none"
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "none"
+    versions = f"torch {torch.__version__}, triton {triton}, CUDA or HIP {runtime}"
+    return [f"Timed on {name} ({architecture}), {datetime.date.today()}.", f"{versions}."]
 
 
 def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,14 +7,14 @@ generator of its own.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from exgrpo.kernels import torch_chunks
-from exgrpo.kernels.chunks import log_prob as log_prob_walks
-from exgrpo.kernels.chunks import policy_loss as policy_loss_walk
+from exgrpo.kernels.chunks import walks
+from exgrpo.kernels.chunks.passes import Backend
 from exgrpo.kernels.inputs import (
     LEFT_OUT,
     PRESENT,
@@ -27,9 +27,6 @@ from exgrpo.kernels.inputs import (
     Surrogate,
 )
 from exgrpo.kernels.vocab_parallel import VocabShard
-
-if TYPE_CHECKING:
-    from exgrpo.kernels.dispatch import Backend
 
 TOKENS, VOCABULARY = 33, 161
 CPU_COLUMNS = 256
@@ -60,7 +57,7 @@ class Trial:
     def __str__(self) -> str:
         return f"{self.operation} ({self.operand} on {self.device.type})"
 
-    def outcomes(self, backend: "Backend", *, exact: bool = False) -> Outcomes:
+    def outcomes(self, backend: Backend, *, exact: bool = False) -> Outcomes:
         """What a backend computes; ``exact``: in float64, from the same numbers."""
         raise NotImplementedError
 
@@ -138,15 +135,15 @@ class LogProbTrial(HeadTrial):
 
     operation: ClassVar[str] = "linear_log_prob"
 
-    def outcomes(self, backend: "Backend", *, exact: bool = False) -> Outcomes:
+    def outcomes(self, backend: Backend, *, exact: bool = False) -> Outcomes:
         """See `Trial`."""
         head = self.head(exact=exact)
-        result, saved = log_prob_walks.log_prob_forward(head, backend.passes_of)
+        result, saved = walks.log_prob_forward(head, backend.passes_of)
         found = result._asdict()
         upstream = torch.linspace(-1, 1, TOKENS, dtype=result.log_prob.dtype, device=self.device)
         upstream[UNLIKELY] /= SPREAD
         for entropy, label in ((None, ""), (upstream.flip(0), " with entropy")):
-            gradients = log_prob_walks.log_prob_backward(head, saved, upstream, entropy, self.needed, backend.passes_of)
+            gradients = walks.log_prob_backward(head, saved, upstream, entropy, self.needed, backend.passes_of)
             found |= _named_gradients(gradients._asdict(), label)
         return found
 
@@ -173,14 +170,14 @@ class PolicyLossTrial(HeadTrial):
             beta=beta is not None,
         )
 
-    def outcomes(self, backend: "Backend", *, exact: bool = False) -> Outcomes:
+    def outcomes(self, backend: Backend, *, exact: bool = False) -> Outcomes:
         """See `Trial`."""
-        known, _ = log_prob_walks.log_prob_forward(self.head(exact=True), torch_chunks.passes_of)
+        known, _ = walks.log_prob_forward(self.head(exact=True), torch_chunks.passes_of)
         surrogate = Surrogate(CLIP if self.clip else None, BETA if self.beta else None)
         tokens = _policy_tokens(known.log_prob, self.replayed, self.generator())
         terms = PolicyTerms(tokens, surrogate, ENTROPY_COEF if self.entropy else 0.0, None)
         head = self.head(exact=exact)
-        loss, per_token, gradients = policy_loss_walk.policy_loss_forward(head, terms, self.needed, backend.passes_of)
+        loss, per_token, gradients = walks.policy_loss_forward(head, terms, self.needed, backend.passes_of)
         return _named_tokens(per_token) | {"loss": loss} | _named_gradients(gradients._asdict())
 
 
@@ -208,7 +205,7 @@ class TokenTrial(Trial):
             surrogate.beta is not None,
         )
 
-    def outcomes(self, backend: "Backend", *, exact: bool = False) -> Outcomes:
+    def outcomes(self, backend: Backend, *, exact: bool = False) -> Outcomes:
         """See `Trial`."""
         generator = self.generator()
         entropy, less = 3 * torch.rand(2, TOKENS, generator=generator, dtype=torch.float32, device="cpu")
@@ -231,7 +228,7 @@ class AdvantageTrial(Trial):
     operation: ClassVar[str] = "group_advantage"
     scale_by_std: bool
 
-    def outcomes(self, backend: "Backend", *, exact: bool = False) -> Outcomes:
+    def outcomes(self, backend: Backend, *, exact: bool = False) -> Outcomes:
         """See `Trial`."""
         generator = self.generator()
         reward = torch.randint(5, (TOKENS,), generator=generator, device="cpu").to(self.operand)
@@ -247,7 +244,7 @@ class SegmentTrial(Trial):
 
     operation: ClassVar[str] = "sequence_entropy"
 
-    def outcomes(self, backend: "Backend", *, exact: bool = False) -> Outcomes:
+    def outcomes(self, backend: Backend, *, exact: bool = False) -> Outcomes:
         """See `Trial`."""
         values = torch.rand(TOKENS, generator=self.generator(), dtype=self.operand, device="cpu").to(self.device)
         counted = torch.arange(TOKENS, device=self.device) % 7 != 0

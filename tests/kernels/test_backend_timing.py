@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 
-from exgrpo.kernels import backend_choice, dispatch
-from exgrpo.kernels.tuning import backend_timing
+from exgrpo.kernels import backend_choice, dispatch, measure
 from exgrpo.kernels.tuning.workload import Shape
 from exgrpo.kernels.tuning.workload import make_workload as make
 
@@ -29,10 +28,10 @@ def test_measured_tables_put_the_fastest_first(tmp_path, monkeypatch):
     output = tmp_path / "choice.toml"
     monkeypatch.setattr(dispatch, "unavailable", lambda name, _: "" if name in ("torch", "triton") else "not here")
     monkeypatch.setattr(
-        backend_timing, "make_workload", lambda shape, dtype, device, name: make(shape, dtype, device, "torch")
+        measure, "make_workload", lambda shape, dtype, device, name: make(shape, dtype, device, "torch")
     )
     shapes = [Shape(4, 3, 5), Shape(1025, 2, 1024)]
-    backend_timing.tabulate(["float32"], shapes, CPU, lambda call: float(next(ticks)), output)
+    measure.tabulate(["float32"], shapes, CPU, lambda call: float(next(ticks)), output)
     written = output.read_text(encoding="utf-8")
     sections = backend_choice.TABLE.read(output)["cpu"]["float32"]
     assert sections["small"]["backends"] == sections["large"]["backends"] == ["triton", "torch"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exgrpo.kernels.chunks.head import packing
-from exgrpo.kernels.torch_chunks.in_place import compact
+from exgrpo.kernels.torch_chunks.torch_passes import compact
 
 
 @pytest.mark.parametrize("kept", [[0], [3, 4], [0, 1, 2], [1, 2, 5, 6], [0, 2, 4, 6, 8], list(range(9))], ids=str)

@@ -11,9 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exgrpo.kernels import dispatch, linear_log_prob, reference
-from exgrpo.kernels.chunks import chunking
-from exgrpo.kernels.chunks import log_prob as log_prob_walks
-from exgrpo.kernels.chunks import policy_loss as policy_loss_walk
+from exgrpo.kernels.chunks import chunking, walks
 
 from .support import Case
 
@@ -22,8 +20,7 @@ CPU_CHUNK = chunking.CHUNK_BYTES["cpu"]
 TOKENS, WIDTH, VOCABULARY = 2000, 16, 3000
 LOGITS = TOKENS * VOCABULARY * 4
 CHUNK, BLOCK = 100 * VOCABULARY * 4, 10 * VOCABULARY * 4
-WALKS = [(log_prob_walks, "log_prob_forward"), (log_prob_walks, "log_prob_backward")]
-WALKS += [(policy_loss_walk, "policy_loss_forward")]
+WALKS = ("log_prob_forward", "log_prob_backward", "policy_loss_forward")
 
 
 class PeakMemory(TorchDispatchMode):
@@ -37,8 +34,8 @@ class PeakMemory(TorchDispatchMode):
 
     def __enter__(self):
         # A mode sees an operator, not what the operator does: it is entered again there.
-        for module, name in WALKS:
-            self.patches.setattr(module, name, partial(self.within, getattr(module, name)))
+        for name in WALKS:
+            self.patches.setattr(walks, name, partial(self.within, getattr(walks, name)))
         return super().__enter__()
 
     def __exit__(self, *error):

@@ -8,9 +8,9 @@ from exgrpo.kernels import arguments, checks, group_advantage, linear_log_prob, 
 from exgrpo.kernels.operators.linear_log_prob import backward as linear_log_prob_backward
 from exgrpo.kernels.operators.linear_log_prob import forward as linear_log_prob_forward
 from exgrpo.kernels.operators.linear_policy_loss import forward as linear_policy_loss_forward
-from exgrpo.kernels.operators.scale_gradient import scale_gradient
+from exgrpo.kernels.operators.linear_policy_loss import scale_gradient
 from exgrpo.kernels.operators.schema import flat_head
-from exgrpo.kernels.operators.token_objective import token_objective
+from exgrpo.kernels.operators.tokens import token_objective
 
 from .support import make_case, make_tokens
 

@@ -81,6 +81,18 @@ def test_policy_loss(name, entropy_coef, dtype, device, made, set_chunk):
     assert set(made) == {triton_fused.FusedTritonPasses}
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_number_in_a_tensor_is_the_temperature_of_every_token(shape, dtype, device, made):
+    """Its entries for the tokens lie in one place, and the kernels read a row of numbers."""
+    case = make_case(20, 32, 64, dtype, device, ignored=False)
+    case.options["temperature"] = 0.5
+    right = case.log_prob(linear_log_prob, backend="triton")
+    case.options["temperature"] = torch.full(shape, 0.5, device=device).expand(shape and (20,))
+    for mine, true in zip(case.log_prob(linear_log_prob, backend="triton"), right, strict=True):
+        assert torch.equal(mine, true)
+    assert set(made) == {triton_fused.FusedTritonPasses}
+
+
 def test_impossible_targets_and_certain_ones(dtype, device):
     """Targets 100 nats below the best word, whose exponentials would overflow, beside nearly certain ones."""
     case = make_case(20, 32, 60, dtype, device, ignored=False)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
     pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
-from exgrpo.kernels import segments
+from exgrpo.kernels import objective
 from exgrpo.kernels.triton_chunks import triton_tokens
 
 from .conftest import DEVICE
@@ -24,7 +24,7 @@ def test_groups_of_any_sizes_in_any_order(members, scale_by_std):
     group = torch.tensor([number for number, _ in members], dtype=torch.int64, device=DEVICE)
     reward = torch.tensor([value for _, value in members], dtype=torch.float64, device=DEVICE)
     found = triton_tokens.centre_groups(reward, group, scale_by_std)
-    exact = segments.centre_groups(reward, group, scale_by_std)
+    exact = objective.centre_groups(reward, group, scale_by_std)
     # Rewards of a group that are equal but for rounding are divided by the 1e-6 that is added to their deviation.
     bound = 1e-12 * (1e6 if scale_by_std else 1) * (1 + reward.abs().max().item() if members else 1)
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=bound)
@@ -40,7 +40,7 @@ def test_more_responses_than_a_tile(kind, scale_by_std, device):
     half = (first - second).double() / 2
     expected = torch.cat((half, -half))
     if scale_by_std:
-        expected = expected / (expected.abs() * math.sqrt(2) + segments.STD_EPSILON)
+        expected = expected / (expected.abs() * math.sqrt(2) + objective.STD_EPSILON)
     found = triton_tokens.centre_groups(reward, group, scale_by_std)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
@@ -72,7 +72,7 @@ def test_means_of_segments(offsets, kind, dtype, device):
     counted = (torch.rand(offsets[-1]) < 0.7).to(device)
     bounds = torch.tensor(offsets, dtype=kind, device=device)
     found = triton_tokens.segment_mean(values.masked_fill(~counted, math.nan), counted, bounds)
-    exact = segments.segment_mean(values.double(), counted, bounds)
+    exact = objective.segment_mean(values.double(), counted, bounds)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-15)
     assert torch.equal(found, triton_tokens.segment_mean(values, counted, bounds))

@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
     """[rows, D], rounded to the operands' dtype."""
     target: Targets
     temperature: Tensor | None
-    """[rows]; None: 1."""
+    """[rows], contiguous; None: 1."""
 
     def select(self, kept: Tensor) -> "Chunk":
         """Some rows of the chunk."""
@@ -80,7 +80,7 @@ class ChunkedHead:
                 rows,
                 self.of_tokens(self.head.hidden, rows).to(self.options.operand),
                 Targets(local, held),
-                None if temperature is None else self.of_tokens(temperature, rows).to(self.dtype),
+                None if temperature is None else self.of_tokens(temperature, rows).to(self.dtype).contiguous(),
             )
 
     def of_tokens(self, values: Tensor, rows: slice = slice(None)) -> Tensor:

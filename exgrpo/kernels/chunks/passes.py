@@ -1,17 +1,19 @@
-"""What a backend does with the logits of a chunk; everything else about a chunk is the same for all backends."""
+"""What a backend provides: what it does with the logits of a chunk, and the small operations around the head.
+
+Everything else about a chunk is the same for all backends.
+"""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.products import Products
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
-from exgrpo.kernels.inputs import PolicyTokens
+from exgrpo.kernels.inputs import PolicyTokens, ScoredTokens, Surrogate
+from exgrpo.kernels.objective import TokenObjective
 from exgrpo.kernels.results import LogProb
-
-if TYPE_CHECKING:
-    from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 
 
 class Passes(Protocol):
@@ -29,27 +31,43 @@ class Passes(Protocol):
     def chunk_rows(self) -> int:
         """Tokens of a chunk, at most."""
 
-    def sums(self, chunk: "Chunk", *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
+    def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
         """The sums of each row over the whole vocabulary, and whether `gradient` follows, with an entropy's or not."""
 
     def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
         """Statistics, log-probabilities and entropies."""
 
-    def policy(self, sums: Sums, chunk: "Chunk", tokens: PolicyTokens, terms: RowTerms) -> PolicyRows:
+    def policy(self, sums: Sums, chunk: Chunk, tokens: PolicyTokens, terms: RowTerms) -> PolicyRows:
         """The objective of the chunk's ``tokens``, and the factors of its gradient."""
 
-    def recall(self, chunk: "Chunk", statistics: Statistics) -> None:
+    def recall(self, chunk: Chunk, statistics: Statistics) -> None:
         """Begin a chunk whose statistics are known: only `gradient` follows."""
 
     def select(self, kept: Tensor) -> None:
         """Keep some rows of the chunk only, in the order of `head.packing`."""
 
-    def gradient(self, chunk: "Chunk", statistics: Statistics, factors: Factors) -> Tensor:
+    def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
         """F [rows, V]: the gradient of the raw products is r[:, None] * F."""
 
 
-PassesOf = Callable[["ChunkedHead"], Passes]
+PassesOf = Callable[[ChunkedHead], Passes]
 """Makes the passes for a head."""
+
+
+class Backend(Protocol):
+    """What a backend provides; a module of plain functions is one. All inputs are checked already."""
+
+    def passes_of(self, head: ChunkedHead) -> Passes:
+        """Makes the passes over the logits of a head."""
+
+    def token_objective(self, scored: ScoredTokens, surrogate: Surrogate) -> TokenObjective:
+        """The objective of tokens whose log-probabilities are known."""
+
+    def centre_groups(self, reward: Tensor, group: Tensor, scale_by_std: bool) -> Tensor:
+        """Reward [N] minus the mean of its group in float64, divided by the sample deviation if asked for."""
+
+    def segment_mean(self, values: Tensor, counted: Tensor, offsets: Tensor) -> Tensor:
+        """Mean of the counted values of each segment."""
 
 
 class Formulas(Protocol):
@@ -71,6 +89,6 @@ class ByFormulas:
         """See `Passes`."""
         return self.formulas.finished(sums)
 
-    def policy(self, sums: Sums, chunk: "Chunk", tokens: PolicyTokens, terms: RowTerms) -> PolicyRows:
+    def policy(self, sums: Sums, chunk: Chunk, tokens: PolicyTokens, terms: RowTerms) -> PolicyRows:
         """See `Passes`."""
         return self.formulas.policy_rows(sums, tokens, terms, chunk.temperature)

@@ -22,6 +22,9 @@ from exgrpo.kernels.results import LogProb
 
 UNDERFLOWN = -1e4
 """Stands for every d below it: exp is 0 in any dtype, and 0 * d must be 0 where d is -inf."""
+LARGEST_SUM = 2.0**40
+"""Of S with the target's logit as anchor, in the fused products: p_y is 1e-12 there. No exponential nears the end of
+float32 or bfloat16; beyond it a row is done again from its largest logit."""
 
 
 class Sums(NamedTuple):

@@ -12,12 +12,10 @@ from exgrpo.kernels import debug
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.products import Products
-from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
+from exgrpo.kernels.chunks.softmax import LARGEST_SUM, Factors, Statistics, Sums
 from exgrpo.kernels.cpu_chunks.cpu_passes import CpuPasses
 from exgrpo.kernels.extension import OPERATORS
 
-LARGEST_SUM = 2.0**40
-"""Of S with the target's logit as anchor: p_y is 1e-12 there. No exponential nears the end of bfloat16."""
 MOST_ROWS = 2048
 """Of a chunk: so many entries of some columns of the exponentials fit the second-level cache."""
 
@@ -106,14 +104,13 @@ class FusedCpuPasses(CpuPasses):
         self, chunk: Chunk, anchor: Tensor, out: Tensor | None, places: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """S and sum of exp(d) d of a chunk's rows over all shards; exp(d) into ``out``, there into the rows named."""
-        temperature = None if chunk.temperature is None else chunk.temperature.contiguous()
         sums = OPERATORS.product_sums(
             _unit_stride(chunk.hidden),
             self.products.weight,
             self.bias,
             chunk.target.local(),
             anchor,
-            temperature,
+            chunk.temperature,
             out,
             places,
         )

@@ -36,7 +36,7 @@ class CpuPasses(TorchPasses):
         OPERATORS.row_gradient(
             matrix,
             chunk.target.local(),
-            _temperature(chunk),
+            chunk.temperature,
             self.head.options.softcap,
             *(value.contiguous() for value in (statistics.anchor, statistics.gap, statistics.mean)),
             *(value.contiguous() for value in (factors.at_target, upstream.log_prob, upstream.entropy)),
@@ -48,7 +48,7 @@ class CpuPasses(TorchPasses):
     ) -> Tensor:
         """Anchor, gap, S and sum of exp(d) d of each row, [4, rows]."""
         shape = (None, None) if shaped else self._shape()
-        return OPERATORS.row_sums(logits, *shape, chunk.target.local(), _temperature(chunk), anchor, write)
+        return OPERATORS.row_sums(logits, *shape, chunk.target.local(), chunk.temperature, anchor, write)
 
     def _shape(self) -> tuple[Tensor | None, float | None]:
         """Bias and cap of the logits."""
@@ -60,7 +60,3 @@ class CpuPasses(TorchPasses):
         memory = super()._memory(chunk)
         OPERATORS.advise_huge_pages(memory)
         return memory
-
-
-def _temperature(chunk: Chunk) -> Tensor | None:
-    return None if chunk.temperature is None else chunk.temperature.contiguous()

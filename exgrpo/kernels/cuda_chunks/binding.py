@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from exgrpo.kernels.built import why_missing
+from exgrpo.kernels.extension import why_missing
 
 PATH = Path(__file__).with_name("_cuda.so")
 """Built by setup.py where nvcc is."""

@@ -4,10 +4,8 @@ torch.compile takes an operation as one node, without a graph break; what happen
 number included, is a matter of the backend. Derivatives other than the first are refused: see `derivatives`.
 """
 
-from exgrpo.kernels.operators.group_advantage import group_advantage
 from exgrpo.kernels.operators.linear_log_prob import linear_log_prob
 from exgrpo.kernels.operators.linear_policy_loss import linear_policy_loss
-from exgrpo.kernels.operators.segment_mean import segment_mean
-from exgrpo.kernels.operators.token_objective import policy_loss
+from exgrpo.kernels.operators.tokens import group_advantage, policy_loss, segment_mean
 
 __all__ = ["group_advantage", "linear_log_prob", "linear_policy_loss", "policy_loss", "segment_mean"]

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from exgrpo.kernels import derivatives, dispatch
-from exgrpo.kernels.chunks import log_prob as log_prob_walks
+from exgrpo.kernels.chunks import walks
 from exgrpo.kernels.inputs import Head, Needed, compute_dtype
 from exgrpo.kernels.operators.schema import HEAD, WAITS, Schema, flat_head, head_of, without_autocast
 from exgrpo.kernels.results import LogProb
@@ -35,7 +35,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     head = head_of(given)
     with without_autocast(head.hidden):
         taken = dispatch.take_for_head(given["backend"], LogProbTrial.of(head), head)
-        result, saved = log_prob_walks.log_prob_forward(head, taken.passes_of)
+        result, saved = walks.log_prob_forward(head, taken.passes_of)
     return result.log_prob, result.entropy, saved
 
 
@@ -55,7 +55,7 @@ def backward(*arguments: Any) -> list[Tensor]:
         taken = dispatch.take_for_head(given["backend"], LogProbTrial.of(head), head)
         upstream = (given["grad_log_prob"], given["grad_entropy"])
         needed = Needed(*given["needed"])
-        gradients = log_prob_walks.log_prob_backward(head, given["saved"], *upstream, needed, taken.passes_of)
+        gradients = walks.log_prob_backward(head, given["saved"], *upstream, needed, taken.passes_of)
     pairs = zip(gradients, (head.hidden, head.weight, head.bias), strict=True)
     return [gradient.to(tensor.dtype) for gradient, tensor in pairs if gradient is not None and tensor is not None]
 

@@ -1,4 +1,7 @@
-"""`torch.ops.exgrpo.linear_policy_loss`: the loss, and its gradients with it; the backward scales them."""
+"""`torch.ops.exgrpo.linear_policy_loss`: the loss, and its gradients with it; the backward scales them.
+
+It does so by `torch.ops.exgrpo.scale_gradient`, or in place.
+"""
 
 from typing import Any
 
@@ -7,9 +10,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from exgrpo.kernels import derivatives, dispatch
-from exgrpo.kernels.chunks import policy_loss as policy_loss_walk
+from exgrpo.kernels.chunks import chunking, walks
 from exgrpo.kernels.inputs import Head, Needed, PolicyTerms, compute_dtype
-from exgrpo.kernels.operators.scale_gradient import scale_gradient, scale_in_place
 from exgrpo.kernels.operators.schema import (
     HEAD,
     SURROGATE,
@@ -28,6 +30,8 @@ SCHEMA = Schema(
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 """``needed``: whether gradients of hidden, weight and bias are. ``in_place``: the backward may scale them in place."""
+SCALED_AT_ONCE = 4 << 20
+"""Entries of a gradient that a CPU scales before the next ones: fewer would have threads wait for each other often."""
 
 
 def linear_policy_loss(head: Head, terms: PolicyTerms, backend: str) -> tuple[Tensor, Tensor]:
@@ -50,7 +54,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     head, terms, needed = head_of(given), terms_of(given), Needed(*given["needed"])
     with without_autocast(head.hidden):
         taken = dispatch.take_for_head(given["backend"], PolicyLossTrial.of_loss(head, terms), head)
-        results = policy_loss_walk.policy_loss_forward(head, terms, needed, taken.passes_of)
+        results = walks.policy_loss_forward(head, terms, needed, taken.passes_of)
     loss, per_token, gradients = results
     pairs = zip(gradients, (head.hidden, head.weight, head.bias), strict=True)
     held = (
@@ -78,6 +82,32 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
         for tensor, want in zip((head.hidden, head.weight, head.bias), given["needed"], strict=True)
     )
     return loss, loss.new_empty(4, *head.target.shape), *held
+
+
+@custom_op("exgrpo::scale_gradient", mutates_args=())
+def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient times ``factor``, a tensor without dimensions, in ``dtype``: one reading and one writing."""
+    result = torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
+    if gradient.device.type != "cpu":
+        return torch.mul(gradient, factor, out=result)
+    # A CPU has the products in the gradient's dtype first: those of a block take no new memory.
+    source, written = gradient.view(-1), result.view(-1)
+    for start, end in chunking.spans(source.numel(), SCALED_AT_ONCE):
+        torch.mul(source[start:end], factor, out=written[start:end])
+    return result
+
+
+@scale_gradient.register_fake
+def _(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def scale_in_place(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same in the memory of ``gradient``, unless another backward of the graph will want it."""
+    real = type(gradient) is Tensor  # a compiler traces with others, and reuses memory itself
+    if real and gradient.dtype == dtype and not torch._C._autograd._get_current_graph_task_keep_graph():
+        return gradient.mul_(factor)
+    return scale_gradient(gradient, factor, dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

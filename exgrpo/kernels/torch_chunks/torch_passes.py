@@ -1,22 +1,22 @@
-"""The passes over a chunk's rows in plain PyTorch."""
+"""The passes over a chunk of logits in plain PyTorch, in place, a block of rows that stays in cache at a time.
 
+See `chunks.softmax` for what they compute.
+"""
+
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
 from exgrpo.kernels.chunks import chunking, softmax
-from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
+from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, Targets
 from exgrpo.kernels.chunks.passes import ByFormulas, Formulas
-from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
-from exgrpo.kernels.torch_chunks.in_place import (
-    compact,
-    exponentials,
-    logit_gradient,
-    restore_exponentials,
-    shape_logits,
-)
+from exgrpo.kernels.chunks.softmax import UNDERFLOWN, Factors, Statistics, Sums
+from exgrpo.kernels.vocab_parallel import VocabShard
 
 
 class TorchPasses(ByFormulas):
-    """In place, a block of rows that stays in cache at a time: the chunk's logits become exp(d), then F."""
+    """The chunk's logits become exp(d), then F, in the same memory."""
 
     formulas: Formulas = softmax
     compacts = True
@@ -66,3 +66,112 @@ class TorchPasses(ByFormulas):
     def _memory(self, chunk: Chunk) -> Tensor:
         most = min(self.chunk_rows(), self.head.count)
         return chunk.hidden.new_empty(most, self.head.shard.size, dtype=self.head.dtype)
+
+
+def shape_logits(logits: Tensor, bias: Tensor | None, softcap: float | None) -> None:
+    """Adds the bias and caps the logits [rows, V], in place."""
+    if bias is None and softcap is None:
+        return
+    for rows in _blocks(logits):
+        block = logits[rows]
+        if bias is not None:
+            block.add_(bias)
+        if softcap is not None:
+            block.div_(softcap).tanh_().mul_(softcap)
+
+
+def exponentials(logits: Tensor, target: Targets, temperature: Tensor | None, shard: VocabShard) -> Sums:
+    """Replaces logits [rows, V] by exp(d), 0 at the target, and returns the sums over the whole vocabulary."""
+    anchor, target_logit = _anchor(logits, target, shard)
+    gap = target_logit - anchor
+    if temperature is not None:
+        gap = gap / temperature
+    rest, moment = torch.empty_like(gap), torch.empty_like(gap)
+    scratch = _scratch(logits)
+    for rows in _blocks(logits):
+        block = logits[rows]
+        shifted = torch.sub(block, anchor[rows].unsqueeze(1), out=scratch[: block.shape[0]])
+        if temperature is not None:
+            shifted.div_(temperature[rows].unsqueeze(1))
+        shifted.clamp_(min=UNDERFLOWN)
+        torch.exp(shifted, out=block)
+        target.select(rows).put(torch.zeros_like(gap[rows]), block)
+        torch.sum(block, 1, out=rest[rows])
+        torch.sum(shifted.mul_(block), 1, out=moment[rows])
+    return Sums(anchor, gap, *shard.sum_of(rest, moment))
+
+
+def restore_exponentials(logits: Tensor, target: Targets, temperature: Tensor | None, statistics: Statistics) -> None:
+    """Replaces logits [rows, V] by exp(d), 0 at the target, from statistics that are known."""
+    for rows in _blocks(logits):
+        block = logits[rows]
+        block.sub_(statistics.anchor[rows].unsqueeze(1))
+        if temperature is not None:
+            block.div_(temperature[rows].unsqueeze(1))
+        block.exp_()
+        target.select(rows).put(torch.zeros_like(statistics.gap[rows]), block)
+
+
+def logit_gradient(
+    exponential: Tensor,
+    target: Targets,
+    temperature: Tensor | None,
+    softcap: float | None,
+    statistics: Statistics,
+    factors: Factors,
+) -> None:
+    """Turns exp(d) [rows, V] into F; without entropy and softcap there is no pass over the chunk."""
+    if factors.upstream is None:
+        target.put(factors.at_target, exponential)
+        return
+    log_prob, entropy = factors.upstream
+    assert entropy is not None
+    scratch = _scratch(exponential)
+    for rows in _blocks(exponential):
+        block, local = exponential[rows], target.select(rows)
+        # log(exp(d)) is d to an ulp of 1 where exp(d) is a normal number, and weighs nothing where it is not.
+        shifted = torch.log(block, out=scratch[: block.shape[0]]).clamp_(min=UNDERFLOWN)
+        slope = None
+        if softcap is not None:
+            local.put(statistics.gap[rows], shifted)
+            capped = shifted if temperature is None else shifted * temperature[rows].unsqueeze(1)
+            slope = capped.add(statistics.anchor[rows].unsqueeze(1)).div_(softcap).square_().neg_().add_(1)
+        shifted.sub_(statistics.mean[rows].unsqueeze(1)).mul_(entropy[rows].unsqueeze(1))
+        block.mul_(shifted.add_(log_prob[rows].unsqueeze(1)))
+        local.put(factors.at_target[rows], block)
+        if slope is not None:
+            block.mul_(slope)
+
+
+def compact(matrix: Tensor, kept: Tensor) -> Tensor:
+    """Moves the rows ``kept`` of a matrix to its front, in place, and returns them; for their order see `packing`.
+
+    Rows move from behind the front into it, so nothing is overwritten before it is read.
+    """
+    gaps = (kept != torch.arange(kept.numel(), device=kept.device)).nonzero().squeeze(1)
+    for start, end in chunking.spans(gaps.numel(), _block_rows(matrix)):
+        matrix[gaps[start:end]] = matrix[kept[gaps[start:end]]]
+    return matrix[: kept.numel()]
+
+
+def _anchor(logits: Tensor, target: Targets, shard: VocabShard) -> tuple[Tensor, ...]:
+    if logits.shape[1]:
+        largest, at_target = logits.amax(1), logits.gather(1, target.position).squeeze(1)
+        if target.held is not None:
+            at_target = torch.where(target.held.squeeze(1), at_target, -torch.inf)
+    else:
+        largest = at_target = logits.new_full((logits.shape[0],), -torch.inf)
+    return shard.largest_of(largest, at_target)
+
+
+def _block_rows(matrix: Tensor) -> int:
+    return chunking.block_rows(matrix.shape[1], matrix.dtype, matrix.device)
+
+
+def _scratch(matrix: Tensor) -> Tensor:
+    return matrix.new_empty(min(_block_rows(matrix), matrix.shape[0]), matrix.shape[1])
+
+
+def _blocks(matrix: Tensor) -> Iterator[slice]:
+    for start, end in chunking.spans(matrix.shape[0], _block_rows(matrix)):
+        yield slice(start, end)

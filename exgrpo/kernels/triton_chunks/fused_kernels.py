@@ -7,7 +7,8 @@ sums are fp32. ``bias``, ``temperature`` and ``softcap`` are None where there ar
 import triton
 import triton.language as tl
 
-UNDERFLOWN = tl.constexpr(-1e4)  # stands for every d below it: exp(d) is 0 there, and exp(d) d too where d is -inf
+from exgrpo.kernels.triton_chunks.row_kernels import UNDERFLOWN
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 GROUP = tl.constexpr(16)  # row tiles that go through the vocabulary together: they and as much weight fit the L2 cache

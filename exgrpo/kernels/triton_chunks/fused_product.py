@@ -15,16 +15,14 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from exgrpo.kernels.chunks.softmax import Sums
+from exgrpo.kernels.chunks.softmax import LARGEST_SUM, Sums
 from exgrpo.kernels.triton_chunks.fused_kernels import exponentials_kernel, largest_kernel, target_logit_kernel
 from exgrpo.kernels.triton_chunks.launch import Tile, architecture
 from exgrpo.kernels.vocab_parallel import VocabShard
 
-LARGEST_SUM = 2.0**40
-"""Of S with the target's logit as anchor: p_y is 1e-12 there. No exponential nears the end of fp32 or bf16."""
 LARGEST_SUM_FLOAT16 = 2.0**9
-"""The same for exponentials in fp16: p_y is 2e-3. They end at 2^16, and what multiplies them in the gradient of the
-weight is divided by S: it must not be so small that fp16 has few digits left for it."""
+"""The same limit as `softmax.LARGEST_SUM` for exponentials in fp16: p_y is 2e-3. They end at 2^16, and what multiplies
+them in the gradient of the weight is divided by S: it must not be so small that fp16 has few digits left for it."""
 SMALLEST_TILE = 16
 """Rows that the units of the matrix product need."""
 ALIGNMENT = 16
@@ -41,7 +39,7 @@ def fused_sums(
     Args:
         product: of the n rows of a chunk.
         target: [n] int64, index into the weight; -1 where another rank holds it.
-        temperature: [n] fp32; None: 1.
+        temperature: [n] fp32, contiguous; None: 1.
         shard: merges over the ranks.
         out: [n, V] bf16, fp16 or fp32, unit stride along V: receives exp(d_v), 0 at the target, with a softcap
             multiplied by its slope 1 - (z_v / softcap)^2. None: forward only. It is written fastest where 16 bytes
@@ -129,7 +127,7 @@ class AnchoredRows(NamedTuple):
     anchor: Tensor
     """[n] fp32."""
     temperature: Tensor | None
-    """[n] fp32; None: 1."""
+    """[n] fp32, contiguous; None: 1."""
 
 
 class FusedProduct:

@@ -6,8 +6,10 @@ x_v is a raw product, z_v = cap(x_v + b_v) the logit, y the target, a the row's 
 import triton
 import triton.language as tl
 
+from exgrpo.kernels.chunks import softmax
+
 LARGEST_SUM = tl.constexpr(64.0)
-UNDERFLOWN = tl.constexpr(-1e4)  # stands for every d below it: exp(d) is 0 there, and exp(d) d too where d is -inf
+UNDERFLOWN = tl.constexpr(softmax.UNDERFLOWN)
 
 
 @triton.jit

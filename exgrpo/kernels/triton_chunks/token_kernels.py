@@ -8,11 +8,11 @@ compiled anew for them.
 import triton
 import triton.language as tl
 
-from exgrpo.kernels import objective, segments
+from exgrpo.kernels import objective
 from exgrpo.kernels.triton_chunks.row_kernels import UNDERFLOWN
 
 MAX_LOG_RATIO = tl.constexpr(objective.MAX_LOG_RATIO)
-STD_EPSILON = tl.constexpr(segments.STD_EPSILON)
+STD_EPSILON = tl.constexpr(objective.STD_EPSILON)
 LOST_BESIDE_ONE = tl.constexpr(-50.0)  # exp of it changes no digit of 1, in float64 either
 
 

@@ -209,7 +209,7 @@ class TritonPasses(ByFormulas):
         }
 
     def _temperature(self, chunk: Chunk) -> Tensor:
-        return self._logits.new_ones(len(chunk.hidden)) if chunk.temperature is None else chunk.temperature.contiguous()
+        return self._logits.new_ones(len(chunk.hidden)) if chunk.temperature is None else chunk.temperature
 
     def _cap(self) -> Tensor:
         # By a tensor: a number would be rounded to float32 on its way.

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from exgrpo.kernels import segments
+from exgrpo.kernels import objective
 from exgrpo.kernels.chunks.softmax import PolicyRows, RowTerms, Statistics, Sums
 from exgrpo.kernels.inputs import PolicyTokens, ScoredTokens, Surrogate
 from exgrpo.kernels.objective import TokenObjective
@@ -110,7 +110,7 @@ def centre_groups(reward: Tensor, group: Tensor, scale_by_std: bool) -> Tensor:
     Beyond MOST_PAIRED responses it sorts.
     """
     if reward.numel() > MOST_PAIRED:
-        return segments.centre_groups(reward, group, scale_by_std)
+        return objective.centre_groups(reward, group, scale_by_std)
     centred = reward.new_empty(reward.shape, dtype=torch.float64)
     rows, columns = GROUP_TILE
     with torch.cuda.device_of(reward):

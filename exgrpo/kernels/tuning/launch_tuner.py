@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exgrpo.kernels.tables import Sections, origin, text, toml
 from exgrpo.kernels.triton_chunks import launch
-from exgrpo.kernels.tuning.table_text import Sections, origin, text, toml
 from exgrpo.kernels.tuning.workload import Call, Clock, Shape, make_workload, off
 
 Entry = dict[str, Any]

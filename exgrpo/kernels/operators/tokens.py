@@ -1,4 +1,8 @@
-"""`torch.ops.exgrpo.token_objective`: the policy loss of tokens whose log-probabilities are known."""
+"""The operators that know of no head: over tokens with their log-probabilities, over rewards, over segments.
+
+They are `torch.ops.exgrpo.token_objective`, of which the policy loss is made, and two without derivatives:
+`torch.ops.exgrpo.group_advantage` and `torch.ops.exgrpo.segment_mean`.
+"""
 
 from typing import Any
 
@@ -8,9 +12,9 @@ from torch.library import custom_op
 
 from exgrpo.kernels import derivatives, dispatch
 from exgrpo.kernels.inputs import PolicyTerms, ScoredTokens
-from exgrpo.kernels.operators.scale_gradient import scale_gradient
-from exgrpo.kernels.operators.schema import SURROGATE, TOKENS, Schema, surrogate_of, tokens_of
-from exgrpo.kernels.trials import TokenTrial
+from exgrpo.kernels.operators.linear_policy_loss import scale_gradient
+from exgrpo.kernels.operators.schema import SURROGATE, TOKENS, WAITS, Schema, surrogate_of, tokens_of
+from exgrpo.kernels.trials import AdvantageTrial, SegmentTrial, TokenTrial
 
 SCHEMA = Schema(
     f"Tensor log_prob, Tensor? entropy, {TOKENS}, Tensor? mask, {SURROGATE}, str backend",
@@ -71,3 +75,27 @@ def _backward(ctx: Any, grad_sums: Tensor, *_: Any) -> tuple[Tensor | None, ...]
 
 
 token_objective.register_autograd(_backward, setup_context=_save)
+
+
+@custom_op("exgrpo::group_advantage", mutates_args=(), tags=WAITS)
+def group_advantage(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor:
+    """Advantages [N] in float64."""
+    taken = dispatch.take(backend, AdvantageTrial(reward.device, reward.dtype, scale_by_std), reward.numel())
+    return taken.centre_groups(reward, group, scale_by_std)
+
+
+@group_advantage.register_fake
+def _(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor:
+    return reward.new_empty(reward.shape, dtype=torch.float64)
+
+
+@custom_op("exgrpo::segment_mean", mutates_args=())
+def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor, backend: str) -> Tensor:
+    """Mean of the counted values [T] of each segment [offsets[i], offsets[i + 1]), [N]; 0 if it has none."""
+    taken = dispatch.take(backend, SegmentTrial(values.device, values.dtype), values.numel())
+    return taken.segment_mean(values, counted, offsets)
+
+
+@segment_mean.register_fake
+def _(values: Tensor, counted: Tensor, offsets: Tensor, backend: str) -> Tensor:
+    return values.new_empty(offsets.shape[0] - 1)
