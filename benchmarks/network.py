@@ -185,7 +185,7 @@ def main(argv: list[str]) -> int:
         model, questions = folder / "model", folder / "questions.jsonl"
         write_model(WIDTH, model)
         write_questions(questions)
-        hosts = stack.enter_context(Hosts(folder / "hosts", TRAINERS + SERVERS, trainers=TRAINERS))
+        hosts = stack.enter_context(Hosts(TRAINERS + SERVERS, trainers=TRAINERS))
         limits = f"--max-tokens={PROMPT + BASE.max_tokens}", "--kv-cache-gib=0.2", "--without-token"
         servers = [
             Server(model, folder / f"{host}.log", *limits, on=hosts.on(host), address=hosts.addresses[host])
@@ -197,9 +197,10 @@ def main(argv: list[str]) -> int:
         urls = [server.ready() for server in servers]
         changed = ("--experience.ratio=0.5", "--optimizer.minibatches=1", "--distributed.persistence_threshold=0")
         sized = (f"--rollout.max_tokens={BASE.max_tokens}", "--rollout.engine=server", "--rollout.servers", *urls)
-        run = hosts.deepspeed(*options(model, questions, folder), *QUIET, *changed, *sized, "--steps=10000")
-        stack.callback(run.kill)
-        course = Course(run, folder / "run" / "metrics.jsonl")
+        runs = hosts.torchrun(*options(model, questions, folder), *QUIET, *changed, *sized, "--steps=10000")
+        for run in runs:
+            stack.callback(run.kill)
+        course = Course(runs[0], folder / "run" / "metrics.jsonl")
         course.wait(3)  # replay begins, and DeepSpeed knows the order of the modules
         for cables, row in measure(hosts, course, own.rounds, own.steps):
             print(cables, {name: round(value, 3) for name, value in row.items()}, flush=True)

@@ -9,10 +9,10 @@ import sys
 from contextlib import ExitStack
 
 from benchmarks.turns import Facts, Turns
+from exgrpo.train.build import read_inputs
 from exgrpo.train.config import Config
 from exgrpo.train.distributed import start
 from exgrpo.train.early import look
-from exgrpo.train.inputs import read_inputs
 from exgrpo.train.recipe import parse_args
 from exgrpo.train.run import Run
 from exgrpo.train.trainer import StepResult, Trainer

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from exgrpo.train.ending import end_with_ancestor, leave
+from exgrpo.train.process import end_with_ancestor, leave
 
 
 def main(argv: Sequence[str]) -> int:
@@ -12,7 +12,7 @@ def main(argv: Sequence[str]) -> int:
     core, parent, *arguments = argv
     os.sched_setaffinity(0, {int(core)})
     end_with_ancestor(int(parent))
-    from exgrpo.train.program import main as train
+    from exgrpo.train.main import main as train
 
     return train(arguments)
 

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exgrpo.train.report.draw import Plot, PlotGroup, draw_lines
-from exgrpo.train.report.looks import colour, key
-from exgrpo.train.report.panels import Panel
+from exgrpo.train.report.draw import Panel, Plot, PlotGroup, draw_lines
+from exgrpo.train.report.figures import colour, key, template
 from exgrpo.train.report.runs import RunColumns
-from exgrpo.train.report.template import template
 from studies.findings import SCORES, Findings
 from studies.results import Result
 from studies.statistics import FEWEST_SEEDS, LEVEL, Interval

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.errors import OutputError, os_errors_as
-from exgrpo.train.report.curves import Columns
+from exgrpo.train.report.figures import Columns
 from exgrpo.train.report.runs import RunColumns
 
 FloatArray = npt.NDArray[np.float64]

@@ -12,12 +12,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from exgrpo.train.config import Config
-from exgrpo.train.dotted import flat
 from exgrpo.train.early import check_method
 from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as
-from exgrpo.train.mistakes import explain
-from exgrpo.train.plain_yaml import parse
+from exgrpo.train.plain import parse_yaml
 from exgrpo.train.recipe import merged, read_recipe, recipe_path, validate
+from exgrpo.train.section import explain, flat
 from studies.results import CURVES
 from studies.sources import by_source, found_from
 
@@ -257,7 +256,7 @@ def load_study(path: Path) -> Study:
             raise ConfigError(f"{path}: no such study")
         text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        study = Study(path, Plan.model_validate(parse(text)))
+        study = Study(path, Plan.model_validate(parse_yaml(text)))
     except ValidationError as error:
         raise ConfigError(explain(error, Plan, str(path))) from None
     except ConfigError as error:

@@ -15,9 +15,8 @@ from exgrpo.commands import PROGRAMS, SCRIPT, main, usage
 from exgrpo.train import dry_run, launch
 from exgrpo.train.command_line import _options as keys_of
 from exgrpo.train.config import Config
-from exgrpo.train.estimate.data_sheets import machine
 from exgrpo.train.estimate.options import Options
-from exgrpo.train.estimate.parts import GIB
+from exgrpo.train.estimate.parts import GIB, machine
 from exgrpo.train.estimate.shape import read_shape
 from exgrpo.train.recipe import RecipeArgument, parse_args, to_yaml
 from tests import completion
@@ -161,25 +160,23 @@ def test_a_dry_run_on_a_cpu_shares_out_the_memory_that_is_free_and_the_rate_that
     monkeypatch.setattr(dry_run, "_rates", lambda *_: (6e12, 9e9))
     config = parse_args(["--experience.ratio=0"])
     options = Options(reserve_gib=1)
-    one, two, hosts = (
-        dry_run._measured_cpu(config, read_shape(config.policy.path), dry_run.Size(*size, None), options)
-        for size in ((1, 1), (2, 1), (2, 3))
-    )
-    assert (one.gpus, two.gpus, hosts.gpus) == (1, 2, 6)
-    assert (one.flops, two.flops, hosts.flops) == (6e12, 3e12, 3e12)
-    assert (one.bandwidth, two.bandwidth, hosts.bandwidth) == (9e9, 4.5e9, 4.5e9)
+    shape = read_shape(config.policy.path)
+    one, two = (dry_run._measured_cpu(config, shape, processes, options) for processes in (1, 2))
+    assert (one.gpus, two.gpus) == (1, 2)
+    assert (one.flops, two.flops) == (6e12, 3e12)
+    assert (one.bandwidth, two.bandwidth) == (9e9, 4.5e9)
     # Each process also keeps, beside the reserve, a second copy of the model where two share it.
     assert one.memory == 7 * GIB
-    copy = 4 * read_shape(config.policy.path).total
+    copy = 4 * shape.total
     changed = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "transformers"})})
-    shared = dry_run._measured_cpu(changed, read_shape(config.policy.path), dry_run.Size(2, 1, None), options)
+    shared = dry_run._measured_cpu(changed, shape, 2, options)
     assert shared.memory == 3 * GIB - copy
 
 
 def test_a_dry_run_estimates_for_the_machine_that_is_named(monkeypatch, tmp_path):
     printed = StringIO()
     monkeypatch.setattr(launch, "Console", lambda: launch_console(printed))
-    given = ["--dry-run", "--machine=H200x4", "--hosts=2", f"--output.folder={tmp_path}"]
+    given = ["--dry-run", "--machine=H200x8", f"--output.folder={tmp_path}"]
     assert launch.main(given) == 0
     assert "8 processes train " in printed.getvalue()
     assert "on 8 x H200. Estimates from data sheets" in printed.getvalue()

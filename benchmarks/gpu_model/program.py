@@ -17,7 +17,7 @@ from benchmarks.render import mebibytes, seconds
 from exgrpo.train.command_line import options_of
 from exgrpo.train.config import Section
 from exgrpo.train.errors import ConfigError, ExgrpoError, print_error
-from exgrpo.train.estimate.data_sheets import GPUS
+from exgrpo.train.estimate.parts import GPUS
 
 PROGRAM = "python -m benchmarks.gpu_model"
 OPERATIONS = (FORWARD, POLICY_LOSS, WITH_ENTROPY, LOG_PROB)

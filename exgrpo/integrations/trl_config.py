@@ -16,8 +16,8 @@ with needs(__name__, "exgrpo[trl]"):
     from exgrpo.train.config import ExperienceConfig, ObjectiveConfig, RewardConfig, Section
     from exgrpo.train.errors import ConfigError
     from exgrpo.train.experience import rules
-    from exgrpo.train.mistakes import explain
     from exgrpo.train.rehearsal import rehearse
+    from exgrpo.train.section import explain
 
 AS_GENERATED = ("mixed", "traced", "again")
 """Functions `compose` that train on the groups that TRL knows."""

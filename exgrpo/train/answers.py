@@ -3,8 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -12,74 +10,14 @@ import numpy as np
 from exgrpo.train.data.questions import Question
 from exgrpo.train.distributed import World, agree, fail_together
 from exgrpo.train.errors import RolloutError
-from exgrpo.train.records import Rollout, TokenIds
+from exgrpo.train.records import Counts, EngineCounts, Rollout, TokenIds
 from exgrpo.train.reward.contract import TURNS
 from exgrpo.train.reward.names import reward_of
-from exgrpo.train.reward.outcome import Failure, by_kind
 from exgrpo.train.reward.pool import Grader, Grading
-from exgrpo.train.rollout import EngineCounts, Finished, Request, RolloutEngine, Sampling, Stops, text_of, turns_of
+from exgrpo.train.rollout import Finished, Request, RolloutEngine, Sampling, Stops, text_of, turns_of
 from exgrpo.train.seeds import derive_seed
 from exgrpo.train.step_batch import StepBatch
 from exgrpo.train.turns.conversations import Conversations
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What it took to answer and to grade.
-
-    Attributes:
-        answers: how many there are.
-        timed_out: answers that were graded 0 because grading took too long.
-        failed: answers graded 0 because the reward function failed.
-        generate_seconds: time in the engine.
-        grade_seconds: time in which the grader was still at work after the engine.
-        engine: what the engine counted.
-        broken: answers that ended because the environment failed; None: there is no environment.
-        failures: answers that timed out or failed, by kind.
-    """
-
-    answers: int
-    timed_out: int
-    failed: int
-    generate_seconds: float
-    grade_seconds: float
-    engine: EngineCounts
-    broken: int | None = None
-    failures: tuple[Failure, ...] = ()
-
-    def __add__(self, other: "Counts") -> "Counts":
-        """These, and those of answers that were asked for afterwards."""
-        return Counts(
-            answers=self.answers + other.answers,
-            timed_out=self.timed_out + other.timed_out,
-            failed=self.failed + other.failed,
-            generate_seconds=self.generate_seconds + other.generate_seconds,
-            grade_seconds=self.grade_seconds + other.grade_seconds,
-            engine=EngineCounts(
-                prompt_tokens=self.engine.prompt_tokens + other.engine.prompt_tokens,
-                cached_tokens=self.engine.cached_tokens + other.engine.cached_tokens,
-                asleep_seconds=self.engine.asleep_seconds + other.engine.asleep_seconds,
-            ),
-            broken=None if self.broken is None else self.broken + (other.broken or 0),
-            failures=by_kind((*self.failures, *other.failures)),
-        )
-
-    @classmethod
-    def together(cls, of_ranks: Sequence["Counts"]) -> "Counts":
-        """Those of ranks that work at the same time: of times, the longest one counts."""
-        total = reduce(add, of_ranks)
-        asleep = max(of_rank.engine.asleep_seconds for of_rank in of_ranks)
-        return replace(
-            total,
-            generate_seconds=max(of_rank.generate_seconds for of_rank in of_ranks),
-            grade_seconds=max(of_rank.grade_seconds for of_rank in of_ranks),
-            engine=replace(total.engine, asleep_seconds=asleep),
-        )
-
-    @property
-    def failed_fraction(self) -> float:
-        """Of the answers, those that timed out or failed."""
-        return (self.timed_out + self.failed) / max(self.answers, 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """The parts of a run: read, checked and put together before anything is trained."""
 
 import datetime
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,15 @@ from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.checkpoint.resume import AUTO
 from exgrpo.train.checkpoint.unsaved import is_unsaved, set_aside
 from exgrpo.train.config import Config
+from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.questions import QuestionSet, joined, question_set
+from exgrpo.train.data.rows import Row
+from exgrpo.train.data.sources import settings_of
 from exgrpo.train.distributed import World, agree, on_main
-from exgrpo.train.errors import ConfigError, ModelError, os_errors_as
-from exgrpo.train.inputs import Inputs
+from exgrpo.train.early import Early
+from exgrpo.train.errors import ConfigError, ModelError, is_first_rank, os_errors_as
+from exgrpo.train.evaluate.course import check_best
+from exgrpo.train.evaluate.sets import held_out_sets
 from exgrpo.train.metrics.matrix_rate import matrix_rate
 from exgrpo.train.metrics.utilisation import BACKWARD, FROZEN_BACKWARD, Utilisation
 from exgrpo.train.objective.settings import SURROGATES
@@ -26,13 +33,61 @@ from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.flops import forward_flops
 from exgrpo.train.pretrained.source import ModelSource
+from exgrpo.train.pretrained.tokenizer import Pretrained, load_pretrained
 from exgrpo.train.recipe import to_yaml
+from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout import RolloutEngine
 from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
 from exgrpo.train.rollout.settings import EngineSettings, training_settings
 from exgrpo.train.rollout.transformers.shared import SharedEngine, shares_policy
 from exgrpo.train.trainer import Trainer
 from exgrpo.train.turns.conversations import conversations_of
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a run starts from.
+
+    Attributes:
+        pretrained: the model, and its tokenizer.
+        train_set: questions to train on.
+        held_out: held-out questions, by the name of their set.
+        grader: grades answers.
+    """
+
+    pretrained: Pretrained
+    train_set: QuestionSet
+    held_out: dict[str, QuestionSet]
+    grader: Grader
+
+
+def read_inputs(config: Config, early: Early) -> Inputs:
+    """Find the model and put the questions into its tokens.
+
+    Args:
+        config: what to do.
+        early: what the first look has read.
+
+    Raises:
+        ExgrpoError: the model or its tokenizer cannot be used, or does not suit the questions.
+    """
+    pretrained, data = load_pretrained(config.policy.path, config.policy.overrides), config.data
+
+    def tokenised(sources: Sequence[str], rows: Sequence[list[Row]], limit: int | None) -> QuestionSet:
+        progress = is_first_rank()
+
+        def of_source(source: str, of: list[Row]) -> QuestionSet:
+            prompts = PromptFormat.of_source(source, data)
+            stop = settings_of(source, data.sources).stop
+            return question_set(source, of, pretrained.tokenizer, prompts, limit=limit, progress=progress, stop=stop)
+
+        return joined([of_source(source, of) for source, of in zip(sources, rows, strict=True)])
+
+    train = tokenised(data.train, early.train, data.train_limit)
+    sets = held_out_sets(config)
+    held_out = {name: tokenised(asked.source, early.held_out[name], asked.limit) for name, asked in sets.items()}
+    check_best(config, held_out)
+    return Inputs(pretrained, train, held_out, early.grader)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,9 +12,8 @@ from typing import TypeVar
 import tyro
 from pydantic import BaseModel, ValidationError
 
-from exgrpo.train.dotted import known_keys
-from exgrpo.train.errors import ConfigError
-from exgrpo.train.mistakes import explain, nearest
+from exgrpo.train.errors import ConfigError, nearest
+from exgrpo.train.section import explain, known_keys
 
 UNREAD = 141
 """Exit status of a program whose output nobody reads any more."""

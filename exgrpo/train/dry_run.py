@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,60 +26,43 @@ COPIED = 1 << 28
 """Bytes. More than the caches of a processor hold."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """What the processes run on.
-
-    Attributes:
-        processes: of each host.
-        hosts: how many.
-        gpu: the name in the data sheets; None: this machine is one of the hosts, and the others are like it.
-    """
-
-    processes: int
-    hosts: int
-    gpu: str | None
-
-    @property
-    def ranks(self) -> int:
-        """Processes in all."""
-        return self.processes * self.hosts
-
-
-def show(config: Config, early: Early, resumed: Path | None, size: Size, say: Callable[[Any], None]) -> None:
+def show(
+    config: Config, early: Early, resumed: Path | None, processes: int, gpu: str | None, say: Callable[[Any], None]
+) -> None:
     """Say it all.
 
     Args:
         config: the resolved configuration.
         early: the questions that were read.
         resumed: the folder of the run that would go on; None: a new one.
-        size: what the run has.
+        processes: of the run.
+        gpu: what they run on, by its name in the data sheets; None: this machine.
         say: gets texts and tables.
 
     Raises:
         ExgrpoError: the model is not there, or cannot be estimated.
     """
     say(to_yaml(config))
-    for sentence in plan(config, early, resumed, size.ranks):
+    for sentence in plan(config, early, resumed, processes):
         say(sentence)
     from exgrpo.train.doctor.machine import device
-    from exgrpo.train.estimate.advice import changed
     from exgrpo.train.estimate.shape import read_shape
+    from exgrpo.train.estimate.tables import changed
     from exgrpo.train.estimate.tables import show as estimate
 
     say("")
     shape = read_shape(config.policy.path, None, config.policy.overrides)
-    if gpu := size.gpu or _known_gpu():
-        options = Options(gpus=size.ranks, gpu=gpu)
+    if known := gpu or _known_gpu():
+        options = Options(gpus=processes, gpu=known)
         hardware = hardware_of(options, config.policy.dtype)
     elif device().type == "cuda":
-        options = Options(gpus=size.ranks)
-        hardware = _measured_gpu(config, size, options)
+        options = Options(gpus=processes)
+        hardware = _measured_gpu(config, options)
     else:
         if config.rollout.engine == "auto" and not config.rollout.servers:
             config = changed(config, {"rollout.engine": "transformers"})  # as it is chosen on CPUs
         options = Options(mfu=CPU_MFU, reserve_gib=CPU_PROGRAM_GIB)
-        hardware = _measured_cpu(config, shape, size, options)
+        hardware = _measured_cpu(config, shape, processes, options)
     estimate(config, shape, hardware, options, say)
 
 
@@ -115,26 +97,26 @@ def _known_gpu() -> str | None:
     import torch
 
     from exgrpo.train.doctor.machine import device
-    from exgrpo.train.estimate.data_sheets import GPUS
+    from exgrpo.train.estimate.parts import GPUS
 
     words = torch.cuda.get_device_name().replace("-", " ").split() if device().type == "cuda" else []
     return next((name for name in GPUS if name in words), None)
 
 
-def _measured_gpu(config: Config, size: Size, options: Options) -> Hardware:
+def _measured_gpu(config: Config, options: Options) -> Hardware:
     """This machine's GPU, of which there is no data sheet."""
     import torch
 
     flops, bandwidth = _rates(config, torch.device("cuda"))
     memory = torch.cuda.get_device_properties(0).total_memory
     words = (
-        f"{size.ranks} x {torch.cuda.get_device_name()}, as this machine has. Its data sheet is not known; as measured "
-        f"now: {_told(memory, flops, bandwidth)}. Utilisations are stated ones."
+        f"{options.gpus} x {torch.cuda.get_device_name()}, as this machine has. Its data sheet is not known; as "
+        f"measured now: {_told(memory, flops, bandwidth)}. Utilisations are stated ones."
     )
-    return Hardware(size.ranks, memory - options.reserve_gib * GIB, flops, bandwidth, words=words)
+    return Hardware(options.gpus, memory - options.reserve_gib * GIB, flops, bandwidth, words=words)
 
 
-def _measured_cpu(config: Config, shape: "ModelShape", size: Size, options: Options) -> Hardware:
+def _measured_cpu(config: Config, shape: "ModelShape", processes: int, options: Options) -> Hardware:
     """The CPU of this machine, which its processes share; so are its memory and what else is held there."""
     import torch
 
@@ -142,17 +124,15 @@ def _measured_cpu(config: Config, shape: "ModelShape", size: Size, options: Opti
     from exgrpo.train.estimate.budget import cpu_memory
 
     memory, (flops, bandwidth) = free_memory(), _rates(config, torch.device("cpu"))
-    beside = sum(amount.bytes for amount in cpu_memory(config, shape, size.ranks, assumptions_of(options, config)))
-    usable = memory / size.processes - beside / size.ranks - options.reserve_gib * GIB
-    each = f"{size.hosts} machines like this one, each" if size.hosts > 1 else "this machine, which has no GPU to use:"
+    beside = sum(amount.bytes for amount in cpu_memory(config, shape, processes, assumptions_of(options, config)))
+    usable = (memory - beside) / processes - options.reserve_gib * GIB
     words = (
-        f"{each} {len(os.sched_getaffinity(0))} cores of a CPU for {size.processes} "
-        f"process{'es' * (size.processes > 1)}. Free or measured now: {_told(memory, flops, bandwidth)}. The times are "
+        f"this machine, which has no GPU to use: {len(os.sched_getaffinity(0))} cores of a CPU for {processes} "
+        f"process{'es' * (processes > 1)}. Free or measured now: {_told(memory, flops, bandwidth)}. The times are "
         "rough, perhaps wrong by a factor of ten: small models use less of a CPU than is assumed, large ones more. A "
         "run of a few steps (--steps 3) measures them."
     )
-    share = size.processes
-    return Hardware(size.ranks, usable, flops / share, bandwidth / share, kind="process", words=words)
+    return Hardware(processes, usable, flops / processes, bandwidth / processes, kind="process", words=words)
 
 
 def _told(memory: float, flops: float, bandwidth: float) -> str:

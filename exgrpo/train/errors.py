@@ -1,12 +1,13 @@
 """The errors that a person can mend. A program prints one as a line; every other exception is a defect, a traceback."""
 
+import difflib
 import os
 import re
 import reprlib
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -192,3 +193,10 @@ def print_error(error: ExgrpoError) -> int:
         time.sleep(OTHER_RANKS_WAIT)
         print(f"error on rank {os.environ['RANK']}: {text}", file=sys.stderr)
     return error.status
+
+
+def nearest(key: str, known: Iterable[str]) -> str | None:
+    """The known key that was probably meant; one that only lacks its section comes before those of other words."""
+    keys = list(known)
+    inner = [one for one in keys if one.endswith(f".{key}")]
+    return next(iter(inner or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)), None)

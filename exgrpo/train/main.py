@@ -1,14 +1,54 @@
-"""Train a reasoning model by ExGRPO: `deepspeed exgrpo/train/main.py [--recipe FILE] [--section.field VALUE ...]`."""
+"""Train a reasoning model by ExGRPO: `deepspeed exgrpo/train/main.py [--recipe FILE] [--section.field VALUE ...]`.
+
+The command line and all cheap checks come first, then what takes seconds to import.
+"""
 
 import sys
 
 if __name__ == "__main__":
     # This file's folder comes first on the path of a script; its modules must not pass for top-level packages.
     sys.path.pop(0)
-    from exgrpo.extras import needs
 
-    with needs(__name__, "exgrpo[train]"):
-        from exgrpo.train.ending import leave
-        from exgrpo.train.program import main
+from contextlib import ExitStack
+from pathlib import Path
 
+from exgrpo.extras import needs
+
+with needs(__name__, "exgrpo[train]"):
+    from exgrpo.train.checkpoint.resume import continued, finished, locate, saved_config
+    from exgrpo.train.config import Config
+    from exgrpo.train.early import look
+    from exgrpo.train.errors import is_first_rank
+    from exgrpo.train.process import leave, run_program
+    from exgrpo.train.recipe import parse_args
+
+
+def main(argv: list[str]) -> int:
+    """Run the program; returns its exit status."""
+
+    def work(resources: ExitStack) -> None:
+        config, folder = configure(argv)
+        if done := finished(config):  # as where a process was lost in the last moment, and all were started again
+            if is_first_rank():
+                print(f"{done} is finished: nothing is left to do")
+            return
+        early = look(config, resources, resumed=folder is not None)
+        from exgrpo.train.run import run  # torch, transformers and DeepSpeed: only for what can be right
+
+        run(config, early, resources, folder)
+
+    return run_program(work, "stopped before the first step: nothing has changed")
+
+
+def configure(argv: list[str]) -> tuple[Config, Path | None]:
+    """The configuration, and the folder of the run that goes on with it (None: a new one)."""
+    config = parse_args(argv)
+    folder = locate(config)
+    if folder is not None:
+        saved = saved_config(folder)
+        config = continued(parse_args(argv, saved), saved)
+    return config, folder
+
+
+if __name__ == "__main__":
     leave(main(sys.argv[1:]))

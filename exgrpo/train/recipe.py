@@ -14,9 +14,9 @@ from exgrpo.train.command_line import check_names, names, one_line
 from exgrpo.train.config import Config
 from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
 from exgrpo.train.evaluate.settings import HeldOutSet
-from exgrpo.train.mistakes import REFUSED, explain
-from exgrpo.train.plain_yaml import LONGEST, parse
+from exgrpo.train.plain import LONGEST, parse_yaml
 from exgrpo.train.policy.adapter_folder import with_saved
+from exgrpo.train.section import REFUSED, explain
 
 PROGRAM = "exgrpo train"
 DEFAULT_RUN = ASSETS / DEFAULT_TASK / "recipe.yaml"
@@ -71,7 +71,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         with path.open("rb") as file:
             content = file.read(4 * LONGEST + 1)  # a character has four bytes at most; what is longer is refused
     try:
-        raw = parse(content.decode("utf-8"))
+        raw = parse_yaml(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not valid YAML: {error.reason} at byte {error.start}") from None
     except ConfigError as error:

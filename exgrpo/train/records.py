@@ -1,10 +1,15 @@
 """Answers as engines give them, what a policy says of their tokens, and what is stored of them. R response tokens."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from exgrpo.train.reward.outcome import Failure, by_kind
 
 TokenIds = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
@@ -86,27 +91,75 @@ class Trajectory:
         return values if self.written is None else values[self.written]
 
 
-@dataclass(frozen=True, eq=False)
-class Group:
-    """The answers to one question that share one mean reward: K fresh ones, or K-1 and a replayed success.
+@dataclass(frozen=True)
+class EngineCounts:
+    """What an engine did since it was last asked, on this rank.
 
     Attributes:
-        question: index of the question.
-        fresh: answers of this step.
-        replayed: from the experience buffer.
-        scores: of each fresh answer under the trainer's policy before the step's update, at the rollout temperature.
-            Rows whose log-probs are the engine's need them; empty where nobody computed them.
-        stored_advantage: of each replayed answer, in the group that it was written in; empty: replayed answers count in
-            this group's mean, and have its advantages.
+        prompt_tokens: of all prompts, once per answer.
+        cached_tokens: those of them that came from the prefix cache.
+        asleep_seconds: time between `sleep` and `wake` or `push_weights`; 0 where sleeping frees nothing.
     """
 
-    question: int
-    fresh: tuple[Trajectory, ...]
-    replayed: tuple[Trajectory, ...] = ()
-    scores: tuple[Score, ...] = ()
-    stored_advantage: tuple[float, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    asleep_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What it took to answer and to grade.
+
+    Attributes:
+        answers: how many there are.
+        timed_out: answers that were graded 0 because grading took too long.
+        failed: answers graded 0 because the reward function failed.
+        generate_seconds: time in the engine.
+        grade_seconds: time in which the grader was still at work after the engine.
+        engine: what the engine counted.
+        broken: answers that ended because the environment failed; None: there is no environment.
+        failures: answers that timed out or failed, by kind.
+    """
+
+    answers: int
+    timed_out: int
+    failed: int
+    generate_seconds: float
+    grade_seconds: float
+    engine: EngineCounts
+    broken: int | None = None
+    failures: tuple[Failure, ...] = ()
+
+    def __add__(self, other: "Counts") -> "Counts":
+        """These, and those of answers that were asked for afterwards."""
+        return Counts(
+            answers=self.answers + other.answers,
+            timed_out=self.timed_out + other.timed_out,
+            failed=self.failed + other.failed,
+            generate_seconds=self.generate_seconds + other.generate_seconds,
+            grade_seconds=self.grade_seconds + other.grade_seconds,
+            engine=EngineCounts(
+                prompt_tokens=self.engine.prompt_tokens + other.engine.prompt_tokens,
+                cached_tokens=self.engine.cached_tokens + other.engine.cached_tokens,
+                asleep_seconds=self.engine.asleep_seconds + other.engine.asleep_seconds,
+            ),
+            broken=None if self.broken is None else self.broken + (other.broken or 0),
+            failures=by_kind((*self.failures, *other.failures)),
+        )
+
+    @classmethod
+    def together(cls, of_ranks: Sequence["Counts"]) -> "Counts":
+        """Those of ranks that work at the same time: of times, the longest one counts."""
+        total = reduce(add, of_ranks)
+        asleep = max(of_rank.engine.asleep_seconds for of_rank in of_ranks)
+        return replace(
+            total,
+            generate_seconds=max(of_rank.generate_seconds for of_rank in of_ranks),
+            grade_seconds=max(of_rank.grade_seconds for of_rank in of_ranks),
+            engine=replace(total.engine, asleep_seconds=asleep),
+        )
 
     @property
-    def rows(self) -> tuple[Trajectory, ...]:
-        """All trajectories; the replayed ones are the last."""
-        return (*self.fresh, *self.replayed)
+    def failed_fraction(self) -> float:
+        """Of the answers, those that timed out or failed."""
+        return (self.timed_out + self.failed) / max(self.answers, 1)

@@ -11,7 +11,7 @@ import numpy as np
 import transformers
 from rich.console import Console
 
-from exgrpo.train.build import build
+from exgrpo.train.build import Inputs, build, read_inputs
 from exgrpo.train.checkpoint.durable import write_whole
 from exgrpo.train.checkpoint.listing import find, survey
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED, begun_anew
@@ -19,19 +19,16 @@ from exgrpo.train.config import Config
 from exgrpo.train.data.questions import contradictions
 from exgrpo.train.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.early import Early
-from exgrpo.train.ending import Stopped
 from exgrpo.train.errors import HaltError, OutputError, PreflightError, RewardError, os_errors_as
 from exgrpo.train.evaluate.course import Course
 from exgrpo.train.experience_data.matching import Encoding
 from exgrpo.train.experience_data.start import Started, start_experience
-from exgrpo.train.inputs import Inputs, read_inputs
+from exgrpo.train.hub import upload
 from exgrpo.train.metrics.display import Display
 from exgrpo.train.metrics.soundness import Soundness
-from exgrpo.train.model_card import Cards
-from exgrpo.train.model_folder import BEST, MODEL, export_folder, write_model
+from exgrpo.train.model_folder import BEST, MODEL, Cards, export_folder, write_model
 from exgrpo.train.preflight import QUESTIONS, preflight
-from exgrpo.train.process import command_to_go_on
-from exgrpo.train.publish import upload
+from exgrpo.train.process import Stopped, command_to_go_on
 from exgrpo.train.recipe import to_yaml
 from exgrpo.train.recorder import Recorder
 from exgrpo.train.steps import StepResult

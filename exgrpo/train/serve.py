@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from exgrpo.extras import needs
-from exgrpo.train.ending import SERVER
 from exgrpo.train.errors import ConfigError, ExgrpoError
+from exgrpo.train.process import SERVER
 
 with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.pretrained.arguments import from_arguments

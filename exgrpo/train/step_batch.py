@@ -5,16 +5,13 @@ order of their groups, and the fresh ones of a group before the replayed ones.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.records import Behaviour, Mask, Rollout, TokenIds
+from exgrpo.train.records import Behaviour, Counts, Mask, Rollout, TokenIds
 from exgrpo.train.reward.success import EPSILON
-
-if TYPE_CHECKING:
-    from exgrpo.train.answers import Counts
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -131,7 +128,7 @@ class StepBatch:
     ratio_log_prob: Floats
     factor: Floats
     trained: Ints
-    counts: "Counts"
+    counts: Counts
 
     def __init__(self, question: Ints, group: Ints, length: Ints, **columns: Any) -> None:
         self.group, self.length = np.asarray(group, np.int64), np.asarray(length, np.int64)

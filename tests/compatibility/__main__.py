@@ -16,8 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from exgrpo.train.ending import leave
-
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from packaging.version import Version
@@ -27,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from exgrpo.train.command_line import options_of
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.process import run_program
+from exgrpo.train.process import leave, run_program
 from tests.compatibility.page import write_page
 from tests.compatibility.promises import Target, ask, offered, project, range_of, targets
 from tests.compatibility.record import FOLDER, Entry, newest, read, write

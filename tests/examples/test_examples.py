@@ -16,7 +16,7 @@ import pytest
 
 from exgrpo.train.data import countdown
 from exgrpo.train.experience import Units
-from exgrpo.train.python_path import load_function
+from exgrpo.train.functions import load_function
 from tests.train.launch import environment, free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from exgrpo.train.ending import leave
+from exgrpo.train.process import leave
 
 # Threads that wait for each other take the cores from what else runs; no case may reach a hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -10,13 +10,13 @@ from typing import Any
 
 from exgrpo.train.command_line import options_of
 from exgrpo.train.config import Config
-from exgrpo.train.doctor.options import parse_options as doctor
-from exgrpo.train.dotted import flat
+from exgrpo.train.doctor.program import parse_options as doctor
 from exgrpo.train.estimate.program import main as estimate
 from exgrpo.train.evaluate.options import parse_options as evaluate
 from exgrpo.train.experience_data.program import COMMANDS
 from exgrpo.train.recipe import parse_args
 from exgrpo.train.report.program import Options as ReportOptions
+from exgrpo.train.section import flat
 from tests.hostile import texts
 from tests.hostile.judge import Trial, clear
 from tests.hostile.recipes import KEYS, NUMBERS, SWITCHES, repeated

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from exgrpo.train.config import Config
-from exgrpo.train.dotted import flat, known_keys
 from exgrpo.train.recipe import DEFAULT_RUN, load_recipe, read_recipe, to_yaml, validate
+from exgrpo.train.section import flat, known_keys
 from tests.hostile import texts
 from tests.hostile.judge import Trial
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from exgrpo.kernels import checks, operators
-from exgrpo.train import command_line, plain_yaml, recipe
+from exgrpo.train import command_line, plain, recipe
 from exgrpo.train.data import files
 from exgrpo.train.data import rows as data_rows
 from exgrpo.train.errors import ConfigError
@@ -111,10 +111,10 @@ def off(head, backend, found=operators.linear_log_prob):
 
 
 BLIND = {
-    "values of YAML are not counted": ("recipes", (plain_yaml, "_check", lambda value: None)),
+    "values of YAML are not counted": ("recipes", (plain, "_check", lambda value: None)),
     "a frame is not taken off": ("command_lines", (command_line, "_unframed", lambda message: message)),
     "names are not looked at": ("command_lines", (command_line, "known_keys", lambda model: [])),
-    "JSON is read as it is": ("rows", (files.plain_json, "parse", json.loads)),
+    "JSON is read as it is": ("rows", (files.plain, "parse_json", json.loads)),
     "any answer is one": ("rows", (data_rows, "_gold_text", lambda value, key: str(value))),
     "rows are lost": ("rows", (rows, "read_rows", lambda *args, **given: files.read_rows(*args, **given)[1:])),
     "weights are not checked": ("models", (models, "check_weights", lambda model: None)),

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from exgrpo.train.ending import leave
+from exgrpo.train.process import leave
 
 # Threads that wait for each other take the cores from what else runs; tiny models are faster with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

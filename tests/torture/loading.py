@@ -15,9 +15,9 @@ from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
 from exgrpo.train.distributed import World
 from exgrpo.train.experience import ReplayState
+from exgrpo.train.main import configure
 from exgrpo.train.metrics.run_log import SAMPLES_SIZE
 from exgrpo.train.policy.zero3 import Policy
-from exgrpo.train.program import configure
 from tests.torture.jobs import KEEP
 from tests.train.fakes import LoneWorld
 
@@ -85,7 +85,7 @@ def load(run: Path, fingerprint: str) -> Loaded:
     """Do what `--resume RUN` does before training.
 
     Raises:
-        ExgrpoError: as `program.configure` and `Checkpoints.load` do.
+        ExgrpoError: as `configure` and `Checkpoints.load` do.
     """
     configure([f"--resume={run}"])
     policy, trainer = _Policy(), _Trainer()

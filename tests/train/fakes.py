@@ -13,10 +13,10 @@ from exgrpo.train.experience.weighing import Term
 from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.ratios import BINS
 from exgrpo.train.policy.update import UpdateStats
-from exgrpo.train.records import Rollout, Score, TokenIds
+from exgrpo.train.records import EngineCounts, Rollout, Score, TokenIds
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.reward.worker import hashed
-from exgrpo.train.rollout import EngineCounts, Finished, Request
+from exgrpo.train.rollout import Finished, Request
 from exgrpo.train.step_batch import StepBatch
 
 EOS = 1

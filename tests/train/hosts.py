@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces with addresses of their own, an ssh daemon in each.
+"""Several hosts on one machine: network namespaces with addresses of their own.
 
 They share the machine's files and processors. Only root can make them.
 """
@@ -8,16 +8,15 @@ import os
 import shutil
 import subprocess
 import sys
-import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
-from exgrpo.train.rollout.server.shared_token import TOKEN
 from tests.train.launch import MAIN, ROOT, environment, free_port
 
-NEEDS = ("ip", "tc", "sshd", "ssh-keygen", "pdsh", "taskset")
+NEEDS = ("ip", "tc", "taskset")
 DEVICE = "exgrpo0"
 """The network device of each host."""
 BURST_SECONDS = 1.5e-3
@@ -45,7 +44,6 @@ class Hosts:
     """Hosts behind one switch.
 
     Args:
-        folder: for keys, logs and what the launcher reads.
         count: how many.
         trainers: how many of them have a rank of the trainer, the first ones; all if left out.
 
@@ -53,24 +51,18 @@ class Hosts:
         addresses: of the hosts, by number.
     """
 
-    def __init__(self, folder: Path, count: int, trainers: int | None = None) -> None:
-        self.folder = folder
+    def __init__(self, count: int, trainers: int | None = None) -> None:
         self._trainers = range(count if trainers is None else trainers)
         tag = f"{os.getpid() % 10_000:04}"
         self._names = [f"exgrpo{tag}n{number}" for number in range(count)]
         self._switch = f"exgrpo{tag}s"
         net = f"10.{64 + os.getpid() % 64}.{os.getpid() // 64 % 256}"
         self.addresses = [f"{net}.{number + 1}" for number in range(count)]
-        self._daemons: list[subprocess.Popen[bytes]] = []
         self._cables: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
         try:
             self._connect()
-            self._keys()
-            self._daemons.extend(map(self._daemon, range(len(self._names))))
-            for address in self.addresses:
-                self._reach(address)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -81,15 +73,11 @@ class Hosts:
     ) -> None:
         for host in list(self._cables):
             self._shorten(host)
-        for name in self._names:
+        for host, name in enumerate(self._names):
             with suppress(subprocess.CalledProcessError):
-                for process in run("ip", "netns", "pids", name).split():
-                    with suppress(ProcessLookupError):
-                        os.kill(int(process), 9)
+                self.kill(host)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
         subprocess.run(["ip", "netns", "delete", self._switch], capture_output=True, check=False)
-        for daemon in self._daemons:
-            daemon.wait(10)
 
     def _connect(self) -> None:
         """A namespace with a bridge, and one for each host, connected to it."""
@@ -105,48 +93,6 @@ class Hosts:
             run("ip", "-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
             run("ip", "-n", name, "link", "set", DEVICE, "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
-
-    def _keys(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.folder.chmod(0o700)
-        for name in ("host", "user"):
-            run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
-        (self.folder / "authorized").write_text((self.folder / "user.pub").read_text())
-        Path("/run/sshd").mkdir(exist_ok=True)  # the daemon insists on it
-
-    def _daemon(self, host: int) -> subprocess.Popen[bytes]:
-        options = {
-            "ListenAddress": self.addresses[host],
-            "HostKey": self.folder / "host",
-            "AuthorizedKeysFile": self.folder / "authorized",
-            "StrictModes": "no",
-            "PidFile": "none",
-            "MaxStartups": "100",
-            "AcceptEnv": TOKEN,
-        }
-        words = [f"-o{key}={value}" for key, value in options.items()]
-        sshd = shutil.which("sshd", path="/usr/sbin:/sbin:/usr/bin")
-        command = [*self.on(host), str(sshd), "-D", "-e", "-f/dev/null", *words]
-        with (self.folder / f"{self._names[host]}.log").open("wb") as log:
-            return subprocess.Popen(command, stderr=log)
-
-    @property
-    def _ssh(self) -> list[str]:
-        # What the launcher passes on stands on command lines, which is no place for a secret.
-        options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", f"SendEnv={TOKEN}")
-        return [f"-i{self.folder / 'user'}", *(f"-o{option}" for option in options)]
-
-    def _reach(self, address: str) -> None:
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                run(*self.on(0), "ssh", *self._ssh, address, "true")
-            except subprocess.CalledProcessError as error:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"{address} is not reached: {error.stderr}") from error
-                time.sleep(0.1)
-            else:
-                return
 
     def on(self, host: int) -> list[str]:
         """What comes before a command on a host, which has one processor."""
@@ -215,10 +161,8 @@ class Hosts:
         return of_device["rx"]["bytes"], of_device["tx"]["bytes"]
 
     def processes(self, host: int) -> list[int]:
-        """What runs on a host, besides its ssh daemon."""
-        daemons = {daemon.pid for daemon in self._daemons}
-        found = map(int, run("ip", "netns", "pids", self._names[host]).split())
-        return [process for process in found if process not in daemons]
+        """What runs on a host."""
+        return [int(process) for process in run("ip", "netns", "pids", self._names[host]).split()]
 
     def kill(self, host: int) -> None:
         """Kill all processes of a host at once."""
@@ -226,43 +170,35 @@ class Hosts:
             with suppress(ProcessLookupError):
                 os.kill(process, 9)
 
-    def deepspeed(self, *arguments: str) -> subprocess.Popen[str]:
-        """The trainer, one rank a host, by DeepSpeed's launcher on the first one, which reaches the others by ssh."""
-        variables = self.folder / "variables"  # pdsh passes no other ones on
-        variables.write_text("".join(f"{name}={value}\n" for name, value in self._variables.items()))
-        told = {"PDSH_SSH_ARGS_APPEND": " ".join(self._ssh), "DS_ENV_FILE": str(variables)}
-        return self._launch(0, free_port(), told, "--no_ssh_check", str(MAIN), *arguments)
-
-    def each(self, *arguments: str) -> list[subprocess.Popen[str]]:
-        """The same by a launcher on each host, as a batch system starts them."""
-        port = free_port()
-        return [
-            self._launch(host, port, {}, "--no_ssh", f"--node_rank={host}", str(MAIN), *arguments)
-            for host in self._trainers
-        ]
+    def torchrun(self, *arguments: str) -> list[subprocess.Popen[str]]:
+        """The trainer, one rank a host, by a launcher on each of them, as a user or a batch system starts them."""
+        common = (
+            f"--nnodes={len(self._trainers)}",
+            f"--master_addr={self.addresses[0]}",
+            f"--master_port={free_port()}",
+        )
+        return [self._launch(host, *common, f"--node_rank={host}", str(MAIN), *arguments) for host in self._trainers]
 
     def restarting(self, *arguments: str) -> list[subprocess.Popen[str]]:
-        """By the launcher that starts a run again, with the hosts that are left; they meet at the first one."""
-        meet = f"--meet={self.addresses[0]}:{free_port()}"
-        words = ("-m", "exgrpo.train.launch", f"--hosts=1:{len(self.addresses)}", meet, "--restarts=2", *arguments)
-        return [self._start(host, {}, sys.executable, *words) for host in range(len(self.addresses))]
+        """The same, started again with the hosts that are left; they meet at the first one."""
+        meet = ("--rdzv_backend=c10d", f"--rdzv_endpoint={self.addresses[0]}:{free_port()}")
+        common = (f"--nnodes=1:{len(self._trainers)}", "--max_restarts=2", *meet)
+        own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-    @property
-    def _variables(self) -> dict[str, str]:
-        return {"GLOO_SOCKET_IFNAME": DEVICE, **{name: environment()[name] for name in ("DS_ACCELERATOR", "COLUMNS")}}
+        def start(host: int) -> subprocess.Popen[str]:
+            # A host finds its address by its name, and these hosts share the one of the machine.
+            place = (f"--local_addr={self.addresses[host]}", f"--rdzv_conf=is_host={host == 0}")
+            return self._launch(host, *common, *place, str(MAIN), *arguments, variables=own)
 
-    def _launch(self, host: int, port: int, told: dict[str, str], *words: str) -> subprocess.Popen[str]:
-        file = self.folder / "hosts.txt"
-        file.write_text("".join(f"{self.addresses[host]} slots=1\n" for host in self._trainers))
-        launcher = str(Path(sys.executable).with_name("deepspeed"))
-        options = (f"--hostfile={file}", f"--master_addr={self.addresses[0]}", f"--master_port={port}")
-        return self._start(host, told, launcher, *options, *words)
+        return [start(host) for host in self._trainers]
 
-    def _start(self, host: int, told: dict[str, str], *command: str) -> subprocess.Popen[str]:
+    def _launch(
+        self, host: int, *words: str, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [*self.on(host), *command],
+            [*self.on(host), str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=1", *words],
             cwd=ROOT,
-            env={**environment(), **self._variables, **told},
+            env={**environment(), "GLOO_SOCKET_IFNAME": DEVICE, **variables},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

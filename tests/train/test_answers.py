@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from exgrpo.train.answers import Answerer, Counts
+from exgrpo.train.answers import Answerer
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import RewardError, RolloutError
-from exgrpo.train.records import Rollout
+from exgrpo.train.records import Counts, EngineCounts, Rollout
 from exgrpo.train.reward.outcome import Failure
 from exgrpo.train.reward.pool import Grades
-from exgrpo.train.rollout import EngineCounts, Finished, Sampling, Stops
+from exgrpo.train.rollout import Finished, Sampling, Stops
 from tests.train.fakes import EOS, LoneWorld, question_set
 
 QUESTIONS = question_set(2).questions

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from exgrpo.train.config import Config, ExperienceConfig
-from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.recipe import load_recipe, parse_args, read_recipe, to_yaml
 from exgrpo.train.reward.names import resolve_reward, reward_of
+from exgrpo.train.section import known_keys
 
 
 def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:

@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 import exgrpo
-from exgrpo.train.doctor import program, report
-from exgrpo.train.doctor.check import Check, Finding, all_checks
-from exgrpo.train.doctor.options import Options, chosen, parse_options, recipe_of
+from exgrpo.train.doctor import program
+from exgrpo.train.doctor.check import Check, Finding
+from exgrpo.train.doctor.program import Options, all_checks, chosen, parse_options, recipe_of
 from exgrpo.train.doctor.running import members
-from exgrpo.train.ending import Stopped
 from exgrpo.train.errors import ConfigError
+from exgrpo.train.process import Stopped
 from tests.train import broken_checks
 from tests.train.launch import ROOT, environment, launch_module
 from tests.train.test_ending import gone
@@ -187,7 +187,7 @@ FOUND = [
 
 def test_the_table_has_a_row_for_each_check():
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(report.table(FOUND))
+    console.print(program.table(FOUND))
     told = console.export_text()
     assert "│ kernels_cuda │ skipped │ it needs a GPU " in told
     assert "│ zero3_all    │ failed  │ it ended | with [status] 1 " in told
@@ -195,7 +195,7 @@ def test_the_table_has_a_row_for_each_check():
 
 
 def test_the_text_has_versions_hardware_checks_and_the_output_of_what_failed(tmp_path):
-    told = report.text(FOUND, tmp_path)
+    told = program.text(FOUND, tmp_path)
     assert told.startswith("# exgrpo doctor: 0 ok, 1 failed, 1 skipped\n")
     for name in (
         "python 3.",
@@ -214,8 +214,8 @@ def test_the_text_has_versions_hardware_checks_and_the_output_of_what_failed(tmp
 
 def test_the_text_names_no_user(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/alice")
-    monkeypatch.setattr(report.socket, "gethostname", lambda: "node17")
-    monkeypatch.setattr(report, "_user", lambda: "alice")
+    monkeypatch.setattr(program.socket, "gethostname", lambda: "node17")
+    monkeypatch.setattr(program, "_user", lambda: "alice")
     source = Path(exgrpo.__file__).parents[1]
     shown = {
         f"{tmp_path}/zero3_all/run": "<scratch>/zero3_all/run",
@@ -234,4 +234,4 @@ def test_the_text_names_no_user(tmp_path, monkeypatch):
     )
     shown |= dict(zip(public, public, strict=True))
     for told, expected in shown.items():
-        assert report.anonymous(told, tmp_path) == expected
+        assert program.anonymous(told, tmp_path) == expected

@@ -11,9 +11,9 @@ from torch import nn
 from exgrpo.kernels import dispatch, self_check
 from exgrpo.train.config import Config
 from exgrpo.train.distributed import World
-from exgrpo.train.doctor.check import CheckFailedError, Given, Skipped, all_checks
-from exgrpo.train.doctor.checks import collectives, disk, grading, kernels, memory, versions, weights, zero3
-from exgrpo.train.doctor.tiny import tiny_run
+from exgrpo.train.doctor import machine, training
+from exgrpo.train.doctor.check import CheckFailedError, Given, Skipped, tiny_run
+from exgrpo.train.doctor.program import all_checks
 from exgrpo.train.errors import ConfigError
 from tests.gloo import on_ranks
 from tests.train.configs import configured
@@ -40,82 +40,82 @@ def test_checks_have_names_of_their_own_a_remedy_and_travel():
 
 
 def test_every_backend_has_a_check():
-    assert set(kernels.BACKENDS) == set(dispatch.BACKENDS)
+    assert set(machine.BACKENDS) == set(dispatch.BACKENDS)
 
 
 def test_a_backend_that_is_not_there_is_skipped(given):
     with pytest.raises(Skipped, match="GPU"):
-        kernels.check("cuda", given())
+        machine.check_backend("cuda", given())
 
 
 def test_a_backend_that_computes_wrongly_fails(given, monkeypatch):
     monkeypatch.setattr(self_check, "self_check", lambda *_: 0.5)
     with pytest.raises(CheckFailedError, match=r"gradients are wrong.*5\.0e-01.*kernel_backend"):
-        kernels.check("torch", given())
+        machine.check_backend("torch", given())
 
 
 def test_a_backend_is_compared_with_the_products_in_the_recipes_dtype(given, monkeypatch):
-    monkeypatch.setattr(kernels, "SHAPES", {"cpu": (32, 16, 64)})
-    assert "in float32, " in kernels.check("torch", given())
+    monkeypatch.setattr(machine, "SHAPES", {"cpu": (32, 16, 64)})
+    assert "in float32, " in machine.check_backend("torch", given())
 
 
 def test_answers_that_are_graded_otherwise_fail(given, monkeypatch):
-    monkeypatch.setattr(grading, "MANY", 4)
-    assert "8 answers to 4 rewards graded rightly, 1 that hangs was ended" in grading.check(given())
-    reward, answer, gold, worth = grading.CASES[0]
-    monkeypatch.setattr(grading, "CASES", ((reward, answer, gold, 1 - worth), *grading.CASES[1:]))
+    monkeypatch.setattr(training, "MANY", 4)
+    assert "8 answers to 4 rewards graded rightly, 1 that hangs was ended" in training.check_grading(given())
+    reward, answer, gold, worth = training.CASES[0]
+    monkeypatch.setattr(training, "CASES", ((reward, answer, gold, 1 - worth), *training.CASES[1:]))
     with pytest.raises(CheckFailedError, match=r"1 of 8 answers .*frac.*math-verify"):
-        grading.check(given())
+        training.check_grading(given())
 
 
 def test_too_little_memory_fails_with_what_is_needed(given, monkeypatch):
     paper = {"policy.path": "Qwen/Qwen2.5-Math-7B", "policy.dtype": "bf16"}
-    monkeypatch.setattr(memory, "free_memory", lambda: 2**40)
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2**50}))
-    assert "CPU memory: " in memory.check(given(**paper))
-    monkeypatch.setattr(memory, "free_memory", lambda: 2**33)
+    monkeypatch.setattr(machine, "free_memory", lambda: 2**40)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2**50}))
+    assert "CPU memory: " in machine.check_memory(given(**paper))
+    monkeypatch.setattr(machine, "free_memory", lambda: 2**33)
     with pytest.raises(CheckFailedError, match=r"CPU memory: [\d.]+ of 8\.0 GiB free\. .*estimate") as short:
-        memory.check(given(**paper))
+        machine.check_memory(given(**paper))
     # Masters, two moments and gradients in fp32 of 7.6e9 parameters, and their weights in bf16, are the least.
     assert float(str(short.value).split()[2]) > 18 * 7.6e9 / 2**30
-    monkeypatch.setattr(memory, "free_memory", lambda: 2**40)
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2**30}))
+    monkeypatch.setattr(machine, "free_memory", lambda: 2**40)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2**30}))
     with pytest.raises(CheckFailedError, match=r"disk: \d+\.\d of 1\.0 GiB free\. Make room"):
-        memory.check(given(**paper))
+        machine.check_memory(given(**paper))
 
 
 def test_the_fullest_gpu_decides_and_the_remedy_is_the_estimates(given, monkeypatch):
-    monkeypatch.setattr(memory, "device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(memory, "processes", lambda: 2)
-    monkeypatch.setattr(memory, "free_memory", lambda: 2**40)
+    monkeypatch.setattr(machine, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(machine, "processes", lambda: 2)
+    monkeypatch.setattr(machine, "free_memory", lambda: 2**40)
     asked = given(**{"policy.path": "Qwen/Qwen2.5-Math-1.5B", "policy.dtype": "bf16"})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: ((80 - gpu) * 2**30, 80 * 2**30))
-    assert " of 75.0 GiB, CPU memory: " in memory.check(asked)  # 79 without the 4 that no tensor gets
+    assert " of 75.0 GiB, CPU memory: " in machine.check_memory(asked)  # 79 without the 4 that no tensor gets
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: ((80 - 70 * gpu) * 2**30, 80 * 2**30))
     with pytest.raises(CheckFailedError, match=r"GPU: [\d.]+ of 6\.0 GiB free\. It fits with --.* GPUs: "):
-        memory.check(asked)
+        machine.check_memory(asked)
 
 
 def test_a_recipe_without_a_model_has_no_estimate(given):
     with pytest.raises(Skipped, match=r"policy\.path"):
-        memory.check(given(**{"policy.path": ""}))
+        machine.check_memory(given(**{"policy.path": ""}))
 
 
 def test_the_disk_is_that_of_the_folder_to_come(given, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "BLOCK", 4096)
+    monkeypatch.setattr(machine, "BLOCK", 4096)
     asked = given(**{"output.folder": tmp_path / "not" / "yet"})
-    assert disk.place_of(asked.recipe.output.folder) == tmp_path
-    assert "MiB/s with fsync" in disk.check(asked)
+    assert machine.place_of(asked.recipe.output.folder) == tmp_path
+    assert "MiB/s with fsync" in machine.check_disk(asked)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"output\.folder: .*file/runs cannot be written"):
-        disk.check(given(**{"output.folder": tmp_path / "file" / "runs"}))
+        machine.check_disk(given(**{"output.folder": tmp_path / "file" / "runs"}))
 
 
 def test_packages_that_do_not_suit_are_named(monkeypatch):
     lines = ["torch>=99", "surely-not-there>=1; extra == 'train'", "nor-this; extra == 'wandb'", "numpy>=1"]
-    monkeypatch.setattr(versions, "requires", lambda _: lines)
-    assert versions.unsuitable() == [
+    monkeypatch.setattr(machine, "requires", lambda _: lines)
+    assert machine.unsuitable() == [
         f"torch {torch.__version__} is installed, and torch>=99 is needed",
         'surely-not-there>=1; extra == "train" is not installed',
     ]
@@ -123,12 +123,12 @@ def test_packages_that_do_not_suit_are_named(monkeypatch):
 
 def collect(rank):
     world = World(rank, 2, torch.device("cpu"), control=None)
-    collectives.ELEMENTS["cpu"] = 1 << 10
-    assert collectives.measure(world).startswith("gloo, 2 x cpu: right; ")
+    training.ELEMENTS["cpu"] = 1 << 10
+    assert training.measure(world).startswith("gloo, 2 x cpu: right; ")
     dist.all_reduce = lambda tensor: None
     dist.broadcast = lambda tensor, source: tensor.fill_(7)
     with pytest.raises(CheckFailedError, match=f"rank {rank} of 2 got wrong numbers from all_reduce, broadcast"):
-        collectives.measure(world)
+        training.measure(world)
 
 
 def test_collectives_that_give_wrong_numbers_fail(tmp_path):
@@ -146,7 +146,7 @@ def test_collectives_that_give_wrong_numbers_fail(tmp_path):
     ],
 )
 def test_a_step_without_finite_numbers_fails(changes, problem):
-    found = zero3.wrong({"skipped_updates": 0, "loss": 0.1, "grad_norm": 0.2, **changes})
+    found = training.wrong_in({"skipped_updates": 0, "loss": 0.1, "grad_norm": 0.2, **changes})
     assert problem in found
     assert bool(found) == bool(problem)
 
@@ -177,13 +177,13 @@ class Engine:
 def test_weights_that_do_not_arrive_or_stay_fail(monkeypatch, lost, when):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     new = [("w", nn.Parameter(torch.ones(2), requires_grad=False))]
-    seconds, freed = weights.exercise(Engine(), new)
+    seconds, freed = training.exercise(Engine(), new)
     assert list(seconds) == ["push", "sleep", "wake"]
     assert freed == 0
     with pytest.raises(CheckFailedError, match=f"{when} the engine has other weights in 1 tensors, such as w"):
-        weights.exercise(Engine(lost), new)
+        training.exercise(Engine(lost), new)
     with pytest.raises(CheckFailedError, match="does not notice"):
-        weights.exercise(Engine(), [("w", torch.zeros(2))])
+        training.exercise(Engine(), [("w", torch.zeros(2))])
 
 
 def test_the_small_run_computes_as_the_recipe_does_and_leaves_its_size_and_servers(given):

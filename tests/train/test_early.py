@@ -9,7 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from exgrpo.train import early, hub, process, program
+from exgrpo.train import early, hub, process
+from exgrpo.train import main as program
 from exgrpo.train.early import look
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate import program as evaluate
@@ -78,7 +79,7 @@ def test_the_first_look_imports_nothing_that_takes_seconds():
     script = f"""if True:
         import sys, json
         from contextlib import ExitStack
-        from exgrpo.train import program
+        from exgrpo.train import main as program
         from exgrpo.train.estimate import program as estimate
         from exgrpo.train.evaluate import program as evaluate
         from exgrpo.train.evaluate.options import parse_options

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from exgrpo.train import ending
+from exgrpo.train import process as module
 
 PATIENCE = 20.0
 
@@ -35,7 +35,7 @@ def python(script: str, *arguments: str) -> subprocess.Popen[str]:
 
 STOPPED = """
 import time
-from exgrpo.train.ending import stop_on_signals
+from exgrpo.train.process import stop_on_signals
 stop_on_signals()
 try:
     print("ready", flush=True)
@@ -61,9 +61,9 @@ def test_a_signal_stops_once(number):
 
 HANGING_CLEAN_UP = """
 import signal
-from exgrpo.train import ending
-ending.GRACE = 0.3
-ending.stop_on_signals()
+from exgrpo.train import process
+process.GRACE = 0.3
+process.stop_on_signals()
 try:
     print("ready", flush=True)
     signal.pause()
@@ -72,9 +72,9 @@ finally:
 """
 HANGING_IN_C = """
 import ctypes, threading
-from exgrpo.train import ending
-ending.GRACE = 0.3
-ending.stop_on_signals()
+from exgrpo.train import process
+process.GRACE = 0.3
+process.stop_on_signals()
 mutex = ctypes.create_string_buffer(64)  # of zeros: a lock that nobody holds, and no signal interrupts who waits for it
 threading.Timer(1.0, print, ["ready"], {"flush": True}).start()  # by then this thread has hung for long
 for _ in range(2):
@@ -98,9 +98,9 @@ def test_a_stopped_process_that_hangs_says_where_and_ends(script):
 
 FORKING = """
 import os, signal, time
-from exgrpo.train import ending
-ending.GRACE = 0.3
-ending.stop_on_signals()
+from exgrpo.train import process
+process.GRACE = 0.3
+process.stop_on_signals()
 child = os.fork()
 if not child:
     try:
@@ -124,10 +124,10 @@ def test_a_signal_to_a_forked_process_is_none_to_its_parent():
 # A chain as DeepSpeed makes it: `deepspeed`, the launcher, a rank. The rank prints the ids of all three.
 RANK = """
 import os, sys, time
-from exgrpo.train import ending
-ending.LOOK_EVERY = 0.05
-ending.end_with_launcher()
-print(os.getpid(), os.getppid(), ending._parent(os.getppid()), flush=True)
+from exgrpo.train import process
+process.LOOK_EVERY = 0.05
+process.end_with_launcher()
+print(os.getpid(), os.getppid(), process._parent(os.getppid()), flush=True)
 time.sleep(60)
 """
 ABOVE = "import subprocess, sys; sys.exit(subprocess.Popen([sys.executable, *sys.argv[1:]]).wait())"
@@ -163,11 +163,11 @@ def test_a_process_without_this_launcher_outlives_its_parent(tmp_path):
 # A server with an engine, and a worker under that, which says who they are.
 WORKER = """
 import os, sys, time
-from exgrpo.train import ending
-ending.LOOK_EVERY = 0.05
+from exgrpo.train import process
+process.LOOK_EVERY = 0.05
 engine = os.getppid()
-server = ending._parent(engine)
-ending.end_with_ancestor(server)
+server = process._parent(engine)
+process.end_with_ancestor(server)
 print(os.getpid(), engine, server, flush=True)
 time.sleep(60)
 """
@@ -186,8 +186,8 @@ def test_a_process_that_is_no_ancestor_is_not_waited_for():
     stranger = python("import time; print('ready', flush=True); time.sleep(60)")
     script = f"""
 import threading
-from exgrpo.train import ending
-ending.end_with_ancestor({stranger.pid})
+from exgrpo.train import process
+process.end_with_ancestor({stranger.pid})
 print(threading.active_count())
 """
     threads, _ = python(script).communicate(timeout=PATIENCE)
@@ -196,14 +196,14 @@ print(threading.active_count())
 
 
 def test_a_process_that_cannot_be_read_has_no_command_and_no_parent():
-    assert ending._command(2**22 + 1) == []
-    assert ending._parent(2**22 + 1) == 0
-    assert ending._parent(os.getpid()) == os.getppid()
+    assert module._command(2**22 + 1) == []
+    assert module._parent(2**22 + 1) == 0
+    assert module._parent(os.getpid()) == os.getppid()
 
 
 LEFT = """
 import atexit, sys
-from exgrpo.train.ending import leave
+from exgrpo.train.process import leave
 class Late:
     def __del__(self):
         print("taken apart")
@@ -226,6 +226,6 @@ def test_help_that_nobody_reads(program):
     reads, writes = os.pipe()
     os.close(reads)
     command = [sys.executable, *program, "--help"]
-    done = subprocess.run(command, cwd=Path(ending.__file__).parents[2], stdout=writes, stderr=subprocess.PIPE)
+    done = subprocess.run(command, cwd=Path(module.__file__).parents[2], stdout=writes, stderr=subprocess.PIPE)
     os.close(writes)
     assert (done.returncode, done.stderr) == (141, b"")

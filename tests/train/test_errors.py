@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from exgrpo.train import distributed, errors, inputs, process, program, run, serve
+from exgrpo.train import build, distributed, errors, process, run, serve
+from exgrpo.train import main as program
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import load_questions
 from exgrpo.train.distributed import ALONE
@@ -44,7 +45,7 @@ def programs(monkeypatch):
     monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
     monkeypatch.setattr(distributed, "start", lambda **_: ALONE)
     return {
-        "run": (lambda: program.main([]), inputs, "load_pretrained"),
+        "run": (lambda: program.main([]), build, "load_pretrained"),
         "evaluate": (
             lambda: evaluate.main(["builtin:arithmetic", "--data.test=builtin:arithmetic", "--data.test_limit=1"]),
             evaluation,

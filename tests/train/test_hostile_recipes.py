@@ -12,14 +12,14 @@ from exgrpo.train import errors
 from exgrpo.train.config import Config
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.rows import parse_row
-from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError, cut, shown
 from exgrpo.train.limits import MOST_ANSWERS
-from exgrpo.train.plain_yaml import parse
+from exgrpo.train.plain import parse_yaml
 from exgrpo.train.pretrained.arguments import from_arguments
 from exgrpo.train.pretrained.source import explained
 from exgrpo.train.recipe import DEFAULT_RUN, load_recipe, parse_args, unfinished, validate
 from exgrpo.train.reward.names import resolve_reward
+from exgrpo.train.section import known_keys
 from tests.train.configs import configured
 
 KEYS = known_keys(Config)
@@ -114,8 +114,8 @@ def test_hostile_recipes_are_named_in_one_short_line(path, text, message):
 
 
 def test_values_that_are_merged_may_be_replaced():
-    assert parse("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}") == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}
-    assert parse("{1: a, '1': b}") == {1: "a", "1": "b"}
+    assert parse_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}") == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}
+    assert parse_yaml("{1: a, '1': b}") == {1: "a", "1": "b"}
 
 
 @pytest.mark.parametrize(("length", "message"), [(101, None), (102, "100 recipes lead"), (2000, "100 recipes lead")])

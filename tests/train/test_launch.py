@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from exgrpo.train import launch as module
-from exgrpo.train import process, program
+from exgrpo.train import main as program
+from exgrpo.train import process
 from exgrpo.train.checkpoint.listing import folders
 from exgrpo.train.checkpoint.unsaved import is_unsaved
 from exgrpo.train.errors import ConfigError
@@ -98,16 +99,23 @@ def test_the_last_line_of_a_stopped_run_has_the_command_that_goes_on(tmp_path):
     assert (launcher.run / "finished").exists()
 
 
+HOST = {"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "node1"}
+
+
 @pytest.mark.parametrize(
     ("variables", "command"),
     [
         ({}, "exgrpo train"),
         ({"WORLD_SIZE": "2", "LOCAL_SIZE": "2"}, "exgrpo train --processes 2"),
         (
-            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", process.LAUNCHED: "--hosts=2 --meet=a:1"},
-            "exgrpo train --hosts=2 --meet=a:1",
+            {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", process.LAUNCHED: "--processes=2 --restarts=1"},
+            "exgrpo train --processes=2 --restarts=1",
         ),
         ({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, "deepspeed main.py"),
+        (
+            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", **HOST},
+            "torchrun --nnodes=2 --node_rank=0 --master_addr=node1 --nproc_per_node=2 main.py",
+        ),
     ],
 )
 def test_the_command_that_goes_on_starts_as_many_processes(monkeypatch, variables, command):
@@ -132,12 +140,7 @@ def test_no_process_is_left_when_the_launcher_is_killed(tmp_path):
     ("arguments", "message"),
     [
         (["--processes=0"], "processes"),
-        (["--hosts=4:2"], "give a number, as 4, or the fewest and the most, as 2:4"),
-        (["--hosts=0"], "give a number, as 4"),
-        (["--meet=here"], "give HOST:PORT"),
-        (["--hosts=2"], "give --meet HOST:PORT"),
-        (["--hosts=2", "--meet=no.such.host.invalid:5"], "meet: no.such.host.invalid:5 is not known or not reached"),
-        (["--hosts=2", "--meet=127.0.0.1:5", "--restarts=1"], "give the run an --output.name"),
+        (["--processes=2", "--hosts=2"], "unknown option --hosts"),
         (["--restart=1", "--processes=2"], "unknown option --restart"),
         (["--restarts=1", "--steps=-1"], "steps"),
         (["--dry-run", "--steps=-1"], "steps"),

@@ -5,7 +5,7 @@ from huggingface_hub import constants
 
 from exgrpo.train.config import OutputConfig
 from exgrpo.train.errors import ConfigError, OutputError
-from exgrpo.train.publish import check_upload, upload
+from exgrpo.train.hub import check_upload, upload
 from tests.train.hub import running
 
 

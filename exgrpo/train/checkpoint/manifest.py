@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, write_whole
-from exgrpo.train.dotted import joined
 from exgrpo.train.errors import CheckpointError
+from exgrpo.train.section import joined
 
 MANIFEST = "manifest.json"
 FORMAT = 5

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from exgrpo.train.checkpoint.listing import FOLDER, find, folders, survey
 from exgrpo.train.config import Config
-from exgrpo.train.dotted import flat
 from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
 from exgrpo.train.recipe import load_recipe, validate
+from exgrpo.train.section import flat
 
 logger = logging.getLogger(__name__)
 

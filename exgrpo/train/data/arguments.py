@@ -9,9 +9,8 @@ from urllib.parse import parse_qsl
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from exgrpo.train.errors import ConfigError, DataError, shown
-from exgrpo.train.mistakes import nearest
-from exgrpo.train.plain_yaml import parse
+from exgrpo.train.errors import ConfigError, DataError, nearest, shown
+from exgrpo.train.plain import parse_yaml
 
 
 def split_arguments(source: str) -> tuple[str, dict[str, Any]]:
@@ -32,7 +31,7 @@ def split_arguments(source: str) -> tuple[str, dict[str, Any]]:
         if name in arguments:
             raise DataError(f"{source}: the argument {shown(name)} comes twice")
         try:
-            arguments[name] = parse(text)
+            arguments[name] = parse_yaml(text)
         except ConfigError as error:
             raise DataError(f"{source}: {shown(name)}: {error}") from None
     return place, arguments

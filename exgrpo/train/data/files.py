@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from exgrpo.train import plain_json
+from exgrpo.train import plain
 from exgrpo.train.builtin import PREFIX, find_module, module_names
 from exgrpo.train.data import gym
 from exgrpo.train.data.arguments import checked, parameters, split_arguments
@@ -183,7 +183,7 @@ def _file_rows(path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
         return _csv_rows(text, path, reading)
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
-            return _parsed(plain_json.parse(text), str(path), path.stem, reading)
+            return _parsed(plain.parse_json(text), str(path), path.stem, reading)
         except ValueError as error:
             raise DataError(f"{path}: not valid JSON: {shown(error)}") from error
     return _parsed_lines(text, path, reading)
@@ -271,7 +271,7 @@ def _csv_object(columns: list[str], cells: list[str], nested: Iterable[str]) -> 
     for name in nested:
         if row.get(name) is not None:
             try:
-                row[name] = plain_json.parse(row[name])
+                row[name] = plain.parse_json(row[name])
             except ValueError as error:
                 raise DataError(f"{name} must be JSON in a CSV file: {error}") from error
     return row
@@ -291,7 +291,7 @@ def _parsed_lines(text: str, path: Path, reading: Reading) -> Iterator[Row | _Ba
         if not line.strip():
             continue
         try:
-            yield parse_row(plain_json.parse(line), path.stem, reading)
+            yield parse_row(plain.parse_json(line), path.stem, reading)
         except DataError as error:
             yield _BadRow(f"{path} line {number}", str(error))
         except ValueError as error:

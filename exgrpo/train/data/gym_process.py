@@ -9,8 +9,7 @@ from typing import Any
 
 from exgrpo.train.data.arguments import checked
 from exgrpo.train.data.gym import PREFIX, in_split
-from exgrpo.train.errors import DataError, shown
-from exgrpo.train.mistakes import nearest
+from exgrpo.train.errors import DataError, nearest, shown
 
 _OWN = ("seed", "size")
 _DRAWS = 50

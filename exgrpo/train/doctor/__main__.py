@@ -7,6 +7,6 @@ if __name__ == "__main__":  # grading processes import this module, too, and nee
 
     with needs(__name__, "exgrpo[train]"):
         from exgrpo.train.doctor.program import main
-        from exgrpo.train.ending import leave
+        from exgrpo.train.process import leave
 
     leave(main(sys.argv[1:]))

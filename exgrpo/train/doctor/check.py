@@ -1,23 +1,46 @@
-"""What a check is, what it is given and what comes of it; the checks that there are.
+"""What a check is, what it is given and what comes of it; what checks are made of: a small run, and its processes.
 
-A module of exgrpo.train.doctor.checks has its checks in the tuple CHECKS, and a new one needs no edit elsewhere. The
-program imports all of these modules: at their tops they stay free of torch and of what imports it.
+The checks are in the tuples CHECKS of `machine` and `training`. At their tops, these modules and this one stay free of
+torch and of what imports it.
 """
 
-import pkgutil
-from collections.abc import Callable
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from exgrpo.train.config import Config
 from exgrpo.train.errors import ExgrpoError
+from exgrpo.train.recipe import DEFAULT_RUN, merged, read_recipe, validate
 
-PACKAGE = "exgrpo.train.doctor.checks"
+if TYPE_CHECKING:
+    from exgrpo.train.build import Inputs
+    from exgrpo.train.distributed import World
+
 LOG = "log"
 """The file in the folder of a check that has all that its processes print."""
+SIZES = {
+    "steps": 1,
+    "questions": 8,
+    "preflight": "off",
+    "data.train_limit": 64,
+    "data.test": None,
+    "reward.workers": 1,
+    "rollout.samples": 4,
+    "checkpoint.every": 1,
+    "output.name": "run",
+    "output.trackers": [],
+}
+TAKEN = (
+    *("policy.dtype", "policy.attention", "policy.kernel_backend", "rollout.engine", "rollout.sleep_level"),
+    *("distributed.timeout_minutes", "distributed.offload_optimizer", "distributed.persistence_threshold"),
+)
+"""What is as in the recipe."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +104,52 @@ class Finding:
     output: tuple[str, ...] = ()
 
 
-def all_checks() -> list[Check]:
-    """All checks, by their level and name."""
-    modules = [module.name for module in pkgutil.iter_modules(import_module(PACKAGE).__path__)]
-    checks = [check for module in modules for check in import_module(f"{PACKAGE}.{module}").CHECKS]
-    return sorted(checks, key=lambda check: (check.level, check.name))
+def tiny_run(given: Given, changes: dict[str, Any] | None = None) -> Config:
+    """The small run.
+
+    Args:
+        given: the recipe of the run that the machine is meant for, of which the servers are left out; the folder for
+            what the small run leaves.
+        changes: values by their dotted keys.
+    """
+    recipe = given.recipe
+    taken = {key: getattr(getattr(recipe, section), name) for key in TAKEN for section, name in [key.split(".")]}
+    if recipe.rollout.engine == "server":
+        taken["rollout.engine"] = "auto"
+    own = {"output.folder": given.folder, **(changes or {})}
+    return validate(merged(read_recipe(DEFAULT_RUN), SIZES, taken, own), "the small run")
+
+
+def open_inputs(config: Config, resources: ExitStack) -> "tuple[Inputs, World]":
+    """What a run starts from, in a process that is alone."""
+    from exgrpo.train.build import read_inputs
+    from exgrpo.train.distributed import start
+    from exgrpo.train.early import look
+
+    inputs = read_inputs(config, look(config, resources))
+    return inputs, start(config.distributed.timeout_minutes)
+
+
+def launch(ranks: int, folder: Path, program: Sequence[str], remedy: str) -> None:
+    """Run a program; what it prints goes to this process's standard error.
+
+    Args:
+        ranks: how many processes of it; one is started without the launcher.
+        folder: of the check.
+        program: the file of a Python program, or --module and a module, and its arguments.
+        remedy: what to do where it fails.
+
+    Raises:
+        CheckFailedError: it does.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = ["-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--master_port", str(port)]
+    alone = ["-m" if word == "--module" else word for word in program]
+    words = alone if ranks == 1 else [*launcher, "--num_accelerators", str(ranks), "--no_local_rank", *program]
+    status = subprocess.run([sys.executable, *words], stdout=sys.stderr, check=False).returncode
+    if status:
+        printed = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+        told = next((f": {line}" for line in reversed(printed) if line.startswith("error")), "")
+        raise CheckFailedError(f"{ranks} of its processes ended with status {status}{told}. {remedy}")

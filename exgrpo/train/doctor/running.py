@@ -1,4 +1,9 @@
-"""One check in processes of its own, under a time limit; nothing of them stays."""
+"""One check in processes of its own, under a time limit; nothing of them stays.
+
+The module is also the program of the first of them: `python -m exgrpo.train.doctor.running RECIPE FOLDER PARENT`. Its
+standard input is the function of the check, pickled by the doctor. Its standard output is one line of JSON, the
+finding; all that libraries print goes to its standard error.
+"""
 
 import json
 import os
@@ -8,11 +13,14 @@ import site
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from exgrpo.train.doctor.check import LOG, Check, Finding
-from exgrpo.train.errors import SHOWN, cut
+from exgrpo.train.doctor.check import LOG, Check, Finding, Given, Skipped
+from exgrpo.train.errors import SHOWN, ExgrpoError, cut
+from exgrpo.train.process import end_group_with_parent, leave, run_program
+from exgrpo.train.recipe import load_recipe
 
 GRACE = 10.0
 """Seconds in which processes that are asked to end may clean up; then they are killed."""
@@ -35,7 +43,7 @@ def run_check(check: Check, recipe: Path, folder: Path, timeout: float) -> Findi
         timeout: seconds for the check.
     """
     found = folder / "found"
-    command = [sys.executable, "-m", "exgrpo.train.doctor.one", *map(str, (recipe, folder, os.getpid()))]
+    command = [sys.executable, "-m", "exgrpo.train.doctor.running", *map(str, (recipe, folder, os.getpid()))]
     start = time.monotonic()
     with found.open("wb") as out, (folder / LOG).open("wb") as log:
         process = subprocess.Popen(
@@ -134,3 +142,26 @@ def _shared(processes: list[int]) -> set[str]:
             maps = Path(f"/proc/{process}/maps").read_text(errors="replace")
             files |= {line[line.index(SHARED) :] for line in maps.splitlines() if SHARED in line}
     return files
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do the check; the exit status is 0 where it has come to a finding."""
+    recipe, folder = map(Path, argv[:2])
+    end_group_with_parent(int(argv[2]))
+    answer = os.dup(1)
+    os.dup2(2, 1)
+
+    def work(resources: ExitStack) -> None:
+        try:
+            said = "ok", pickle.load(sys.stdin.buffer)(Given(load_recipe(recipe), folder, resources))
+        except Skipped as reason:
+            said = "skipped", str(reason)
+        except ExgrpoError as error:
+            said = "failed", str(error)
+        os.write(answer, json.dumps(dict(zip(("result", "text"), said, strict=True))).encode() + b"\n")
+
+    return run_program(work, "the check was stopped")
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

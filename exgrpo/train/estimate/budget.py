@@ -1,24 +1,25 @@
 """What a recipe takes on given GPUs: memory by moment, CPU memory, disk, seconds by phase. Arithmetic, no measurement.
 
-Pure functions of a configuration, a model shape, the hardware and stated assumptions. B bytes, N parameters.
+Pure functions of a configuration, a model shape, the hardware and stated assumptions. `rollout.engine` auto is taken
+for vLLM, which it is wherever vLLM is installed. Servers are taken to have as many GPUs as the trainer, of its kind.
 """
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
-import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from exgrpo.kernels.chunks import chunking
 from exgrpo.train.config import Config
-from exgrpo.train.estimate.parts import NF4_BYTES, Amount, Assumptions, Hardware, MemoryItem, Phase, Work
-from exgrpo.train.estimate.rollout import asleep_bytes, push_seconds, rollout_memory, rollout_seconds
+from exgrpo.train.estimate.parts import GIB, NF4_BYTES, Amount, Assumptions, Hardware, MemoryItem, Phase, Work
 from exgrpo.train.estimate.shape import FP32, ModelShape
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.selection import RULES
 from exgrpo.train.objective.settings import SURROGATES
 from exgrpo.train.policy.zero3 import deepspeed_settings, kept_whole
 from exgrpo.train.pretrained.tokenizer import DTYPES
+from exgrpo.train.rollout.transformers.cache import grown
+from exgrpo.train.rollout.transformers.decode import KEPT
 from exgrpo.train.rollout.transformers.shared import shares_policy
 
 TRAJECTORY_OVERHEAD = 700
@@ -29,6 +30,10 @@ STORED: dict[str, Callable[[float], float]] = {
     "nothing": lambda success_rate: 0.0,
 }
 """Share of the fresh answers that a function `admit` keeps; of others, all."""
+PREFILL_TOKENS = 8192
+"""Prompt tokens that vLLM computes at once."""
+ADAPTED_LAUNCHES = 2
+"""So many times the kernels of a layer are launched where its adapters are computed beside it."""
 
 
 def gpu_memory(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[MemoryItem, ...]:
@@ -103,8 +108,7 @@ def _passes(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[Memo
     gpus, device = hardware.gpus, "cuda" if hardware.kind == "GPU" else "cpu"
     item = DTYPES[config.policy.dtype].itemsize
     tokens, checkpointing = config.optimizer.micro_batch_tokens, config.policy.gradient_checkpointing
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-    eager = longest if config.policy.attention == "eager" else 0
+    eager = longest_sequence(config) if config.policy.attention == "eager" else 0
     # ZeRO-3 keeps gathered what it needs again within this many elements.
     gathered = item * min(shape.total, int(_zero(config).max_reuse_distance) + max(shape.parameters))
     if kept_whole(config, gpus):  # of weights in 4 bits, one layer's at a time is there as it is multiplied
@@ -115,7 +119,7 @@ def _passes(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[Memo
     return (
         MemoryItem("gathered weights", rollout=generating, loss=gathered, backward=gathered),
         MemoryItem("saved activations", loss=saved, backward=saved),
-        MemoryItem("fused head", loss=head_bytes(shape, item, tokens, device, frozen=_frozen_head(config))),
+        MemoryItem("fused head", loss=shape.head_bytes(item, tokens, device, frozen=_frozen_head(config))),
         MemoryItem("backward of one layer", backward=tokens * (again + shape.gradient_bytes(item))),
     )
 
@@ -129,28 +133,6 @@ def _fused_loss(config: Config) -> bool:
 def _frozen_head(config: Config) -> bool:
     """Whether no gradient is formed of the head's weight."""
     return config.lora.rank > 0 and not config.lora.head
-
-
-def head_bytes(shape: ModelShape, item: int, tokens: int, device: str = "cuda", *, frozen: bool = False) -> int:
-    """Peak bytes of loss, forward and backward of the fused head when every token is a target.
-
-    In the forward a chunk of logits with its scratch (on a GPU their exponentials in 16 bits) and its tiles, and the
-    sums of both gradients in fp32. In the backward the sums, and in 16 bits their products with the upstream gradient.
-    There is none of the weight where that is ``frozen``.
-    """
-    kind = torch.device(device)
-    if kind.type == "cuda":
-        chunk = min(tokens, chunking.GPU_ROWS) * (FP32 + (item if item < FP32 else 0))
-    else:
-        step = min(tokens, chunking.chunk_rows(shape.vocabulary, torch.float32, kind))
-        chunk = FP32 * (step + min(step, chunking.block_rows(shape.vocabulary, torch.float32, kind)))
-    gradients = shape.width * (tokens if frozen else shape.vocabulary + tokens)
-    sums = FP32 * gradients
-    per_token = 16 * FP32 * tokens  # inputs in fp32, statistics and results
-    tiles = 1 if frozen else 2  # of the weight, and of its gradient
-    forward = shape.vocabulary * chunk + tiles * chunking.TILE_BYTES + sums
-    scaled = item * gradients if item < FP32 else 0
-    return per_token + max(forward, sums + scaled)
 
 
 def _always(name: str, size: float) -> MemoryItem:
@@ -247,3 +229,141 @@ def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: A
     push = Phase("push", push_seconds(config, shape, hardware.gpus, assumptions))
     rollout = Phase("rollout", rollout_seconds(config, shape, hardware, assumptions))
     return (passes_of["select"], rollout, passes_of["score"], passes_of["update"], push)
+
+
+def engine_of(config: Config) -> Literal["transformers", "vllm", "server"]:
+    """The engine that is reckoned with."""
+    if config.rollout.servers:
+        return "server"
+    return "transformers" if config.rollout.engine == "transformers" else "vllm"
+
+
+def rollout_memory(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
+    """The engine's copy of the model, if it has one, and what generation adds, per GPU of the trainer."""
+    engine = engine_of(config)
+    if engine == "server":
+        return ()
+    item = DTYPES[config.policy.dtype].itemsize
+    rows = _slots(config, gpus, config.data.max_prompt_tokens)
+    if engine == "vllm":
+        ranks = config.rollout.tensor_parallel
+        weights, cache = item * shape.total / ranks, config.rollout.kv_cache_gib * GIB
+        prompts = PREFILL_TOKENS * shape.gradient_bytes(item)
+    else:
+        tokens = min(config.rollout.batch_tokens, _answers(config, gpus) * longest_sequence(config))
+        held = _room(config) / longest_sequence(config) * shape.kv_bytes(item)
+        weights = 0 if shares_policy(config, gpus) else item * shape.total
+        cache = tokens * (held + shape.kv_working_bytes(item))
+        prompts = rows * config.data.max_prompt_tokens * shape.gradient_bytes(item)
+    asleep = weights if engine == "vllm" and config.rollout.sleep_level == 0 else 0
+    idle = asleep and cache
+    return (
+        MemoryItem("rollout engine, weights", weights, asleep, asleep, asleep),
+        MemoryItem("rollout engine, key/value cache", cache, idle, idle, idle),
+        MemoryItem("rollout engine, prompts and sampling", max(prompts, 3 * FP32 * rows * shape.vocabulary)),
+    )
+
+
+def asleep_bytes(config: Config, shape: ModelShape, gpus: int) -> float:
+    """CPU memory that all engines together take while they sleep."""
+    return gpus * shape.total * DTYPES[config.policy.dtype].itemsize if _sleeps_in_cpu_memory(config, gpus) else 0
+
+
+def push_seconds(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> float:
+    """Seconds for new weights to reach the engine through CPU memory; gathered on the GPUs they take next to none.
+
+    The copy of a sleeping engine takes them, it wakes and falls asleep again: three copies of all weights.
+    """
+    weights = DTYPES[config.policy.dtype].itemsize * shape.total
+    return 3 * weights / assumptions.host_bandwidth if _sleeps_in_cpu_memory(config, gpus) else 0
+
+
+def _sleeps_in_cpu_memory(config: Config, gpus: int) -> bool:
+    if engine_of(config) == "vllm":
+        return config.rollout.sleep_level == 1
+    return engine_of(config) == "transformers" and not shares_policy(config, gpus)
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt and response."""
+    return config.data.max_prompt_tokens + config.rollout.max_tokens
+
+
+def _room(config: Config) -> int:
+    """Tokens that a row of the cache has room for at the end of the longest answer."""
+    room = grown(config.data.max_prompt_tokens)
+    while room < longest_sequence(config):
+        room = grown(room + 1)
+    return room
+
+
+def _answers(config: Config, gpus: int) -> int:
+    """Answers that the busiest rank generates in a step."""
+    return math.ceil(config.questions / gpus) * config.rollout.samples
+
+
+def _slots(config: Config, gpus: int, prompt_tokens: float) -> int:
+    """Answers that a rank generates at once where the cache has room for them."""
+    rows = int(config.rollout.batch_tokens // (prompt_tokens + config.rollout.max_tokens))
+    return min(_answers(config, gpus), max(1, rows))
+
+
+def rows_at_once(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> int:
+    """Answers that a rank generates at once: transformers' in padded batches, vLLM's as its cache has room for them."""
+    if engine_of(config) == "transformers":
+        return _slots(config, gpus, assumptions.prompt_tokens)
+    slots = _slots(config, gpus, config.data.max_prompt_tokens)
+    held = shape.kv_bytes(DTYPES[config.policy.dtype].itemsize) * _mean_context(assumptions)
+    return max(1, min(slots, int(config.rollout.kv_cache_gib * GIB // held)))
+
+
+def _mean_context(assumptions: Assumptions) -> float:
+    return assumptions.prompt_tokens + assumptions.response_tokens / 2
+
+
+def rollout_seconds(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> float:
+    """Seconds that the busiest rank generates.
+
+    Lengths are taken to be exponentially distributed and cut at the limit, so the longest of n has on average
+    1 + 1/2 + ... + 1/n times the mean length. A batch of transformers goes on until its longest answer ends; of rows
+    that have ended it leaves some in. vLLM fills the place of each ended answer with the next one; the longest of all
+    still takes as many steps as it has tokens. All read a prompt once for its answers.
+    """
+    rows = rows_at_once(config, shape, hardware.gpus, assumptions)
+    answers = _answers(config, hardware.gpus)
+    tokens = answers * assumptions.response_tokens
+    if engine_of(config) == "transformers":
+        steps = math.ceil(answers / rows) * _longest(rows, config, assumptions)
+        adapted = config.lora.rank and shares_policy(config, hardware.gpus)
+        busy = min(rows, 2 * tokens / steps / (1 + KEPT))
+        launch = assumptions.layer_launch * (ADAPTED_LAUNCHES if adapted else 1)
+    else:
+        steps = max(tokens / rows, _longest(answers, config, assumptions))
+        busy, launch = tokens / steps, 0.0  # a whole step is one CUDA graph
+    prompts = answers / config.rollout.samples
+    prefill = prompts * shape.decoder_flops(assumptions.prompt_tokens) / (hardware.flops * assumptions.mfu)
+    bound = _step_seconds(shape, busy, _mean_context(assumptions), config, hardware, assumptions)
+    return prefill + steps * max(bound, shape.layers * launch)
+
+
+def _longest(answers: int, config: Config, assumptions: Assumptions) -> float:
+    harmonic = sum(1 / i for i in range(1, answers + 1))
+    return min(config.rollout.max_tokens, assumptions.response_tokens * harmonic)
+
+
+def _step_seconds(
+    shape: ModelShape, rows: float, context: float, config: Config, hardware: Hardware, assumptions: Assumptions
+) -> float:
+    """Seconds of one decoding step of `rows` sequences by what bounds it, traffic or arithmetic.
+
+    With tensor parallelism n GPUs read the weights together, for n ranks' sequences. Attention reads keys and values
+    where they lie. Weights in 4 bits are read, and written and read again in the compute dtype.
+    """
+    item = DTYPES[config.policy.dtype].itemsize
+    ranks = 1 if engine_of(config) == "transformers" else config.rollout.tensor_parallel
+    weights = item * shape.read_per_token / ranks
+    if config.lora.quantised != "none" and shares_policy(config, hardware.gpus):
+        weights += (NF4_BYTES + item) * shape.linear
+    traffic = weights + rows * context * shape.kv_bytes(item)
+    flops = rows * (2 * shape.linear + shape.head_flops(1))
+    return max(traffic / (hardware.bandwidth * assumptions.bandwidth_use), flops / (hardware.flops * assumptions.mfu))

@@ -1,4 +1,4 @@
-"""The options of an estimate: the GPUs, and what is assumed of a run on them."""
+"""The options of an estimate, and the hardware and assumptions that they mean."""
 
 from pathlib import Path
 
@@ -6,8 +6,7 @@ from pydantic import Field
 
 from exgrpo.train.config import Config, Section
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.estimate.data_sheets import GPUS
-from exgrpo.train.estimate.parts import GIB, Assumptions, Hardware
+from exgrpo.train.estimate.parts import GIB, GPUS, Assumptions, Hardware
 
 
 class Options(Section):

@@ -4,6 +4,7 @@ Counted for decoders of the Llama family (RMSNorm, rotary positions, gated MLP, 
 D width, F width of the MLP, H heads and G key/value heads of width d, V vocabulary.
 """
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,17 +13,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from exgrpo.kernels.chunks import chunking
 from exgrpo.train.errors import ModelError
 from exgrpo.train.policy.settings import LoraConfig
 from exgrpo.train.pretrained.flops import EXPERTS, ForwardFlops, forward_flops
+from exgrpo.train.pretrained.overrides import overridden
 from exgrpo.train.pretrained.source import find_model, read_config
 
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 FP32 = 4
-MODELS = Path(__file__).parent / "models"
-"""The sizes of the models that the recipes name, by this name: an estimate needs neither the hub nor a folder."""
+MODELS = Path(__file__).with_name("models.json")
+"""The sizes of the models that the recipes name, as in their config.json: an estimate needs neither hub nor folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,27 @@ class ModelShape(ForwardFlops):
         """Bytes per token of the gradients in flight inside a layer: three as wide as the MLP, two of width D."""
         return item * (3 * self.mlp + 2 * self.width)
 
+    def head_bytes(self, item: int, tokens: int, device: str = "cuda", *, frozen: bool = False) -> int:
+        """Peak bytes of loss, forward and backward of the fused head when every token is a target.
+
+        In the forward a chunk of logits with its scratch (on a GPU their exponentials in 16 bits) and its tiles, and
+        the sums of both gradients in fp32. In the backward the sums, and in 16 bits their products with the upstream
+        gradient. There is none of the weight where that is ``frozen``.
+        """
+        kind = torch.device(device)
+        if kind.type == "cuda":
+            chunk = min(tokens, chunking.GPU_ROWS) * (FP32 + (item if item < FP32 else 0))
+        else:
+            step = min(tokens, chunking.chunk_rows(self.vocabulary, torch.float32, kind))
+            chunk = FP32 * (step + min(step, chunking.block_rows(self.vocabulary, torch.float32, kind)))
+        gradients = self.width * (tokens if frozen else self.vocabulary + tokens)
+        sums = FP32 * gradients
+        per_token = 16 * FP32 * tokens  # inputs in fp32, statistics and results
+        tiles = 1 if frozen else 2  # of the weight, and of its gradient
+        forward = self.vocabulary * chunk + tiles * chunking.TILE_BYTES + sums
+        scaled = item * gradients if item < FP32 else 0
+        return per_token + max(forward, sums + scaled)
+
 
 def read_shape(path: str, config_json: Path | None = None, overrides: Mapping[str, Any] | None = None) -> ModelShape:
     """The shape of a model; no weights are read.
@@ -125,11 +149,12 @@ def read_shape(path: str, config_json: Path | None = None, overrides: Mapping[st
         ModelError: there is no such model, or it is not of the family that is counted here.
         ConfigError: there is no such config.json, or an override does not suit it.
     """
-    shipped = MODELS / path / "config.json"
-    if config_json is None and shipped.is_file() and not Path(path).exists():
-        config_json = shipped
     if config_json is not None:
         return shape_of(read_config(config_json, overrides or {}))
+    shipped = json.loads(MODELS.read_text(encoding="utf-8")).get(path)
+    if shipped and not Path(path).exists():
+        known = AutoConfig.for_model(**shipped)
+        return shape_of(overridden(known, shipped, overrides) if overrides else known)
     try:
         config = find_model(path, overrides).config
     except ModelError as error:

@@ -6,7 +6,7 @@ if __name__ == "__main__":  # grading processes import this module, too, and nee
     from exgrpo.extras import needs
 
     with needs(__name__, "exgrpo[train]"):
-        from exgrpo.train.ending import leave
         from exgrpo.train.evaluate.program import main
+        from exgrpo.train.process import leave
 
     leave(main(sys.argv[1:]))

@@ -12,7 +12,8 @@ from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.errors import ConfigError, shown
 from exgrpo.train.evaluate.held_out import evaluate, metrics, rate_names
 from exgrpo.train.evaluate.scores import SourceScore
-from exgrpo.train.evaluate.settings import TEST, held_out_sets
+from exgrpo.train.evaluate.sets import held_out_sets
+from exgrpo.train.evaluate.settings import TEST
 from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.seeds import derive_seed
 

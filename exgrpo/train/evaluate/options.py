@@ -20,14 +20,12 @@ from exgrpo.train.config import (
 )
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.sources import ColumnNames, SourceConfigs
-from exgrpo.train.dotted import flat, known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.settings import EvaluationConfig
 from exgrpo.train.limits import LONGEST
-from exgrpo.train.mistakes import explain
 from exgrpo.train.pretrained.arguments import Overrides
 from exgrpo.train.recipe import RecipeArgument, load_recipe, merged, origin_of, read_recipes, split_recipe, unfinished
-from exgrpo.train.section import Section, Sources, StopString
+from exgrpo.train.section import Section, Sources, StopString, explain, flat, known_keys
 from exgrpo.train.turns.settings import EnvironmentConfig
 
 CONFIG = "config.yaml"

@@ -17,11 +17,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
-from exgrpo.train.errors import ConfigError, MethodError, cause, place_in
+from exgrpo.train.errors import ConfigError, MethodError, cause, nearest, place_in
 from exgrpo.train.experience.contract import CHECKS
 from exgrpo.train.functions import Functions
 from exgrpo.train.functions import needs as needs
-from exgrpo.train.mistakes import nearest
 
 Kind = Literal["admit", "prioritise", "compose", "weigh", "expire"]
 PACKAGE = "exgrpo.train.experience"

@@ -19,8 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from exgrpo.train.errors import ConfigError, shown
-from exgrpo.train.mistakes import nearest
+from exgrpo.train.errors import ConfigError, nearest, shown
 from exgrpo.train.step_batch import Doubles, Floats, StepBatch
 
 Term = Literal["shaped", "ratio", "clipped"]

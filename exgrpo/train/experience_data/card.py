@@ -7,7 +7,7 @@ import pyarrow as pa
 import yaml
 
 from exgrpo.train.experience_data.of_run import RunExperience
-from exgrpo.train.installed import installed
+from exgrpo.train.hub import installed
 
 SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M")
 """The hub's names of sizes, each ten times the one before."""

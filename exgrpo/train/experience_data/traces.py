@@ -19,7 +19,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train import plain_json
+from exgrpo.train import plain
 from exgrpo.train.errors import DataError, MissingDataError, os_errors_as, shown
 from exgrpo.train.records import Behaviour, Mask, TokenIds
 
@@ -164,7 +164,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 continue
             place = f"{path} line {number}"
             try:
-                row = plain_json.parse(line)
+                row = plain.parse_json(line)
             except ValueError as error:
                 raise DataError(f"{place}: not valid JSON: {shown(error)}") from None
             if not isinstance(row, dict):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from exgrpo.train.answers import Counts
+from exgrpo.train.records import Counts
 from exgrpo.train.reward.outcome import Failure
 from exgrpo.train.step_batch import StepBatch
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from exgrpo.train import plain_json
+from exgrpo.train import plain
 from exgrpo.train.errors import ConfigError, os_errors_as, shown
-from exgrpo.train.mistakes import explain
 from exgrpo.train.policy.settings import LoraConfig
+from exgrpo.train.section import explain
 
 FILE = "adapter_config.json"
 HEAD = "lm_head"
@@ -71,7 +71,7 @@ def adapter_config(folder: str) -> dict[str, Any]:
             )
         content = file.read_bytes()
     try:
-        saved = plain_json.parse(content)
+        saved = plain.parse_json(content)
     except ValueError as error:
         raise ConfigError(f"lora.path: {file} is damaged: {shown(error)}") from None
     if not isinstance(saved, dict):

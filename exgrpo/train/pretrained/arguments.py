@@ -7,7 +7,7 @@ from pydantic import Field, StrictBool, StrictInt
 from tyro.constructors import PrimitiveConstructorSpec
 
 from exgrpo.train.errors import ConfigError, shown
-from exgrpo.train.plain_yaml import parse
+from exgrpo.train.plain import parse_yaml
 
 # In this order: what reads as a number is one (YAML takes 1e6 for a text).
 Scalar = Annotated[StrictBool | StrictInt | float | str, Field(union_mode="left_to_right")]
@@ -30,7 +30,7 @@ def from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         if not (key and equals and value):
             raise ConfigError(f"overrides are KEY=VALUE, separated by spaces, and {shown(argument)} is not")
         try:
-            overrides[key] = parse(value)
+            overrides[key] = parse_yaml(value)
         except ConfigError as error:
             raise ConfigError(f"the override {shown(argument)}: {error}") from None
     return overrides

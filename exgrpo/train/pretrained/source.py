@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from exgrpo.train import plain_json
+from exgrpo.train import plain
 from exgrpo.train.errors import SHOWN, ConfigError, ModelError, cut, os_errors_as, shown
 from exgrpo.train.limits import MOST_LAYERS
 from exgrpo.train.pretrained.location import located
@@ -137,7 +137,7 @@ def read_config(file: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
             raise ConfigError(f"config_json: {file} does not exist: name a config.json or the folder that holds it")
         content = file.read_bytes()
     try:
-        raw = plain_json.parse(content)
+        raw = plain.parse_json(content)
         _check_layers(raw)
         config = AutoConfig.for_model(**raw)
     except Exception as error:

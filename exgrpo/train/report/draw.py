@@ -1,31 +1,64 @@
 """Runs as plots: lines, fans of quantiles, stacks of areas, histograms."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from exgrpo.train.report.curves import Columns, Curve, FloatArray, curve, mean_curve, thin
 from exgrpo.train.report.figures import (
+    DASHES,
+    Columns,
+    Curve,
+    FloatArray,
     Trace,
     area_trace,
     band_trace,
     bar_trace,
+    colour,
+    curve,
+    grade,
     horizontal,
     layout,
     line_trace,
+    mean_curve,
+    readable,
+    thin,
 )
-from exgrpo.train.report.looks import DASHES, colour, grade
-from exgrpo.train.report.panels import Panel
 from exgrpo.train.report.runs import RunColumns
-from exgrpo.train.report.template import readable
 
 HISTOGRAM_BINS = 40
 # Quantiles between which a band of a fan lies, what to call it, and how opaque it is.
 BANDS = (("q01", "q99", "1 to 99 %", 0.14), ("q10", "q90", "10 to 90 %", 0.28))
 INTERVAL_ALPHA = 0.18
 INK = "var(--ink)"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot of lines.
+
+    Attributes:
+        title: heading.
+        unit: label of the vertical axis.
+        series: column to name of each line of a run; names tell several lines apart.
+        x: column of the horizontal axis.
+        held_out: whether the columns are of the evaluations.
+        zero: whether the vertical axis starts at 0.
+        note: what a reader has to know.
+        interval: the columns of the 95 % confidence interval of a single run's line.
+        constant: whether the plot is drawn though it shows one number only.
+    """
+
+    title: str
+    unit: str
+    series: Mapping[str, str]
+    x: str = "step"
+    held_out: bool = False
+    zero: bool = False
+    note: str = ""
+    interval: tuple[str, str] | None = None
+    constant: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +77,11 @@ class Fan:
         title: heading.
         unit: label of the vertical axis.
         prefix: of the columns q01, q10, q50, q90 and q99.
-        note: what a reader has to know.
     """
 
     title: str
     unit: str
     prefix: str
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -215,19 +246,18 @@ def draw_fan(fan: Fan, groups: Sequence[PlotGroup], name: str) -> Plot:
         label = f"{groups[i].label}, median"
         data.append(line_trace(Curve(median.x, median.y), label, axis, paint=colour(i), group=i))
     if not curves:
-        return Plot(name, fan.title, fan.unit, fan.note, "step")
+        return Plot(name, fan.title, fan.unit, x="step")
     paint = INK if _many(groups) else colour(0)
     bands = [Key(label, k, paint, alpha=alpha) for k, (_, _, label, alpha) in enumerate(BANDS, start=1)]
     return Plot(
         name,
         fan.title,
         fan.unit,
-        fan.note,
-        "step",
-        "; ".join(words),
-        (Key("median", 0, paint), *reversed(bands)),
-        tuple(curves),
-        {"data": data, "layout": layout(axis, *_limits(curves, single=True), zero=False)},
+        x="step",
+        words="; ".join(words),
+        keys=(Key("median", 0, paint), *reversed(bands)),
+        curves=tuple(curves),
+        figure={"data": data, "layout": layout(axis, *_limits(curves, single=True), zero=False)},
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 
 from exgrpo.train.builtin import find_module, module_names
 from exgrpo.train.errors import MissingRewardError, RewardError, shown
-from exgrpo.train.python_path import load_function, load_place
+from exgrpo.train.functions import load_function, load_place
 from exgrpo.train.reward.contract import contract_of
 
 Reward = Callable[..., Any]

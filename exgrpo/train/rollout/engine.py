@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from exgrpo.train.records import Rollout, TokenIds
+from exgrpo.train.records import EngineCounts, Rollout, TokenIds
 from exgrpo.train.rollout.stops import NO_STOPS, Stops
 
 
@@ -45,21 +45,6 @@ class Finished:
     request: int
     sample: int
     rollout: Rollout
-
-
-@dataclass(frozen=True)
-class EngineCounts:
-    """What an engine did since it was last asked, on this rank.
-
-    Attributes:
-        prompt_tokens: of all prompts, once per answer.
-        cached_tokens: those of them that came from the prefix cache.
-        asleep_seconds: time between `sleep` and `wake` or `push_weights`; 0 where sleeping frees nothing.
-    """
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    asleep_seconds: float = 0.0
 
 
 class RolloutEngine(Protocol):

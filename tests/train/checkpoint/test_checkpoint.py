@@ -11,7 +11,7 @@ from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.listing import find
 from exgrpo.train.checkpoint.resume import FINISHED, begun_anew, continued, locate
 from exgrpo.train.errors import CheckpointError, ConfigError
-from exgrpo.train.program import configure
+from exgrpo.train.main import configure
 from exgrpo.train.recipe import DEFAULT_RUN, parse_args, to_yaml
 from exgrpo.train.trainer import Trainer
 from tests.train.configs import configured

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.chunks import chunking
 from exgrpo.train.estimate import budget
-from exgrpo.train.estimate.advice import advise, changed
-from exgrpo.train.estimate.budget import gpu_memory, head_bytes, phases
+from exgrpo.train.estimate.budget import gpu_memory, phases
 from exgrpo.train.estimate.parts import MOMENTS, Hardware, peak
-from exgrpo.train.policy.batch import TrainingRow
-from exgrpo.train.policy.layout import pad_rows
+from exgrpo.train.estimate.tables import advise, changed
+from exgrpo.train.policy.layout import Padded
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.settings import LoraConfig
 from exgrpo.train.policy.zero3 import kept_whole
 from exgrpo.train.pretrained.tokenizer import DTYPES
-from exgrpo.train.records import Trajectory
+from exgrpo.train.records import Rollout, Trajectory
 from exgrpo.train.rollout import Sampling, TransformersEngine
+from exgrpo.train.step_batch import StepBatch
 from tests.kernels.test_memory import PeakMemory
 from tests.train import tiny
 from tests.train.estimate.shapes import (
@@ -59,8 +59,9 @@ def small_chunks(monkeypatch):
 def micro_batch(length: int, prompt: int):
     rng = np.random.default_rng(0)
     ids = [rng.integers(3, VOCABULARY, n).astype(np.int32) for n in (prompt, length - prompt + 1)]
-    row = TrainingRow(ids[0], ids[1], np.full(len(ids[1]), -4.5, np.float32), 1.0)
-    return pad_rows([row] * ROWS, torch.device("cpu"))
+    batch = StepBatch.of_answers([ids[0]] * ROWS, [Rollout(ids[1], True)] * ROWS)
+    batch.fill(advantage=np.ones(ROWS), ratio_log_prob=np.full(len(batch.token), -4.5))
+    return Padded().rows(batch, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -89,7 +90,7 @@ def test_the_peak_of_a_real_micro_batch(dtype, checkpointing, small_chunks):
     shape = shape_like(model)
     found = sizes(gpu_memory(config, shape, HARDWARE_OF_ONE))
     layers = found["saved activations"]["backward"] + found["backward of one layer"]["backward"]
-    head = found["saved activations"]["loss"] + head_bytes(shape, DTYPES[dtype].itemsize, batch.tokens.numel(), "cpu")
+    head = found["saved activations"]["loss"] + shape.head_bytes(DTYPES[dtype].itemsize, batch.tokens.numel(), "cpu")
     counted = max(layers, head)
     assert measured.peak - gradients <= counted <= 1.2 * measured.peak
 
@@ -107,7 +108,7 @@ def test_the_peak_of_the_head(dtype, width, vocabulary, frozen, small_chunks):
     with PeakMemory() as measured:
         linear_policy_loss(hidden, weight, target, old, advantage, clip=None, entropy_coef=0.01).loss.backward()
     shape = dataclasses.replace(SMALL, width=width, vocabulary=vocabulary)
-    assert measured.peak <= head_bytes(shape, dtype.itemsize, 600, "cpu", frozen=frozen) <= 1.6 * measured.peak
+    assert measured.peak <= shape.head_bytes(dtype.itemsize, 600, "cpu", frozen=frozen) <= 1.6 * measured.peak
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -7,10 +7,10 @@ import huggingface_hub.constants
 import pytest
 
 from exgrpo.train.estimate import program
-from exgrpo.train.estimate.estimation import estimate
 from exgrpo.train.estimate.options import Options, hardware_of
 from exgrpo.train.estimate.parts import Hardware
 from exgrpo.train.estimate.shape import read_shape
+from exgrpo.train.estimate.tables import estimate
 from exgrpo.train.recipe import load_recipe
 from tests.train.estimate.shapes import (
     ASSUMED,

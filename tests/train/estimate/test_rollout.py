@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exgrpo.train.estimate.budget import gpu_memory, phases
-from exgrpo.train.estimate.parts import NF4_BYTES, Hardware
-from exgrpo.train.estimate.rollout import (
+from exgrpo.train.estimate.budget import (
     ADAPTED_LAUNCHES,
     asleep_bytes,
+    gpu_memory,
+    phases,
     rollout_memory,
     rollout_seconds,
     rows_at_once,
 )
+from exgrpo.train.estimate.parts import NF4_BYTES, Hardware
 from exgrpo.train.policy.adapters import add_adapters
 from exgrpo.train.policy.settings import LoraConfig
 from exgrpo.train.policy.states import trained

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 from exgrpo.train.builtin import ASSETS
 from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.config import Config
-from exgrpo.train.dotted import known_keys
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.evaluation import engine_settings, fitted
 from exgrpo.train.evaluate.options import AS_TRAINED, Options, defaults, parse_options
 from exgrpo.train.pretrained.tokenizer import load_pretrained
 from exgrpo.train.recipe import DEFAULT_RUN, to_yaml
+from exgrpo.train.section import known_keys
 from tests.train.configs import configured
 from tests.train.fakes import question_set
 from tests.train.launch import ROOT, environment, launch_module

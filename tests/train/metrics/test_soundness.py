@@ -2,10 +2,9 @@
 
 import pytest
 
-from exgrpo.train.answers import Counts
 from exgrpo.train.metrics.soundness import Soundness
+from exgrpo.train.records import Counts, EngineCounts
 from exgrpo.train.reward.outcome import Failure
-from exgrpo.train.rollout import EngineCounts
 from tests.train.launch import MAIN, launch
 from tests.train.test_run import SMALL, records
 from tests.train.trainers import half, make

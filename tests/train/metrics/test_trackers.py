@@ -15,7 +15,8 @@ from importlib.machinery import ModuleSpec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from exgrpo.train import process, program
+from exgrpo.train import main as program
+from exgrpo.train import process
 from exgrpo.train.config import Config
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.metrics.run_log import RunLog

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from exgrpo.train.report.follow import open_server
 from exgrpo.train.report.page import write_report
+from exgrpo.train.report.program import open_server
 from tests.train.report.pages import held_out, make_run, training_record, whole_run
 
 PASS_RATE = "plot-0-0"

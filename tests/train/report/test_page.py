@@ -7,12 +7,11 @@ import pytest
 import scipy.stats
 import yaml
 
+from exgrpo.train.builtin import ASSETS
 from exgrpo.train.errors import ReportError
-from exgrpo.train.report import curves as report_curves
-from exgrpo.train.report import plots as report_plots
-from exgrpo.train.report.groups import ABSENT, group_runs
+from exgrpo.train.report.figures import MAX_POINTS, Curve, mean_curve, student_t, thin
 from exgrpo.train.report.page import write_report
-from exgrpo.train.report.runs import load_run
+from exgrpo.train.report.runs import ABSENT, group_runs, load_run
 from tests.train.report.pages import SHORT, Page, held_out, make_run, page_of, training_record, whole_run
 
 
@@ -71,7 +70,7 @@ def test_what_is_noted_before_the_first_step_makes_no_step_of_it(tmp_path):
 
 
 def test_every_plot_of_a_complete_run_is_drawn_named_and_described(whole_page):
-    planned = yaml.safe_load((report_plots.ASSETS / "plots.yaml").read_text())
+    planned = yaml.safe_load((ASSETS / "report" / "plots.yaml").read_text())
     titles = [panel["title"] for section in planned for panel in section["panels"]]
     titles += [plot["title"] for section in planned for kind in ("fans", "stacks") for plot in section.get(kind, [])]
     titles += ["Held-out Pass@2"]
@@ -204,7 +203,7 @@ def test_seeds_become_a_mean_with_its_confidence_interval(tmp_path):
 
 @pytest.mark.parametrize("freedom", [1, 2, 9, 10, 11, 15, 40, 1000])
 def test_student_t(freedom):
-    assert report_curves.student_t(freedom) == pytest.approx(scipy.stats.t.ppf(0.975, freedom), abs=6e-4)
+    assert student_t(freedom) == pytest.approx(scipy.stats.t.ppf(0.975, freedom), abs=6e-4)
 
 
 def test_means_stand_at_the_steps_all_seeds_reached_and_at_their_mean_cost():
@@ -213,7 +212,7 @@ def test_means_stand_at_the_steps_all_seeds_reached_and_at_their_mean_cost():
     second = {"step": np.array([1.0, 2, 3]), "y": np.array([nan, 4, 7]), "cost": np.array([20.0, 40, 60])}
     without = {"step": np.array([1.0])}
 
-    curve = report_curves.mean_curve([first, second, without], "cost", "y")
+    curve = mean_curve([first, second, without], "cost", "y")
 
     assert curve.x.tolist() == [30, 45]
     assert curve.y.tolist() == [3, 5]
@@ -309,9 +308,9 @@ def test_steps_that_a_resumed_run_repeats_count_once(tmp_path):
 
 
 def test_long_runs_are_drawn_with_fewer_points(tmp_path):
-    steps = 4 * report_curves.MAX_POINTS - 2
-    curve = report_curves.thin(report_curves.Curve(np.arange(steps) + 1.0, *np.ones((3, steps))))
-    assert len(curve.x) == report_curves.MAX_POINTS
+    steps = 4 * MAX_POINTS - 2
+    curve = thin(Curve(np.arange(steps) + 1.0, *np.ones((3, steps))))
+    assert len(curve.x) == MAX_POINTS
     assert curve.x[0] == 2.5
     assert curve.x[-1] == steps - 0.5
     assert curve.low is not None

@@ -1,11 +1,20 @@
-"""The program that writes reports."""
+"""The program that writes reports; a report that follows its runs: what it answers, and to whom."""
 
+import http.client
+import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import pytest
+
 from exgrpo.train.report import program
-from tests.train.report.pages import SHORT, make_run
+from exgrpo.train.report.program import FollowedRuns, open_server
+from tests.train.report.pages import SHORT, make_run, training_record
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
@@ -38,3 +47,122 @@ def test_the_module_runs_without_the_training_stack(tmp_path):
 def test_an_unknown_option_is_told_in_one_line(capsys):
     assert program.main(["run", "--otput", "x.html"]) == 2
     assert capsys.readouterr().err == "error: unknown option --otput; did you mean --output?\n"
+
+
+@pytest.fixture
+def served(tmp_path):
+    server = open_server([make_run(tmp_path / "one", SHORT)], 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def asked(server, path, method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer, text
+
+
+def shown(followed):
+    """The text of the page without its scripts and style."""
+    return re.sub(r"<(script|style)[^>]*>.*?</\1>", "", followed.page(), flags=re.DOTALL)
+
+
+def test_the_page_is_of_the_version_that_it_names(served):
+    answer, page = asked(served, "/")
+    assert answer.status == 200
+    version = asked(served, "/version")[1]
+    assert f'<main data-version="{version}">' in page
+    assert "connect-src 'self'" in page
+    assert answer.getheader("Content-Security-Policy") == "frame-ancestors 'none'"
+    assert asked(served, "/metrics.jsonl")[0].status == 404
+    assert asked(served, "/", method="POST")[0].status == 501
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "localhost:1", "127.0.0.1:{port}."]
+)
+def test_another_name_of_the_server_is_refused(served, host):
+    """A page of somebody else may make its own name point here."""
+    for path in ("/", "/version"):
+        answer, text = asked(served, path, Host=host.format(port=served.server_port))
+        assert answer.status == 403
+        assert "one" not in re.findall(r"\w+", text)
+    assert asked(served, "/version", Host=f"localhost:{served.server_port}")[0].status == 200
+
+
+def test_the_server_is_of_this_machine_alone(served):
+    assert served.server_address[0] == "127.0.0.1"
+
+
+def test_what_is_not_there_yet_or_any_more_is_a_line(tmp_path):
+    run = tmp_path / "one"
+    followed = FollowedRuns([run])
+    versions = [followed.version()]
+    assert f"one: there is no folder {run}" in shown(followed)
+    run.mkdir()
+    versions.append(followed.version())
+    assert "one: waiting for the first step" in shown(followed)
+    (run / "metrics.jsonl").write_text("")
+    versions.append(followed.version())
+    assert "one: waiting for the first step" in shown(followed)
+    (run / "metrics.jsonl").write_text(json.dumps(training_record(1)) + "\n")
+    versions.append(followed.version())
+    assert "waiting" not in shown(followed)
+    assert "Does it learn?" in shown(followed)
+    (run / "metrics.jsonl").write_text("no record\n")
+    versions.append(followed.version())
+    assert "holds no readable record; it is damaged" in shown(followed)
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    versions.append(followed.version())
+    assert "metrics.jsonl cannot be read" in shown(followed)
+    assert len(set(versions)) == len(versions)
+    assert followed.version() == versions[-1]
+
+
+def test_one_run_that_waits_does_not_hide_another(tmp_path):
+    (tmp_path / "new").mkdir()
+    page = shown(FollowedRuns([make_run(tmp_path / "old", SHORT), tmp_path / "new"]))
+    assert "new: waiting for the first step" in page
+    assert "Does it learn?" in page
+
+
+def test_a_page_that_is_written_follows_nothing(tmp_path):
+    run = make_run(tmp_path / "one", SHORT)
+    assert program.main([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "connect-src" not in re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
+    assert "data-version" not in page
+
+
+def test_mistakes_of_options_are_one_line(tmp_path, capsys, served):
+    port = str(served.server_port)
+    for argv, message in (
+        (["x", "--port", "1"], "give --follow with it"),
+        (["x", "--follow", "--output", "x.html"], "leave one of the two out"),
+        (["x", "--follow", "--port", port], f"--port {port} cannot be used"),
+        (["x", "--follow", "--port", "70000"], "port"),
+    ):
+        assert program.main(argv) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_ctrl_c_ends_it_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "exgrpo.train.report", "--follow", str(tmp_path / "one")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    ) as process:
+        assert re.match(r"the report is at http://127\.0\.0\.1:\d+/ until Ctrl-C\n", process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("the report is not served any more\n", "")
+    assert process.returncode == 0

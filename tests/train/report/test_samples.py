@@ -3,10 +3,9 @@
 import json
 import re
 
-from exgrpo.train.report.page import write_report
-from exgrpo.train.report.runs import load_run
-from exgrpo.train.report.samples import RunSamples, bounded, for_page, samples_of
-from exgrpo.train.report.template import as_json
+from exgrpo.train.report.figures import as_json
+from exgrpo.train.report.page import shown_samples, write_report
+from exgrpo.train.report.runs import RunColumns, RunData, load_run
 from exgrpo.train.samples import Sample, SampledAnswer, to_line
 from tests.train.report.pages import SHORT, make_run
 from tests.train.report.test_hostile_texts import SHOWN, TEXTS
@@ -61,31 +60,28 @@ def test_the_cut_last_line_of_a_run_is_left_out(tmp_path):
 
 
 def test_of_many_samples_those_that_are_followed_and_newer_ones_are_kept():
-    runs = [
-        RunSamples("a", 1.0, tuple(sample(step, step % 3, followed=step % 3 == 0) for step in range(1, 31))),
-        RunSamples("b", 1.0, tuple(sample(step, 1) for step in range(1, 31))),
-    ]
-    sizes = {len(as_json(one)) for run in for_page(runs) for one in run["samples"]}
-    most = (max(sizes) + 1) * 20
-    kept = bounded(runs, most)
-    assert bounded(runs) == runs
-    assert sum(len(as_json(run["samples"])) for run in for_page(kept)) <= most
-    assert [run.left_out for run in kept] == [
-        len(was.samples) - len(run.samples) for was, run in zip(runs, kept, strict=True)
-    ]
-    assert [one.step for one in kept[0].samples if one.followed] == list(range(3, 31, 3))
-    others = [one.step for run in kept for one in run.samples if not one.followed]
-    lost = {one.step for was, run in zip(runs, kept, strict=True) for one in set(was.samples) - set(run.samples)}
+    every = [[sample(n, n % 3, followed=n % 3 == 0) for n in range(1, 31)], [sample(n, 1) for n in range(1, 31)]]
+    runs = [RunData(name, {}, RunColumns({}, {}, {}), [], tuple(of)) for name, of in zip("ab", every, strict=True)]
+    whole = shown_samples(runs)
+    assert [(len(run["samples"]), run["left_out"]) for run in whole] == [(30, 0), (30, 0)]
+    most = (max(len(as_json(one)) for run in whole for one in run["samples"]) + 1) * 20
+    kept = shown_samples(runs, most)
+    assert sum(len(as_json(run["samples"])) for run in kept) <= most
+    assert [run["left_out"] for run in kept] == [30 - len(run["samples"]) for run in kept]
+    assert [one["step"] for one in kept[0]["samples"] if one["followed"]] == list(range(3, 31, 3))
+    others = [one["step"] for run in kept for one in run["samples"] if not one["followed"]]
+    steps = [{one["step"] for one in run["samples"]} for run in kept]
     assert len(others) >= 10
-    assert min(others) >= max(lost)
-    assert all(list(run.samples) == sorted(run.samples, key=lambda one: one.step) for run in kept)
+    assert min(others) >= max(
+        one.step for of, there in zip(every, steps, strict=True) for one in of if one.step not in there
+    )
+    assert all(run["samples"] == sorted(run["samples"], key=lambda one: one["step"]) for run in kept)
 
 
 def test_a_page_says_how_many_samples_were_left_out(tmp_path, monkeypatch):
     run = with_samples(tmp_path / "run", [sample(step) for step in range(1, 11)])
-    (loaded,) = samples_of([load_run(run, "run")])
-    one = len(as_json(for_page([loaded])[0]["samples"][0])) + 3
-    monkeypatch.setattr("exgrpo.train.report.samples.bounded.__defaults__", (4 * one,))
+    one = len(as_json(shown_samples([load_run(run, "run")])[0]["samples"][0])) + 3
+    monkeypatch.setattr("exgrpo.train.report.page.shown_samples.__defaults__", (4 * one,))
     write_report([run], tmp_path / "page.html")
     assert "run: 6 older samples are left out here" in (tmp_path / "page.html").read_text()
     assert [each["step"] for each in data_of(tmp_path / "page.html")[0]["samples"]] == [7, 8, 9, 10]

@@ -14,7 +14,7 @@ from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 from urllib3.util import Retry
 
-from exgrpo.train import plain_json
+from exgrpo.train import plain
 from exgrpo.train.errors import cut, shown
 from exgrpo.train.records import TokenIds
 from exgrpo.train.rollout.engine import Sampling
@@ -202,7 +202,7 @@ class ServerClient:
         if answer.status_code != requests.codes.ok:
             raise ServerError(f"{answer.status_code} {_message(content)}", answer.status_code)
         try:
-            return plain_json.parse(content)
+            return plain.parse_json(content)
         except ValueError:
             raise ServerError(f"no JSON but {shown(_text(content), 80)}", answer.status_code) from None
 
@@ -282,7 +282,7 @@ def _cause(error: BaseException) -> str:
 def _message(content: bytes) -> str:
     text: Any
     try:
-        body = plain_json.parse(content)
+        body = plain.parse_json(content)
         text = body["error"]["message"] if "error" in body else body["detail"]
     except (ValueError, KeyError, TypeError):
         text = _text(content)

@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from exgrpo.train.distributed import World
-from exgrpo.train.rollout.engine import EngineCounts, Finished, Request
+from exgrpo.train.records import EngineCounts
+from exgrpo.train.rollout.engine import Finished, Request
 from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.transformers.attention import ONE_TOKEN
 from exgrpo.train.rollout.transformers.decode import decode

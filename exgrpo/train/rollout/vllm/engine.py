@@ -9,8 +9,8 @@ import torch
 
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.records import Rollout
-from exgrpo.train.rollout.engine import EngineCounts, Finished, Request, Sampling
+from exgrpo.train.records import EngineCounts, Rollout
+from exgrpo.train.rollout.engine import Finished, Request, Sampling
 from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.vllm.probe import differing
 from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, kept_process_group, one_line

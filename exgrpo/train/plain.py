@@ -1,5 +1,6 @@
-"""YAML from people, whatever it holds: plain values of a sane size and depth, or an error."""
+"""JSON and YAML from people, whatever they hold: plain values, of YAML of a sane size and depth, or an error."""
 
+import json
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +15,25 @@ LONGEST = 2**18
 """Characters. The parser takes some seconds for so many, and a file that is no recipe may have any number."""
 
 
-def parse(text: str) -> Any:
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is none, is nested more deeply or has a number of more digits than Python reads, or holds half of
+            a surrogate pair, which no file can take; a JSONDecodeError where the place is known.
+    """
+    try:
+        value = json.loads(text)
+        if isinstance(text, bytes) or "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("it holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def parse_yaml(text: str) -> Any:
     """The value of a YAML text.
 
     Raises:

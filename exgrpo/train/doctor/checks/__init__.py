@@ -1,1 +1,0 @@
-"""The checks, one part of a run each; see `exgrpo.train.doctor.check`."""
