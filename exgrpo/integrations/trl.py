@@ -110,7 +110,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         rows = len(of_row) // self.accelerator.num_processes
         first = self.accelerator.process_index * rows
         mine = np.flatnonzero((place >= first) & (place < first + rows))
-        self._stored = {int(place[i]) - first: stored.token[stored.at(i)].tolist() for i in mine}
+        self._stored = {int(place[i]) - first: stored.token[stored.at(i)].tolist() for i in mine.tolist()}
         questions = of_row[first : first + rows].tolist()
         output = super()._generate_and_score_completions([self.train_dataset[question] for question in questions])
         if "old_per_token_logps" not in output:
