@@ -111,9 +111,10 @@ def terms(given: Any, batch: StepBatch, *_: Any) -> str | None:
     least = float(reference.min(initial=np.inf))
     if not least > -np.inf:
         return f"a log-prob of the reference is {least}"
-    for what, values in (("a factor of the advantage", factor), ("an advantage", advantage)):
-        if not np.isfinite(values).all():
-            return f"{what} is {values[~np.isfinite(values)][0]}"
+    if not np.isfinite(factor).all():
+        return f"a factor of the advantage is {factor[~np.isfinite(factor)][0]}"
+    if not np.isfinite(advantage).all():
+        return f"an advantage is {advantage[~np.isfinite(advantage)][0]}"
     if given.advantage is None and factor.min(initial=0) < 0:
         return f"a factor of an answer's own advantage is negative: {factor.min()}"
     return None

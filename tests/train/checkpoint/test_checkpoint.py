@@ -65,7 +65,10 @@ def checkpoints(folder, *, keep=2, fingerprint="data", config=None) -> Checkpoin
 
 def story(trainer: Trainer, first: int, last: int) -> list[str]:
     results = [trainer.step(step) for step in range(first, last)]
-    return [str({k: v for k, v in r.metrics.items() if "second" not in k} | {"q": r.questions}) for r in results]
+    return [
+        str({k: v for k, v in r.metrics.items() if "second" not in k} | {"q": r.batch.question.tolist()})
+        for r in results
+    ]
 
 
 def test_a_continued_trainer_takes_the_same_steps(tmp_path):
