@@ -68,8 +68,6 @@ class Weigher:
         weighed = self._weigh(self._read(batch.take(rows)), self._options)
         batch.put(rows, ratio_log_prob=weighed.reference)
         if weighed.factor is not None:
-            if not batch.has("factor"):
-                batch.fill(factor=np.ones(len(batch.token), np.float32))
             batch.put(rows, factor=weighed.factor)
         if weighed.advantage is not None:
             batch.advantage[rows] = weighed.advantage

@@ -5,6 +5,7 @@ order of their groups, and the fresh ones of a group before the replayed ones.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, get_args
 
 import numpy as np
@@ -18,7 +19,7 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
 """By their numbers in `StepBatch.behaviour`."""
-TRAINER, ENGINE, UNKNOWN = range(3)
+TRAINER, ENGINE = map(BEHAVIOURS.index, ("trainer", "engine"))
 
 OF_GROUP: dict[str, Any] = {"question": np.int64, "prompt": object}
 OF_ROW: dict[str, Any] = {
@@ -56,7 +57,7 @@ class StepBatch:
     """The answers of a step; see the module.
 
     A column that no stage has filled cannot be read. In one that is filled for some rows only, the others have NaN, 0,
-    False or None.
+    False or None, and 1 in `factor`.
 
     Args:
         question: [G] index of the question of each group.
@@ -182,11 +183,11 @@ class StepBatch:
             setattr(self, name, values)
 
     def put(self, rows: Ints, **columns: npt.NDArray) -> None:
-        """Set the tokens of some rows in columns of tokens; what is new is NaN in other rows."""
+        """Set the tokens of some rows in columns of tokens; what is new is NaN in other rows, and 1 in `factor`."""
         places = self.places(rows)
         for name, values in columns.items():
             if name not in vars(self):
-                self.fill(**{name: np.full(self._size(name), np.nan, np.float32)})
+                self.fill(**{name: self._or_nothing(name)})
             getattr(self, name)[places] = values
 
     def _size(self, name: str) -> int:
@@ -220,17 +221,12 @@ class StepBatch:
         return self.reward - self.penalty
 
     @property
-    def spread(self) -> Doubles:
-        """[G] the largest net reward of a group less the smallest; 0 without rows."""
+    def teaches(self) -> Mask:
+        """[G] whether the net rewards of a group differ, so that its answers have advantages."""
         high, low = np.full(self.groups, -np.inf), np.full(self.groups, np.inf)
         np.maximum.at(high, self.group, self.net_reward)
         np.minimum.at(low, self.group, self.net_reward)
-        return np.where(high < low, 0.0, high - low)
-
-    @property
-    def teaches(self) -> Mask:
-        """[G] whether the rewards of a group differ, so that its answers have advantages."""
-        return self.spread > EPSILON
+        return high - low > EPSILON
 
     @property
     def written(self) -> Ints:
@@ -271,10 +267,14 @@ class StepBatch:
         ends = np.cumsum(length)
         return np.repeat(self.start[:-1][rows] - ends + length, length) + np.arange(ends[-1] if len(ends) else 0)
 
+    @cached_property
+    def group_start(self) -> Ints:
+        """[G + 1] where the rows of each group of a whole batch begin, and the end of the last one."""
+        return np.searchsorted(self.group, np.arange(self.groups + 1))
+
     def rows_of(self, groups: Iterable[int]) -> Ints:
         """The rows of some groups of a whole batch, in the order of the groups."""
-        ends = np.searchsorted(self.group, np.arange(self.groups + 1))
-        parts = [np.arange(ends[group], ends[group + 1]) for group in groups]
+        parts = [np.arange(*self.group_start[group : group + 2]) for group in groups]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def take(self, rows: Ints | Mask) -> "StepBatch":
@@ -335,7 +335,7 @@ class StepBatch:
             return getattr(self, name)
         dtype = COLUMNS[name]
         nothing = None if dtype is object else np.nan if np.issubdtype(dtype, np.floating) else 0
-        return np.full(self._size(name), nothing, dtype)
+        return np.full(self._size(name), 1 if name == "factor" else nothing, dtype)
 
     def _columns(self, names: Iterable[str]) -> Iterator[tuple[str, npt.NDArray]]:
         """Those of some columns that are filled."""
@@ -344,6 +344,8 @@ class StepBatch:
 
 def _objects(values: Iterable[Any]) -> npt.NDArray[np.object_]:
     """An array of objects, whatever they are."""
+    if isinstance(values, np.ndarray) and values.dtype == object:
+        return values
     values = list(values)
     array = np.empty(len(values), object)
     for i, value in enumerate(values):

@@ -199,7 +199,8 @@ class Trainer:
         return self.policy.score(batch, temperature)
 
     def _prompted(self, batch: StepBatch) -> StepBatch:
-        batch.fill(prompt=[np.array(self.questions[question].prompt, np.int32) for question in batch.question])
+        if not batch.has("prompt"):  # as stored answers, and a batch with late groups
+            batch.fill(prompt=[np.array(self.questions[question].prompt, np.int32) for question in batch.question])
         return batch
 
     def _produce(self, groups: Sequence[PlannedGroup], step: int) -> Produced:

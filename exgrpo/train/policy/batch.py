@@ -122,8 +122,6 @@ def weigh_fresh(batch: StepBatch, mismatch_cap: float = math.inf) -> None:
     if len(of_engine):
         places = batch.places(of_engine)
         trainer, engine = batch.log_prob[places], batch.old_log_prob[places]
-        if not batch.has("factor"):
-            batch.fill(factor=np.ones(len(batch.token), np.float32))
         batch.put(of_engine, ratio_log_prob=trainer, factor=truncated_weight(trainer, engine, mismatch_cap))
 
 
