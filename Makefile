@@ -32,7 +32,8 @@ else
 endif
 
 # The second run has the Triton kernels in their interpreter, the first one compiles them. They run side by side: the
-# interpreter has the time in which the other one waits. There is a build of vLLM for CPUs on Linux only; without it, the
+# interpreter has the time in which the other one waits, and is slow: it tries each value of a parametrisation, and all
+# combinations in `make test-long`. There is a build of vLLM for CPUs on Linux only; without it, the
 # tests of its engines are skipped and say so.
 test: $(READY) lint
 	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS) $(OWNERS)
@@ -52,6 +53,7 @@ check: $(READY) lint
 # What takes some minutes each, such as hosts with servers of their own, and thirty minutes of torture.
 test-long: $(READY)
 	$(BIN)/pytest $(FILES) --long -m long
+	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses 2 --dist load --long tests/kernels -W ignore::RuntimeWarning
 	$(BIN)/python -m tests.torture --minutes 30
 
 # The tests of the kernels ten times, as on several processors. `make test-processors ARGS="-k bits"`

@@ -46,9 +46,13 @@ def case(operation: str, dtype=torch.float32, active=1.0) -> Case:
     return Case(operation, *SMALL, dtype, active)
 
 
-# Compiled rows differ by the compiler alone: one operation will do.
+# Compiled rows differ by the compiler alone: one operation will do. Of others each operation is tried in one dtype.
 CLAIMED = [
-    (row, operation, dtype)
+    pytest.param(
+        *(row, operation, dtype),
+        id=f"{row.name}-{operation}-{dtype}",
+        marks=pytest.mark.long if (operation == row.operations[0]) == (dtype == torch.bfloat16) else (),
+    )
     for row in ROWS
     for operation in (row.operations if "compiled" not in row.name else [LOG_PROB])
     for dtype in (torch.float32, torch.bfloat16)
@@ -56,7 +60,7 @@ CLAIMED = [
 ]
 
 
-@pytest.mark.parametrize(("row", "operation", "dtype"), CLAIMED, ids=[f"{r.name}-{o}-{d}" for r, o, d in CLAIMED])
+@pytest.mark.parametrize(("row", "operation", "dtype"), CLAIMED)
 def test_every_row_computes_the_operation(row, operation, dtype):
     if reason := row.missing(CPU):
         pytest.skip(reason)
@@ -67,14 +71,18 @@ def test_every_row_computes_the_operation(row, operation, dtype):
 
 
 PARTLY = [
-    (row, operation)
+    pytest.param(
+        *(row, operation),
+        id=f"{row.name}-{operation}",
+        marks=pytest.mark.long if operation not in (LOG_PROB, CROSS_ENTROPY) else (),
+    )
     for row in ROWS
     for operation in (FORWARD, LOG_PROB, CROSS_ENTROPY, WITH_ENTROPY)
     if operation in row.operations and "compiled" not in row.name and not isinstance(row, Floor)
 ]
 
 
-@pytest.mark.parametrize(("row", "operation"), PARTLY, ids=[f"{r.name}-{o}" for r, o in PARTLY])
+@pytest.mark.parametrize(("row", "operation"), PARTLY)
 def test_tokens_that_are_not_active_do_not_count(row, operation):
     """Whatever a row makes of them: what the active ones give is right, and the others have no gradient."""
     if reason := row.missing(CPU):

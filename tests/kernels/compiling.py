@@ -7,6 +7,7 @@ import re
 import subprocess
 from tempfile import NamedTemporaryFile
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -25,6 +26,12 @@ SHARED_LIMIT = {  # bytes a program may have
     "sm_120": 99 << 10,
     "gfx942": 64 << 10,
 }
+
+
+def architectures(wanted=lambda name: True):
+    """Values of a parametrisation: to compile for others than Hopper takes minutes."""
+    names = [name for name in TARGETS if wanted(name)]
+    return [name if name == "sm_90" else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 class Machine:

@@ -1,11 +1,15 @@
 import os
+from collections import defaultdict
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from exgrpo.kernels import dispatch
 from exgrpo.kernels.chunks import chunking
+
+from .support import INTERPRETING
 
 # Every backend that can run here passes every test that takes the fixture. Triton runs on a GPU, and in its interpreter
 # where TRITON_INTERPRET=1 is in the environment; that process tests nothing else.
@@ -14,20 +18,48 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def backends_of(device):
     """Those that are tested on a device."""
-    if os.environ.get("TRITON_INTERPRET"):
+    if INTERPRETING:
         return ["triton"]
     return [name for name in dispatch.BACKENDS if not dispatch.unavailable(name, torch.device(device))]
 
 
 BACKENDS = backends_of(DEVICE)
-if os.environ.get("TRITON_INTERPRET"):
+if INTERPRETING:
     from .interpreting import correct_bfloat16_dot
 
     correct_bfloat16_dot()
     os.environ["EXGRPO_SELF_TEST"] = "0"  # a second for each kind of call, and these tests say more
-    collect_ignore_glob = ["test_cpu_*", "test_cuda_[!b]*", "test_backend_*.py", "test_extension.py", "test_memory.py"]
+    collect_ignore_glob = ["test_cpu_*", "test_cuda_[!b]*", "test_*compile*", "test_*_self_test.py", "test_memory.py"]
+INTERPRETED = ("test_triton_fused", "test_triton_row", "test_triton_token", "test_cuda_backend", "test_combinations")
+INTERPRETED += ("test_vocab_group",)
+"""Of the files of what is interpreted here: tests of a backend are everywhere."""
 if "triton" in BACKENDS:
     from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Leaves the process that interprets nothing else to do; it is slow.
+
+    Of a test with several parametrisations every value is tried, and further combinations of them are ``long``.
+    """
+    if not INTERPRETING:
+        return
+    here, others, tried = Path(__file__).parent, [], defaultdict(set)
+    for item in items:
+        if here not in item.path.parents:
+            continue
+        if "backend" not in item.fixturenames and not item.path.name.startswith(INTERPRETED):
+            others.append(item)
+        elif hasattr(item, "callspec"):
+            values = {(name, repr(value)) for name, value in item.callspec.params.items()}
+            known = tried[item.path, item.originalname]
+            if values <= known:
+                item.add_marker(pytest.mark.long)
+            elif not item.get_closest_marker("long"):
+                known |= values
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(params=BACKENDS)

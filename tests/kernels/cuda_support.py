@@ -20,7 +20,6 @@ HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "csrc" / "cuda"
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
 COMPILER = shutil.which("g++")
-INTERPRETING = bool(os.environ.get("TRITON_INTERPRET"))
 ON_GPU = not binding.unavailable(torch.device("cuda")) if torch.cuda.is_available() else False
 
 

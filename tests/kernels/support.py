@@ -1,12 +1,24 @@
 """Cases, the oracle's answers, and the yardstick: the error that plain torch makes in the same dtype."""
 
+import os
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from torch import Tensor, library
 
 from exgrpo import kernels
 from exgrpo.kernels import reference
+
+INTERPRETING = bool(os.environ.get("TRITON_INTERPRET"))
+"""Whether Triton's kernels are interpreted here, which takes a thousand times as long as on a GPU."""
+
+
+def long_interpreted(value):
+    """A test, or a value of a parametrisation, that is ``long`` in Triton's interpreter."""
+    if not INTERPRETING:
+        return value
+    return pytest.mark.long(value) if callable(value) else pytest.param(value, marks=pytest.mark.long)
 
 
 @dataclass

@@ -7,14 +7,16 @@ from torch.utils.checkpoint import checkpoint
 from exgrpo.kernels import linear_log_prob, linear_policy_loss, policy_loss, reference, sequence_entropy
 from exgrpo.kernels.chunks import products
 
-from .support import make_case, make_tokens, relative_error
+from .support import INTERPRETING, long_interpreted, make_case, make_tokens, relative_error
 
-HEADS = [{}, {"temperature": 0.7}, {"softcap": 2.0, "temperature": torch.tensor([0.5, 1.0, 2.0, 0.8, 1.2])}]
+SMALLEST = (3, 2, 4) if INTERPRETING else (5, 4, 7)
+TEMPERATURES = torch.tensor([0.5, 1.0, 2.0, 0.8, 1.2])[: SMALLEST[0]]
+HEADS = [{"softcap": 2.0, "temperature": TEMPERATURES}, *map(long_interpreted, ({}, {"temperature": 0.7}))]
 
 
-@pytest.mark.parametrize("options", HEADS, ids=["plain", "temperature", "softcap"])
+@pytest.mark.parametrize("options", HEADS, ids=["softcap", "plain", "temperature"])
 def test_gradcheck_log_prob(options, backend, device):
-    case = make_case(5, 4, 7, torch.float64, device, bias=True, **options)
+    case = make_case(*SMALLEST, torch.float64, device, bias=True, **options)
 
     def run(hidden, weight, bias):
         return tuple(linear_log_prob(hidden, weight, case.target, bias=bias, backend=backend, **case.options))
@@ -22,10 +24,10 @@ def test_gradcheck_log_prob(options, backend, device):
     assert torch.autograd.gradcheck(run, case.leaves)
 
 
-@pytest.mark.parametrize("options", HEADS, ids=["plain", "temperature", "softcap"])
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.5])
+@pytest.mark.parametrize("options", HEADS, ids=["softcap", "plain", "temperature"])
+@pytest.mark.parametrize("entropy_coef", [0.5, long_interpreted(0.0)])
 def test_gradcheck_policy_loss(options, entropy_coef, backend, device):
-    case = make_case(5, 4, 7, torch.float64, device, bias=True, **options)
+    case = make_case(*SMALLEST, torch.float64, device, bias=True, **options)
     old, advantage, replayed = make_tokens(case)
 
     def run(hidden, weight, bias):
@@ -53,7 +55,11 @@ def both_losses(case, tokens, backend):
     yield case.policy_loss(old, advantage, replayed=replayed, entropy_coef=0.1, backend=backend).loss
 
 
-@pytest.mark.parametrize("frozen", [("hidden",), ("weight",), ("bias",), ("hidden", "weight"), ("weight", "bias")])
+@pytest.mark.parametrize(
+    "frozen",
+    [("hidden",), ("weight",), *map(long_interpreted, (("bias",), ("hidden", "weight"), ("weight", "bias")))],
+    ids="-".join,
+)
 def test_frozen_inputs(frozen, backend, device, monkeypatch):
     """What is frozen gets no gradient, its product is never formed, and the other gradients are the same bits."""
     case = make_case(40, 16, 50, torch.float32, device, bias=True)
@@ -81,7 +87,7 @@ def test_everything_frozen(backend, device):
     assert not any(loss.requires_grad for loss in both_losses(case, make_tokens(case), backend))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, long_interpreted(True)])
 def test_checkpointing(use_reentrant, backend, device):
     case = make_case(40, 16, 50, torch.float64, device)
     tokens = make_tokens(case)
@@ -115,6 +121,7 @@ def test_weight_freed_between_forward_and_backward(backend, device):
         assert all(torch.equal(a, b) for a, b in zip(case.gradients(loss), gradients, strict=True))
 
 
+@long_interpreted
 def test_tied_embedding(backend, device):
     """The head's weight is the embedding too: both gradients arrive."""
     embedding = torch.randn(30, 8, dtype=torch.float64, device=device, requires_grad=True)
@@ -127,6 +134,7 @@ def test_tied_embedding(backend, device):
     torch.testing.assert_close(gradient(linear_log_prob, backend=backend), gradient(reference.linear_log_prob))
 
 
+@long_interpreted
 @pytest.mark.parametrize("operation", ["log_prob", "policy_loss", "sequence_entropy", "policy_loss_on_log_probs"])
 def test_compile(operation, backend, device):
     """In one piece, with computation before and after."""

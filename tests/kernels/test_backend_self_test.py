@@ -3,6 +3,7 @@
 import random
 import threading
 from contextlib import contextmanager
+from itertools import cycle, product
 from types import SimpleNamespace
 
 import pytest
@@ -63,8 +64,9 @@ def seeded(call, **more):
     return call(**more)
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "defect"), [*zip(PLACES, cycle(DEFECTS), strict=False), *(("gradient", defect) for defect in DEFECTS)]
+)
 def test_a_wrong_backend_is_left_out_and_that_is_said_once(place, defect, monkeypatch, capfd):
     call, spoil = PLACES[place]
     monkeypatch.setenv("EXGRPO_BACKEND", "torch")
@@ -83,8 +85,7 @@ def test_a_wrong_backend_is_left_out_and_that_is_said_once(place, defect, monkey
     assert [name for (name, _), fault in self_test.verdicts().items() if fault] == ["cpu"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("column", [0, -1])
+@pytest.mark.parametrize(("dtype", "column"), [(torch.bfloat16, 0), (torch.float16, -1), (torch.float64, 0)])
 def test_a_column_that_nobody_writes_is_found_in_any_dtype(dtype, column, monkeypatch):
     def unwritten(matrix):
         matrix[:, column] = 0
@@ -254,8 +255,7 @@ CALLERS = {
 }
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize(("caller", "wrong"), [*product(CALLERS, [False]), ("inference", True), ("vmap", True)])
 def test_the_callers_modes_and_random_numbers_are_left_alone(caller, wrong, monkeypatch):
     install(monkeypatch, **passes_with(policy=row_of(ratio=DEFECTS["a little"])) if wrong else {})
     generator = torch.Generator().manual_seed(0)
@@ -270,8 +270,9 @@ def test_the_callers_modes_and_random_numbers_are_left_alone(caller, wrong, monk
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("width", [1, 40, 640, 1000])
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"softcap": 5.0, "bias": True}])
+@pytest.mark.parametrize(
+    ("width", "options"), [(1, {}), (40, {"softcap": 5.0, "bias": True}), (640, {"temperature": 0.7}), (1000, {})]
+)
 def test_right_backends_pass(options, width, dtype, backend, device, monkeypatch):
     monkeypatch.undo()
     inputs = make_case(6, width, 20, dtype, device, **options)

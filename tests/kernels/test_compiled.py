@@ -1,4 +1,7 @@
-"""Under torch.compile, in one piece: the values, gradients and errors of eager calls, whatever changes between them."""
+"""Under torch.compile, in one piece: the values, gradients and errors of eager calls, whatever changes between them.
+
+It is the same for all backends: the compiler sees the operators alone.
+"""
 
 import pytest
 import torch
@@ -42,21 +45,21 @@ def nothing_is_compiled_yet():
     torch.compiler.reset()
 
 
-def call_of(name, backend):
+def call_of(name):
     """A function of two differentiable tensors, the integer tensor and the per-token ones of a case, and of options."""
 
     def run(hidden, weight, target, old, advantage, replayed, **options):
         if name == "linear_log_prob":
-            log_prob, entropy = linear_log_prob(hidden, weight, target, backend=backend, **options)
+            log_prob, entropy = linear_log_prob(hidden, weight, target, **options)
             return (log_prob * advantage).sum() + entropy.sum()
         if name == "linear_policy_loss":
-            more = {"replayed": replayed, "backend": backend} | options
+            more = {"replayed": replayed} | options
             return linear_policy_loss(hidden, weight, target, old, advantage, **more).loss
         if name == "sequence_entropy":
             rows, length = target.shape
             bounds = length * torch.arange(rows + 1, device=target.device)
             flat, flat_target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-            means = sequence_entropy(flat, weight, flat_target, bounds, backend=backend, **options)
+            means = sequence_entropy(flat, weight, flat_target, bounds, **options)
             return means.sum() + (hidden.sum() + weight.sum()) * 0
         log_prob = 3 * torch.log_softmax(hidden @ weight.T, -1)[..., 0]
         if name == "policy_loss":
@@ -89,9 +92,9 @@ def numbers_of(name, call):
 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", [name for name, numbers in NUMBERS.items() if numbers])
-def test_numbers_that_change(name, dynamic, backend, device):
+def test_numbers_that_change(name, dynamic, device):
     """They are computed with, and compiled for at most twice: as they are, and as symbols."""
-    run, arguments = call_of(name, backend), inputs(4, 6, device)
+    run, arguments = call_of(name), inputs(4, 6, device)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for call, stance in enumerate(("default", "default", "fail_on_recompile", "fail_on_recompile")):
         with torch.compiler.set_stance(stance):
@@ -99,17 +102,17 @@ def test_numbers_that_change(name, dynamic, backend, device):
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_sizes_that_change(name, backend, device):
-    run = call_of(name, backend)
+def test_sizes_that_change(name, device):
+    run = call_of(name)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
     for call, (rows, length) in enumerate(((4, 6), (3, 5), (7, 2), (2, 9))):
         with torch.compiler.set_stance("fail_on_recompile" if call else "default"):
             assert_as_eager(compiled, run, inputs(rows, length, device), **numbers_of(name, call))
 
 
-def test_a_number_is_no_constant_of_compiled_code(backend, device):
+def test_a_number_is_no_constant_of_compiled_code(device):
     """Also where the compiler writes code of its own around the operators."""
-    run, arguments = call_of("linear_policy_loss", backend), inputs(4, 6, device)
+    run, arguments = call_of("linear_policy_loss"), inputs(4, 6, device)
     compiled = torch.compile(run, fullgraph=True)
     for call in range(3):
         assert_as_eager(compiled, run, arguments, **numbers_of("linear_policy_loss", call))
@@ -143,7 +146,7 @@ TAKEN = {
     [(function, argument) for function, arguments in TAKEN.items() for argument in arguments],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_wrong_value_raises(function, argument, backend):
+def test_a_wrong_value_raises(function, argument):
     """In the code that was compiled for right values."""
     hidden, weight, advantage = torch.randn(6, 8, requires_grad=True), torch.randn(30, 8), torch.randn(6)
 
@@ -151,7 +154,7 @@ def test_a_wrong_value_raises(function, argument, backend):
         given = {name: RIGHT[name] for name in TAKEN[function] if name != argument} | {argument: values}
         if function is policy_loss:
             return function(hidden[:, 0], advantage=advantage, **given).loss
-        given |= {"hidden": hidden, "weight": weight, "backend": backend}
+        given |= {"hidden": hidden, "weight": weight}
         if function is linear_policy_loss:
             return function(advantage=advantage, **given).loss
         return function(**given)[0]
@@ -172,9 +175,9 @@ def test_a_wrong_value_raises(function, argument, backend):
         ("clip", ((0.2, 0.2), (0.3, 0.3), (2.0, 0.2)), r"clip\[0\]: expected a number of at most 1"),
     ],
 )
-def test_a_wrong_number_raises(option, values, message, fullgraph, backend, device):
+def test_a_wrong_number_raises(option, values, message, fullgraph, device):
     """While it is a symbol; where nothing but one graph is wanted, the error is the compiler's, and quotes ours."""
-    run, arguments = call_of("linear_policy_loss", backend), inputs(4, 6, device)
+    run, arguments = call_of("linear_policy_loss"), inputs(4, 6, device)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=fullgraph)
     for value in values[:2]:
         assert_as_eager(compiled, run, arguments, **{option: value})

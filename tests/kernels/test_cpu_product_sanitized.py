@@ -18,7 +18,11 @@ if extension.OPERATORS.product_unavailable():
 AVX512 = [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx2", "fma")]
 
 
-@pytest.mark.parametrize("variant", [["avx512bf16"], ["amx", "-DEXGRPO_EMULATE_AMX"]], ids=["avx512bf16", "amx"])
+@pytest.mark.parametrize(
+    "variant",
+    [["avx512bf16"], pytest.param(["amx", "-DEXGRPO_EMULATE_AMX"], marks=pytest.mark.long)],
+    ids=["avx512bf16", "amx"],
+)
 def test_right_and_with_nothing_for_sanitizers_to_report(variant, tmp_path):
     """A program of its own, on memory that ends where the arguments end; matrix registers are emulated."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))

@@ -16,7 +16,9 @@ if not shutil.which(COMPILER[0]):
     pytest.skip("there is no C++ compiler", allow_module_level=True)
 
 
-@pytest.mark.parametrize("flags", [[], ["-march=native"]], ids=["baseline", "native"])
+@pytest.mark.parametrize(
+    "flags", [[], pytest.param(["-march=native"], marks=pytest.mark.long)], ids=["baseline", "native"]
+)
 def test_nothing_to_report(flags, tmp_path):
     program = tmp_path / "sanitized"
     common = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-DEXGRPO_VARIANT=baseline", *SANITIZERS]

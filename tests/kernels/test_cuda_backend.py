@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from .cuda_support import INTERPRETING, ON_GPU, emulate_backend
+from .cuda_support import ON_GPU, emulate_backend
+from .support import INTERPRETING
 
 if not (ON_GPU or INTERPRETING):
     reason = "the backend needs a GPU and _cuda.so, or TRITON_INTERPRET=1 in the environment"

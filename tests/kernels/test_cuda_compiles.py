@@ -18,10 +18,8 @@ from exgrpo.kernels.cuda_chunks import binding
 from exgrpo.kernels.cuda_chunks.binding import CAPABILITY, Build, ProductArguments
 from exgrpo.kernels.cuda_chunks.cuda_fused import TILE_COLUMNS, TILE_ROWS
 
-from .cuda_support import INTERPRETING, NVCC, ON_GPU, SOURCES, run
+from .cuda_support import NVCC, ON_GPU, SOURCES, run
 
-if INTERPRETING:
-    pytest.skip("the process that interprets Triton kernels tests nothing else", allow_module_level=True)
 if NVCC is None:
     pytest.skip("to compile CUDA sources takes nvcc", allow_module_level=True)
 if not SOURCES.is_dir():
@@ -159,12 +157,13 @@ def test_what_it_is_built_with_and_the_drivers_version(built, tmp_path):
 
 
 @pytest.mark.parametrize("runtime", [12000, 12080, 13000])
-@pytest.mark.parametrize("driver", [0, 11080, 12000, 12040, 12080, 13000, 13010, 14000])
-def test_a_driver_runs_its_own_major_release_and_earlier_ones(runtime, driver):
+def test_a_driver_runs_its_own_major_release_and_earlier_ones(runtime):
     """NVIDIA's rule."""
-    reason = binding.unfit(Build(runtime, driver), CAPABILITY)
-    assert bool(reason) == (driver < runtime - runtime % 1000)
-    if reason:
+    for driver in (0, 11080, 12000, 12040, 12080, 13000, 13010, 14000):
+        reason = binding.unfit(Build(runtime, driver), CAPABILITY)
+        assert bool(reason) == (driver < runtime - runtime % 1000)
+        if not reason:
+            continue
         assert f"built with CUDA {runtime // 1000}.{runtime % 1000 // 10} and the driver supports" in reason
         assert f" CUDA {driver // 1000}.{driver % 1000 // 10} at most: " in reason
         assert "update the driver, or install exgrpo anew with nvcc of" in reason

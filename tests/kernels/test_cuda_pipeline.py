@@ -12,9 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from .cuda_support import INTERPRETING, SOURCES, emulated
-
-pytestmark = pytest.mark.skipif(INTERPRETING, reason="the process that interprets Triton kernels tests nothing else")
+from .cuda_support import SOURCES, emulated
 
 
 class Explored(Structure):
@@ -58,11 +56,11 @@ def check(explored, at_least):
     ("stages", "steps", "tiles", "warps", "at_least"),
     [
         (2, 3, 1, 2, 500),  # one consumer has nothing to do
-        (2, 1, 4, 2, 50_000),  # a tile's first step is its last
         (2, 2, 3, 2, 10_000),  # as many steps as stages
-        (2, 3, 5, 2, 40_000),  # stages and phases change places from tile to tile
-        (3, 2, 4, 1, 3_000),  # stages for the next tile while one is multiplied
-        (3, 4, 3, 2, 200_000),
+        pytest.param(2, 1, 4, 2, 50_000, marks=pytest.mark.long),  # a tile's first step is its last
+        pytest.param(2, 3, 5, 2, 40_000, marks=pytest.mark.long),  # stages change places from tile to tile
+        pytest.param(3, 2, 4, 1, 3_000, marks=pytest.mark.long),  # stages for the next tile while one is multiplied
+        pytest.param(3, 4, 3, 2, 200_000, marks=pytest.mark.long),
     ],
 )
 def test_every_interleaving_ends_well(stages, steps, tiles, warps, at_least):
@@ -70,11 +68,13 @@ def test_every_interleaving_ends_well(stages, steps, tiles, warps, at_least):
     check(pipeline(stages, steps, tiles, warps), at_least)
 
 
+@pytest.mark.long
 def test_as_many_stages_as_the_kernel_has():
     stages = constant("kernel_stages")
     check(pipeline(stages, stages + 1, 3, 1), 100_000)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (2, 1, 3, 1), (2, 3, 2, 1)], ids=str)
 def test_events_that_the_model_leaves_out_change_nothing(sizes):
     """Copies that land in any order, and products that end before anybody waits for them."""
@@ -101,7 +101,7 @@ PIPELINE_DEFECTS = {
 }
 
 
-@pytest.mark.parametrize("every_event", [False, True])
+@pytest.mark.parametrize("every_event", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("defect", PIPELINE_DEFECTS)
 def test_a_defect_is_found(defect, every_event):
     _, violation, run = pipeline(2, 2, 3, 1, every_event=every_event, defect=defect)

@@ -134,7 +134,7 @@ def test_the_kernels_for_gpus_are_built_where_nvcc_knows_hopper(build, cuda_home
     ("refused", "message", "reason"),
     [
         ("compute_90a", UNSUPPORTED, "Unsupported gpu architecture 'compute_90a'"),  # CUDA 11.8
-        ("-c", HOST, "unsupported GNU version! gcc versions later than 13 are not supported!"),
+        pytest.param("-c", HOST, "unsupported GNU version! gcc versions later than 13 are not", marks=pytest.mark.long),
     ],
     ids=["old", "host compiler"],
 )
@@ -151,7 +151,7 @@ def test_an_nvcc_that_is_of_no_use(refused, message, reason, build, cuda_home, t
     assert reason in result.stderr
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "9.0.0+cpu"])
+@pytest.mark.parametrize("version", ["2.10.1", pytest.param("9.0.0+cpu", marks=pytest.mark.long)])
 def test_a_torch_that_pip_would_replace_is_refused_before_anything_is_compiled(version, build, tmp_path):
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (tmp_path / "torch").mkdir()
@@ -186,6 +186,7 @@ def test_without_torch_it_says_how_to_build(build, tmp_path):
     )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(extension.MISSING), reason="nothing was compiled here")
 def test_one_wheel_for_every_python_and_torch(build, tmp_path):
     """Compiled in a hurry; that it loads shows that it needs nothing of the Python that compiled it."""

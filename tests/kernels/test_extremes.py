@@ -7,7 +7,7 @@ import torch
 
 from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference
 
-from .support import Case, assert_as_good, error, make_case, relative_error
+from .support import Case, assert_as_good, compare, error, make_case, relative_error
 
 
 def head_of_logits(logits, target, dtype=torch.float32, device="cpu"):
@@ -18,7 +18,7 @@ def head_of_logits(logits, target, dtype=torch.float32, device="cpu"):
     return Case(hidden.requires_grad_(), logits.T.contiguous().requires_grad_(), target)
 
 
-@pytest.mark.parametrize("gap", [1.0, 5.0, 17.0, 20.0, 40.0, 80.0])
+@pytest.mark.parametrize("gap", [1.0, 17.0, 20.0, 80.0])
 def test_certain_targets_keep_their_relative_precision(gap, backend, device):
     """p(target) -> 1: log p, 1 - p and the entropy shrink to 1e-35 and each keeps its digits."""
     case = head_of_logits([[gap, 0.0]], [0], device=device)
@@ -33,7 +33,7 @@ def test_certain_targets_keep_their_relative_precision(gap, backend, device):
     assert slope.flatten().tolist() == pytest.approx([-expected, expected], rel=1e-5)
 
 
-@pytest.mark.parametrize("depth", [60.0, 88.0, 104.0, 1e3, 1e4])
+@pytest.mark.parametrize("depth", [88.0, 104.0, 1e4])
 def test_hopeless_targets(depth, backend, device):
     """p(target) below the smallest float32, down to logits of -1e4."""
     case = head_of_logits([[0.0, -depth, -1.0]], [1], device=device)
@@ -97,10 +97,11 @@ def test_words_ruled_out_by_the_bias(backend, device):
     assert not ours[1][33:].any()
 
 
-@pytest.mark.parametrize("log_ratio", [-1e4, -100.0, 19.0, 21.0, 100.0, 1e4])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("replayed", [False, True])
-@pytest.mark.parametrize("clip", [(0.2, 0.2), None])
+@pytest.mark.parametrize("log_ratio", [-1e4, -100.0, 19.0, 21.0, 1e4])
+@pytest.mark.parametrize(
+    ("advantage", "replayed", "clip"),
+    [(1.0, False, (0.2, 0.2)), (-1.0, False, (0.2, 0.2)), (-1.0, False, None), (1.0, True, None)],
+)
 def test_ratios_beyond_float32(log_ratio, advantage, replayed, clip, backend, device):
     """Recorded log-probs far from the policy's: exp of the log-ratio is bounded, loss and gradients are finite."""
     case = make_case(5, 16, 40, torch.float32, device, ignored=False)
@@ -130,6 +131,42 @@ def test_garbage_at_masked_positions(backend, device):
     dirty = case.policy_loss(old, advantage, mask=mask, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(expected, case.gradients(dirty.loss), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_impossible_targets_beside_certain_ones(dtype, backend, device):
+    """Targets 100 nats below the best word, whose exponentials would overflow."""
+    case = make_case(20, 32, 60, dtype, device, ignored=False)
+    with torch.no_grad():
+        likely = case.hidden[:10] + 20 * case.weight[case.target[:10]]
+        unlikely = case.hidden[10:] - 100 * case.weight[case.target[10:]] / case.weight.norm(dim=1).mean()
+        case.hidden.copy_(torch.cat((likely, unlikely)))
+
+    def call(some, name):
+        log_prob, entropy = some.log_prob(linear_log_prob, backend=name)
+        return [log_prob.detach(), entropy.detach()], some.gradients(log_prob.sum())
+
+    compare(call, case, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_broken_shows(dtype, backend, device):
+    """A hidden state in its token alone, a word's weight in every token, wherever the target is."""
+    case = make_case(40, 32, 72, dtype, device, ignored=False)
+    with torch.no_grad():
+        whole = case.log_prob(linear_log_prob, backend=backend)
+        case.hidden[5, 3] = torch.nan
+        broken = case.log_prob(linear_log_prob, backend=backend)
+        loss = case.policy_loss(whole.log_prob, torch.ones(40, device=device), backend=backend).loss
+        case.hidden[5, 3] = 0
+        case.weight[case.target[0], 0] = torch.nan
+        everywhere = case.log_prob(linear_log_prob, backend=backend)
+    others = torch.arange(40, device=device) != 5
+    for found, expected in zip(broken, whole, strict=True):
+        assert found[5].isnan()
+        assert torch.equal(found[others], expected[others])
+    assert loss.isnan()
+    assert all(values.isnan().all() for values in everywhere)
 
 
 def test_unlikely_words_do_not_dominate_the_policy_loss(backend, device):

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from exgrpo.kernels.triton_chunks import launch
+from exgrpo.kernels.triton_chunks import launch, tune
 from exgrpo.kernels.triton_chunks.launch import Launch, Tile
 from exgrpo.kernels.tuning import launch_tuner
 from exgrpo.kernels.tuning.launch_tuner import Tuner
@@ -172,19 +172,20 @@ def run_tuner(*arguments, **environment):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_program_says_so(tmp_path):
-    done = run_tuner("--output", str(tmp_path / "table.toml"), TRITON_INTERPRET="")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: nothing to tune here: it needs a GPU")
+def test_without_a_gpu_the_program_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert tune.main(["--output", str(tmp_path / "table.toml")]) == 2
+    assert capsys.readouterr().err.startswith("error: nothing to tune here: it needs a GPU")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_bad_shape_is_refused():
-    done = run_tuner("--shapes", "8,16")
-    assert done.returncode == 2
-    assert "'8,16' is no shape; expected T,D,V" in done.stderr
+def test_a_bad_shape_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        tune.main(["--shapes", "8,16"])
+    assert "'8,16' is no shape; expected T,D,V" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.skipif(NOT_INTERPRETED, reason="Triton before 3.7 interprets nothing with NumPy 2.4 or later")
 def test_the_program_tunes_the_interpreter(tmp_path):
     output = tmp_path / "folder" / "table.toml"

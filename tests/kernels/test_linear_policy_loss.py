@@ -93,7 +93,7 @@ def test_ignored_positions(ignore_index, masked, backend, device):
         assert not values[1][ignored].any()
 
 
-@pytest.mark.parametrize("rows", [1, 7, 60, 61, 1000])
+@pytest.mark.parametrize("rows", [1, 7, 60, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
 def test_chunk_boundaries(rows, dtype, entropy_coef, set_chunk, device):
@@ -173,8 +173,7 @@ def test_tokens_without_advantage_never_enter_a_gradient_product(backend, rows_i
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0), (4,), (2, 3)])
-@pytest.mark.parametrize("normalizer", [None, 7.0])
-@pytest.mark.parametrize("by_mask", [False, True])
+@pytest.mark.parametrize(("normalizer", "by_mask"), [(None, False), (7.0, True)])
 def test_nothing_to_do(shape, normalizer, by_mask, backend, device):
     """An empty batch, or all left out: loss 0, attached to the graph, gradients 0; a batch that only keeps step."""
     case = make_case(shape, 8, 20, torch.float32, device, bias=True, ignored=False)

@@ -14,8 +14,8 @@ from exgrpo.kernels import dispatch, linear_log_prob, self_test, trials
 from exgrpo.kernels.chunks import products
 
 from .conftest import DEVICE
-from .cuda_support import INTERPRETING, ON_GPU, emulate_backend
-from .support import compare, make_case, make_tokens, relative_error
+from .cuda_support import ON_GPU, emulate_backend
+from .support import INTERPRETING, compare, make_case, make_tokens, relative_error
 from .test_memory import PeakMemory
 
 
@@ -39,6 +39,11 @@ if INTERPRETING or DEVICE.type == "cuda":
     pytest.importorskip("triton", reason="triton is not installed")
     from exgrpo.kernels.triton_chunks import launch
 
+OPTIONS = [
+    {},
+    {"bias": True, "temperature": 0.7, "softcap": 5.0},
+    {"bias": True, "temperature": torch.linspace(0.5, 2.0, 45)},  # the fused product takes no cap
+]
 MM, ADDMM = torch.mm, torch.addmm
 
 
@@ -115,7 +120,7 @@ def hide_interpreter(monkeypatch):
     monkeypatch.setattr(GridExecutor, "__call__", unseen)
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True, "temperature": 0.7, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "cap", "per token"])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_log_prob(options, with_entropy, dtype, backend, device, set_chunk, multiplied):
     set_chunk(20 * 130 * 4)
@@ -133,7 +138,7 @@ def test_log_prob(options, with_entropy, dtype, backend, device, set_chunk, mult
     assert device.type == "cuda" or set(multiplied) == {dtype}
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True, "temperature": 0.7, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "cap", "per token"])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
 def test_policy_loss(options, entropy_coef, dtype, backend, device, set_chunk):
     set_chunk(20 * 130 * 4)

@@ -1,13 +1,26 @@
-"""Group advantages and mean entropies of sequences."""
+"""Group advantages and mean entropies of sequences, by every backend."""
+
+import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.kernels import group_advantage, reference, sequence_entropy
+from exgrpo.kernels import group_advantage, objective, operators, reference, sequence_entropy
 
-from .support import assert_as_good, make_case
+from .support import INTERPRETING, assert_as_good, long_interpreted, make_case
+
+EXAMPLES = 15 if INTERPRETING else 100
+
+
+@pytest.fixture(autouse=True)
+def chosen(backend, device, monkeypatch):
+    """Functions that know of no head have no argument for the backend."""
+    monkeypatch.setenv("EXGRPO_BACKEND", backend)
+    with torch.device(device):
+        yield
+
 
 groups = st.lists(st.tuples(st.floats(-100, 100), st.integers(-3, 3)), max_size=40)
 
@@ -22,6 +35,7 @@ def test_mixed_groups_of_the_paper():
     assert advantage.tolist() == pytest.approx(expected)
 
 
+@settings(max_examples=EXAMPLES)
 @given(rows=groups, scale_by_std=st.booleans())
 def test_group_advantage(rows, scale_by_std):
     reward = torch.tensor([r for r, _ in rows], dtype=torch.float64)
@@ -39,6 +53,7 @@ def test_group_advantage(rows, scale_by_std):
             assert advantage[member].abs().max().item() <= tolerance
 
 
+@long_interpreted
 @given(rows=groups, seed=st.integers(0, 1000))
 def test_group_advantage_does_not_depend_on_order(rows, seed):
     reward = torch.tensor([r for r, _ in rows], dtype=torch.float64)
@@ -53,6 +68,56 @@ def test_group_advantage_scaled():
         torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0]), torch.tensor([0, 0, 0, 0, 1]), scale_by_std=True
     )
     assert advantage.tolist() == pytest.approx([0.8660254, -0.8660254, -0.8660254, 0.8660254, 0.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("scale_by_std", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_many_responses(kind, scale_by_std, backend):
+    """Two values a group: centred by half their difference, whose sample deviation is sqrt(2) times that."""
+    first, second = torch.randint(0, 2, (2, 140))
+    reward = torch.cat((first, second)).to(kind)
+    group = torch.arange(140, dtype=torch.int32).repeat(2)
+    half = (first - second).double() / 2
+    expected = torch.cat((half, -half))
+    if scale_by_std:
+        expected = expected / (expected.abs() * math.sqrt(2) + objective.STD_EPSILON)
+    found = operators.group_advantage(reward, group, scale_by_std, backend)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    assert torch.equal(found, operators.group_advantage(reward, group, scale_by_std, backend))
+
+
+def test_rewards_of_any_strides_and_numbers_of_groups():
+    both = torch.tensor([[1.0, 7.0], [3.0, 7.0], [5.0, 9.0]])
+    assert group_advantage(both[:, 0], both[:, 1].long()).tolist() == [-1.0, 1.0, 0.0]
+    far = torch.tensor([-(2**31), 2**31 - 1, -(2**31)], dtype=torch.int32)
+    assert group_advantage(both[:, 0], far).tolist() == [-2.0, 0.0, 2.0]
+    assert group_advantage(both[:0, 0], far[:0]).shape == (0,)
+
+
+def test_a_broken_reward_stays_in_its_group():
+    found = group_advantage(torch.tensor([1.0, math.nan, 2.0, 4.0]), torch.tensor([5, 5, 6, 6]), scale_by_std=True)
+    assert found.isnan().tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("bounds", [[0], [0, 0], [0, 3, 3, 4, 700], [0, 1024, 2049, 2500, 2500]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_means(bounds, kind, dtype, backend):
+    values, counted = torch.randn(bounds[-1], dtype=torch.float64).to(dtype), torch.rand(bounds[-1]) < 0.7
+    offsets = torch.tensor(bounds, dtype=kind)
+    found = operators.segment_mean(values.masked_fill(~counted, math.nan), counted, offsets, backend)
+    exact = objective.segment_mean(values.double(), counted, offsets)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-15)
+    assert torch.equal(found, operators.segment_mean(values, counted, offsets, backend))
+
+
+def test_means_lose_nothing_to_large_values(backend):
+    """fp32 would forget the ones beside 2^30; segments without a counted token have 0."""
+    values = torch.tensor([2.0**30, 1.0, 1.0, -(2.0**30)] * 2)
+    counted = torch.tensor([True] * 4 + [False] * 4)
+    assert operators.segment_mean(values, counted, torch.tensor([0, 4, 8]), backend).tolist() == [0.5, 0.0]
 
 
 @pytest.mark.parametrize("bounds", [[0, 10, 25, 60], [0, 60], [0, 0, 7, 7, 59, 60, 60], [0, *range(1, 61)]], ids=str)

@@ -4,15 +4,12 @@ What the machine code shows is what decides the speed of kernels that read each 
 width of the loads. The launch table was chosen by it.
 """
 
-import os
 from functools import cache
 from itertools import product
 
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
-if os.environ.get("TRITON_INTERPRET"):
-    pytest.skip("with TRITON_INTERPRET a process can only interpret kernels, not compile them", allow_module_level=True)
 
 from exgrpo.kernels.tables import DEFAULT
 from exgrpo.kernels.triton_chunks import launch as launching
@@ -20,7 +17,7 @@ from exgrpo.kernels.triton_chunks.fused_kernels import exponentials_kernel, larg
 from exgrpo.kernels.triton_chunks.fused_product import half_tile, traits
 from exgrpo.kernels.triton_chunks.row_kernels import gradient_kernel, listed_largest_kernel, statistics_kernel
 
-from .compiling import SHARED_LIMIT, TARGETS, assert_runs_well, compile_kernel
+from .compiling import SHARED_LIMIT, TARGETS, architectures, assert_runs_well, compile_kernel
 
 ITEMSIZE = {"fp32": 4, "fp64": 8}
 VECTOR = 16  # bytes of the widest load that all architectures have
@@ -76,7 +73,7 @@ def test_every_architecture_of_the_table_is_compiled_for():
     assert TARGETS.keys() == launching.TABLE.sections().keys() - {DEFAULT, "cpu"}
 
 
-@pytest.mark.parametrize("architecture", TARGETS)
+@pytest.mark.parametrize("architecture", architectures())
 @pytest.mark.parametrize(("kernel", "logits", "out", "bias", "switches"), CASES, ids=name)
 def test_kernels_do_not_spill_and_load_whole_vectors(architecture, kernel, logits, out, bias, switches):
     """Nothing but the numbers of a row, one load an argument, is read by less than 128 bits."""
@@ -89,7 +86,7 @@ def test_kernels_do_not_spill_and_load_whole_vectors(architecture, kernel, logit
     assert machine.narrow <= len(kernel.arg_names)
 
 
-@pytest.mark.parametrize("architecture", TARGETS)
+@pytest.mark.parametrize("architecture", architectures())
 @pytest.mark.parametrize(
     ("kernel", "out", "switches"),
     [
@@ -105,7 +102,7 @@ def test_vocabularies_that_16_does_not_divide_do_not_spill(architecture, kernel,
     assert_runs_well(architecture, machine)
 
 
-@pytest.mark.parametrize("architecture", TARGETS)
+@pytest.mark.parametrize("architecture", architectures())
 def test_blocks_smaller_than_a_program_compile(architecture):
     """A small vocabulary leaves some threads without a column of their own."""
     switches = tuple({"HAS_SOFTCAP": False, **ANCHORS[False], "WRITE": True}.items())
@@ -113,7 +110,7 @@ def test_blocks_smaller_than_a_program_compile(architecture):
     assert_runs_well(architecture, machine)
 
 
-@pytest.mark.parametrize("architecture", [name for name in TARGETS if name.startswith("sm")])
+@pytest.mark.parametrize("architecture", architectures(lambda name: name.startswith("sm")))
 @pytest.mark.parametrize(
     ("kernel", "out", "switches"),
     [(statistics_kernel, "fp32", {**ANCHORS[True], "WRITE": False}), (gradient_kernel, "bf16", {"PLAIN": False})],
@@ -197,7 +194,7 @@ def compiled_exponentials(architecture, bias, shaped, out, some):
     return compiled_product(architecture, exponentials_kernel, tile, constants, **dtypes)
 
 
-@pytest.mark.parametrize("architecture", TARGETS)
+@pytest.mark.parametrize("architecture", architectures())
 @pytest.mark.parametrize(("bias", "shaped", "out", "some"), ANCHORED)
 def test_the_fused_product_keeps_its_logits_in_registers(architecture, bias, shaped, out, some):
     machine = compiled_exponentials(architecture, bias, shaped, out, some)
@@ -210,7 +207,7 @@ def test_the_fused_product_keeps_its_logits_in_registers(architecture, bias, sha
         assert "max.f32" not in machine.code
 
 
-@pytest.mark.parametrize("architecture", [name for name in TARGETS if traits(name).described])
+@pytest.mark.parametrize("architecture", architectures(lambda name: traits(name).described))
 def test_descriptors_move_whole_tiles(architecture):
     """Nothing but the numbers of a row goes through a thread's own loads and stores."""
     code = compiled_exponentials(architecture, None, False, "bf16", False).code
@@ -220,7 +217,7 @@ def test_descriptors_move_whole_tiles(architecture):
     assert "st.global.v4" not in code
 
 
-@pytest.mark.parametrize("architecture", TARGETS)
+@pytest.mark.parametrize("architecture", architectures())
 def test_the_kernels_beside_the_product(architecture):
     """The targets' logits, and the largest ones of some rows."""
     tile = half_tile(product_tile(architecture))

@@ -91,9 +91,7 @@ def compare(sums, written, hidden, weight, bias, target, **options):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize(
-    "options", [{}, {"softcap": 5.0}, {"temperature": True}, {"softcap": 5.0, "temperature": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "temperature": True}], ids=str)
 @pytest.mark.parametrize(("tokens", "width", "vocabulary"), [(40, 64, 104), (37, 45, 75)], ids=["described", "odd"])
 def test_exponentials_and_sums(tokens, width, vocabulary, options, bias, dtype, device):
     """Through tensor descriptors, and through pointers where 16 bytes do not divide a row."""
@@ -108,12 +106,6 @@ def test_a_shape_that_nothing_divides(dtype, device):
     case = make_case(252, 507, 123, dtype, device, ignored=False)
     sums = check(*inputs(case), tile=Tile(64, 64, 128, 4, 2))
     assert (sums.gap == 0).any()
-
-
-@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 1), (1, 40), (40, 1), (33, 2)])
-def test_small_sizes(tokens, vocabulary, device):
-    case = make_case(tokens, 8, vocabulary, torch.float16, device, ignored=False)
-    check(*inputs(case))
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -142,17 +134,6 @@ def test_the_bias_may_be_of_any_float_dtype_and_forbid_words(dtype, device):
     check(hidden, weight, bias, target)
 
 
-def test_a_certain_target(dtype, device):
-    """Every other probability is nearly beyond fp32's range beside 1: no digit of S is lost."""
-    hidden, weight, _, target = inputs(make_case(20, 32, 50, dtype, device, ignored=False))
-    bias = torch.zeros(50, device=device)
-    bias[7] = 60.0
-    target[:] = 7
-    sums = check(hidden, weight, bias, target)
-    assert (sums.gap == 0).all()
-    assert (sums.rest < 1e-10).all()
-
-
 def far_case(dtype, device, logit=-200.0):
     """Every fifth token's target is a word that a bias makes impossible, by more than fp32's range or less."""
     hidden, weight, _, target = inputs(make_case(40, 32, 72, dtype, device, ignored=False))
@@ -179,15 +160,6 @@ def test_impossible_targets_are_anchored_anew(options, dtype, device):
     others = torch.arange(40, device=device) % 5 != 0
     for found, expected in zip((*sums, out), (*usual, usual_out), strict=True):
         assert torch.equal(found[others], expected[others])
-
-
-@pytest.mark.parametrize("written", [True, False])
-def test_exponentials_stay_in_the_range_of_the_operands(written, dtype, device):
-    """Of a target with p around 1e-9: bf16 has room for the others from its logit, fp16 has not; forward only, too."""
-    hidden, weight, bias, _, target = far_case(dtype, device, logit=-20.0)
-    hidden /= 8
-    sums = check(hidden, weight, bias, target, out_dtype=dtype) if written else run(hidden, weight, bias, target)
-    assert (sums.gap[::5] < 0).all() == (dtype == torch.float16)
 
 
 class Waiting(Exception):
@@ -247,28 +219,6 @@ def test_shards_agree_with_the_whole(dtype, device):
     compare(first, torch.cat(outs, 1), hidden, weight, bias, target)
 
 
-def test_a_broken_token_shows_and_breaks_no_other(dtype, device):
-    hidden, weight, bias, target = inputs(make_case(40, 32, 72, dtype, device, ignored=False))
-    expected = run(hidden, weight, bias, target)
-    hidden = hidden.clone()
-    hidden[5, 3] = torch.nan
-    others = torch.arange(40, device=device) != 5
-    for found, value in zip(run(hidden, weight, bias, target), expected, strict=True):
-        assert found[5].isnan()
-        assert torch.equal(found[others], value[others])
-
-
-def test_a_broken_word_shows_in_every_token(dtype, device):
-    """Wherever the target is, at the word too."""
-    hidden, weight, bias, target = inputs(make_case(40, 32, 72, dtype, device, ignored=False))
-    weight = weight.clone()
-    weight[11, 0] = torch.nan
-    target[0] = 11
-    sums = run(hidden, weight, bias, target)
-    assert sums.rest.isnan().all()
-    assert sums.moment.isnan().all()
-
-
 @pytest.mark.parametrize("width", [64, 45])
 def test_equal_inputs_give_equal_bits_with_and_without_exponentials(width, dtype, device):
     case = inputs(make_case(40, width, 104, dtype, device, bias=True, ignored=False))
@@ -277,13 +227,6 @@ def test_equal_inputs_give_equal_bits_with_and_without_exponentials(width, dtype
     for out in (once, again):
         assert all(torch.equal(a, b) for a, b in zip(run(*case, out=out), forward_only, strict=True))
     assert torch.equal(once, again)
-
-
-def test_no_tokens(device):
-    case = make_case(4, 16, 20, torch.float16, device, ignored=False)
-    hidden, weight, bias, target = inputs(case)
-    sums = run(hidden[:0], weight, bias, target[:0], out=torch.empty(0, 20, device=device))
-    assert all(value.shape == (0,) and value.dtype == torch.float32 for value in sums)
 
 
 def test_pointers_and_descriptors_agree(monkeypatch, dtype, device):

@@ -119,8 +119,8 @@ def make_rows(device, vocabulary, *, rows=6, stride=None):
     return matrix.to(device)[:, :vocabulary], target.to(device)
 
 
-@pytest.mark.parametrize("vocabulary", [1, 2, 127, 128, 129, 1000])
-@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [1, 128, 300])
+@pytest.mark.parametrize("bias", [None, torch.bfloat16])
 def test_exponentials_and_sums(vocabulary, bias, dtype, device):
     logits, target = make_rows(device, vocabulary)
     if bias is not None:
@@ -133,23 +133,6 @@ def test_rows_of_a_wider_matrix(dtype, device):
     logits, target = make_rows(device, 300, stride=336)
     assert logits.stride() == (336, 1)
     check(logits, target, dtype, temperature=torch.linspace(0.5, 2.0, len(target), device=device))
-
-
-def test_a_certain_target(dtype, device):
-    """Every other probability is beyond fp32's range beside 1, or nearly: no digit of S is lost."""
-    logits, target = make_rows(device, 200, rows=3)
-    logits[torch.arange(3), target] = torch.tensor([30.0, 60.0, 1000.0], device=device)
-    anchor = check(logits, target, dtype)
-    assert torch.equal(anchor, logits[torch.arange(3), target])
-
-
-def test_improbable_targets_are_anchored_anew(dtype, device):
-    """Below 1 / 65 the anchor is the largest logit; one row's exponentials would overflow from its target's."""
-    logits, target = make_rows(device, 300, rows=4)
-    logits[torch.arange(4), target] = torch.tensor([-2.0, -10.0, -300.0, 8.0], device=device)
-    anchor = check(logits, target, dtype)
-    assert torch.equal(anchor[:3], logits.amax(1)[:3])
-    assert anchor[3] == 8.0
 
 
 def test_both_sides_of_the_threshold(dtype, device):
@@ -190,13 +173,3 @@ def test_largest_logits_of_listed_rows(vocabulary, device):
     exact = 3 * torch.tanh((logits.double() + bias).amax(1) / 3)
     assert (largest[~listed] == -torch.inf).all()
     assert_close(largest[listed], exact[listed])
-
-
-def test_a_broken_logit_shows(dtype, device):
-    """NaN in one column is NaN in the sums, wherever the target is, as in the other backends."""
-    logits, target = make_rows(device, 200, rows=3)
-    target[:] = torch.tensor([0, 1, 2], device=device)
-    logits[:, 150] = torch.nan
-    _, _, rest, moment = run(logits, target, torch.empty_like(logits, dtype=dtype))
-    assert rest.isnan().all()
-    assert moment.isnan().all()

@@ -10,7 +10,7 @@ from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference, seque
 from tests.gloo import on_ranks
 
 from .conftest import backends_of, set_chunk_bytes
-from .support import make_case, make_tokens
+from .support import long_interpreted, make_case, make_tokens
 
 FOUR = [[30, 0, 51, 20], [25, 25, 25, 26]]
 PAIRS = [[[60, 41], [1, 100]], [[0, 101]]]
@@ -84,5 +84,6 @@ def run_rank(rank):
             check_split(rank % 2, sizes, pairs[rank // 2], backend, options, dtype)
 
 
+@long_interpreted
 def test_split_vocabulary(tmp_path):
     on_ranks(run_rank, 4, tmp_path)
