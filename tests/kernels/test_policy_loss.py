@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from exgrpo.kernels import importance_ratio, policy_loss, reference, shape_ratio
 
+from .conftest import DEVICE
 from .support import INTERPRETING
 
 TERMS = [
@@ -16,7 +17,7 @@ TERMS = [
     {"clip": None},
     {"clip": (0.1, 0.3), "beta": None},
     {"beta": 1.0, "normalizer": 11},
-    {"normalizer": 3.5, "entropy_coef": 0.2},
+    {"normalizer": torch.tensor(3.5, device=DEVICE), "entropy_coef": 0.2},
     {"replayed": None, "entropy": None},
     {"mask": None, "replayed": None, "entropy": None, "clip": None, "beta": None},
 ]
