@@ -19,7 +19,7 @@ SLOW = (
     *("benchmarks", "docs", "examples", "hostile", "integrations", "test_extras.py", "test_packaging.py", "torture"),
     *("train/reward/test_grading.py", "train/test_doctor", "train/rollout/server/test_engine.py", "train/test_hosts"),
     *("train/report", *(f"train/test_{name}.py" for name in ("clock", "disks", "launch"))),
-    *(f"kernels/test_{name}.py" for name in ("cpu_fused", "cpu_passes", "cpu_product_sanitized", "cuda_compiles")),
+    *(f"kernels/test_{name}.py" for name in ("cpu_fused", "cpu_passes", "cpu_sanitized", "cuda_compiles")),
     *(f"kernels/test_{name}.py" for name in ("extension", "launch_tuner", "memory", "vocab_group", "autograd")),
 )
 """Files and folders that take more than about ten seconds each, besides those that start programs."""

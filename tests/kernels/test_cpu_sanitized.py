@@ -1,4 +1,7 @@
-"""The compiled kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in a program of their own."""
+"""The compiled kernels of the CPU backend under AddressSanitizer and UBSan, each in a program of its own.
+
+Its memory ends where the arguments end; matrix registers are emulated.
+"""
 
 import os
 import shlex
@@ -8,21 +11,41 @@ from pathlib import Path
 
 import pytest
 
-DRIVER = Path(__file__).with_name("cpu_sanitized.cpp")
-COMPILER = shlex.split(os.environ.get("CXX", "c++"))
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+from exgrpo.kernels import extension
 
-if not shutil.which(COMPILER[0]):
-    pytest.skip("there is no C++ compiler", allow_module_level=True)
+COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+]
+AVX512 = [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx2", "fma")]
+PRODUCT = ["cpu_product_sanitized.cpp", *AVX512, "-DHAVE_AVX512BF16", "-DHAVE_AMX"]
+PROGRAMS = {
+    "rows": ["cpu_sanitized.cpp", "-DEXGRPO_VARIANT=baseline"],
+    "rows, native": ["cpu_sanitized.cpp", "-DEXGRPO_VARIANT=baseline", "-march=native"],
+    "product": [*PRODUCT, "-DEXGRPO_VARIANT=avx512bf16"],
+    "product, amx": [*PRODUCT, "-DEXGRPO_VARIANT=amx", "-DEXGRPO_EMULATE_AMX"],
+}
 
 
 @pytest.mark.parametrize(
-    "flags", [[], pytest.param(["-march=native"], marks=pytest.mark.long)], ids=["baseline", "native"]
+    "name", [pytest.param(name, marks=pytest.mark.long) if "," in name else name for name in PROGRAMS]
 )
-def test_nothing_to_report(flags, tmp_path):
+def test_right_and_with_nothing_for_sanitizers_to_report(name, tmp_path):
+    if not shutil.which(COMPILER[0]):
+        pytest.skip("there is no C++ compiler")
+    if name.startswith("product"):
+        reason = extension.MISSING or extension.OPERATORS.product_unavailable()
+        if reason:
+            pytest.skip(reason)
+    source, *flags = PROGRAMS[name]
     program = tmp_path / "sanitized"
-    common = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-DEXGRPO_VARIANT=baseline", *SANITIZERS]
-    command = [*COMPILER, *common, *flags, str(DRIVER), "-o", str(program)]
+    command = [*COMPILER, *FLAGS, *flags, str(Path(__file__).with_name(source)), "-o", str(program)]
     built = subprocess.run(command, capture_output=True, text=True)
     if "cannot find" in built.stderr:
         pytest.skip(f"no sanitizers here: {built.stderr}")

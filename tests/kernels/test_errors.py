@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import zeros
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exgrpo.kernels import (
@@ -19,50 +20,38 @@ from exgrpo.kernels import (
 
 
 def head():
-    return {
-        "hidden": torch.zeros(2, 3, 8),
-        "weight": torch.zeros(20, 8),
-        "target": torch.zeros(2, 3, dtype=torch.int64),
-    }
+    return {"hidden": zeros(2, 3, 8), "weight": zeros(20, 8), "target": zeros(2, 3, dtype=torch.int64)}
 
 
 def tokens():
-    return {"old_log_prob": torch.zeros(2, 3), "advantage": torch.zeros(2, 3)}
+    return {"old_log_prob": zeros(2, 3), "advantage": zeros(2, 3)}
 
 
 HEAD_ERRORS = [
     ({"hidden": [1.0]}, TypeError, "hidden: expected a tensor, got list"),
-    ({"hidden": torch.zeros(2, 3, 8, dtype=torch.int64)}, TypeError, "hidden: expected dtype torch.float16 or"),
+    ({"hidden": zeros(2, 3, 8, dtype=torch.int64)}, TypeError, "hidden: expected dtype torch.float16 or"),
     ({"hidden": torch.tensor(1.0)}, ValueError, "hidden: expected shape [..., D], got a tensor without dimensions"),
     (
-        {"hidden": torch.zeros(2, 3, 0), "weight": torch.zeros(20, 0)},
+        {"hidden": zeros(2, 3, 0), "weight": zeros(20, 0)},
         ValueError,
         "hidden: expected shape [..., D] with a D of at least 1, got [2, 3, 0]",
     ),
-    ({"weight": torch.zeros(20, 7)}, ValueError, "weight: expected shape [V, 8]"),
-    ({"weight": torch.zeros(8)}, ValueError, "weight: expected shape [V, 8], [V, D] with the D of hidden, got [8]"),
-    ({"weight": torch.zeros(0, 8)}, ValueError, "weight: expected at least one row, got an empty vocabulary"),
-    ({"weight": torch.zeros(20, 8, dtype=torch.bfloat16)}, TypeError, "weight: expected dtype torch.float32"),
-    (
-        {"weight": torch.zeros(20, 8, device="meta")},
-        ValueError,
-        "weight: expected device cpu, that of hidden, got meta",
-    ),
-    ({"target": torch.zeros(2, 3)}, TypeError, "target: expected dtype torch.int64, got torch.float32"),
-    (
-        {"target": torch.zeros(2, 3, dtype=torch.int32)},
-        TypeError,
-        "target: expected dtype torch.int64, got torch.int32",
-    ),
-    ({"target": torch.zeros(6, dtype=torch.int64)}, ValueError, "target: expected shape [2, 3], got [6]"),
+    ({"weight": zeros(20, 7)}, ValueError, "weight: expected shape [V, 8]"),
+    ({"weight": zeros(8)}, ValueError, "weight: expected shape [V, 8], [V, D] with the D of hidden, got [8]"),
+    ({"weight": zeros(0, 8)}, ValueError, "weight: expected at least one row, got an empty vocabulary"),
+    ({"weight": zeros(20, 8, dtype=torch.bfloat16)}, TypeError, "weight: expected dtype torch.float32"),
+    ({"weight": zeros(20, 8, device="meta")}, ValueError, "weight: expected device cpu, that of hidden, got meta"),
+    ({"target": zeros(2, 3)}, TypeError, "target: expected dtype torch.int64, got torch.float32"),
+    ({"target": zeros(2, 3, dtype=torch.int32)}, TypeError, "target: expected dtype torch.int64, got torch.int32"),
+    ({"target": zeros(6, dtype=torch.int64)}, ValueError, "target: expected shape [2, 3], got [6]"),
     (
         {"target": torch.tensor([[0, 20, 1], [-1, 3, -100]])},
         ValueError,
         "target: expected values in [0, 20) or -100 (ignored); 2 of 6 are not, the first is 20 at position 1",
     ),
-    ({"bias": torch.zeros(19)}, ValueError, "bias: expected shape [20], got [19]"),
-    ({"bias": torch.zeros(20, dtype=torch.int64)}, TypeError, "bias: expected dtype"),
-    ({"bias": torch.zeros(20, device="meta")}, ValueError, "bias: expected device cpu, that of hidden, got meta"),
+    ({"bias": zeros(19)}, ValueError, "bias: expected shape [20], got [19]"),
+    ({"bias": zeros(20, dtype=torch.int64)}, TypeError, "bias: expected dtype"),
+    ({"bias": zeros(20, device="meta")}, ValueError, "bias: expected device cpu, that of hidden, got meta"),
     ({"temperature": 0.0}, ValueError, "temperature: expected a number above 0, got 0.0"),
     ({"temperature": float("nan")}, ValueError, "temperature: expected a finite number, got nan"),
     ({"temperature": "warm"}, TypeError, "temperature: expected a number, got str"),
@@ -72,12 +61,8 @@ HEAD_ERRORS = [
         ValueError,
         "temperature: expected finite numbers above 0; 1 of 6 are not, the first is -2.0 at position 4",
     ),
-    (
-        {"temperature": 10**400},
-        ValueError,
-        "temperature: expected a number that float64 has, got an integer of",
-    ),
-    ({"hidden": torch.zeros(2, 3, 8).to_sparse()}, TypeError, "hidden: expected a dense tensor, got one of layout"),
+    ({"temperature": 10**400}, ValueError, "temperature: expected a number that float64 has, got an integer of"),
+    ({"hidden": zeros(2, 3, 8).to_sparse()}, TypeError, "hidden: expected a dense tensor, got one of layout"),
     ({"ignore_index": None}, TypeError, "ignore_index: expected an integer, got NoneType"),
     ({"ignore_index": 2**63}, ValueError, "ignore_index: expected an integer of 64 bits, got one of 64"),
     ({"softcap": -1.0}, ValueError, "softcap: expected a number above 0, got -1.0"),
@@ -86,23 +71,19 @@ HEAD_ERRORS = [
 ]
 
 TERM_ERRORS = [
-    ({"old_log_prob": torch.zeros(6)}, ValueError, "old_log_prob: expected shape [2, 3], got [6]"),
+    ({"old_log_prob": zeros(6)}, ValueError, "old_log_prob: expected shape [2, 3], got [6]"),
     ({"old_log_prob": None}, TypeError, "old_log_prob: expected a tensor, got NoneType"),
-    ({"old_log_prob": torch.zeros(2, 3, device="meta")}, ValueError, "old_log_prob: expected device cpu"),
+    ({"old_log_prob": zeros(2, 3, device="meta")}, ValueError, "old_log_prob: expected device cpu"),
     (
         {"old_log_prob": torch.tensor([[0, -1, 0], [-torch.inf, -1, -torch.inf]])},
         ValueError,
         "old_log_prob: expected no -inf, which is impossible for a token that was written; 2 of 6 are not, the first "
         "is -inf at position 3",
     ),
-    ({"advantage": torch.zeros(3)}, ValueError, "advantage: expected shape [2, 3] or [2], got [3]"),
-    ({"advantage": torch.zeros(2, dtype=torch.int64)}, TypeError, "advantage: expected dtype"),
-    ({"replayed": torch.zeros(2, 3)}, TypeError, "replayed: expected dtype torch.bool, got torch.float32"),
-    (
-        {"replayed": torch.zeros(2, 1, dtype=torch.bool)},
-        ValueError,
-        "replayed: expected shape [2, 3] or [2], got [2, 1]",
-    ),
+    ({"advantage": zeros(3)}, ValueError, "advantage: expected shape [2, 3] or [2], got [3]"),
+    ({"advantage": zeros(2, dtype=torch.int64)}, TypeError, "advantage: expected dtype"),
+    ({"replayed": zeros(2, 3)}, TypeError, "replayed: expected dtype torch.bool, got torch.float32"),
+    ({"replayed": zeros(2, 1, dtype=torch.bool)}, ValueError, "replayed: expected shape [2, 3] or [2], got [2, 1]"),
     ({"clip": 0.2}, TypeError, "clip: expected a pair (low, high) or None, got 0.2"),
     ({"clip": (0.2, -0.1)}, ValueError, "clip[1]: expected a number of at least 0, got -0.1"),
     ({"clip": (2.0, 0.2)}, ValueError, "clip[0]: expected a number of at most 1, got 2.0"),
@@ -137,40 +118,32 @@ def test_policy_arguments(change, kind, message):
     with pytest.raises(kind, match=re.escape(message)):
         linear_policy_loss(**head() | tokens() | change)
     with pytest.raises(kind, match=re.escape(message)):
-        policy_loss(torch.zeros(2, 3), **tokens() | change)
+        policy_loss(zeros(2, 3), **tokens() | change)
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
+        (lambda: policy_loss(zeros(3), zeros(3), zeros(3), entropy_coef=0.1), ValueError, "entropy: "),
         (
-            lambda: policy_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3), entropy_coef=0.1),
-            ValueError,
-            "entropy: ",
-        ),
-        (
-            lambda: policy_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3), entropy=torch.zeros(2)),
+            lambda: policy_loss(zeros(3), zeros(3), zeros(3), entropy=zeros(2)),
             ValueError,
             "entropy: expected shape [3], got [2]",
         ),
-        (lambda: policy_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3, device="meta")), ValueError, "advantage: "),
-        (
-            lambda: importance_ratio(torch.zeros(3), torch.zeros(2)),
-            ValueError,
-            "old_log_prob: expected shape [3], got [2]",
-        ),
-        (lambda: importance_ratio(3.0, torch.zeros(2)), TypeError, "log_prob: expected a tensor, got float"),
+        (lambda: policy_loss(zeros(3), zeros(3), zeros(3, device="meta")), ValueError, "advantage: "),
+        (lambda: importance_ratio(zeros(3), zeros(2)), ValueError, "old_log_prob: expected shape [3], got [2]"),
+        (lambda: importance_ratio(3.0, zeros(2)), TypeError, "log_prob: expected a tensor, got float"),
         (lambda: shape_ratio(torch.ones(3), -1.0), ValueError, "beta: expected a number above 0, got -1.0"),
         (lambda: shape_ratio(torch.ones(3), None), TypeError, "beta: expected a number, got NoneType"),
         (lambda: shape_ratio(1.0, 0.1), TypeError, "ratio: expected a tensor, got float"),
         (
-            lambda: group_advantage(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64)),
+            lambda: group_advantage(zeros(2, 3), zeros(2, 3, dtype=torch.int64)),
             ValueError,
             "reward: expected shape [N], got [2, 3]",
         ),
-        (lambda: group_advantage(torch.zeros(3), torch.zeros(3)), TypeError, "group: expected dtype torch.int32 or"),
+        (lambda: group_advantage(zeros(3), zeros(3)), TypeError, "group: expected dtype torch.int32 or"),
         (
-            lambda: group_advantage(torch.zeros(3), torch.zeros(2, dtype=torch.int64)),
+            lambda: group_advantage(zeros(3), zeros(2, dtype=torch.int64)),
             ValueError,
             "group: expected shape [3], got [2]",
         ),
@@ -194,9 +167,9 @@ def test_other_functions(call, kind, message):
     ],
 )
 def test_sequence_bounds(bounds, kind, message):
-    hidden, target = torch.zeros(6, 8), torch.zeros(6, dtype=torch.int64)
+    hidden, target = zeros(6, 8), zeros(6, dtype=torch.int64)
     with pytest.raises(kind, match=re.escape(message)):
-        sequence_entropy(hidden, torch.zeros(20, 8), target, torch.tensor(bounds))
+        sequence_entropy(hidden, zeros(20, 8), target, torch.tensor(bounds))
 
 
 def test_sequences_are_packed():
@@ -204,9 +177,7 @@ def test_sequences_are_packed():
     with pytest.raises(ValueError, match=re.escape("target: expected shape [T], packed sequences, got [2, 3]")):
         sequence_entropy(**arguments, cu_seqlens=torch.tensor([0, 6]))
     with pytest.raises(ValueError, match=re.escape("cu_seqlens: expected shape [N + 1], got [0]")):
-        sequence_entropy(
-            torch.zeros(0, 8), torch.zeros(20, 8), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        )
+        sequence_entropy(zeros(0, 8), zeros(20, 8), zeros(0, dtype=torch.int64), zeros(0, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("clip", [(0.2, 0.2), None])
@@ -217,7 +188,7 @@ def test_a_token_that_is_left_out_may_be_impossible(clip, backend, device):
     mask = torch.tensor([[True, True, True], [False, True, True]], device=device)
     for loss in (
         linear_policy_loss(**case, mask=mask, clip=clip, backend=backend).loss,
-        policy_loss(torch.zeros(2, 3, device=device), impossible, case["advantage"], mask=impossible > -2).loss,
+        policy_loss(zeros(2, 3, device=device), impossible, case["advantage"], mask=impossible > -2).loss,
     ):
         assert loss.isfinite()
 
@@ -230,7 +201,7 @@ def calls_of_all(device, backend, context):
     """The shapes and dtypes of what all functions return, and of gradients, for inputs that are made in a context."""
     with context:
         hidden, weight = (torch.ones(shape, device=device, requires_grad=True) for shape in ((6, 8), (20, 8)))
-        target, per_token = torch.zeros(6, dtype=torch.int64, device=device), torch.ones(6, device=device)
+        target, per_token = zeros(6, dtype=torch.int64, device=device), torch.ones(6, device=device)
         options = {"temperature": per_token, "softcap": 5.0, "backend": backend}
         divisor = {"normalizer": torch.ones((), device=device)}
         results = [

@@ -16,13 +16,7 @@ SHAPES = [
     ((3, 17), 24, 101),  # a batch of rows
     ((2, 3, 5), 24, 101),
 ]
-OPTIONS = [
-    {},
-    {"temperature": 0.6},
-    {"temperature": 1.5},
-    {"softcap": 5.0},
-    {"softcap": 2.0, "temperature": 0.8},
-]
+OPTIONS = [{}, {"temperature": 0.6}, {"temperature": 1.5}, {"softcap": 5.0}, {"softcap": 2.0, "temperature": 0.8}]
 
 
 def outputs_and_gradients(case: Case, function=linear_log_prob, upstream=None, **more):

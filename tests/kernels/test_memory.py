@@ -107,12 +107,7 @@ def policy_loss(case, function=None, entropy_coef=0.01):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("operation", "gradients"),
-    [
-        (forward, 0),
-        (log_prob, 1),
-        (policy_loss, 1),
-        (lambda case: policy_loss(case, entropy_coef=0.0), 1),
-    ],
+    [(forward, 0), (log_prob, 1), (policy_loss, 1), (lambda case: policy_loss(case, entropy_coef=0.0), 1)],
     ids=["forward", "log_prob", "policy_loss", "policy_loss_without_entropy"],
 )
 def test_one_chunk_and_its_scratch(operation, gradients, dtype, case):

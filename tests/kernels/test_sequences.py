@@ -58,7 +58,7 @@ def test_group_advantage(rows, scale_by_std):
 def test_group_advantage_does_not_depend_on_order(rows, seed):
     reward = torch.tensor([r for r, _ in rows], dtype=torch.float64)
     group = torch.tensor([g for _, g in rows], dtype=torch.int64)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(rows), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     moved = group_advantage(reward[order], group[order])
     torch.testing.assert_close(moved, group_advantage(reward, group)[order], rtol=1e-12, atol=1e-12)
 

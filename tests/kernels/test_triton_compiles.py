@@ -29,8 +29,7 @@ ANCHORS = {given: {"GIVEN": given, "LISTED": given} for given in (False, True)}
 STATISTICS = [
     ("fp32", "bf16" if write else "fp32", bias, {"HAS_SOFTCAP": softcap, **ANCHORS[given], "WRITE": write})
     for (bias, given), (softcap, write) in product(
-        ((None, False), ("bf16", False), ("fp32", False), (None, True)),
-        ((False, False), (False, True), (True, False)),
+        ((None, False), ("bf16", False), ("fp32", False), (None, True)), ((False, False), (False, True), (True, False))
     )
 ]
 STATISTICS += [("fp64", "fp64", "fp64", {"HAS_SOFTCAP": True, **ANCHORS[False], "WRITE": False})]

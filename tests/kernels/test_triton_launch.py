@@ -96,9 +96,7 @@ def test_blocks_fit_the_vocabulary(vocabulary, block):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "row_bytes"),
-    [(torch.bfloat16, 6), (torch.float16, 6), (torch.float32, 4), (torch.float64, 8)],
-    ids=str,
+    ("dtype", "row_bytes"), [(torch.bfloat16, 6), (torch.float16, 6), (torch.float32, 4), (torch.float64, 8)], ids=str
 )
 def test_a_chunk_takes_a_sixteenth_of_the_memory(machine, dtype, row_bytes):
     """Logits, and beside those of 16-bit operands their exponentials."""

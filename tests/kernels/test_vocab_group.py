@@ -48,9 +48,7 @@ def check_split(rank, sizes, group, backend, options, dtype):
     same_on_all_ranks(torch.stack(tuple(result)), group)
     upstream = torch.randn(2, 3, 16, dtype=torch.float64)
     upstream[:, 2, 5:] = 0
-    compare_gradients(
-        *((torch.stack(tuple(x)) * upstream.to(x[0].dtype)).sum() for x in (result, exact)),
-    )
+    compare_gradients(*((torch.stack(tuple(x)) * upstream.to(x[0].dtype)).sum() for x in (result, exact)))
     more = {"replayed": replayed, "entropy_coef": 0.0 if options else 0.05}
     result = linear_policy_loss(hidden, weight, case.target, old, advantage, **more, **where)
     exact = reference.linear_policy_loss(whole.hidden, whole.weight, case.target, old, advantage, **more, **exact_where)
