@@ -14,22 +14,18 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, Field
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from exgrpo.train.command_line import options_of
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.process import leave, run_program
-from tests.compatibility.page import write_page
-from tests.compatibility.promises import Target, ask, offered, project, range_of, targets
-from tests.compatibility.record import FOLDER, Entry, newest, read, write
-from tests.compatibility.suites import PACKAGES, Package
+from tests.compatibility.promises import PACKAGES, Target, offered, project, range_of, targets
+from tests.compatibility.record import FOLDER, PAGE, Entry, newest, read, table, with_table, write
 from tests.compatibility.trial import tried
 
 PROGRAM = "python -m tests.compatibility"
@@ -56,57 +52,41 @@ def planned(options: Options) -> list[Target]:
     Raises:
         ConfigError: a package is unknown.
     """
-    by_name, table = {package.name: package for package in PACKAGES}, project()
+    by_name, promises, found = {package.name: package for package in PACKAGES}, project(), []
     asked = [name.partition("==")[::2] for name in options.only or by_name]
     for name, version in asked:
         if name not in by_name:
             raise ConfigError(f"--only {name}: no package of that name is tried; choose from {', '.join(by_name)}")
         if version and not VERSION.fullmatch(version):
             raise ConfigError(f"--only {name}=={version}: that is no version; write one as 2.11.0")
-    return [found for name, version in asked for found in of_package(by_name[name], version, options, table)]
+    for name, version in asked:
+        package, promised = by_name[name], range_of(name, promises)
+        if version:
+            found.append(Target(package, str(Version(version)), str(promised), ("asked for",)))
+        else:
+            found += targets(package, promised, offered(package), options.ends)
+    return found
 
 
-def of_package(package: Package, version: str, options: Options, table: dict[str, Any]) -> list[Target]:
-    """The versions of a package: the one that is asked for, or the ends."""
-    promised = range_of(package.name, table)
-    if version:
-        return [Target(package, str(Version(version)), str(promised), ("asked for",))]
-    return targets(package, promised, offered(package, ask), options.ends)
-
-
-def work(options: Options, console: Console) -> bool:
+def work(options: Options) -> bool:
     """Do what the options say; returns whether something that was tried failed."""
     today = f"{datetime.now(UTC):%Y-%m-%d}"
     path = options.record or FOLDER / f"{today}.json"
-    entries = {entry.key: entry for entry in begun(path, options)}
+    # A new record of today has what the newest one has, and what is tried now replaces it.
+    anew = options.record is None and not path.exists() and any(FOLDER.glob("*.json"))
+    entries = {entry.key: entry for entry in read(newest(FOLDER) if anew else path)}
     plan = planned(options)
     left = [target for target in plan if not is_done(target, entries.get(target.key), today)]
-    entries.update({target.key: waiting(target, today) for target in left})
+    for target in left:
+        reason, ends = "the program has not come to it", target.ends
+        entries[target.key] = Entry(*target.key, "", target.promised, ends, not_tried=reason, date=today)
     write(path, list(entries.values()))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=len(left))
-        for target in left:
-            name = f"{target.package.name} {target.version}"
-            progress.update(bar, description=name)
-            entries[target.key] = replace(in_folder(target, options.keep, console), date=today)
-            write(path, list(entries.values()))
-            console.print(f"{name}: {summary(entries[target.key])}", markup=False, highlight=False)
-            progress.advance(bar)
+    for number, target in enumerate(left, 1):
+        print(f"{number} of {len(left)}: {target.package.name} {target.version}", flush=True)
+        entries[target.key] = replace(in_folder(target, options.keep), date=today)
+        write(path, list(entries.values()))
+        print(summary(entries[target.key]), flush=True)
     return any(entries[target.key].failed > 0 for target in plan)
-
-
-def begun(path: Path, options: Options) -> list[Entry]:
-    """What the record has; a new one of today has what the newest one has, and what is tried now replaces it."""
-    if options.record is None and not path.exists() and any(FOLDER.glob("*.json")):
-        path = newest(FOLDER)
-    return read(path)
-
-
-def waiting(target: Target, today: str) -> Entry:
-    """The entry of a version until it is tried."""
-    reason = "the program has not come to it"
-    return Entry(target.package.name, target.version, "", target.promised, target.ends, not_tried=reason, date=today)
 
 
 def is_done(target: Target, entry: Entry | None, today: str) -> bool:
@@ -115,14 +95,14 @@ def is_done(target: Target, entry: Entry | None, today: str) -> bool:
     return entry is not None and not entry.not_tried and (entry.promised, entry.ends, entry.date) == wanted
 
 
-def in_folder(target: Target, keep: bool, console: Console) -> Entry:
+def in_folder(target: Target, keep: bool) -> Entry:
     """Try a version in a folder that is deleted afterwards, also where the program is stopped."""
     folder = Path(tempfile.mkdtemp(prefix="compatibility_"))
     try:
         return tried(target, folder / "environment")
     finally:
         if keep:
-            console.print(f"kept: {folder}", markup=False)
+            print(f"kept: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -143,9 +123,9 @@ def main(argv: Sequence[str]) -> int:
         nonlocal failed
         options = options_of(Options, PROGRAM, argv)
         if options.table:
-            write_page()
+            PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table(newest())), encoding="utf-8")
         else:
-            failed = work(options, Console())
+            failed = work(options)
 
     return run_program(within, "stopped: the same command goes on with the next version") or int(failed)
 

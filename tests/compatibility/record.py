@@ -1,13 +1,40 @@
-"""The record of what was tried: docs/compatibility/DATE.json."""
+"""The record of what was tried, docs/compatibility/DATE.json: its table, and whether it has what is promised."""
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from exgrpo.train.errors import DataError
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-FOLDER = Path(__file__).parents[2] / "docs" / "compatibility"
+from exgrpo.train.errors import DataError
+from tests.compatibility.promises import PACKAGES, ROOT, lowest, range_of
+
+FOLDER = ROOT / "docs" / "compatibility"
+PAGE = FOLDER.with_suffix(".md")
+BEGIN, END = "<!-- the table: python -m tests.compatibility --table -->", "<!-- the end of the table -->"
+HEADER = "| package | allowed | version | it is the | Python | modules | passed | failed | skipped | date | result |"
+MEND = "python -m tests.compatibility --only {name}; python -m tests.compatibility --table"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What came of imports and tests: the fields of an `Entry` with these names."""
+
+    imported: int = 0
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    first_failure: str = ""
+
+    def __add__(self, other: "Counts") -> "Counts":
+        """Both together, in this order."""
+        names = ("imported", "passed", "failed", "skipped", "seconds")
+        *numbers, seconds = (getattr(self, name) + getattr(other, name) for name in names)
+        return Counts(*numbers, round(seconds, 1), self.first_failure or other.first_failure)
 
 
 @dataclass(frozen=True)
@@ -65,15 +92,9 @@ def read(path: Path) -> list[Entry]:
         return []
     try:
         rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["entries"]
-        return [entry_of(row) for row in rows]
+        return [Entry(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows]
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path} is no record of versions ({error}): delete it and run the program again") from error
-
-
-def entry_of(row: dict[str, Any]) -> Entry:
-    """An entry from its JSON, whose tuples are lists."""
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    return Entry(**values)
 
 
 def write(path: Path, entries: list[Entry]) -> None:
@@ -94,3 +115,64 @@ def newest(folder: Path = FOLDER) -> Path:
     if not found:
         raise DataError(f"{folder} has no record of versions: python -m tests.compatibility")
     return found[-1]
+
+
+def table(path: Path) -> str:
+    """The lines of the table of a record."""
+    lines = [f"The record is [{path.name}](compatibility/{path.name}).", "", HEADER]
+    lines.append("|---|---|---|---|---|---:|---:|---:|---:|---|---|")
+    order = [package.name for package in PACKAGES]
+    for entry in sorted(read(path), key=lambda entry: (order.index(entry.package), Version(entry.version))):
+        counted = (entry.python, entry.imported, entry.passed, entry.failed, entry.skipped)
+        told = ["" if entry.not_tried else str(one) for one in counted]
+        result = "works" if entry.works else f"fails: `{entry.first_failure.replace('|', '/').replace('`', '')}`"
+        result = f"not tried: {entry.not_tried}" if entry.not_tried else result
+        cells = [entry.package, f"`{entry.promised}`", entry.version, ", ".join(entry.ends), *told, entry.date, result]
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def with_table(page: str, text: str) -> str:
+    """The page with this table between its marks.
+
+    Raises:
+        DataError: it lacks a mark.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise DataError(f"{PAGE} lacks a mark of the table: write {BEGIN} and {END} where it belongs")
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
+
+
+def problems(entries: list[Entry], table: dict[str, Any]) -> list[str]:
+    """What is wrong with the newest record, a line each, with the command that mends it.
+
+    Args:
+        entries: of the record.
+        table: the table `project` of pyproject.toml.
+    """
+    found = []
+    for package in PACKAGES:
+        own = [entry for entry in entries if entry.package == package.name]
+        lines = _of_range(package.name, range_of(package.name, table), own)
+        found += [f"{package.name}: {line}: {MEND.format(name=package.name)}" for line in lines]
+    classified = re.findall(r"Python :: (3\.\d+)$", "\n".join(table["classifiers"]), re.MULTILINE)
+    promised = range_of("python", table)
+    found += [f"the classifier of Python {one} is not in requires-python" for one in classified if one not in promised]
+    return found
+
+
+def _of_range(name: str, promised: SpecifierSet, entries: list[Entry]) -> list[str]:
+    """What is wrong with the entries of one package."""
+    current = [entry for entry in entries if SpecifierSet(entry.promised) == promised]
+    if not current:
+        return [f"the record knows no version of the range {promised}"]
+    found = []
+    if not any("oldest" in entry.ends and Version(entry.version) == lowest(promised) for entry in current):
+        found.append(f"the record lacks the oldest version, {lowest(promised)}")
+    inside = [entry for entry in current if Version(entry.version) in promised]
+    if not any("newest" in entry.ends for entry in inside):
+        found.append(f"the record lacks the newest version of {promised}")
+    failed = [entry for entry in inside if not entry.not_tried and not entry.works]
+    return found + [f"{entry.version} is allowed and fails" for entry in failed]

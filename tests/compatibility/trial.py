@@ -1,73 +1,75 @@
-"""One version is tried: in its environment, the imports and the tests."""
+"""One version is tried: in an environment of its own, the imports and the tests are counted."""
 
+import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, replace
+import sysconfig
+import tempfile
+import time
+import venv
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
+from xml.etree import ElementTree
 
 from packaging.version import Version
 
 from exgrpo.train.errors import ExgrpoError
-from tests.compatibility.counts import Counts, core, tests
-from tests.compatibility.environment import EnvironmentFailed, overlay, whole
-from tests.compatibility.promises import Target, project, requirements
-from tests.compatibility.record import Entry
-from tests.compatibility.suites import Package
+from tests.compatibility.promises import CORE, ROOT, UNCONSTRAINED, Package, Target, project, requirements
+from tests.compatibility.record import Counts, Entry
 
-ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("bench", "docs", "exgrpo", "vllm")
 """Of the groups and requirements, what an environment of another Python does without."""
+LIMIT = 7200.0
+"""Seconds in which the tests of one version have to end."""
 
 
 class NotReached(ExgrpoError, RuntimeError):
-    """A version cannot be had here."""
+    """A version cannot be had here; the message has the last line of pip, or what is missing."""
 
 
-def counted(python: Path, package: Package) -> Counts:
-    """The core and the tests of a package."""
-    return core(python) + tests(python, package.tests)
-
-
-def tried(target: Target, folder: Path, count: Callable[[Path, Package], Counts] = counted) -> Entry:
-    """Try a version.
-
-    Args:
-        target: which.
-        folder: for its environment; it is not there yet.
-        count: what runs the tests.
-    """
+def tried(target: Target, folder: Path) -> Entry:
+    """Try a version, in an environment in a folder that is not there yet."""
     entry = Entry(target.package.name, target.version, platform.python_version(), target.promised, target.ends)
     try:
         python = environment(target, folder)
-    except (EnvironmentFailed, NotReached) as error:
+    except NotReached as error:
         return replace(entry, not_tried=str(error))
     number = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[-1]
     sites = map(str, folder.glob("lib/python*/site-packages"))
     there = sorted(f"{found.name}=={found.version}" for found in distributions(path=list(sites)))
-    return replace(entry, python=number, companions=tuple(there), **asdict(count(python, target.package)))
+    counts = core(python) + tests(python, target.package.tests)
+    return replace(entry, python=number, companions=tuple(there), **vars(counts))
 
 
 def environment(target: Target, folder: Path) -> Path:
     """The Python of an environment with the version: this one, if it has it.
 
     Raises:
-        EnvironmentFailed: pip cannot make it.
-        NotReached: there is no such Python on PATH.
+        NotReached: pip cannot make it, or there is no such Python on PATH.
     """
     package, wanted = target.package, target.version
+    python = folder / "bin" / "python"
     if package.name == "python" and wanted != f"{sys.version_info.major}.{sys.version_info.minor}":
         if not (interpreter := shutil.which(f"python{wanted}")):
             raise NotReached(f"no python{wanted} on PATH")
-        return whole(folder, interpreter, dependencies())
+        installed = sorted({str(requirement) for requirement in requirements(project(), LEFT_OUT)})
+        run([interpreter, "-m", "venv", str(folder)])
+        constraints = ["--constraint", str(ROOT / "constraints.txt")]
+        run([str(python), "-m", "pip", "install", "--no-cache-dir", *constraints, *installed])
+        return python
     if package.name == "python" or is_installed(package.installed, wanted):
         return Path(sys.executable)
-    if package.listed:
-        return overlay(folder, ("--no-deps", *listed(package, wanted)))
-    return overlay(folder, (f"{package.installed}=={wanted}",))
+    overlay(folder)
+    install = ["--no-deps", *listed(package, wanted)] if package.listed else [f"{package.installed}=={wanted}"]
+    run([sys.executable, "-m", "pip", "--python", str(python), "install", "--no-cache-dir", *install])
+    copy_programs(Path(sys.executable).parent, folder / "bin")
+    return python
 
 
 def is_installed(name: str, wanted: str) -> bool:
@@ -78,6 +80,28 @@ def is_installed(name: str, wanted: str) -> bool:
         return False
 
 
+def overlay(folder: Path) -> None:
+    """An environment on top of this one: what is installed into it comes first, the rest is this one's.
+
+    pip finds the packages of this environment, so it installs nothing that fits, and leaves this one alone.
+    """
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    # A path in a .pth file is searched, and the .pth files in it (an editable exgrpo has one) are not read.
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+
+def copy_programs(source: Path, folder: Path) -> None:
+    """The programs of packages, for the Python of another folder, which tests start beside it."""
+    for program in source.iterdir():
+        if program.is_symlink() or program.is_dir() or (folder / program.name).exists():
+            continue
+        head, _, rest = program.read_bytes().partition(b"\n")
+        if head.startswith(b"#!") and b"python" in head:
+            (folder / program.name).write_bytes(f"#!{folder / 'python'}\n".encode() + rest)
+            (folder / program.name).chmod(0o755)
+
+
 def listed(package: Package, wanted: str) -> list[str]:
     """The lines of a package's file, with this version of it."""
     lines = (ROOT / package.listed).read_text(encoding="utf-8").splitlines()
@@ -85,9 +109,73 @@ def listed(package: Package, wanted: str) -> list[str]:
     return [pin + wanted if line.startswith(pin) else line for line in lines if line and not line.startswith("#")]
 
 
-def dependencies() -> list[str]:
-    """What the package and its groups ask for, for an environment of another Python."""
-    table = project()
-    groups = {name: texts for name, texts in table["optional-dependencies"].items() if name not in LEFT_OUT}
-    wanted = requirements({**table, "optional-dependencies": groups})
-    return sorted({str(requirement) for requirement in wanted if requirement.name not in LEFT_OUT})
+def run(command: list[str]) -> None:
+    """Run a command of pip or venv.
+
+    Raises:
+        NotReached: it fails.
+    """
+    done = subprocess.run(command, env=UNCONSTRAINED, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        errors = [line for line in lines if line.startswith("ERROR")] or lines
+        raise NotReached(errors[-1][:300] if errors else f"exit status {done.returncode}")
+
+
+@cache
+def core(python: Path) -> Counts:
+    """The imports and the tests of the core; packages of one environment share them."""
+    done = started([str(python), "-m", "tests.compatibility.imports"])
+    try:
+        told = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        return broken(done.stderr) + tests(python, CORE)
+    failed = told["failed"]  # a module whose import fails is a failed test
+    first = shortened("".join(failed[:1]))
+    return Counts(told["imported"], failed=len(failed), first_failure=first) + tests(python, CORE)
+
+
+def tests(python: Path, selection: Sequence[str]) -> Counts:
+    """The counts of a selection of tests, which are arguments of pytest; none: nothing is counted."""
+    if not selection:
+        return Counts()
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="compatibility_tests_") as folder:
+        report = Path(folder) / "tests.xml"
+        options = ("-q", "-p", "no:cacheprovider", f"--junitxml={report}", f"--basetemp={folder}/tmp")
+        try:
+            done = started([str(python), "-m", "pytest", *options, *selection])
+        except subprocess.TimeoutExpired:
+            return Counts(failed=1, first_failure=f"the tests have not ended within {LIMIT:.0f} s")
+        # Status 1 is that of tests that failed, which the report has; others mean that pytest itself did.
+        counts = of_tests(report.read_text()) if done.returncode in (0, 1) else broken(done.stdout + done.stderr)
+    return replace(counts, seconds=round(time.monotonic() - begun, 1))
+
+
+def started(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    """Run a command in the folder of the project, whose modules come first."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+
+
+def broken(text: str) -> Counts:
+    """The counts of a program that did not come to an end."""
+    return Counts(failed=1, first_failure=shortened(text.strip().rpartition("\n")[2]) or "it ended without a word")
+
+
+def of_tests(report: str) -> Counts:
+    """The counts of a report of pytest in the form of JUnit."""
+    cases = list(ElementTree.fromstring(report).iter("testcase"))
+    wrong = [(case, found) for case in cases for found in case if found.tag in ("failure", "error")]
+    failed = len({id(case) for case, _ in wrong})
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    first = "".join(f"{case.get('classname')}::{case.get('name')}: {found.get('message')}" for case, found in wrong[:1])
+    return Counts(0, len(cases) - skipped - failed, failed, skipped, first_failure=shortened(first))
+
+
+def shortened(text: str) -> str:
+    """A line of about 300 characters: its begin names the error, and its end has what a program said last."""
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else f"{line[:140]} ... {line[-155:]}"
