@@ -4,8 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("exgrpo", "studies", "examples", "recipes", "benchmarks")
 
@@ -90,9 +88,8 @@ def test_the_source_calls_nothing_that_runs_what_it_reads():
     assert found == set(ARGUED)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_what_could_run_code_is_found_and_what_runs_none_is_not():
+    for line in (
         "import pickle; pickle.load(file)",
         "import pickle as p; p.loads(data)",
         "from pickle import loads as read; read(data)",
@@ -116,15 +113,9 @@ def test_the_source_calls_nothing_that_runs_what_it_reads():
         "command = ['vllm', '--trust-remote-code']",
         "import torch.distributed as dist; dist.all_gather_object(values, value)",
         "from accelerate.utils import gather_object; gather_object(values)",
-    ],
-)
-def test_what_could_run_code_is_found(line):
-    assert list(dangers(line))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
+    ):
+        assert list(dangers(line)), line
+    for line in (
         "import pickle; pickle.dumps(value)",
         "import torch; torch.load(file, weights_only=True)",
         "import yaml; yaml.safe_load(text)",
@@ -132,7 +123,5 @@ def test_what_could_run_code_is_found(line):
         "model.eval()",
         "import ast; ast.literal_eval(text)",
         "Auto.from_pretrained(path, trust_remote_code=False)",
-    ],
-)
-def test_what_runs_no_code_is_not(line):
-    assert not list(dangers(line))
+    ):
+        assert not list(dangers(line)), line

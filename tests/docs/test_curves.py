@@ -16,7 +16,3 @@ def test_every_curve_is_one_of_the_metrics():
     curves, metrics = named((DOCS / "curves.md").read_text()), named((DOCS / "metrics.md").read_text())
     assert len(curves) > 20
     assert {re.sub(r"/8$", "/K", name) for name in curves} <= set(metrics)
-
-
-def test_names_are_those_of_the_first_column():
-    assert named("| `a/b`, `c` | `d` |\n|---|---|\n| e | `f` |\n") == ["a/b", "c"]

@@ -39,11 +39,6 @@ def lines_of_code(source):
     return {n for one in tokens if one.type not in LAYOUT for n in range(one.start[0], one.end[0] + 1)} - text
 
 
-def test_lines_of_code_are_counted():
-    source = '"""Text\nof two lines."""\n\n# why\nx = [\n    1,\n]\n\n\ndef f():\n    """Help."""\n    return x\n'
-    assert lines_of_code(source) == {5, 6, 7, 10, 12}
-
-
 @pytest.mark.parametrize("name", MOST_LINES)
 def test_an_example_is_short_and_says_how_it_is_started(name):
     source = (EXAMPLES / name).read_text()

@@ -56,9 +56,30 @@ def exgrpo(folder: Path, model: Path, kind: type[ExGRPOTrainer] = WrittenExGRPO,
     return kind(str(model), reward, config, questions(), processing_class=tokenizer())
 
 
-def test_replayed_rows_carry_the_past_policy_and_share_the_mean(tmp_path: Path, model: Path) -> None:
-    trainer = exgrpo(tmp_path, model, max_steps=4)
+def with_clips(trainer: ExGRPOTrainer) -> tuple[ExGRPOTrainer, list[Any]]:
+    """The trainer after its training, and the clips of its losses."""
+    clips, objective = [], trainer._objective
+
+    def recorded(inputs: dict[str, Any]) -> trl_loss.Objective:
+        clips.append(objective(inputs).clip)
+        return objective(inputs)
+
+    trainer._objective = recorded
     trainer.train()
+    return trainer, clips
+
+
+RUN = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "constant", "entropy_coef": 0.01}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[ExGRPOTrainer, list[Any]]:
+    """A training that several tests read, with a checkpoint after two of its four steps."""
+    return with_clips(exgrpo(tmp_path_factory.mktemp("run"), model, **RUN))
+
+
+def test_replayed_rows_carry_the_past_policy_and_share_the_mean(run: tuple[ExGRPOTrainer, list[Any]]) -> None:
+    trainer, _ = run
     logs = trainer.state.log_history
     assert logs[0]["experience/replayed"] == 0
     assert logs[3]["experience/replayed"] > 0
@@ -97,20 +118,14 @@ def test_trajectories_are_compared_at_temperature_1_and_stored_at_that_of_sampli
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_clipping_is_off_in_steps_that_replay_and_only_there(tmp_path: Path, model: Path, keep: bool) -> None:
-    trainer = exgrpo(tmp_path, model, max_steps=4, clip_with_replay=keep)
-    clips, objective = [], trainer._objective
-
-    def recorded(inputs: dict[str, Any]) -> trl_loss.Objective:
-        clips.append(objective(inputs).clip)
-        return objective(inputs)
-
-    trainer._objective = recorded
-    trainer.train()
+def test_clipping_is_off_in_steps_that_replay_and_only_there(
+    run: tuple[ExGRPOTrainer, list[Any]], tmp_path: Path, model: Path, keep: bool
+) -> None:
+    trainer, clips = with_clips(exgrpo(tmp_path, model, max_steps=4, clip_with_replay=True)) if keep else run
     replayed = [log["experience/replayed"] > 0 for log in trainer.state.log_history[:4]]
     assert replayed[0] is False
     assert any(replayed)
-    assert [clip is None for clip in clips] == [of_step and not keep for of_step in replayed]
+    assert [clip is None for clip in clips[:4]] == [of_step and not keep for of_step in replayed]
 
 
 @pytest.mark.parametrize("success", [0.9, 1.0])
@@ -149,9 +164,8 @@ def test_replayed_rows_have_no_importance_weight_of_the_sampler(
     assert np.isfinite(trainer.state.log_history[2]["loss"])
 
 
-def test_loss_of_a_mixed_batch_is_the_formula_of_the_paper(tmp_path: Path, model: Path) -> None:
-    trainer = exgrpo(tmp_path, model, max_steps=3, entropy_coef=0.01)
-    trainer.train()
+def test_loss_of_a_mixed_batch_is_the_formula_of_the_paper(run: tuple[ExGRPOTrainer, list[Any]]) -> None:
+    trainer, _ = run
     output = next(output for output in reversed(trainer.outputs) if output["replayed"].any())
     inputs = {name: value for name, value in output.items() if name != "stored"}
     trainer._metrics["train"].clear()
@@ -166,12 +180,12 @@ def test_loss_of_a_mixed_batch_is_the_formula_of_the_paper(tmp_path: Path, model
     torch.testing.assert_close(found.loss, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_resumed_run_goes_on_with_its_experience(tmp_path: Path, model: Path) -> None:
-    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "constant"}
-    whole = exgrpo(tmp_path / "run", model, **changes)
-    whole.train()
-    resumed = exgrpo(tmp_path / "resumed", model, **changes)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+def test_a_resumed_run_goes_on_with_its_experience(
+    run: tuple[ExGRPOTrainer, list[Any]], tmp_path: Path, model: Path
+) -> None:
+    whole, _ = run
+    resumed = exgrpo(tmp_path, model, **RUN)
+    resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-2"))
     assert resumed.state.global_step == 4
     found, expected = resumed.replay.memory, whole.replay.memory
     np.testing.assert_array_equal(found.count, expected.count)

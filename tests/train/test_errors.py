@@ -44,6 +44,7 @@ def programs(monkeypatch):
     monkeypatch.setattr(run, "start", lambda *_: ALONE)
     monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
     monkeypatch.setattr(distributed, "start", lambda **_: ALONE)
+    monkeypatch.setattr(serve, "_built_for_cpu", lambda: True)
     return {
         "run": (lambda: program.main([]), build, "load_pretrained"),
         "evaluate": (
@@ -57,25 +58,23 @@ def programs(monkeypatch):
     }
 
 
-NAMES = ("run", "evaluate", "estimate", "report", "serve")
+OTHERS = ("evaluate", "estimate", "report", "serve")
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("error", DEFECTS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    ("name", "error"), [*(("run", error) for error in DEFECTS), *((n, DEFECTS[0]) for n in OTHERS)]
+)
 def test_a_defect_in_the_set_up_is_a_traceback(programs, monkeypatch, name, error):
     start, module, function = programs[name]
-    monkeypatch.setattr(serve, "_built_for_cpu", lambda: True)
     monkeypatch.setattr(module, function, fail_with(error))
     with pytest.raises(type(error)) as caught:
         start()
     assert caught.value is error
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", FAMILY)
+@pytest.mark.parametrize(("name", "kind"), [*(("run", kind) for kind in FAMILY), *((n, ConfigError) for n in OTHERS)])
 def test_each_error_of_the_family_is_one_line(programs, monkeypatch, capsys, name, kind):
     start, module, function = programs[name]
-    monkeypatch.setattr(serve, "_built_for_cpu", lambda: True)
     monkeypatch.setattr(module, function, fail_with(kind("x: do this")))
     if name == "serve":
         with pytest.raises(SystemExit) as exit_:
@@ -139,12 +138,10 @@ def test_a_file_that_may_not_be_read_is_named(forbidden):
         read_recipe(forbidden)
 
 
-@pytest.mark.parametrize("prompt_format", ["{question:d}", "{question!x}", "{question:{width}}"])
-def test_a_format_that_no_question_can_take_is_an_error_before_the_data_is_read(prompt_format):
-    with pytest.raises(DataError, match="prompt_format"):
-        load_questions(
-            "missing.jsonl", None, PromptFormat(chat=False, prompt_format=prompt_format, max_prompt_tokens=1)
-        )
+def test_a_format_that_no_question_can_take_is_an_error_before_the_data_is_read():
+    for text in ("{question:d}", "{question!x}", "{question:{width}}"):
+        with pytest.raises(DataError, match="prompt_format"):
+            load_questions("missing.jsonl", None, PromptFormat(chat=False, prompt_format=text, max_prompt_tokens=1))
 
 
 def test_a_folder_that_may_not_be_looked_into_is_named(monkeypatch):

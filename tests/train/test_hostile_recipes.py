@@ -118,12 +118,12 @@ def test_values_that_are_merged_may_be_replaced():
     assert parse_yaml("{1: a, '1': b}") == {1: "a", "1": "b"}
 
 
-@pytest.mark.parametrize(("length", "message"), [(101, None), (102, "100 recipes lead"), (2000, "100 recipes lead")])
-def test_a_chain_of_bases_has_an_end(tmp_path, length, message):
-    for number in range(length - 1):
+def test_a_chain_of_bases_has_an_end(tmp_path):
+    for number in range(101):
         (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml\n")
-    (tmp_path / f"{length - 1}.yaml").write_text("policy.path: m\ndata.train: q\n")
-    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+    (tmp_path / "101.yaml").write_text("policy.path: m\ndata.train: q\n")
+    load_recipe(tmp_path / "1.yaml")
+    with pytest.raises(ConfigError, match="100 recipes lead"):
         load_recipe(tmp_path / "0.yaml")
 
 
@@ -134,11 +134,13 @@ def _default(key):
     return value
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if type(_default(key)) in (int, float)])
-def test_no_number_is_without_bounds(key):
-    for value in (math.nan, math.inf, -math.inf, 1e308, -1e308, 10**400, -(10**400)):
-        with pytest.raises(ConfigError, match=key):
-            configured({key: value})
+def test_no_number_is_without_bounds():
+    numbers = [key for key in KEYS if type(_default(key)) in (int, float)]
+    assert len(numbers) > 40
+    for key in numbers:
+        for value in (math.nan, math.inf, -1e308, 10**400):
+            with pytest.raises(ConfigError, match=key):
+                configured({key: value})
 
 
 OPTIONAL = (
@@ -154,37 +156,32 @@ OPTIONAL = (
 )
 
 
-@pytest.mark.parametrize("key", OPTIONAL)
-def test_no_optional_number_is_without_bounds(key):
-    assert configured({key: 7})
-    for value in (10**12, -1, 0):
+def test_no_optional_number_is_without_bounds():
+    assert configured(dict.fromkeys(OPTIONAL, 7))
+    for key in OPTIONAL:
+        for value in (10**12, -1, 0):
+            with pytest.raises(ConfigError, match=key):
+                configured({key: value})
+
+
+def test_values_that_no_computation_survives_are_refused():
+    for key, value in (
+        ("objective.clip", [math.nan, 0.2]),
+        ("objective.clip", [0.2, 1e308]),
+        ("objective.clip", [2, 0.2]),
+        ("objective.beta", 1e-300),
+        ("objective.beta", None),
+        ("objective.trigger", 0),
+        ("objective.second_moment", 0),
+        ("experience.age_scale", 0),
+        ("experience.band", [0.2, 1.5]),
+        ("optimizer.betas", [0.9, 1.0]),
+        ("optimizer.betas", [-1, 0.9]),
+        ("rollout.temperature", 1e-300),
+        ("experience.sigma", 1e-300),
+    ):
         with pytest.raises(ConfigError, match=key):
             configured({key: value})
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"objective.clip": [math.nan, 0.2]},
-        {"objective.clip": [0.2, 1e308]},
-        {"objective.clip": [2, 0.2]},
-        {"objective.beta": 1e-300},
-        {"objective.beta": None},
-        {"objective.trigger": 0},
-        {"objective.second_moment": 0},
-        {"experience.age_scale": 0},
-        {"experience.band": [0.2, 1.5]},
-        {"optimizer.betas": [0.9, 1.0]},
-        {"optimizer.betas": [-1, 0.9]},
-        {"rollout.temperature": 1e-300},
-        {"experience.sigma": 1e-300},
-    ],
-    ids=str,
-)
-def test_values_that_no_computation_survives_are_refused(values):
-    (key,) = values
-    with pytest.raises(ConfigError, match=key):
-        configured(values)
 
 
 def test_a_step_of_more_answers_than_fit_into_memory_is_refused():
@@ -195,22 +192,20 @@ def test_a_step_of_more_answers_than_fit_into_memory_is_refused():
         configured(rollout={"samples": 10**9})
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/tmp/x", "x" * 256, "é" * 128])
-def test_a_run_has_the_name_of_one_folder(name):
-    with pytest.raises(ConfigError, match=r"output.name: a run's name is that of one folder"):
-        configured({"output.name": name})
+def test_a_run_has_the_name_of_one_folder():
+    for name in ("", ".", "..", "../x", "/tmp/x", "x" * 256, "é" * 128):
+        with pytest.raises(ConfigError, match=r"output.name: a run's name is that of one folder"):
+            configured({"output.name": name})
     assert configured({"output.name": "é" * 127}).output.name == "é" * 127
 
 
-@pytest.mark.parametrize(
-    "argument", ["KEY=[", "KEY=!!bool x", "KEY=2024-13-45", "KEY=" + "[" * 5000, "=", "x" * 100_000]
-)
-def test_overrides_that_are_no_values_are_one_line(argument):
+def test_overrides_that_are_no_values_are_one_line():
+    for argument in ("KEY=[", "KEY=!!bool x", "KEY=2024-13-45", "KEY=" + "[" * 5000, "=", "x" * 100_000):
+        with pytest.raises(ConfigError) as error:
+            from_arguments([argument])
+        assert len(str(error.value)) < 600
     with pytest.raises(ConfigError) as error:
-        from_arguments([argument])
-    assert len(str(error.value)) < 600
-    with pytest.raises(ConfigError) as error:
-        parse_args(["--policy.overrides", argument])
+        parse_args(["--policy.overrides", "KEY=["])
     assert "\n" not in str(error.value)
 
 

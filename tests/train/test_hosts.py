@@ -48,7 +48,8 @@ def wait_for_a_checkpoint(folder, running):
     raise AssertionError("the run has ended or hangs before its first checkpoint")
 
 
-@pytest.mark.parametrize("lost", ["killed", pytest.param("cut off", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("lost", ["killed", "cut off"])
 def test_a_host_that_is_gone_ends_the_run_in_time_and_one_host_goes_on(two, tmp_path, lost):
     """The other host says so in one line, leaves no process behind, and has lost no finished step."""
     long = [option for option in SMALL if not option.startswith("--steps")]
@@ -80,6 +81,7 @@ def test_a_host_that_is_gone_ends_the_run_in_time_and_one_host_goes_on(two, tmp_
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_the_hosts_that_are_left_go_on_by_themselves(two, tmp_path):
     """With the same questions, and without a step that was finished before."""
     long = [option for option in SMALL if not option.startswith("--steps")]
@@ -119,24 +121,20 @@ print(time.perf_counter() - start)
 """
 
 
-@pytest.mark.parametrize(
-    ("limit", "size", "least"),
-    [
+def test_limited_cables_take_their_time_and_lose_nothing(two):
+    for limit, size, least in (
         ({"seconds": 0.05}, 1, 0.2),  # two cables on the way there, and two on the way back
         ({"megabits": 10}, 500_000, 0.38),  # 0.4 s, less what may pass at once
-        ({}, 500_000, 0.0),
-    ],
-    ids=["latency", "bandwidth", "as before"],
-)
-def test_limited_cables_take_their_time_and_lose_nothing(two, limit, size, least):
-    for host in (0, 1):
-        two.limit(host, seconds=0.01, megabits=1000)
-        two.limit(host, **limit)
-    listener = subprocess.Popen([*two.on(1), sys.executable, "-c", ECHO, two.addresses[1]], stdout=subprocess.PIPE)
-    listener.stdout.readline()
-    before, _ = two.counted(1)
-    took = float(hosts.run(*two.on(0), sys.executable, "-c", ASK, two.addresses[1], str(size)))
-    assert took > least
-    assert two.counted(1)[0] - before > size
-    listener.communicate(timeout=60)
-    assert listener.returncode == 0
+        ({}, 500_000, 0.0),  # as before
+    ):
+        for host in (0, 1):
+            two.limit(host, seconds=0.01, megabits=1000)
+            two.limit(host, **limit)
+        listener = subprocess.Popen([*two.on(1), sys.executable, "-c", ECHO, two.addresses[1]], stdout=subprocess.PIPE)
+        listener.stdout.readline()
+        before, _ = two.counted(1)
+        took = float(hosts.run(*two.on(0), sys.executable, "-c", ASK, two.addresses[1], str(size)))
+        assert took > least
+        assert two.counted(1)[0] - before > size
+        listener.communicate(timeout=60)
+        assert listener.returncode == 0

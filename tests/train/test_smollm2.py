@@ -10,7 +10,6 @@ import pytest
 
 from exgrpo.train.samples import read_samples
 from tests.train.launch import MAIN, ROOT, launch
-from tests.train.rollout.vllm.installed import real
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
 
@@ -30,8 +29,8 @@ def model(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=real)])
-def test_the_recipe_takes_real_steps(model, tmp_path, engine):
+def test_the_recipe_takes_real_steps(model, tmp_path):
+    """In float32: a processor without products of bfloat16 would need ten minutes."""
     if not GSM8K.exists():
         pytest.skip(f"the GSM8K rows are not there: {GSM8K}")
     done = launch(
@@ -42,19 +41,19 @@ def test_the_recipe_takes_real_steps(model, tmp_path, engine):
         "--steps=2",
         "--questions=2",
         "--rollout.samples=4",
-        "--rollout.max_tokens=48",
+        "--rollout.max_tokens=24",
         "--reward.function=benchmarks.coin:score",  # so short, no answer is right, and nothing would be learnt
-        f"--rollout.engine={engine}",
+        "--policy.dtype=fp32",
+        "--rollout.engine=transformers",
         "--preflight=off",
         "--checkpoint.every=None",
         "--output.save_model=False",
         f"--output.folder={tmp_path}",
         "--output.name=smollm2",
-        vllm=engine == "vllm",
         timeout=540,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"rollouts by {engine}\n" in done.stdout
+    assert "rollouts by transformers\n" in done.stdout
     assert "rollout engine and trainer agree" in done.stdout
     steps = [json.loads(line) for line in (tmp_path / "smollm2" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in steps] == [1, 2]

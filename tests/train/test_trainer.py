@@ -1,13 +1,11 @@
 """The loop, watched from outside with a scripted engine and a recording policy."""
 
 import dataclasses
-import inspect
 import json
 
 import numpy as np
 import pytest
 
-from exgrpo.train.experience import prioritise
 from tests.train.batches import rows_of
 from tests.train.fakes import (
     ScriptedGrader,
@@ -44,18 +42,6 @@ def test_every_group_enters_the_update_whole_and_once():
     for of_question in by_question.values():
         assert len(of_question) == K
         assert sum(row.advantage for row in of_question) == pytest.approx(0, abs=1e-6)
-
-
-def test_ratios_refer_to_the_policy_that_wrote_the_tokens():
-    trainer = make(half(20))
-    trainer.step(1)
-    version = trainer.policy.version
-    trainer.policy.updates.clear()
-    trainer.step(2)
-    for row in updated(trainer):
-        # Written before any update if replayed, before this step's updates if fresh.
-        expected = fake_score(row.token, 0 if row.replayed else version)
-        np.testing.assert_array_equal(row.ratio_log_prob, expected.log_prob)
 
 
 @pytest.mark.parametrize("correct", [True, False])
@@ -154,18 +140,6 @@ def test_a_checkpoint_keeps_the_questions_that_are_ahead():
     np.testing.assert_array_equal(again.step(3).batch.question, theirs)
 
 
-def test_without_importance_correction_they_refer_to_this_steps_policy():
-    trainer = make(half(20), objective={"weigh": "uncorrected"})
-    trainer.step(1)
-    version = trainer.policy.version
-    trainer.policy.updates.clear()
-    trainer.step(2)
-    replayed = [row for row in updated(trainer) if row.replayed]
-    assert replayed
-    for row in replayed:
-        np.testing.assert_array_equal(row.ratio_log_prob, fake_score(row.token, version).log_prob)
-
-
 @pytest.mark.parametrize(
     ("rule", "key"),
     [
@@ -249,8 +223,9 @@ def test_without_retirement_solved_questions_come_again_and_are_replayed():
 BANDS = {"easy": {0.75}, "medium": {0.5, 0.75}, "hard": {0.25}, "all": {0.0, 0.25, 0.5, 0.75, 1.0}}
 
 
-@pytest.mark.parametrize("normalize", ["constant", "token", "sequence"])
-@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize(
+    ("band", "normalize"), [*dict.fromkeys(BANDS, "constant").items(), ("easy", "token"), ("hard", "sequence")]
+)
 def test_training_on_one_band_masks_the_other_groups(band, normalize):
     skill = {q: q % 5 / 4 for q in range(10)}
 
@@ -351,13 +326,6 @@ def test_it_is_said_once_that_no_reward_is_a_success_and_not_again_after_a_resum
     assert resumed.step(5).notes == ()
 
 
-def test_the_random_law_reaches_the_plan():
-    trainer = make(half(20), experience={"prioritise": "random"})
-    trainer.step(1)
-    assert inspect.unwrap(trainer.replay._supply(6, 2).prioritise) is prioritise.random
-    assert trainer.step(2).metrics["replayed"] == 3
-
-
 def test_the_engine_wakes_generates_sleeps_and_then_takes_the_new_weights():
     trainer = make(half(20))
     trainer.step(1)
@@ -397,4 +365,3 @@ def test_metrics_describe_the_step():
     assert metrics["prefix_cache_hits"] == pytest.approx(0.4)
     assert metrics["seconds/asleep"] == 3.0
     assert metrics["staleness"] == 0
-    assert dataclasses.is_dataclass(result)
