@@ -217,11 +217,8 @@ def test_training_stops_when_every_question_is_solved(tmp_path: Path, model: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss_type": "cispo"}, "loss_type='cispo'"),
         ({"beta": 0.1}, r"beta=0\.1"),
-        ({"ratio": 1.5}, "ratio"),
         ({"replay_beta": 0.0}, "replay_beta"),
-        ({"top_p": 0.9}, r"top_p=0\.9: .*lower temperature"),
         ({"generation_kwargs": {"top_k": 5}}, "top_k=5: "),
         ({"success": float("nan")}, "success: expected a finite number"),
         ({"per_device_train_batch_size": 64}, "lower generation_batch_size"),
@@ -242,7 +239,7 @@ def test_refused(tmp_path: Path, model: Path, changes: dict[str, Any], message: 
         ({"band": [3, 1]}, r"band\.0: .*\(got 3\)"),
         ({"replay_beta": "x"}, "replay_beta: expected a number from 1e-06 to 1e\\+06, got 'x'"),
         ({"loss_type": "cispo"}, "loss_type='cispo': not part of the objective with replay"),
-        ({"top_p": 0.9}, r"top_p=0\.9: "),
+        ({"top_p": 0.9}, r"top_p=0\.9: .*lower temperature"),
         ({"admit": "solutions"}, "admit='solutions': "),
         ({"epsilon": "wide"}, "epsilon: expected a number of at least 0, got 'wide'"),
         ({"epsilon_high": -0.1}, r"epsilon_high: expected a number of at least 0, got -0\.1"),

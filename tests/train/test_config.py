@@ -160,12 +160,9 @@ def test_bad_values_are_named(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1, 2]", "a recipe is a mapping"),
         ("a: [", "not valid YAML"),
         ("base: recipe.yaml", "leads back to itself"),
         ("base: other.yaml", "other.yaml: no such recipe"),
-        ("base: [a.yaml, b.yaml]", "base is the path of one recipe, not a list"),
-        ("base: {a: b.yaml}", "base is the path of one recipe, not a dict"),
         ("rollout: {servers: [5]}", r"rollout.servers.0: Input should be a valid string \(got 5\)"),
         ("policy: 5\ndata.train: d", r"policy: Input should be a valid .* \(got 5\)"),
         ("policy: 5\npolicy.path: m", "policy is a section of keys, and the value 5 stands in its place"),
@@ -192,10 +189,8 @@ def test_a_missing_recipe_is_named(tmp_path):
         (["--rollout.sample=3"], "unknown option --rollout.sample; did you mean --rollout.samples?"),
         (["--max-tokens", "3"], "unknown option --max_tokens; did you mean --rollout.max_tokens?"),
         (["--recip", "r.yaml"], "unknown option --recip; did you mean --recipe?"),
-        (["--zzz"], "unknown option --zzz"),
         (["--reward", "math"], "--reward is a section: give one of its options, --reward.function, --reward.success, "),
         (["--optimizer.lr", "fast"], "--optimizer.lr"),
-        (["--optimizer.lr"], "--optimizer.lr"),
         (["--optimizer.lr=-1"], "command line: optimizer.lr: Input should be greater than 0"),
         (["--optimizer.minibatches", "65"], "exceeds questions"),
     ],

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exgrpo.train import errors
@@ -60,6 +60,7 @@ def outcome(path, text):
     return None
 
 
+@settings(max_examples=40)  # tests/hostile tries far more
 @given(values=RECIPES)
 def test_any_values_are_a_configuration_or_an_error(path, values):
     sound = {"policy.path": "m", "data.train": "q"}
@@ -69,6 +70,7 @@ def test_any_values_are_a_configuration_or_an_error(path, values):
         assert isinstance(unfinished(values, "values"), Config)
 
 
+@settings(max_examples=40)
 @given(text=st.text(alphabet="ab:{}[]&*!|>-?,'\"# \n0.~%@\\", max_size=60))
 def test_any_text_is_a_configuration_or_an_error(path, text):
     assert outcome(path, text)  # no such text names a model
