@@ -1,5 +1,6 @@
 """ExGRPO in TRL, on written answers: what is replayed, the loss of mixed batches, checkpoints and refusals."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,
 
 from datasets import IterableDataset
 from transformers import AutoModelForCausalLM
-from trl import GRPOTrainer
 
 from exgrpo.integrations import trl_loss
 from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
+from exgrpo.integrations.trl_replay import STATE
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import PlannedGroup
 from exgrpo.train.step_batch import StepBatch
@@ -199,11 +200,13 @@ def test_a_resumed_run_goes_on_with_its_experience(
         assert log["experience/replayed"] == other["experience/replayed"]
 
 
-def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path, model: Path) -> None:
-    plain = grpo(GRPOTrainer, tmp_path, model, max_steps=1, save_strategy="steps", save_steps=1)
-    plain.train()
+def test_a_checkpoint_of_another_trainer_is_refused(
+    run: tuple[ExGRPOTrainer, list[Any]], tmp_path: Path, model: Path
+) -> None:
+    checkpoint = Path(shutil.copytree(Path(run[0].args.output_dir) / "checkpoint-2", tmp_path / "checkpoint-2"))
+    (checkpoint / STATE).unlink()
     with pytest.raises(ValueError, match="holds no experience"):
-        exgrpo(tmp_path, model, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        exgrpo(tmp_path, model, max_steps=4).train(resume_from_checkpoint=str(checkpoint))
 
 
 def test_training_stops_when_every_question_is_solved(tmp_path: Path, model: Path) -> None:
