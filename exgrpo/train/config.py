@@ -29,9 +29,9 @@ from exgrpo.train.limits import (
 )
 from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.settings import LoraConfig, OptimizerConfig
-from exgrpo.train.pretrained.arguments import Overrides
+from exgrpo.train.pretrained.options import Overrides
 from exgrpo.train.section import Section, Sources, StopString, Temperature
-from exgrpo.train.turns.settings import EnvironmentConfig
+from exgrpo.train.turns.environment import EnvironmentConfig
 
 PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
 """Asks any model for what the reward math_no_think reads."""

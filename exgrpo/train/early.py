@@ -24,7 +24,7 @@ from exgrpo.train.experience.tokens import check_folder
 from exgrpo.train.experience_data.traces import check_traces
 from exgrpo.train.hub import check_upload, offline_reason
 from exgrpo.train.metrics.trackers import check_trackers
-from exgrpo.train.pretrained.location import on_hub
+from exgrpo.train.pretrained.options import on_hub
 from exgrpo.train.rehearsal import rehearse
 from exgrpo.train.reward.contract import TURNS, Columns
 from exgrpo.train.reward.names import reward_of

@@ -20,7 +20,7 @@ from exgrpo.train.evaluate.settings import TEST
 from exgrpo.train.hub import installed
 from exgrpo.train.metrics.run_log import GO_ON
 from exgrpo.train.policy.zero3 import Policy
-from exgrpo.train.pretrained.location import on_hub
+from exgrpo.train.pretrained.options import on_hub
 
 MODEL, BEST, EXPORTS = "model", "best", "exports"
 """Folders in that of a run: the trained model, the best one, and that of the others."""

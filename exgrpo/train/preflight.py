@@ -9,9 +9,9 @@ from exgrpo.train.config import Config
 from exgrpo.train.data.questions import Question
 from exgrpo.train.errors import shown
 from exgrpo.train.metrics.soundness import remedy
+from exgrpo.train.reward.contract import Failure
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.names import absolute, reward_of
-from exgrpo.train.reward.outcome import Failure
 from exgrpo.train.reward.success import is_success
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.seeds import derive_seed

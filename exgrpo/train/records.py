@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.reward.outcome import Failure, by_kind
+from exgrpo.train.reward.contract import Failure, by_kind
 
 TokenIds = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]

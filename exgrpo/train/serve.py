@@ -21,8 +21,8 @@ from exgrpo.train.errors import ConfigError, ExgrpoError
 from exgrpo.train.process import SERVER
 
 with needs(__name__, "exgrpo[train]"):
-    from exgrpo.train.pretrained.arguments import from_arguments
     from exgrpo.train.pretrained.check import check_positions, check_weights
+    from exgrpo.train.pretrained.options import from_arguments
     from exgrpo.train.pretrained.source import ModelSource, find_model
     from exgrpo.train.pretrained.tokenizer import DTYPES
     from exgrpo.train.rollout.server.guard import NAMES

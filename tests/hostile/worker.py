@@ -127,7 +127,7 @@ class Worker:
         return record
 
     def _done(self, number: int, kinds: tuple[str, ...]) -> Record:
-        from exgrpo.train.reward.confinement import little_memory
+        from exgrpo.train.reward.worker import little_memory
         from tests.hostile.judge import judged
         from tests.hostile.plan import planned
 

@@ -15,7 +15,7 @@ from exgrpo.train.data.rows import parse_row
 from exgrpo.train.errors import ConfigError, cut, shown
 from exgrpo.train.limits import MOST_ANSWERS
 from exgrpo.train.plain import parse_yaml
-from exgrpo.train.pretrained.arguments import from_arguments
+from exgrpo.train.pretrained.options import from_arguments
 from exgrpo.train.pretrained.source import explained
 from exgrpo.train.recipe import DEFAULT_RUN, load_recipe, parse_args, unfinished, validate
 from exgrpo.train.reward.names import resolve_reward

@@ -11,7 +11,7 @@ from exgrpo.train.builtin import ASSETS
 from exgrpo.train.errors import ConfigError, ModelError
 from exgrpo.train.policy.adapters import add_adapters
 from exgrpo.train.policy.settings import LoraConfig
-from exgrpo.train.pretrained.location import located
+from exgrpo.train.pretrained.options import located
 from tests.train.launch import MAIN, launch_by_deepspeed
 from tests.train.test_run import SMALL
 

@@ -9,7 +9,6 @@ Files
 import csv
 import glob
 import io
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,11 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from exgrpo.train import plain
+from exgrpo.train import jsonl, plain
 from exgrpo.train.builtin import PREFIX, find_module, module_names
 from exgrpo.train.data import gym
-from exgrpo.train.data.arguments import checked, parameters, split_arguments
 from exgrpo.train.data.rows import ANSWERS, COLUMNS, NO_COLUMNS, QUESTIONS, REMEDY, Reading, Row, parse_row
+from exgrpo.train.data.sources import checked, parameters, split_arguments
 from exgrpo.train.errors import SHOWN, DataError, MissingDataError, cut, os_errors_as, shown
 from exgrpo.train.reward.contract import Columns
 
@@ -287,13 +286,10 @@ def _parsed(values: Iterable[Any], place: str, source: str, reading: Reading) ->
 
 def _parsed_lines(text: str, path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
     # Not splitlines(): JSON text may hold U+2028 and the like, which end no line of the file.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
+    for line in jsonl.parsed(text.split("\n")):
         try:
-            yield parse_row(plain.parse_json(line), path.stem, reading)
+            if line.problem:
+                raise DataError(line.problem)
+            yield parse_row(line.value, path.stem, reading)
         except DataError as error:
-            yield _BadRow(f"{path} line {number}", str(error))
-        except ValueError as error:
-            place = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else shown(error)
-            yield _BadRow(f"{path} line {number}", f"not valid JSON: {place}")
+            yield _BadRow(f"{path} line {line.number}", str(error))

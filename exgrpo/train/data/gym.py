@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from exgrpo.train.data.arguments import split_arguments
+from exgrpo.train.data.sources import split_arguments
 from exgrpo.train.errors import DataError, shown
 from exgrpo.train.seeds import derive_seed
 

@@ -7,8 +7,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from exgrpo.train.data.arguments import checked
 from exgrpo.train.data.gym import PREFIX, in_split
+from exgrpo.train.data.sources import checked
 from exgrpo.train.errors import DataError, nearest, shown
 
 _OWN = ("seed", "size")

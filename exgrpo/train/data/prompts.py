@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from exgrpo.train.data.conversation import Message
-from exgrpo.train.data.rows import Row
+from exgrpo.train.data.rows import Message, Row
 from exgrpo.train.data.sources import settings_of
 from exgrpo.train.errors import SHOWN, DataError, cut, shown
 

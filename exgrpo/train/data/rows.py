@@ -11,11 +11,10 @@ data set calls its question, answer or solution can be said (data.columns), for 
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from exgrpo.train.data.conversation import Message, as_text, read_conversation
 from exgrpo.train.errors import SHOWN, DataError, cut, shown
 from exgrpo.train.reward.contract import Columns
 from exgrpo.train.reward.grading import boxed_answer
@@ -24,6 +23,7 @@ COLUMNS = ("prompt", "reward_model", "data_source", "question", "problem", "answ
 QUESTIONS, ANSWERS = ("prompt", "question", "problem"), ("reward_model", "answer", "solution")
 """Of which a row needs one each."""
 NO_COLUMNS = Columns()
+ROLES = ("system", "user", "assistant")
 REMEDY = "--data.columns question NAME answer NAME says what they are called"
 
 
@@ -59,6 +59,13 @@ class Reading:
 
 
 NOTHING_ELSE = Reading()
+
+
+class Message(NamedTuple):
+    """One message; `role` is one of `ROLES`."""
+
+    role: str
+    content: str
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,36 @@ def parse_row(row: Any, source: str, reading: Reading = NOTHING_ELSE) -> Row:
     *turns, last = read_conversation(question)
     system = turns.pop(0).content if turns and turns[0].role == "system" else None
     return replace(_checked_row(last.content, gold, system, row, source, reading.taken), turns=tuple(turns))
+
+
+def read_conversation(messages: list[Any]) -> list[Message]:
+    """The messages {role, content} of a row, at least one.
+
+    Raises:
+        DataError: one is none or has another role, a system message is not the first, or the last is not the user's.
+    """
+    found = [_message(number, message) for number, message in enumerate(messages, start=1)]
+    if not found or found[-1].role != "user":
+        last = f"is of the {found[-1].role}" if found else "is missing"
+        raise DataError(f"the last message of the question must be of the user, and it {last}")
+    return found
+
+
+def _message(number: int, message: Any) -> Message:
+    role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise DataError(f"message {number} of the question must be {{role, content}} with texts, got {shown(message)}")
+    if role not in ROLES or (role == "system" and number > 1):
+        raise DataError(
+            f"message {number} of the question has the role {shown(role)}: it must be user or assistant, or system in "
+            "the first message"
+        )
+    return Message(role, content)
+
+
+def as_text(messages: Iterable[Message]) -> str:
+    """A conversation as people read it."""
+    return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
 
 
 def _paper_row(row: dict[str, Any], source: str, columns: Columns) -> Row:

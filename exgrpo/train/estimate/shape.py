@@ -19,8 +19,7 @@ from exgrpo.kernels.chunks import chunking
 from exgrpo.train.errors import ModelError
 from exgrpo.train.policy.settings import LoraConfig
 from exgrpo.train.pretrained.flops import EXPERTS, ForwardFlops, forward_flops
-from exgrpo.train.pretrained.overrides import overridden
-from exgrpo.train.pretrained.source import find_model, read_config
+from exgrpo.train.pretrained.source import find_model, overridden, read_config
 
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 FP32 = 4

@@ -23,10 +23,10 @@ from exgrpo.train.data.sources import ColumnNames, SourceConfigs
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate.settings import EvaluationConfig
 from exgrpo.train.limits import LONGEST
-from exgrpo.train.pretrained.arguments import Overrides
+from exgrpo.train.pretrained.options import Overrides
 from exgrpo.train.recipe import RecipeArgument, load_recipe, merged, origin_of, read_recipes, split_recipe, unfinished
 from exgrpo.train.section import Section, Sources, StopString, explain, flat, known_keys
-from exgrpo.train.turns.settings import EnvironmentConfig
+from exgrpo.train.turns.environment import EnvironmentConfig
 
 CONFIG = "config.yaml"
 """In the folder of a run."""

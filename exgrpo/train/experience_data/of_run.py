@@ -21,7 +21,7 @@ from exgrpo.train.data.questions import Question, QuestionSet, joined, question_
 from exgrpo.train.data.sources import names_of, settings_of
 from exgrpo.train.errors import CheckpointError, DataError, ModelError, os_errors_as, shown
 from exgrpo.train.experience_data.stored import AskedQuestion, Overview, StoredAnswer, different
-from exgrpo.train.pretrained.location import located
+from exgrpo.train.pretrained.options import located
 from exgrpo.train.recipe import validate
 from exgrpo.train.records import Rollout, Trajectory
 from exgrpo.train.step_batch import BEHAVIOURS

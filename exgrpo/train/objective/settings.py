@@ -1,4 +1,4 @@
-"""The options of the loss."""
+"""The options of the loss, and what follows from them for a reward."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -92,3 +92,14 @@ class ObjectiveConfig(Section):
         "all",
         description="Learn only from groups with a success rate in [75,100) / (25,75] / (0,25] %; others are masked.",
     )
+
+
+def overlong_penalty(length: int, longest: int, options: ObjectiveConfig) -> float:
+    """What the length of an answer takes from its reward (soft overlong punishment, DAPO, arXiv 2503.14476).
+
+    It grows evenly from 0 to `overlong_penalty` over the last `overlong_tokens` tokens of the longest answer.
+    """
+    if options.overlong_tokens == 0:
+        return 0.0
+    over = length - (longest - options.overlong_tokens)
+    return options.overlong_penalty * min(max(over / options.overlong_tokens, 0.0), 1.0)

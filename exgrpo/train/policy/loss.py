@@ -12,8 +12,7 @@ from torch import Tensor
 
 from exgrpo.kernels import LogProb, PolicyLoss, policy_loss
 from exgrpo.train.experience.weighing import Term
-from exgrpo.train.objective.divergence import divergence
-from exgrpo.train.objective.ratios import RatioTokens, Surrogate, SurrogateOptions
+from exgrpo.train.objective.ratios import RatioTokens, Surrogate, SurrogateOptions, divergence
 from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.objective.surrogate import clipped
 from exgrpo.train.policy.batch import MicroBatch, MiniBatch

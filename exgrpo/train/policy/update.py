@@ -7,7 +7,7 @@ import torch
 from exgrpo.kernels import PolicyLoss
 from exgrpo.kernels.inputs import PRESENT
 from exgrpo.train.distributed import World
-from exgrpo.train.objective.divergence import divergence
+from exgrpo.train.objective.ratios import divergence
 from exgrpo.train.policy.batch import MicroBatch
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.ratios import count_log_ratios

@@ -24,7 +24,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from exgrpo.train.distributed import ALONE, World, agree
 from exgrpo.train.errors import ConfigError, ModelError, shown
-from exgrpo.train.pretrained.arguments import to_arguments
+from exgrpo.train.pretrained.options import to_arguments
 from exgrpo.train.pretrained.source import ModelSource
 
 Header = dict[str, torch.Tensor]

@@ -1,8 +1,8 @@
 """Rewards by name.
 
 A reward is a deterministic function (response, gold) -> finite number. It may take columns of the question's row, grade
-several answers in a call or be asynchronous (exgrpo.train.reward.contract), and return several named numbers, its parts
-(exgrpo.train.reward.outcome). Names: those of exgrpo.train.reward.builtin, such as "math" and "math_no_think" (see
+several answers in a call or be asynchronous, and return several named numbers, its parts: see
+exgrpo.train.reward.contract. Names: those of exgrpo.train.reward.builtin, such as "math" and "math_no_think" (see
 exgrpo.train.reward.grading), or a Python path: "package.module:function" for what can be imported,
 "path/to/file.py:function" for a file.
 

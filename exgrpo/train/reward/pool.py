@@ -18,11 +18,9 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.pool import process as of_pebble
 
 from exgrpo.train.errors import DataError, GraderError, RewardError, shown
-from exgrpo.train.reward.confinement import GIB
-from exgrpo.train.reward.contract import Columns, Contract
+from exgrpo.train.reward.contract import Columns, Contract, Failure, Outcome, by_kind
 from exgrpo.train.reward.names import absolute, decisive_part_of
-from exgrpo.train.reward.outcome import Failure, Outcome, by_kind
-from exgrpo.train.reward.worker import TOO_MUCH_KEPT, Bounds, Started, Task, grade, start_report, start_worker
+from exgrpo.train.reward.worker import GIB, TOO_MUCH_KEPT, Bounds, Started, Task, grade, start_report, start_worker
 
 _Call = tuple[Task, ...]
 """The answers that a grading process takes together; of most rewards one."""

@@ -1,15 +1,23 @@
-"""Environments as functions: found, and what they take."""
+"""Environments as functions: found, what they take, and what they say as token ids."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from exgrpo.train.data.questions import Question
 from exgrpo.train.errors import ConfigError, RolloutError, shown
+from exgrpo.train.records import TokenIds
 from exgrpo.train.reward.contract import Columns, columns_of
-from exgrpo.train.turns.settings import ENVIRONMENTS, EnvironmentConfig
+from exgrpo.train.turns.environment import ENVIRONMENTS, EnvironmentConfig
 
 Reply = Callable[[str], str | None]
 """What the policy has written since the last reply, to what comes behind it; None: nothing."""
+Encode = Callable[[str, bool], TokenIds]
+"""A reply, and whether the turn before it ended with an EOS token, to the token ids behind that turn."""
+_ASKED, _ANSWERED = "QUESTION", "ANSWER"
+"""Messages of a conversation that is only looked at."""
 
 
 @dataclass(frozen=True)
@@ -63,3 +71,51 @@ def find_environment(options: EnvironmentConfig) -> Environment | None:
     columns = columns_of(function, f"environment {name!r}", "(question, gold)", ConfigError)
     stop = options.stop if options.stop is not None else tuple(getattr(function, "stop", ()))
     return Environment(name, function, columns, stop)
+
+
+def encoding(options: EnvironmentConfig, tokenizer: Any, eos: tuple[int, ...]) -> Encode:
+    """How the replies of a run are encoded.
+
+    Args:
+        options: whether replies are messages.
+        tokenizer: of the model.
+        eos: ids of the tokens that end a turn.
+
+    Raises:
+        ConfigError: the chat template has no place for such messages.
+    """
+    if options.role is None:
+        return lambda text, closed: _ids(tokenizer, text)
+    role = options.role
+
+    def encode(text: str, closed: bool) -> TokenIds:
+        """Behind a turn that an EOS token has not closed, the one of the template comes first."""
+        ids = _ids(tokenizer, _behind_an_answer(tokenizer, role, text))
+        return ids[1:] if closed else ids
+
+    first = encode("", False)[:1]
+    if not np.isin(first, eos).all():
+        raise ConfigError(
+            f"environment.role: the chat template closes an answer with {shown(tokenizer.decode(first))}, which does "
+            "not end a turn of this model: leave environment.role out, and let the function write what stands between "
+            "two turns"
+        )
+    return encode
+
+
+def _behind_an_answer(tokenizer: Any, role: str, text: str) -> str:
+    """What the template writes between an answer and the next one, when a message of the role lies between them."""
+    conversation = [
+        {"role": "user", "content": _ASKED},
+        {"role": "assistant", "content": _ANSWERED},
+        {"role": role, "content": text},
+    ]
+    try:
+        written = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may raise anything
+        raise ConfigError(f"environment.role: the chat template refuses messages of {role}: {shown(error)}") from error
+    return written.partition(_ASKED)[2].partition(_ANSWERED)[2]
+
+
+def _ids(tokenizer: Any, text: str) -> TokenIds:
+    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train import data
-from exgrpo.train.data.arguments import split_arguments
 from exgrpo.train.data.files import from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined, load_questions, question_set
-from exgrpo.train.data.sources import settings_of
+from exgrpo.train.data.sources import settings_of, split_arguments
 from exgrpo.train.early import look
 from exgrpo.train.errors import ConfigError, DataError, ExgrpoError
 from exgrpo.train.evaluate.options import defaults as of_evaluation

@@ -4,7 +4,7 @@ import pytest
 
 from exgrpo.train.metrics.soundness import Soundness
 from exgrpo.train.records import Counts, EngineCounts
-from exgrpo.train.reward.outcome import Failure
+from exgrpo.train.reward.contract import Failure
 from tests.train.launch import MAIN, launch
 from tests.train.test_run import SMALL, records
 from tests.train.trainers import half, make

@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.kernels.inputs import PRESENT
-from exgrpo.train.objective.divergence import ESTIMATORS, divergence
-from exgrpo.train.objective.overlong import overlong_penalty
-from exgrpo.train.objective.ratios import RatioTokens, SurrogateOptions
-from exgrpo.train.objective.settings import SURROGATES, ObjectiveConfig
+from exgrpo.train.objective.ratios import ESTIMATORS, RatioTokens, SurrogateOptions, divergence
+from exgrpo.train.objective.settings import SURROGATES, ObjectiveConfig, overlong_penalty
 from exgrpo.train.policy.batch import advantages
 from tests.train.batches import Row, make_batch
 

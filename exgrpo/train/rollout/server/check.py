@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from exgrpo.train.errors import SHOWN, ConfigError, cut, shown
 from exgrpo.train.limits import MOST_PROCESSES
-from exgrpo.train.pretrained.arguments import to_arguments
+from exgrpo.train.pretrained.options import to_arguments
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.recipe import explain
 from exgrpo.train.rollout.engine import Sampling

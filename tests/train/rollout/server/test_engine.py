@@ -11,7 +11,7 @@ import requests
 import torch
 
 from exgrpo.train.errors import ConfigError, WeightMismatchError
-from exgrpo.train.pretrained.arguments import to_arguments
+from exgrpo.train.pretrained.options import to_arguments
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.rollout import Sampling, Stops, collect
