@@ -1,4 +1,4 @@
-"""Lines of JSON: of files that people give, where a wrong line is an error, and of a run's own, where it is left out."""
+"""Lines of JSON: of files that people give, where a wrong line is an error, and of a run, where it is left out."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
