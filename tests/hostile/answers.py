@@ -1,9 +1,7 @@
 """Hostile answers of rollout servers: a stand-in that sends any bytes, at any pace, to the trainer's client."""
 
-import copy
 import functools
 import json
-import random
 import socket
 import struct
 import threading
@@ -14,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
+from hypothesis.strategies import sampled_from as of
 
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.pool import Job, NoServerError, ServerPool
 from exgrpo.train.rollout.server.reply import LARGEST_ID, Reply, ServerError
-from tests.hostile import texts
 from tests.hostile.judge import Trial
+from tests.hostile.values import ANY, Draw, damaged, some
 
 VOCABULARY, TOKENS, SECONDS = 100, 6, 1.0
 EOS = 2
@@ -65,11 +65,6 @@ def server() -> Server:
     return Server()
 
 
-def pause(part: bytes) -> None:
-    """Between parts of an answer that drips; large ones come at once."""
-    time.sleep(0.1 if len(part) < 100 else 0.0)
-
-
 def http(body: bytes, status: str = "200 OK", length: object = None) -> bytes:
     """An answer as it goes over the line."""
     length = len(body) if length is None else length
@@ -102,26 +97,34 @@ def ask_pool(script: Script, count: int) -> Reply:
     return reply
 
 
-def choices(rng: random.Random, count: int) -> list[dict[str, Any]]:
+LOG_PROBS = st.floats(-30, 0, width=32)
+
+
+def choices(draw: Draw, most: int) -> list[dict[str, Any]]:
     """Sound answers."""
     made = []
-    for index in range(count):
-        tokens = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, TOKENS))]
+    for index in range(some(draw, 1, most)):
+        tokens = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=TOKENS))
         made.append(
             {
                 "index": index,
-                "finish_reason": rng.choice(("stop", "length")),
+                "finish_reason": draw(of(("stop", "length"))),
                 "token_ids": tokens,
                 "weight_versions": [{"version": "default", "start": 0, "end": len(tokens)}],
-                "logprobs": {"content": [{"logprob": -rng.expovariate(1)} for _ in tokens]},
+                "logprobs": {"content": [{"logprob": draw(LOG_PROBS)} for _ in tokens]},
             }
         )
     return made
 
 
-def reply(of: list[dict[str, Any]]) -> dict[str, Any]:
+def reply(of_request: list[dict[str, Any]]) -> dict[str, Any]:
     """A sound answer to a request."""
-    return {"choices": of, "usage": {"prompt_tokens_details": None}}
+    return {"choices": of_request, "usage": {"prompt_tokens_details": None}}
+
+
+def sent(of_request: Any) -> bytes:
+    """The same over the line."""
+    return http(json.dumps(of_request).encode())
 
 
 def other_than(right: list[dict[str, Any]]) -> Callable[[Reply], str]:
@@ -151,25 +154,17 @@ def sensible(found: Reply) -> str:
     return "" if found.versions else "nobody knows its weights"
 
 
-def trial(rng: random.Random, what: str, content: bytes, count: int = 1, **expected: Any) -> Trial:
-    """One answer, to the client or to the pool; `expected` is that of the `Trial`."""
-    given = {"wrong": sensible, **expected}
-    if rng.random() < 0.1:
-        return Trial(what, lambda: ask_pool(lambda to: to.sendall(content), count), **given, errors=(NoServerError,))
-    return Trial(what, lambda: ask(lambda to: to.sendall(content), count), **given, errors=(ServerError,))
+def trial(draw: Draw, what: str, content: bytes, count: int = 1, expected: Any = "refused", **more: Any) -> Trial:
+    """One answer, to the client or to the pool."""
+    asked, error = draw(of((*[(ask, ServerError)] * 9, (ask_pool, NoServerError))))
+    call = lambda: asked(lambda to: to.sendall(content), count)  # noqa: E731
+    return Trial(what, call, expected, **{"wrong": sensible, **more}, errors=(error,))
 
 
-def drawn(rng: random.Random, folder: Path) -> Trial:
-    """One of them."""
-    return rng.choice(WAYS)(rng)
-
-
-def _sound(rng: random.Random) -> Trial:
-    right = choices(rng, count := rng.randint(1, 5))
-    mixed = rng.sample(right, count)
-    return trial(
-        rng, "sound", http(json.dumps(reply(mixed)).encode()), count, expected="right", wrong=other_than(right)
-    )
+def _sound(draw: Draw, folder: Path) -> Trial:
+    right = choices(draw, 5)
+    content = sent(reply(draw(st.permutations(right))))
+    return trial(draw, "sound", content, len(right), "right", wrong=other_than(right))
 
 
 WRONG: dict[str, tuple[Any, ...]] = {
@@ -179,63 +174,45 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "weight_versions": (None, [], "x", [None], [{}], [{"version": 3}], [{"version": ""}]),
     "logprobs": (None, [], {}, {"content": None}, {"content": []}, {"content": [None]}, {"content": 7}),
 }
+NO_LOG_PROBS: tuple[Any, ...] = (float("nan"), float("inf"), -float("inf"), 0.5, 2.0, 1e308, -1e308, -1e39, None)
+NO_LOG_PROBS += (-(10**400), {}, [-1.0], "-1", [])
+NO_REPLIES = (b"", b"{", b"null", b"7", b"[]", b"{}", b'"x"', b"\xff\xfe", b"[" * 10**5, b'{"a":' * 10**5, b"9" * 5000)
+NO_REPLIES += (b"<html>", b"\x00", b"\x1b[2J" * 100, b'{"choices": [7]}', b'{"choices": [[]]}', b"NaN", b'"\\ud800"')
+STATUS = ("400 Bad", "401 No", "404 None", "500 Oh", "503 Later", "301 Away", "204 Nothing", "600 X", "99 Y")
+BODIES = (b"", b"{}", b'{"error": {"message": 7}}', b'{"error": 7}', b'{"detail": null}', b"x" * 10**6, b"[" * 10**5)
+BODIES += (b'{"error": {"message": "\\u001b[2J"}}', b"\x1b]0;x\x07", b"\xff" * 100)
+OK = b"HTTP/1.1 200 OK\r\n"
+NO_HTTP = (b"", b"\r\n\r\n", b"HTTP/9.9 200 OK\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", b"SSH-2.0-x\r\n", b"\x16\x03\x01\x00")
+NO_HTTP += (b"x" * 70_000, OK + b"a: b\r\n" * 200 + b"\r\n", OK + b"Content-Length: -7\r\n\r\n{}")
+NO_HTTP += (OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b"HTTP/1.1 302 Go\r\nLocation: /\r\n\r\n")
+NO_HTTP += (OK + b"Content-Encoding: gzip\r\n\r\nxx", b"HTTP/1.1 100 Go\r\n\r\n" * 300, http(b"{", length=10**12))
+NO_HTTP += (OK + b"Transfer-Encoding: chunked\r\n\r\nffffffffff\r\n{",)
 
 
-def _wrong(rng: random.Random) -> Trial:
-    """One value that no server in order sends."""
-    made = choices(rng, count := rng.randint(1, 4))
-    key = rng.choice(sorted(WRONG))
-    rng.choice(made)[key] = rng.choice(WRONG[key])
-    return trial(rng, f"wrong {key}", http(json.dumps(reply(made)).encode()), count, expected="refused")
+def _wrong(draw: Draw, folder: Path) -> Trial:
+    """One value that no server in order sends, or more or fewer answers, tokens or log-probs than there should be."""
+    made = choices(draw, 4)
+    one, count, key = draw(of(made)), len(made), draw(of((*WRONG, "logprob", "logprob", "logprob", "number")))
+    content = one["logprobs"]["content"]
+    if key in WRONG:
+        one[key] = draw(of(WRONG[key]))
+    elif key == "logprob":
+        draw(of(content))["logprob"] = draw(of(NO_LOG_PROBS))
+    else:
+        draw(of((made.pop, lambda: made.append(one), content.pop, lambda: content.extend(content[:]),
+                 lambda: one["token_ids"].extend(one["token_ids"][:]))))()  # fmt: skip
+    return trial(draw, f"wrong {key}", sent(reply(made)), count)
 
 
-def _log_prob(rng: random.Random) -> Trial:
-    made = choices(rng, count := rng.randint(1, 4))
-    values = (
-        float("nan"),
-        float("inf"),
-        -float("inf"),
-        0.5,
-        1e308,
-        -1e308,
-        -1e39,
-        None,
-        "-1",
-        [],
-        -(10**400),
-        {},
-        [-1.0],
-    )
-    rng.choice(rng.choice(made)["logprobs"]["content"])["logprob"] = rng.choice(values)
-    return trial(rng, "wrong log-prob", http(json.dumps(reply(made)).encode()), count, expected="refused")
-
-
-def _number(rng: random.Random) -> Trial:
-    """More or fewer answers, tokens or log-probs than there should be."""
-    made = choices(rng, count := rng.randint(1, 4))
-    one = rng.choice(made)
-    match rng.randrange(5):
-        case 0:
-            made.pop()
-        case 1:
-            made.append(copy.deepcopy(one))
-        case 2:
-            one["logprobs"]["content"].pop()
-        case 3:
-            one["logprobs"]["content"] *= 2
-        case _:
-            one["token_ids"] *= 2
-    return trial(rng, "wrong numbers", http(json.dumps(reply(made)).encode()), count, expected="refused")
-
-
-def _any_value(rng: random.Random) -> Trial:
-    made: Any = reply(choices(rng, count := rng.randint(1, 3)))
-    *path, last = rng.choice([path for path in _places(made) if path])
+def _any_value(draw: Draw, folder: Path) -> Trial:
+    made: Any = reply(choices(draw, 3))
+    count = len(made["choices"])
+    *path, last = draw(of([path for path in _places(made) if path]))
     place = made
     for key in path:
         place = place[key]
-    place[last] = texts.value(rng)
-    return trial(rng, "any value", http(json.dumps(made).encode()), count)
+    place[last] = draw(ANY)
+    return trial(draw, "any value", sent(made), count, "either")
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -244,54 +221,20 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from _places(one, (*path, key))
 
 
-def _no_json(rng: random.Random) -> Trial:
-    bad = (b"", b"{", b"null", b"7", b"[]", b"{}", b'"x"', b"\xff\xfe", b"[" * 10**5, b'{"a":' * 10**5, b"9" * 5000)
-    bad += (b"<html>", b"\x00", b"\x1b[2J" * 100, b'{"choices": [7]}', b'{"choices": [[]]}', b"NaN", b'"\\ud800"')
-    return trial(rng, "no answer", http(rng.choice(bad)), expected="refused")
+def _damaged(draw: Draw, folder: Path) -> Trial:
+    made = choices(draw, 3)
+    return trial(draw, "damaged", damaged(draw, sent(reply(made))) + b"\r\n\r\n", len(made), "either")
 
 
-def _damaged(rng: random.Random) -> Trial:
-    content = http(json.dumps(reply(choices(rng, count := rng.randint(1, 3)))).encode())
-    return trial(rng, "damaged", texts.damaged(rng, content) + b"\r\n\r\n", count)
+def _no_answer(draw: Draw, folder: Path) -> Trial:
+    no_status = http(draw(of(BODIES)), draw(of(STATUS)))
+    return trial(draw, "no answer", draw(of((http(draw(of(NO_REPLIES))), no_status, draw(of(NO_HTTP))))))
 
 
-def _status(rng: random.Random) -> Trial:
-    status = rng.choice(
-        ("400 Bad", "401 No", "404 None", "500 Oh", "503 Later", "301 Away", "204 Nothing", "600 X", "99 Y")
-    )
-    bodies: tuple[bytes, ...] = (
-        b"",
-        b"{}",
-        b'{"error": {"message": 7}}',
-        b'{"error": 7}',
-        b'{"detail": null}',
-        b"x" * 10**6,
-    )
-    body = rng.choice((*bodies, b'{"error": {"message": "\\u001b[2J"}}', b"[" * 10**5, b"\x1b]0;x\x07", b"\xff" * 100))
-    return trial(rng, "another status", http(body, status), expected="refused")
-
-
-def _no_http(rng: random.Random) -> Trial:
-    bad = (
-        b"",
-        b"\r\n\r\n",
-        b"HTTP/9.9 200 OK\r\n\r\n",
-        b"HTTP/1.1 abc\r\n\r\n",
-        b"SSH-2.0-x\r\n",
-        b"\x16\x03\x01\x00",
-        b"x" * 70_000,
-    )
-    bad += (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: -7\r\n\r\n{}")
-    bad += (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b"HTTP/1.1 302 Go\r\nLocation: /\r\n\r\n")
-    bad += (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\nxx", b"HTTP/1.1 100 Go\r\n\r\n" * 300)
-    bad += (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n{", http(b"{", length=10**12))
-    return trial(rng, "no HTTP", rng.choice(bad), expected="refused")
-
-
-def _cut(rng: random.Random) -> Trial:
+def _cut(draw: Draw, folder: Path) -> Trial:
     """A connection that is closed, or reset, before the answer is whole."""
-    content = http(json.dumps(reply(choices(rng, 1))).encode())
-    part, reset = content[: rng.randrange(len(content))], rng.random() < 0.5
+    content = sent(reply(choices(draw, 1)))
+    part, reset = content[: some(draw, 0, len(content) - 1)], draw(st.booleans())
 
     def script(to: socket.socket) -> None:
         to.sendall(part)
@@ -301,10 +244,10 @@ def _cut(rng: random.Random) -> Trial:
     return Trial("cut", lambda: ask(script), "refused", errors=(ServerError,))
 
 
-def _slow(rng: random.Random) -> Trial:
+def _slow(draw: Draw, folder: Path) -> Trial:
     """Answers that come in parts, and do not end in time, or never."""
-    content = http(json.dumps(reply(choices(rng, 1))).encode(), length=10**6)
-    head = content.index(b"\r\n\r\n") + 4 if rng.random() < 0.7 else 0
+    content = http(json.dumps(reply(choices(draw, 1))).encode(), length=10**6)
+    head = content.index(b"\r\n\r\n") + 4 if draw(st.booleans()) else 0
 
     def script(to: socket.socket) -> None:
         to.sendall(content[:head])
@@ -322,10 +265,10 @@ def _slow(rng: random.Random) -> Trial:
     return Trial("slow", asked, "right", wrong=lambda took: f"waits for {took:.0f} s" if took > LATE / 2 else "")
 
 
-def _enormous(rng: random.Random) -> Trial:
+def _enormous(draw: Draw, folder: Path) -> Trial:
     """More than any answer has, with a length or without, or packed."""
-    part = rng.choice((b" ", b"[", b"1,")) * 2**20
-    head = rng.choice((http(b"", length=10**12), b"HTTP/1.1 200 OK\r\n\r\n"))
+    part = draw(of((b" ", b"[", b"1,"))) * 2**20
+    head = draw(of((http(b"", length=10**12), b"HTTP/1.1 200 OK\r\n\r\n")))
 
     def script(to: socket.socket) -> None:
         to.sendall(head)
@@ -336,7 +279,4 @@ def _enormous(rng: random.Random) -> Trial:
     return Trial("enormous", lambda: ask(script), "refused", errors=(ServerError,))
 
 
-WAYS = (
-    *(_sound, _wrong, _wrong, _wrong, _log_prob, _number, _any_value, _any_value, _no_json, _damaged, _damaged) * 3,
-    *(_status, _no_http, _cut, _cut, _status, _no_http, _slow, _enormous),
-)
+WAYS = (*(_wrong, _any_value, _damaged, _wrong, _sound, _wrong, _any_value, _no_answer) * 4, _cut, _slow, _enormous)

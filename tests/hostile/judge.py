@@ -9,19 +9,10 @@ from typing import Any, Literal
 
 from exgrpo.train.errors import LONGEST, ExgrpoError, print_error
 
-Expected = Literal["refused", "right", "either"]
-Came = Literal["refused", "right", "neither"]
 MOST_LINES = 8
 """Of an error: a data set with malformed rows names five of them, below one line and above another one."""
-LINES = 14
-"""Of a traceback that is put down."""
 RULES = ("─" * 5, "-" * 5)
 TRACEBACK = "Traceback (most recent call last)"
-
-
-def anything(result: Any) -> str:
-    """Nothing is wrong with a result."""
-    return ""
 
 
 @dataclass(frozen=True)
@@ -39,24 +30,17 @@ class Trial:
 
     what: str
     call: Callable[[], Any]
-    expected: Expected = "either"
+    expected: Literal["refused", "right", "either"] = "either"
     names: tuple[str, ...] = ()
     errors: tuple[type[Exception], ...] = (ExgrpoError,)
-    wrong: Callable[[Any], str] = anything
+    wrong: Callable[[Any], str] = lambda result: ""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a trial.
+    """What came of a trial: an error of a right class, a result, or something else; and what was not as promised."""
 
-    Attributes:
-        came: an error of a right class, a result, or something else.
-        text: of the error, as a program prints it.
-        problems: what was not as promised.
-    """
-
-    came: Came
-    text: str = ""
+    came: Literal["refused", "right", "neither"]
     problems: tuple[str, ...] = ()
 
 
@@ -65,18 +49,15 @@ def judged(trial: Trial) -> Verdict:
     try:
         result = trial.call()
     except trial.errors as error:
-        text = printed(error)
-        return Verdict("refused", text, tuple(_problems_of_text(trial, text)))
+        return Verdict("refused", tuple(_problems_of_text(trial, printed(error))))
     except BaseException:
-        return Verdict("neither", problems=(f"a defect: {_end_of(traceback.format_exc())}",))
+        return Verdict("neither", (f"a defect: {_end_of(traceback.format_exc())}",))
     try:
         problem = trial.wrong(result)
     except Exception:
         problem = f"what came cannot be judged: {_end_of(traceback.format_exc())}"
-    problems = [problem] if problem else []
-    if trial.expected == "refused":
-        problems.append("is taken, and it is wrong")
-    return Verdict("right", problems=tuple(problems))
+    taken = ["is taken, and it is wrong"] if trial.expected == "refused" else []
+    return Verdict("right", (*([problem] if problem else []), *taken))
 
 
 def printed(error: Exception) -> str:
@@ -99,23 +80,19 @@ def _problems_of_text(trial: Trial, text: str) -> list[str]:
 
 def clear(text: str) -> list[str]:
     """What is wrong with what a program that fails has printed; it does not have to be only its error."""
-    problems = []
-    if sum(line.startswith("error: ") for line in text.splitlines()) != 1:
-        problems.append(f"not one error: {_end_of(text)}")
-    if text.count("\n") > MOST_LINES:
-        problems.append(f"an error of {text.count(chr(10))} lines: {_end_of(text)}")
-    if len(text) > LONGEST + len("error: \n"):
-        problems.append(f"an error of {len(text)} characters: {text[:200]}")
-    if TRACEBACK in text:
-        problems.append(f"a traceback: {_end_of(text)}")
-    if strange := {character for character in text if not character.isprintable()} - {"\n"}:
-        problems.append(f"an error with the characters {sorted(map(ascii, strange))}: {text[:300]!a}")
-    if any(rule in text for rule in RULES):
-        problems.append(f"the frame of a parser's message: {_end_of(text)}")
-    if not text.removeprefix("error: ").strip():
-        problems.append("an error without a word")
-    return problems
+    end = _end_of(text)
+    strange = {character for character in text if not character.isprintable()} - {"\n"}
+    problems = {
+        f"not one error: {end}": sum(line.startswith("error: ") for line in text.splitlines()) != 1,
+        f"an error of {text.count(chr(10))} lines: {end}": text.count("\n") > MOST_LINES,
+        f"an error of {len(text)} characters: {text[:200]}": len(text) > LONGEST + len("error: \n"),
+        f"a traceback: {end}": TRACEBACK in text,
+        f"an error with the characters {sorted(map(ascii, strange))}: {text[:300]!a}": bool(strange),
+        f"the frame of a parser's message: {end}": any(rule in text for rule in RULES),
+        "an error without a word": not text.removeprefix("error: ").strip(),
+    }
+    return [problem for problem, there in problems.items() if there]
 
 
 def _end_of(text: str) -> str:
-    return "\n".join(text.splitlines()[-LINES:])[-2000:]
+    return "\n".join(text.splitlines()[-14:])[-2000:]

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import random
 import shutil
 import struct
 import tempfile
@@ -10,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import sampled_from as of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from exgrpo.train.builtin import ASSETS, DEFAULT_TASK
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.tokenizer import load_pretrained
-from tests.hostile import texts
 from tests.hostile.judge import Trial
+from tests.hostile.values import ANY, Draw, Way, damaged, some
 
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
 SETTINGS = "tokenizer_config.json"
@@ -56,12 +57,10 @@ NO_JSON = (
     b'{"a": NaN',
     b"\x80",
 )
-OTHER_KINDS = (
-    b"{}",
-    b'{"version": "9.0"}',
-    b'{"model": null}',
-    b'{"model": {"type": "BPE", "vocab": [], "merges": 7}}',
-)
+OTHER_KINDS = (b"{}", b'{"version": "9.0"}', b'{"model": null}')
+OTHER_KINDS += (b'{"model": {"type": "BPE", "vocab": [], "merges": 7}}',)
+SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
 
 @functools.cache
@@ -72,18 +71,7 @@ def sound() -> Path:
         if path.name not in (CONFIG, WEIGHTS, "recipe.yaml", "README.md"):
             shutil.copy(path, folder)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        bos_token_id=291,
-        eos_token_id=292,
-        pad_token_id=293,
-    )
+    config = LlamaConfig(**SIZES, bos_token_id=291, eos_token_id=292, pad_token_id=293)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -112,121 +100,100 @@ def trial(what: str, folder: Path, **expected: Any) -> Trial:
     return Trial(what, lambda: load(folder), **{"names": (str(folder),), "wrong": wrong, **expected})
 
 
-def drawn(rng: random.Random, folder: Path) -> Trial:
-    """One of them."""
-    return rng.choice(WAYS)(rng, copied(folder))
-
-
-def copied(folder: Path) -> Path:
-    """A copy of the sound model in a folder."""
-    return shutil.copytree(sound(), folder / "model")
-
-
 def change(folder: Path, file: str, **values: Any) -> None:
     """Change values of a file of JSON."""
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps(content | values))
 
 
-def _sound(rng: random.Random, folder: Path) -> Trial:
-    content = json.loads((folder / CONFIG).read_text())
-    items = list(content.items())
-    rng.shuffle(items)
-    more = rng.choice(
-        ({}, {"something_of_ones_own": texts.NUMBERS[7]}, {"use_cache": False}, {"max_position_embeddings": 64})
-    )
-    (folder / CONFIG).write_text(json.dumps(dict(items) | more))
+def _sound(draw: Draw, folder: Path) -> Trial:
+    content = list(json.loads((folder / CONFIG).read_text()).items())
+    more = draw(of(({}, {"something_of_ones_own": 0}, {"use_cache": False}, {"max_position_embeddings": 64})))
+    (folder / CONFIG).write_text(json.dumps(dict(draw(st.permutations(content))) | more))
     (folder / "notes.txt").write_bytes(b"\xff")
     return trial("sound", folder, expected="right")
 
 
-def _config(rng: random.Random, folder: Path) -> Trial:
-    key = rng.choice(sorted(WRONG_VALUES))
-    value = rng.choice(WRONG_VALUES[key])
-    change(folder, CONFIG, **{key: value})
+def _config(draw: Draw, folder: Path) -> Trial:
+    key = draw(of(sorted(WRONG_VALUES)))
+    change(folder, CONFIG, **{key: draw(of(WRONG_VALUES[key]))})
     return trial(f"config: {key}", folder)
 
 
-def _shape(rng: random.Random, folder: Path) -> Trial:
+def _shape(draw: Draw, folder: Path) -> Trial:
     """Sizes that contradict the weights."""
-    key = rng.choice(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"))
-    old = json.loads((folder / CONFIG).read_text())[key]
-    change(folder, CONFIG, **{key: rng.choice((old * 2, old + 1, max(1, old // 2)))})
+    key = draw(of(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")))
+    old = SIZES[key]
+    change(folder, CONFIG, **{key: draw(of((old * 2, old + 1, max(1, old // 2))))})
     return trial("other sizes", folder, expected="refused")
 
 
-def _missing(rng: random.Random, folder: Path) -> Trial:
-    file = rng.choice((CONFIG, WEIGHTS))
-    if rng.random() < 0.3:
+def _missing(draw: Draw, folder: Path) -> Trial:
+    file = draw(of((CONFIG, WEIGHTS, "")))
+    if not file:
         shutil.rmtree(folder)
-        return trial("no folder", folder, expected="refused")
-    (folder / file).unlink()
-    if rng.random() < 0.3:
-        (folder / file).mkdir()
-    return trial(f"no {file}", folder, expected="refused")
+    else:
+        (folder / file).unlink()
+        if draw(st.booleans()):
+            (folder / file).mkdir()
+    return trial(f"no {file or 'folder'}", folder, expected="refused")
 
 
-def _no_json(rng: random.Random, folder: Path) -> Trial:
-    file = rng.choice(JSON_FILES)
-    content = rng.choice((*NO_JSON, *OTHER_KINDS))
+def _no_json(draw: Draw, folder: Path) -> Trial:
+    file, content = draw(of(JSON_FILES)), draw(of((*NO_JSON, *OTHER_KINDS)))
     (folder / file).write_bytes(content)
     return trial(f"no {file}", folder, expected="either" if content in OTHER_KINDS else "refused")
 
 
-def _damaged_json(rng: random.Random, folder: Path) -> Trial:
-    file = rng.choice(JSON_FILES)
-    (folder / file).write_bytes(texts.damaged(rng, (folder / file).read_bytes()))
-    return trial(f"damaged {file}", folder)
-
-
-def _any_json(rng: random.Random, folder: Path) -> Trial:
-    file = rng.choice(JSON_FILES)
-    content = json.loads((folder / file).read_text())
-    change(folder, file, **{rng.choice(sorted(content)): texts.value(rng)})
+def _any_json(draw: Draw, folder: Path) -> Trial:
+    file = draw(of(JSON_FILES))
+    content = (folder / file).read_bytes()
+    if draw(st.booleans()):
+        (folder / file).write_bytes(damaged(draw, content))
+        return trial(f"damaged {file}", folder)
+    change(folder, file, **{draw(of(sorted(json.loads(content)))): draw(ANY)})
     return trial(f"any value in {file}", folder)
 
 
-def _damaged_weights(rng: random.Random, folder: Path) -> Trial:
+def _damaged_weights(draw: Draw, folder: Path) -> Trial:
     content = (folder / WEIGHTS).read_bytes()
-    (size,) = struct.unpack("<Q", content[:8])
-    head = 8 + size
-    damaged = texts.damaged(rng, content[:head]) + content[head:] if rng.random() < 0.7 else texts.damaged(rng, content)
-    (folder / WEIGHTS).write_bytes(damaged)
+    head = 8 + struct.unpack("<Q", content[:8])[0]
+    whole = draw(of((head, head, len(content))))
+    (folder / WEIGHTS).write_bytes(damaged(draw, content[:whole]) + content[whole:])
     return trial("damaged weights", folder)
 
 
-def _cut_weights(rng: random.Random, folder: Path) -> Trial:
+def _cut_weights(draw: Draw, folder: Path) -> Trial:
     content = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(content[: rng.randrange(len(content))])
+    (folder / WEIGHTS).write_bytes(content[: some(draw, 0, len(content) - 1)])
     return trial("cut weights", folder, expected="refused", names=(WEIGHTS,))
 
 
-def _header(rng: random.Random, folder: Path) -> Trial:
+def _header(draw: Draw, folder: Path) -> Trial:
     """A header that promises what is not there."""
     content = (folder / WEIGHTS).read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + size])
-    name = rng.choice([name for name in header if name != "__metadata__"])
-    entry = header[name]
+    entry = header[draw(of([name for name in header if name != "__metadata__"]))]
     begin, end = entry["data_offsets"]
     bad: dict[str, tuple[Any, ...]] = {
         "dtype": ("F16", "I64", "BOOL", "F7", 7, None),
         "shape": ([], [HUGE], [-1], [2**40, 2**40], "x", [entry["shape"][0] + 1], None),
         "data_offsets": ([0, 0], [end, begin], [0, HUGE], [-1, end], [begin, end + 4], [2**64, 2**65], "x", None),
     }
-    key = rng.choice(sorted(bad))
-    entry[key] = rng.choice(bad[key])
+    key = draw(of(sorted(bad)))
+    entry[key] = draw(of(bad[key]))
     text = json.dumps(header).encode()
-    length = rng.choice((len(text),) * 8 + (2**63, 2**64 - 1, 0, 10**9))
+    length = draw(of((len(text),) * 8 + (2**63, 2**64 - 1, 0, 10**9)))
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", length) + text + content[8 + size :])
     return trial("a header that lies", folder, expected="refused")
 
 
-def _weights(rng: random.Random, folder: Path) -> Trial:
+def _weights(draw: Draw, folder: Path) -> Trial:
     """Weights of which one is missing, left over, of another shape or not finite."""
     state = load_file(folder / WEIGHTS)
-    name = rng.choice(sorted(state))
-    match rng.randrange(6):
+    name = draw(of(sorted(state)))
+    match some(draw, 0, 5):
         case 0:
             del state[name]
         case 1:
@@ -234,30 +201,37 @@ def _weights(rng: random.Random, folder: Path) -> Trial:
         case 2:
             state[name] = state[name][:-1].clone()
         case 3:
-            state[name].view(-1)[rng.randrange(state[name].numel())] = rng.choice((float("nan"), float("inf")))
+            state[name].view(-1)[some(draw, 0, state[name].numel() - 1)] = draw(of((float("nan"), float("inf"))))
         case 4:
-            state[rng.choice(("\x1b[2J", "é" * 1000, " "))] = state.pop(name)
+            state[draw(of(("\x1b[2J", "é" * 1000, " ")))] = state.pop(name)
         case _:
             state = {}
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
     return trial("other weights", folder, expected="refused")
 
 
-def _index(rng: random.Random, folder: Path) -> Trial:
+def _index(draw: Draw, folder: Path) -> Trial:
     """An index of weights in several files."""
     state = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).rename(folder / "part.safetensors")
-    places: Any = dict.fromkeys(state, "part.safetensors")
-    bad = rng.choice(
-        (None, [], {}, 7, places | {"x": "none.safetensors"}, dict.fromkeys(state, "../../x.safetensors"),
-         dict.fromkeys(state, 7), dict.fromkeys(state, ""), dict.fromkeys(state, "\x00"), dict.fromkeys(state, CONFIG))
-    )  # fmt: skip
-    index: Any = rng.choice(({"metadata": {}, "weight_map": bad}, {"weight_map": bad}, bad))
+    places = ("../../x.safetensors", 7, "", "\x00", CONFIG)
+    bad: Any = [dict.fromkeys(state, place) for place in places]
+    bad += [None, [], {}, 7, dict.fromkeys(state, "part.safetensors") | {"x": "none.safetensors"}]
+    of_weights = draw(of(bad))
+    index: Any = draw(of(({"metadata": {}, "weight_map": of_weights}, {"weight_map": of_weights}, of_weights)))
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return trial("an index that lies", folder, expected="refused")
 
 
-WAYS = (
-    *(_sound, _config, _config, _config, _shape, _missing, _no_json, _no_json, _damaged_json, _damaged_json, _any_json),
-    *(_any_json, _damaged_weights, _damaged_weights, _cut_weights, _header, _header, _weights, _weights, _index),
+def copied(way: Way) -> Way:
+    """A way that begins with a copy of the sound model in the folder."""
+    return lambda draw, folder: way(draw, shutil.copytree(sound(), folder / "model"))
+
+
+WAYS = tuple(
+    copied(way)
+    for way in (
+        *(_config, _any_json, _no_json, _config, _any_json, _damaged_weights, _header, _weights, _no_json, _any_json),
+        *(_config, _any_json, _damaged_weights, _header, _weights, _sound, _shape, _missing, _cut_weights, _index),
+    )
 )

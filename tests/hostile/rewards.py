@@ -1,82 +1,57 @@
 """Hostile rewards: functions of a user's own that return, raise or do what no reward should."""
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hypothesis.strategies import sampled_from as of
+
 from exgrpo.train.reward.pool import Grader, Grades
 from tests.hostile.judge import Trial
+from tests.hostile.values import Draw
 
 TIME_LIMIT, SHORT, MEMORY_GIB = 20.0, 2.0, 0.25
-RETURNS: dict[str, float] = {
-    "1": 1.0,
-    "0.5": 0.5,
-    "True": 1.0,
-    "-1e6": -1e6,
-    "fractions.Fraction(1, 2)": 0.5,
-    "5e-324": 5e-324,
-    "type('Real', (float,), {})(0.25)": 0.25,
-}
+RETURNS = {"1": 1.0, "0.5": 0.5, "True": 1.0, "-1e6": -1e6, "fractions.Fraction(1, 2)": 0.5, "5e-324": 5e-324}
+RETURNS |= {"type('Real', (float,), {})(0.25)": 0.25}
 """Expressions and the reward that they are."""
 NO_REWARDS = (
     *("None", "float('nan')", "float('inf')", "-float('inf')", "'1'", "b'1'", "[1]", "(1,)", "{1}", "1j", "10**400"),
     *("1000001", "-1e7", "{}", "{1: 1}", "{'a': None}", "{'a': float('nan')}", "{'a': {'a': 1}}", "{'x' * 300: 1}"),
     *("decimal.Decimal(1)", "print", "float", "object()", "iter([1])", "'x' * 10**6", "[[1]] * 10**5", "..."),
-    *(
-        "{str(i): 1 for i in range(200)}",
-        "{'a': 1e6, 'b': 1e6}",
-        "type('Rude', (float,), {'__float__': lambda s: 1 / 0})(1)",
-    ),
-    *("type('Rude', (), {'__repr__': lambda s: 1 / 0})()", "'\\x1b[2J'", "'\\ud800'", "lambda: 1", "(i for i in '1')"),
+    *("{str(i): 1 for i in range(200)}", "{'a': 1e6, 'b': 1e6}", "'\\x1b[2J'", "'\\ud800'", "lambda: 1"),
+    *("type('Rude', (float,), {'__float__': lambda s: 1 / 0})(1)", "(i for i in '1')"),
+    "type('Rude', (), {'__repr__': lambda s: 1 / 0})()",
 )
+RAISED = ("KeyError('x')", "SystemExit(3)", "KeyboardInterrupt", "GeneratorExit", "MemoryError", "BaseException")
+RAISED += ("ValueError('x' * 10**6)", "ValueError('\\x1b[2J')", "ValueError('\\ud800')", "type('E', (Exception,), {})")
+RAISED += ("type('Rude', (Exception,), {'__str__': lambda s: 1 / 0})",)
 FAILS = (
-    *(
-        f"raise {name}"
-        for name in ("KeyError('x')", "SystemExit(3)", "KeyboardInterrupt", "GeneratorExit", "MemoryError")
-    ),
-    *(
-        "raise ValueError('x' * 10**6)",
-        "raise ValueError('\\x1b[2J')",
-        "raise ValueError('\\ud800')",
-        "raise BaseException",
-    ),
-    *("1 / 0", "undefined", "score(response, gold)", "sys.exit('no')", "exit(4)", "raise type('E', (Exception,), {})"),
-    *("bytearray(2**30)", "'x' * 2**31", "[0] * 2**28", "list(range(10**9))"),
-    *(
-        "os._exit(3)",
-        "os.kill(os.getpid(), 9)",
-        "os.abort()",
-        "ctypes.string_at(0)",
-        "os.closerange(3, 256)",
-    ),
-    "raise type('Rude', (Exception,), {'__str__': lambda s: 1 / 0})",
+    *(f"raise {name}" for name in RAISED),
+    *("1 / 0", "undefined", "score(response, gold)", "sys.exit('no')", "exit(4)", "os._exit(3)", "os.abort()"),
+    *("bytearray(2**30)", "'x' * 2**31", "[0] * 2**28", "list(range(10**9))", "ctypes.string_at(0)"),
+    *("os.kill(os.getpid(), 9)", "os.closerange(3, 256)"),
 )
-HANGS = (
-    "while True: pass",
-    "time.sleep(1000)",
-    "re.match('(a+)+$', 'a' * 60 + 'b')",
-    "threading.Event().wait()",
-    "9**9**9",
-    "os._exit(0)",
-)
+HANGS = ("while True: pass", "time.sleep(1000)", "re.match('(a+)+$', 'a' * 60 + 'b')", "threading.Event().wait()")
+HANGS += ("9**9**9", "os._exit(0)")
 """The last one ends the process as one does that has nothing more to do, which the pool takes for no accident."""
 HARMLESS = (
     *("print('x' * 10**6)", "print('x', file=sys.stderr)", "sys.stdout.close()", "sys.stderr = None", "os.chdir('/')"),
     *("os.environ.clear()", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "sys.setrecursionlimit(50_000)"),
     *("subprocess.run(['true'])", "subprocess.Popen(['sleep', '3'])", "os.fork() or os._exit(0)", "gc.disable()"),
+    *("threading.Thread(target=time.sleep, args=(3,), daemon=True).start()", "warnings.warn('x' * 1000)"),
     *(
-        "threading.Thread(target=time.sleep, args=(3,), daemon=True).start()",
-        "warnings.warn('x' * 1000)",
+        "builtins.print = None",
+        "logging.getLogger().error('x' * 10**5)",
+        "time.sleep(0.01)",
+        "os.nice(1)",
         "os.umask(0)",
     ),
-    *("builtins.print = None", "logging.getLogger().error('x' * 10**5)", "time.sleep(0.01)", "os.nice(1)"),
 )
 """Done, and then a reward is returned."""
 UNKNOWN = ("os.fork()", "os.close(0); os.close(1); os.close(2)", "os.setsid()", "os.kill(os.getppid(), 0)")
 """Nobody promises what comes of these, only that something does."""
-MODULES = "builtins ctypes decimal fractions gc logging os re signal subprocess sys threading time warnings"
-IMPORTS = f"import {', '.join(MODULES.split())}"
+IMPORTS = "import builtins, ctypes, decimal, fractions, gc, logging, os, re, signal, subprocess, sys, threading, time"
+IMPORTS += ", warnings, asyncio"
 NO_FUNCTIONS = (
     *(
         "def score(response): return 1",
@@ -93,15 +68,17 @@ NO_FUNCTIONS = (
         "raise BaseException('x')",
         "score = 'x'",
     ),
-    "class score:\n  def __init__(self): pass",
+    *("raise SystemExit(3)", "class score:\n  def __init__(self): pass"),
 )
-"""Files without a reward; the last but two need a column that no row has."""
+"""Files without a reward; one needs a column that no row has."""
+BATCHES = ("[]", "[1]", "[1] * 4", "None", "1", "'123'", "[None] * 3", "{'a': 1}", "iter(())", "[[1], [1], [1]]")
+BATCHES += ("{1, 2, 3, 4}",)
 
 
-def source(*body: str) -> str:
+def source(*body: str, define: str = "def") -> str:
     """A file with a reward that does this for one answer, and is right for all others."""
     lines = ["    if response == 'odd':", *(f"        {line}" for line in body)]
-    return "\n".join([IMPORTS, "def score(response, gold):", *lines, "    return float(response == gold)", ""])
+    return "\n".join([IMPORTS, f"{define} score(response, gold):", *lines, "    return float(response == gold)", ""])
 
 
 def grade(path: Path, answers: Sequence[str], seconds: float) -> Grades:
@@ -123,86 +100,34 @@ def trial(
         return "" if found == right else f"{found} instead of {right}"
 
     seconds = SHORT if slow else TIME_LIMIT
-    return Trial(what, lambda: grade(path, ("1", "odd", "2"), seconds), **{"wrong": wrong, **expected})
+    names = ("rewards.py:score",) if expected.get("expected") == "refused" else ()
+    given = {"wrong": wrong, "expected": "right", "names": names, **expected}
+    return Trial(what, lambda: grade(path, ("1", "odd", "2"), seconds), **given)
 
 
-def drawn(rng: random.Random, folder: Path) -> Trial:
-    """One of them."""
-    return rng.choice(WAYS)(rng, folder)
+LISTS = "from exgrpo.train.reward.contract import batched\n@batched(3)\ndef score(responses, golds):\n    return "
+CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{f"returns {text}": ([source(f"return {text}")], {"odd": worth}) for text, worth in RETURNS.items()},
+    "no reward": ([source(f"return {text}") for text in NO_REWARDS], {"expected": "refused"}),
+    "fails": ([source(text) for text in FAILS], {"failed": 1}),
+    "hangs": ([source(text) for text in HANGS], {"slow": 1}),
+    "harmless": ([source(text, "return 0.5") for text in HARMLESS], {"odd": 0.5}),
+    "unknown": ([source(text, "return 0.5") for text in UNKNOWN], {"wrong": lambda grades: "", "expected": "either"}),
+    "no function": (NO_FUNCTIONS, {"expected": "refused"}),
+    "other than one number for each answer": ([LISTS + text for text in BATCHES], {"expected": "refused"}),
+    "a batch": ([f"{LISTS}[1, 0, 0]"], {}),
+    "asynchronous": ([source("return 0", define="async def")], {}),
+    "asynchronous, fails": ([source("raise KeyError", define="async def")], {"failed": 1}),
+    "asynchronous, exits": ([source("raise SystemExit", define="async def")], {"failed": 1}),
+    "asynchronous, hangs": ([source("await asyncio.sleep(100)", define="async def")], {"slow": 1}),
+}
+"""Files of rewards, and what comes of them."""
 
 
-def _returns(rng: random.Random, folder: Path) -> Trial:
-    text = rng.choice(sorted(RETURNS))
-    return trial("a reward", source(f"return {text}"), folder, RETURNS[text], expected="right")
+def _any(draw: Draw, folder: Path) -> Trial:
+    what = draw(of(("no reward", "fails", "harmless", *CALLS)))
+    texts, expected = CALLS[what]
+    return trial(what, draw(of(texts)), folder, **expected)
 
 
-def _no_reward(rng: random.Random, folder: Path) -> Trial:
-    text = rng.choice(NO_REWARDS)
-    return trial("no reward", source(f"return {text}"), folder, expected="refused", names=("rewards.py:score",))
-
-
-def _fails(rng: random.Random, folder: Path) -> Trial:
-    return trial("fails", source(rng.choice(FAILS)), folder, failed=1, expected="right")
-
-
-def _hangs(rng: random.Random, folder: Path) -> Trial:
-    return trial("hangs", source(rng.choice(HANGS)), folder, slow=1, expected="right")
-
-
-def _harmless(rng: random.Random, folder: Path) -> Trial:
-    return trial("harmless", source(rng.choice(HARMLESS), "return 0.5"), folder, 0.5, expected="right")
-
-
-def _unknown(rng: random.Random, folder: Path) -> Trial:
-    return trial("unknown", source(rng.choice(UNKNOWN), "return 0.5"), folder, wrong=lambda grades: "")
-
-
-def _no_function(rng: random.Random, folder: Path) -> Trial:
-    return trial("no function", rng.choice(NO_FUNCTIONS), folder, expected="refused", names=("rewards.py:score",))
-
-
-def _batch(rng: random.Random, folder: Path) -> Trial:
-    """A batched reward that gives other than one number for each answer."""
-    sound = rng.random() < 0.2
-    lists = (
-        "[]",
-        "[1]",
-        "[1] * 4",
-        "None",
-        "1",
-        "'123'",
-        "[None] * 3",
-        "{'a': 1}",
-        "iter(())",
-        "[[1], [1], [1]]",
-        "{1, 2, 3, 4}",
-    )
-    value = "[1, 0, 0]" if sound else rng.choice(lists)
-    head = "from exgrpo.train.reward.contract import batched\n@batched(3)\n"
-    text = f"{head}def score(responses, golds):\n    return {value}\n"
-    names = ("rewards.py:score",)
-    return trial("a batch", text, folder, expected="right" if sound else "refused", names=names)
-
-
-def _awaits(rng: random.Random, folder: Path) -> Trial:
-    body, failed, slow = rng.choice(
-        (("return 0", 0, 0), ("raise KeyError", 1, 0), ("await asyncio.sleep(100)", 0, 1), ("raise SystemExit", 1, 0))
-    )
-    text = "import asyncio\nasync " + source(body).partition("\n")[2]
-    return trial("asynchronous", text, folder, failed=failed, slow=slow, expected="right")
-
-
-WAYS = (
-    _returns,
-    _no_reward,
-    _no_reward,
-    _fails,
-    _fails,
-    _hangs,
-    _harmless,
-    _harmless,
-    _unknown,
-    _no_function,
-    _batch,
-    _awaits,
-)
+WAYS = (_any,)

@@ -4,20 +4,21 @@ import csv
 import functools
 import io
 import json
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+from hypothesis import strategies as st
+from hypothesis.strategies import sampled_from as of
 
 from exgrpo.train.builtin import ASSETS, DEFAULT_TASK
 from exgrpo.train.data.files import Row, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import question_set
-from tests.hostile import texts
 from tests.hostile.judge import Trial
+from tests.hostile.values import ANY, Draw, damaged, some
 
 LONG = 200_000
 DEEP = 100_000
@@ -26,6 +27,7 @@ BAD_LINES = (
     *("[" * DEEP, '{"a": ' * DEEP, '{"question": "q", "answer": ' + "9" * 5000 + "}", '"\\u12"'),
 )
 """No JSON, or what Python reads none of."""
+USER, TRUTH = [{"role": "user", "content": "q"}], {"ground_truth": "1"}
 BAD_ROWS: tuple[Any, ...] = (
     *(None, 7, "text", [], [{"question": "q", "answer": "1"}], {}, {"question": "q"}, {"answer": "1"}),
     *({"question": question, "answer": "1"} for question in ("", " \n", 7, None, True, {}, [], [7], [[]], ["q"])),
@@ -33,37 +35,54 @@ BAD_ROWS: tuple[Any, ...] = (
     *({"question": "q", "solution": solution} for solution in ("no answer", "\\boxed{", "", 7, "####")),
     *({"question": [{"role": role, "content": "q"}], "answer": "1"} for role in ("assistant", "system", "", 7, [])),
     *({"question": [{"role": "user", "content": content}], "answer": "1"} for content in (None, 7, "", [])),
-    *(
-        {"prompt": prompt, "reward_model": {"ground_truth": "1"}}
-        for prompt in ("q", 7, [], [7], {}, [{"role": "user"}])
-    ),
-    {"prompt": [{"role": [], "content": "q"}], "reward_model": {"ground_truth": "1"}},
-    *(
-        {"prompt": [{"role": "user", "content": "q"}], "reward_model": model}
-        for model in (None, 7, {}, {"ground_truth": {}})
-    ),
+    *({"prompt": prompt, "reward_model": TRUTH} for prompt in ("q", 7, [], [7], {}, [{"role": "user"}])),
+    {"prompt": [{"role": [], "content": "q"}], "reward_model": TRUTH},
+    *({"prompt": USER, "reward_model": model} for model in (None, 7, {}, {"ground_truth": {}})),
     *({"question": "half \ud800 a pair", "answer": "1"}, {"question": "q", "answer": "half \udfff a pair"}),
     *({"question": "q", "answer": number} for number in (float("nan"), float("inf"))),
 )
 BAD_FILES = (b"", b"\n\n", b"\xff\xfe\x00", b"\x89PNG\r\n\x1a\n", b"PAR1", b"PAR1" * 10, b"\x00" * 1000, b"PK\x03\x04")
+BAD_CSV = ('"a', "a", "a,b,c", "a,", ",1", '"a"b,1', "a,\x00", "\x00" * 9, "a\udcff,1")
+ODD = (
+    "",
+    " <|end|>",
+    " \x00",
+    " \u202e",
+    " \U0001f600",
+    " {question}",
+    " \\boxed{3}",
+    " \x1b[2J",
+    " \u2028",
+    ' "',
+    "\r\n",
+)
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+KEYS = ("question", "problem", "answer", "solution", "prompt", "reward_model", "data_source", "ground_truth", "x")
+NO_SOURCES = (
+    *("/dev/zero", "x" * 5000, "", " ", "a\x00b.jsonl", "builtin:", "builtin:none", "builtin:arithmetic?x=1"),
+    *("builtin:arithmetic?%", "\ud800.jsonl", "~nobody/x.json"),
+)
+HALF_TEXTS = [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xc3")]
+COLUMNS: dict[str, Any] = {
+    "binary": pyarrow.array([b"\xff\xfe", b"q"]),
+    "numbers": pyarrow.array([1.5, float("nan")]),
+    "whole": pyarrow.array([2**62, -1]),
+    "nothing": pyarrow.nulls(2),
+    "lists": pyarrow.array([["a"], ["b", "c"]]),
+    "objects": pyarrow.array([{"a": 1}, {"b": 2}]),
+    "times": pyarrow.array([1, 2**62], pyarrow.timestamp("ns")),
+    "dates": pyarrow.array([2**31 - 1, 0], pyarrow.date32()),
+    "decimals": pyarrow.array([None, None], pyarrow.decimal128(38, 10)),
+    "words": pyarrow.array(["a", "b"]).dictionary_encode(),
+    "half texts": pyarrow.Array.from_buffers(pyarrow.string(), 2, HALF_TEXTS),
+}
+"""Of kinds that no question has, but for the words."""
 
 
-def rows(rng: random.Random, number: int) -> list[dict[str, str]]:
+def rows(draw: Draw, most: int) -> list[Any]:
     """Sound rows; their texts may be odd."""
-    odd = (
-        "",
-        " <|end|>",
-        " \x00",
-        " \u202e",
-        " \U0001f600",
-        " {question}",
-        " \\boxed{3}",
-        " \x1b[2J",
-        " \u2028",
-        ' "',
-        "\r\n",
-    )
-    return [{"question": f"{i} + {i}?{rng.choice(odd)}", "answer": str(2 * i)} for i in range(number)]
+    odd = draw(st.lists(of(ODD), min_size=1, max_size=most))
+    return [{"question": f"{i} + {i}?{more}", "answer": str(2 * i)} for i, more in enumerate(odd)]
 
 
 def read(path: Path | str) -> list[Row]:
@@ -87,11 +106,8 @@ def other_than(right: Sequence[dict[str, str]]) -> Callable[[list[Row]], str]:
 
     def wrong(found: list[Row]) -> str:
         got = [(row.question, row.gold) for row in found]
-        return (
-            ""
-            if got == expected
-            else f"{len(got)} rows {got[:3]!r:.300} instead of {len(expected)} {expected[:3]!r:.300}"
-        )
+        text = f"{len(got)} rows {got[:3]!r:.300} instead of {len(expected)} {expected[:3]!r:.300}"
+        return "" if got == expected else text
 
     return wrong
 
@@ -101,79 +117,64 @@ def trial(what: str, path: Path | str, **expected: Any) -> Trial:
     return Trial(what, lambda: read(path), **expected)
 
 
-def drawn(rng: random.Random, folder: Path) -> Trial:
-    """One of them."""
-    return rng.choice(WAYS)(rng, folder)
-
-
-def _lines(rng: random.Random, folder: Path) -> Trial:
-    """JSON Lines with some bad ones."""
-    sound = rows(rng, rng.randint(1, 20))
-    lines = [json.dumps(row, ensure_ascii=rng.random() < 0.5) for row in sound]
-    bad = rng.sample(range(len(lines)), rng.randint(0, min(7, len(lines))))
+def _some_bad(draw: Draw, folder: Path) -> Trial:
+    """JSON Lines, or a list of JSON, with some bad ones."""
+    sound = rows(draw, 20)
+    bad = draw(st.sets(st.integers(0, len(sound) - 1), max_size=7))
+    lines = [json.dumps(row, ensure_ascii=draw(st.booleans())) for row in sound]
+    path = folder / draw(of(("rows.jsonl", "rows.jsonl", "rows.json")))
+    of_lines = st.just("null") if path.suffix == ".json" else of(BAD_LINES)
     for place in bad:
-        lines[place] = rng.choice(BAD_LINES) if rng.random() < 0.4 else json.dumps(rng.choice(BAD_ROWS))
-    path = folder / "rows.jsonl"
-    path.write_bytes(rng.choice(("\n", "\n\n", "\r\n")).join(lines).encode("utf-8", "surrogatepass"))
+        lines[place] = draw(of(BAD_ROWS).map(json.dumps) | of_lines)
+    ends = draw(of(("\n", "\n\n", "\r\n")))
+    text = f"[{', '.join(lines)}]" if path.suffix == ".json" else ends.join(lines)
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
     if bad:
-        names = (f"{len(bad)} of {len(lines)} rows are malformed",)
-        return trial("bad lines", path, expected="refused", names=names)
-    return trial("sound lines", path, expected="right", wrong=other_than(sound))
+        names = (f"{len(bad)} of {len(lines)} rows are malformed", *(["not valid JSON"] * (path.suffix == ".json")))
+        return trial("bad rows", path, expected="refused", names=names)
+    return trial("sound rows", path, expected="right", wrong=other_than(sound))
 
 
-def _list(rng: random.Random, folder: Path) -> Trial:
-    """A list of JSON with some bad rows."""
-    sound: list[Any] = rows(rng, rng.randint(1, 20))
-    mixed = list(sound)
-    bad = rng.sample(range(len(mixed)), rng.randint(0, min(7, len(mixed))))
-    for place in bad:
-        mixed[place] = rng.choice(BAD_ROWS)
-    path = folder / "rows.json"
-    path.write_text(json.dumps(mixed))
-    if bad:
-        names = (f"{len(bad)} of {len(mixed)} rows are malformed", "not valid JSON")
-        return trial("bad list", path, expected="refused", names=names)
-    return trial("sound list", path, expected="right", wrong=other_than(sound))
-
-
-def _any_row(rng: random.Random, folder: Path) -> Trial:
-    keys = ("question", "problem", "answer", "solution", "prompt", "reward_model", "data_source", "ground_truth", "x")
-    row = {rng.choice(keys): texts.value(rng) for _ in range(rng.randint(1, 5))}
-    path = folder / rng.choice(("rows.jsonl", "rows.json"))
+def _any_row(draw: Draw, folder: Path) -> Trial:
+    path = folder / draw(of(("rows.jsonl", "rows.json")))
     try:
-        path.write_text(json.dumps(row))
+        path.write_text(json.dumps(draw(st.dictionaries(of(KEYS), ANY, min_size=1, max_size=5))))
     except ValueError:  # a number of more digits than Python writes
         path.write_text("{")
     return trial("any row", path)
 
 
-def _damaged(rng: random.Random, folder: Path) -> Trial:
-    suffix = rng.choice((".jsonl", ".json", ".csv", ".parquet"))
-    path = folder / f"rows{suffix}"
-    _write(path, rows(rng, rng.randint(1, 30)), rng)
-    path.write_bytes(texts.damaged(rng, path.read_bytes()))
-    return trial(f"damaged {suffix}", path)
+def _damaged(draw: Draw, folder: Path) -> Trial:
+    path = folder / f"rows{draw(of(SUFFIXES))}"
+    _write(path, rows(draw, 30), draw)
+    path.write_bytes(damaged(draw, path.read_bytes()))
+    return trial(f"damaged {path.suffix}", path)
 
 
-def _cut(rng: random.Random, folder: Path) -> Trial:
+def _cut(draw: Draw, folder: Path) -> Trial:
     """A table that is not whole: what is at its end is needed to read it."""
     path = folder / "rows.parquet"
-    _write(path, rows(rng, rng.randint(1, 30)), rng)
+    _write(path, rows(draw, 30), draw)
     whole = path.read_bytes()
-    path.write_bytes(whole[: rng.randrange(len(whole))])
+    path.write_bytes(whole[: some(draw, 0, len(whole) - 1)])
     return trial("cut parquet", path, expected="refused", names=("rows.parquet",))
 
 
-def _sound_table(rng: random.Random, folder: Path) -> Trial:
-    path, sound = folder / f"rows{rng.choice(('.csv', '.parquet'))}", rows(rng, rng.randint(1, 30))
-    _write(path, sound, rng)
+def _sound_file(draw: Draw, folder: Path) -> Trial:
+    path, sound = folder / f"rows{draw(of((*SUFFIXES, '.csv', '.parquet')))}", rows(draw, 30)
+    if draw(st.integers(0, 9)) == 0:
+        sound[0]["question"] = draw(of(("x", "1 + ", "\U0001f600"))) * LONG
+    elif path.suffix == ".jsonl":
+        sound[0]["answer"] = str(10**400)  # Python has no float of this size, and it is an answer all the same
+    _write(path, sound, draw)
     return trial(f"sound {path.suffix}", path, expected="right", wrong=other_than(sound))
 
 
-def _write(path: Path, sound: list[dict[str, str]], rng: random.Random) -> None:
+def _write(path: Path, sound: list[dict[str, str]], draw: Draw) -> None:
     match path.suffix:
         case ".jsonl":
-            path.write_text("\n".join(map(json.dumps, sound)))
+            numbers = [row | {"answer": int(row["answer"])} for row in sound]
+            path.write_text("\n".join(map(json.dumps, numbers)))
         case ".json":
             path.write_text(json.dumps(sound))
         case ".csv":
@@ -183,91 +184,42 @@ def _write(path: Path, sound: list[dict[str, str]], rng: random.Random) -> None:
             writer.writerows(sound)
             path.write_text(text.getvalue(), newline="")
         case _:
-            codec = rng.choice(("none", "snappy", "gzip", "zstd"))
+            codec = draw(of(("none", "snappy", "gzip", "zstd")))
             table = pyarrow.Table.from_pylist(sound)
-            pyarrow.parquet.write_table(table, path, compression=codec, use_dictionary=rng.random() < 0.5)
+            pyarrow.parquet.write_table(table, path, compression=codec, use_dictionary=draw(st.booleans()))
 
 
-def _table(rng: random.Random, folder: Path) -> Trial:
-    """Tables whose columns have kinds that no question has, or that are not there."""
-    kinds: dict[str, Any] = {
-        "binary": [b"\xff\xfe", b"q"],
-        "numbers": [1.5, float("nan")],
-        "whole": [2**62, -1],
-        "nothing": pyarrow.nulls(2),
-        "lists": [["a"], ["b", "c"]],
-        "objects": [{"a": 1}, {"b": 2}],
-        "times": pyarrow.array([1, 2**62], pyarrow.timestamp("ns")),
-        "dates": pyarrow.array([2**31 - 1, 0], pyarrow.date32()),
-        "decimals": pyarrow.array([None, None], pyarrow.decimal128(38, 10)),
-        "words": pyarrow.array(["a", "b"]).dictionary_encode(),
-        "half texts": pyarrow.Array.from_buffers(
-            pyarrow.string(), 2, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xc3")]
-        ),
-    }
-    question, answer = rng.choice(sorted(kinds)), rng.choice(sorted(kinds))
-    names = rng.choice((("question", "answer"), ("problem", "solution"), ("prompt", "reward_model"), ("a", "b")))
+def _table(draw: Draw, folder: Path) -> Trial:
+    """Tables whose columns have kinds that no question has, are not there, or stand twice."""
+    question, answer = draw(of(sorted(COLUMNS))), draw(of(sorted(COLUMNS)))
+    pairs = (("question", "answer"), ("problem", "solution"), ("prompt", "reward_model"), ("a", "b"))
+    names = draw(of((*pairs, ("question", "answer", "question"))))
+    columns = [COLUMNS[question], COLUMNS[answer]]
     path = folder / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.table(dict(zip(names, (kinds[question], kinds[answer]), strict=True))), path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays((columns * 2)[: len(names)], names), path)
     fine = names == ("question", "answer") and question == "words"
     return trial(f"a table of {question}", path, expected="either" if fine else "refused", names=("rows.parquet",))
 
 
-def _columns_twice(rng: random.Random, folder: Path) -> Trial:
+def _csv(draw: Draw, folder: Path) -> Trial:
+    header, bad = draw(of(("question,answer", "question,answer", "question,answer,question"))), draw(of(BAD_CSV))
     path = folder / "rows.csv"
-    path.write_text("question,answer,question\n1,2,3\n")
-    table = pyarrow.Table.from_arrays([pyarrow.array(["q"])] * 3, names=["question", "answer", "question"])
-    if rng.random() < 0.5:
-        path = folder / "rows.parquet"
-        pyarrow.parquet.write_table(table, path)
-    return trial("a column twice", path, expected="refused", names=(path.name,))
-
-
-def _csv(rng: random.Random, folder: Path) -> Trial:
-    lines = ("question,answer", *("a,1",) * rng.randint(0, 5))
-    bad = rng.choice(('"a', "a", "a,b,c", "a,", ",1", '"a"b,1', "a,\x00", "\x00" * 9, "a\udcff,1"))
-    path = folder / "rows.csv"
-    path.write_bytes("\n".join((*lines, bad)).encode("utf-8", "surrogateescape"))
+    lines = (header, *("a,1",) * some(draw, 0, 5), bad)
+    path.write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
     # A NUL is a character as any other; pages and prompts show it.
-    return trial("bad CSV", path, expected="either" if bad == "a,\x00" else "refused", names=("rows.csv",))
+    fine = bad == "a,\x00" and header == "question,answer"
+    return trial("bad CSV", path, expected="either" if fine else "refused", names=("rows.csv",))
 
 
-def _no_questions(rng: random.Random, folder: Path) -> Trial:
-    path = folder / rng.choice(("rows.jsonl", "rows.json", "rows.csv", "rows.parquet"))
-    path.write_bytes(rng.choice(BAD_FILES))
+def _no_questions(draw: Draw, folder: Path) -> Trial:
+    path = folder / f"rows{draw(of(SUFFIXES))}"
+    path.write_bytes(draw(of(BAD_FILES)))
     return trial("no questions", path, expected="refused", names=(path.name,))
 
 
-def _no_file(rng: random.Random, folder: Path) -> Trial:
-    bad = (
-        str(folder),
-        str(folder / "none.jsonl"),
-        f"{folder}/*.jsonl",
-        "/dev/zero",
-        "x" * 5000,
-        "",
-        " ",
-        "a\x00b.jsonl",
-    )
-    bad += (
-        "builtin:",
-        "builtin:none",
-        "builtin:arithmetic?x=1",
-        "builtin:arithmetic?%",
-        "\ud800.jsonl",
-        "~nobody/x.json",
-    )
-    source = rng.choice(bad)
+def _no_file(draw: Draw, folder: Path) -> Trial:
+    source = draw(of((*NO_SOURCES, str(folder), str(folder / "none.jsonl"), f"{folder}/*.jsonl")))
     return trial("no file", source, expected="refused")
 
 
-def _enormous(rng: random.Random, folder: Path) -> Trial:
-    sound = rows(rng, 3)
-    sound[1]["question"] = rng.choice(("x", "1 + ", "\U0001f600")) * LONG
-    path = folder / f"rows{rng.choice(('.jsonl', '.csv', '.parquet'))}"
-    _write(path, sound, rng)
-    return trial("an enormous question", path, expected="right", wrong=other_than(sound))
-
-
-WAYS = (*(_lines, _any_row, _damaged) * 6, *(_list, _cut, _sound_table, _table, _csv, _no_questions, _no_file) * 2)
-WAYS = (*WAYS, _columns_twice, _enormous)
+WAYS = (*(_some_bad, _any_row, _damaged) * 4, *(_cut, _sound_file, _table, _csv, _no_questions, _no_file))

@@ -1,8 +1,9 @@
-"""A process that does cases: `python -m tests.hostile.worker`, a plan in JSON as its only argument.
+"""A process that does cases of one kind: `python -m tests.hostile.worker`, a `Plan` in JSON as its only argument.
 
-It reads numbers of cases from its standard input, one a line, and writes a line of JSON for each. What a case prints
-goes into a file. A case that takes too long ends the process, which first writes down where it is. A process is given
-no memory for one case beyond a bound: what wants more gets a MemoryError.
+Hypothesis draws the cases, and makes the one that has a problem as simple as it can. What a case prints goes into a
+file. A case that takes too long ends the process, which first writes down where it is. A case that wants more memory
+than a bound gets a MemoryError. The process ends with a line of JSON, what came of the cases, and status 0, or with the
+problem of the simplest case that has one, whose files stay.
 
 This module imports little: grading processes import it too.
 """
@@ -15,6 +16,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,57 +30,77 @@ KEPT = 64 * MIB
 DRIFT = 384 * MIB
 """Bytes that all cases of a process may leave behind together: less than 100 kB for each of thousands."""
 WARM = 20
-"""Cases of each kind that are done first, for nobody to see."""
+"""Cases that are done first, for nobody to see: they import what all cases need."""
 LOUD = 16 * MIB
 """Bytes that a case may print."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a worker is told.
+    """What a worker is told: a module of cases, how many, a seed, a folder of its own, and seconds for a case."""
 
-    Attributes:
-        seed: of the plan.
-        kinds: of its cases.
-        folder: of the worker alone.
-        seconds: that a case may take.
-    """
-
+    kind: str
+    cases: int
     seed: int
-    kinds: tuple[str, ...]
     folder: str
     seconds: float
 
 
 @dataclass
-class Record:
-    """What came of a case; a line of the program's file.
+class Summary:
+    """What came of cases: how many were refused and right, the seconds and MiB of the largest, and MiB left behind."""
 
-    Attributes:
-        case: its number.
-        kind: its module.
-        what: see `Trial`.
-        came: see `Verdict`; "ended" where the process has not survived.
-        text: the beginning of the error.
-        seconds: that it took.
-        mib: memory that it needed at most, beyond what was there.
-        left: MiB of memory that the process has more than when it began.
-        problems: what was not as promised.
-    """
-
-    case: int
-    kind: str
-    what: str
-    came: str
-    text: str = ""
+    cases: int = 0
+    refused: int = 0
+    right: int = 0
     seconds: float = 0.0
     mib: float = 0.0
     left: float = 0.0
-    problems: tuple[str, ...] = ()
 
-    def line(self) -> str:
-        """As JSON; texts may hold anything."""
-        return json.dumps(asdict(self))
+
+class ProblemError(AssertionError):
+    """A case is not as promised."""
+
+
+def check(kind: str, cases: int, seed: int, folder: Path, do: Callable[[Any], object], *, shrink: bool = True) -> None:
+    """Draw cases and do them. Raises ProblemError, as `do` does, for the simplest case that has a problem."""
+    from importlib import import_module
+
+    import hypothesis
+    from hypothesis import strategies as st
+
+    name, _, way = kind.partition(":")
+    ways = [of for of in import_module(f"tests.hostile.{name}").WAYS if not way or of.__name__ == way]
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=cases,
+        database=None,
+        deadline=None,
+        phases=(hypothesis.Phase.generate, *[hypothesis.Phase.shrink] * shrink),
+        suppress_health_check=list(hypothesis.HealthCheck),
+        verbosity=hypothesis.Verbosity.quiet,
+        report_multiple_bugs=False,
+    )
+    @hypothesis.given(st.data())
+    def each(data: st.DataObject) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        do(data.draw(st.sampled_from(ways))(data.draw, folder))
+
+    each()
+
+
+def judge(trial: Any) -> str:
+    """Do a case; returns what came. Raises ProblemError where it is not as promised."""
+    from exgrpo.train.reward.worker import little_memory
+    from tests.hostile.judge import judged
+
+    with little_memory(AT_ONCE):
+        verdict = judged(trial)
+    if verdict.problems:
+        raise ProblemError(f"{trial.what}: " + "\n".join(verdict.problems))
+    return verdict.came
 
 
 def resident(key: str = "VmRSS") -> int:
@@ -94,86 +116,59 @@ def _give_back() -> None:
 
 
 class Worker:
-    """Does cases; see the module."""
+    """Does cases, and looks at what they take, leave behind and print."""
 
-    def __init__(self, plan: Plan, told: Path) -> None:
-        self.plan, self.told = plan, told
-        self._warm()
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.summary, self.told = plan, Summary(), Path(plan.folder) / "printed"
         self.first = resident()
 
-    def _warm(self) -> None:
-        """Import what all cases need, so that it does not count as theirs."""
-        from tests.hostile.plan import SHARES, kept
-
-        own = SHARES.keys() & set(self.plan.kinds)
-        for kind in sorted(own - {"programs"}):
-            for number in range(WARM if kind != "rewards" else 1):
-                self._done(len(kept()) + number, (kind,))
-        gc.collect()
-        gc.freeze()
-
-    def do(self, number: int) -> Record:
+    def do(self, trial: Any) -> None:
         """Do a case."""
+        (Path(self.plan.folder) / "what").write_text(trial.what)
         faulthandler.dump_traceback_later(self.plan.seconds, exit=True, file=sys.stderr)
         before = resident()
         Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
         began = time.monotonic()
-        record = self._done(number, self.plan.kinds)
-        record.seconds = round(time.monotonic() - began, 4)
+        came = judge(trial)
+        one = self.summary
+        one.seconds = round(max(one.seconds, time.monotonic() - began), 1)
         faulthandler.cancel_dump_traceback_later()
-        record.mib = round((resident("VmHWM") - before) / MIB, 1)
-        record.problems += tuple(self._memory(record, before))
-        record.problems += tuple(self._printed(record))
-        return record
+        one.mib = round(max(one.mib, (resident("VmHWM") - before) / MIB), 1)
+        one.cases += 1
+        one.refused, one.right = one.refused + (came == "refused"), one.right + (came == "right")
+        if problem := self._memory(trial, before) or self._printed():
+            raise ProblemError(f"{trial.what}: {problem}")
 
-    def _done(self, number: int, kinds: tuple[str, ...]) -> Record:
-        from exgrpo.train.reward.worker import little_memory
-        from tests.hostile.judge import judged
-        from tests.hostile.plan import planned
-
-        folder = Path(self.plan.folder) / f"case {number}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        kind, trial = planned(self.plan.seed, number, folder, kinds)
-        with little_memory(AT_ONCE):
-            verdict = judged(trial)
-        if not verdict.problems:
-            shutil.rmtree(folder, ignore_errors=True)
-        return Record(number, kind, trial.what, verdict.came, verdict.text[:300], problems=verdict.problems)
-
-    def _memory(self, record: Record, before: int) -> list[str]:
-        problems = []
+    def _memory(self, trial: Any, before: int) -> str:
         if max(resident() - before - KEPT, resident() - self.first - DRIFT) > 0:
             _give_back()
         if resident() - before > KEPT:
             again = resident()
-            self._done(record.case, self.plan.kinds)
+            judge(trial)
             _give_back()
             if resident() - again > KEPT:
-                problems.append(f"leaves {(resident() - again) / MIB:.0f} MiB behind each time")
-        if resident() - self.first > DRIFT:
-            problems.append(f"the cases before it left {(resident() - self.first) / MIB:.0f} MiB behind")
-            self.first = resident()
-        record.left = round((resident() - self.first) / MIB, 1)
-        return problems
+                return f"leaves {(resident() - again) / MIB:.0f} MiB behind each time"
+        self.summary.left = round(max(self.summary.left, (resident() - self.first) / MIB), 1)
+        drifted = resident() - self.first > DRIFT
+        return f"the cases before it left {(resident() - self.first) / MIB:.0f} MiB behind" if drifted else ""
 
-    def _printed(self, record: Record) -> list[str]:
+    def _printed(self) -> str:
         """What is wrong with what the case printed."""
         size = self.told.stat().st_size
         with self.told.open("rb") as file:
             text = file.read(LOUD).decode(errors="replace")
         os.ftruncate(2, 0)
-        problems = [f"a traceback is printed: {text[-2000:]}"] if "Traceback (most recent call last)" in text else []
-        return problems + ([f"{size} bytes are printed"] if size > LOUD else [])
+        if "Traceback (most recent call last)" in text:
+            return f"a traceback is printed: {text[-2000:]}"
+        return f"{size} bytes are printed" if size > LOUD else ""
 
 
 def main(argument: str) -> None:
-    """Do the cases whose numbers come."""
-    values: dict[str, Any] = json.loads(argument)
-    plan = Plan(**values | {"kinds": tuple(values["kinds"])})
-    answers = os.fdopen(os.dup(1), "w")
-    told = Path(plan.folder) / "printed"
-    file = os.open(told, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC)
+    """Do the cases of a plan."""
+    plan = Plan(**json.loads(argument))
+    answer = os.fdopen(os.dup(1), "w")
+    folder = Path(plan.folder)
+    file = os.open(folder / "printed", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     import logging
@@ -181,13 +176,20 @@ def main(argument: str) -> None:
 
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.ERROR)
-    worker = Worker(plan, told)
-    os.ftruncate(2, 0)
-    answers.write("ready\n")
-    answers.flush()
-    for line in sys.stdin:
-        answers.write(worker.do(int(line)).line() + "\n")
-        answers.flush()
+    try:
+        if not plan.kind.startswith("planted"):
+            check(plan.kind, WARM if plan.kind not in ("rewards", "programs") else 1, 0, folder / "files", judge)
+        gc.collect()
+        gc.freeze()
+        os.ftruncate(2, 0)
+        worker = Worker(plan)
+        check(plan.kind, plan.cases, plan.seed, folder / "files", worker.do)
+    except ProblemError as problem:
+        answer.write(str(problem))
+        answer.flush()
+        os._exit(1)
+    answer.write(json.dumps(asdict(worker.summary)))
+    answer.flush()
 
 
 if __name__ == "__main__":
