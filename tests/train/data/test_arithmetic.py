@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 
 from exgrpo.train.data.arithmetic import (
     LEVELS,
-    MAX_PROMPT_TOKENS,
     MAX_RESPONSE_TOKENS,
     MODEL_FOLDER,
     generate,
@@ -21,11 +20,6 @@ from exgrpo.train.reward import grading
 SPLITS = ("pretrain", "train", "test")
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(MODEL_FOLDER)
-
-
 @pytest.mark.parametrize("split", SPLITS)
 def test_answers_are_right_and_problems_differ(split):
     problems = generate(split, 600, seed=3)
@@ -35,18 +29,6 @@ def test_answers_are_right_and_problems_differ(split):
         assert problem.expression in problem.question
         assert int(problem.answer) == eval(problem.expression, {"__builtins__": {}}) >= 0
         assert split_of(problem.expression) == split
-
-
-def test_splits_share_nothing_not_even_with_operands_exchanged():
-    def meaning(expression):
-        first, operator, second, *rest = expression.split()
-        operands = sorted([first, second]) if operator in "+*" and rest[:1] != ["*"] else [first, second]
-        return (operator, *operands, *rest)
-
-    seen = {split: {meaning(p.expression) for p in generate(split, 1500, seed=0)} for split in SPLITS}
-    assert not seen["pretrain"] & seen["train"]
-    assert not seen["pretrain"] & seen["test"]
-    assert not seen["train"] & seen["test"]
 
 
 def test_the_default_problems_stay_those_that_the_shipped_model_was_made_from():
@@ -78,23 +60,10 @@ def test_worked_solutions_are_right_and_those_with_slips_follow_from_them(seed):
     assert worked_solution(problem.expression, lambda: True) != solution
 
 
-def test_texts_survive_the_tokenizer_and_fit(tokenizer):
+def test_solutions_survive_the_tokenizer_and_fit():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
     for problem in generate("train", 300, seed=5):
         solution = worked_solution(problem.expression)
         ids = tokenizer(solution, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(ids) == solution
         assert len(ids) + 1 <= MAX_RESPONSE_TOKENS
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem.question}], add_generation_prompt=True, return_dict=False
-        )
-        assert len(prompt) <= MAX_PROMPT_TOKENS
-        assert problem.question in tokenizer.decode(prompt)
-    for text in ("Grüße, 数学!\n\t x≠y", "</think> then \\boxed{12}"):
-        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
-
-
-def test_reloading_gives_the_same_tokens(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    text = "What is 31 + 4?" + worked_solution("31 + 4")
-    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]

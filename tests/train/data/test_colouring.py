@@ -20,25 +20,22 @@ from exgrpo.train.errors import DataError
 NODES = "abcde"
 PAIRS = [a + b for a, b in combinations(NODES, 2)]
 GOLD = "abc ab bc"
-HOSTILE = [
+BOXED = (
+    "",
+    " ",
+    "{" * 5000 + "}" * 5000,
+    "a=R " * 5000,
+    " " * 100_000,
+    "a=R" + " " * 150,
+    "a=R b=G",
+    "a=R b=G c=B d=R",
+)
+BOXED += ("a=R b=G c=B a=B", "a=R b=G b=G c=B", "a=R b=G c=Y", "a=R b=G c=", "a=Rb=Gc=B", "\u0430=R b=G c=B", "R G B")
+HOSTILE = [f"\\boxed{{{text}}}" for text in (*BOXED, "\\frac{1}{2}")]
+HOSTILE += [
     "",
     "\\boxed{",
-    "\\boxed{}",
-    "\\boxed{ }",
     "\\boxed{" * 5000 + "}" * 5000,
-    "\\boxed{" + "a=R " * 5000 + "}",
-    "\\boxed{" + " " * 100_000 + "}",
-    "\\boxed{" + "a=R" + " " * 150 + "}",
-    "\\boxed{a=R b=G}",
-    "\\boxed{a=R b=G c=B d=R}",
-    "\\boxed{a=R b=G c=B a=B}",
-    "\\boxed{a=R b=G b=G c=B}",
-    "\\boxed{a=R b=G c=Y}",
-    "\\boxed{a=R b=G c=}",
-    "\\boxed{a=Rb=Gc=B}",
-    "\\boxed{\u0430=R b=G c=B}",
-    "\\boxed{R G B}",
-    "\\boxed{\\frac{1}{2}}",
     "a=R b=G c=B",
     "\\boxed{a=R b=G c=B}</think>",
     "x" * 100_000,

@@ -18,39 +18,34 @@ from exgrpo.train.data.countdown import (
 from exgrpo.train.errors import DataError
 from tests.train.data.test_expressions import all_expressions, value_of
 
-HOSTILE = [
+BOXED = (
     "",
-    "\\boxed{",
-    "\\boxed{}",
-    "</think>",
-    "\\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}",
-    "\\boxed{" + "(" * 5000,
-    "\\boxed{" * 5000 + "}" * 5000,
-    "\\boxed{" + "1+" * 90 + "1}",
-    "\\boxed{" + "9" * 5000 + "}",
-    "\\boxed{9**9**9**9}",
-    "\\boxed{9^9^9}",
-    "\\boxed{1/0}",
-    "\\boxed{4/(3-3)}",
-    "\\boxed{\u0663+\u0665}",
-    "\\boxed{\uff13 + \uff15}",
-    "\\boxed{3²+5}",
-    "\\boxed{-3+5}",
-    "\\boxed{3 5}",
-    "\\boxed{3+}",
-    "\\boxed{(3+5}",
-    "\\boxed{3+5)}",
-    "\\boxed{)3+5(}",
-    "\\boxed{3(5)}",
-    "\\boxed{()}",
-    "\\boxed{__import__('os')}",
-    "\\boxed{\\frac{3}{5}}",
-    "\\boxed{3+5\x00}",
-    "\\boxed{3.0+5}",
-    "x" * 100_000,
-    "3 + 5",
-    "\\boxed{3+5}</think>",
-]
+    "(" * 5000 + "1" + ")" * 5000,
+    "1+" * 90 + "1",
+    "9" * 5000,
+    "9**9**9**9",
+    "9^9^9",
+    "1/0",
+    "4/(3-3)",
+    "-3+5",
+)
+BOXED += (
+    "\u0663+\u0665",
+    "\uff13 + \uff15",
+    "3²+5",
+    "3 5",
+    "3+",
+    "(3+5",
+    "3+5)",
+    ")3+5(",
+    "3(5)",
+    "()",
+    "3+5\x00",
+    "3.0+5",
+)
+HOSTILE = [f"\\boxed{{{text}}}" for text in (*BOXED, "__import__('os')", "\\frac{3}{5}")]
+HOSTILE += ["", "\\boxed{", "</think>", "\\boxed{" + "(" * 5000, "\\boxed{" * 5000 + "}" * 5000, "x" * 100_000, "3 + 5"]
+HOSTILE += ["\\boxed{3+5}</think>"]
 
 
 @pytest.mark.parametrize(("numbers", "target"), [((3, 5, 8), 16), ((2, 2, 6), 6), ((1, 4, 6), 24), ((3, 9, 3), 9)])

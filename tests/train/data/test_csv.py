@@ -1,7 +1,6 @@
 """Questions from CSV files: what a cell means, and how a malformed row is named."""
 
 import csv
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from exgrpo.train.data.rows import REMEDY
 from tests.train.data.test_questions import TOKENIZER, load
 
 
-def test_csv_cells_are_texts_as_they_stand(tmp_path: Path) -> None:
+def test_csv_cells_are_texts_as_they_stand(tmp_path):
     path = tmp_path / "mine.csv"
     long = "x" * 200_000  # more than the csv module takes by default
     quoted = '"Two\r\nlines, ""quoted""",,007'
@@ -22,7 +21,7 @@ def test_csv_cells_are_texts_as_they_stand(tmp_path: Path) -> None:
     assert [(q.text, q.gold) for q in loaded] == pairs
 
 
-def test_malformed_csv_rows_are_named_by_the_line_where_they_begin(tmp_path: Path) -> None:
+def test_malformed_csv_rows_are_named_by_the_line_where_they_begin(tmp_path):
     path = tmp_path / "mine.csv"
     lines = ["question,answer,prompt", '"a\nb",1,', "c,1", "d,,", ",1,", '"e"f,1,', "g,1,text", 'h,1,"open', "i,1,"]
     path.write_text("\n".join(lines))
@@ -38,13 +37,13 @@ def test_malformed_csv_rows_are_named_by_the_line_where_they_begin(tmp_path: Pat
     ]
 
 
-def pairs(path: Path, **names: str) -> list[tuple[str, str]]:
+def pairs(path, **names):
     rows = read_rows(str(path), split="train", limit=None, seed=0, names=names)
     return [(row.question, row.gold) for row in rows]
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
-def test_semicolons_and_tabs_separate_cells_where_the_first_line_says_so(tmp_path: Path, delimiter: str) -> None:
+def test_semicolons_and_tabs_separate_cells_where_the_first_line_says_so(tmp_path, delimiter):
     path = tmp_path / "mine.csv"
     texts = [("a; b, c\td?", "1,5"), ('"so"\n; he said', "2"), ("x;y;z;w", "3")]
     with path.open("w", newline="", encoding="utf-8-sig") as file:
@@ -56,7 +55,7 @@ def test_semicolons_and_tabs_separate_cells_where_the_first_line_says_so(tmp_pat
     assert pairs(named, question="Die Frage", answer="Antwort") == texts
 
 
-def test_semicolons_within_cells_are_text(tmp_path: Path) -> None:
+def test_semicolons_within_cells_are_text(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text('question,answer,"a;b;c;d"\nx;y,1,"p;q"\n"u;v;w",2,\n')
     assert pairs(path) == [("x;y", "1"), ("u;v;w", "2")]

@@ -100,30 +100,26 @@ def test_every_process_has_the_same_questions():
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("name", ["countdown", "arc_agi", "word_ladder", "spell_backward"])
-def test_the_verifier_takes_the_answer_from_what_follows_the_thinking(name):
+def test_the_verifier_takes_the_answer_from_what_follows_the_thinking():
     """Those of arc_agi tell tuples from lists."""
-    (row,) = rows(f"reasoning_gym:{name}", limit=1)
-    answer = json.loads(row.gold)["answer"]
-    responses = {
-        f"<think>hm</think>\n{answer}\n": True,
-        f"<think>hm</think>It is \\boxed{{{answer}}}.": True,
-        f"\\boxed{{{answer}}}": True,
-        f"\\boxed{{nothing}}</think>{answer}": True,
-        f"\\boxed{{{answer}}}</think>\\boxed{{nothing}}": False,
-        f"<think>hm</think>\\boxed{{{answer}": False,
-        f"{answer}</think>": False,
-    }
-    with Grader(row.reward, workers=1, time_limit=60) as grader:
-        grades = grader.grade([(response, row.gold) for response in responses])
-    assert [reward == 1.0 for reward in grades.reward] == list(responses.values())
-    assert grades.failed == 0
-    assert set(grades.key[:4]) == {hashed(" ".join(answer.split()))}
-    assert grades.key[5:] == (0, 0)
-
-
-def test_an_answer_that_the_verifier_cannot_read_is_wrong_and_no_failure():
-    (row,) = rows("reasoning_gym:prime_factorization", limit=1)
-    with Grader(row.reward, workers=1, time_limit=60) as grader:
+    with Grader(gym.REWARD, workers=1, time_limit=60) as grader:
+        for name in ("countdown", "arc_agi", "word_ladder", "spell_backward"):
+            (row,) = rows(f"reasoning_gym:{name}", limit=1)
+            answer = json.loads(row.gold)["answer"]
+            responses = {
+                f"<think>hm</think>\n{answer}\n": True,
+                f"<think>hm</think>It is \\boxed{{{answer}}}.": True,
+                f"\\boxed{{{answer}}}": True,
+                f"\\boxed{{nothing}}</think>{answer}": True,
+                f"\\boxed{{{answer}}}</think>\\boxed{{nothing}}": False,
+                f"<think>hm</think>\\boxed{{{answer}": False,
+                f"{answer}</think>": False,
+            }
+            grades = grader.grade([(response, row.gold) for response in responses])
+            assert [reward == 1.0 for reward in grades.reward] == list(responses.values()), name
+            assert grades.failed == 0
+            assert set(grades.key[:4]) == {hashed(" ".join(answer.split()))}
+            assert grades.key[5:] == (0, 0)
+        (row,) = rows("reasoning_gym:prime_factorization", limit=1)
         grades = grader.grade([("no number", row.gold)])
-    assert (grades.reward, grades.failed) == ((0.0,), 0)
+        assert (grades.reward, grades.failed) == ((0.0,), 0), "what a verifier cannot read is wrong and no failure"

@@ -4,7 +4,6 @@ import sys
 import types
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +24,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+def make_tokenizer(chat_template=CHAT_TEMPLATE):
     """One token per byte, and a start-of-text token that the tokenizer puts before plain text."""
     vocabulary = {"<s>": 0} | {byte: 1 + i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -54,23 +53,23 @@ PAPER_ROW = {
 }
 
 
-def load(source: str, tokenizer: Any, **options: Any) -> QuestionSet:
+def load(source, tokenizer, **options):
     """The questions of a source; options of the prompts' format are told from the others by their names."""
     of_format = {field.name: options.pop(field.name) for field in fields(PromptFormat) if field.name in options}
     return load_questions(source, tokenizer, PromptFormat(**of_format), **options)
 
 
-def write_lines(path: Path, rows: list[Any]) -> str:
+def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def decoded(question: Question) -> str:
+def decoded(question):
     return TOKENIZER.decode(question.prompt, clean_up_tokenization_spaces=False)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "lines.json", "parquet", "csv"])
-def test_the_same_rows_from_every_kind_of_file(tmp_path: Path, suffix: str) -> None:
+def test_the_same_rows_from_every_kind_of_file(tmp_path, suffix):
     rows = [PAPER_ROW, PAPER_ROW | {"reward_model": {"ground_truth": "\\frac12", "style": "rule"}}]
     path = tmp_path / f"mine.{suffix}"
     if suffix == "parquet":
@@ -93,7 +92,7 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path: Path, suffix: str) -> N
     assert loaded.dropped_long == 0
 
 
-def test_malformed_rows_are_reported_together_with_file_and_line(tmp_path: Path) -> None:
+def test_malformed_rows_are_reported_together_with_file_and_line(tmp_path):
     path = tmp_path / "mine.jsonl"
     good = json.dumps({"question": "q", "answer": "1"})
     path.write_text("\n".join([good, "", '{"question": "q', *["[]"] * 6, good, '{"question": "cut off", "ans']))
@@ -104,13 +103,6 @@ def test_malformed_rows_are_reported_together_with_file_and_line(tmp_path: Path)
     assert lines[2].strip() == f"{path} line 4: expected an object, got a list of 0"
     assert len(lines) == 7
     assert lines[-1].strip() == "and 3 more"
-
-
-def test_malformed_parquet_rows_have_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "mine.parquet"
-    pq.write_table(pa.table({"question": ["a", "b"], "answer": ["1", None]}), path)
-    with pytest.raises(ValueError, match=r"mine.parquet row 2: has a question but neither answer nor solution"):
-        load(str(path), TOKENIZER, max_prompt_tokens=100)
 
 
 @pytest.mark.parametrize(
@@ -148,15 +140,18 @@ def test_malformed_parquet_rows_have_numbers(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unreadable_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_unreadable_files_are_named(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"{name}: .*{message}"):
         load(str(path), TOKENIZER, max_prompt_tokens=100)
 
 
-def test_truncated_and_foreign_parquet(tmp_path: Path) -> None:
+def test_malformed_truncated_and_foreign_parquet(tmp_path):
     path = tmp_path / "mine.parquet"
+    pq.write_table(pa.table({"question": ["a", "b"], "answer": ["1", None]}), path)
+    with pytest.raises(ValueError, match=r"mine.parquet row 2: has a question but neither answer nor solution"):
+        load(str(path), TOKENIZER, max_prompt_tokens=100)
     pq.write_table(pa.table({"text": ["a"]}), path)
     with pytest.raises(ValueError, match=r"has none of the columns .*; it has text"):
         load(str(path), TOKENIZER, max_prompt_tokens=100)
@@ -166,13 +161,13 @@ def test_truncated_and_foreign_parquet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["missing.jsonl", "/no/such/place", "some/deep/folder", "data/*.parquet", "./here"])
-def test_missing_files_are_no_hub_names(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_are_no_hub_names(source, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(FileNotFoundError, match="no such file|matches this pattern"):
         load(source, TOKENIZER, max_prompt_tokens=100)
 
 
-def test_a_folder_is_an_error_and_a_pattern_is_read_in_order(tmp_path: Path) -> None:
+def test_a_folder_is_an_error_and_a_pattern_is_read_in_order(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         write_lines(tmp_path / name, [{"question": name, "answer": "1"}])
     with pytest.raises(ValueError, match="is a folder"):
@@ -181,10 +176,10 @@ def test_a_folder_is_an_error_and_a_pattern_is_read_in_order(tmp_path: Path) -> 
     assert [(q.index, q.text, q.source) for q in loaded] == [(0, "a.jsonl", "a"), (1, "b.jsonl", "b")]
 
 
-def test_hub_names_go_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
+def test_hub_names_go_to_datasets(monkeypatch):
+    calls = []
 
-    def load_dataset(name: str, config: str | None, *, split: str) -> list[Any]:
+    def load_dataset(name, config, *, split):
         calls.append((name, config, split))
         if name == "owner/gone":
             raise ConnectionError("cannot be reached\nmore")
@@ -203,8 +198,8 @@ def test_hub_names_go_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
         load("owner/name", TOKENIZER, max_prompt_tokens=100)
 
 
-def test_builtin_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    def generate(split: str, count: int, seed: int) -> list[Any]:
+def test_builtin_problems(monkeypatch):
+    def generate(split, count, seed):
         return [types.SimpleNamespace(question=f"{split} {seed} {i}", answer=str(i)) for i in range(count)]
 
     monkeypatch.setattr("exgrpo.train.data.arithmetic.generate", generate)
@@ -218,12 +213,12 @@ def test_builtin_problems(monkeypatch: pytest.MonkeyPatch) -> None:
         load("builtin:algebra", TOKENIZER, limit=3, max_prompt_tokens=100)
 
 
-def prompt_of(tmp_path: Path, tokenizer: Any = TOKENIZER, **options: Any) -> str:
+def prompt_of(tmp_path, tokenizer=TOKENIZER, **options):
     path = write_lines(tmp_path / "one.jsonl", [PAPER_ROW])
     return decoded(load(path, tokenizer, max_prompt_tokens=200, **options)[0])
 
 
-def test_templates(tmp_path: Path) -> None:
+def test_templates(tmp_path):
     question = "What is 6 * 7?"
     assert prompt_of(tmp_path, keep_system=True) == f"<system>Think first.\n<user>{question}\n<assistant>"
     assert prompt_of(tmp_path, system_prompt="Be brief.") == f"<system>Be brief.\n<user>{question}\n<assistant>"
@@ -235,7 +230,7 @@ def test_templates(tmp_path: Path) -> None:
     assert plain == f"<s>Q: {question}\nA:"  # the tokenizer's own special tokens
 
 
-def test_prompts_equal_the_chat_template_one_by_one(tmp_path: Path) -> None:
+def test_prompts_equal_the_chat_template_one_by_one(tmp_path):
     texts = ["a", "ünï ∑", "{braces}", "<s> as text"]
     path = write_lines(tmp_path / "mine.jsonl", [{"question": text, "answer": "1"} for text in texts])
     for text, question in zip(texts, load(path, TOKENIZER, max_prompt_tokens=100), strict=True):
@@ -258,21 +253,19 @@ def test_prompts_equal_the_chat_template_one_by_one(tmp_path: Path) -> None:
         (make_tokenizer("{{ raise_exception('no!') }}"), {}, "refuses the messages: no!"),
     ],
 )
-def test_options_that_cannot_be(tmp_path: Path, tokenizer: Any, options: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_be(tmp_path, tokenizer, options, message):
     with pytest.raises(ValueError, match=message):
         prompt_of(tmp_path, tokenizer, **options)
 
 
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=30), longest=st.integers(1, 20), data=st.data())
-def test_long_prompts_are_dropped_and_counted(
-    lengths: list[int], longest: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_long_prompts_are_dropped_and_counted(lengths, longest, data, tmp_path_factory):
     limit = data.draw(st.none() | st.integers(1, len(lengths)))
     rows = [{"question": "x" * n, "answer": str(i)} for i, n in enumerate(lengths)]
     path = write_lines(tmp_path_factory.getbasetemp() / "lengths.jsonl", rows)
     fits = [str(i) for i, n in enumerate(lengths) if n <= longest]
 
-    def once() -> QuestionSet:
+    def once():
         # One token more for <s>.
         return load(path, BASE_TOKENIZER, chat=False, max_prompt_tokens=longest + 1, limit=limit)
 
@@ -292,8 +285,8 @@ def test_long_prompts_are_dropped_and_counted(
     assert loaded.beyond_limit == len(lengths) - taken
 
 
-def test_fingerprint_notices_any_change_and_lasts() -> None:
-    def fingerprint(*pairs: tuple[tuple[int, ...], str]) -> str:
+def test_fingerprint_notices_any_change_and_lasts():
+    def fingerprint(*pairs):
         return QuestionSet(tuple(Question(i, p, "t", g, "s") for i, (p, g) in enumerate(pairs))).fingerprint
 
     sets = [
@@ -322,7 +315,7 @@ def test_fingerprint_notices_any_change_and_lasts() -> None:
         ),
     ],
 )
-def test_real_data_sets(name: str, count: int, first_gold: str, sources: set[str]) -> None:
+def test_real_data_sets(name, count, first_gold, sources):
     if not (SHARED_DATA / name).exists():
         pytest.skip(f"{SHARED_DATA / name} is not there")
     loaded = load(str(SHARED_DATA / name), TOKENIZER, max_prompt_tokens=10_000)
@@ -333,9 +326,7 @@ def test_real_data_sets(name: str, count: int, first_gold: str, sources: set[str
     assert decoded(loaded[0]) == f"<user>{loaded[0].text}\n<assistant>"
 
 
-def test_a_progress_bar_on_request_where_there_is_a_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_progress_bar_on_request_where_there_is_a_terminal(tmp_path, capsys, monkeypatch):
     prompt_of(tmp_path, progress=True)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal

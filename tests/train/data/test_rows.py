@@ -1,7 +1,5 @@
 """Rows of both forms: what is read of them, and what is wrong with them."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,13 +23,13 @@ from tests.train.data.test_questions import PAPER_ROW
         (PAPER_ROW | {"reward_model": {"ground_truth": [7]}}, "What is 6 * 7?", "7"),
     ],
 )
-def test_row_formats(row: dict[str, Any], question: str, gold: str) -> None:
+def test_row_formats(row, question, gold):
     parsed = parse_row(row, "file")
     assert (parsed.question, parsed.gold) == (question, gold)
     assert parsed.source == row.get("data_source", "file")
 
 
-BAD_ROWS: list[tuple[Any, str]] = [
+BAD_ROWS = [
     ([1, 2], "expected an object, got a list of 2"),
     ({"text": "x"}, "has none of prompt, question, problem; its keys are text"),
     (
@@ -53,7 +51,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("row", "problem"), BAD_ROWS)
-def test_malformed_rows_say_what_is_wrong(row: Any, problem: str) -> None:
+def test_malformed_rows_say_what_is_wrong(row, problem):
     with pytest.raises(ValueError, match=problem):
         parse_row(row, "file")
 
@@ -66,7 +64,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(sorted({*PAPER_ROW, "question", "problem", "answer", "solution"})), json_values))
-def test_any_row_is_read_or_refused_by_name(row: dict[str, Any]) -> None:
+def test_any_row_is_read_or_refused_by_name(row):
     try:
         parsed = parse_row(row, "file")
     except ValueError:

@@ -58,9 +58,9 @@ WITHOUT_NETWORK = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(0x5000
 """The system lets a process leave the network: asked of the system in a process of its own."""
 
 
-@pytest.fixture
-def mine(tmp_path):
-    path = tmp_path / "mine.py"
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
     path.write_text(MINE)
     return path
 
@@ -76,40 +76,38 @@ def test_whose_a_reward_is(mine):
     assert not any(map(is_own, ("math", "exgrpo.train.reward.grading:math_form", "exgrpo.train.data.countdown:reward")))
 
 
-def test_an_answer_that_takes_too_much_memory_fails_and_names_the_option(mine):
-    with Grader(f"{mine}:takes", workers=1, time_limit=60, memory_gib=0.25) as grader:
-        grades = grader.grade([("1000000", ""), ("400000000", ""), ("2000000", "")])
-    assert grades.failures[0].cause == "it needs more memory than the 0.25 GiB of reward.memory_gib"
-    assert (grades.reward, grades.timed_out, grades.failed) == ((1.0, 0.0, 1.0), 0, 1)
+def test_memory_is_bounded_in_a_call_and_what_is_kept_of_calls_does_not_pile_up(mine):
+    """The bound of a call is what it takes beyond what is there, not what all of them take.
 
+    Of three answers that keep 100 MB each the third one ends the process, which may keep 0.25 GiB.
+    """
+    takes, swallows, keeps = (f"{mine}:{name}" for name in ("takes", "swallows", "keeps"))
 
-def test_each_answer_may_take_as_much(mine):
-    """The bound is what a call takes beyond what is there, not what all of them take."""
-    with Grader(f"{mine}:swallows", workers=1, time_limit=60, memory_gib=0.25) as grader:
-        grades = grader.grade([(str(200_000_000 + i), "") for i in range(4)] + [("400000000", "")])
-    assert (grades.reward, grades.failed) == ((1.0,) * 4 + (0.25,), 0)
+    def grade(reward, answers):
+        grading = grader.begin()
+        for answer in answers:
+            grading.add(str(answer), "", reward=reward)
+        return grading.finish()
 
-
-def test_memory_that_is_kept_does_not_pile_up(mine):
-    """Of three answers that keep 100 MB each the third one ends the process, which may keep 0.25 GiB."""
-    with Grader(f"{mine}:keeps", workers=1, time_limit=60, memory_gib=0.25) as grader:
-        grades = grader.grade([(str(i), "") for i in range(9)])
-    (failure,) = grades.failures
-    assert failure.count == 3
+    with Grader(takes, swallows, keeps, workers=1, time_limit=60, memory_gib=0.25) as grader:
+        taken = grade(takes, (1_000_000, 400_000_000, 2_000_000))
+        swallowed = grade(swallows, (*(200_000_000 + i for i in range(4)), 400_000_000))
+        kept = grade(keeps, range(9))
+    assert taken.failures[0].cause == "it needs more memory than the 0.25 GiB of reward.memory_gib"
+    assert (taken.reward, taken.timed_out, taken.failed) == ((1.0, 0.0, 1.0), 0, 1)
+    assert (swallowed.reward, swallowed.failed) == ((1.0,) * 4 + (0.25,), 0)
+    (failure,) = kept.failures
+    assert (failure.count, kept.failed, kept.reward) == (3, 3, (1.0, 1.0, 0.0) * 3)
     assert "died (it kept more memory than reward.memory_gib of the answers so far" in failure.cause
-    assert grades.reward == (1.0, 1.0, 0.0) * 3
-    assert grades.failed == 3
 
 
-@pytest.mark.parametrize(
-    ("parts", "name", "message"),
-    [("101", "3", "returned more than 100 parts"), ("2", "201", "returned a part with a name of 201 characters")],
-)
-def test_what_a_process_sends_back_is_short(mine, parts, name, message):
+def test_what_a_process_sends_back_is_short(mine):
     with Grader(f"{mine}:says_much", workers=1, time_limit=60) as grader:
         assert grader.grade([("100", "200")]).reward == (100.0,)
-        with pytest.raises(RewardError, match=message):
-            grader.grade([(parts, name)])
+        with pytest.raises(RewardError, match="returned more than 100 parts"):
+            grader.grade([("101", "3")])
+        with pytest.raises(RewardError, match="returned a part with a name of 201 characters"):
+            grader.grade([("2", "201")])
 
 
 @contextmanager
@@ -133,13 +131,12 @@ def largest(grader):
         thread.join()
 
 
-@pytest.mark.parametrize("answer", ["(x+y+z+w)^{300}", "(x+y)^{100000}"])
-def test_an_answer_that_makes_sympy_take_memory_is_worth_0_and_the_machine_lives(answer):
+def test_an_answer_that_makes_sympy_take_memory_is_worth_0_and_the_machine_lives():
     """A process has 70 MB at its start and may take 107 MB more; without a bound these take some 100 MB a second."""
+    answers = ("(x+y+z+w)^{300}", "(x+y)^{100000}", "1+x^2")
     with Grader("math_no_think", workers=1, time_limit=120, memory_gib=0.1) as grader, largest(grader) as most:
-        grades = grader.grade([(rf"\boxed{{{answer}}}", "x^2+1"), (r"\boxed{1+x^2}", "x^2+1")])
-    assert grades.reward == (0.0, 1.0)
-    assert grades.timed_out == 0
+        grades = grader.grade([(rf"\boxed{{{answer}}}", "x^2+1") for answer in answers])
+    assert (grades.reward, grades.timed_out) == ((0.0, 0.0, 1.0), 0)
     assert 0 < most[0] < 256 * 2**20
 
 

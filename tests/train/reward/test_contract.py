@@ -1,8 +1,5 @@
 """What a reward may take and return: columns of the row, several answers in a call, named parts."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from exgrpo.train.errors import DataError, RewardError
@@ -74,16 +71,22 @@ NAMES = ("plain", "row", "whole_row", "parts", "lists", "together")
 
 
 @pytest.fixture(scope="module")
-def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("rewards") / "mine.py"
+def mine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
     path.write_text(REWARDS)
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def grader(mine) -> Iterator[Grader]:
+def grader(mine):
     names = [f"{mine}:{name}" for name in NAMES]
     with Grader(*names, workers=1, time_limit=60, concurrency=4, parts={"form": 0.25}) as grader:
+        yield grader
+
+
+@pytest.fixture(scope="module")
+def impatient(mine):
+    with Grader(f"{mine}:lists", f"{mine}:together", workers=1, time_limit=1.0, concurrency=4) as grader:
         yield grader
 
 
@@ -197,30 +200,26 @@ def test_a_batched_reward_gets_lists(grader, mine):
         grade(grader, mine, "lists", [*others[:1], ("few", "", {"weight": 0})])
 
 
-def test_a_batch_that_hangs_costs_its_own_answers(mine):
-    hanging = [("hang", "", {"weight": 0}), ("a", "", {"weight": 0}), ("b", "", {"weight": 0})]
-    with Grader(f"{mine}:lists", workers=1, time_limit=1.0) as grader:
-        found = grade(grader, mine, "lists", [*hanging, ("c", "", {"weight": 0})])
+def test_a_batch_that_hangs_costs_its_own_answers(impatient, mine):
+    answers = [(response, "", {"weight": 0}) for response in ("hang", "a", "b", "c")]
+    found = grade(impatient, mine, "lists", answers)
     assert (found.reward, found.timed_out) == ((0.0, 0.0, 0.0, 1.0), 3)
 
 
-def test_asynchronous_calls_are_in_flight_together(mine):
+def test_asynchronous_calls_are_in_flight_together(grader, mine):
     """Each of them waits until all four have begun."""
-    with Grader(f"{mine}:together", workers=1, time_limit=30, concurrency=4) as grader:
-        answers = [(str(i), "4", {"place": 10 * i}) for i in range(4)]
-        assert grade(grader, mine, "together", answers).reward == (0.0, 11.0, 22.0, 33.0)
+    answers = [(str(i), "4", {"place": 10 * i}) for i in range(4)]
+    assert grade(grader, mine, "together", answers).reward == (0.0, 11.0, 22.0, 33.0)
 
 
-def test_an_asynchronous_call_that_fails_or_takes_too_long_costs_only_its_answer(mine):
-    with Grader(f"{mine}:together", workers=1, time_limit=2.0, concurrency=4) as grader:
-        found = grade(grader, mine, "together", [("hang", "", {}), ("raise", "", {}), ("own", "", {}), ("8", "1", {})])
+def test_an_asynchronous_call_that_fails_or_takes_too_long_costs_only_its_answer(impatient, mine):
+    found = grade(impatient, mine, "together", [("hang", "", {}), ("raise", "", {}), ("own", "", {}), ("8", "1", {})])
     assert (found.reward, found.timed_out, found.failed) == ((0.0, 0.0, 0.0, 8.0), 1, 2)
 
 
-def test_what_blocks_the_process_is_killed(mine):
-    with Grader(f"{mine}:together", workers=1, time_limit=1.0, concurrency=2) as grader:
-        found = grade(grader, mine, "together", [("block", "", {}), ("1", "1", {}), ("2", "1", {})])
-    assert (found.reward, found.timed_out) == ((0.0, 0.0, 2.0), 2)
+def test_what_blocks_the_process_is_killed(impatient, mine):
+    found = grade(impatient, mine, "together", [*(("block", str(i), {}) for i in range(4)), ("2", "1", {})])
+    assert (found.reward, found.timed_out) == ((0.0,) * 4 + (2.0,), 4)
 
 
 def test_how_much_a_process_takes_at_a_time():

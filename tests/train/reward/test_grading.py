@@ -13,9 +13,9 @@ WORTH = {"right": 1.0, "wrong": 0.0, "refused": 0.0, "accepted": 1.0}
 SHARED_DATA = Path(__file__).parents[4] / "shared" / "data"
 
 
-def cases() -> dict[str, list[tuple[str, str, str, bool]]]:
+def cases():
     """Of each family: verdict, gold, response, and whether it is graded with thinking."""
-    families: dict[str, list[tuple[str, str, str, bool]]] = {}
+    families = {}
     for line in CASES.read_text().splitlines():
         if line.startswith("["):
             family, _, kind = line.strip("[]").partition(": ")
@@ -29,7 +29,7 @@ def cases() -> dict[str, list[tuple[str, str, str, bool]]]:
 
 
 @pytest.mark.parametrize("family", cases())
-def test_grades(family: str) -> None:
+def test_grades(family):
     table = cases()[family]
     assert {"right", "wrong"} <= {verdict for verdict, *_ in table} <= set(WORTH)
     off = [
@@ -40,7 +40,7 @@ def test_grades(family: str) -> None:
     assert off == []
 
 
-def test_the_grade_depends_on_the_final_answer_alone() -> None:
+def test_the_grade_depends_on_the_final_answer_alone():
     for verdict, gold, response, thinking in (case for table in cases().values() for case in table):
         if not thinking:
             answer = grading.final_answer(response)
@@ -50,14 +50,14 @@ def test_the_grade_depends_on_the_final_answer_alone() -> None:
 
 @example("\\boxed{ and } and \\boxed{}")
 @given(st.text(alphabet="ab\\{} $,\n5") | st.lists(st.sampled_from(["\\boxed{", "}", " and ", "5", "x"])).map("".join))
-def test_final_answer_is_idempotent_and_decides(text: str) -> None:
+def test_final_answer_is_idempotent_and_decides(text):
     answer = grading.final_answer(text)
     assert grading.final_answer(answer) == answer
     assert grading.math_no_think(text, "5") == grading.math_no_think(answer, "5")
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(-3, 3))
-def test_integers_are_graded_as_math_verify_grades_them(gold: int, difference: int) -> None:
+def test_integers_are_graded_as_math_verify_grades_them(gold, difference):
     from math_verify import parse, verify
 
     answer = gold + difference
@@ -66,7 +66,7 @@ def test_integers_are_graded_as_math_verify_grades_them(gold: int, difference: i
 
 
 @pytest.mark.parametrize("name", ["math_benchmarks", "arc_challenge"])
-def test_real_gold_answers_equal_themselves_also_when_parsed(name: str) -> None:
+def test_real_gold_answers_equal_themselves_also_when_parsed(name):
     path = SHARED_DATA / f"{name}.parquet"
     if not path.exists():
         pytest.skip(f"{path} is not there")
@@ -81,11 +81,11 @@ def test_real_gold_answers_equal_themselves_also_when_parsed(name: str) -> None:
     assert sum(parsed) >= 0.98 * len(sample)
 
 
-def _restyled(gold: str) -> str:
+def _restyled(gold):
     return gold.replace("\\$", "").replace("$", "").replace("\\frac", "\\dfrac").rstrip(".") + "."
 
 
-def test_a_gold_answer_is_right_when_it_is_stated_without_a_box() -> None:
+def test_a_gold_answer_is_right_when_it_is_stated_without_a_box():
     path = SHARED_DATA / "math_benchmarks.parquet"
     if not path.exists():
         pytest.skip(f"{path} is not there")
@@ -125,7 +125,7 @@ FORM = [
 
 
 @pytest.mark.parametrize(("response", "form"), FORM)
-def test_form(response: str, form: float) -> None:
+def test_form(response, form):
     for gold in ("5", "6", "\\text{Evelyn}"):
         assert grading.math_no_think_form(response, gold) == form
         assert grading.math_form(f"<think>\\boxed{{7}}</think>\n{response}", gold) == form
@@ -135,7 +135,7 @@ def test_form(response: str, form: float) -> None:
 
 
 @pytest.mark.parametrize("text", [" ", "answer ", "answer is ", "$", "$1 ", "\\(", "#", "a ", "1 ", ",", "{", "5 , "])
-def test_long_nonsense_is_read_in_linear_time(text: str) -> None:
+def test_long_nonsense_is_read_in_linear_time(text):
     # The trainer's own process reads it, without a time limit: what is not linear hangs here.
     for begin in ("", "The answer is 5"):
         nonsense = begin + text * (400_000 // len(text))

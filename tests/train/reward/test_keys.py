@@ -1,7 +1,6 @@
 """Several rewards in one grader, and the keys by which answers of one solution are known."""
 
 from hashlib import blake2b
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -53,10 +52,25 @@ def failing_key(response, gold):
 
 
 @pytest.fixture(scope="module")
-def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("rewards") / "mine.py"
+def mine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
     path.write_text(REWARDS)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def grader(mine):
+    own = (f"{mine}:{name}" for name in ("total", "anything", "misused"))
+    with Grader("math", "math_no_think", *own, workers=1, time_limit=30) as grader:
+        yield grader
+
+
+def grade(grader, *answers):
+    """The grades of answers (response, gold, reward)."""
+    grading = grader.begin()
+    for response, gold, reward in answers:
+        grading.add(response, gold, reward=reward)
+    return grading.finish()
 
 
 @pytest.mark.parametrize(
@@ -67,61 +81,42 @@ def test_a_question_has_the_reward_of_all_else_its_own_else_the_default(own, for
     assert reward_of(own, for_all) == expected
 
 
-def test_each_answer_is_graded_by_the_reward_that_is_named(mine):
-    total, anything = f"{mine}:total", f"{mine}:anything"
-    with Grader(total, "math", anything, workers=2, time_limit=30) as grader:
-        grading = grader.begin()
-        for response, gold, reward in (
-            ("1+3", "4", total),
-            ("1+3", "5", total),
-            ("1+3", "4", "math"),
-            ("<think>1+3</think>4", "4", "math"),
-            ("1+3", "4", anything),
-            ("3+1", "4", None),
-        ):
-            grading.add(response, gold, reward=reward)
-        assert grading.finish().reward == (1.0, 0.0, 0.0, 1.0, 0.25, 1.0)
+def test_each_answer_is_graded_by_the_reward_that_is_named(grader, mine):
+    total, thought = f"{mine}:total", "<think>1+3</think>4"
+    answers = [("1+3", "4", total), ("1+3", "5", total), ("1+3", "4", "math"), (thought, "4", "math")]
+    answers += [("1+3", "4", f"{mine}:anything"), (thought, "4", None)]
+    assert grade(grader, *answers).reward == (1.0, 0.0, 0.0, 1.0, 0.25, 1.0)
 
 
-def test_a_message_names_the_reward_at_fault(mine):
-    with Grader("math", f"{mine}:total", f"{mine}:misused", workers=1, time_limit=30) as grader:
-        grading = grader.begin()
-        grading.add("fails", "1", reward=f"{mine}:total")
-        grades = grading.finish()
-        assert grades.key == (0,)
-        assert "mine.py:total' failed on an answer" in str(grades.failures[0])
-        grading = grader.begin()
-        grading.add("1", "1", "one?", f"{mine}:misused")
-        with pytest.raises(
-            RewardError, match=r"mine.py:misused' returned the key 3 \(int\) for an answer to 'one\?': a key is a text"
-        ):
-            grading.finish()
+def test_a_message_names_the_reward_at_fault(grader, mine):
+    grades = grade(grader, ("fails", "1", f"{mine}:total"))
+    assert grades.key == (0,)
+    assert "mine.py:total' failed on an answer" in str(grades.failures[0])
+    grading = grader.begin()
+    grading.add("1", "1", "one?", f"{mine}:misused")
+    message = r"mine.py:misused' returned the key 3 \(int\) for an answer to 'one\?': a key is a text"
+    with pytest.raises(RewardError, match=message):
+        grading.finish()
 
 
-def test_answers_that_differ_in_form_only_have_one_key(mine):
-    with Grader(f"{mine}:total", workers=1, time_limit=30) as grader:
-        keys = grader.grade([("1+3", "4"), ("3 + 1", "4"), ("2+2", "4"), ("1+3", "9"), ("1+2", "3")]).key
+def test_answers_that_differ_in_form_only_have_one_key(grader, mine):
+    pairs = [("1+3", "4"), ("3 + 1", "4"), ("2+2", "4"), ("1+3", "9"), ("1+2", "3")]
+    keys = grade(grader, *((*pair, f"{mine}:total") for pair in pairs)).key
     assert keys == (hashed("1+3"), hashed("1+3"), hashed("2+2"), hashed("1+3"), 0)
 
 
-def test_without_a_key_function_the_key_is_of_the_part_that_decides(mine):
+def test_without_a_key_function_the_key_is_of_the_part_that_decides(grader, mine):
     answers = ["<think>a</think>so \\boxed{4}", "<think>b</think>it is \\boxed{4}.", "\\boxed{4}", "</think>\\boxed{5}"]
-    with Grader("math", "math_no_think", f"{mine}:anything", workers=1, time_limit=30) as grader:
-        first, second, none, other = grader.grade([(answer, "4") for answer in answers]).key
-        assert first == second != other
-        assert none == 0 not in (first, other)
-        grading = grader.begin()
-        for response in (" a\n", "a", "b", " \n"):
-            grading.add(response, "", reward=f"{mine}:anything")
-        assert grading.finish().key == (hashed("a"), hashed("a"), hashed("b"), 0)
+    first, second, none, other = grade(grader, *((answer, "4", "math") for answer in answers)).key
+    assert first == second != other
+    assert none == 0 not in (first, other)
+    keys = grade(grader, *((response, "", f"{mine}:anything") for response in (" a\n", "a", "b", " \n"))).key
+    assert keys == (hashed("a"), hashed("a"), hashed("b"), 0)
 
 
 def test_what_takes_too_long_or_fails_has_no_key(mine):
     with Grader(f"{mine}:lasting", f"{mine}:failing", workers=1, time_limit=0.5) as grader:
-        grading = grader.begin()
-        grading.add("a", "a")
-        grading.add("a", "a", reward=f"{mine}:failing")
-        grades = grading.finish()
+        grades = grade(grader, ("a", "a", None), ("a", "a", f"{mine}:failing"))
     assert (grades.reward, grades.key, grades.timed_out, grades.failed) == ((0.0, 0.0), (0, 0), 1, 1)
     assert "took longer than reward.time_limit (0.5 s)" in grades.failures[0].cause
     assert "no key" in grades.failures[1].cause

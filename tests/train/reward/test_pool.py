@@ -1,14 +1,14 @@
+"""Rewards by name, and the processes that grade by them."""
+
 import os
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from exgrpo.train.errors import RewardError
 from exgrpo.train.reward import grading
 from exgrpo.train.reward.names import beside, resolve_reward
-from exgrpo.train.reward.pool import Grader, Grades
+from exgrpo.train.reward.pool import Grader
 
 USER_REWARDS = r"""
 import ctypes, os, re, sys, time
@@ -74,25 +74,37 @@ LIMIT = 3
 """
 
 
-def worth(grades: Grades) -> tuple[tuple[float, ...], int, int]:
+def worth(grades):
     """The grades without the keys of the solutions."""
     return grades.reward, grades.timed_out, grades.failed
 
 
-@pytest.fixture
-def user_file(tmp_path: Path) -> Path:
-    path = tmp_path / "mine.py"
+@pytest.fixture(scope="module")
+def user_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
     path.write_text(USER_REWARDS)
     return path
 
 
-def test_names_and_paths_resolve(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def grader(user_file):
+    names = [f"{user_file}:{name}" for name in ("odd", "same", "slow_twice", "imports_torch")]
+    with Grader(*names, workers=1, time_limit=30) as grader:
+        yield grader
+
+
+def grade(grader, name, answers):
+    """The grades of (response, gold) pairs by one of the grader's rewards."""
+    begun = grader.begin()
+    for response, gold in answers:
+        begun.add(response, gold, reward=name)
+    return begun.finish()
+
+
+def test_names_and_paths_resolve(user_file):
     assert resolve_reward("math") is grading.math
     assert resolve_reward("exgrpo.train.reward.grading:math_no_think") is grading.math_no_think
     assert resolve_reward(f"{user_file}:same")("a", "a")
-    monkeypatch.chdir(user_file.parent)
-    with Grader("mine.py:same", workers=1, time_limit=5) as grader:
-        assert grader.grade([("a", "a"), ("a", "b")]).reward == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -109,41 +121,34 @@ def test_names_and_paths_resolve(user_file: Path, monkeypatch: pytest.MonkeyPatc
         ("{folder}/missing.py:f", "there is no file .*missing.py"),
     ],
 )
-def test_bad_names_are_clear_errors_here_and_at_construction(name: str, message: str, user_file: Path) -> None:
+def test_bad_names_are_clear_errors_here_and_at_construction(name, message, user_file):
     (user_file.parent / "broken.py").write_text("1 / 0")
     name = name.format(file=user_file, folder=user_file.parent)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        resolve_reward(name)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        Grader(name, workers=1, time_limit=5)
+    calls = [lambda: resolve_reward(name), lambda: Grader(name, workers=1, time_limit=5)]
+    in_file = name.startswith((str(user_file), "exgrpo."))  # what has nothing of this name has no form
+    for call in calls if in_file else [*calls, lambda: beside(name, "form")]:
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            call()
 
 
-@pytest.mark.parametrize("name", ["math", "math_no_think"])
-def test_builtin_rewards_have_a_form(name: str) -> None:
-    form = beside(name, "form")
-    assert form == beside(f"exgrpo.train.reward.grading:{name}", "form") == f"exgrpo.train.reward.grading:{name}_form"
-    with Grader(form, workers=1, time_limit=30) as grader:
-        answers = ["<think>hm</think>\\boxed{4}", "\\boxed{4}", "<think>hm</think>4"]
-        expected = {"math": (1.0, 0.0, 0.0), "math_no_think": (1.0, 1.0, 0.0)}[name]
-        assert worth(grader.grade([(answer, "5") for answer in answers])) == (expected, 0, 0)
+def test_builtin_rewards_have_a_form_and_tell_whether_they_find_an_answer():
+    forms = ["<think>hm</think>\\boxed{4}", "\\boxed{4}", "<think>hm</think>4"]
+    found = ["<think>it is 5 .</think>nothing at all", "so \\boxed{4}", "<think>hm</think>it makes 4", "", "\\boxed{4"]
+    expected = {
+        "math_form": (forms, (1.0, 0.0, 0.0)),
+        "math_no_think_form": (forms, (1.0, 1.0, 0.0)),
+        "math_found": (found, (0.0, 0.0, 1.0, 0.0, 0.0)),
+        "math_no_think_found": (found, (1.0, 1.0, 1.0, 0.0, 0.0)),
+    }
+    places = {name: f"exgrpo.train.reward.grading:{name}" for name in expected}
+    with Grader(*places.values(), workers=1, time_limit=30) as grader:
+        for name, (answers, right) in expected.items():
+            reward, _, kind = name.rpartition("_")
+            assert beside(reward, kind) == beside(f"exgrpo.train.reward.grading:{reward}", kind) == places[name]
+            assert worth(grade(grader, places[name], [(answer, "5") for answer in answers])) == (right, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["math", "math_no_think"])
-def test_builtin_rewards_tell_whether_they_find_an_answer(name: str) -> None:
-    found = beside(name, "found")
-    with Grader(found, workers=1, time_limit=30) as grader:
-        answers = [
-            "<think>it is 5 .</think>nothing at all",
-            "so \\boxed{4}",
-            "<think>hm</think>it makes 4",
-            "",
-            "\\boxed{4",
-        ]
-        expected = {"math": (0.0, 0.0, 1.0, 0.0, 0.0), "math_no_think": (1.0, 1.0, 1.0, 0.0, 0.0)}[name]
-        assert worth(grader.grade([(answer, "7") for answer in answers])) == (expected, 0, 0)
-
-
-def test_a_user_reward_may_have_a_form(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_reward_may_have_a_form(user_file, monkeypatch):
     assert beside(f"{user_file}:nasty", "form") is None  # nasty_form is no function
     assert beside(f"{user_file}:odd", "form") is None
     monkeypatch.syspath_prepend(user_file.parent)
@@ -151,32 +156,24 @@ def test_a_user_reward_may_have_a_form(user_file: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(user_file.parent)
     form = beside("mine.py:same", "form")
     assert form == "mine.py:same_form"
-    with Grader(form, workers=1, time_limit=5) as grader:
+    with Grader(form, "mine.py:same", workers=1, time_limit=5) as grader:
         assert grader.grade([("abc", "x"), ("ABC", "ABC")]).reward == (1.0, 0.0)
+        assert grade(grader, "mine.py:same", [("a", "a"), ("a", "b")]).reward == (1.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("maths", "did you mean 'math'"), ("no_such_package:f", "cannot import"), ("missing.py:f", "there is no file")],
-)
-def test_the_form_of_a_bad_name_is_a_clear_error(name: str, message: str) -> None:
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        beside(name, "form")
-
-
-def test_a_reward_that_ends_its_process_while_loading_is_an_error_at_construction(tmp_path: Path) -> None:
+def test_a_reward_that_ends_its_process_while_loading_is_an_error_at_construction(tmp_path):
     (tmp_path / "dies.py").write_text("import os; os._exit(1)")
     with pytest.raises(RuntimeError, match=r"died while it loaded reward .*dies.py:f"):
         Grader(f"{tmp_path}/dies.py:f", workers=1, time_limit=5)
 
 
 @pytest.mark.parametrize(("workers", "limit"), [(0, 1.0), (1, 0.0), (1, float("nan"))])
-def test_impossible_limits(workers: int, limit: float) -> None:
+def test_impossible_limits(workers, limit):
     with pytest.raises(ValueError, match="workers|time_limit"):
         Grader("math", workers=workers, time_limit=limit)
 
 
-def test_grades_come_in_order_and_agree_with_the_function() -> None:
+def test_grades_come_in_order_and_agree_with_the_function():
     answers = [(f"<think>{i}</think>\\boxed{{{i % 3}}}", "1") for i in range(20)]
     answers += [("\\boxed{1}", "1"), ("</think>", "1"), ("<think>a</think>\\boxed{\\frac{1}{2}}", "0.5")]
     with Grader("math", workers=2, time_limit=30) as grader:
@@ -186,14 +183,19 @@ def test_grades_come_in_order_and_agree_with_the_function() -> None:
         assert 1.0 in expected
 
 
-def test_equal_answers_are_graded_once(user_file: Path, tmp_path: Path) -> None:
-    with Grader(f"{user_file}:slow_twice", workers=2, time_limit=30) as grader:
-        answers = [("a", str(tmp_path / "count")), ("b", str(tmp_path / "count"))] * 10
-        assert grader.grade(answers).reward == (0.5,) * 20
-    assert (tmp_path / "count").read_text() == "xx"
+def test_equal_answers_are_graded_once_while_more_of_them_come(user_file, tmp_path, grader):
+    name, count = f"{user_file}:slow_twice", tmp_path / "count"
+    begun = grader.begin()
+    begun.add("a", str(count), reward=name)
+    while not count.exists():  # pytest's time limit ends a grader that waits for the end
+        time.sleep(0.01)
+    for response in "babab":
+        begun.add(response, str(count), reward=name)
+    assert worth(begun.finish()) == ((0.5,) * 6, 0, 0)
+    assert count.read_text() == "xx"
 
 
-def test_hangs_and_crashes_cost_only_their_own_answer(user_file: Path) -> None:
+def test_hangs_and_crashes_cost_only_their_own_answer(user_file):
     nasty = ["loop", "hang in C", "exit", "segfault", "sys.exit", "raise"]
     answers = [(text, "gold") for text in nasty]
     for position in range(0, 30, 3):
@@ -213,14 +215,14 @@ def test_hangs_and_crashes_cost_only_their_own_answer(user_file: Path) -> None:
         }
 
 
-def test_expressions_that_hang_math_verify_are_killed() -> None:
+def test_expressions_that_hang_math_verify_are_killed():
     answers = [(f"\\boxed{{{text}}}", "5") for text in ("9^{9^{9^9}}", "5", "10^{10^{10}}")]
     with Grader("math_no_think", workers=2, time_limit=1.0) as grader:
         assert grader.grade(answers).reward == (0.0, 1.0, 0.0)
         assert worth(grader.grade([("\\boxed{5}", "5")])) == ((1.0,), 0, 0)
 
 
-def test_grading_goes_on_when_idle_processes_are_killed(user_file: Path) -> None:
+def test_grading_goes_on_when_idle_processes_are_killed(user_file):
     with Grader(f"{user_file}:same", workers=2, time_limit=5) as grader:
         for pause in (0.0, 0.5, 0.0):  # the pool notices before the next call, or during it
             for pid in list(grader._pool._pool_manager.worker_manager.workers):
@@ -230,19 +232,7 @@ def test_grading_goes_on_when_idle_processes_are_killed(user_file: Path) -> None
             assert sum(grades.reward) >= 48  # an answer may have been in the hands of a killed process
 
 
-def test_answers_are_graded_while_more_of_them_come(user_file: Path, tmp_path: Path) -> None:
-    with Grader(f"{user_file}:slow_twice", workers=1, time_limit=30) as grader:
-        grading_begun = grader.begin()
-        grading_begun.add("a", str(tmp_path / "count"))
-        while not (tmp_path / "count").exists():  # pytest's time limit ends a grader that waits for the end
-            time.sleep(0.01)
-        grading_begun.add("b", str(tmp_path / "count"))
-        grading_begun.add("a", str(tmp_path / "count"))
-        assert worth(grading_begun.finish()) == ((0.5, 0.5, 0.5), 0, 0)
-    assert (tmp_path / "count").read_text() == "xx"
-
-
-def test_two_gradings_at_once_survive_the_death_of_the_processes(user_file: Path) -> None:
+def test_two_gradings_at_once_survive_the_death_of_the_processes(user_file):
     with Grader(f"{user_file}:same", workers=2, time_limit=5) as grader:
         first, second = grader.begin(), grader.begin()
         for i in range(40):
@@ -252,14 +242,6 @@ def test_two_gradings_at_once_survive_the_death_of_the_processes(user_file: Path
             os.kill(pid, 9)
         # Two answers of all may have been in the hands of the killed processes.
         assert sum(first.finish().reward) + sum(second.finish().reward) >= 78
-
-
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory) -> Iterator[Grader]:
-    path = tmp_path_factory.mktemp("rewards") / "mine.py"
-    path.write_text(USER_REWARDS)
-    with Grader(f"{path}:odd", workers=1, time_limit=5) as grader:
-        yield grader
 
 
 @pytest.mark.parametrize(
@@ -277,10 +259,8 @@ def odd(tmp_path_factory) -> Iterator[Grader]:
         ("list", r"\[\[1\], .*\] \(list\)"),
     ],
 )
-def test_what_is_no_reward_is_one_line_that_names_function_question_and_value(
-    response: str, shown: str, odd: Grader
-) -> None:
-    grading_begun = odd.begin()
+def test_what_is_no_reward_is_one_line_that_names_function_question_and_value(response, shown, grader):
+    grading_begun = grader.begin()
     grading_begun.add(response, "gold", "what is\nthis? " + "x" * 10_000)
     message = (
         rf"mine.py:odd' returned {shown} for an answer to 'what is\\nthis\? x.*: a reward is a finite number from "
@@ -290,28 +270,24 @@ def test_what_is_no_reward_is_one_line_that_names_function_question_and_value(
     assert len(str(error.value)) < 1000
     assert "\n" not in str(error.value)
     with pytest.raises(RewardError, match="to 'gold': a reward is"):
-        odd.grade([(response, "gold")])
+        grader.grade([(response, "gold")])
 
 
-def test_what_an_exception_cannot_say_is_left_out_and_other_numbers_are_rewards(odd: Grader) -> None:
-    grades = odd.grade([("rude error", ""), ("yes", ""), ("most", "")])
+def test_what_an_exception_cannot_say_is_left_out_and_other_numbers_are_rewards(grader):
+    grades = grader.grade([("rude error", ""), ("yes", ""), ("most", "")])
     assert worth(grades) == ((0.0, 1.0, 1e6), 0, 1)
     assert grades.failures[0].cause.startswith("RudeError: <RudeError that cannot be printed> (mine.py, line ")
 
 
-def test_grading_processes_import_no_trainer(user_file: Path) -> None:
-    with Grader(f"{user_file}:imports_torch", workers=1, time_limit=5) as grader:
-        assert grader.grade([("a", "b")]).reward == (0.0,)
+def test_grading_processes_import_no_trainer_and_own_rewards_see_the_whole_response(user_file, grader):
+    assert grade(grader, f"{user_file}:imports_torch", [("a", "b")]).reward == (0.0,)
+    answers = [("", ""), ("a</think>b", "b"), (" a", "a")]
+    assert grade(grader, f"{user_file}:same", answers).reward == (1.0, 0.0, 0.0)
 
 
-def test_close_twice() -> None:
+def test_close_twice():
     grader = Grader("math", workers=1, time_limit=5)
     grader.close()
     grader.close()
     with pytest.raises(ValueError, match="closed"):
         grader.grade([("a", "b")])
-
-
-def test_a_user_reward_sees_the_whole_response(user_file: Path) -> None:
-    with Grader(f"{user_file}:same", workers=1, time_limit=5) as grader:
-        assert grader.grade([("", ""), ("a</think>b", "b"), (" a", "a")]).reward == (1.0, 0.0, 0.0)

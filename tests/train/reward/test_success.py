@@ -25,14 +25,14 @@ def test_a_reward_of_at_least_the_threshold_is_a_success(rewards, threshold):
     assert [is_success(reward, threshold) for reward in rewards] == expected
 
 
-def told(watch: RewardWatch, steps: list[list[float]]) -> list[str | None]:
+def told(watch, steps):
     return [watch.observe(np.array(rewards)) for rewards in steps]
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.3, 0.9, 2.0, 5.0]), min_size=1, max_size=6), max_size=8), numbers)
 def test_the_watch_speaks_once_where_rewards_differ_and_all_or_none_are_successes(steps, threshold):
     watch = RewardWatch(threshold, "the.option", patience=8)
-    seen: list[float] = []
+    seen = []
     said = False
     for rewards, note in zip(steps, told(watch, steps), strict=True):
         seen += rewards
