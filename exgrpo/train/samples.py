@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from exgrpo.train import jsonl
+
 Writer = Literal["policy", "environment"]
 
 
@@ -108,19 +110,17 @@ def read_samples(path: Path) -> Iterator[Sample]:
     Raises:
         OSError: it cannot be read.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            sample = _sample(line)
-            if sample is not None:
-                yield sample
+    for line in jsonl.read_log(path):
+        sample = _sample(line.value)
+        if sample is not None:
+            yield sample
 
 
-def _sample(line: str) -> Sample | None:
+def _sample(values: Any) -> Sample | None:
     try:
-        values: Any = json.loads(line)
         answers = tuple(_answer(answer) for answer in values.pop("answers"))
         sample = Sample(**values, answers=answers)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
     plain = type(sample.step) is type(sample.question) is int and type(sample.followed) is bool
     return sample if plain and isinstance(sample.text, str) and isinstance(sample.gold, str) else None

@@ -1,6 +1,5 @@
 """metrics.jsonl and samples.jsonl on disk: read though damaged, copied into checkpoints, restored from there."""
 
-import json
 import logging
 import shutil
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, cast, get_args
 
+from exgrpo.train import jsonl
 from exgrpo.train.checkpoint.durable import write_whole
 
 logger = logging.getLogger(__name__)
@@ -46,17 +46,12 @@ def read_records(path: Path) -> tuple[list[Record], list[int]]:
     Raises:
         OSError: it cannot be read.
     """
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    found = {number: _record(line) for number, line in enumerate(lines, start=1) if line.strip()}
+    found = {line.number: _record(line.value) for line in jsonl.read_log(path)}
     records = [record for record in found.values() if record is not None]
     return records, [number for number, record in found.items() if record is None]
 
 
-def _record(line: str) -> Record | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+def _record(record: object) -> Record | None:
     if not isinstance(record, dict):
         return None
     numbers = {key: value for key, value in record.items() if type(value) in (int, float) and abs(value) < HUGE}

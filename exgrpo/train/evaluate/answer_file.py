@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from exgrpo.train import jsonl
 from exgrpo.train.data.questions import Question
 from exgrpo.train.errors import OutputError
 from exgrpo.train.evaluate.options import Options
@@ -60,11 +61,10 @@ class AnswerFile:
     def _records(self) -> Iterator[dict[str, Any]]:
         if not self.path.exists():
             return
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
+        for line in jsonl.read_log(self.path):
+            if line.problem:
                 return  # the line that an interruption cut
+            yield line.value
 
     def append(self, chunk: int, questions: Sequence[Question], batch: StepBatch) -> None:
         """Write the answers of a chunk, a group of the batch to each question."""

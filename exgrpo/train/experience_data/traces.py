@@ -19,7 +19,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train import plain
+from exgrpo.train import jsonl
 from exgrpo.train.errors import DataError, MissingDataError, os_errors_as, shown
 from exgrpo.train.records import Behaviour, Mask, TokenIds
 
@@ -158,19 +158,9 @@ def _cells(column: Any) -> list[Any]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place = f"{path} line {number}"
-            try:
-                row = plain.parse_json(line)
-            except ValueError as error:
-                raise DataError(f"{place}: not valid JSON: {shown(error)}") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{place}: expected an object, got {type(row).__name__}")
-            check_columns([name for name, value in row.items() if value is not None], place)
-            yield place, row
+    for place, row in jsonl.read_objects(path):
+        check_columns([name for name, value in row.items() if value is not None], place)
+        yield place, row
 
 
 def check_columns(names: list[str], place: str) -> None:
