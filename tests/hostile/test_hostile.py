@@ -122,7 +122,7 @@ def test_hangs_ends_and_growth_are_found(tmp_path, name):
 
 
 def test_a_short_run_finds_nothing(tmp_path):
-    words = (sys.executable, "-m", "tests.hostile", "--seed=7", "--cases=80", f"--folder={tmp_path}")
+    words = (sys.executable, "-m", "tests.hostile", "--seed=7", "--cases=40", f"--folder={tmp_path}")
     run = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert all(re.search(rf"{kind} +│ [1-9]", run.stdout) for kind in SHARES), run.stdout

@@ -29,7 +29,7 @@ KEPT = 64 * MIB
 """Bytes that a case may leave behind, once it has been done before: allocators give back in pieces."""
 DRIFT = 384 * MIB
 """Bytes that all cases of a process may leave behind together: less than 100 kB for each of thousands."""
-WARM = 20
+WARM = 10
 """Cases that are done first, for nobody to see: they import what all cases need."""
 LOUD = 16 * MIB
 """Bytes that a case may print."""
@@ -177,8 +177,8 @@ def main(argument: str) -> None:
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.ERROR)
     try:
-        if not plan.kind.startswith("planted"):
-            check(plan.kind, WARM if plan.kind not in ("rewards", "programs") else 1, 0, folder / "files", judge)
+        if not plan.kind.startswith(("planted", "programs")):
+            check(plan.kind, WARM if plan.kind != "rewards" else 1, 0, folder / "files", judge)
         gc.collect()
         gc.freeze()
         os.ftruncate(2, 0)
