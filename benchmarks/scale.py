@@ -31,8 +31,7 @@ from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.data.rows import Row
 from exgrpo.train.experience import ExperienceConfig, MeanScores, Replay
 from exgrpo.train.experience.replay import ReplayState
-from exgrpo.train.experience.stored import OF_TRAJECTORY, Stored, serials
-from exgrpo.train.experience.tokens import Places, TokenBlocks, Tokens
+from exgrpo.train.experience.stored import OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, serials
 
 PROMPT = 64
 """Tokens of a prompt."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from exgrpo.train.config import Config
 from exgrpo.train.experience import rules
-from exgrpo.train.experience.weighing import PRESENT, Weigh, WeighOptions, declared
+from exgrpo.train.experience.contract import PRESENT, Weigh, WeighOptions, declared
 from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.step_batch import Floats, StepBatch
 

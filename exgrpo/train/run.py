@@ -21,8 +21,7 @@ from exgrpo.train.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.early import Early
 from exgrpo.train.errors import HaltError, OutputError, PreflightError, RewardError, os_errors_as
 from exgrpo.train.evaluate.course import Course
-from exgrpo.train.experience_data.matching import Encoding
-from exgrpo.train.experience_data.start import Started, start_experience
+from exgrpo.train.experience_data.start import Encoding, Started, start_experience
 from exgrpo.train.hub import upload
 from exgrpo.train.metrics.display import Display
 from exgrpo.train.metrics.soundness import Soundness

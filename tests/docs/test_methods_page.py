@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from exgrpo.train.experience.units import Units
+from exgrpo.train.experience.candidates import Units
 from exgrpo.train.step_batch import StepBatch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()

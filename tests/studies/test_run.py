@@ -77,7 +77,11 @@ def test_the_search_comes_first_and_decides(tmp_path, scripted):
     assert len(scripted.tidied) == 8
 
 
-def test_nothing_is_run_twice(tmp_path, scripted, capsys):
+def test_a_plan_runs_nothing_and_nothing_is_run_twice(tmp_path, scripted, capsys):
+    assert run(tmp_path, write(tmp_path), "--plan") == 0
+    assert scripted.done == []
+    assert "0 of 4 runs are done" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
     assert run(tmp_path, write(tmp_path, seeds=[0])) == 0
     assert run(tmp_path, write(tmp_path, seeds=[0, 1])) == 0
     assert run(tmp_path, write(tmp_path, seeds=[0, 1])) == 0
@@ -114,13 +118,6 @@ def test_a_function_that_changes_under_way_gives_no_result(tmp_path, monkeypatch
     assert this.folder.exists() is not during
 
 
-def test_a_plan_runs_nothing(tmp_path, scripted, capsys):
-    assert run(tmp_path, write(tmp_path), "--plan") == 0
-    assert scripted.done == []
-    assert "0 of 4 runs are done" in capsys.readouterr().out
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, scripted, capsys):
     scripted.broken = {("with", 0)}
     assert run(tmp_path, write(tmp_path)) == 2
@@ -140,12 +137,9 @@ def test_a_study_that_is_stopped_says_how_it_goes_on(tmp_path, scripted, capsys)
 def test_one_study_at_a_time_uses_a_folder(tmp_path, scripted, capsys):
     (tmp_path / "runs").mkdir()
     with studies.run.claim(tmp_path / "runs"):
-        program = [sys.executable, "-m", "studies.run", write(tmp_path), "--runs", tmp_path / "runs"]
-        other = subprocess.run(
-            [*program, "--results", tmp_path / "r.jsonl"], cwd=ROOT, capture_output=True, text=True, timeout=120
-        )
-    assert other.returncode == 2
-    assert "is in use by another process" in other.stderr
+        assert run(tmp_path, write(tmp_path)) == 2
+    assert "is in use by another process" in capsys.readouterr().err
+    assert scripted.done == []
 
 
 def test_time_left_is_that_of_runs_on_the_same_task(tmp_path):
@@ -180,25 +174,18 @@ def test_a_run_goes_on_where_it_has_a_checkpoint_and_else_begins_anew(tmp_path, 
 SMALL = {"steps": 2, "questions": 4, "data.train_limit": 50, "data.test_limit": 8, "evaluation.samples": 2}
 
 
-def launch(folder, study):
-    """The program in a process of its own."""
-    program = [sys.executable, "-m", "studies.run", study]
-    places = ["--results", folder / "results.jsonl", "--runs", folder / "runs"]
-    return subprocess.Popen([*program, *places], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def test_a_killed_study_leaves_no_runs_behind_and_goes_on(tmp_path):
     study = write(tmp_path, settings=SMALL)
-    killed = launch(tmp_path, study)
-    wait_for(lambda: list((tmp_path / "runs").glob("*.log")))
-    time.sleep(3)
+    places = ["--results", tmp_path / "results.jsonl", "--runs", tmp_path / "runs"]
+    program = [sys.executable, "-m", "studies.run", study, *places]
+    killed = subprocess.Popen(program, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: list((tmp_path / "runs").glob("*/metrics.jsonl")))  # a run is under way
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     wait_for(lambda: not processes(str(tmp_path)))
-    again = launch(tmp_path, study)
-    output, _ = again.communicate(timeout=300)
-    assert again.returncode == 0, output
-    assert "4/4" in output
+    again = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "4/4" in again.stdout + again.stderr
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
     found = ResultFile(tmp_path / "results.jsonl").by_key
     assert len(lines) == len(found) == 4

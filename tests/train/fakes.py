@@ -9,7 +9,7 @@ import torch
 
 from exgrpo.train.answers import Answerer
 from exgrpo.train.data.questions import Question, QuestionSet
-from exgrpo.train.experience.weighing import Term
+from exgrpo.train.experience.contract import Term
 from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.ratios import BINS
 from exgrpo.train.policy.update import UpdateStats

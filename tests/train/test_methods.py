@@ -159,17 +159,6 @@ def test_answers_that_are_generated_ahead_meet_the_same_plans(compose):
         assert found.metrics["replayed"] == expected.metrics["replayed"]
 
 
-def test_stored_advantages_of_scaled_rewards_are_scaled():
-    trainer = method("beside", objective={"scale_by_std": True})
-    trainer.step(1)
-    table = trainer.replay.memory.table
-    of_question = {question: table.of_question(question) for question in table.column("question").tolist()}
-    for rows in of_question.values():
-        rewards = table.values("reward", np.array(rows))
-        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-        np.testing.assert_allclose(table.values("advantage", np.array(rows)), expected, atol=1e-12)
-
-
 @pytest.mark.parametrize("refills", [0, 1, 10])
 def test_refills_ask_until_every_group_of_the_batch_has_a_gradient(refills):
     """Dynamic sampling: half of the questions are all right or all wrong."""

@@ -38,6 +38,9 @@ number = 5
 """
 
 
+PAST = "batch.old_log_prob"
+
+
 @pytest.fixture
 def own(tmp_path):
     path = tmp_path / "own.py"
@@ -105,45 +108,6 @@ def test_an_unknown_name_is_told_with_the_near_one(key, name, near):
         configured({key: name})
 
 
-def test_weights_that_do_not_fit_are_one_clear_error(own):
-    for body, message in (
-        ("Priority(units.question[1:].astype(float))", r"gave \d+ numbers for \d+ units"),
-        ("Priority(units.question * float('nan'))", "a logarithm of a weight is nan"),
-        ("Priority(units.count - float('inf'))", "all logarithms of weights are -inf"),
-    ):
-        own.write_text(OWN.replace("Priority(-1e3 * units.question.astype(float))", body))
-        trainer = make(half(12), **places(own, compose="mixed", admit="all"))
-        trainer.step(1)
-        with pytest.raises(ConfigError, match=rf"experience.prioritise {own}:prioritise: {message}|{message}"):
-            trainer.step(2)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("Weighed(past, np.full_like(past, np.nan))", "a factor of the advantage is nan"),
-        ("Weighed(past, np.full(len(past), 1e39))", "a factor of the advantage is inf"),
-        ("Weighed(past, -np.ones_like(past))", "a factor of an answer's own advantage is negative: -1.0"),
-        ("Weighed(past * np.nan)", "a log-prob of the reference is nan"),
-        ("Weighed(past - np.inf)", "a log-prob of the reference is -inf"),
-        ("Weighed(past, advantage=batch.reward - np.inf)", "an advantage is -inf"),
-        ("Weighed(past, np.ones(1))", r"its factor has the shape \[1\] for \d+ tokens; it gives Weighed.*"),
-        ("Weighed(past[1:])", r"its reference has the shape \[\d+\] for \d+ tokens; it gives Weighed.*"),
-        ("Weighed(past, advantage=past)", r"its advantage has the shape \[\d+\] for 3 rows; it gives Weighed.*"),
-        ("Weighed(past, advantage=7.0)", r"it gave 7.0 \(float\) as its advantage; it gives Weighed.*"),
-        ("past", r"it gave an array \[\d+\] of float32; it gives Weighed\(reference, factor, advantage\), with a .*"),
-        ("None", r"it gave None \(NoneType\); it gives Weighed.*"),
-    ],
-)
-def test_terms_that_would_spoil_the_update_are_one_clear_error(own, given, message):
-    weigh = f"import numpy as np\n\ndef weigh(batch, options):\n    past = batch.old_log_prob\n    return {given}\n"
-    own.write_text(OWN.replace("def weigh(", "def former(") + weigh)
-    trainer = make(half(12), objective={"weigh": f"{own}:weigh"})
-    trainer.step(1)
-    with pytest.raises(ConfigError, match=f"^objective.weigh {own}:weigh: {message}$"):
-        trainer.step(2)
-
-
 def test_a_term_of_ones_own_advantage_may_have_any_sign(own):
     own.write_text(OWN.replace("old_log_prob, ", "old_log_prob, -(batch.old_log_prob**0), "))
     trainer = make(half(12), objective={"weigh": f"{own}:weigh"})
@@ -198,6 +162,32 @@ def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, 
         ("expire", "return Expired(None, np.array([99]))", "some are none of the 12 questions, which are 0 to 11"),
         ("weigh", "return Weighed(batch.log_prob)", '({line}); `log_prob` of the batch needs @needs(present="values")'),
         ("weigh", "return Weighed(batch.token)._replace(factor=1)", "it gave 1 (int) as its factor; it gives Weighed("),
+        ("prioritise", "return Priority(units.count * np.nan)", "a logarithm of a weight is nan"),
+        ("prioritise", "return Priority(units.count - np.inf)", "all logarithms of weights are -inf"),
+        ("weigh", f"return Weighed({PAST}, np.full_like({PAST}, np.nan))", "a factor of the advantage is nan"),
+        ("weigh", f"return Weighed({PAST}, np.full(len({PAST}), 1e39))", "a factor of the advantage is inf"),
+        ("weigh", f"return Weighed({PAST}, -{PAST}**0)", "a factor of an answer's own advantage is negative: -1.0"),
+        ("weigh", f"return Weighed({PAST} * np.nan)", "a log-prob of the reference is nan"),
+        ("weigh", f"return Weighed({PAST} - np.inf)", "a log-prob of the reference is -inf"),
+        ("weigh", f"return Weighed({PAST}, advantage=batch.reward - np.inf)", "an advantage is -inf"),
+        (
+            "weigh",
+            f"return Weighed({PAST}, np.ones(99))",
+            "its factor has the shape [99] for {number} tokens; it gives",
+        ),
+        (
+            "weigh",
+            f"return Weighed({PAST}[1:])",
+            "its reference has the shape [{number}] for {number} tokens; it gives",
+        ),
+        (
+            "weigh",
+            f"return Weighed({PAST}, advantage=np.ones(99))",
+            "its advantage has the shape [99] for {number} rows",
+        ),
+        ("weigh", f"return Weighed({PAST}, advantage=7.0)", "it gave 7.0 (float) as its advantage; it gives Weighed("),
+        ("weigh", f"return {PAST}", "it gave an array [{number}] of float32; it gives Weighed(reference, factor"),
+        ("weigh", "return None", "it gave None (NoneType); it gives Weighed("),
     ],
 )
 def test_what_a_function_does_wrong_is_told_before_there_is_a_model(own, kind, body, message):

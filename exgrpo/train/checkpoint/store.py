@@ -14,8 +14,7 @@ import numpy.typing as npt
 from safetensors.numpy import load, save
 
 from exgrpo.train.checkpoint.durable import DamagedFileError, write_whole
-from exgrpo.train.experience.stored import OF_PLACE, OF_TRAJECTORY, Stored, serials
-from exgrpo.train.experience.tokens import Places, TokenBlocks, Tokens, gather
+from exgrpo.train.experience.stored import OF_PLACE, OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, gather, serials
 from exgrpo.train.records import Mask
 
 SUFFIX = ".safetensors"

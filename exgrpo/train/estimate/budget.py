@@ -14,7 +14,7 @@ from exgrpo.train.config import Config
 from exgrpo.train.estimate.parts import GIB, NF4_BYTES, Amount, Assumptions, Hardware, MemoryItem, Phase, Work
 from exgrpo.train.estimate.shape import FP32, ModelShape
 from exgrpo.train.experience import rules
-from exgrpo.train.experience.selection import RULES
+from exgrpo.train.experience.candidates import RULES
 from exgrpo.train.objective.settings import SURROGATES
 from exgrpo.train.policy.zero3 import deepspeed_settings, kept_whole
 from exgrpo.train.pretrained.tokenizer import DTYPES

@@ -1,14 +1,11 @@
 """The options of the evaluations of a run, and the sets of held-out questions that they name."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from exgrpo.train.limits import MOST_ROWS, MOST_SAMPLES, MOST_STEPS
 from exgrpo.train.section import Section, Sources, Temperature
-
-if TYPE_CHECKING:
-    pass
 
 TEST = "test"
 """The name of the set that data.test makes."""

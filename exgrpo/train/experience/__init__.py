@@ -2,20 +2,17 @@
 
 Pure decisions: numpy arrays and a random generator in, choices out. No model, no process group. `Replay` joins them
 all. A method is five functions, by name of a module each: `admit`, `prioritise`, `compose`, `weigh` and `expire`; see
-`rules`. A further trajectory rule, way to read rewards or band is one entry in a table: `selection.RULES`,
-`buckets.BUCKETS`, `difficulty.BANDS`. The configuration takes the names from there.
+`rules`. A further trajectory rule, way to read rewards or band is one entry in a table: `candidates.RULES`,
+`difficulty.BUCKETS`, `difficulty.BANDS`. The configuration takes the names from there.
 """
 
+from exgrpo.train.experience.candidates import Expired, MeanScores, Priority, Units, draw
+from exgrpo.train.experience.contract import PlannedGroup, Weighed
 from exgrpo.train.experience.memory import ExperienceMemory
-from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, Mixture, PlannedGroup
 from exgrpo.train.experience.replay import Replay, ReplayState, TakenIn, numbers_of, planned_from
 from exgrpo.train.experience.rules import needs
-from exgrpo.train.experience.sampling import Priority, draw
-from exgrpo.train.experience.selection import MeanScores
 from exgrpo.train.experience.settings import ExperienceConfig, Setting
-from exgrpo.train.experience.supply import Supply
-from exgrpo.train.experience.units import Expired, Units
-from exgrpo.train.experience.weighing import Weighed
+from exgrpo.train.experience.supply import DelayedStart, FreshQuestions, Mixture, Supply
 
 __all__ = [
     "DelayedStart",

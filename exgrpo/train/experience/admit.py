@@ -6,8 +6,7 @@ Of equal answers to a question the memory keeps the newest if the function says 
 
 import numpy as np
 
-from exgrpo.train.experience.buckets import BUCKETS
-from exgrpo.train.experience.difficulty import count_successes
+from exgrpo.train.experience.difficulty import BUCKETS, count_successes
 from exgrpo.train.experience.rules import needs
 from exgrpo.train.experience.settings import Setting
 from exgrpo.train.records import Mask

@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from exgrpo.train.experience.plan import PlannedGroup
+from exgrpo.train.experience.contract import PlannedGroup
 from exgrpo.train.experience.rules import needs
 from exgrpo.train.experience.supply import Supply, draw_groups, groups_at, with_stored
 from exgrpo.train.reward.success import EPSILON

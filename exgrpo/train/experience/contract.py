@@ -1,20 +1,37 @@
-"""What each of the five functions has to give, and what is wrong with what it gave.
+"""What the five functions of a method have to give, and what is wrong with what one gave.
+
+`compose` gives planned groups; `prioritise` and `expire` give what `exgrpo.train.experience.candidates` has.
+
+`weigh(batch, options)` gets the N replayed answers of a step that are trained on, before its update, and gives
+`Weighed` for their T tokens. With A the advantage, c the factor and w = pi / reference the importance ratio of a token,
+its term in the objective is, by `needs(term=...)` of the function:
+
+    "shaped"    f(w) c A, f(w) = w / (w + beta)
+    "ratio"     w c A
+    "clipped"   min(w c A, clip(w) c A): that of fresh tokens
+
+For a function that says `needs(present="values")` the column `log_prob` is filled, with the policy before the update,
+which takes a pass through the model; with `needs(present="reference")` it only passes them on as the reference, and
+there is no pass where the update itself sees that policy.
 
 Each check takes what a function gave and what it was called with, and returns a sentence, or None: it is right.
 """
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from exgrpo.train.errors import shown
-from exgrpo.train.experience.plan import PlannedGroup
-from exgrpo.train.experience.sampling import Priority
-from exgrpo.train.experience.units import Expired, Units
-from exgrpo.train.experience.weighing import Weighed
-from exgrpo.train.step_batch import StepBatch
+from exgrpo.train.errors import ConfigError, nearest, shown
+from exgrpo.train.experience.candidates import Expired, Priority, Units
+from exgrpo.train.step_batch import Doubles, Floats, StepBatch
+
+Term = Literal["shaped", "ratio", "clipped"]
+Present = Literal["values", "reference"]
+PRESENT = np.float32(np.inf)
+"""In the place of a reference's log-prob: the policy itself, so that w = 1, with its gradient."""
 
 STORED = "it gives an array with a bool for each row, whether it is stored"
 WEIGHTS = "it gives Priority(log_weight), with a number for each unit"
@@ -22,6 +39,76 @@ PLANNED = "it gives a list of PlannedGroup, as supply.fresh and supply.alone do"
 SETTLED = "it gives a list of numbers of graded groups, and of planned groups without fresh answers"
 EXPIRED = "it gives Expired(rows, questions), rows with a bool for each unit, questions with their indices"
 TERMS = "it gives Weighed(reference, factor, advantage), with a number for each token, each token and each row"
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """One group of a step.
+
+    Attributes:
+        question: its question.
+        fresh: how many answers are generated.
+        choose: how many of the question's stored answers join; the rule of trajectories says which.
+        rows: stored answers that join, as rows of the memory's table.
+    """
+
+    question: int
+    fresh: int
+    choose: int = 0
+    rows: tuple[int, ...] = ()
+
+
+class Weighed(NamedTuple):
+    """The terms of N replayed answers, of T tokens together.
+
+    Attributes:
+        reference: [T] fp32 log-probs of the policy that ratios refer to, or `PRESENT`.
+        factor: [T] fp32, of the advantage; None: 1. That of the answers' own advantages is not negative.
+        advantage: [N] in the place of the answers' own; None: these.
+    """
+
+    reference: Floats
+    factor: Floats | None = None
+    advantage: Doubles | None = None
+
+
+@dataclass(frozen=True)
+class WeighOptions:
+    """What a function may look at besides the batch.
+
+    Attributes:
+        success: a reward of at least this is a success.
+        second_moment: tau of the second-moment mask.
+        trigger: ratio below which a token of a failure is one that the policy has left.
+        coefficient: of likelihoods and of regularisers.
+    """
+
+    success: float = 1.0
+    second_moment: float = 0.04
+    trigger: float = 1e-4
+    coefficient: float = 0.1
+
+
+Weigh = Callable[[StepBatch, WeighOptions], Weighed]
+
+
+def declared(function: Callable[..., Any], name: str) -> tuple[Term, Present | None]:
+    """The term of replayed tokens that a function `weigh` declares, and what it asks of the present policy.
+
+    Raises:
+        ConfigError: there is no such term, or nothing of that name to ask for.
+    """
+    term: Any = getattr(function, "term", "shaped")
+    present: Any = getattr(function, "present", None)
+    for need, value, known in (("term", term, get_args(Term)), ("present", present, get_args(Present))):
+        if value not in known and not (need == "present" and value is None):
+            near = nearest(str(value), known)
+            raise ConfigError(
+                f"objective.weigh {name}: unknown {need} {shown(value)} in @needs"
+                + (f"; did you mean {near!r}?" if near else ";")
+                + f" there are {', '.join(known)}"
+            )
+    return term, present
 
 
 def stored(given: Any, batch: StepBatch, *_: Any) -> str | None:

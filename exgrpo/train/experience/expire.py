@@ -6,8 +6,8 @@ all answers of the latest step solve.
 
 import numpy as np
 
+from exgrpo.train.experience.candidates import Expired, Units
 from exgrpo.train.experience.settings import Setting
-from exgrpo.train.experience.units import Expired, Units
 
 
 def retirement(units: Units, setting: Setting) -> Expired:

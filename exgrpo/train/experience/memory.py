@@ -7,12 +7,11 @@ import numpy.typing as npt
 
 from exgrpo.train.errors import ConfigError, shown
 from exgrpo.train.experience import rules
-from exgrpo.train.experience.buckets import BUCKETS
-from exgrpo.train.experience.difficulty import Evidence, count_successes
+from exgrpo.train.experience.candidates import Units
+from exgrpo.train.experience.difficulty import BUCKETS, Evidence, count_successes
 from exgrpo.train.experience.settings import Setting
 from exgrpo.train.experience.stored import Stored, pack
 from exgrpo.train.experience.table import Origin, Table
-from exgrpo.train.experience.units import Units
 from exgrpo.train.records import Trajectory
 from exgrpo.train.step_batch import Doubles, Ints, StepBatch
 

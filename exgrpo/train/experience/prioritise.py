@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from exgrpo.train.experience.sampling import Floats, Priority
+from exgrpo.train.experience.candidates import Priority, Units
 from exgrpo.train.experience.settings import Setting
-from exgrpo.train.experience.units import Units
+from exgrpo.train.step_batch import Doubles
 
 NEXT = 1e3
 """Nats between two ranks: nothing of the lower one is drawn while there is something of the higher one."""
@@ -43,7 +43,7 @@ def linear_clip(units: Units, setting: Setting) -> Priority:
     return _by_count(units, lambda k: np.log(np.minimum(k / setting.samples, 0.5)))
 
 
-def _by_count(units: Units, log_weight: Callable[[Floats], Floats]) -> Priority:
+def _by_count(units: Units, log_weight: Callable[[Doubles], Doubles]) -> Priority:
     """A count is drawn by its weight, and a question among those with this count.
 
     The strata are the success counts that occur, in their order.

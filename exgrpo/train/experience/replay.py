@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from exgrpo.train.experience import rules
-from exgrpo.train.experience.buckets import BUCKETS, pass_rate
-from exgrpo.train.experience.difficulty import BANDS, success_counts
+from exgrpo.train.experience.candidates import RULES, Candidates, MeanScores
+from exgrpo.train.experience.contract import PlannedGroup
+from exgrpo.train.experience.difficulty import BANDS, BUCKETS, pass_rate, success_counts
 from exgrpo.train.experience.memory import ExperienceMemory
-from exgrpo.train.experience.plan import DelayedStart, FreshQuestions, Mixture, PlannedGroup
-from exgrpo.train.experience.selection import RULES, Candidates, MeanScores
 from exgrpo.train.experience.settings import ExperienceConfig, Setting
 from exgrpo.train.experience.stored import Stored
-from exgrpo.train.experience.supply import Supply, settles
+from exgrpo.train.experience.supply import DelayedStart, FreshQuestions, Mixture, Supply, settles
 from exgrpo.train.records import Mask
 from exgrpo.train.reward.success import RewardWatch
 from exgrpo.train.seeds import generator

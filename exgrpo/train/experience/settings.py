@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from exgrpo.train.experience.buckets import BUCKETS
+from exgrpo.train.experience.candidates import RULES
+from exgrpo.train.experience.difficulty import BUCKETS
 from exgrpo.train.experience.rules import KINDS
-from exgrpo.train.experience.selection import RULES
 from exgrpo.train.limits import MOST_ANSWERS, MOST_ROWS, MOST_SAMPLES, MOST_STEPS
 from exgrpo.train.section import Section
 

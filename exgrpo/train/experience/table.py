@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.experience.stored import OF_PLACE, OF_TRAJECTORY, Stored, serials
-from exgrpo.train.experience.tokens import Places, TokenBlocks, Tokens, gather
+from exgrpo.train.experience.stored import OF_PLACE, OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, gather, serials
 from exgrpo.train.records import TokenIds
-from exgrpo.train.step_batch import OF_ROW, StepBatch
+from exgrpo.train.step_batch import OF_ROW, Ints, StepBatch
 
-Ints = npt.NDArray[np.int64]
 NONE = -1
 FEWEST = 1024
 """Rows below which nothing is moved together."""

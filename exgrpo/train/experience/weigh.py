@@ -1,9 +1,9 @@
-"""How replayed tokens enter the loss: functions `(batch, options) -> terms`; see `experience.weighing`."""
+"""How replayed tokens enter the loss: functions `(batch, options) -> terms`; see `experience.contract`."""
 
 import numpy as np
 
+from exgrpo.train.experience.contract import PRESENT, Weighed, WeighOptions
 from exgrpo.train.experience.rules import needs
-from exgrpo.train.experience.weighing import PRESENT, Weighed, WeighOptions
 from exgrpo.train.reward.success import is_success
 from exgrpo.train.step_batch import Doubles, Floats, StepBatch
 

@@ -11,10 +11,8 @@ from rich.console import Console
 from exgrpo.train.checkpoint.listing import FOLDER
 from exgrpo.train.command_line import options_of
 from exgrpo.train.errors import ConfigError, ExgrpoError, print_error
-from exgrpo.train.experience_data.of_file import FileExperience
-from exgrpo.train.experience_data.of_run import open_run
-from exgrpo.train.experience_data.show import show, show_question
-from exgrpo.train.experience_data.stored import Experience
+from exgrpo.train.experience_data.show import Experience, show, show_question
+from exgrpo.train.experience_data.sources import FileExperience, open_run
 
 PROGRAM = "python -m exgrpo.train.experience"
 
@@ -28,7 +26,6 @@ class ShowOptions(BaseModel):
         description="Folder of a run or of an exported experience, or a file of traces."
     )
     question: int | None = Field(None, ge=0, description="Show the stored answers to the question of this index.")
-    page: Path | None = Field(None, description="Write an HTML page with the answers to the fullest questions.")
 
 
 class ExportOptions(BaseModel):
@@ -72,16 +69,10 @@ def open_experience(source: Path) -> Experience:
 def _show(argv: Sequence[str]) -> None:
     options = options_of(ShowOptions, f"{PROGRAM} show", argv)
     experience, console = open_experience(options.source), Console()
-    overview = experience.overview()
     if options.question is None:
-        show(overview, console)
+        show(experience.overview(), console)
     else:
-        show_question(experience.questions([options.question])[0], console)
-    if options.page:
-        from exgrpo.train.experience_data.page import write_page  # only for a page
-
-        write_page(experience, overview, options.page)
-        print(f"page in {options.page}")
+        show_question(experience.question(options.question), console)
 
 
 def _export(argv: Sequence[str]) -> None:

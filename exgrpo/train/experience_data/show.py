@@ -1,4 +1,7 @@
-"""Stored experience on a terminal: counts, distributions, and the answers to one question."""
+"""What a run or a file of traces holds, as columns and as texts, and how a terminal shows it."""
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -7,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from exgrpo.train.experience_data.stored import AskedQuestion, Overview
+from exgrpo.train.records import Behaviour
 
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 12
 MEANINGS = {
@@ -19,6 +24,110 @@ MEANINGS = {
     "solutions": "stored ones of a question that differ by their key",
 }
 QUANTILES = {"min": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "max": 1.0}
+
+
+@dataclass(frozen=True, eq=False)
+class Overview:
+    """N stored trajectories as columns.
+
+    Attributes:
+        title: what they are.
+        asked: number of questions that they could belong to; None: not known.
+        retired: number of questions that have left for good; None: not known.
+        question: [N] index of the question of each.
+        numbers: [N] by name, what is known of each; NaN where it is not known of one.
+        counts: success count of each question with a trajectory; empty: not known.
+        behaviour: how many have their log-probs from whom.
+        solutions: for each question with keys of solutions, how many different ones it has.
+    """
+
+    title: str
+    asked: int | None
+    retired: int | None
+    question: Ints
+    numbers: dict[str, Floats]
+    counts: Floats
+    behaviour: dict[str, int]
+    solutions: Ints
+
+    @property
+    def distributions(self) -> dict[str, Floats]:
+        """What there is to count, by name: values of trajectories and of questions, without those not known."""
+        per_question = np.unique(self.question, return_counts=True)[1].astype(np.float64)
+        every = {
+            **self.numbers,
+            "success count": self.counts,
+            "answers": per_question,
+            "solutions": self.solutions.astype(np.float64),
+        }
+        known = {name: values[np.isfinite(values)] for name, values in every.items()}
+        return {name: values for name, values in known.items() if len(values)}
+
+
+@dataclass(frozen=True)
+class StoredAnswer:
+    """A stored answer, to be read.
+
+    Attributes:
+        text: what it says.
+        reward: what the verifier gave; None: not known.
+        step: in which it was written; None: not known.
+        replays: how often it was replayed.
+        log_prob: mean over its tokens, in nats; None: not known.
+        finished: whether it ended by itself.
+        behaviour: who computed its log-probs; None: not known.
+    """
+
+    text: str
+    reward: float | None
+    step: int | None
+    replays: int
+    log_prob: float | None
+    finished: bool
+    behaviour: Behaviour | None
+
+    @property
+    def label(self) -> str:
+        """What is known of it, in one line."""
+        parts = [
+            "" if self.reward is None else f"reward {self.reward:g}",
+            "" if self.step is None else f"step {self.step}",
+            f"replayed {self.replays} times",
+            "" if self.log_prob is None else f"mean log-prob {self.log_prob:.3f}",
+            "" if self.behaviour is None else f"by {self.behaviour}",
+            "" if self.finished else "cut at the length limit",
+        ]
+        return ", ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class AskedQuestion:
+    """A question with its right answer, and what is stored for it, oldest first."""
+
+    index: int
+    text: str
+    gold: str | None
+    answers: tuple[StoredAnswer, ...]
+
+
+class Experience(Protocol):
+    """What can be shown."""
+
+    def overview(self) -> Overview:
+        """All trajectories as columns."""
+
+    def question(self, index: int) -> AskedQuestion:
+        """A question with its answers as texts.
+
+        Raises:
+            DataError: there is no such question.
+        """
+
+
+def different(question: Ints, key: Ints) -> Ints:
+    """[Q] how many different keys each question has that has one; 0 is no key."""
+    keyed = np.unique(np.stack([question, key])[:, key != 0], axis=1)
+    return np.unique(keyed[0], return_counts=True)[1]
 
 
 def show(overview: Overview, console: Console) -> None:
@@ -59,7 +168,7 @@ def counts(overview: Overview) -> dict[str, int]:
     return {name: count for name, count in found.items() if count is not None}
 
 
-def bars(values: npt.NDArray[np.float64]) -> str:
+def bars(values: Floats) -> str:
     """A small histogram of values between the lowest and the highest; one character where all are equal."""
     if values.min() == values.max():
         return BARS[-1]

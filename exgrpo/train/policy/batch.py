@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from exgrpo.kernels import group_advantage
-from exgrpo.train.experience.weighing import PRESENT
+from exgrpo.train.experience.contract import PRESENT
 from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.mismatch import truncated_weight
 from exgrpo.train.policy.segments import Segments

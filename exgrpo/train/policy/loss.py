@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels import LogProb, PolicyLoss, policy_loss
-from exgrpo.train.experience.weighing import Term
+from exgrpo.train.experience.contract import Term
 from exgrpo.train.objective.ratios import RatioTokens, Surrogate, SurrogateOptions, divergence
 from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.objective.surrogate import clipped

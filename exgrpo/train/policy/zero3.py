@@ -17,7 +17,7 @@ from exgrpo.kernels import LogProb, PolicyLoss
 from exgrpo.train.config import Config
 from exgrpo.train.distributed import World, agree
 from exgrpo.train.errors import CheckpointError, ConfigError, os_errors_as
-from exgrpo.train.experience.weighing import Term
+from exgrpo.train.experience.contract import Term
 from exgrpo.train.objective.settings import SURROGATES, ObjectiveConfig
 from exgrpo.train.policy.adapters import (
     BASE_WEIGHT,

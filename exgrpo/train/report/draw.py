@@ -1,4 +1,4 @@
-"""Runs as plots: lines, fans of quantiles, stacks of areas, histograms."""
+"""Runs as plots: lines, fans of quantiles, stacks of areas."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from exgrpo.train.report.figures import (
     Trace,
     area_trace,
     band_trace,
-    bar_trace,
     colour,
     curve,
     grade,
@@ -27,7 +26,6 @@ from exgrpo.train.report.figures import (
 )
 from exgrpo.train.report.runs import RunColumns
 
-HISTOGRAM_BINS = 40
 # Quantiles between which a band of a fan lies, what to call it, and how opaque it is.
 BANDS = (("q01", "q99", "1 to 99 %", 0.14), ("q10", "q90", "10 to 90 %", 0.28))
 INTERVAL_ALPHA = 0.18
@@ -320,18 +318,6 @@ def _stack(runs: Sequence[Columns], names: Sequence[str], *, total: bool) -> tup
     steps, heights = lines[0].x, np.array([line.y for line in lines])
     # An area needs two points.
     return (steps, heights) if len(steps) > 1 else (np.array([steps[0], steps[0] + 1]), np.repeat(heights, 2, axis=1))
-
-
-def draw_histogram(title: str, values: FloatArray, name: str) -> Plot:
-    """How [N] values, at least one, are distributed; `name` is the plot's own in the page."""
-    counts, edges = np.histogram(values, bins=min(HISTOGRAM_BINS, max(1, len(np.unique(values)))))
-    low, middle, high = np.quantile(values, (0.0, 0.5, 1.0))
-    words = f"{len(values)} values from {low:.4g} to {high:.4g}, median {middle:.4g}"
-    figure = {
-        "data": [bar_trace(edges, counts.astype(np.float64), paint=colour(0))],
-        "layout": layout(None, 0.0, float(counts.max()), zero=True),
-    }
-    return Plot(name, title, "number", words=words, figure=figure)
 
 
 def _in_words(line: Curve, x: str) -> str:

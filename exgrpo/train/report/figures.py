@@ -263,20 +263,6 @@ def area_trace(x: FloatArray, height: FloatArray, name: str, *, paint: str, seri
     }
 
 
-def bar_trace(edges: FloatArray, counts: FloatArray, *, paint: str) -> Trace:
-    """A bar for each count, between its edges."""
-    return {
-        "type": "bar",
-        "x": rounded((edges[:-1] + edges[1:]) / 2),
-        "width": rounded(np.diff(edges)),
-        "y": rounded(counts),
-        "customdata": [list(ends) for ends in zip(rounded(edges[:-1]), rounded(edges[1:]), strict=True)],
-        "hovertemplate": "%{customdata[0]} to %{customdata[1]}: %{y}<extra></extra>",
-        "marker": {},
-        "meta": {"paint": paint, "series": 0},
-    }
-
-
 def rounded(values: Sequence[float] | FloatArray) -> list[float | int]:
     """Values with as many digits as can be seen; whole numbers without a point."""
     return [_whole(float(f"{value:.{DIGITS}g}")) for value in values]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from exgrpo.train.config import RewardConfig
 from exgrpo.train.data.questions import QuestionSet
+from exgrpo.train.evaluate.course import evaluate
 from exgrpo.train.evaluate.evaluation import answers_per_row
-from exgrpo.train.evaluate.held_out import evaluate
 from exgrpo.train.evaluate.options import Options
 from exgrpo.train.evaluate.scores import LeftOut, Verdict, average, distinct_at_k, pass_at_k, score, score_all
 from exgrpo.train.rollout import Sampling

@@ -4,19 +4,23 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from exgrpo.train import process
 from exgrpo.train.builtin import ASSETS
 from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.config import Config
 from exgrpo.train.errors import ConfigError
+from exgrpo.train.evaluate import program
 from exgrpo.train.evaluate.evaluation import engine_settings, fitted
 from exgrpo.train.evaluate.options import AS_TRAINED, Options, defaults, parse_options
 from exgrpo.train.pretrained.tokenizer import load_pretrained
@@ -60,32 +64,51 @@ def test_the_command_line_beats_the_recipe(tmp_path):
     assert (options.model, options.data.test, asked.temperature, asked.samples) == ("some/model", ("a.jsonl",), 0.7, 2)
 
 
-def command(folder, *more, cold=False, vllm=False):
-    """Where it is cold, in a process as a user starts it."""
-    arguments = ["builtin:arithmetic", "--data.test", "builtin:arithmetic", "--data.test_limit=20"]
+def arguments(folder, *more):
+    asked = ["builtin:arithmetic", "--data.test", "builtin:arithmetic", "--data.test_limit=20"]
     drawn = ["--rollout.samples=2", "--chunk=6"]
     # As the default run asks its model, which knows no other prompts.
     fixed = [f"--recipe={DEFAULT_RUN}", "--rollout.engine=transformers", f"--output.folder={folder}"]
-    told = "exgrpo.train.evaluate", *arguments, *drawn, *fixed, *more
-    if not cold:
-        return launch_module(*told, vllm=vllm)
-    return subprocess.run(
-        [sys.executable, "-m", *told],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        cwd=ROOT,
-        timeout=200,
-        check=False,
-    )
+    return [*asked, *drawn, *fixed, *map(str, more)]
 
 
-def test_the_recipe_of_a_run_asks_and_grades_as_the_run_does(tmp_path):
-    """The default run's model solves about four in ten of its problems asked like that, and none asked otherwise."""
-    done = command(tmp_path / "as trained")
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """The program in this process; gives its status, what it prints and its errors."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
+
+    def run(folder, *more):
+        status = program.main(arguments(folder, *more))
+        printed = capsys.readouterr()
+        return SimpleNamespace(returncode=status, stdout=printed.out, stderr=printed.err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """The folder of an evaluation in a process as a user starts it."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    told = [sys.executable, "-m", "exgrpo.train.evaluate", *arguments(folder)]
+    done = subprocess.run(told, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
+    assert "arithmetic" in done.stdout
+    return folder
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+
+
+def average(folder):
+    return json.loads((folder / "scores.json").read_text())["average"]
+
+
+def test_the_recipe_of_a_run_asks_and_grades_as_the_run_does(tmp_path, evaluated):
+    """The default run's model solves about four in ten of its problems asked like that, and none asked otherwise."""
     # Of 40 answers: 0.4, give or take four standard errors of 0.08.
-    assert 0.1 < json.loads((tmp_path / "as trained" / "scores.json").read_text())["average"] < 0.75
+    assert 0.1 < average(evaluated) < 0.75
     config = configured(
         {"policy": {"overrides": {"rope_theta": 5.0}}, "data": {"answer_prefix": "<think>", "max_prompt_tokens": 61}},
         {"reward": {"success": 0.5, "time_limit": 3.0}, "rollout": {"stop": ("Q:",), "temperature": 0.9}},
@@ -125,9 +148,12 @@ def test_a_run_stands_for_its_trained_model_asked_as_it_asks(tmp_path):
     assert (other.model, other.rollout.max_tokens, other.rollout.samples) == (options.model, 44, 1)
 
 
-@pytest.mark.parametrize(("given", "longest"), [([], 512 - 5), (["--rollout.max_tokens=9"], 9)])
-def test_answers_are_as_long_as_the_model_has_positions_where_no_length_is_asked_for(given, longest):
-    pretrained = load_pretrained("builtin:arithmetic", {})
+@pytest.mark.parametrize(
+    ("positions", "given", "longest"),
+    [(512, [], 512 - 5), (512, ["--rollout.max_tokens=9"], 9), (1 << 15, [], 8192)],  # the paper's, where there is room
+)
+def test_answers_are_as_long_as_the_model_has_positions_where_no_length_is_asked_for(positions, given, longest):
+    pretrained = load_pretrained("builtin:arithmetic", {"max_position_embeddings": positions})
     questions = [
         dataclasses.replace(question, prompt=(1,) * length)
         for question, length in zip(question_set(2).questions, (5, 3), strict=True)
@@ -138,14 +164,7 @@ def test_answers_are_as_long_as_the_model_has_positions_where_no_length_is_asked
     assert settings.length <= pretrained.model.positions
 
 
-def test_the_default_length_is_that_of_the_paper_where_there_are_positions_enough():
-    pretrained = load_pretrained("builtin:arithmetic", {"max_position_embeddings": 1 << 15})
-    options = fitted(parse_options(["builtin:arithmetic", "--data.test=d"]), pretrained, [])
-    settings = engine_settings(options, pretrained, [])
-    assert settings.rollout.max_tokens == 8192
-
-
-def test_adapters_are_evaluated_beside_their_model(tmp_path):
+def test_adapters_are_evaluated_beside_their_model(tmp_path, command):
     """Such large ones that the model solves nothing any more."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     model = AutoModelForCausalLM.from_pretrained(ASSETS / "arithmetic")
@@ -157,42 +176,39 @@ def test_adapters_are_evaluated_beside_their_model(tmp_path):
     done = command(tmp_path / "scores", f"--lora.path={tmp_path / 'adapters'}")
     assert done.returncode == 0, done.stderr
     # Without them 0.4, give or take four standard errors of 0.08.
-    assert json.loads((tmp_path / "scores" / "scores.json").read_text())["average"] < 0.08
-    refused = command(tmp_path / "other", f"--lora.path={tmp_path}")
-    assert refused.returncode == 2
-    assert f"error: lora.path: {tmp_path} is no folder with an adapter_config.json" in refused.stderr
+    assert average(tmp_path / "scores") < 0.08
 
 
 @real
 def test_the_real_vllm_answers(tmp_path):
-    done = command(tmp_path, "--rollout.engine=vllm", "--rollout.kv_cache_gib=0.1", vllm=True)
+    told = arguments(tmp_path, "--rollout.engine=vllm", "--rollout.kv_cache_gib=0.1")
+    done = launch_module("exgrpo.train.evaluate", *told, vllm=True)
     assert done.returncode == 0, done.stderr
     assert "answers by vllm" in done.stdout
-    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 40
+    assert len(records(tmp_path)) == 40
     # Solved about as often as by the other engine: half of the problems, give or take four standard errors.
-    assert 0.1 < json.loads((tmp_path / "scores.json").read_text())["average"] < 0.9
+    assert 0.1 < average(tmp_path) < 0.9
 
 
-def test_an_interrupted_evaluation_ends_like_one_that_was_not(tmp_path):
-    done = command(tmp_path, cold=True)
-    assert done.returncode == 0, done.stderr
-    assert "arithmetic" in done.stdout
-    answers, scores = tmp_path / "answers.jsonl", (tmp_path / "scores.json").read_text()
-    lines = answers.read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    assert len(records) == 40
-    right = np.mean([record["reward"] for record in records])
+def test_an_interrupted_evaluation_ends_like_one_that_was_not(tmp_path, evaluated, command):
+    scores, written = (evaluated / "scores.json").read_text(), (evaluated / "answers.jsonl").read_text()
+    lines = written.splitlines()
+    right = np.mean([record["reward"] for record in records(evaluated)])
     assert json.loads(scores)["sources"]["arithmetic"]["pass_rate"] == pytest.approx(right)
-    assert json.loads(scores)["average"] == pytest.approx(right)
+    assert average(evaluated) == pytest.approx(right)
     # Killed while it wrote the third chunk of twelve answers.
-    answers.write_text("\n".join(lines[:27]) + "\n" + lines[27][:30])
-    done = command(tmp_path, "--distributed.threads=1")  # how it is computed may be otherwise
+    again = shutil.copytree(evaluated, tmp_path / "again")
+    (again / "answers.jsonl").write_text("\n".join(lines[:27]) + "\n" + lines[27][:30])
+    (again / "scores.json").unlink()
+    (again / "options.yaml").write_text((again / "options.yaml").read_text().replace(str(evaluated), str(again)))
+    done = command(again, "--distributed.threads=1")  # how it is computed may be otherwise
     assert "2 of 4 chunks done" in done.stdout
-    assert answers.read_text().splitlines() == lines
-    assert (tmp_path / "scores.json").read_text() == scores
+    assert (again / "answers.jsonl").read_text() == written
+    assert len(lines) == 40
+    assert (again / "scores.json").read_text() == scores
 
 
-def test_an_evaluation_whose_reward_fails_ends_without_scores_and_goes_on(tmp_path):
+def test_an_evaluation_whose_reward_fails_ends_without_scores_and_goes_on(tmp_path, command):
     rewards = tmp_path / "rewards.py"
     rewards.write_text("def score(response, gold):\n    return 1 / (int(gold) - int(gold))\n")
     asked = (tmp_path / "out", f"--reward.function={rewards}:score")
@@ -206,9 +222,8 @@ def test_an_evaluation_whose_reward_fails_ends_without_scores_and_goes_on(tmp_pa
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out" / "scores.json").exists()
     rewards.write_text("def score(response, gold):\n    return 1\n")
-    done = command(*asked)
-    assert "0 of 4 chunks done" in done.stdout
-    assert json.loads((tmp_path / "out" / "scores.json").read_text())["average"] == 1
+    assert "0 of 4 chunks done" in command(*asked).stdout
+    assert average(tmp_path / "out") == 1
 
 
 def rewarded_by_gold(folder):
@@ -231,7 +246,7 @@ def rewarded_by_gold(folder):
     ]
 
 
-def test_questions_that_are_too_long_are_wrong_and_rewards_that_do_not_fit_are_named(tmp_path):
+def test_questions_that_are_too_long_are_wrong_and_rewards_that_do_not_fit_are_named(tmp_path, command):
     options = rewarded_by_gold(tmp_path)
     done = command(tmp_path / "strict", *options)
     assert done.returncode == 0, done.stderr
@@ -250,24 +265,13 @@ def test_questions_that_are_too_long_are_wrong_and_rewards_that_do_not_fit_are_n
     assert result["average"] == pytest.approx(0.25 / 3)
     assert result["sources"]["mixed"]["pass_at"] == {"2": 0.25, "4": 0.25}
     assert result["sources"]["long"]["pass_at"] == {"2": 0.0, "4": 0.0, "8": 0.0}
-    assert len((tmp_path / "fitting" / "answers.jsonl").read_text().splitlines()) == 12
+    assert len(records(tmp_path / "fitting")) == 12
 
 
-def test_an_evaluation_in_which_nothing_fits_is_refused(tmp_path):
-    rewarded_by_gold(tmp_path)
-    refused = command(tmp_path / "new", "--data.test", str(tmp_path / "only_long.jsonl"), "--data.max_prompt_tokens=60")
-    assert refused.returncode == 2
-    assert "all 1 prompts are longer than max_prompt_tokens = 60" in refused.stderr
-
-
-def test_what_is_written_down_and_graded_ends_before_a_stop_string(tmp_path):
-    of_run = []
-    for name, more in (("free", ()), ("stopped", ("--rollout.stop", "</think>", "never"))):
-        done = command(tmp_path / name, *more)
-        assert done.returncode == 0, done.stderr
-        lines = (tmp_path / name / "answers.jsonl").read_text().splitlines()
-        of_run.append([json.loads(line) for line in lines])
-    free, stopped = of_run
+def test_what_is_written_down_and_graded_ends_before_a_stop_string(tmp_path, evaluated, command):
+    done = command(tmp_path, "--rollout.stop", "</think>", "never")
+    assert done.returncode == 0, done.stderr
+    free, stopped = records(evaluated), records(tmp_path)
     texts = [record["response"] for record in free]
     assert [record["response"] for record in stopped] == [text.partition("</think>")[0] for text in texts]
     assert [record["finished"] for record in stopped] == [
@@ -276,17 +280,23 @@ def test_what_is_written_down_and_graded_ends_before_a_stop_string(tmp_path):
     assert sum(record["reward"] for record in stopped) < sum(record["reward"] for record in free)
 
 
-def test_other_options_and_bad_input_are_refused(tmp_path):
+def test_what_cannot_be_is_refused_in_one_line(tmp_path, command):
     (tmp_path / "options.yaml").write_text("model: other\n")
-    refused = command(tmp_path)
-    assert refused.returncode == 2
-    assert f"error: output: {tmp_path} holds an evaluation with other options" in refused.stderr
     (tmp_path / "busy").mkdir()
+    rewarded_by_gold(tmp_path)
+    too_long = ("--data.test", tmp_path / "only_long.jsonl", "--data.max_prompt_tokens=60")
     with claim(tmp_path / "busy"):
-        busy = command(tmp_path / "busy")
-    assert busy.returncode == 2
-    assert f"error: {tmp_path / 'busy'} is in use by another process (process {os.getpid()} on " in busy.stderr
-    missing = command(tmp_path / "new", "--data.test", "missing.jsonl")
-    assert missing.returncode == 2
-    assert "error: " in missing.stderr
-    assert "missing.jsonl" in missing.stderr
+        for asked, message in (
+            ((tmp_path,), f"output: {tmp_path} holds an evaluation with other options"),
+            ((tmp_path / "busy",), f"{tmp_path / 'busy'} is in use by another process (process {os.getpid()} on "),
+            ((tmp_path / "new", "--data.test", "missing.jsonl"), "missing.jsonl"),
+            ((tmp_path / "new", *too_long), "all 1 prompts are longer than max_prompt_tokens = 60"),
+            (
+                (tmp_path / "new", f"--lora.path={tmp_path}"),
+                f"lora.path: {tmp_path} is no folder with an adapter_config",
+            ),
+        ):
+            refused = command(*asked)
+            assert refused.returncode == 2
+            (told,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+            assert message in told

@@ -13,12 +13,11 @@ from scipy.stats import binomtest
 from exgrpo.train.config import RewardConfig
 from exgrpo.train.data.questions import Question
 from exgrpo.train.errors import ConfigError, OutputError
-from exgrpo.train.evaluate.answer_file import AnswerFile
-from exgrpo.train.evaluate.held_out import evaluate, metrics
-from exgrpo.train.evaluate.interval import effective_count, wilson
+from exgrpo.train.evaluate.course import evaluate, metrics
+from exgrpo.train.evaluate.evaluation import AnswerFile
 from exgrpo.train.evaluate.options import Options, parse_options
 from exgrpo.train.evaluate.program import write
-from exgrpo.train.evaluate.scores import LeftOut, Verdict, score, score_all
+from exgrpo.train.evaluate.scores import LeftOut, Verdict, effective_count, score, score_all, wilson
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.records import Rollout
 from exgrpo.train.report.runs import load_run

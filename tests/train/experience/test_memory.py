@@ -172,19 +172,6 @@ def test_memory_of_continuous_rewards_follows_a_plain_model(history, retire):
         assert set(np.flatnonzero(memory.retired)) == retired
 
 
-def test_binary_groups_store_the_same_by_either_rule():
-    by_count, by_spread = remembering(3, K), remembering(3, K, bucket_by="reward_deviation")
-    groups = [group(0, [1.0, 0.0, 0.0, 0.0]), group(1, [1.0, 1.0, 0.0, 0.0]), group(2, [0.0] * 4)]
-    for memory in (by_count, by_spread):
-        memory.update(make_batch(groups), 0, collect=True)
-    for name in ("question", "key", "length"):
-        assert by_count.table.column(name).tolist() == by_spread.table.column(name).tolist()
-    assert by_count.table.column("question").tolist() == [0, 1, 1]
-    assert by_count.count.tolist() == [1, 2, 0]
-    # Deviations 0.433, 0.5 and 0 of a range of 0.5: 3.46 and 4 of 4, kept inside 1..3.
-    assert by_spread.count.tolist() == [3, 3, 0]
-
-
 def test_counts_by_deviation_span_the_step():
     spreads = [0.0, 0.1, 0.2, 0.4]
     groups = [group(q, [0.5 - s, 0.5 + s] * 4) for q, s in enumerate(spreads)]
@@ -217,15 +204,6 @@ def test_a_group_is_in_a_band_by_its_fresh_answers_and_without_any_in_all_bands(
     }
 
 
-def test_without_retirement_a_solved_question_has_the_highest_count_and_keeps_its_trajectories():
-    memory = remembering(2, K, retire=False)
-    memory.update(make_batch([group(0, [1.0, 0.0, 0.0, 0.0], first=10)]), 0, collect=True)
-    memory.update(make_batch([group(0, [1.0] * 3, replayed=True), group(1, [1.0] * 4)]), 1, collect=True)
-    assert not memory.retired.any()
-    assert memory.count.tolist() == [K - 1, K - 1]
-    assert [len(memory.trajectories(q)) for q in range(2)] == [4, 4]
-
-
 @given(st.integers(2, 16), st.booleans(), st.booleans(), st.data())
 def test_a_groups_count_is_the_fraction_of_its_counted_rows(samples, mixed, count_replayed, data):
     right = data.draw(st.integers(0, samples - mixed))
@@ -237,27 +215,6 @@ def test_a_groups_count_is_the_fraction_of_its_counted_rows(samples, mixed, coun
     assert (evidence.successes.tolist(), evidence.rows.tolist()) == ([1, right], [2, rows])
     assert success_counts(evidence, samples).tolist() == [samples / 2, float(Fraction(samples * right, rows))]
     assert evidence.solved.tolist() == [False, right == rows > 1]
-
-
-def test_one_lucky_answer_does_not_retire_a_question():
-    memory = remembering(2, 2)
-    memory.update(make_batch([group(q, [1.0, 0.0]) for q in range(2)]), 0, collect=True)
-    memory.update(make_batch([group(q, [1.0], replayed=True) for q in range(2)]), 1, collect=True)
-    assert not memory.retired.any()
-    assert memory.count.tolist() == [1, 1]
-    memory.update(make_batch([group(0, [1.0, 1.0])]), 2, collect=True)
-    assert memory.retired.tolist() == [True, False]
-
-
-@pytest.mark.parametrize("max_age", [1, 2, 3])
-def test_what_the_next_step_finds_is_at_most_max_age_steps_old(max_age):
-    memory = remembering(1, K, max_age=max_age)
-    memory.update(make_batch([group(0, [1.0, 0.0, 0.0, 0.0], step=5)]), 5, collect=True)
-    for step in range(6, 6 + max_age):
-        assert memory.trajectory_count == 1, "at the selection of this step it is not too old"
-        memory.update(make_batch([]), step, collect=True)
-    assert memory.trajectory_count == 0
-    assert memory.count.tolist() == [0]
 
 
 @pytest.mark.parametrize(("success", "stored"), [(0.3, 3), (0.9, 2), (1.0, 0)])
@@ -286,29 +243,6 @@ def test_an_answer_without_tokens_is_no_success_whatever_its_reward(bucket_by):
     memory.update(make_batch([(0, [Row(0.0, (), finished=False), Row(-0.5)])]), 0, collect=True)
     assert not memory.retired.any()
     assert all(len(row.response) for row in memory.all_trajectories())
-
-
-def test_unsolved_buffered_question_has_the_lowest_count_and_keeps_its_trajectories():
-    memory = remembering(1, K)
-    memory.update(make_batch([group(0, [1.0, 1.0, 1.0, 0.0])]), 0, collect=True)
-    assert memory.count[0] == 3
-    memory.update(make_batch([group(0, [0.0] * 3, replayed=True)]), 1, collect=True)
-    assert memory.count[0] == 1
-    assert memory.trajectory_count == 3
-
-
-def test_nothing_is_collected_before_the_start_but_solved_questions_retire():
-    memory = remembering(2, K)
-    memory.update(make_batch([group(0, [1.0] * 4), group(1, [1.0, 0.0, 0.0, 0.0])]), 0, collect=False)
-    assert memory.retired.tolist() == [True, False]
-    assert len(memory) == 0
-
-
-def test_of_two_equal_responses_the_newer_log_probs_stay():
-    memory = remembering(1, K)
-    for step in (0, 5):
-        memory.update(make_batch([group(0, [1.0, 0.0, 0.0, 0.0], step=step)]), step, collect=True)
-    assert [t.step for t in memory.trajectories(0)] == [5]
 
 
 def test_the_memory_takes_nine_bytes_per_token_and_room_for_as_much_again():

@@ -41,14 +41,6 @@ def test_without_a_mixture_the_stream_is_that_of_one_order(questions, counts, se
         assert fresh.draw(count, excluded).tolist() == expected
 
 
-def test_the_shares_are_the_weights():
-    """One question per draw, so that no source runs out: chi-square with two degrees of freedom."""
-    fresh = pool()
-    counts = np.bincount([SOURCE[fresh.draw(1, nobody(347))[0]] for _ in range(8000)], minlength=3)
-    expected = 8000 * np.array(WEIGHTS) / sum(WEIGHTS)
-    assert ((counts - expected) ** 2 / expected).sum() < chi2.ppf(1 - 1e-6, 2)
-
-
 def test_within_a_batch_the_shares_are_the_weights_while_all_sources_have_questions():
     fresh, sizes = pool(sizes=(50, 60), weights=(3.0, 1.0)), np.array([50, 60])
     counts = np.zeros(2)

@@ -1,12 +1,11 @@
 """Which questions a step works on, when replay starts, and which trajectory is replayed."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.train.experience import DelayedStart, ExperienceConfig, FreshQuestions, MeanScores, Replay
-from exgrpo.train.experience.selection import RULES, Candidates
+from exgrpo.train.experience import DelayedStart, ExperienceConfig, MeanScores, Replay
+from exgrpo.train.experience.candidates import RULES, Candidates
 from tests.train.batches import make_batch
 from tests.train.experience.test_memory import K, group
 
@@ -45,29 +44,6 @@ def test_plan_mixes_replayed_and_fresh_questions(buffered, retired, other, batch
 def test_floor_of_the_ratio_is_not_lost_to_rounding():
     groups = filled(200, 100, 0, ratio=0.29).plan(100, 1)
     assert sum(group.choose for group in groups) == 29
-
-
-def test_without_replay_all_questions_are_fresh():
-    replay = filled(20, 10, 0, ratio=0.5)
-    replay.latch.open = False
-    for groups in (replay.plan(8, 1), filled(20, 10, 0, ratio=0.0).plan(8, 1)):
-        assert [(group.fresh, group.choose) for group in groups] == [(K, 0)] * 8
-
-
-def test_fresh_questions_come_epoch_by_epoch():
-    pool = FreshQuestions(10, np.random.default_rng(0))
-    nobody = np.zeros(10, bool)
-    drawn = np.concatenate([pool.draw(4, nobody) for _ in range(5)])
-    assert sorted(drawn[:10]) == list(range(10))
-    assert sorted(drawn[10:]) == list(range(10))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_batch_that_spans_two_epochs_has_no_question_twice(seed):
-    pool = FreshQuestions(5, np.random.default_rng(seed))
-    for _ in range(20):
-        drawn = pool.draw(4, np.zeros(5, bool))
-        assert len(set(drawn.tolist())) == 4
 
 
 def test_the_start_is_a_one_way_latch():

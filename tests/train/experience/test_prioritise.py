@@ -41,14 +41,6 @@ def test_the_prompts_nearest_to_one_half_are_drawn_first(counts, data):
     assert sorted(abs(counts[i] - 4) for i in drawn) == distances[:wanted]
 
 
-@pytest.mark.parametrize("name", ["newest", "oldest", "middle"])
-def test_equal_units_are_drawn_alike(name):
-    equal = units(step=[3] * 6, count=[5.0] * 6)
-    rng = np.random.default_rng(0)
-    times = np.bincount(np.concatenate([draw(rng, 6, 2, prioritised(name, equal)) for _ in range(3000)]), minlength=6)
-    assert abs(times - 1000).max() < 4 * math.sqrt(1000 * 2 / 3)
-
-
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=9))
 def test_an_advantage_weighs_by_the_root_of_its_size(advantages):
     """(|A| + 1e-6)^(1/2): rollout-level replay, arXiv 2606.04560."""
@@ -69,10 +61,6 @@ def test_freshness_weighs_by_reward_and_age(rows, scale):
     assert stratum is None
     logarithms = [0.6 * math.log(abs(r) + 1e-6) - 0.6 * a / scale for r, a in rows]
     np.testing.assert_allclose(log_weight, logarithms, rtol=1e-12, atol=1e-12)
-
-
-def test_random_has_no_weights():
-    assert prioritised("random", units(step=[1, 2])) == (None, None)
 
 
 @pytest.mark.parametrize(("name", "column"), [("advantage", "advantage"), ("freshness", "reward")])

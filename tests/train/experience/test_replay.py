@@ -1,7 +1,5 @@
 """What a run remembers and decides, without a model."""
 
-import copy
-
 import numpy as np
 import pytest
 
@@ -19,17 +17,6 @@ def test_replay_starts_after_the_step_that_passes_the_threshold():
     assert len(replay.memory) == 0  # what was written before is not kept
     replay.take_in(make_batch([group(0, [1.0, 0.0])]), 2)
     assert len(replay.memory) == 1
-
-
-def test_a_restored_state_goes_on_with_the_same_draws():
-    replay, other = (Replay(ExperienceConfig(start_pass_rate=0.0), 20, 4, seed) for seed in (0, 1))
-    replay.take_in(make_batch([group(question, [1.0, 0.0, 0.0, 1.0]) for question in range(8)]), 1)
-    replay.plan(8, 2)
-    other.restore(copy.deepcopy(replay.state()))
-    for _ in range(4):
-        expected, found = replay.plan(8, 2), other.plan(8, 2)
-        assert found == expected
-        assert sum(group.choose for group in found) == 4
 
 
 def test_a_success_is_what_the_setting_says_and_a_misfit_is_told_once():

@@ -212,12 +212,3 @@ def test_without_replay_nothing_is_forgotten_and_nobody_leaves():
     memory = ExperienceMemory(2, Setting(ExperienceConfig(ratio=0.0, max_age=1), K))
     memory.update(make_batch([group_of(0, [(1.0, 1)] * K, 1)]), 1, collect=False)
     assert not memory.retired.any()
-
-
-def test_a_capacity_leaves_the_latest_answers_of_all_questions_together():
-    memory = ExperienceMemory(3, Setting(ExperienceConfig(admit="all", capacity=5), K))
-    for step in range(3):
-        answers = [(float(i == 0), 10 * step + i) for i in range(K)]
-        memory.update(make_batch([group_of(step, answers, step)]), step, collect=True)
-    assert [int(row.response[0]) for row in memory.all_trajectories()] == [13, 20, 21, 22, 23]
-    assert memory.count.tolist() == [0, 1, 1]

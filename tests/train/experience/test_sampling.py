@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.experience import ExperienceConfig, Priority, Replay, Setting, Units, draw, rules, sampling
+from exgrpo.train.experience import ExperienceConfig, Priority, Replay, Setting, Units, candidates, draw, rules
 from tests.train.batches import make_batch
 from tests.train.experience.test_memory import group
 
@@ -113,18 +113,11 @@ def test_questions_of_medium_difficulty_get_the_replays_that_the_law_gives_them(
     assert near == pytest.approx(0.574 if with_fresh_groups else 0.771, abs=0.01)
 
 
-def test_the_random_law_draws_every_buffered_question_alike():
-    count, rng = counts({1: 5, 32 / 7: 30, 7: 5}), np.random.default_rng(4)
-    assert prioritised("random", count) == (None, None)
-    drawn = np.concatenate([draw_questions(rng, count, 10, "random") for _ in range(2000)])
-    times = np.bincount(drawn, minlength=len(count))[count > 0]
-    statistic = np.sum((times - times.mean()) ** 2) / times.mean() * 39 / 30
-    assert 0.01 < stats.chi2(39).cdf(statistic) < 0.99
-
-
-def test_questions_of_equal_count_are_equally_likely():
-    count, rng = counts({24 / 7: 40}), np.random.default_rng(2)
-    drawn = np.concatenate([draw_questions(rng, count, 10, "gaussian") for _ in range(2000)])
+@pytest.mark.parametrize(("law", "sizes"), [("random", {1: 5, 32 / 7: 30, 7: 5}), ("gaussian", {24 / 7: 40})])
+def test_questions_without_weights_or_of_equal_count_are_equally_likely(law, sizes):
+    count, rng = counts(sizes), np.random.default_rng(4)
+    assert (prioritised(law, count).log_weight is None) == (law == "random")
+    drawn = np.concatenate([draw_questions(rng, count, 10, law) for _ in range(2000)])
     times = np.bincount(drawn, minlength=len(count))[count > 0]
     # Without replacement they vary less than multinomial ones by the factor (N - n) / (N - 1).
     statistic = np.sum((times - times.mean()) ** 2) / times.mean() * 39 / 30
@@ -176,9 +169,9 @@ def successive(weights, wanted: int) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize(("rounds", "block", "most"), [(8, 256, 9), (8, 3, 9), (8, 3, 1), (1, 2, 9), (0, 256, 9)])
 @pytest.mark.parametrize("wanted", [1, 2, 3, 4])
 def test_units_are_drawn_one_after_the_other_by_their_weights(monkeypatch, wanted, rounds, block, most):
-    monkeypatch.setattr(sampling, "ROUNDS", rounds)
-    monkeypatch.setattr(sampling, "BLOCK", block)
-    monkeypatch.setattr(sampling, "MOST", most)
+    monkeypatch.setattr(candidates, "ROUNDS", rounds)
+    monkeypatch.setattr(candidates, "BLOCK", block)
+    monkeypatch.setattr(candidates, "MOST", most)
     exact, rng, times = successive(WEIGHTS, wanted), np.random.default_rng(6), 20_000
     priority = Priority(np.log(WEIGHTS) + 700)
     observed = Counter(tuple(draw(rng, 4, wanted, priority).tolist()) for _ in range(times))
@@ -223,7 +216,7 @@ def test_any_weights_give_different_units_and_all_of_them_where_all_are_wanted(l
 
 @pytest.mark.parametrize("block", [1, 2, 3, 16])
 def test_equal_weights_are_no_weights(monkeypatch, block):
-    monkeypatch.setattr(sampling, "BLOCK", block)
+    monkeypatch.setattr(candidates, "BLOCK", block)
     rng, times = np.random.default_rng(8), 4000
     drawn = np.concatenate([draw(rng, 10, 3, Priority(np.full(10, -4.0))) for _ in range(times)])
     statistic = np.sum((np.bincount(drawn) - 0.3 * times) ** 2) / (0.3 * times) * 9 / 7

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exgrpo.train.errors import ConfigError
+from exgrpo.train.experience import stored
 from exgrpo.train.experience import table as module
-from exgrpo.train.experience import tokens
 from exgrpo.train.experience.stored import OF_TRAJECTORY, pack
 from exgrpo.train.experience.table import NONE, OF_ORIGIN, Origin, Table
 from exgrpo.train.records import Trajectory
@@ -24,8 +24,8 @@ ORIGIN = tuple(Origin.__dataclass_fields__)
 def few(monkeypatch):
     """So that tables grow and are tidied within a few rows, and tokens lie in several blocks."""
     monkeypatch.setattr(module, "FEWEST", 4)
-    monkeypatch.setattr(tokens, "FEWEST", 4)
-    monkeypatch.setattr(tokens, "MOST", 16)
+    monkeypatch.setattr(stored, "FEWEST", 4)
+    monkeypatch.setattr(stored, "MOST", 16)
 
 
 def a_row(number: int, question: int) -> tuple[Trajectory, Origin]:
@@ -102,8 +102,7 @@ def check(table: Table, model: list[dict]) -> None:
     for name in OF_TRAJECTORY | OF_ORIGIN | {"length": np.int64}:
         assert table.column(name).tolist() == [row[name] for row in model]
         assert table.values(name, rows).tolist() == [row[name] for row in model]
-    stored = table.stored()
-    check_made_again(stored, [one["trajectory"] for one in model])
+    check_made_again(table.stored(), [one["trajectory"] for one in model])
     check_replayed(table, rows[::-2], model[::-2])
     for row, of_model in zip(rows.tolist(), model, strict=True):
         assert table.response(row).tolist() == of_model["trajectory"].response.tolist()
@@ -172,8 +171,8 @@ def test_a_table_is_a_list_of_rows(operations):
                 table.fill(pack([one["trajectory"] for one in model]), origins)
         check(table, model)
         earlier.append((table.stored(), [one["trajectory"] for one in model]))
-    for stored, trajectories in earlier:  # what leaves or moves later does not change them
-        check_made_again(stored, trajectories)
+    for before, trajectories in earlier:  # what leaves or moves later does not change them
+        check_made_again(before, trajectories)
 
 
 def test_tokens_take_at_most_twice_the_room_of_what_is_left():
@@ -185,7 +184,7 @@ def test_tokens_take_at_most_twice_the_room_of_what_is_left():
         table.remove(rng.choice(rows, max(len(rows) - 50, 0), replace=False))
         table.tidy()
         room = sum(len(one.response) for one in table.blocks.contents.values())
-        assert room <= 2 * table.column("length").sum() + tokens.MOST
+        assert room <= 2 * table.column("length").sum() + stored.MOST
 
 
 def test_tokens_in_files_are_those_in_memory(tmp_path):
@@ -202,9 +201,9 @@ def test_tokens_in_files_are_those_in_memory(tmp_path):
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"experience\.folder .*missing: No such file.* name a folder"):
-        tokens.check_folder(tmp_path / "missing")
-    tokens.check_folder(tmp_path)
-    tokens.check_folder(None)
+        stored.check_folder(tmp_path / "missing")
+    stored.check_folder(tmp_path)
+    stored.check_folder(None)
 
 
 def test_rows_are_moved_together_once_more_than_half_have_left():
@@ -223,14 +222,3 @@ def test_a_replay_of_a_row_that_is_named_twice_counts_twice():
     table = Table(1)
     (row,) = add(table, [a_row(0, 0)])
     assert table.replayed(np.array([row, row])).tolist() == [2, 2]
-
-
-def test_a_row_that_replaces_others_has_been_replayed_as_often_as_they_have():
-    table = Table(1)
-    rows = add(table, [a_row(number, 0) for number in (1, 2, 3, 5)])
-    assert table.column("replays").tolist() == [1, 0, 1, 1]
-    table.replace(rows[:3], rows[3])
-    assert table.rows().tolist() == rows[3:]
-    assert table.column("replays").tolist() == [3]
-    table.replace([], rows[3])
-    assert table.column("replays").tolist() == [3]

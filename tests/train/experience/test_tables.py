@@ -9,9 +9,8 @@ from pydantic import ValidationError
 
 from exgrpo.train.config import ExperienceConfig, ObjectiveConfig
 from exgrpo.train.experience import rules
-from exgrpo.train.experience.buckets import BUCKETS
-from exgrpo.train.experience.difficulty import BANDS
-from exgrpo.train.experience.selection import RULES
+from exgrpo.train.experience.candidates import RULES
+from exgrpo.train.experience.difficulty import BANDS, BUCKETS
 from exgrpo.train.experience.settings import LIMITS
 
 TABLES = [

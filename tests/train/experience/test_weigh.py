@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from exgrpo.kernels import policy_loss
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.experience import rules
-from exgrpo.train.experience.weighing import PRESENT, Weighed, WeighOptions
+from exgrpo.train.experience.contract import PRESENT, Weighed, WeighOptions
 from exgrpo.train.replayed import Weigher
 from exgrpo.train.step_batch import StepBatch
 from tests.train.batches import Row, make_batch, rows_of

@@ -11,9 +11,8 @@ from exgrpo.train.checkpoint.store import ExperienceStore
 from exgrpo.train.errors import CheckpointError, DataError, OutputError
 from exgrpo.train.experience.stored import pack
 from exgrpo.train.experience_data import export as exporting
-from exgrpo.train.experience_data.card import COLUMNS, size_category
-from exgrpo.train.experience_data.export import SCHEMA, export, write_shards
-from exgrpo.train.experience_data.of_run import open_run
+from exgrpo.train.experience_data.export import SCHEMA, export, size_category, write_shards
+from exgrpo.train.experience_data.sources import open_run
 from exgrpo.train.experience_data.traces import read_traces
 from tests.train.experience_data.runs import make_run, questions, rows_of, same, some, trajectory
 
@@ -31,7 +30,7 @@ def test_the_hubs_library_loads_every_column(exported, tmp_path, monkeypatch):
     import datasets
 
     loaded = datasets.load_dataset(str(exported), split="train", cache_dir=str(tmp_path))
-    assert loaded.column_names == SCHEMA.names == list(COLUMNS)
+    assert loaded.column_names == SCHEMA.names
     assert len(loaded) == len(some())
     for i, (row, one) in enumerate(zip(loaded, some(), strict=True)):
         question = questions()[one.question]

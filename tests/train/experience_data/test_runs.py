@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from exgrpo.train.experience_data.of_run import open_run
+from exgrpo.train.experience_data.program import main
+from exgrpo.train.experience_data.sources import open_run
 from tests.train.experience_data.runs import QUESTIONS, K, make_run, same, some
-from tests.train.launch import MAIN, launch, launch_module
+from tests.train.launch import MAIN, launch
 
 ARGUMENTS = (
     *("--steps=1", "--questions=3", f"--rollout.samples={K}", f"--data.train_limit={QUESTIONS}", "--data.test=None"),
@@ -15,8 +16,7 @@ ARGUMENTS = (
 
 def test_a_run_begins_with_the_experience_of_another(tmp_path):
     source = make_run(tmp_path / "run", some())
-    done = launch_module("exgrpo.train.experience", "export", str(source), str(tmp_path / "set"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert main(["export", str(source), str(tmp_path / "set")]) == 0
     folders = (f"--output.folder={tmp_path}", f"--experience.start={tmp_path / 'set'}")
     done = launch(MAIN, *ARGUMENTS, "--output.name=next", *folders, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What a person sees of stored experience: counts, distributions, texts, a page."""
+"""What a person sees of stored experience: counts, distributions, texts."""
 
 import subprocess
 import sys
@@ -10,13 +10,9 @@ from rich.console import Console
 
 from exgrpo.train.experience_data import program
 from exgrpo.train.experience_data.export import export
-from exgrpo.train.experience_data.of_file import FileExperience
-from exgrpo.train.experience_data.of_run import open_run
-from exgrpo.train.experience_data.page import write_page
-from exgrpo.train.experience_data.show import bars, counts, show
-from exgrpo.train.experience_data.stored import Overview, different
-from tests.train.experience_data.runs import QUESTIONS, make_run, questions, some, trajectory
-from tests.train.report.pages import Page
+from exgrpo.train.experience_data.show import Overview, bars, counts, different, show
+from exgrpo.train.experience_data.sources import FileExperience, open_run
+from tests.train.experience_data.runs import QUESTIONS, make_run, questions, some
 
 
 @pytest.fixture
@@ -50,7 +46,6 @@ def test_columns_say_what_is_stored(tmp_path):
     assert found["success count"].tolist() == [2, 2, 2]
     assert found["answers"].tolist() == [3, 2, 2]
     assert found["solutions"].tolist() == [1, 1, 1]
-    assert overview.fullest(2) == [0, 1]
 
 
 def test_the_table_fits_80_columns_with_large_numbers_also_where_it_is_piped():
@@ -76,7 +71,7 @@ def test_a_file_shows_what_the_run_shows(tmp_path):
         assert theirs.distributions[name].tolist() == ours.distributions[name].tolist()
     assert theirs.distributions["step"].tolist() == [one.step for one in some()]
     assert theirs.behaviour == ours.behaviour
-    for a, b in zip(run.questions([0, 2]), file.questions([0, 2]), strict=True):
+    for a, b in ((run.question(index), file.question(index)) for index in (0, 2)):
         assert (a.text, a.gold, len(a.answers)) == (b.text, b.gold, len(b.answers))
         for one, other in zip(a.answers, b.answers, strict=True):
             assert one.label == other.label
@@ -137,33 +132,17 @@ def test_the_program_exports(tmp_path, say):
         (["show", "empty"], "empty has no checkpoint, where experience is stored: a run writes one every checkpoint"),
         (["export", "empty", "out"], "empty has no checkpoint"),
         (["show", "run", "--question", "99"], "there is no question 99: the run has the questions 0 to 5"),
-        (["show", "run", "--page", "page.txt"], "page.txt: choose a name that ends in .html"),
-        (["show", "run", "--page", "run/config/page.html"], "page.html cannot be written: File exists"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, say, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    (make_run(tmp_path / "run", some()) / "config").touch()
+    make_run(tmp_path / "run", some())
     status, _, told = say(*arguments)
     assert status == 2
     assert message in told
     assert told.startswith("error: ")
     assert told.count("\n") == 1
-
-
-def test_a_page_loads_nothing_and_shows_texts_as_they_are(tmp_path):
-    made = [trajectory(0, "<b>1 + 1</b> & 2</think>"), *some()]
-    experience = open_run(make_run(tmp_path / "run", made))
-    write_page(experience, experience.overview(), tmp_path / "page.html")
-    page = Page(tmp_path / "page.html")  # which takes no script and no picture from elsewhere
-    assert all(place.startswith("#") for place in page.loads)
-    assert "<b>" not in page.source
-    assert experience.questions([0])[0].answers[0].text.startswith("<b>1 + 1</b>")
-    assert "&lt;b&gt;1 + 1&lt;/b&gt; &amp; 2" in page.source
-    assert page.row("stored trajectories") == ["8"]
-    assert page.figures["tokens"]["text"].startswith("8 values from ")
-    assert len(set(page.ids)) == len(page.ids)
 
 
 def test_the_package_and_the_tables_need_neither_torch_nor_a_tokenizer(tmp_path):

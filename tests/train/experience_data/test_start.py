@@ -1,7 +1,6 @@
 """A new run begins with traces: which become trajectories, with which tokens, log-probs and counts."""
 
 import json
-from itertools import pairwise
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,8 +13,7 @@ from exgrpo.train.distributed import ALONE
 from exgrpo.train.errors import ConfigError, DataError
 from exgrpo.train.experience.table import OF_ORIGIN
 from exgrpo.train.experience_data.export import export
-from exgrpo.train.experience_data.matching import Encoding
-from exgrpo.train.experience_data.start import start_experience
+from exgrpo.train.experience_data.start import Encoding, start_experience
 from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.records import Trajectory
 from exgrpo.train.trainer import Trainer
@@ -94,16 +92,6 @@ def test_answers_with_replies_come_back_as_they_were_and_in_no_other_tokens(tmp_
     trainer = arithmetic(tmp_path, tmp_path / "other.jsonl")
     assert len(stored(trainer)) == 7
     assert all(one.written is None for one in stored(trainer))
-
-
-@pytest.mark.parametrize(
-    "written", [[True], [0] * 8, [False] * 8, "yes"], ids=["too few", "numbers", "nothing of the policy", "text"]
-)
-def test_marks_that_cannot_be_are_named(tmp_path, written):
-    ids = [5, 7, 8, 9, 5, 7, 8, EOS]
-    path = write(tmp_path / "traces.jsonl", trace(0, "5 7", response_ids=ids, written=written))
-    with pytest.raises(DataError, match="line 1: written must be true or false for each of the 8 response_ids"):
-        begin(path)
 
 
 @pytest.mark.parametrize("rule", ["recompute", "keep"])
@@ -303,29 +291,6 @@ def test_a_file_without_a_usable_row_is_an_error(tmp_path, rows, message):
         begin(write(tmp_path / "traces.jsonl", *rows))
 
 
-def test_a_run_without_it_begins_with_nothing(tmp_path):
-    trainer = trainer_of(config(), question_set(4), PRINTED)
-    assert start_experience(trainer, PRINTED) is None
-    assert not stored(trainer)
-
-
 def test_a_start_that_is_never_replayed_is_refused():
     with pytest.raises(ConfigError, match=r"experience.start fills a buffer that experience.ratio=0 never replays"):
         config({"experience": {"start": "x", "ratio": 0}})
-
-
-def test_the_memory_keeps_its_invariants_while_it_learns_on(tmp_path):
-    path = write(tmp_path / "traces.jsonl", *(trace(i % 8, f"{10 + i} 7") for i in range(40)))
-    trainer, _ = begin(path)
-    memory = trainer.replay.memory
-    for step in range(1, 6):
-        trainer.step(step)
-        held = memory.table.held > 0
-        assert np.array_equal(held, memory.count > 0)
-        assert not np.any(held & memory.retired)
-        assert np.all((memory.count[held] >= 1) & (memory.count[held] <= K - 1))
-    ages = [one.step for question in range(8) for one in memory.trajectories(question)]
-    assert min(ages) == 0
-    assert max(ages) > 0
-    for question in range(8):
-        assert all(a.step <= b.step for a, b in pairwise(memory.trajectories(question)))

@@ -28,6 +28,10 @@ BAD = [
     ({"behaviour": "me"}, "behaviour must be one of trainer, engine, unknown, got 'me'"),
     ({"group_successes": 3, "group_answers": 2}, "group_successes is 3 and group_answers 2"),
     ({"key": -1}, "key must be a whole number from 0, got -1"),
+    *(
+        ({"response_ids": [5, 7], "written": marks}, "written must be true or false for each of the 2 response_ids")
+        for marks in ([True], [0, 0], [False, False], "yes")  # too few, numbers, nothing of the policy, text
+    ),
 ]
 
 

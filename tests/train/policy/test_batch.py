@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.config import ObjectiveConfig
-from exgrpo.train.experience.weighing import PRESENT
+from exgrpo.train.experience.contract import PRESENT
 from exgrpo.train.policy.batch import IGNORED, MiniBatch, advantages, build_minibatches, weigh_fresh
 from exgrpo.train.policy.layout import Padded, schedule
 from exgrpo.train.records import Rollout

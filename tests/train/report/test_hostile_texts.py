@@ -9,13 +9,8 @@ import re
 
 import pytest
 
-from exgrpo.train.experience_data.page import write_page
-from exgrpo.train.experience_data.stored import AskedQuestion, StoredAnswer
 from exgrpo.train.report.figures import as_json, template
 from exgrpo.train.report.page import write_report
-from tests.train.experience_data.runs import make_run as make_experience
-from tests.train.experience_data.runs import some
-from tests.train.experience_data.test_show import open_run
 from tests.train.report.pages import SHORT, Page, held_out, make_run
 
 HOSTILE = (
@@ -102,31 +97,6 @@ def test_a_report_shows_hostile_names_as_text(tmp_path):
         if "/" not in text:  # of a metric, what stands behind it is shown
             assert f"Reward in training: {text}" in page.texts
         assert f"Held-out set {text}" in page.texts
-
-
-class Told:
-    """Stored experience whose texts are these."""
-
-    def __init__(self, stored, texts):
-        self._stored, self._texts = stored, texts
-
-    def overview(self):
-        return self._stored.overview()
-
-    def questions(self, indices):
-        answers = [StoredAnswer(text, 1.0, 1, 0, -0.5, True, text) for text in self._texts]
-        return [AskedQuestion(0, text, text, tuple(answers)) for text in self._texts]
-
-
-def test_a_page_of_experience_shows_hostile_questions_and_answers_as_text(tmp_path):
-    stored = open_run(make_experience(tmp_path / "run", some()))
-    pages = []
-    for name, texts in (("page", TEXTS), ("plain", harmless(TEXTS))):
-        write_page(Told(stored, texts), stored.overview(), tmp_path / f"{name}.html")
-        pages.append(Page(tmp_path / f"{name}.html"))
-    check(*pages)
-    for text in SHOWN:
-        assert pages[0].texts.count(text) >= 2 * len(TEXTS) + 2  # each answer names its text twice
 
 
 def rendered(folder, scripts, **texts):

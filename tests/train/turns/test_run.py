@@ -10,7 +10,7 @@ import pytest
 from exgrpo.train.checkpoint.listing import survey
 from exgrpo.train.checkpoint.log_files import SAMPLES
 from exgrpo.train.experience_data.export import export
-from exgrpo.train.experience_data.of_run import RunExperience
+from exgrpo.train.experience_data.sources import RunExperience
 from exgrpo.train.samples import read_samples
 from tests.train.experience_data.runs import pretrained
 from tests.train.launch import MAIN, ROOT, launch_by_deepspeed

@@ -1,7 +1,12 @@
-"""The experience in the newest sound checkpoint of a run: columns in memory, tokens and texts when asked for."""
+"""Where stored experience is read from: the newest sound checkpoint of a run, or a file of traces.
+
+Of a run columns are in memory, tokens and texts are read when asked for. A file is read from its beginning for each
+look.
+"""
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +25,8 @@ from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined, question_set
 from exgrpo.train.data.sources import names_of, settings_of
 from exgrpo.train.errors import CheckpointError, DataError, ModelError, os_errors_as, shown
-from exgrpo.train.experience_data.stored import AskedQuestion, Overview, StoredAnswer, different
+from exgrpo.train.experience_data.show import AskedQuestion, Overview, StoredAnswer, different
+from exgrpo.train.experience_data.traces import Trace, read_traces
 from exgrpo.train.pretrained.options import located
 from exgrpo.train.recipe import validate
 from exgrpo.train.records import Rollout, Trajectory
@@ -29,6 +35,8 @@ from exgrpo.train.step_batch import BEHAVIOURS
 logger = logging.getLogger(__name__)
 OF_ROWS = ("question", "length", "finished", "reward", "step", "behaviour", "key")
 """Columns of a segment that have a number for each trajectory."""
+Named = tuple[str | None, str | None, bytes]
+"""What tells questions apart: text, gold answer and, without a text, the prompt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,15 +192,11 @@ class RunExperience:
             solutions=different(question, columns.get("key", np.zeros(0, np.int64))),
         )
 
-    def questions(self, indices: Sequence[int]) -> list[AskedQuestion]:
-        """Some questions with their answers as texts; raises as `asked` and `texts`."""
-        found = []
-        for index in indices:
-            question = self.asked(index)
-            rows = np.flatnonzero(self.columns["question"] == index).tolist() if len(self) else []
-            answers = tuple(self._answer(row) for row in rows)
-            found.append(AskedQuestion(index, question.text, question.gold, answers))
-        return found
+    def question(self, index: int) -> AskedQuestion:
+        """A question with its answers as texts; raises as `asked` and `texts`."""
+        question = self.asked(index)
+        rows = np.flatnonzero(self.columns["question"] == index).tolist() if len(self) else []
+        return AskedQuestion(index, question.text, question.gold, tuple(self._answer(row) for row in rows))
 
     def _answer(self, row: int) -> StoredAnswer:
         one = self.trajectory(row)
@@ -240,3 +244,73 @@ def _open(path: Path, name: str) -> Any:
     if sha256(path) != name:
         raise DamagedFileError(f"{path} is damaged: its content does not have the checksum in its name")
     return safe_open(path, framework="numpy")
+
+
+class FileExperience:
+    """The traces of a file or an exported folder. Questions are numbered in the order in which they come.
+
+    Args:
+        source: the file or folder.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        self._numbers: dict[Named, int] = {}
+
+    def _traces(self) -> Iterator[tuple[int, Trace]]:
+        """Each trace with the number of its question."""
+        for trace in read_traces(self.source):
+            prompt = b"" if trace.question is not None or trace.prompt is None else trace.prompt.tobytes()
+            named = (trace.question, trace.gold, prompt)
+            yield self._numbers.setdefault(named, len(self._numbers)), trace
+
+    def overview(self) -> Overview:
+        """All traces as columns; the steps of a file have no present, so there is no age."""
+        rows, keys, questions, behaviour = [], [], [], Counter[str]()
+        for number, trace in self._traces():
+            questions.append(number)
+            keys.append(trace.key)
+            behaviour[trace.behaviour or "not said"] += 1
+            rows.append(
+                (
+                    np.nan if trace.step is None else trace.step,
+                    trace.replays,
+                    trace.successes / trace.answers if trace.answers else np.nan,
+                    np.nan if trace.tokens is None else len(trace.tokens),
+                    np.nan if trace.reward is None else trace.reward,
+                )
+            )
+        names = ("step", "replays", "group accuracy", "tokens", "reward")
+        table = np.array(rows, np.float64).reshape(-1, len(names))
+        question = np.array(questions, np.int64)
+        return Overview(
+            title=str(self.source),
+            asked=None,
+            retired=None,
+            question=question,
+            numbers=dict(zip(names, table.T, strict=True)),
+            counts=np.empty(0),
+            behaviour=dict(behaviour),
+            solutions=different(question, np.array(keys, np.int64)),
+        )
+
+    def question(self, index: int) -> AskedQuestion:
+        """A question with its answers; raises DataError where there is no such question."""
+        traces = [trace for number, trace in self._traces() if number == index]
+        if not traces:
+            known = f"{self.source} has the questions 0 to {len(self._numbers) - 1}"
+            raise DataError(f"there is no question {index}: {known}")
+        return AskedQuestion(index, traces[0].question or "", traces[0].gold, tuple(map(_answer, traces)))
+
+
+def _answer(trace: Trace) -> StoredAnswer:
+    known = trace.log_prob is not None and len(trace.log_prob) and trace.behaviour != "unknown"
+    return StoredAnswer(
+        text=trace.response,
+        reward=trace.reward,
+        step=trace.step,
+        replays=trace.replays,
+        log_prob=float(trace.log_prob.mean()) if known and trace.log_prob is not None else None,
+        finished=trace.finished,
+        behaviour=trace.behaviour,
+    )
