@@ -110,19 +110,14 @@ def test_the_sentence_of_several_arms_and_tasks_and_of_a_baseline_alone(tmp_path
     study = load_study(write(tmp_path, tasks=tasks, arms=arms))
     alone = headline(Findings.of(study, results_of(study, tmp_path / "alone.jsonl", ["without"])))
     assert alone == "Only “without” has been run: at the end, its held-out Pass@1 over 2 tasks is 0.305."
-    sentence = headline(Findings.of(study, results_of(study, tmp_path / "r.jsonl", arms)))
+    findings = Findings.of(study, results_of(study, tmp_path / "r.jsonl", arms))
+    titles = [table.title for table in tables(findings)]
+    assert (titles[0], len(titles)) == ("All tasks", 7)
+    sentence = headline(findings)
     assert sentence.startswith(
         "After equally many generated tokens, held-out Pass@1 over 2 tasks is 0.505 for “with”, the"
     )
     assert "the best of 2 arms (a choice that flatters it), and 0.305 for “without”" in sentence
-
-
-def test_several_tasks_have_a_table_together(tmp_path):
-    tasks = {**PLAN["tasks"], "colouring": {"recipes": ["builtin:colouring"]}}
-    study = load_study(write(tmp_path, tasks=tasks))
-    titles = [table.title for table in tables(Findings.of(study, results_of(study, tmp_path / "r.jsonl")))]
-    assert titles[0] == "All tasks"
-    assert len(titles) == 7
 
 
 def test_arms_that_are_not_complete_are_left_out_and_named(tmp_path):

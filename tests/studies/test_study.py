@@ -93,14 +93,11 @@ def test_a_wrong_function_is_told_before_the_first_run(tmp_path):
     assert "it gives Priority(log_weight)" in str(error.value)
 
 
-def test_runs_go_seed_by_seed(tmp_path):
+def test_runs_go_seed_by_seed_and_equal_ones_of_two_arms_are_needed_once(tmp_path):
     runs = list(load_study(write(tmp_path)).known(nothing))
     assert [(run.arm, run.seed) for run in runs] == [("without", 0), ("with", 0), ("without", 1), ("with", 1)]
-
-
-def test_equal_runs_of_two_arms_are_needed_once(tmp_path):
-    study = load_study(write(tmp_path, arms={"one": {}, "two": {}}, baseline="one"))
-    assert [run.seed for run in study.known(nothing)] == [0, 1]
+    equal = load_study(write(tmp_path, arms={"one": {}, "two": {}}, baseline="one"))
+    assert [run.seed for run in equal.known(nothing)] == [0, 1]
 
 
 def test_an_arm_chooses_the_best_mean_over_the_seeds_of_the_search(tmp_path):

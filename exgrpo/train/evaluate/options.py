@@ -229,7 +229,7 @@ def held_out_sets(config: Config) -> dict[str, Asked]:
     """All sets of held-out questions of a run by name; that of data.test comes first."""
     data, evaluation = config.data, config.evaluation
     usual: dict[str, Any] = {"split": data.test_split, "limit": data.test_limit}
-    usual |= {name: getattr(evaluation, name) for name in ("samples", "temperature", "top_p")}
+    usual |= {name: getattr(evaluation, name) for name in SAMPLED}
     sets = {TEST: HeldOutSet(source=data.test)} if data.test else {}
     return {
         name: Asked(**{**usual, **one.model_dump(exclude_none=True)}) for name, one in (sets | evaluation.sets).items()

@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from exgrpo.train import process
 from exgrpo.train.builtin import ASSETS
-from exgrpo.train.checkpoint.folder_lock import claim
 from exgrpo.train.config import Config
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate import program
@@ -280,15 +279,26 @@ def test_what_is_written_down_and_graded_ends_before_a_stop_string(tmp_path, eva
     assert sum(record["reward"] for record in stopped) < sum(record["reward"] for record in free)
 
 
+@contextmanager
+def held(folder):
+    """A folder that another process has claimed; gives its number."""
+    program = "import sys; from exgrpo.train.checkpoint.folder_lock import claim\n"
+    program += f"with claim(__import__('pathlib').Path({str(folder)!r})): print('held', flush=True); sys.stdin.read()"
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+        assert other.stdout.readline() == "held\n"
+        yield other.pid
+
+
 def test_what_cannot_be_is_refused_in_one_line(tmp_path, command):
     (tmp_path / "options.yaml").write_text("model: other\n")
     (tmp_path / "busy").mkdir()
     rewarded_by_gold(tmp_path)
     too_long = ("--data.test", tmp_path / "only_long.jsonl", "--data.max_prompt_tokens=60")
-    with claim(tmp_path / "busy"):
+    with held(tmp_path / "busy") as holder:
         for asked, message in (
             ((tmp_path,), f"output: {tmp_path} holds an evaluation with other options"),
-            ((tmp_path / "busy",), f"{tmp_path / 'busy'} is in use by another process (process {os.getpid()} on "),
+            ((tmp_path / "busy",), f"{tmp_path / 'busy'} is in use by another process (process {holder} on "),
             ((tmp_path / "new", "--data.test", "missing.jsonl"), "missing.jsonl"),
             ((tmp_path / "new", *too_long), "all 1 prompts are longer than max_prompt_tokens = 60"),
             (

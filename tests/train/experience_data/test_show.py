@@ -92,7 +92,7 @@ def test_bars_have_the_heights_of_a_histogram():
     assert drawn[-1] == "▆"  # 5 of 8
 
 
-def test_the_program_prints_tables_and_the_answers_to_a_question(tmp_path, say):
+def test_the_program_prints_tables_and_the_answers_to_a_question_and_exports(tmp_path, say):
     run = make_run(tmp_path / "run", some())
     status, out, _ = say("show", run)
     assert status == 0
@@ -110,10 +110,6 @@ def test_the_program_prints_tables_and_the_answers_to_a_question(tmp_path, say):
     assert "cut at the length limit" in out
     assert "<|end|>" not in out
     assert "question 4: 0 stored answers" in say("show", run, "--question", "4")[1]
-
-
-def test_the_program_exports(tmp_path, say):
-    run = make_run(tmp_path / "run", some())
     status, out, _ = say("export", run, tmp_path / "set")
     assert (status, out) == (0, f"7 trajectories in {tmp_path / 'set'}\n")
     status, out, _ = say("show", tmp_path / "set" / "data" / "train-00000-of-00001.parquet")

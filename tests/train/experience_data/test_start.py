@@ -173,12 +173,6 @@ def test_with_unknown_log_probs_replayed_tokens_refer_to_a_certain_writer(tmp_pa
     assert minibatch.batch.take(minibatch.batch.fresh).ratio_log_prob.all()
 
 
-def test_replay_begins_with_the_first_step(tmp_path):
-    path = write(tmp_path / "traces.jsonl", *(trace(i, "5 7 9", reward=1.0) for i in range(8)))
-    trainer, _ = begin(path, **{"experience.ratio": 1.0})
-    assert trainer.step(1).metrics["replayed"] == 3
-
-
 def test_texts_are_encoded_and_end_with_one_eos(tmp_path):
     path = write(
         tmp_path / "traces.jsonl",
