@@ -186,7 +186,7 @@ def main(argv: list[str]) -> int:
         write_model(WIDTH, model)
         write_questions(questions)
         hosts = stack.enter_context(Hosts(TRAINERS + SERVERS, trainers=TRAINERS))
-        limits = f"--max-tokens={PROMPT + BASE.max_tokens}", "--kv-cache-gib=0.2", "--without-token"
+        limits = f"--max-tokens={PROMPT + BASE.max_tokens}", "--kv-cache-gib=0.2"
         servers = [
             Server(model, folder / f"{host}.log", *limits, on=hosts.on(host), address=hosts.addresses[host])
             for host in range(TRAINERS, TRAINERS + SERVERS)

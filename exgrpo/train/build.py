@@ -27,9 +27,9 @@ from exgrpo.train.evaluate.options import held_out_sets
 from exgrpo.train.metrics.matrix_rate import matrix_rate
 from exgrpo.train.metrics.utilisation import BACKWARD, FROZEN_BACKWARD, Utilisation
 from exgrpo.train.objective.settings import SURROGATES
+from exgrpo.train.policy.adapters import check_adapters
+from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import make_reference
-from exgrpo.train.policy.saved_adapters import check_adapters
-from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.flops import forward_flops
 from exgrpo.train.pretrained.source import ModelSource

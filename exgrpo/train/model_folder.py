@@ -19,7 +19,7 @@ from exgrpo.train.evaluate.options import held_out_sets
 from exgrpo.train.evaluate.settings import TEST
 from exgrpo.train.hub import installed
 from exgrpo.train.metrics.run_log import GO_ON
-from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.policy.policy import Policy
 from exgrpo.train.pretrained.options import on_hub
 
 MODEL, BEST, EXPORTS = "model", "best", "exports"

@@ -15,7 +15,7 @@ from exgrpo.train.config import Config
 from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
 from exgrpo.train.evaluate.settings import HeldOutSet
 from exgrpo.train.plain import LONGEST, parse_yaml
-from exgrpo.train.policy.adapter_folder import with_saved
+from exgrpo.train.policy.settings import with_saved
 from exgrpo.train.section import REFUSED, explain
 
 PROGRAM = "exgrpo train"

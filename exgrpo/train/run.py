@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
@@ -222,19 +222,7 @@ class Run:
 
     def _write_model(self, folder: Path) -> None:
         card = self.cards.card(self.step, self.course.latest)
-        with self.policy.averaged():
-            write_model(folder, self.policy, self.parts.inputs.pretrained.tokenizer, card, self.parts.world)
-
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """Engine and policy have the average of the weights here, if there is one."""
-        if self.policy.average is None:
-            yield
-            return
-        with self.policy.averaged():
-            self.parts.engine.push_weights(self.policy.weights())
-            yield
-        self.parts.engine.push_weights(self.policy.weights())
+        write_model(folder, self.policy, self.parts.inputs.pretrained.tokenizer, card, self.parts.world)
 
     def way_on(self) -> str:
         """How to go on with a run that is stopped now."""
@@ -295,8 +283,7 @@ class Run:
         """Ask the held-out questions now, if there are any, and keep the model if it is the best one."""
         if not self.course.sets:
             return
-        with self._averaged():
-            found, sentences = self.course.evaluate(self.step)
+        found, sentences = self.course.evaluate(self.step)
         self.recorder.record("evaluation", found)
         for sentence in (*sentences, *self.answerer.news()):
             say(sentence)

@@ -6,7 +6,7 @@ import numpy as np
 
 from exgrpo.train.config import Config
 from exgrpo.train.metrics.work import Reading, together
-from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.policy.policy import Policy
 from exgrpo.train.step_batch import Floats, Ints, StepBatch
 
 EXACT = 1e-5

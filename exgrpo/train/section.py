@@ -18,6 +18,7 @@ REFUSED = {
     "experience.question_weight": "the law of questions is experience.prioritise",
     "experience.retire": "solved questions leave by the function retirement of experience.expire: --experience.expire "
     "without a value keeps them",
+    "optimizer.ema": "no average of the weights is kept any more: leave this out",
     "objective.importance_correction": "False is objective.weigh=uncorrected",
 }
 """Keys that users of other trainers or of earlier versions look for, and what to do instead."""

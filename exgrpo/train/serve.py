@@ -1,7 +1,8 @@
 """`python -m exgrpo.train.serve MODEL`: a `vllm serve` that gives rollouts and takes weights.
 
-It only puts the command together, prints it and becomes it; options that it does not know go to vLLM as they are. If
-EXGRPO_SERVER_TOKEN is set, the server answers only requests with this token.
+It only puts the command together, prints it and becomes it; options that it does not know go to vLLM as they are. The
+server answers only requests with the token that is in EXGRPO_SERVER_TOKEN, or else in ~/.exgrpo_server_token, which the
+first start makes.
 """
 
 import argparse
@@ -25,8 +26,7 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.pretrained.options import from_arguments
     from exgrpo.train.pretrained.source import ModelSource, find_model
     from exgrpo.train.pretrained.tokenizer import DTYPES
-    from exgrpo.train.rollout.server.guard import NAMES
-    from exgrpo.train.rollout.server.shared_token import MAKE, TOKEN, server_token
+    from exgrpo.train.rollout.server.guard import NAMES, TOKEN, made_token, server_token
     from exgrpo.train.threads import VARIABLE, free_threads
 
 GIB = 2**30
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
         command, environment = build(argv, on_cpu=_built_for_cpu())
     except ExgrpoError as error:
         sys.exit(f"error: {error}")
-    shown = {name: "..." if value and name in (TOKEN, VLLM_KEY) else value for name, value in environment.items()}
+    shown = {name: "..." if name in (TOKEN, VLLM_KEY) else value for name, value in environment.items()}
     settings = " ".join(f"{name}={value}" for name, value in shown.items())
     print(f"{settings} {shlex.join(command)}", flush=True)
     os.execve(command[0], command, {**os.environ, **environment, SERVER: str(os.getpid())})
@@ -68,7 +68,7 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
 
     Raises:
         ModelError: there is no such model, or it is not whole.
-        ConfigError: an option does not suit it, or the server would answer strangers.
+        ConfigError: an option does not suit it, or the token is none.
     """
     own, further = _parser().parse_known_args(argv)
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **_guarded(own, further)}
@@ -97,7 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-cache-gib", type=float, help="for keys and values; on CPUs 1 if left out")
     parser.add_argument("--host", default="127.0.0.1", help="interface to listen on (%(default)s: this machine only)")
     parser.add_argument("--names", nargs="*", default=[], help="names of this machine in the trainer's rollout.servers")
-    parser.add_argument("--without-token", action="store_true", help="answer all who reach the port")
     parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
     parser.add_argument("--seed", type=int, help="of its samples; random if left out")
     return parser
@@ -107,21 +106,16 @@ def _guarded(own: argparse.Namespace, further: Sequence[str]) -> dict[str, str]:
     """What the server's guard reads in its environment.
 
     Raises:
-        ConfigError: other machines could ask a server without a token, or an option goes around the guard.
+        ConfigError: the token is none, or an option goes around the guard.
     """
     for option in further:
         if reason := UNGUARDED.get(option.partition("=")[0].replace("_", "-")):
             raise ConfigError(f"{option}: {reason}")
-    token = "" if own.without_token else server_token()
-    local = _is_loopback(own.host)
-    if not (local or token or own.without_token):
-        raise ConfigError(
-            f"--host {own.host}: whoever reaches the port of a server can replace its weights. Set a token for the "
-            f"servers and the trainer, `{MAKE}`, or give --without-token where you trust all who reach it"
-        )
-    names = [] if local else [own.host, socket.gethostname(), socket.getfqdn()]
-    of_guard = {NAMES: ",".join(dict.fromkeys([*own.names, *names])), TOKEN: token}
-    return {**of_guard, VLLM_KEY: token} if token else of_guard
+    if made := made_token():
+        print(f"made a token for rollout servers in {made}: the trainer reads it there, on other machines copy it")
+    names = [] if _is_loopback(own.host) else [own.host, socket.gethostname(), socket.getfqdn()]
+    token = server_token()
+    return {NAMES: ",".join(dict.fromkeys([*own.names, *names])), TOKEN: token, VLLM_KEY: token}
 
 
 def _is_loopback(host: str) -> bool:

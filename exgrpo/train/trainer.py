@@ -23,9 +23,9 @@ from exgrpo.train.metrics.step import answer_metrics, mismatch, replay_metrics, 
 from exgrpo.train.metrics.work import Reading, together
 from exgrpo.train.objective.settings import overlong_penalty
 from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches, weigh_fresh
+from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import Reference
 from exgrpo.train.policy.update import UpdateStats
-from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.records import Score
 from exgrpo.train.replayed import Weigher
 from exgrpo.train.rollout import Sampling, Stops
@@ -243,7 +243,7 @@ class Trainer:
         clip = objective.clip_with_replay or term == "clipped" or not replays
         updates = []
         for minibatch in filter(lambda one: one.has_advantage, minibatches):
-            update = self.policy.update(minibatch, objective, clip=clip, term=term, keep_scores=keep_scores)
+            update = self.policy.update(minibatch, clip=clip, term=term, keep_scores=keep_scores)
             if update.scores:
                 batch.put(minibatch.rows, log_prob=update.scores.log_prob, entropy=update.scores.entropy)
             updates.append(update)

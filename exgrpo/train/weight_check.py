@@ -6,7 +6,7 @@ import numpy as np
 
 from exgrpo.train.distributed import fail_together
 from exgrpo.train.errors import RolloutError, WeightMismatchError
-from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.policy.policy import Policy
 from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout import Request, RolloutEngine, Sampling, collect
 from exgrpo.train.seeds import derive_seed

@@ -17,7 +17,7 @@ from exgrpo.train.objective.settings import SURROGATES, ObjectiveConfig
 from exgrpo.train.policy.attention import PACKED
 from exgrpo.train.policy.batch import build_minibatches
 from exgrpo.train.policy.layout import Packed, Padded
-from exgrpo.train.policy.loss import LossTerms
+from exgrpo.train.policy.loss import LossSettings
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.records import Rollout
 from exgrpo.train.step_batch import StepBatch
@@ -86,8 +86,8 @@ def test_an_objective_is_that_of_trl(tmp_path: Path, model: Path, name: str) -> 
     objective = ObjectiveConfig(entropy_coef=0.0, **ours)
     rows = batch_of(inputs, compared=objective.kl_coef > 0)
     (minibatch,) = build_minibatches(rows, 1, np.random.default_rng(0), objective, COMPLETION)
-    surrogate = SURROGATES.find(objective.surrogate)
-    terms = LossTerms.of(objective, minibatch, surrogate, clip=True, term="shaped", ranks=1, temperature=1.0)
+    settings = LossSettings(objective, SURROGATES.find(objective.surrogate))
+    terms = settings.terms(minibatch, clip=True, term="shaped")
     for layout in (Padded(), Packed()):
         policy_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         policy_model.set_attn_implementation(PACKED if isinstance(layout, Packed) else "sdpa")

@@ -17,7 +17,7 @@ from exgrpo.train.distributed import World
 from exgrpo.train.experience import ReplayState
 from exgrpo.train.main import configure
 from exgrpo.train.metrics.run_log import SAMPLES_SIZE
-from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.policy.policy import Policy
 from tests.torture.jobs import KEEP
 from tests.train.fakes import LoneWorld
 

@@ -11,8 +11,7 @@ from exgrpo.train.answers import Answerer
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.experience.contract import Term
 from exgrpo.train.policy.batch import MiniBatch
-from exgrpo.train.policy.ratios import BINS
-from exgrpo.train.policy.update import UpdateStats
+from exgrpo.train.policy.update import BINS, UpdateStats
 from exgrpo.train.records import EngineCounts, Rollout, Score, TokenIds
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.reward.worker import hashed
@@ -135,7 +134,7 @@ class RecordingPolicy:
         return fake_score(batch.token, self.version, temperature)
 
     def update(
-        self, minibatch: MiniBatch, objective, *, clip: bool, term: Term = "shaped", keep_scores: bool = False
+        self, minibatch: MiniBatch, *, clip: bool, term: Term = "shaped", keep_scores: bool = False
     ) -> UpdateStats:
         self.updates.append((minibatch, clip))
         self.terms.append(term)

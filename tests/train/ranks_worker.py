@@ -8,7 +8,7 @@ from pathlib import Path
 from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.distributed import start
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.policy.policy import Policy
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.rollout import Sampling, collect
 from exgrpo.train.rollout.server.engine import ServerEngine
@@ -29,7 +29,7 @@ def observe(world, folder, urls):
     engine = make(*urls)
     policy = Policy(tiny.config(folder, ObjectiveConfig()), find_model(str(folder)), world)
     for minibatch in tiny.minibatches(ObjectiveConfig()):
-        policy.update(minibatch, ObjectiveConfig(), clip=False)
+        policy.update(minibatch, clip=False)
     prompts = [tiny.prompt(question) for question in range(4)]
     try:
         seen["before"] = check_engine(policy, engine, prompts, dtype="fp32", max_tokens=12, seed=0)

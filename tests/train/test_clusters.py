@@ -10,10 +10,8 @@ import pytest
 import yaml
 
 from exgrpo.train import serve
-from exgrpo.train.errors import ConfigError
 from exgrpo.train.recipe import parse_args
-from exgrpo.train.rollout.server.guard import NAMES
-from exgrpo.train.rollout.server.shared_token import TOKEN
+from exgrpo.train.rollout.server.guard import NAMES, TOKEN
 from tests.train.launch import ROOT
 
 SLURM, KUBERNETES = (ROOT / "examples" / name for name in ("slurm.sh", "kubernetes.yaml"))
@@ -64,12 +62,9 @@ OF_SERVER = documents()[1]["spec"]["template"]["spec"]["containers"][0]
     [[*OF_SERVER["command"][3:], *OF_SERVER["args"]], told(SLURM.read_text(), "exgrpo.train.serve")[:-1]],
     ids=["kubernetes", "slurm"],
 )
-def test_the_server_has_all_options_and_needs_the_token(words, monkeypatch):
-    monkeypatch.delenv(TOKEN, raising=False)
+def test_the_server_has_all_options(words, monkeypatch):
     own, further = serve._parser().parse_known_args([word.strip('"') for word in words])
     assert (own.host, own.port, own.max_tokens, len(own.names)) == ("0.0.0.0", 8000, 3072, 1)
     assert further in ([], ["--tensor-parallel-size", "4"])
-    with pytest.raises(ConfigError, match="--without-token"):
-        serve._guarded(own, further)
     monkeypatch.setenv(TOKEN, "a-token-that-is-long-enough")
     assert own.names[0] in serve._guarded(own, further)[NAMES]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from exgrpo.train.checkpoint.listing import survey
-from exgrpo.train.rollout.server.shared_token import TOKEN
+from exgrpo.train.rollout.server.guard import TOKEN
 from tests.train import hosts
 from tests.train.launch import MAIN, launch
 from tests.train.rollout.server.servers import Server

@@ -1,4 +1,4 @@
-"""A run that trains adapters, on 1 and 2 ranks: what it saves, and how it goes on."""
+"""A run that trains adapters: what it saves, and how it goes on."""
 
 import json
 import shutil
@@ -18,17 +18,17 @@ from tests.train.test_run import SMALL
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def runs(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
     """A run that saves adapters, and one that went on from its middle and saved the model with them added."""
     root = tmp_path_factory.mktemp("runs")
     arguments = ("--lora.rank=4", "--optimizer.lr=1e-3", "--checkpoint.every=2", f"--output.folder={root}")
-    done = launch_by_deepspeed(MAIN, *SMALL, *arguments, ranks=request.param)
+    done = launch_by_deepspeed(MAIN, *SMALL, *arguments, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     straight, resumed = root / "small", root / "resumed"
     shutil.copytree(straight, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step_00000004")
-    done = launch_by_deepspeed(MAIN, f"--resume={resumed}", "--lora.result=merged", ranks=request.param)
+    done = launch_by_deepspeed(MAIN, f"--resume={resumed}", "--lora.result=merged", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     return straight, resumed
 
@@ -40,10 +40,14 @@ def steps(folder):
     return [{name: record[name] for name in kept} for record in records if "reward" in record]
 
 
-def test_a_run_that_goes_on_is_the_same_run(runs):
+def test_a_run_that_goes_on_is_the_same_run_from_checkpoints_of_what_is_trained_alone(runs):
     straight, resumed = runs
     assert len(steps(straight)) == 4
     assert steps(resumed) == steps(straight)
+    shards = sum(file.stat().st_size for file in (straight / "checkpoints" / "step_00000004" / "policy").rglob("*"))
+    assert shards < 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(ASSETS / "arithmetic").parameters())
+    with pytest.raises(ModelError, match=r"holds adapters and no model: name .*, and --lora\.path \S+/model "):
+        located(str(straight / "model"))
 
 
 def test_adapters_of_peft_and_the_merged_model_are_the_same(runs):
@@ -58,18 +62,6 @@ def test_adapters_of_peft_and_the_merged_model_are_the_same(runs):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
         moved = max(moved, (ours - start[name]).abs().max().item())
     assert moved > 1e-3
-
-
-def test_checkpoints_hold_what_is_trained_alone(runs):
-    straight, _ = runs
-    shards = sum(file.stat().st_size for file in (straight / "checkpoints" / "step_00000004" / "policy").rglob("*"))
-    assert shards < 4 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(ASSETS / "arithmetic").parameters())
-
-
-def test_a_folder_of_adapters_is_no_model_to_start_from(runs):
-    straight, _ = runs
-    with pytest.raises(ModelError, match=r"holds adapters and no model: name .*, and --lora\.path \S+/model "):
-        located(str(straight / "model"))
 
 
 @pytest.mark.parametrize(

@@ -62,23 +62,18 @@ def test_check_tells_equal_from_unequal_weights(tmp_path, dtype):
         check()
 
 
-def test_a_model_that_computes_something_else_with_the_same_weights_is_refused(tmp_path):
+class Lost(TransformersEngine):
+    def generate(self, requests):
+        raise RolloutError("no server is left")
+        yield
+
+
+def test_a_model_that_computes_something_else_and_an_engine_that_cannot_generate_are_refused(tmp_path):
     tiny.save_model(tmp_path, tied=False)
-    engine = TransformersEngine(tiny.engine_settings(tmp_path, eos=(2,), batch_tokens=100), LoneWorld())
-    policy = FullLogitPolicy(tmp_path)
+    policy, settings = FullLogitPolicy(tmp_path), tiny.engine_settings(tmp_path, eos=(2,), batch_tokens=100)
+    with pytest.raises(RolloutError, match="no server is left"):
+        check_engine(policy, Lost(settings, LoneWorld()), [tiny.prompt(0)], dtype="fp32", max_tokens=16, seed=0)
+    engine = TransformersEngine(settings, LoneWorld())
     policy.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 2)
     with pytest.raises(WeightMismatchError, match="No weight was found to differ"):
         check_engine(policy, engine, [tiny.prompt(0)], dtype="fp32", max_tokens=16, seed=0)
-
-
-def test_an_engine_that_cannot_generate_is_its_own_error(tmp_path):
-    tiny.save_model(tmp_path, tied=False)
-
-    class Lost(TransformersEngine):
-        def generate(self, requests):
-            raise RolloutError("no server is left")
-            yield
-
-    engine = Lost(tiny.engine_settings(tmp_path, eos=(2,), batch_tokens=100), LoneWorld())
-    with pytest.raises(RolloutError, match="no server is left"):
-        check_engine(FullLogitPolicy(tmp_path), engine, [tiny.prompt(0)], dtype="fp32", max_tokens=16, seed=0)

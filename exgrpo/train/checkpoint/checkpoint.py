@@ -37,7 +37,7 @@ from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, segment
 from exgrpo.train.distributed import World, agree, on_main
 from exgrpo.train.errors import CheckpointError, os_errors_as
 from exgrpo.train.experience import ReplayState
-from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.policy.policy import Policy
 
 logger = logging.getLogger(__name__)
 

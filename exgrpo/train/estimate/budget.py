@@ -16,10 +16,9 @@ from exgrpo.train.estimate.shape import FP32, ModelShape
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.candidates import RULES
 from exgrpo.train.objective.settings import SURROGATES
-from exgrpo.train.policy.zero3 import deepspeed_settings, kept_whole
+from exgrpo.train.policy.engine import deepspeed_settings, kept_whole
 from exgrpo.train.pretrained.tokenizer import DTYPES
-from exgrpo.train.rollout.transformers.cache import grown
-from exgrpo.train.rollout.transformers.decode import KEPT
+from exgrpo.train.rollout.transformers.decode import KEPT, grown
 from exgrpo.train.rollout.transformers.shared import shares_policy
 
 TRAJECTORY_OVERHEAD = 700
@@ -58,7 +57,6 @@ def _whole_states(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
         _always("weights", (own if config.lora.rank else 0) + trained),
         _always("AdamW moments", 2 * trained),
         MemoryItem("gradients", loss=trained, backward=trained, step=trained),
-        _always("average of the weights", trained if config.optimizer.ema else 0),
         _always("reference", _reference(config, own, trained)),
     )
 
@@ -76,7 +74,6 @@ def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[Memor
     on_gpu = 0 if config.distributed.offload_optimizer else FP32 * shape.trained(config.lora, gpus)
     whole = shape.whole(config.distributed.persistence_threshold)
     shard = shape.sharded(gpus) + (shape.trained(config.lora, gpus) if config.lora.rank else 0)
-    averaged = FP32 * shape.trained(config.lora, gpus) if config.optimizer.ema else 0
     # The gradients of a group of parameters are copied together, and AdamW makes one more tensor of their size.
     group = 2 * min(on_gpu, FP32 * zero.sub_group_size)
     return (
@@ -84,7 +81,6 @@ def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[Memor
         _always("fp32 master weights, sharded", on_gpu),
         _always("AdamW moments, sharded", 2 * on_gpu),
         _always("gradients, fp32, sharded", on_gpu),
-        _always("average of the weights, fp32, sharded", averaged),
         _always("gradient reduction bucket", item * zero.reduce_bucket_size),
         MemoryItem("AdamW's own copies", step=group),
         _always(
@@ -170,7 +166,7 @@ def disk(config: Config, shape: ModelShape, assumptions: Assumptions) -> tuple[A
     """Bytes that a run leaves on disk, and one checkpoint more: the oldest goes when the newest is complete."""
     item = DTYPES[config.policy.dtype].itemsize
     trained = shape.trained(config.lora, 1)
-    checkpoint = (4 if config.optimizer.ema else 3) * FP32 * trained if config.checkpoint.every else 0
+    checkpoint = 3 * FP32 * trained if config.checkpoint.every else 0
     saved = trained if config.lora.result == "adapters" else shape.total
     buffer = buffer_bytes(config, assumptions) if config.checkpoint.every else 0
     kept = config.checkpoint.keep

@@ -28,10 +28,9 @@ from exgrpo.train.errors import HaltError, OutputError, os_errors_as, printable
 from exgrpo.train.evaluate.options import LONGEST_ANSWER, SAMPLED, Options
 from exgrpo.train.evaluate.scores import LeftOut, SourceScore, Verdict, question_key, score
 from exgrpo.train.metrics.soundness import ungraded
-from exgrpo.train.policy.adapter_folder import with_saved
-from exgrpo.train.policy.saved_adapters import adapted_model, check_adapters
-from exgrpo.train.policy.settings import LoraConfig
-from exgrpo.train.policy.zero3 import WholeWeights
+from exgrpo.train.policy.adapters import adapted_model, check_adapters
+from exgrpo.train.policy.policy import WholeWeights
+from exgrpo.train.policy.settings import LoraConfig, with_saved
 from exgrpo.train.pretrained.check import check_weights
 from exgrpo.train.pretrained.tokenizer import DTYPES, Pretrained, load_pretrained
 from exgrpo.train.reward.form import Graded, tell

@@ -19,8 +19,7 @@ from exgrpo.train.early import check_places
 from exgrpo.train.errors import OutputError, os_errors_as
 from exgrpo.train.evaluate.options import Options, parse_options
 from exgrpo.train.evaluate.scores import SourceScore, average
-from exgrpo.train.policy.adapter_folder import with_saved
-from exgrpo.train.policy.settings import LoraConfig
+from exgrpo.train.policy.settings import LoraConfig, with_saved
 from exgrpo.train.process import run_program
 
 SCORES = "scores.json"

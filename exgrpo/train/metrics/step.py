@@ -9,9 +9,7 @@ import torch
 from exgrpo.train.experience import Replay
 from exgrpo.train.metrics.work import Work
 from exgrpo.train.policy.batch import MiniBatch
-from exgrpo.train.policy.mismatch import mismatch_metrics
-from exgrpo.train.policy.ratios import BINS, log_ratio_quantiles
-from exgrpo.train.policy.update import UpdateStats
+from exgrpo.train.policy.update import BINS, UpdateStats, log_ratio_quantiles, mismatch_metrics
 from exgrpo.train.reward.success import EPSILON
 from exgrpo.train.scores import Scored
 from exgrpo.train.step_batch import Ints, StepBatch

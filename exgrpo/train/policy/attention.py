@@ -1,6 +1,6 @@
-"""Attention over a row of packed sequences, as an attention implementation of transformers.
+"""Attention implementations of transformers: over a row of packed sequences, and of one new token per row.
 
-N tokens, H heads, G of them for each head of keys, D head width.
+N tokens or rows, T tokens so far, H heads, G of them for each head of keys, D head width.
 """
 
 from typing import Any
@@ -20,10 +20,12 @@ PACKED_FLASH = "exgrpo_packed_varlen"
 """The same with flash attention."""
 PACKING = {"sdpa": PACKED, "flash_attention_2": PACKED_FLASH}
 """What packs in the place of an attention implementation of transformers."""
+ONE_TOKEN = "exgrpo_one_token"
+"""Name of the one for generation; it is "sdpa" where more than one token per row is new."""
 _HARMLESS = frozenset(
     {"is_causal", "position_ids", "use_cache", "output_attentions", "cache_position", "sliding_window"}
 )
-"""Arguments that change nothing here, or that are heeded: segments hold what the others say."""
+"""Arguments that change nothing here, or that are heeded: segments and masks hold what the others say."""
 
 
 def attend(
@@ -123,18 +125,61 @@ def attend_flash(
     return result[None], None
 
 
+def attend_one(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Softmax(query key') value for one new token per row, where heads that share keys do not copy them.
+
+    Args:
+        module: the layer.
+        query: [N, H, R, D]; R new tokens.
+        key: [N, H / G, T, D].
+        value: the same.
+        attention_mask: [N, 1, R, T] bool, where a token may look; None: everywhere.
+        dropout: 0.
+        scaling: of the products; None: 1 / sqrt(D).
+        kwargs: what else the model gives.
+
+    Returns:
+        [N, R, H, D], and no weights.
+    """
+    rows, heads, new, width = query.shape
+    if new != 1 or dropout or _unknown(kwargs):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    groups = key.shape[1]
+    scale = width**-0.5 if scaling is None else scaling
+    scores = torch.matmul(query.reshape(rows, groups, heads // groups, width) * scale, key.transpose(-1, -2))
+    if attention_mask is not None:
+        scores.masked_fill_(~attention_mask, float("-inf"))
+    return torch.matmul(scores.softmax(-1), value).view(rows, 1, heads, value.shape[-1]), None
+
+
 def _window(options: dict[str, Any]) -> int | None:
     """How far a token sees, of what a model gives beside the usual.
 
     Raises:
         NotImplementedError: the model gives something that changes the result in an unknown way.
     """
-    if unknown := [name for name in options.keys() - _HARMLESS if options[name] is not None]:
+    if unknown := _unknown(options):
         raise NotImplementedError(f"attention with {', '.join(unknown)}")
     return options.get("sliding_window")
 
 
+def _unknown(options: dict[str, Any]) -> list[str]:
+    """Names of what a model gives that may change the result."""
+    return [name for name in options.keys() - _HARMLESS if options[name] is not None]
+
+
 AttentionInterface.register(PACKED, attend)
 AttentionInterface.register(PACKED_FLASH, attend_flash)
+AttentionInterface.register(ONE_TOKEN, attend_one)
 AttentionMaskInterface.register(PACKED_FLASH, flash_attention_mask)
 AttentionMaskInterface.register(PACKED, sdpa_mask)
+AttentionMaskInterface.register(ONE_TOKEN, sdpa_mask)

@@ -9,9 +9,8 @@ import torch
 from exgrpo.kernels import group_advantage
 from exgrpo.train.experience.contract import PRESENT
 from exgrpo.train.objective.settings import ObjectiveConfig
-from exgrpo.train.policy.mismatch import truncated_weight
 from exgrpo.train.policy.segments import Segments
-from exgrpo.train.step_batch import ENGINE, Ints, StepBatch
+from exgrpo.train.step_batch import ENGINE, Floats, Ints, StepBatch
 
 IGNORED = -100
 
@@ -123,6 +122,17 @@ def weigh_fresh(batch: StepBatch, mismatch_cap: float = math.inf) -> None:
         places = batch.places(of_engine)
         trainer, engine = batch.log_prob[places], batch.old_log_prob[places]
         batch.put(of_engine, ratio_log_prob=trainer, factor=truncated_weight(trainer, engine, mismatch_cap))
+
+
+def truncated_weight(trainer: Floats, engine: Floats, cap: float) -> Floats:
+    """min(pi / mu, cap) from the log-probs of each token: truncated importance sampling.
+
+    Args:
+        trainer: [R] fp32 log-probs pi of the trainer.
+        engine: [R] fp32 log-probs mu of the engine that sampled the tokens.
+        cap: largest weight; it bounds the variance at the price of a bias.
+    """
+    return np.exp(np.minimum(trainer - engine, np.log(cap)), dtype=np.float32)
 
 
 def build_minibatches(

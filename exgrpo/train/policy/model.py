@@ -1,17 +1,27 @@
-"""A causal LM whose head computes log-probs and the loss without any logits."""
+"""A causal LM whose head computes log-probs and the loss without any logits, and how it is loaded.
+
+Its base weights may be in 4 bits (QLoRA, arXiv 2305.14314), by bitsandbytes.
+"""
 
 from functools import partial
+from importlib.util import find_spec
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from exgrpo.heads.inputs import HeadInputs
 from exgrpo.heads.inside import compute, open_head
 from exgrpo.heads.logit_map import measure
 from exgrpo.kernels import LogProb, PolicyLoss, linear_log_prob, linear_policy_loss
+from exgrpo.train.config import Config
+from exgrpo.train.errors import ConfigError
+from exgrpo.train.policy.attention import PACKING
 from exgrpo.train.policy.batch import MicroBatch, TokenBatch
 from exgrpo.train.policy.loss import LossTerms, loss_of_log_probs
+from exgrpo.train.pretrained.source import ModelSource
+from exgrpo.train.pretrained.tokenizer import DTYPES
 
 
 class PolicyModel(nn.Module):
@@ -86,8 +96,58 @@ class PolicyModel(nn.Module):
             normalizer=terms.normalizer,
             bias=head.bias,
             backend=self.backend,
-            **self.logit_map.options(terms.temperature),
+            **self.logit_map.options(terms.settings.temperature),
         )
 
     def _composed_loss(self, batch: MicroBatch, terms: LossTerms, head: HeadInputs) -> PolicyLoss:
-        return loss_of_log_probs(self._log_prob(batch, terms.temperature, head), batch, terms)
+        return loss_of_log_probs(self._log_prob(batch, terms.settings.temperature, head), batch, terms)
+
+
+def load_model(config: Config, source: ModelSource) -> PreTrainedModel:
+    """The model of a run with its attention, which reads packed rows where it can."""
+    dtype = DTYPES[config.policy.dtype]
+    model = source.load(dtype, config.policy.attention, quantisation(config, dtype))
+    same_in_inference(model)
+    if config.policy.attention in PACKING and model._can_set_attn_implementation():
+        model.set_attn_implementation(PACKING[config.policy.attention])
+    return model
+
+
+def quantisation(config: Config, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    """How transformers is to quantise the model of a run; None: not at all.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+    """
+    if config.lora.quantised == "none":
+        return None
+    if not find_spec("bitsandbytes"):
+        raise ConfigError("lora.quantised: weights in 4 bits need bitsandbytes: pip install 'exgrpo[lora]'")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=config.lora.quantised,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_use_double_quant=True,
+    )
+
+
+def same_in_inference(model: nn.Module) -> None:
+    """Have quantised layers compute the same with and without gradients.
+
+    On processors with AVX512-BF16, bitsandbytes rounds their scales to 8 bits when no gradient is wanted: ratios of one
+    policy to itself would not be 1.
+    """
+    layer: Any
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+
+
+def dense(parameter: nn.Parameter) -> Tensor:
+    """The weight that the layers of a parameter multiply with: itself, or what 4 bits stand for."""
+    state: Any = getattr(parameter, "quant_state", None)
+    if state is None:
+        return parameter.data
+    from bitsandbytes.functional import dequantize_4bit  # it takes seconds to import
+
+    return dequantize_4bit(parameter.data, state)

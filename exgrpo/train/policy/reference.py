@@ -4,18 +4,52 @@ With adapters it is the model without them, which takes no memory, or with those
 is a second model, sharded as the policy is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import deepspeed
 
 from exgrpo.train.config import Config
 from exgrpo.train.policy.adapters import without_adapters
-from exgrpo.train.policy.average import KeptWeights
-from exgrpo.train.policy.model import PolicyModel
-from exgrpo.train.policy.zero3 import Policy, deepspeed_settings, kept_whole, load_model
+from exgrpo.train.policy.engine import deepspeed_settings, kept_whole
+from exgrpo.train.policy.model import PolicyModel, load_model
+from exgrpo.train.policy.policy import Policy
+from exgrpo.train.policy.states import WEIGHT, States
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.records import Score
 from exgrpo.train.step_batch import Ints, StepBatch
+
+
+class KeptWeights:
+    """The weights as they are now, with which the model computes later for a while.
+
+    Args:
+        states: of training.
+
+    Attributes:
+        weights: [n] fp32 by name, of the part of each that is here; while they are `applied`, the trained ones.
+    """
+
+    def __init__(self, states: States) -> None:
+        self.states = states
+        self.weights = {name: states.get(name, WEIGHT).clone() for name in states.parameters}
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model computes with them here; all ranks enter and leave together.
+
+        Where the block fails they stay: the run is at its end, and a rank that fails alone waits for no other.
+        """
+        self._exchange()
+        yield
+        self._exchange()
+
+    def _exchange(self) -> None:
+        for name, kept in self.weights.items():
+            present = self.states.get(name, WEIGHT).clone()
+            self.states.set(name, WEIGHT, kept)
+            kept.copy_(present)
+        self.states.apply()
 
 
 class Reference:

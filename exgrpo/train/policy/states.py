@@ -1,9 +1,19 @@
-"""What a process holds of the states of training: fp32 weights, and the moments of AdamW.
+"""What a process holds of the states of training, fp32 weights and the moments of AdamW, and their files.
 
 A state is the weight of a parameter or one of its moments, flattened. A process that is alone has all of it. ZeRO-3
-cuts it into as many equal parts as there are ranks, of which the last ones may be filled up or empty.
+cuts it into as many equal parts as there are ranks, of which the last ones may be filled up or empty. From the files
+any number of processes goes on:
+
+    training.json                     steps that were taken and left out, the schedule, the elements of each parameter
+    rank_00001_00000.safetensors      the parts of rank 1 of some parameters, named weight/NAME, exp_avg/NAME, ...
+
+The parts of a state in the order of the ranks are the state, however many they are.
 """
 
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Protocol
 
 import deepspeed
@@ -15,9 +25,17 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from exgrpo.train.errors import CheckpointError
 
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
+TRAINING = "training.json"
+FILE_BYTES = 1 << 30
+"""Of a file, about: a rank copies so much to CPU memory at once."""
 
 
 class States(Protocol):
@@ -169,3 +187,100 @@ def _begin(optimizer: torch.optim.Optimizer, tensors: list[Any], steps: int) -> 
     for tensor in tensors:
         moments = {key: torch.zeros_like(tensor.data) for key in MOMENTS}
         optimizer.state[tensor] = {"step": torch.tensor(float(steps), device=tensor.device), **moments}
+
+
+def save_states(states: States, folder: Path, rank: int) -> None:
+    """Write what this rank holds.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = _keys(states.steps)
+    for number, names in enumerate(_in_files(states, len(keys))):
+        tensors = {f"{key}/{name}": states.get(name, key).cpu().clone() for name in names for key in keys}
+        try:
+            save_file(tensors, folder / f"rank_{rank:05d}_{number:05d}.safetensors")
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+
+
+def save_training(states: States, scheduler: LRScheduler, skipped: int, folder: Path) -> None:
+    """Write what all ranks have in common.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    values = {
+        "steps": states.steps,
+        "skipped": skipped,
+        "schedule": scheduler.state_dict(),
+        "numel": {name: states.numel(name) for name in states.parameters},
+    }
+    (folder / TRAINING).write_text(json.dumps(values), encoding="utf-8")
+
+
+def load_states(states: States, folder: Path) -> dict[str, Any]:
+    """Read what this rank holds; returns the values that all have in common. `States.apply` has to follow.
+
+    Raises:
+        CheckpointError: the files are of other parameters.
+        OSError: one cannot be read.
+    """
+    values = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
+    own = {name: states.numel(name) for name in states.parameters}
+    if differing := sorted(dict(own.items() ^ values["numel"].items())):
+        raise CheckpointError(
+            f"{folder} has the states of other parameters than this run trains, {differing[0]} among them: is it of "
+            "another model or of other adapters?"
+        )
+    states.begin(values["steps"])
+    with ExitStack() as resources:
+        parts: dict[str, list[Any]] = {}
+        for path in sorted(folder.glob("rank_*.safetensors")):
+            file = resources.enter_context(safe_open(path, "pt"))
+            for name in file.keys():  # noqa: SIM118 -- it is no mapping
+                parts.setdefault(name, []).append(file.get_slice(name))
+
+        def read(name: str, key: str) -> Tensor:
+            part = states.part(name)
+            found = _joined(parts.get(f"{key}/{name}", []), part)
+            if len(found) < part.stop - part.start:
+                raise CheckpointError(f"{folder} lacks a part of {key}/{name}: a file of it is missing")
+            return found
+
+        for name in own:
+            for key in _keys(values["steps"]):
+                states.set(name, key, read(name, key))
+    return values
+
+
+def _keys(steps: int) -> tuple[str, ...]:
+    return (WEIGHT, *MOMENTS) if steps else (WEIGHT,)
+
+
+def _in_files(states: States, keys: int) -> Iterator[list[str]]:
+    """The names of the parameters, by file."""
+    names: list[str] = []
+    size = 0
+    for name in states.parameters:
+        part = states.part(name)
+        names.append(name)
+        size += 4 * keys * (part.stop - part.start)
+        if size >= FILE_BYTES:
+            yield names
+            names, size = [], 0
+    if names:
+        yield names
+
+
+def _joined(parts: list[Any], wanted: slice) -> Tensor:
+    """The wanted elements of a state whose parts follow each other."""
+    found, start = [torch.empty(0)], 0
+    for part in parts:
+        (length,) = part.get_shape()
+        first, last = max(wanted.start - start, 0), min(wanted.stop - start, length)
+        if first < last:
+            found.append(part[first:last])
+        start += length
+    return torch.cat(found)

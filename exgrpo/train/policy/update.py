@@ -1,7 +1,17 @@
-"""What an optimiser step did, summed over micro-batches and ranks."""
+"""What an optimiser step did, summed over micro-batches and ranks, and how far off-policy its tokens were.
 
+Log-ratios are counted in fixed bins, and quantiles are read from the counts. Counts of micro-batches, mini-batches and
+ranks are whole numbers that add up to the same sum in any order, so neither packing nor the number of ranks changes a
+quantile (but for tokens which rounding moves over the edge of a bin). The centres of the bins are equally far apart in
+asinh(log-ratio / NEAR_ZERO): a quantile is right to RESOLUTION / 2 of its own size, 1 %, and to 1e-5 nats around 0,
+where the bin of on-policy tokens has its centre. Beyond +-20 nats, the outermost bins count everything.
+"""
+
+import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from exgrpo.kernels import PolicyLoss
@@ -10,8 +20,14 @@ from exgrpo.train.distributed import World
 from exgrpo.train.objective.ratios import divergence
 from exgrpo.train.policy.batch import MicroBatch
 from exgrpo.train.policy.loss import LossTerms
-from exgrpo.train.policy.ratios import count_log_ratios
 from exgrpo.train.records import Score
+from exgrpo.train.step_batch import Floats
+
+RESOLUTION = 0.02
+NEAR_ZERO = 1e-3
+REACH = math.ceil(math.asinh(20.0 / NEAR_ZERO) / RESOLUTION)
+BINS = 2 * REACH + 1
+PERCENT = (1, 10, 50, 90, 99)
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +38,7 @@ class UpdateStats:
     tokens (and the largest fresh one); `replayed_weight` is the mean of what the ratio of a replayed token is shaped
     to; a mean over no tokens is NaN. `gradient_tokens` counts those which the policy loss gives a gradient: with an
     advantage, and not clipped away. `reference_kl` is the mean divergence of fresh tokens to the reference, by the
-    estimator k3; NaN without one. `log_ratios` [2, BINS] counts fresh and replayed tokens, see `ratios`.
+    estimator k3; NaN without one. `log_ratios` [2, BINS] counts fresh and replayed tokens, see `count_log_ratios`.
     `scores` are those of its rows before the step, end to end, where they were asked for.
     """
 
@@ -55,7 +71,7 @@ class Tally:
         ratio = result.ratio.double()
         weight = ratio if self.terms.beta is None else ratio / (ratio + self.terms.beta)
         clipped = result.clipped != 0
-        lost = clipped & (not self.terms.bounds_weights)
+        lost = clipped & (not self.terms.settings.bounds_weights)
         zero = ratio.new_zeros(())
         divergences = self._divergences(batch, result)
         self.sums.append(
@@ -108,3 +124,56 @@ class Tally:
             log_ratios=torch.stack([counts for _, counts in gathered]).sum(0),
             scores=scores,
         )
+
+
+def count_log_ratios(log_ratio: torch.Tensor, replayed: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+    """Count tokens by log-ratio, without waiting for the device.
+
+    Args:
+        log_ratio: [...] nats; NaN is left out.
+        replayed: bool, which can be broadcast to that.
+        active: [...] bool, the tokens that count.
+
+    Returns:
+        [2, BINS] int64 on the same device: of fresh and of replayed tokens.
+    """
+    place = (torch.asinh(log_ratio.double() / NEAR_ZERO) / RESOLUTION).round().clamp(-REACH, REACH) + REACH
+    index = place.nan_to_num().long() + BINS * replayed
+    known = (active & ~log_ratio.isnan()).long()
+    counts = known.new_zeros(2 * BINS)
+    return counts.index_add_(0, index.flatten(), known.flatten()).view(2, BINS)
+
+
+def log_ratio_quantiles(counts: npt.NDArray[np.int64]) -> dict[str, float]:
+    """q01 to q99 in nats from [BINS] counts: the least value that so many percent do not exceed. NaN of no tokens."""
+    reached, total = counts.cumsum(), int(counts.sum())
+    ranks = [max(1, -(-percent * total // 100)) for percent in PERCENT]
+    values = NEAR_ZERO * np.sinh((np.searchsorted(reached, ranks) - REACH) * RESOLUTION)
+    return {f"q{p:02}": float(value) if total else math.nan for p, value in zip(PERCENT, values, strict=True)}
+
+
+def mismatch_metrics(trainer: Floats, engine: Floats) -> dict[str, float]:
+    """The difference of two policies on N tokens that the engine sampled, by their [N] fp32 log-probs.
+
+    Both compute the same weights, but with other kernels, so the engine samples from a slightly different policy mu
+    than the pi that the trainer differentiates. With answers that were generated a step ahead, mu is an older policy
+    besides.
+
+    With d = log pi - log mu in nats and w = exp(d):
+
+    mean, p99, max: of |d|.
+    kl: mean of -d, an unbiased estimate of KL(mu || pi) that may be negative.
+    kl_k3: mean of w - 1 - d, which estimates the same, is never negative and varies less.
+    ess: (sum w)^2 / (N sum w^2), the effective sample size as a fraction of the N tokens.
+    """
+    difference = trainer.astype(np.float64) - engine
+    size = np.abs(difference)
+    ratio = np.exp(difference)
+    return {
+        "mean": float(size.mean()),
+        "p99": float(np.quantile(size, 0.99, method="inverted_cdf")),
+        "max": float(size.max()),
+        "kl": float(-difference.mean()),
+        "kl_k3": float((np.expm1(difference) - difference).mean()),
+        "ess": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+    }

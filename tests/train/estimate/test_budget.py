@@ -16,11 +16,12 @@ from exgrpo.train.estimate import budget
 from exgrpo.train.estimate.budget import gpu_memory, phases
 from exgrpo.train.estimate.parts import MOMENTS, Hardware, peak
 from exgrpo.train.estimate.tables import advise, changed
+from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.policy.engine import kept_whole
 from exgrpo.train.policy.layout import Padded
-from exgrpo.train.policy.loss import LossTerms
+from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.settings import LoraConfig
-from exgrpo.train.policy.zero3 import kept_whole
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Rollout, Trajectory
 from exgrpo.train.rollout import Sampling, TransformersEngine
@@ -79,9 +80,7 @@ def test_the_peak_of_a_real_micro_batch(dtype, checkpointing, small_chunks):
     small_chunks(VOCABULARY)
     batch = micro_batch(length=200, prompt=4)
     with PeakMemory() as measured:
-        wrapped(
-            batch, LossTerms(clip=None, beta=0.1, as_fresh=False, entropy_coef=0.0, normalizer=400.0, temperature=1.0)
-        ).loss.backward()
+        wrapped(batch, LossTerms(LossSettings(ObjectiveConfig()), 400.0, bounded=False)).loss.backward()
     gradients = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     config = recipe(
         policy={"dtype": dtype, "gradient_checkpointing": checkpointing},

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from exgrpo.train.distributed import start
 from exgrpo.train.pretrained.source import find_model
-from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.policy.policy import Policy
 from tests.train import tiny
 from tests.train.fakes import LoneWorld
 from exgrpo.train.config import ObjectiveConfig
@@ -26,7 +26,7 @@ world = start(timeout_minutes=2)
 held = {}
 for case, options in json.loads(cases).items():
     policy = Policy(tiny.config(Path(folder), ObjectiveConfig(), **options), find_model(folder), world)
-    policy.update(tiny.minibatches(ObjectiveConfig())[0], ObjectiveConfig(), clip=True)
+    policy.update(tiny.minibatches(ObjectiveConfig())[0], clip=True)
     zero = policy.engine.optimizer
     def of(tensors):
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors)

@@ -14,7 +14,7 @@ from exgrpo.train.errors import ConfigError, DataError
 from exgrpo.train.experience.table import OF_ORIGIN
 from exgrpo.train.experience_data.export import export
 from exgrpo.train.experience_data.start import Encoding, start_experience
-from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.policy.policy import Policy
 from exgrpo.train.records import Trajectory
 from exgrpo.train.trainer import Trainer
 from tests.train.experience_data import runs
@@ -37,8 +37,8 @@ def right(text: str) -> float:
 
 
 class Recording(RecordingPolicy):
-    def update(self, minibatch, objective, *, term="shaped", **options):
-        return super().update(minibatch, objective, **options)
+    def update(self, minibatch, *, term="shaped", **options):
+        return super().update(minibatch, **options)
 
 
 def trainer_of(of_run, questions, encoding) -> Trainer:

@@ -7,10 +7,19 @@ import pytest
 import torch
 
 from exgrpo.kernels import PolicyLoss
+from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.layout import Padded, schedule
-from exgrpo.train.policy.loss import LossTerms
-from exgrpo.train.policy.ratios import BINS, NEAR_ZERO, PERCENT, RESOLUTION, count_log_ratios, log_ratio_quantiles
-from exgrpo.train.policy.update import Tally, UpdateStats
+from exgrpo.train.policy.loss import LossSettings, LossTerms
+from exgrpo.train.policy.update import (
+    BINS,
+    NEAR_ZERO,
+    PERCENT,
+    RESOLUTION,
+    Tally,
+    UpdateStats,
+    count_log_ratios,
+    log_ratio_quantiles,
+)
 from exgrpo.train.step_batch import StepBatch
 from tests.train.batches import Row, make_batch
 from tests.train.trainers import half, make
@@ -79,7 +88,7 @@ def stats(batch: StepBatch, *, budget: int, ranks: int, beta: float | None) -> U
     """Of an update after which the log-prob of every token is -0.9."""
     world = GatheringWorld(ranks)
     for share in schedule((batch.length + 1).tolist(), budget, ranks):
-        tally = Tally(LossTerms(None, beta, False, 0.0, 1.0, 1.0))
+        tally = Tally(LossTerms(LossSettings(ObjectiveConfig()), 1.0, term="shaped" if beta else "ratio"))
         for numbers in share:
             micro = Padded().rows(batch.take(np.array(numbers, np.int64)), torch.device("cpu"))
             log_prob = torch.where(micro.target >= 0, -0.9, 0.0)
@@ -113,7 +122,7 @@ def test_quantiles_of_a_step_are_over_all_its_updates(monkeypatch):
     trainer = make(half(20))
     updates = []
 
-    def update(minibatch, objective, *, clip, term, keep_scores):
+    def update(minibatch, *, clip, term, keep_scores):
         updates.append(0.1 * (len(updates) + 1))
         counts = torch.stack([torch.from_numpy(counted([updates[-1]] * 9)), torch.zeros(BINS, dtype=torch.int64)])
         return UpdateStats(0.0, 1.0, True, 0.0, 1.0, 1.0, math.nan, math.nan, 0, counts)

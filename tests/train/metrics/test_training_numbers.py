@@ -15,8 +15,9 @@ from exgrpo.train.experience import PlannedGroup, Replay
 from exgrpo.train.metrics.display import COLUMNS
 from exgrpo.train.metrics.step import _entropy_gap
 from exgrpo.train.metrics.utilisation import FORWARD, Utilisation
+from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.layout import Padded
-from exgrpo.train.policy.loss import LossTerms
+from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.update import Tally
 from tests.train.batches import Row, make_batch, rows_of
 from tests.train.estimate.shapes import SMALL
@@ -111,7 +112,7 @@ def test_tokens_with_a_gradient_have_an_advantage_and_are_not_clipped(weighed):
     nothing = torch.zeros(micro.target.shape)
     clipped = torch.zeros(micro.target.shape)
     clipped[2, micro.target[2] >= 0] = torch.arange(7.0).lt(clipped_tokens).float()
-    tally = Tally(LossTerms(None, 0.1, False, 0.0, 1.0, 1.0))
+    tally = Tally(LossTerms(LossSettings(ObjectiveConfig()), 1.0))
     tally.add(micro, PolicyLoss(torch.zeros(()), nothing, nothing, nothing, clipped))
     assert tally.stats(LoneWorld(), grad_norm=1.0, applied=True).gradient_tokens == 3 + 7 - clipped_tokens
 

@@ -1,28 +1,24 @@
 """Optimiser steps that go on from a folder: `states_worker.py FIRST LAST FROM TO CASE...`.
 
 Takes the mini-batches FIRST to LAST - 1 of each case, from the states in FROM/CASE where there are any, and leaves the
-states and the weights in TO/CASE.
+states in TO/CASE.
 """
 
 import sys
 from pathlib import Path
 
-import torch
-
 from exgrpo.train.distributed import start
 from exgrpo.train.objective.settings import ObjectiveConfig
-from exgrpo.train.policy import state_files
-from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.policy import states
+from exgrpo.train.policy.policy import Policy
 from exgrpo.train.pretrained.source import find_model
 from tests.train import tiny
 
 OBJECTIVE = ObjectiveConfig(entropy_coef=0.01)
 SCHEDULE = {"schedule": "linear", "warmup_steps": 1, "decay": "matrices", "weight_decay": 5.0}
-DECAY = 0.7
 CASES = {
     "fp32": {"optimizer": SCHEDULE},
     "adapters": {"lora": {"rank": 3, "alpha": 6}},
-    "averaged": {"optimizer": {"ema": DECAY}},
     "persistent": {"optimizer": SCHEDULE},
     # Last: while it is there, its DeepSpeed has models loaded in parts, which one process in fp32 does without.
     "bf16": {"dtype": "bf16", "optimizer": SCHEDULE},
@@ -31,7 +27,7 @@ CASES = {
 
 def main(first: int, last: int, origin: Path, result: Path, names: list[str]) -> None:
     world = start(timeout_minutes=2)
-    state_files.FILE_BYTES = 20_000  # several files for each rank
+    states.FILE_BYTES = 20_000  # several files for each rank
     for name in names:
         config = tiny.config(result.parent / "model", OBJECTIVE, **CASES[name])
         if name == "persistent":
@@ -41,14 +37,8 @@ def main(first: int, last: int, origin: Path, result: Path, names: list[str]) ->
         if (origin / name).exists():
             policy.load_checkpoint(origin / name)
         for minibatch in tiny.minibatches(OBJECTIVE)[first:last]:
-            policy.update(minibatch, OBJECTIVE, clip=True)
+            policy.update(minibatch, clip=True)
         policy.save_checkpoint(result / name)
-        with policy.averaged():
-            averaged = {key: weight.clone() for key, weight in policy.weights()}
-        weights = {key: weight.clone() for key, weight in policy.weights()}
-        if world.is_main:
-            found = {"weights": weights, "averaged": averaged, "rate": policy.learning_rate}
-            torch.save(found, result / f"{name}.pt")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,23 @@
-"""Advantages, mini-batches, the schedule of micro-batches and their tensors."""
+"""Advantages, mini-batches, the schedule of micro-batches, their tensors, and the mismatch of engine and trainer."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.experience.contract import PRESENT
-from exgrpo.train.policy.batch import IGNORED, MiniBatch, advantages, build_minibatches, weigh_fresh
-from exgrpo.train.policy.layout import Padded, schedule
+from exgrpo.train.policy.batch import IGNORED, MiniBatch, advantages, build_minibatches, truncated_weight, weigh_fresh
+from exgrpo.train.policy.layout import Packed, Padded, schedule
+from exgrpo.train.policy.update import mismatch_metrics
 from exgrpo.train.records import Rollout
 from exgrpo.train.step_batch import ENGINE, StepBatch
 from tests.train.batches import Row, make_batch
 
 CPU = torch.device("cpu")
+LOG_PROBS = arrays(np.float32, st.shared(st.integers(1, 30)), elements=st.floats(-20, 0, width=32))
 
 
 def row(length: int, reward: float, **more) -> Row:
@@ -115,6 +118,9 @@ def test_collated_targets_sit_one_position_before_their_token():
     assert tensors.lengths.tolist() == [2, 4]
     assert tensors.reference_log_prob is None
     assert Padded().places(batch).tolist() == [2, 3, 4, 5, 6, 7]
+    plain = Padded().tokens(batch, CPU)
+    assert torch.equal(plain.tokens, tensors.tokens)
+    assert torch.equal(plain.target, tensors.target)
 
 
 def test_replayed_rows_have_no_reference():
@@ -125,12 +131,15 @@ def test_replayed_rows_have_no_reference():
 
 
 def test_an_empty_microbatch_has_no_target():
-    batch = Padded().rows(with_advantages([row(2, 1.0)]).take(np.array([], np.int64)), CPU)
-    assert batch.tokens.shape == (1, 2)
-    assert (batch.target == IGNORED).all()
-    for values in (batch.old_log_prob, batch.advantage, batch.replayed):
-        assert values.shape == (1, 2)
-        assert not values.any()
+    none = with_advantages([row(2, 1.0)]).take(np.array([], np.int64))
+    for layout in (Padded(), Packed()):
+        batch = layout.rows(none, CPU)
+        assert batch.segments is None
+        assert batch.tokens.shape == (1, 2)
+        assert (batch.target == IGNORED).all()
+        for values in (batch.old_log_prob, batch.advantage, batch.replayed):
+            assert values.shape == (1, 2)
+            assert not values.any()
 
 
 def test_log_probs_of_the_engine_make_weights_by_token_and_leave_the_advantage():
@@ -168,8 +177,33 @@ def test_rows_that_are_not_learnt_count_and_carry_no_gradient():
     assert minibatch.rows.tolist() == [2, 3]
 
 
-def test_tokens_are_padded_alike_with_and_without_a_loss():
-    batch = with_advantages([row(8, 1.0), row(6, 0.0)], [row(3, 1.0)])
-    plain, loss = Padded().tokens(batch, CPU), Padded().rows(batch, CPU)
-    assert torch.equal(plain.tokens, loss.tokens)
-    assert torch.equal(plain.target, loss.target)
+@given(LOG_PROBS, LOG_PROBS, st.floats(0.1, 10) | st.just(np.inf))
+def test_weights_are_the_ratio_up_to_the_cap(trainer, engine, cap):
+    weight = truncated_weight(trainer, engine, cap)
+    assert weight.dtype == np.float32
+    expected = np.minimum(np.exp(trainer.astype(np.float64) - engine), cap)
+    # Rounding the difference of numbers below 20 in fp32 moves it by 2^-20, and so its exponential relatively.
+    np.testing.assert_allclose(weight, expected, rtol=4e-6)
+
+
+def test_numbers_of_a_known_difference():
+    trainer = np.array([-1.0, -2.0, -0.5], np.float32)
+    engine = np.array([-1.0, -1.5, -1.5], np.float32)
+    numbers = mismatch_metrics(trainer, engine)
+    w = np.exp([0, -0.5, 1.0])
+    assert numbers["mean"] == pytest.approx(0.5)
+    assert numbers["p99"] == numbers["max"] == 1.0
+    assert numbers["kl"] == pytest.approx(-0.5 / 3)
+    assert numbers["kl_k3"] == pytest.approx((w - 1 - np.array([0, -0.5, 1.0])).mean())
+    assert numbers["ess"] == pytest.approx(w.sum() ** 2 / (3 * (w**2).sum()))
+
+
+@given(LOG_PROBS, LOG_PROBS)
+def test_bounds(trainer, engine):
+    numbers = mismatch_metrics(trainer, engine)
+    assert 0 <= numbers["mean"] <= numbers["max"]
+    assert numbers["p99"] <= numbers["max"]
+    assert numbers["kl_k3"] >= -1e-9
+    assert 1 / len(trainer) - 1e-9 <= numbers["ess"] <= 1 + 1e-9
+    same = mismatch_metrics(trainer, trainer)
+    assert same == {"mean": 0, "p99": 0, "max": 0, "kl": 0, "kl_k3": 0, "ess": pytest.approx(1)}

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy import layout
 from exgrpo.train.policy.attention import PACKED, PACKED_FLASH
 from exgrpo.train.policy.layout import Packed, Padded
-from exgrpo.train.policy.loss import LossTerms
+from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.records import Rollout
 from exgrpo.train.step_batch import StepBatch
@@ -21,7 +22,7 @@ from tests.integrations import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
-TERMS = LossTerms((0.2, 0.2), 0.1, False, 0.02, 13.0, 0.8)
+TERMS = LossTerms(LossSettings(ObjectiveConfig(), temperature=0.8), 13.0, 0.02)
 PACKABLE = ["llama", "qwen2", "qwen3", "gemma3_text", "cohere", "granite", "mistral", "olmo2", "qwen3_moe"]
 
 
@@ -74,8 +75,13 @@ def model_of(name):
     return model
 
 
-@pytest.mark.parametrize("observing", [False, True])
-@pytest.mark.parametrize("budget", [24, 10**6])
+def slide(model, window):
+    model.config.sliding_window = window
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = window
+
+
+@pytest.mark.parametrize(("budget", "observing"), [(24, False), (10**6, True)])
 @pytest.mark.parametrize("name", PACKABLE)
 def test_packed_is_padded(name, budget, observing):
     """In float64, up to the order of sums."""
@@ -88,9 +94,7 @@ def test_a_sliding_window_bounds_what_packed_tokens_see():
     model = model_of("mistral")
     batch = rows(np.random.default_rng(1), [9, 12, 3])
     whole, _, _ = results(model, Packed(), batch, 10**6)
-    model.config.sliding_window = 3
-    for layer in model.model.layers:
-        layer.self_attn.sliding_window = 3
+    slide(model, 3)
     packed, padded = (results(model, layout, batch, 10**6) for layout in (Packed(), Padded()))
     assert_same(packed, padded)
     assert (packed[0][:, :9] - whole[:, :9]).abs().max() > 1e-3
@@ -120,12 +124,6 @@ def test_a_prompt_is_read_once_and_tokens_stand_where_they_belong():
     assert tensors.segments.source.tolist() == [2, 3, 4, 2, 2, 5]
 
 
-def test_no_rows_weigh_nothing():
-    batch = Packed().rows(rows(np.random.default_rng(0), []), CPU)
-    assert batch.segments is None
-    assert (batch.target < 0).all()
-
-
 def varlen(q, k, v, query_ends, key_ends, most_queries, most_keys, *, dropout_p, softmax_scale, causal, window_size):
     """What flash_attn_varlen_func is documented to compute, block by block; its causal mask is aligned at the end."""
     assert (causal, dropout_p) == (True, 0.0)
@@ -150,9 +148,7 @@ def varlen(q, k, v, query_ends, key_ends, most_queries, most_keys, *, dropout_p,
 def test_flash_attention_gets_the_same_segments(monkeypatch, window):
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
     model = model_of("mistral")
-    model.config.sliding_window = window
-    for layer in model.model.layers:
-        layer.self_attn.sliding_window = window
+    slide(model, window)
     batch = rows(np.random.default_rng(0), [4, 1, 9, 2, 13])
     expected = results(model, Packed(), batch, 10**6)
     model.set_attn_implementation(PACKED_FLASH)

@@ -10,9 +10,10 @@ import dataclasses
 import pytest
 import torch
 
+from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy import model as policy_model
 from exgrpo.train.policy.batch import MicroBatch
-from exgrpo.train.policy.loss import LossTerms
+from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from tests.integrations import tiny
 
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODELS = ["granite", "cohere", "gemma2", "llama"]  # divided, multiplied, capped, none of these
 CLIP, BETA, COEF, NORMALIZER = (0.2, 0.2), 0.1, 0.02, 13.0
+OBJECTIVE = ObjectiveConfig(clip=CLIP, beta=BETA)
 
 
 def micro_batch(model, temperature):
@@ -83,7 +85,7 @@ def test_scores_and_loss_are_those_of_the_models_own_logits(name, temperature):
     ):
         assert_as_near(*values)
 
-    result = policy(batch, LossTerms(CLIP, BETA, False, COEF, NORMALIZER, temperature))
+    result = policy(batch, LossTerms(LossSettings(OBJECTIVE, temperature=temperature), NORMALIZER, COEF))
     losses = [own_loss(one, batch, temperature) for one in (plain, exact)]
     assert_as_near(result.loss, *losses)
     assert 0 < result.clipped.sum() < (batch.target >= 0).sum()
@@ -102,7 +104,7 @@ def test_a_plain_model_gives_the_kernels_its_own_weight_and_the_bare_temperature
             policy_model, name, lambda *args, own=own, **options: calls.append((args, options)) or own(*args, **options)
         )
     policy(batch, temperature)
-    policy(batch, LossTerms(CLIP, BETA, False, COEF, NORMALIZER, temperature))
+    policy(batch, LossTerms(LossSettings(OBJECTIVE, temperature=temperature), NORMALIZER, COEF))
     for args, options in calls:
         assert args[1] is model.lm_head.weight
         assert args[2] is batch.target

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from exgrpo.train.config import ObjectiveConfig
+from exgrpo.train.policy.settings import LoraConfig, with_saved
 from exgrpo.train.seeds import derive_seed
 from tests.train import tiny
 from tests.train.batches import rows_of
@@ -17,96 +18,60 @@ from tests.train.launch import ROOT, launch
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def case(model, term="shaped", *, objective=None, **more):
+    return {"model": model, "objective": objective or {}, "term": term, **more}
+
+
+ENTROPY, NO_ENTROPY = {"entropy_coef": 0.01}, {"entropy_coef": 0.0}
+WHOLE = {"surrogate": "gspo", "clip": [0.1, 0.2], "normalize": "sequence"}
 CASES = {
-    "tied": {"model": "tied", "objective": {"entropy_coef": 0.01}},
-    "untied": {"model": "untied", "objective": {"entropy_coef": 0.0}},
-    "no clip, token mean": {
-        "model": "untied",
-        "objective": {"entropy_coef": 0.01, "normalize": "token", "scale_by_std": True},
-        "clip": False,
-    },
-    "plain ratio, checkpointing": {
-        "model": "tied",
-        "objective": {"normalize": "sequence", "entropy_coef": 0.0},
-        "term": "ratio",
-        "checkpointing": True,
-    },
-    "plain ratio": {"model": "untied", "objective": {"entropy_coef": 0.01}, "term": "ratio"},
-    "replayed as fresh": {
-        "model": "untied",
-        "objective": {"entropy_coef": 0.01, "clip": [0.1, 0.3]},
-        "term": "clipped",
-    },
-    "replayed as fresh, token mean": {
-        "model": "tied",
-        "objective": {"entropy_coef": 0.0, "normalize": "token"},
-        "term": "clipped",
-    },
+    "tied": case("tied", objective=ENTROPY),
+    "no clip, token mean": case(
+        "untied", objective={**ENTROPY, "normalize": "token", "scale_by_std": True}, clip=False
+    ),
+    "plain ratio, checkpointing": case(
+        "tied", "ratio", objective={**NO_ENTROPY, "normalize": "sequence"}, checkpointing=True
+    ),
+    "replayed as fresh": case("untied", "clipped", objective={**ENTROPY, "clip": [0.1, 0.3]}),
     # Three steps in all: from 0 to the peak in one, then down to half of it.
-    "schedule": {
-        "model": "tied",
-        "objective": {},
-        "optimizer": {"schedule": "linear", "warmup_steps": 1},
-        "rates": (0, 1, 0.5),
-    },
-    "linear to a minimum": {
-        "model": "tied",
-        "objective": {},
-        "optimizer": {"schedule": "linear", "min_lr": 2e-4},
-        "rates": (1, 1 - 0.8 / 3, 1 - 1.6 / 3),
-    },
-    "cosine to a minimum": {
-        "model": "untied",
-        "objective": {},
-        "optimizer": {"schedule": "cosine", "min_lr": 2e-4, "warmup_steps": 1},
-        "rates": (0, 1, 0.6),
-    },
-    "matrices decay": {"model": "untied", "objective": {}, "optimizer": {"weight_decay": 50.0, "decay": "matrices"}},
-    "temperature": {"model": "tied", "objective": {"entropy_coef": 0.01}, "temperature": 0.6},
-    "adapters": {"model": "tied", "objective": {"entropy_coef": 0.01}, "lora": {"rank": 4, "alpha": 8}},
-    "adapters, head": {"model": "untied", "objective": {}, "lora": {"rank": 3, "alpha": 6, "head": True}},
-    "adapters, some layers": {
-        "model": "untied",
-        "objective": {"entropy_coef": 0.01},
-        "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]},
-        "checkpointing": True,
-    },
-    "whole answers": {
-        "model": "untied",
-        "objective": {"surrogate": "gspo", "clip": [0.1, 0.2], "normalize": "sequence", "entropy_coef": 0.01},
-    },
-    "bounded weights": {
-        "model": "tied",
-        "objective": {"surrogate": "cispo", "clip": [1.0, 0.5], "normalize": "token", "entropy_coef": 0.0},
-    },
-    "two clips": {"model": "tied", "objective": {"surrogate": "dual_clip", "dual_clip": 1.3}, "term": "clipped"},
+    "schedule": case("tied", optimizer={"schedule": "linear", "warmup_steps": 1}, rates=(0, 1, 0.5)),
+    "linear to a minimum": case(
+        "tied", optimizer={"schedule": "linear", "min_lr": 2e-4}, rates=(1, 1 - 0.8 / 3, 1 - 1.6 / 3)
+    ),
+    "cosine to a minimum": case(
+        "untied", optimizer={"schedule": "cosine", "min_lr": 2e-4, "warmup_steps": 1}, rates=(0, 1, 0.6)
+    ),
+    "matrices decay": case("untied", optimizer={"weight_decay": 50.0, "decay": "matrices"}),
+    "any gradient": case("untied", objective=NO_ENTROPY, optimizer={"grad_clip": 0.0}),
+    "temperature": case("tied", objective=ENTROPY, temperature=0.6),
+    "adapters": case("tied", objective=ENTROPY, lora={"rank": 4, "alpha": 8}),
+    "adapters, head": case("untied", lora={"rank": 3, "alpha": 6, "head": True}),
+    "adapters, some layers": case(
+        "untied", objective=ENTROPY, lora={"rank": 2, "targets": ["q_proj", "down_proj"]}, checkpointing=True
+    ),
+    "saved adapters": case("untied", objective=ENTROPY, lora={"path": "adapters"}),
+    "whole answers": case("untied", objective={**WHOLE, **ENTROPY}),
+    "bounded weights": case(
+        "tied", objective={**NO_ENTROPY, "surrogate": "cispo", "clip": [1.0, 0.5], "normalize": "token"}
+    ),
+    "two clips": case("tied", "clipped", objective={"surrogate": "dual_clip", "dual_clip": 1.3}),
     # The reference is the policy at first: without an entropy bonus, some gradients would be rounding alone.
-    "divergence": {"model": "tied", "objective": {"kl_coef": 0.5, "entropy_coef": 0.05}, "temperature": 0.8},
-    "divergence, checkpointing": {
-        "model": "tied",
-        "objective": {"kl_coef": 0.5, "kl": "k1", "entropy_coef": 0.0},
-        "checkpointing": True,
-    },
-    "divergence, adapters": {
-        "model": "untied",
-        "objective": {"kl_coef": 2.0, "kl": "k2", "kl_corrected": False, "surrogate": "gspo"},
-        "lora": {"rank": 3, "alpha": 60, "head": True},
-    },
-    "observations": {"model": "tied", "objective": {"entropy_coef": 0.01, "normalize": "token"}, "observing": True},
-    "observations, whole answers": {
-        "model": "untied",
-        "objective": {
-            "surrogate": "gspo",
-            "clip": [0.1, 0.2],
-            "normalize": "sequence",
-            "entropy_coef": 0.05,
-            "kl_coef": 0.5,
-        },
-        "observing": True,
-    },
-    "scaled logits": {"model": "granite", "objective": {"entropy_coef": 0.01}, "temperature": 0.6},
-    "poison": {"model": "tied", "objective": {}, "poison": True},
-    "bf16": {"model": "tied", "objective": {}, "dtype": "bf16"},
+    "divergence": case("tied", objective={"kl_coef": 0.5, "entropy_coef": 0.05}, temperature=0.8),
+    "divergence, checkpointing": case("tied", objective={**NO_ENTROPY, "kl_coef": 0.5, "kl": "k1"}, checkpointing=True),
+    "divergence, adapters": case(
+        "untied",
+        objective={"kl_coef": 2.0, "kl": "k2", "kl_corrected": False, "surrogate": "gspo"},
+        lora={"rank": 3, "alpha": 60, "head": True},
+    ),
+    "observations": case("tied", objective={**ENTROPY, "normalize": "token"}, observing=True),
+    "observations, whole answers": case(
+        "untied", objective={**WHOLE, "entropy_coef": 0.05, "kl_coef": 0.5}, observing=True
+    ),
+    "scaled logits": case("granite", objective=ENTROPY, temperature=0.6),
+    "poison": case("tied", poison=True),
+    "bf16": case("tied", dtype="bf16"),
 }
 
 
@@ -116,17 +81,30 @@ def folders(tmp_path_factory):
     for tied in (True, False):
         tiny.save_model(root / ("tied" if tied else "untied"), tied=tied)
     tiny.save_model(root / "granite", tied=True, head_width=8, logits_scaling=2.0)
+    save_adapters(root / "untied", root / "adapters")
     return root
+
+
+def save_adapters(folder, place):
+    """Of a model, as peft saves them: with dropout, on two layers of each block and on the head."""
+    options = peft.LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj", "down_proj", "lm_head"], lora_dropout=0.1)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), options)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(place)
+    return place
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def outcomes(request, folders, tmp_path_factory):
     """Every case under ZeRO-3, by name."""
     result = tmp_path_factory.mktemp("outcome") / "result.pt"
-    cases = [{"folder": str(folders / case["model"]), **case} for case in CASES.values()]
+    cases = [{**case, "model": str(folders / case["model"])} for case in CASES.values()]
     for case in cases:
-        del case["model"]
-        case.pop("rates", None)
+        if path := case.get("lora", {}).get("path"):
+            case["lora"] = with_saved(LoraConfig(path=str(folders / path))).model_dump()
     done = launch(
         ROOT / "tests" / "train" / "policy" / "worker.py", str(result), json.dumps(cases), ranks=request.param
     )
@@ -193,9 +171,11 @@ def plain_loss(model, minibatch, objective, clip, term, temperature, reference):
 def plain_training(folder, name):
     """Losses and final parameters of the plain loop."""
     case = CASES[name]
-    objective, clip, term = ObjectiveConfig(**case["objective"]), case.get("clip", True), case.get("term", "shaped")
+    objective, clip, term = ObjectiveConfig(**case["objective"]), case.get("clip", True), case["term"]
     model, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
-    if "lora" in case:
+    if "path" in case.get("lora", {}):
+        model = peft.PeftModel.from_pretrained(model, folder.parent / "adapters", is_trainable=True).eval()
+    elif "lora" in case:
         model = with_peft(model, **case["lora"])
     options = case.get("optimizer", {})
     decay = options.get("weight_decay", 0.01)
@@ -212,7 +192,7 @@ def plain_training(folder, name):
             group["lr"] = tiny.LEARNING_RATE * case.get("rates", (1, 1, 1))[number]
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), options.get("grad_clip", 1.0) or math.inf)
         optimizer.step()
         losses.append(loss.item())
     return losses, model.merge_and_unload() if "lora" in case else model

@@ -8,8 +8,8 @@ import torch
 
 from exgrpo.train.config import ObjectiveConfig
 from exgrpo.train.distributed import start
+from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import make_reference
-from exgrpo.train.policy.zero3 import Policy
 from exgrpo.train.pretrained.source import find_model
 from tests.train import tiny
 
@@ -18,10 +18,11 @@ def main(result: Path, cases: list[dict]) -> None:
     world = start(timeout_minutes=2)
     outcomes = []
     for case in cases:
-        folder = Path(case.pop("folder"))
+        folder = Path(case.pop("model"))
+        case.pop("rates", None)  # what they come to
         objective = ObjectiveConfig(**case.pop("objective"))
         clip = case.pop("clip", True)
-        term = case.pop("term", "shaped")
+        term = case.pop("term")
         poison = case.pop("poison", False)
         observing = case.pop("observing", False)
         config, source = tiny.config(folder, objective, **case), find_model(str(folder))
@@ -31,7 +32,7 @@ def main(result: Path, cases: list[dict]) -> None:
         batches = tiny.minibatches(objective, reference, observing=observing)
         if poison:
             batches[0] = tiny.poisoned(batches[0])
-        stats = [policy.update(minibatch, objective, clip=clip, term=term) for minibatch in batches]
+        stats = [policy.update(minibatch, clip=clip, term=term) for minibatch in batches]
         score = policy.score(tiny.step_batch(observing=observing), policy.temperature)
         outcomes.append(
             {

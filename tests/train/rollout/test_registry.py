@@ -18,7 +18,7 @@ from exgrpo.train.recipe import load_recipe
 from exgrpo.train.rollout.registry import ENGINES, choose_engine
 from exgrpo.train.rollout.settings import training_settings
 from exgrpo.train.rollout.vllm import availability
-from exgrpo.train.rollout.vllm.version import TESTED_VERSION
+from exgrpo.train.rollout.vllm.availability import TESTED_VERSION
 from tests.train import tiny
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld

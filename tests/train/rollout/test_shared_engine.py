@@ -1,20 +1,16 @@
 """The policy's own module generates: as a copy would, and it is the trainer's again afterwards."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from exgrpo.train.distributed import ALONE
 from exgrpo.train.objective.settings import ObjectiveConfig
-from exgrpo.train.policy.attention import PACKED
-from exgrpo.train.policy.zero3 import Policy
+from exgrpo.train.policy.attention import ONE_TOKEN, PACKED
+from exgrpo.train.policy.policy import Policy
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.rollout import Sampling, TransformersEngine
-from exgrpo.train.rollout.transformers.attention import ONE_TOKEN
 from exgrpo.train.rollout.transformers.shared import SharedEngine, shares_policy
-from exgrpo.train.run import Run
 from exgrpo.train.step_batch import StepBatch
 from tests.train import tiny
 from tests.train.configs import configured
@@ -42,7 +38,7 @@ def make(folder, **options):
 
 
 def update(policy, number):
-    return policy.update(tiny.minibatches(OBJECTIVE)[number], OBJECTIVE, clip=True)
+    return policy.update(tiny.minibatches(OBJECTIVE)[number], clip=True)
 
 
 def generate(engine):
@@ -103,23 +99,6 @@ def test_weights_of_another_policy_are_named(folder):
     assert engine.differing(policy.weights()) == []
     engine.push_weights(other.weights())
     assert "model.layers.0.self_attn.q_proj.weight" in engine.differing(other.weights())
-
-
-def test_evaluations_ask_the_average_of_the_weights_and_steps_go_on_from_the_weights(folder):
-    policy, engine = make(folder, optimizer={"ema": 0.9, "lr": 0.02})
-    update(policy, 1)
-    weights = {name: weight.clone() for name, weight in policy.weights()}
-    before = generate(engine)
-    run = object.__new__(Run)
-    run.policy, run.parts = policy, SimpleNamespace(engine=engine)
-    with run._averaged():
-        asked = generate(engine)
-        of_average = scored(policy, asked)
-    np.testing.assert_allclose(log_probs(asked), of_average, rtol=0, atol=1e-4)
-    assert np.abs(of_average - scored(policy, asked)).mean() > 0.01
-    for name, weight in policy.weights():
-        assert torch.equal(weight, weights[name]), name
-    assert np.array_equal(log_probs(generate(engine)), log_probs(before))
 
 
 @pytest.mark.parametrize(

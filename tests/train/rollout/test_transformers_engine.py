@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,6 +11,8 @@ from tests.integrations import tiny as models
 from tests.train import tiny
 from tests.train.asking import requests_for
 from tests.train.fakes import LoneWorld
+from tests.train.rollout.ends import check_ends
+from tests.train.test_weight_check import FullLogitPolicy
 
 EOS = (2, 5)
 PROMPTS = [tiny.prompt(question) for question in range(6)]
@@ -38,40 +39,9 @@ def test_finished_answers_end_with_their_first_eos_and_cut_ones_have_none(engine
     answers = tiny.rollouts(engine, PROMPTS, counts, Sampling(max_tokens=12), seed=0)
     assert [len(of_prompt) for of_prompt in answers] == counts
     everything = [rollout for of_prompt in answers for rollout in of_prompt]
-    assert {rollout.finished for rollout in everything} == {True, False}
-    for rollout in everything:
-        ends = np.flatnonzero(np.isin(rollout.response, EOS))
-        if rollout.finished:
-            assert ends.tolist() == [len(rollout.response) - 1]
-        else:
-            assert len(ends) == 0
-            assert len(rollout.response) == 12
-    # Both EOS tokens end answers, and a pad that the model says itself stays in the response.
-    assert {rollout.response[-1] for rollout in everything if rollout.finished} == set(EOS)
+    check_ends([(rollout.response, rollout.finished, None) for rollout in everything], EOS, 12)
+    # A pad that the model says itself stays in the response.
     assert any(0 in rollout.response[:-1] for rollout in everything)
-
-
-def test_log_probs_are_those_of_a_full_forward_at_the_temperature(engine, folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    answers = tiny.rollouts(engine, PROMPTS, [3] * 6, Sampling(max_tokens=12, temperature=0.7, log_prob=True), seed=0)
-    for prompt, of_prompt in zip(PROMPTS, answers, strict=True):
-        for rollout in of_prompt:
-            tokens = torch.tensor([*prompt, *rollout.response])
-            with torch.no_grad():
-                full = (model(tokens[None, :-1]).logits[0, len(prompt) - 1 :] / 0.7).log_softmax(-1)
-            expected = full[torch.arange(len(rollout.response)), torch.from_numpy(rollout.response).long()]
-            torch.testing.assert_close(torch.from_numpy(rollout.log_prob), expected, atol=1e-4, rtol=0)
-
-
-def test_samples_follow_the_models_distribution(engine, folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        expected = model(torch.from_numpy(PROMPTS[0])[None].long()).logits[0, -1].softmax(-1).double()
-    answers = tiny.rollouts(engine, PROMPTS[:1], [5000], Sampling(max_tokens=1), seed=1)
-    counts = torch.bincount(torch.tensor([int(r.response[0]) for r in answers[0]]), minlength=tiny.VOCABULARY).double()
-    statistic = ((counts - 5000 * expected) ** 2 / (5000 * expected)).sum()
-    # Chi-square with V - 1 degrees of freedom has mean V - 1 and standard deviation sqrt(2 (V - 1)).
-    assert abs(statistic - (tiny.VOCABULARY - 1)) < 4 * (2 * (tiny.VOCABULARY - 1)) ** 0.5
 
 
 def test_the_seed_decides_and_the_callers_random_state_stays(engine):
@@ -84,18 +54,15 @@ def test_the_seed_decides_and_the_callers_random_state_stays(engine):
     assert ids(tiny.rollouts(engine, PROMPTS, [2] * 6, sampling, seed=2)) != first
 
 
-def test_pushed_weights_take_effect(engine, folder):
+def test_log_probs_are_those_of_a_full_forward_at_the_temperature_before_and_after_a_push(engine, folder):
+    policy, sampling = FullLogitPolicy(folder), Sampling(max_tokens=12, temperature=0.7, log_prob=True)
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-    engine.push_weights((name, parameter.data) for name, parameter in model.named_parameters())
-    (rollout,) = tiny.rollouts(engine, PROMPTS[:1], [1], Sampling(max_tokens=6, log_prob=True), seed=0)[0]
-    tokens = torch.tensor([*PROMPTS[0], *rollout.response])
-    with torch.no_grad():
-        full = model(tokens[None, :-1]).logits[0, len(PROMPTS[0]) - 1 :].log_softmax(-1)
-    expected = full[torch.arange(len(rollout.response)), torch.from_numpy(rollout.response).long()]
-    torch.testing.assert_close(torch.from_numpy(rollout.log_prob), expected, atol=1e-4, rtol=0)
+    for changed in (False, True):
+        if changed:
+            for _, weight in policy.weights():
+                weight.add_(torch.randn_like(weight), alpha=0.1)
+            engine.push_weights(policy.weights())
+        assert policy.gap(PROMPTS, tiny.rollouts(engine, PROMPTS, [3] * 6, sampling, seed=0), 0.7)[0] < 1e-4
 
 
 def test_weights_that_are_missing_or_unknown_are_named(engine, folder):

@@ -17,12 +17,24 @@ from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.recipe import explain
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server.client import ServerClient, host_and_port
-from exgrpo.train.rollout.server.facts import model_facts
 from exgrpo.train.rollout.server.guard import LOOPBACK
 from exgrpo.train.rollout.server.reply import ServerError, part
 from exgrpo.train.rollout.settings import EngineSettings
-from exgrpo.train.rollout.vllm.version import TESTED_VERSION
+from exgrpo.train.rollout.vllm.availability import TESTED_VERSION
 
+COMPARED = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+    "max_position_embeddings",
+    "rope_parameters",
+)
+"""What of a model's configuration has to be equal in the trainer and in a server."""
 FRESH = "default"
 """What vLLM calls the weights with which a server starts."""
 INCOMPLETE = "incomplete"
@@ -156,3 +168,9 @@ def _differs(facts: WorkerFacts, settings: EngineSettings, device: torch.device)
     if facts.backend == "nccl" and device.type != "cuda":
         return "takes weights over NCCL, and the trainer has no GPU"
     return None
+
+
+def model_facts(config: Any) -> dict[str, Any]:
+    """The architecture's type, sizes and positions, of a Hugging Face configuration; those that it has."""
+    text = config.get_text_config()
+    return {name: getattr(text, name) for name in COMPARED if hasattr(text, name)}

@@ -1,33 +1,90 @@
 """Which requests a rollout server answers: those of programs that know its token, and of no page in a browser.
 
+The token is a secret that servers and trainer share: who knows it may ask, and nobody else.
+
 vLLM's own key guards a part of its routes only, and those that replace weights are not among them. A page that somebody
 opens on the server's machine can send requests to the loopback device, too. So `vllm serve --middleware
 exgrpo.train.rollout.server.guard.Guard` asks of every request: is its `Host` a name of this server (a page's own name
-may be made to point here), does it come from no page, has it the token if there is one, and is its content JSON, which
-a page cannot send without a question that is answered with a refusal?
+may be made to point here), does it come from no page, has it the token, and is its content JSON, which a page cannot
+send without a question that is answered with a refusal?
 """
 
 import hmac
 import json
 import os
 import re
+import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
-from exgrpo.train.rollout.server.shared_token import TOKEN, server_token
+from exgrpo.train.errors import ConfigError, os_errors_as
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
+TOKEN = "EXGRPO_SERVER_TOKEN"
+"""The environment variable that holds it: every user of a machine can read command lines."""
+TOKEN_FILE = Path("~/.exgrpo_server_token")
+"""What holds it where the variable is not set."""
+LEAST = 16
+"""Characters: a shorter one can be guessed."""
+READABLE_BY_OTHERS = 0o077
 NAMES = "EXGRPO_SERVER_NAMES"
 """The environment variable with the names by which the server is called, separated by commas."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 READING = ("GET", "HEAD", "OPTIONS")
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s:@/\[\]]+))(?::\d+)?")
+
+
+def server_token() -> str:
+    """The token in this process's environment or in the user's file; "" where there is none.
+
+    Raises:
+        ConfigError: it is too short, or has characters that a header of HTTP cannot hold, or others can read the file.
+    """
+    origin, token = TOKEN, os.environ.get(TOKEN, "")
+    file = TOKEN_FILE.expanduser()
+    with os_errors_as(ConfigError, f"{TOKEN_FILE} cannot be read"):
+        if not token and file.exists():
+            if file.stat().st_mode & READABLE_BY_OTHERS:
+                raise ConfigError(f"{file}: others can read this secret: `chmod 600 {file}`")
+            origin, token = str(file), file.read_text(encoding="utf-8", errors="replace").strip()
+            if not token:
+                raise ConfigError(f"{file} is empty: remove it, and the next start of a server makes one")
+    if token and (len(token) < LEAST or not token.isascii() or not token.isprintable() or " " in token):
+        raise ConfigError(
+            f"{origin} must have at least {LEAST} printable ASCII characters without spaces: without it, the next "
+            f"start of a server makes a token in {TOKEN_FILE}"
+        )
+    return token
+
+
+def made_token() -> Path | None:
+    """Make the user's file with a new token, where there is none yet, and say where; None: there is one.
+
+    Raises:
+        ConfigError: see `server_token`, or it cannot be written.
+    """
+    if server_token():
+        return None
+    file = TOKEN_FILE.expanduser()
+    with os_errors_as(ConfigError, f"{TOKEN_FILE} cannot be written: set {TOKEN} instead"):
+        # Whole and readable by nobody else from its first moment: servers may start at the same time.
+        unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+        try:
+            with os.fdopen(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
+                opened.write(f"{secrets.token_urlsafe()}\n")
+            os.link(unfinished, file)
+        except FileExistsError:
+            return None
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return file
 
 
 @dataclass(frozen=True)
@@ -46,11 +103,16 @@ class Guard:
 
     Args:
         app: the application behind it.
+
+    Raises:
+        ConfigError: there is no token.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._token = server_token()
+        if not self._token:
+            raise ConfigError(f"a rollout server needs a token: set {TOKEN}")
         self._names = {*LOOPBACK, *filter(None, os.environ.get(NAMES, "").lower().split(","))}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -75,10 +137,11 @@ class Guard:
             )
         if "origin" in headers or headers.get("sec-fetch-site", ["none"]) != ["none"]:
             return Refusal(HTTPStatus.FORBIDDEN, "requests of pages in a browser are not answered")
-        if self._token and not self._is_known(headers.get("authorization", [])):
+        if not self._is_known(headers.get("authorization", [])):
             return Refusal(
                 HTTPStatus.UNAUTHORIZED,
-                f"no token, or one that is not this server's: set {TOKEN} to the same value for both",
+                f"no token, or one that is not this server's: set {TOKEN} to the same value for both, or copy "
+                f"{TOKEN_FILE} of the server's user to the trainer's",
             )
         media = [value.partition(";")[0].strip().lower() for value in headers.get("content-type", ())]
         if scope.get("method", "GET") not in READING and media != ["application/json"]:

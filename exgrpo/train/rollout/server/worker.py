@@ -14,7 +14,7 @@ import torch
 from exgrpo.extras import needs
 from exgrpo.train.process import SERVER, end_with_ancestor
 from exgrpo.train.rollout.server.channel import join_gloo
-from exgrpo.train.rollout.server.facts import model_facts
+from exgrpo.train.rollout.server.check import model_facts
 from exgrpo.train.rollout.vllm.engine import repack_tied_head
 from exgrpo.train.rollout.vllm.probe import differing
 from exgrpo.train.rollout.vllm.process import request_tiles

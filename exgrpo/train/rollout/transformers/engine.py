@@ -8,10 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from exgrpo.train.distributed import World
+from exgrpo.train.policy.attention import ONE_TOKEN
 from exgrpo.train.records import EngineCounts
 from exgrpo.train.rollout.engine import Finished, Request
 from exgrpo.train.rollout.settings import EngineSettings
-from exgrpo.train.rollout.transformers.attention import ONE_TOKEN
 from exgrpo.train.rollout.transformers.decode import decode
 from exgrpo.train.rollout.transformers.draws import Noise
 

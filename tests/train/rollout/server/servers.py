@@ -10,7 +10,7 @@ from pathlib import Path
 
 import requests
 
-from exgrpo.train.rollout.server.shared_token import server_token
+from exgrpo.train.rollout.server.guard import TOKEN, server_token
 from tests.train.launch import ROOT, environment, free_port
 from tests.train.warm import Rank
 
@@ -21,10 +21,12 @@ LONGEST = 64
 WARM = ROOT / "tests" / "train" / "rollout" / "server" / "warm_server.py"
 
 
-def _token() -> dict[str, str]:
-    """The header with the token in this process's environment, if it has one."""
-    token = server_token()
-    return {"Authorization": f"Bearer {token}"} if token else {}
+os.environ.setdefault(TOKEN, "of-the-tests-alone")  # and none in the user's file
+
+
+def bearer() -> dict[str, str]:
+    """The header with the token of servers and trainer."""
+    return {"Authorization": f"Bearer {server_token()}"}
 
 
 class Server:
@@ -90,7 +92,7 @@ class Server:
         if self._on:  # this process does not reach it
             return "Application startup complete" in self.log.read_text(errors="replace")
         try:
-            return requests.get(f"{self.url}/health", headers=_token(), timeout=5).ok
+            return requests.get(f"{self.url}/health", headers=bearer(), timeout=5).ok
         except requests.RequestException:
             return False
 
@@ -125,5 +127,5 @@ class Server:
         return self._counted("generation_tokens_total")
 
     def _counted(self, name: str) -> float:
-        lines = requests.get(f"{self.url}/metrics", timeout=60).text.splitlines()
+        lines = requests.get(f"{self.url}/metrics", headers=bearer(), timeout=60).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))

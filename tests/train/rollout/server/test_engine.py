@@ -15,16 +15,17 @@ from exgrpo.train.pretrained.options import to_arguments
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.rollout import Sampling, Stops, collect
-from exgrpo.train.rollout.server.check import FRESH
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.engine import ServerEngine
+from exgrpo.train.rollout.server.guard import server_token
 from exgrpo.train.rollout.server.pool import NoServerError
 from exgrpo.train.weight_check import check_engine
 from tests.train import pieces, tiny
 from tests.train.asking import requests_for
 from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT, free_port, launch
-from tests.train.rollout.server.servers import LONGEST, Server
+from tests.train.rollout.ends import check_ends
+from tests.train.rollout.server.servers import LONGEST, Server, bearer
 from tests.train.rollout.vllm.installed import real
 from tests.train.test_weight_check import FullLogitPolicy
 
@@ -87,6 +88,10 @@ def opened(fleet):
         engine.close()
 
 
+def client_of(server):
+    return ServerClient(server.url, token=server_token())
+
+
 def moved(fleet, *, tied=True, dtype="fp32"):
     """A policy some steps away from the model."""
     policy = FullLogitPolicy(fleet.models[tied], DTYPES[dtype])
@@ -94,6 +99,17 @@ def moved(fleet, *, tied=True, dtype="fp32"):
     for _, weight in policy.weights():
         weight.add_(torch.randn(weight.shape, generator=generator).to(weight.dtype), alpha=0.03)
     return policy
+
+
+def pushed(fleet, opened, *servers):
+    """An engine whose servers have the weights of a policy, and that policy."""
+    engine, policy = opened(*servers or [fleet.first]), moved(fleet)
+    engine.push_weights(policy.weights())
+    return engine, policy
+
+
+def warnings_in(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 def sample(engine, counts=COUNTS, temperature=TEMPERATURE, **changes):
@@ -145,24 +161,14 @@ def test_a_changed_configuration_is_computed_with(fleet, opened, tmp_path):
 
 
 def test_finished_answers_end_with_their_first_eos_and_cut_ones_have_none(fleet, opened):
-    engine = opened(fleet.first)
-    engine.push_weights(moved(fleet).weights())
+    engine, _ = pushed(fleet, opened)
     answers = sample(engine, temperature=1.0)
     assert [len(of_prompt) for of_prompt in answers] == COUNTS
-    everything = [rollout for of_prompt in answers for rollout in of_prompt]
-    assert {rollout.finished for rollout in everything} == {True, False}
-    for rollout in everything:
-        ends = np.flatnonzero(np.isin(rollout.response, EOS)).tolist()
-        assert ends == ([len(rollout.response) - 1] if rollout.finished else [])
-        assert rollout.finished or len(rollout.response) == MAX_TOKENS
-        assert len(rollout.log_prob) == len(rollout.response)
-    assert {rollout.response[-1] for rollout in everything if rollout.finished} == set(EOS)
+    check_ends([(one.response, one.finished, one.log_prob) for of in answers for one in of], EOS, MAX_TOKENS)
 
 
 def test_stopped_answers_end_at_their_first_stop_string_and_the_server_stops_there(fleet, opened):
-    engine = opened(fleet.first)
-    policy = moved(fleet)
-    engine.push_weights(policy.weights())
+    engine, policy = pushed(fleet, opened)
     strings = ("b\n", "é:", ":Q", "x1", "</s>")  # none of which can be complete before its last character is whole
     start = fleet.first.generated()
     answers = sample(engine, temperature=1.0, stop=Stops(strings, pieces.read))
@@ -195,8 +201,7 @@ def test_prompts_that_share_a_block_come_from_the_cache_until_a_push(fleet, open
 
 
 def test_a_consumer_that_has_enough_leaves_no_request_behind(fleet, opened):
-    engine = opened(fleet.first)
-    engine.push_weights(moved(fleet).weights())
+    engine, _ = pushed(fleet, opened)
     answers = engine.generate(requests_for(PROMPTS * 20, [4] * 120, Sampling(LONGEST - 8), range(120)))
     next(answers)
     answers.close()
@@ -210,7 +215,7 @@ def test_the_check_notices_a_tied_head_that_a_push_did_not_reach(fleet, opened):
     policy = moved(fleet)
     for _, weight in policy.weights():
         weight.mul_(1.1)
-    client = ServerClient(fleet.first.url)
+    client = client_of(fleet.first)
     client.call_workers("remedy", False)
     try:
         engine.push_weights(policy.weights())
@@ -221,9 +226,7 @@ def test_the_check_notices_a_tied_head_that_a_push_did_not_reach(fleet, opened):
 
 
 def test_a_killed_server_loses_no_answer_and_comes_back_with_the_next_push(fleet, opened, caplog):
-    engine = opened(fleet.first, fleet.second)
-    policy = moved(fleet)
-    engine.push_weights(policy.weights())
+    engine, policy = pushed(fleet, opened, fleet.first, fleet.second)
     asked = requests_for(PROMPTS * 50, [4] * 300, Sampling(LONGEST - 8), range(300))
     answers = engine.generate(asked)
     got = [next(answers)]
@@ -231,8 +234,7 @@ def test_a_killed_server_loses_no_answer_and_comes_back_with_the_next_push(fleet
     got += answers
     assert [len(of_prompt) for of_prompt in collect(asked, got)] == [4] * 300
     assert len(got) == 4 * 300
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len([text for text in warnings if fleet.second.url in text]) == 1
+    assert len([text for text in warnings_in(caplog) if fleet.second.url in text]) == 1
 
     fleet.second.ready()
     idle = fleet.second.asked()
@@ -242,17 +244,6 @@ def test_a_killed_server_loses_no_answer_and_comes_back_with_the_next_push(fleet
     engine.push_weights(policy.weights())
     assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
     assert fleet.second.asked() > idle
-
-
-def test_answers_of_a_server_that_was_restarted_unnoticed_are_not_taken(fleet, opened, caplog):
-    engine = opened(fleet.first, fleet.second)
-    policy = moved(fleet)
-    engine.push_weights(policy.weights())
-    # What a new process says of its weights.
-    ServerClient(fleet.second.url).post("update_weight_version", {"new_version": FRESH})
-    assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert f"{fleet.second.url} is left out until the next push of weights: it has other weights (default)" in warning
 
 
 def test_a_trainer_that_died_during_a_push_leaves_servers_that_the_next_one_can_use(fleet, opened):
@@ -297,8 +288,7 @@ def test_weights_that_no_server_takes_are_a_clear_error_and_all_run_through(flee
 
 
 def test_weights_of_another_run_are_not_used(fleet, opened):
-    engine = opened(fleet.first)
-    engine.push_weights(moved(fleet).weights())
+    engine, _ = pushed(fleet, opened)
     engine.close()
     other = opened(fleet.first)
     with pytest.raises(NoServerError, match="weights of another run"):
@@ -341,7 +331,7 @@ def test_a_server_that_dies_during_a_push_does_not_stop_it(fleet, opened, caplog
 
     engine.push_weights(weights())
     assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    (warning,) = warnings_in(caplog)
     assert f"{fleet.second.url} takes no weights and is left out until it does: " in warning
 
 
@@ -370,17 +360,11 @@ def test_addresses_that_are_none(fleet, urls, message):
         ServerEngine(tiny.engine_settings(fleet.models[True], max_tokens=8, servers=tuple(urls)), LoneWorld())
 
 
-def test_routes_that_change_a_server_are_not_open_to_other_machines(fleet):
-    fleet.first.ready()
-    address = "127.0.0.2"
-    with pytest.raises(requests.ConnectionError):
-        requests.get(f"http://{address}:{fleet.first.port}/health", timeout=5)
-
-
-def test_routes_that_change_a_server_are_not_open_to_pages_in_a_browser(fleet):
-    page = {"Origin": "http://evil.example", "Host": "evil.example", "Content-Type": "text/plain"}
+def test_routes_that_change_a_server_are_open_to_no_other_machine_no_page_and_nobody_without_the_token(fleet):
     url = fleet.first.ready()
+    with pytest.raises(requests.ConnectionError):
+        requests.get(f"http://127.0.0.2:{fleet.first.port}/health", timeout=5)
+    content, page = {"Content-Type": "application/json"}, {"Origin": "http://evil.example", "Host": "evil.example"}
     for route in ("collective_rpc", "update_weights", "sleep", "pause", "inference/v1/generate", "v1/completions"):
-        for headers in (page, {"Origin": page["Origin"]}, {"Host": page["Host"]}):
-            assert requests.post(f"{url}/{route}", data=b"{}", headers=headers, timeout=60).status_code == 403
-        assert requests.post(f"{url}/{route}", data=b"{}", timeout=60).status_code == 415
+        for headers, expected in ((page, 403), (content, 401), (bearer() | {"Content-Type": "text/plain"}, 415)):
+            assert requests.post(f"{url}/{route}", data=b"{}", headers=headers, timeout=60).status_code == expected

@@ -21,7 +21,7 @@ def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     options = "--max-tokens=160", "--kv-cache-gib=0.2"
     model = Path("builtin:arithmetic")
-    pair = [Server(model, folder / f"{number}.log", *options, cold=True) for number in range(2)]
+    pair = [Server(model, folder / f"{number}.log", *options, cold=number == 0) for number in range(2)]
     try:
         for server in pair:
             server.start()

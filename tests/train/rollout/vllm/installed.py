@@ -4,7 +4,7 @@ import importlib.metadata
 
 import pytest
 
-from exgrpo.train.rollout.vllm.version import TESTED_VERSION
+from exgrpo.train.rollout.vllm.availability import TESTED_VERSION
 
 
 def _missing() -> str | None:

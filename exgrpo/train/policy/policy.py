@@ -1,7 +1,6 @@
 """The policy, under DeepSpeed ZeRO-3 where it is sharded: scores, optimiser steps, whole weights."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,30 +17,33 @@ from exgrpo.train.config import Config
 from exgrpo.train.distributed import World, agree
 from exgrpo.train.errors import CheckpointError, ConfigError, os_errors_as
 from exgrpo.train.experience.contract import Term
-from exgrpo.train.objective.settings import SURROGATES, ObjectiveConfig
+from exgrpo.train.objective.settings import SURROGATES
 from exgrpo.train.policy.adapters import (
     BASE_WEIGHT,
     adapted_layers,
     add_adapters,
     base_name,
     is_adapter,
+    load_adapters,
     whole_adapters,
 )
 from exgrpo.train.policy.attention import PACKING
-from exgrpo.train.policy.average import Average
 from exgrpo.train.policy.batch import MiniBatch
+from exgrpo.train.policy.engine import WholeEngine, deepspeed_settings, kept_whole, make_optimizer, make_schedule
 from exgrpo.train.policy.layout import Layout, Packed, Padded, Plan
-from exgrpo.train.policy.loss import LossTerms
-from exgrpo.train.policy.model import PolicyModel
-from exgrpo.train.policy.optimizer import make_optimizer, make_schedule
-from exgrpo.train.policy.quantised import dense, quantisation, same_in_inference
-from exgrpo.train.policy.saved_adapters import load_adapters
-from exgrpo.train.policy.state_files import load_states, save_states, save_training
-from exgrpo.train.policy.states import ShardedStates, States, WholeStates, trained
+from exgrpo.train.policy.loss import LossSettings
+from exgrpo.train.policy.model import PolicyModel, dense, load_model
+from exgrpo.train.policy.states import (
+    ShardedStates,
+    States,
+    WholeStates,
+    load_states,
+    save_states,
+    save_training,
+    trained,
+)
 from exgrpo.train.policy.update import Tally, UpdateStats
-from exgrpo.train.policy.whole import WholeEngine
 from exgrpo.train.pretrained.source import ModelSource
-from exgrpo.train.pretrained.tokenizer import DTYPES
 from exgrpo.train.records import Rollout, Score
 from exgrpo.train.step_batch import StepBatch
 
@@ -62,7 +64,9 @@ class Policy:
         self.world = world
         self.budget = config.optimizer.micro_batch_tokens
         self.temperature = config.rollout.temperature
-        self.surrogate = SURROGATES.find(config.objective.surrogate)  # once: one of a user's own may keep a state
+        # A surrogate is looked for once: one of a user's own may keep a state.
+        surrogate = SURROGATES.find(config.objective.surrogate)
+        self.loss = LossSettings(config.objective, surrogate, self.temperature, world.size)
         whole = kept_whole(config, world.size)
         if config.lora.quantised != "none" and not whole:
             raise ConfigError(
@@ -105,7 +109,6 @@ class Policy:
                 dist_init_required=False,
             )
         self.states: States = WholeStates(wrapped, optimizer) if whole else ShardedStates(self.engine, world.rank)
-        self.average = Average(self.states, config.optimizer.ema) if config.optimizer.ema else None
         self.packs = self._packs()
         """Whether a pass reads rows without padding."""
         self.layout: Layout = Packed() if self.packs else Padded()
@@ -144,9 +147,8 @@ class Policy:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What the files of a checkpoint take at least: weights, both moments and the average of weights, in fp32."""
-        elements = sum(self.states.numel(name) for name in self.states.parameters)
-        return 4 * elements * (4 if self.average else 3)
+        """What the files of a checkpoint take at least: weights and both moments, in fp32."""
+        return 4 * 3 * sum(self.states.numel(name) for name in self.states.parameters)
 
     def score(self, batch: StepBatch, temperature: float) -> Score:
         """Log-probs and entropies of all response tokens under the current policy at a temperature.
@@ -179,13 +181,7 @@ class Policy:
         return Score(*values)
 
     def update(
-        self,
-        minibatch: MiniBatch,
-        objective: ObjectiveConfig,
-        *,
-        clip: bool,
-        term: Term = "shaped",
-        keep_scores: bool = False,
+        self, minibatch: MiniBatch, *, clip: bool, term: Term = "shaped", keep_scores: bool = False
     ) -> UpdateStats:
         """One optimiser step on the mini-batch, for the policy at the rollout temperature.
 
@@ -193,15 +189,7 @@ class Policy:
         number of ranks changes it. `term` is that of replayed tokens. The scores of its rows before the step are kept
         if asked.
         """
-        terms = LossTerms.of(
-            objective,
-            minibatch,
-            self.surrogate,
-            clip=clip,
-            term=term,
-            ranks=self.world.size,
-            temperature=self.temperature,
-        )
+        terms = self.loss.terms(minibatch, clip=clip, term=term)
         plan = self.layout.plan(minibatch.batch, self.budget, self.world.size)
         self.engine.train()
         tally = Tally(terms)
@@ -216,23 +204,12 @@ class Policy:
             tally.add(batch, result)
         skipped = self.engine.skipped_steps
         self.engine.step()
-        applied = self.engine.skipped_steps == skipped
-        if self.average and applied:
-            self.average.update()
         return tally.stats(
             self.world,
             grad_norm=self.engine.get_global_grad_norm(),
-            applied=applied,
+            applied=self.engine.skipped_steps == skipped,
             scores=self._whole(minibatch.batch, plan, mine) if keep_scores else None,
         )
-
-    @property
-    def _average_weights(self) -> dict[str, torch.Tensor] | None:
-        return self.average.weights if self.average else None
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """The model has the average of its weights here, if there is one; all ranks enter and leave together."""
-        return self.average.applied() if self.average else nullcontext()
 
     def weights(self) -> "WholeWeights":
         """Every parameter of the causal LM whole, adapters added to it; see `WholeWeights`."""
@@ -244,7 +221,7 @@ class Policy:
         Raises:
             OSError: it cannot be written.
         """
-        save_states(self.states, folder, self.world.rank, self._average_weights)
+        save_states(self.states, folder, self.world.rank)
         if self.world.is_main:
             save_training(self.states, self.engine.lr_scheduler, self.engine.skipped_steps, folder)
 
@@ -257,7 +234,7 @@ class Policy:
 
         def load() -> dict[str, Any]:
             with os_errors_as(CheckpointError, f"{folder} cannot be loaded"):
-                return load_states(self.states, folder, self._average_weights)
+                return load_states(self.states, folder)
 
         training = agree(self.world, load)
         self.states.apply()
@@ -298,42 +275,3 @@ class WholeWeights:
             with deepspeed.zero.GatheredParameters([parameter, *((layer.down, layer.up) if layer else ())]):
                 weight = dense(parameter)
                 yield base_name(name), layer.added_to(weight) if layer else weight
-
-
-def load_model(config: Config, source: ModelSource) -> PreTrainedModel:
-    """The model of a run with its attention, which reads packed rows where it can."""
-    dtype = DTYPES[config.policy.dtype]
-    model = source.load(dtype, config.policy.attention, quantisation(config, dtype))
-    same_in_inference(model)
-    if config.policy.attention in PACKING and model._can_set_attn_implementation():
-        model.set_attn_implementation(PACKING[config.policy.attention])
-    return model
-
-
-def kept_whole(config: Config, ranks: int) -> bool:
-    """Whether the process that is alone trains without ZeRO-3: what is trained is fp32, its optimiser on its device."""
-    in_fp32 = config.policy.dtype == "fp32" or config.lora.rank > 0
-    return ranks == 1 and in_fp32 and not config.distributed.offload_optimizer
-
-
-def deepspeed_settings(config: Config) -> dict[str, Any]:
-    """The DeepSpeed configuration of a run."""
-    zero: dict[str, Any] = {
-        "stage": 3,
-        "stage3_param_persistence_threshold": config.distributed.persistence_threshold,
-        "overlap_comm": False,
-    }
-    if config.distributed.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": config.optimizer.grad_clip,
-        "bf16": {"enabled": config.policy.dtype == "bf16"},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": None,
-    }

@@ -1,7 +1,8 @@
-"""Runs that begin with saved adapters, against peft's own loading of them, on 1 and 2 ranks."""
+"""Runs that train adapters: begun with saved ones, and beside base weights in 4 bits, against peft's own models."""
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,48 +11,24 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from exgrpo.train.distributed import ALONE
 from exgrpo.train.errors import ConfigError, ModelError
 from exgrpo.train.objective.settings import ObjectiveConfig
-from exgrpo.train.policy.adapter_folder import with_saved
-from exgrpo.train.policy.quantised import same_in_inference
+from exgrpo.train.policy.adapters import adapted_model, check_adapters
+from exgrpo.train.policy.model import same_in_inference
+from exgrpo.train.policy.policy import Policy, WholeWeights
 from exgrpo.train.policy.reference import make_reference
-from exgrpo.train.policy.saved_adapters import adapted_model, check_adapters
-from exgrpo.train.policy.settings import LoraConfig
-from exgrpo.train.policy.zero3 import Policy, WholeWeights
+from exgrpo.train.policy.settings import LoraConfig, with_saved
 from exgrpo.train.pretrained.source import find_model
 from exgrpo.train.recipe import parse_args
 from exgrpo.train.rollout import TransformersEngine
 from tests.train import tiny
-from tests.train.launch import launch
+from tests.train.policy.test_policy import plain_loss, save_adapters, with_peft
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OBJECTIVE = ObjectiveConfig(entropy_coef=0.01)
-IN_4_BITS = {
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_compute_dtype": torch.float32,
-    "bnb_4bit_use_double_quant": True,
-}
 TOKENS = torch.arange(3, 20)[None]
 WEIGHTS = "adapter_model.safetensors"
-WORKER = """
-import json, sys
-from pathlib import Path
-import torch
-from exgrpo.train.distributed import start
-from exgrpo.train.policy.zero3 import Policy
-from exgrpo.train.pretrained.source import find_model
-from tests.train import tiny
-from tests.train.policy.test_saved_adapters import OBJECTIVE
-
-*_, folder, result, options = sys.argv
-world = start(timeout_minutes=2)
-policy = Policy(tiny.config(Path(folder), OBJECTIVE, lora=json.loads(options)), find_model(folder), world)
-weights = {name: weight.clone() for name, weight in policy.weights()}
-if world.is_main:
-    torch.save(weights, result)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -61,22 +38,25 @@ def folder(tmp_path_factory):
     return folder
 
 
-def base(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+def base(folder, quantised="none"):
+    """By transformers; in 4 bits on every processor with bitsandbytes' plain layout, for the fast one rounds."""
+    if quantised == "none":
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantised,
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_use_double_quant=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=settings)
+    same_in_inference(model)
+    return model
 
 
 @pytest.fixture(scope="module")
 def adapters(folder, tmp_path_factory):
-    """As peft saves them: with dropout, on two layers of each block and on the head."""
-    options = peft.LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj", "down_proj", "lm_head"], lora_dropout=0.1)
-    model = peft.get_peft_model(base(folder), options)
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    saved = tmp_path_factory.mktemp("adapters")
-    model.save_pretrained(saved)
-    return saved
+    return save_adapters(folder, tmp_path_factory.mktemp("adapters"))
 
 
 def options_of(adapters, **stated):
@@ -97,12 +77,7 @@ def logits(model):
 
 @pytest.mark.parametrize("quantised", ["none", "nf4"])
 def test_a_run_begins_as_pefts_own_model(folder, adapters, quantised):
-    settings = {}
-    if quantised != "none":
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-        settings = {"quantization_config": BitsAndBytesConfig(**IN_4_BITS)}
-    plain = base(folder, **settings)
-    same_in_inference(plain)
+    plain = base(folder, quantised)
     without = logits(plain)
     config, _, policy = make(folder, adapters, quantised=quantised)
     assert (config.lora.rank, config.lora.alpha, config.lora.head) == (3, 12, True)
@@ -112,20 +87,9 @@ def test_a_run_begins_as_pefts_own_model(folder, adapters, quantised):
     torch.testing.assert_close(logits(policy.model), expected, rtol=0, atol=1e-4)
 
 
-def test_two_ranks_begin_as_one(folder, adapters, tmp_path):
-    (tmp_path / "worker.py").write_text(WORKER)
-    options = json.dumps(options_of(adapters).model_dump())
-    done = launch(tmp_path / "worker.py", str(folder), str(tmp_path / "weights.pt"), options, ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    merged = peft.PeftModel.from_pretrained(base(folder), adapters).merge_and_unload()
-    found = torch.load(tmp_path / "weights.pt", weights_only=True)
-    for name, weight in merged.named_parameters():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6)
-
-
 def test_what_a_run_saves_is_what_another_begins_with(folder, adapters, tmp_path):
     _, _, first = make(folder, adapters)
-    first.update(tiny.minibatches(OBJECTIVE)[0], OBJECTIVE, clip=True)
+    first.update(tiny.minibatches(OBJECTIVE)[0], clip=True)
     first.save(tmp_path / "model")
     config, _, second = make(folder, tmp_path / "model")
     assert config.lora.model_dump() == {**options_of(adapters).model_dump(), "path": str(tmp_path / "model")}
@@ -139,7 +103,7 @@ def test_a_divergence_refers_to_the_adapters_of_the_start(folder, adapters):
     batch = tiny.step_batch()
     start = policy.score(batch, policy.temperature)
     reference = make_reference(config, source, policy)
-    policy.update(tiny.minibatches(objective, reference)[0], objective, clip=True)
+    policy.update(tiny.minibatches(objective, reference)[0], clip=True)
     moved = policy.score(batch, policy.temperature)
     assert (start.log_prob == reference.score(batch).log_prob).all()
     for row in range(len(batch)):
@@ -235,3 +199,77 @@ def test_weights_that_are_damaged_or_not_there_are_refused(folder, adapters, tmp
     check_adapters(other, source)
     with pytest.raises(ModelError, match=r"has another lm_head\.weight than the model"):
         Policy(tiny.config(folder, OBJECTIVE, lora=other.model_dump()), source, ALONE)
+
+
+IN_4_BITS = {"rank": 4, "alpha": 8, "quantised": "nf4"}
+
+
+def in_4_bits(folder, **lora):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    return Policy(tiny.config(folder, OBJECTIVE, lora={**IN_4_BITS, **lora}), find_model(str(folder)), ALONE)
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    policy = in_4_bits(folder)
+    losses = [policy.update(minibatch, clip=True).loss for minibatch in tiny.minibatches(OBJECTIVE)]
+    return SimpleNamespace(policy=policy, losses=losses)
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    """The same three steps by a plain loop."""
+    model = with_peft(base(folder, "nf4"), rank=4, alpha=8)
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=tiny.LEARNING_RATE, weight_decay=0.01)
+    losses = []
+    for minibatch in tiny.minibatches(OBJECTIVE):
+        loss = plain_loss(model, minibatch, OBJECTIVE, True, "shaped", 1.0, None)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return SimpleNamespace(model=model, losses=losses)
+
+
+def test_training_in_4_bits_is_the_plain_loop_and_engines_get_what_they_stand_for(trained, plain):
+    assert trained.losses == pytest.approx(plain.losses, abs=2e-6)
+    functional = pytest.importorskip("bitsandbytes.functional")
+    layers = {name: module for name, module in plain.model.named_modules() if hasattr(module, "lora_A")}
+    assert layers
+    pushed = dict(trained.policy.weights())
+    for name, layer in layers.items():
+        base = layer.base_layer.weight
+        expected = functional.dequantize_4bit(base.data, base.quant_state)
+        expected = expected + layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        # As in the tests of whole weights: three steps of lr = 1e-3.
+        torch.testing.assert_close(
+            pushed[f"{name.removeprefix('base_model.model.')}.weight"], expected, rtol=0, atol=3e-5
+        )
+    own = dict(AutoModelForCausalLM.from_pretrained(trained.policy.model.config._name_or_path).named_parameters())
+    assert {name: weight.shape for name, weight in pushed.items()} == {name: one.shape for name, one in own.items()}
+
+
+def test_what_is_saved_is_the_model_that_was_trained(folder, trained, tmp_path):
+    """Adapters for peft; and, where the run says so, a model that is not quantised."""
+    trained.policy.save(tmp_path / "adapters")
+    adapted = peft.PeftModel.from_pretrained(base(folder, "nf4"), tmp_path / "adapters")
+    merged = in_4_bits(folder, result="merged")
+    trained.policy.save_checkpoint(tmp_path / "states")
+    merged.load_checkpoint(tmp_path / "states")
+    merged.save(tmp_path / "merged")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not hasattr(whole.config, "quantization_config")
+    tokens = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(whole(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_zero_3_would_have_to_cut_is_refused_and_weights_in_4_bits_alone_are(folder):
+    config = tiny.config(folder, OBJECTIVE, lora=IN_4_BITS)
+    offloaded = config.distributed.model_copy(update={"offload_optimizer": True})
+    with pytest.raises(ConfigError, match=r"lora\.quantised nf4: ZeRO-3 does not cut weights in 4 bits"):
+        Policy(config.model_copy(update={"distributed": offloaded}), find_model(str(folder)), ALONE)
+    with pytest.raises(ValueError, match=r"quantised weights cannot be trained"):
+        tiny.config(folder, OBJECTIVE, lora={"quantised": "nf4"})

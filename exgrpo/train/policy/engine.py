@@ -1,0 +1,137 @@
+"""What takes the optimiser steps: AdamW and its schedule, under DeepSpeed ZeRO-3 or in a process that is alone.
+
+ZeRO-3 with one process keeps three more copies of the weights, and fetches and releases every layer in each pass. So a
+process that has the model whole does what DeepSpeed's engine does by itself.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from exgrpo.train.config import Config
+from exgrpo.train.policy.settings import OptimizerConfig
+
+
+def kept_whole(config: Config, ranks: int) -> bool:
+    """Whether the process that is alone trains without ZeRO-3: what is trained is fp32, its optimiser on its device."""
+    in_fp32 = config.policy.dtype == "fp32" or config.lora.rank > 0
+    return ranks == 1 and in_fp32 and not config.distributed.offload_optimizer
+
+
+def deepspeed_settings(config: Config) -> dict[str, Any]:
+    """The DeepSpeed configuration of a run."""
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": config.distributed.persistence_threshold,
+        "overlap_comm": False,
+    }
+    if config.distributed.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": config.optimizer.grad_clip,
+        "bf16": {"enabled": config.policy.dtype == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> torch.optim.AdamW:
+    """The optimiser of a model, whose parameters may be partitioned by ZeRO-3."""
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in parameters:
+        kept = options.decay == "matrices" and len(getattr(parameter, "ds_shape", parameter.shape)) < 2
+        (others if kept else decayed).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=options.lr,
+        betas=options.betas,
+        weight_decay=options.weight_decay,
+        fused=True,
+    )
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, config: Config) -> LRScheduler:
+    """The schedule of an optimiser over the steps of a run."""
+    options = config.optimizer
+    above_zero: dict[str, tuple[str, dict[str, float]]] = {
+        "linear": ("polynomial", {"lr_end": options.min_lr, "power": 1.0}),
+        "cosine": ("cosine_with_min_lr", {"min_lr": options.min_lr}),
+    }
+    name, more = above_zero[options.schedule] if options.min_lr else (options.schedule, {})
+    return get_scheduler(
+        "constant_with_warmup" if name == "constant" else name,
+        optimizer,
+        num_warmup_steps=options.warmup_steps,
+        num_training_steps=max(1, config.steps * options.steps_per_batch),
+        scheduler_specific_kwargs=more,
+    )
+
+
+class WholeEngine:
+    """A module, its optimiser and its schedule; the part of `deepspeed.DeepSpeedEngine` that `Policy` needs.
+
+    `scale_wrt_gas` is there for DeepSpeed's sake: what it switches off there does not exist here.
+
+    Args:
+        module: in float32: AdamW would lose small updates of 16-bit weights.
+        optimizer: of its parameters.
+        scheduler: of the optimiser's rate.
+        clip: largest norm of the gradient; 0: any.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, clip: float) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.lr_scheduler = scheduler
+        self.clip = clip
+        self.skipped_steps = 0
+        self._norm = 0.0
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The module's forward."""
+        return self.module(*arguments)
+
+    def train(self) -> None:
+        """See `torch.nn.Module`."""
+        self.module.train()
+
+    def eval(self) -> None:
+        """See `torch.nn.Module`."""
+        self.module.eval()
+
+    def backward(self, loss: Tensor, *, scale_wrt_gas: bool) -> None:
+        """Add the gradients of a loss to those of the step."""
+        loss.backward()
+
+    def step(self) -> None:
+        """Clip the gradient, take an optimiser step and one of the schedule; none where the gradient is not finite."""
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip or float("inf"))
+        self._norm = norm.item()
+        if norm.isfinite():
+            self.optimizer.step()
+            self.lr_scheduler.step()
+        else:
+            self._norm = float("inf")
+            self.skipped_steps += 1
+        self.optimizer.zero_grad()
+
+    def get_global_grad_norm(self) -> float:
+        """The norm of the latest step's gradient, before it was clipped."""
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        """The rates of the next step."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
