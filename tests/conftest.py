@@ -6,6 +6,7 @@ from pathlib import Path
 # Before torch is imported; programs that tests start have it, too. Several files are tested at a time, and a run's bits
 # depend on its number of threads, which would depend on what else the machine does.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("EXGRPO_SERVER_TOKEN", "of-the-tests-alone")  # no rollout server makes one in the user's home
 
 import pytest
 import torch

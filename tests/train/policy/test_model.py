@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from exgrpo.train.objective.settings import ObjectiveConfig
-from exgrpo.train.policy import model as policy_model
 from exgrpo.train.policy.batch import MicroBatch
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.model import PolicyModel
@@ -92,25 +91,6 @@ def test_scores_and_loss_are_those_of_the_models_own_logits(name, temperature):
     for loss in (result.loss, *losses):
         loss.backward()
     assert_as_near(*(gradient(one) for one in (model, plain, exact)))
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_a_plain_model_gives_the_kernels_its_own_weight_and_the_bare_temperature(monkeypatch, temperature):
-    model, calls = tiny.model("llama"), []
-    policy, batch = PolicyModel(model, "torch"), micro_batch(tiny.model("llama"), temperature)
-    for name in ("linear_log_prob", "linear_policy_loss"):
-        own = getattr(policy_model, name)
-        monkeypatch.setattr(
-            policy_model, name, lambda *args, own=own, **options: calls.append((args, options)) or own(*args, **options)
-        )
-    policy(batch, temperature)
-    policy(batch, LossTerms(LossSettings(OBJECTIVE, temperature=temperature), NORMALIZER, COEF))
-    for args, options in calls:
-        assert args[1] is model.lm_head.weight
-        assert args[2] is batch.target
-        assert (options["temperature"], options["softcap"], options["bias"]) == (temperature, None, None)
-        assert options["backend"] == "torch"
-    assert len(calls) == 2
 
 
 def test_a_model_that_does_more_is_refused():

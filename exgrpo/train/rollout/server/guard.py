@@ -48,9 +48,8 @@ def server_token() -> str:
         ConfigError: it is too short, or has characters that a header of HTTP cannot hold, or others can read the file.
     """
     origin, token = TOKEN, os.environ.get(TOKEN, "")
-    file = TOKEN_FILE.expanduser()
-    with os_errors_as(ConfigError, f"{TOKEN_FILE} cannot be read"):
-        if not token and file.exists():
+    with os_errors_as(ConfigError, f"{TOKEN_FILE} cannot be read: set {TOKEN} instead"):
+        if not token and (file := TOKEN_FILE.expanduser()).exists():
             if file.stat().st_mode & READABLE_BY_OTHERS:
                 raise ConfigError(f"{file}: others can read this secret: `chmod 600 {file}`")
             origin, token = str(file), file.read_text(encoding="utf-8", errors="replace").strip()
@@ -72,8 +71,8 @@ def made_token() -> Path | None:
     """
     if server_token():
         return None
-    file = TOKEN_FILE.expanduser()
     with os_errors_as(ConfigError, f"{TOKEN_FILE} cannot be written: set {TOKEN} instead"):
+        file = TOKEN_FILE.expanduser()
         # Whole and readable by nobody else from its first moment: servers may start at the same time.
         unfinished = file.with_name(f"{file.name}.{os.getpid()}")
         try:

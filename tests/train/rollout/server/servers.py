@@ -10,7 +10,7 @@ from pathlib import Path
 
 import requests
 
-from exgrpo.train.rollout.server.guard import TOKEN, server_token
+from exgrpo.train.rollout.server.guard import server_token
 from tests.train.launch import ROOT, environment, free_port
 from tests.train.warm import Rank
 
@@ -19,9 +19,6 @@ LONGEST = 64
 
 
 WARM = ROOT / "tests" / "train" / "rollout" / "server" / "warm_server.py"
-
-
-os.environ.setdefault(TOKEN, "of-the-tests-alone")  # and none in the user's file
 
 
 def bearer() -> dict[str, str]:

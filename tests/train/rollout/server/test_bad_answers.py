@@ -1,6 +1,5 @@
 """Servers that answer nonsense, or nothing: they are left out like dead ones, and the others do their work."""
 
-import copy
 import dataclasses
 import json
 import logging
@@ -8,16 +7,13 @@ import math
 import threading
 import time
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from exgrpo.train.rollout import Sampling
 from exgrpo.train.rollout.server import client, pool
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.pool import NoServerError
-from exgrpo.train.rollout.server.reply import Reply, ServerError, SilentServerError, read_reply
+from exgrpo.train.rollout.server.reply import ServerError, SilentServerError, read_reply
 from exgrpo.train.rollout.server.sender import WeightSender
 from tests.hostile.answers import Server
 from tests.train.rollout.server.fake_server import choice, reply
@@ -39,34 +35,27 @@ BAD = {
     "negative id": (changed(token_ids=[-7, 2]), "token id -7, and ids are from 0 to 99"),
     "id beyond the vocabulary": (changed(token_ids=[100, 2]), "token id 100"),
     "huge id": (changed(token_ids=[10**30, 2]), "token_ids is"),
-    "large id": (changed(token_ids=[2**63, 2]), "token_ids is"),
     "text id": (changed(token_ids=["7", 2]), "token_ids is"),
     "broken id": (changed(token_ids=[7.5, 2]), "token_ids is"),
     "no ids": (changed(token_ids=None), "token_ids is None"),
     "empty": (changed(token_ids=[], logprobs=log_probs()), "token_ids is"),
-    "nested ids": (changed(token_ids=[[7], [2]]), "token_ids is"),
     "uneven ids": (changed(token_ids=[[7], [2, 3]]), "token_ids is"),
     "too many": (changed(token_ids=[7] * 5, logprobs=log_probs(*[-0.5] * 5)), "5 tokens, and 1 to 4 were asked for"),
     "no log-probs": (changed(logprobs=None), "logprobs is None"),
     "missing log-prob": (changed(logprobs=log_probs(-0.5)), "2 tokens with 1 log-probs"),
     "nan": (changed(logprobs=log_probs(-0.5, math.nan)), "log-prob nan"),
-    "infinite": (changed(logprobs=log_probs(-math.inf, -0.5)), "log-prob -inf"),
     "overflow": (changed(logprobs=log_probs(-1e308, -0.5)), "log-prob -inf"),
     "positive": (changed(logprobs=log_probs(0.5, -0.5)), "log-prob 0.5"),
     "text log-prob": (changed(logprobs=log_probs("-0.5", "-0.5")), "logprob is"),
-    "null log-prob": (changed(logprobs=log_probs(None, -0.5)), "logprob is"),
     "no label": (changed(weight_versions=[]), "version is None"),
     "empty label": (changed(weight_versions=[{"version": ""}]), "version is ''"),
-    "number as label": (changed(weight_versions=[{"version": 3}]), "version is 3"),
     "labels are no list": (changed(weight_versions={"version": "x"}), "weight_versions is"),
     "reason": (changed(finish_reason=["stop"]), r"finish_reason is \['stop'\]"),
     "index": (changed(index=3), "1 answers of 1"),
-    "text as index": (changed(index="0"), "index is '0'"),
     "usage": ({**changed(), "usage": [1]}, r"usage is \[1\]"),
     "cached": ({**changed(), "usage": {"prompt_tokens_details": {"cached_tokens": "many"}}}, "cached_tokens is 'many'"),
     "cached below 0": ({**changed(), "usage": {"prompt_tokens_details": {"cached_tokens": -1}}}, "cached_tokens is -1"),
     "list": ([1, 2], "choices is None"),
-    "number": (5, "choices is None"),
     "choices": ({"choices": "abc"}, "choices is 'abc'"),
     "long": (changed(finish_reason="x" * 100_000), "ended by"),
 }
@@ -123,43 +112,6 @@ class Raw(float):
 def raw_text(monkeypatch):
     dumps = json.dumps
     monkeypatch.setattr(json, "dumps", lambda value, **o: value.text if isinstance(value, Raw) else dumps(value, **o))
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("stop"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=5,
-)
-
-
-def places(value, path=()):
-    """The path of every value in a JSON object."""
-    yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in inner:
-        yield from places(one, (*path, key))
-
-
-SOUND = reply(choice(0), choice(1, (7, 8, 9, 10), reason="length"), cached=32)
-
-
-@given(path=st.sampled_from([path for path in places(SOUND) if path]), value=JSON)
-def test_no_answer_is_a_traceback_and_none_that_is_taken_is_nonsense(path, value):
-    answer = copy.deepcopy(SOUND)
-    place = answer
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
-    try:
-        got = read_reply(answer, 2, SAMPLING, VOCABULARY)
-    except ServerError:
-        return
-    assert isinstance(got, Reply)
-    assert all(isinstance(version, str) and version for version in got.versions)
-    for rollout in got.rollouts:
-        assert 1 <= len(rollout.response) == len(rollout.log_prob) <= SAMPLING.max_tokens
-        assert ((rollout.response >= 0) & (rollout.response < VOCABULARY)).all()
-        assert np.isfinite(rollout.log_prob).all()
 
 
 def test_a_push_to_a_server_without_sense_leaves_it_out(fakes, settings):
