@@ -57,7 +57,7 @@ BAD = {
     "cached below 0": ({**changed(), "usage": {"prompt_tokens_details": {"cached_tokens": -1}}}, "cached_tokens is -1"),
     "list": ([1, 2], "choices is None"),
     "choices": ({"choices": "abc"}, "choices is 'abc'"),
-    "long": (changed(finish_reason="x" * 100_000), "ended by"),
+    "huge reason": (changed(finish_reason="x" * 100_000), "ended by"),
 }
 
 
@@ -69,7 +69,7 @@ def test_a_bad_answer_is_named(name):
     assert len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize("name", ["negative id", "nan", "long"])
+@pytest.mark.parametrize("name", ["negative id", "nan", "huge reason"])
 def test_a_bad_answer_leaves_the_server_out_and_another_is_asked(fakes, caplog, name):
     bad, good = fakes(), fakes()
     answer, message = BAD[name]
