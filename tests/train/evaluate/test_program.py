@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exgrpo.train import process
+from exgrpo.train import distributed, process
 from exgrpo.train.builtin import ASSETS
 from exgrpo.train.config import Config
 from exgrpo.train.errors import ConfigError
@@ -76,6 +76,7 @@ def command(capsys, monkeypatch):
     """The program in this process; gives its status, what it prints and its errors."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
+    monkeypatch.setattr(distributed, "start", lambda **_: distributed.ALONE)  # a group would stay in this process
 
     def run(folder, *more):
         status = program.main(arguments(folder, *more))
