@@ -5,10 +5,10 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import yaml
-from rich.console import Console
 
 import exgrpo
 from exgrpo.commands import PROGRAMS, SCRIPT, main, usage
@@ -20,7 +20,8 @@ from exgrpo.train.estimate.parts import GIB, machine
 from exgrpo.train.estimate.shape import read_shape
 from exgrpo.train.recipe import RecipeArgument, parse_args, to_yaml
 from tests import completion
-from tests.train.launch import launch_module
+
+ROOT = Path(__file__).parents[1]
 
 
 def told(monkeypatch, capsys, *arguments):
@@ -75,8 +76,9 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, arguments, message):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_no_program_takes_an_option_that_it_does_not_know(name):
-    done = launch_module(PROGRAMS[name].module, "--hlep")
+def test_no_program_takes_an_option_that_it_does_not_know(name, tmp_path):
+    command = [sys.executable, "-c", "from exgrpo.commands import main; main()", name, "--hlep"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "error: " in done.stderr
     assert "Traceback" not in done.stderr
@@ -136,7 +138,7 @@ def test_the_help_of_training_has_all_its_options():
 
 def test_a_dry_run_shows_the_configuration_the_plan_and_an_estimate_and_starts_nothing(monkeypatch, tmp_path):
     printed = StringIO()
-    monkeypatch.setattr(launch, "Console", lambda: Console(file=printed, width=200))
+    monkeypatch.setattr(launch, "Console", lambda: launch_console(printed))
     monkeypatch.setattr(launch, "_start", lambda *_: pytest.fail("started"))
     given = ["--questions=12", "--steps=7", f"--output.folder={tmp_path}"]
     assert launch.main(["--dry-run", "--processes=4", *given]) == 0
@@ -173,7 +175,7 @@ def test_a_dry_run_on_a_cpu_shares_out_the_memory_that_is_free_and_the_rate_that
 
 def test_a_dry_run_estimates_for_the_machine_that_is_named(monkeypatch, tmp_path):
     printed = StringIO()
-    monkeypatch.setattr(launch, "Console", lambda: Console(file=printed, width=200))
+    monkeypatch.setattr(launch, "Console", lambda: launch_console(printed))
     given = ["--dry-run", "--machine=H200x8", f"--output.folder={tmp_path}"]
     assert launch.main(given) == 0
     assert "8 processes train " in printed.getvalue()
@@ -181,18 +183,28 @@ def test_a_dry_run_estimates_for_the_machine_that_is_named(monkeypatch, tmp_path
     assert "137.0 GiB usable per GPU" in printed.getvalue()
 
 
-def test_a_machine_is_a_gpu_and_a_number_and_others_are_refused_with_those_that_are_known():
-    for words, found in (("h100x8", ("H100", 8)), ("a100-80", ("A100-80", None)), ("rtx4090x2", ("RTX4090", 2))):
-        assert machine(words) == found
-    for words in ("h10", "h100x0", "h100x", "x8", "8xh100"):
-        with pytest.raises(ValueError, match="give a GPU and how many of them, as h100x8; known ones are A100-40"):
-            machine(words)
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("h100x8", ("H100", 8)),
+        ("a100-80", ("A100-80", None)),
+        ("RTX4090", ("RTX4090", None)),
+        ("rtx4090x2", ("RTX4090", 2)),
+    ],
+)
+def test_a_machine_is_a_gpu_and_a_number(words, found):
+    assert machine(words) == found
+
+
+@pytest.mark.parametrize("words", ["h10", "h100x0", "h100x", "x8", "8xh100"])
+def test_other_machines_are_refused_with_those_that_are_known(words):
+    with pytest.raises(ValueError, match="give a GPU and how many of them, as h100x8; known ones are A100-40"):
+        machine(words)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--dry-run", "--data.test_limit=none"], "test_limit"),
         (["--machine=h100"], "give --dry-run with it"),
         (["--dry-run", "--machine=h10"], "known ones are"),
         (["--dry-run", "--machine=h100x8", "--processes=4"], "processes (4): h100x8 has 8"),
@@ -204,3 +216,14 @@ def test_a_machine_that_cannot_be_meant_is_one_line(capsys, tmp_path, given, mes
     assert said.startswith("error: ")
     assert message in said
     assert said.count("\n") == 1
+
+
+def launch_console(file):
+    from rich.console import Console
+
+    return Console(file=file, width=200)
+
+
+def test_a_mistake_of_a_dry_run_is_one_line(capsys, tmp_path):
+    assert launch.main(["--dry-run", "--data.test_limit=none", f"--output.folder={tmp_path}"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")

@@ -46,7 +46,7 @@ def programs(monkeypatch):
     monkeypatch.setattr(distributed, "start", lambda **_: ALONE)
     monkeypatch.setattr(serve, "_built_for_cpu", lambda: True)
     return {
-        "run": (lambda: program.main(["--data.train_limit=4", "--data.test_limit=4"]), build, "load_pretrained"),
+        "run": (lambda: program.main([]), build, "load_pretrained"),
         "evaluate": (
             lambda: evaluate.main(["builtin:arithmetic", "--data.test=builtin:arithmetic", "--data.test_limit=1"]),
             evaluation,
