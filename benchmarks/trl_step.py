@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.turns import Facts, Turns
-from exgrpo.train.metrics.clock import PhaseClock
+from exgrpo.train.metrics.utilisation import PhaseClock
 
 ENDLESS = 10**6
 """Optimiser steps; the driver ends the program."""

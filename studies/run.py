@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from exgrpo.train.checkpoint.folder_lock import claim
+from exgrpo.train.checkpoint.durable import claim
 from exgrpo.train.command_line import options_of
 from exgrpo.train.errors import ExgrpoError, OutputError, os_errors_as
 from exgrpo.train.process import run_program

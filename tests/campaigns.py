@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from exgrpo.train.checkpoint.folder_lock import claim
+from exgrpo.train.checkpoint.durable import claim
 from exgrpo.train.command_line import options_of
 from exgrpo.train.process import run_program
 

@@ -15,8 +15,8 @@ from exgrpo.commands import PROGRAMS, SCRIPT, main, usage
 from exgrpo.train import dry_run, launch
 from exgrpo.train.command_line import _options as keys_of
 from exgrpo.train.config import Config
-from exgrpo.train.estimate.options import Options
 from exgrpo.train.estimate.parts import GIB, machine
+from exgrpo.train.estimate.program import Options
 from exgrpo.train.estimate.shape import read_shape
 from exgrpo.train.recipe import RecipeArgument, parse_args, to_yaml
 from tests import completion

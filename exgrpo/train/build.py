@@ -11,9 +11,8 @@ from exgrpo.kernels.dispatch import leave_out, passed_over, requested
 from exgrpo.kernels.trials import head_trials
 from exgrpo.train.answers import Answerer
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
-from exgrpo.train.checkpoint.folder_lock import claim
-from exgrpo.train.checkpoint.resume import AUTO
-from exgrpo.train.checkpoint.unsaved import is_unsaved, set_aside
+from exgrpo.train.checkpoint.durable import claim
+from exgrpo.train.checkpoint.resume import AUTO, is_unsaved, set_aside
 from exgrpo.train.config import Config
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, joined, question_set
@@ -24,8 +23,7 @@ from exgrpo.train.early import Early
 from exgrpo.train.errors import ConfigError, ModelError, is_first_rank, os_errors_as
 from exgrpo.train.evaluate.course import check_best
 from exgrpo.train.evaluate.options import held_out_sets
-from exgrpo.train.metrics.matrix_rate import matrix_rate
-from exgrpo.train.metrics.utilisation import BACKWARD, FROZEN_BACKWARD, Utilisation
+from exgrpo.train.metrics.utilisation import BACKWARD, FROZEN_BACKWARD, Utilisation, matrix_rate
 from exgrpo.train.objective.settings import SURROGATES
 from exgrpo.train.policy.adapters import check_adapters
 from exgrpo.train.policy.policy import Policy

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from exgrpo.train.checkpoint.resume import AUTO, begun_anew
 from exgrpo.train.config import Config
 from exgrpo.train.early import Early
-from exgrpo.train.estimate.options import Options, assumptions_of, hardware_of
 from exgrpo.train.estimate.parts import GIB, Hardware
+from exgrpo.train.estimate.program import Options, assumptions_of, hardware_of
 from exgrpo.train.recipe import to_yaml
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def show(
             config = changed(config, {"rollout.engine": "transformers"})  # as it is chosen on CPUs
         options = Options(mfu=CPU_MFU, reserve_gib=CPU_PROGRAM_GIB)
         hardware = _measured_cpu(config, shape, processes, options)
-    estimate(config, shape, hardware, options, say)
+    estimate(config, shape, hardware, assumptions_of(options, config), options.reserve_gib, say)
 
 
 def plan(config: Config, early: Early, resumed: Path | None, processes: int) -> list[str]:
@@ -147,7 +147,7 @@ def _rates(config: Config, device: "torch.device") -> tuple[float, float]:
     import torch
 
     from exgrpo.train.distributed import World
-    from exgrpo.train.metrics.matrix_rate import matrix_rate
+    from exgrpo.train.metrics.utilisation import matrix_rate
     from exgrpo.train.pretrained.tokenizer import DTYPES
 
     flops = matrix_rate(World(0, 1, device, control=None), DTYPES[config.policy.dtype])

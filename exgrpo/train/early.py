@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
 
-from exgrpo.train.checkpoint.resume import AUTO, finished
-from exgrpo.train.checkpoint.unsaved import is_unsaved
+from exgrpo.train.checkpoint.resume import AUTO, finished, is_unsaved
 from exgrpo.train.config import Config
 from exgrpo.train.data.files import HELD_OUT_SEED, from_hub, own_reward, read_rows
 from exgrpo.train.data.prompts import PromptFormat

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from exgrpo.train.config import Config
-from exgrpo.train.metrics.work import Reading, together
+from exgrpo.train.metrics.utilisation import Reading, together
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.step_batch import Floats, Ints, StepBatch
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from exgrpo.train.answers import Produced
 from exgrpo.train.experience import PlannedGroup
-from exgrpo.train.metrics.work import Work
+from exgrpo.train.metrics.utilisation import Work
 from exgrpo.train.step_batch import StepBatch
 
 

@@ -17,10 +17,9 @@ from exgrpo.train.experience import (
     numbers_of,
     planned_from,
 )
-from exgrpo.train.metrics.clock import PhaseClock
 from exgrpo.train.metrics.soundness import IdleSteps
 from exgrpo.train.metrics.step import answer_metrics, mismatch, replay_metrics, time_metrics, update_metrics
-from exgrpo.train.metrics.work import Reading, together
+from exgrpo.train.metrics.utilisation import PhaseClock, Reading, together
 from exgrpo.train.objective.settings import overlong_penalty
 from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches, weigh_fresh
 from exgrpo.train.policy.policy import Policy

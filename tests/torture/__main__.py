@@ -8,7 +8,9 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from exgrpo.train.process import leave
@@ -20,12 +22,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from tests.campaigns import records_of, run_cases
-from tests.torture.campaign import Campaign, Record
-from tests.torture.cases import drawn
+from tests.torture.campaign import Campaign, Record, drawn
 from tests.torture.jobs import KINDS
-from tests.torture.summary import table
 
 PROGRAM = "python -m tests.torture"
 
@@ -64,12 +65,29 @@ def work(options: Options, console: Console) -> int:
             progress.update(bar, description=str(case)[:60], completed=time.monotonic() - begun)
             record = campaign.do(case)
             records.append(record)
-            file.write(json.dumps(record.plain()) + "\n")
+            file.write(json.dumps(asdict(record)) + "\n")
             file.flush()
             for problem in record.problems:
                 console.print(f"{case}: {problem}", markup=False, style="red")
     console.print(table(records))
     return sum(bool(record.problems) for record in records)
+
+
+def table(records: Sequence[Record]) -> Table:
+    """How often each thing was tried, and how often not everything was kept that is promised."""
+    shown = Table("tried", "", "so often")
+    for group, tried in (
+        ("kills", Counter(kill for record in records for kill in record.kills)),
+        ("damages", Counter(way for record in records for way, path in record.damages if "/" in path)),
+        ("cases", Counter(record.what for record in records)),
+    ):
+        for name, number in sorted(tried.items()):
+            shown.add_row(group, name, str(number))
+        shown.add_row(group, "all", str(tried.total()), end_section=True)
+    refused = sum(record.what != "kills" and record.step is None for record in records)
+    shown.add_row("without a sound checkpoint", "", str(refused))
+    shown.add_row("cases with a problem", "", str(sum(bool(record.problems) for record in records)))
+    return shown
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,65 +1,76 @@
-"""Does cases: each ends with a list of problems, and with none where everything that is promised was kept."""
+"""The plan, and what comes of its cases: a list of problems, which is empty where all that is promised was kept."""
 
+import random
 import re
 import shutil
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from exgrpo.train.checkpoint.folder_lock import LOCK
+from exgrpo.train.checkpoint.durable import LOCK
 from exgrpo.train.checkpoint.listing import survey
 from exgrpo.train.checkpoint.resume import FINISHED
 from exgrpo.train.errors import ExgrpoError
-from tests.torture.cases import Case
-from tests.torture.comparison import differences, fingerprint, outcome
-from tests.torture.damages import needed, newest_sound, unnamed, unread
-from tests.torture.jobs import do, start
-from tests.torture.kills import strike
-from tests.torture.loading import digests, load, warnings
+from tests.torture.damages import Damage, needed, newest_sound, unnamed
+from tests.torture.jobs import KINDS, LONGEST, Kind, do, start
+from tests.torture.kills import Kill, strike
+from tests.torture.loading import digests, load, outcome, warnings
 from tests.torture.references import References
 
+What = Literal["kills", "resume", "load"]
+ROUND: tuple[What, ...] = ("load",) * 7 + ("kills",) + ("load",) * 8 + ("resume",)
+"""The cases follow each other so, again and again: most damages need no run."""
+MOST_KILLS = 6
+TWO = 0.25
+"""How often two files are damaged at once."""
 LINES = 12
 """Of what a program has printed that fails."""
 
 
+@dataclass(frozen=True)
+class Case:
+    """A case that is planned: a run that is killed again and again, a damaged one that goes on, or is only loaded."""
+
+    number: int
+    what: What
+    kind: Kind
+    kills: tuple[Kill, ...] = ()  # one after the other, each of the run that goes on after the one before
+    damages: tuple[Damage, ...] = ()  # all at once
+    interrupted: bool = False  # whether the damaged run is one that was killed, if there has been one
+
+    def __str__(self) -> str:
+        doing = [kill.named(False) for kill in self.kills] + [damage.way for damage in self.damages]
+        return f"{self.number} {self.what} {self.kind.name}: {', '.join(doing)}"
+
+
+def drawn(seed: int, number: int, kinds: Sequence[Kind] = KINDS) -> Case:
+    """The case of a number: what it does follows from the seed and that number."""
+    rng = random.Random(f"{seed} {number}")
+    what, kind = ROUND[number % len(ROUND)], rng.choice(kinds)
+    if what == "kills":
+        kills = tuple(Kill.drawn(rng, kind.ranks) for _ in range(rng.randint(2, MOST_KILLS)))
+        return Case(number, what, kind, kills=kills)
+    damages = tuple(Damage.drawn(rng) for _ in range(2 if rng.random() < TWO else 1))
+    return Case(number, what, kind, damages=damages, interrupted=rng.random() < 0.5)
+
+
 @dataclass
 class Record:
-    """What came of a case; a line of the program's file.
-
-    Attributes:
-        case: its number.
-        what: see `Case`.
-        kind: name of the run's kind.
-        kills: moments and victims of the kills that were done.
-        late: moments that did not come before the run ended.
-        damages: what was done, and to which file.
-        unread: damaged files that nothing reads, so that they have no effect.
-        step: the step that a damaged run goes on from; None: none is sound, or no damage.
-        problems: what was not as it is promised.
-    """
+    """What came of a case; a line of the program's file."""
 
     case: int
     what: str
     kind: str
-    kills: list[str] = field(default_factory=list)
-    late: list[str] = field(default_factory=list)
-    damages: list[tuple[str, str]] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-    step: int | None = None
-    problems: list[str] = field(default_factory=list)
-
-    def plain(self) -> dict[str, Any]:
-        """As values of JSON."""
-        return asdict(self)
+    kills: list[str] = field(default_factory=list)  # moments and victims of those that were done
+    late: list[str] = field(default_factory=list)  # moments that did not come before the run ended
+    damages: list[tuple[str, str]] = field(default_factory=list)  # what was done, and to which file
+    step: int | None = None  # the one that a damaged run goes on from; None: none is sound, or no damage
+    problems: list[str] = field(default_factory=list)  # what was not as it is promised
 
 
 class Campaign:
-    """Does the cases of a plan, one at a time.
-
-    Args:
-        folder: for all runs; those that fail stay in its folder "failed".
-    """
+    """Does the cases of a plan, one at a time; runs that fail stay in the folder's folder "failed"."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,9 +85,7 @@ class Campaign:
         run, record = self.folder / "work" / "run", Record(case.number, case.what, case.kind.name)
         shutil.rmtree(run.parent, ignore_errors=True)
         run.parent.mkdir()
-        ways: dict[str, Callable[[Case, Path, Record], None]]
-        ways = {"kills": self._kills, "resume": self._resume, "load": self._load}
-        ways[case.what](case, run, record)
+        {"kills": self._kills, "resume": self._resume, "load": self._load}[case.what](case, run, record)
         if record.problems and run.exists():
             failed = self.folder / "failed" / str(case.number)
             shutil.rmtree(failed, ignore_errors=True)
@@ -90,9 +99,9 @@ class Campaign:
         whole = self.references.of(case.kind)
         for kill in case.kills:
             before = _steps(run)
-            with start(case.kind, run, "--resume=auto", launcher=kill.victim == "launcher") as started:
+            with start(case.kind, run, "--resume=auto") as started:
                 killed = strike(kill, started, run, whole.times)
-                done = started.finish()
+                done = started.finish(LONGEST)
             record.problems += _went_on(before, run, done.stdout)
             if not killed:
                 record.late.append(kill.named(bool(before)))
@@ -112,13 +121,10 @@ class Campaign:
 
     def _keep_aside(self, case: Case, run: Path) -> None:
         """An interrupted run, for damages."""
-        aside = self._interrupted(case)
+        aside = self.folder / "interrupted" / case.kind.name
         shutil.rmtree(aside, ignore_errors=True)
         shutil.copytree(run, aside)
         self.references.forget(aside)
-
-    def _interrupted(self, case: Case) -> Path:
-        return self.folder / "interrupted" / case.kind.name
 
     def _damaged(self, case: Case, run: Path, record: Record) -> dict[int, set[str]]:
         """Copy a run, damage the copy, and put down what has to follow; returns the files of each checkpoint."""
@@ -130,11 +136,10 @@ class Campaign:
             path = damage.do(run, files[max(files)])
             record.damages.append((damage.way, path or "nothing that would be changed"))
         record.step = newest_sound(files, _paths(record))
-        record.unread = unread(files, _paths(record), record.step)
         return files
 
     def _source(self, case: Case) -> Path:
-        aside = self._interrupted(case)
+        aside = self.folder / "interrupted" / case.kind.name
         return aside if case.interrupted and aside.exists() else self.references.of(case.kind).run
 
     def _load(self, case: Case, run: Path, record: Record) -> None:
@@ -143,7 +148,7 @@ class Campaign:
         before = _content(run)
         with warnings() as messages:
             try:
-                loaded = load(run, fingerprint(source))
+                loaded = load(run, source)
             except ExgrpoError as error:
                 loaded = None
                 messages.append(str(error))
@@ -180,9 +185,10 @@ class Campaign:
     def _differences(self, case: Case, run: Path) -> list[str]:
         """What differs from the uninterrupted run."""
         try:
-            found = differences(outcome(run), self.references.of(case.kind).outcome)
+            mine, whole = outcome(run), self.references.of(case.kind).outcome
         except ExgrpoError as error:
             return [f"its end cannot be loaded: {error}"]
+        found = [name for name, value in whole.items() if mine[name] != value]
         return [f"differs from the uninterrupted run: {', '.join(found)}"] if found else []
 
 

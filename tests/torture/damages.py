@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, folders
-from exgrpo.train.checkpoint.manifest import MANIFEST
+from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, MANIFEST, folders
 from exgrpo.train.checkpoint.store import SUFFIX
 
 Way = Literal["flipped bit", "cut", "emptied", "removed", "other step's"]
@@ -21,21 +20,13 @@ NEWEST = 2 / 3
 
 @dataclass(frozen=True)
 class Damage:
-    """A damage that is planned.
-
-    Attributes:
-        way: what happens.
-        newest: whether it is a file that the newest checkpoint needs; else it is any one.
-        file: in [0, 1) which file, of those in their order.
-        place: in [0, 1) where in the file.
-        bit: which one of a byte is flipped.
-    """
+    """A damage that is planned."""
 
     way: Way
-    newest: bool
-    file: float
-    place: float
-    bit: int
+    newest: bool  # whether it is a file that the newest checkpoint needs; else it is any one
+    file: float  # in [0, 1) which file, of those in their order
+    place: float  # in [0, 1) where in the file
+    bit: int  # which one of a byte is flipped
 
     @classmethod
     def drawn(cls, rng: random.Random) -> "Damage":
@@ -43,11 +34,7 @@ class Damage:
         return cls(rng.choice(USUAL), rng.random() < NEWEST, rng.random(), rng.random(), rng.randrange(8))
 
     def do(self, run: Path, newest: Collection[str]) -> str | None:
-        """Damage a file of a run.
-
-        Args:
-            run: its folder.
-            newest: paths there of the files that its newest checkpoint needs.
+        """Damage a file of a run, of whose newest checkpoint these files are.
 
         Returns:
             its path in the run's folder; None: there is nothing that would be changed.
@@ -109,9 +96,3 @@ def unnamed(needed: dict[int, set[str]], damaged: Collection[str], expected: int
     """The steps that are passed over although no damaged file of theirs is named."""
     passed = [step for step in needed if expected is None or step > expected]
     return [step for step in passed if not any(path in printed for path in needed[step] & set(damaged))]
-
-
-def unread(needed: dict[int, set[str]], damaged: Collection[str], expected: int | None) -> list[str]:
-    """The damaged files that nothing reads: of older checkpoints than the one that is gone on with, or of none."""
-    read = set().union(*(files for step, files in needed.items() if expected is None or step >= expected))
-    return sorted(set(damaged) - read)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from exgrpo.train.checkpoint.listing import DELETED, EXPERIENCE, FOLDER, UNFINISHED, folder_name
-from exgrpo.train.checkpoint.manifest import MANIFEST
+from exgrpo.train.checkpoint.listing import DELETED, EXPERIENCE, FOLDER, MANIFEST, UNFINISHED, folder_name
 from exgrpo.train.checkpoint.resume import FINISHED
 from tests.torture.jobs import KEEP, STEPS, Started, Victim
 
@@ -25,33 +24,19 @@ Times = dict[str, float]
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill that is planned.
-
-    Attributes:
-        moment: what the run is doing.
-        victim: what is killed.
-        rank: which rank, where it is one.
-        step: the first one whose checkpoint is waited for.
-        share: in [0, 1) where within the moment.
-    """
+    """A kill that is planned."""
 
     moment: Moment
     victim: Victim
-    rank: int
-    step: int
-    share: float
+    rank: int  # which one, where it is one
+    step: int  # the first one whose checkpoint is waited for
+    share: float  # in [0, 1) where within the moment
 
     @classmethod
-    def drawn(cls, rng: random.Random, ranks: int, *, launcher: float = 0.08) -> "Kill":
-        """One of them; with the probability `launcher`, the launcher is the victim."""
-        by_launcher = rng.random() < launcher
-        return cls(
-            moment=rng.choice(MOMENTS),
-            victim="launcher" if by_launcher else rng.choice(("one rank", "all ranks")),
-            rank=rng.randrange(ranks),
-            step=rng.randint(1, STEPS),
-            share=rng.random(),
-        )
+    def drawn(cls, rng: random.Random, ranks: int) -> "Kill":
+        """One of them."""
+        victim: Victim = rng.choice(("one rank", "all ranks"))
+        return cls(rng.choice(MOMENTS), victim, rng.randrange(ranks), rng.randint(1, STEPS), rng.random())
 
     def named(self, going_on: bool) -> str:
         """In words; the start of a run that goes on is a resume."""
@@ -60,14 +45,7 @@ class Kill:
 
 
 def strike(kill: Kill, started: Started, run: Path, times: Times) -> bool:
-    """Wait for the moment of a kill and kill; False where the run ended before.
-
-    Args:
-        kill: what to do.
-        started: the program that has just been started.
-        run: its folder.
-        times: of an uninterrupted run of its kind.
-    """
+    """Wait for the moment of a kill of what has just been started, and kill; False where the run ended before."""
     come = _signs(kill, run, time.time_ns()).get(kill.moment, lambda: True)
     later = {"any": times["whole"], "start": times["start"], "last evaluation": times["end"]}.get(kill.moment, LATER)
     while not come():

@@ -1,41 +1,34 @@
-"""What a run would go on from, without a model: the program's own loading, with parts that keep what they are given."""
+"""What a run has come to and would go on from, bit for bit: the program's own loading, without a model."""
 
 import hashlib
 import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
+from exgrpo.train.checkpoint.listing import MANIFEST, find
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
-from exgrpo.train.distributed import World
+from exgrpo.train.checkpoint.resume import FINISHED
 from exgrpo.train.experience import ReplayState
 from exgrpo.train.main import configure
 from exgrpo.train.metrics.run_log import SAMPLES_SIZE
-from exgrpo.train.policy.policy import Policy
+from exgrpo.train.model_folder import MODEL
 from tests.torture.jobs import KEEP
 from tests.train.fakes import LoneWorld
+from tests.train.test_run import untimed
 
 INDEX = ("segments", "segment", "row")
 """Where experience lies, which an interruption may change."""
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """What a run goes on from; two are equal if the rest of the run is.
-
-    Attributes:
-        step: the last one that is done.
-        policy: SHA-256 of each file of the policy's states.
-        trainer: SHA-256 of the trainer's state with its experience.
-        progress: what the run knows of itself.
-        logs: SHA-256 of each log up to this step.
-    """
+class Loaded(NamedTuple):
+    """What a run goes on from; two are equal if the rest of the run is. Files are by their SHA-256."""
 
     step: int
     policy: dict[str, str]
@@ -81,21 +74,45 @@ def _digest(path: Path, size: int = -1) -> str:
         return hashlib.sha256(file.read(size)).hexdigest()
 
 
-def load(run: Path, fingerprint: str) -> Loaded:
+def load(run: Path, like: Path | None = None) -> Loaded:
     """Do what `--resume RUN` does before training.
+
+    Args:
+        run: its folder.
+        like: the folder of a sound run with the same questions; None: it is sound itself.
 
     Raises:
         ExgrpoError: as `configure` and `Checkpoints.load` do.
     """
     configure([f"--resume={run}"])
-    policy, trainer = _Policy(), _Trainer()
-    lone = cast(World, LoneWorld())
+    policy, trainer, lone = _Policy(), _Trainer(), cast(Any, LoneWorld())
+    manifest = next(((like or run) / "checkpoints").glob(f"step_*/{MANIFEST}"))
+    fingerprint = json.loads(manifest.read_bytes())["fingerprint"]
     checkpoints = Checkpoints(run, lone, fingerprint=fingerprint, config={}, keep=KEEP)
-    step, progress = checkpoints.load(cast(Policy, policy), cast(Any, trainer))
-    logs = {
-        name: _digest(run / name, progress["log"][key]) for name, key in ((METRICS, "metrics"), (SAMPLES, SAMPLES_SIZE))
-    }
+    step, progress = checkpoints.load(cast(Any, policy), cast(Any, trainer))
+    sizes = ((METRICS, "metrics"), (SAMPLES, SAMPLES_SIZE))
+    logs = {name: _digest(run / name, progress["log"][key]) for name, key in sizes}
     return Loaded(step, policy.files, trainer.digest, progress, logs)
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """What a finished run has come to, by the names of what is compared.
+
+    Raises:
+        ExgrpoError: its checkpoints cannot be loaded.
+    """
+    last = load(run)
+    return {
+        "finished": (run / FINISHED).exists(),
+        "metrics": untimed(run),
+        "samples": (run / SAMPLES).read_text(),
+        # Older ones may be damaged or gone after damage, and a run that is killed before it deletes some keeps them.
+        "newest checkpoint": find(run)[0].step,
+        "weights and moments": last.policy,
+        "trainer and experience": last.trainer,
+        "evaluations": last.progress["evaluations"],
+        "model": {name: digest for name, digest in digests(run / MODEL).items() if name.endswith(".safetensors")},
+    }
 
 
 @contextmanager

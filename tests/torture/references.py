@@ -3,42 +3,30 @@
 import json
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from exgrpo.train.checkpoint.listing import FOLDER, folder_name, folders
 from exgrpo.train.checkpoint.resume import FINISHED
-from tests.torture.comparison import Outcome, fingerprint, outcome
-from tests.torture.jobs import STEPS, Kind, start
+from tests.torture.jobs import LONGEST, STEPS, Kind, start
 from tests.torture.kills import LOOK_EVERY, Times
-from tests.torture.loading import Loaded, load
+from tests.torture.loading import Loaded, load, outcome
 
 
 class TortureError(Exception):
     """What has to be right before anything can be tried is wrong."""
 
 
-@dataclass(frozen=True, eq=False)
-class Reference:
-    """An uninterrupted run.
-
-    Attributes:
-        run: its folder.
-        times: of its parts.
-        outcome: what it has come to.
-    """
+class Reference(NamedTuple):
+    """An uninterrupted run: its folder, the times of its parts, and what it has come to."""
 
     run: Path
     times: Times
-    outcome: Outcome
+    outcome: dict[str, Any]
 
 
 class References:
-    """Makes uninterrupted runs when they are asked for, and keeps them.
-
-    Args:
-        folder: of them; those that are there already are taken.
-    """
+    """Makes uninterrupted runs in a folder when they are asked for, and takes those that are there already."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,20 +48,14 @@ class References:
         return self._known[kind.name]
 
     def loaded(self, source: Path, step: int, work: Path) -> Loaded:
-        """What a sound run goes on from where a checkpoint is its newest one.
-
-        Args:
-            source: the folder of the run.
-            step: of the checkpoint.
-            work: a folder for a copy; it is deleted.
-        """
+        """What a sound run goes on from where the checkpoint of a step is its newest; `work` is for a copy."""
         key = (source, step)
         if key not in self._loaded:
             shutil.copytree(source, work)
             for folder in folders(work):
                 if int(folder.name[-8:]) > step:
                     shutil.rmtree(folder)
-            self._loaded[key] = load(work, fingerprint(work))
+            self._loaded[key] = load(work)
             shutil.rmtree(work)
         return self._loaded[key]
 
@@ -94,7 +76,7 @@ def _done(kind: Kind, run: Path) -> Times:
                 if come:
                     marks.setdefault(mark, time.monotonic() - begun)
             time.sleep(10 * LOOK_EVERY)
-        done = started.finish()
+        done = started.finish(LONGEST)
     whole = time.monotonic() - begun
     if done.returncode or not (run / FOLDER).is_dir():
         raise TortureError(f"a run of {kind.name} that nothing interrupts fails:\n{done.stdout[-2000:]}{done.stderr}")

@@ -8,16 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
-from exgrpo.train.checkpoint.listing import find
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
 from exgrpo.train.metrics.run_log import SAMPLES_SIZE
-from tests.torture.campaign import Campaign
-from tests.torture.cases import Case, drawn
+from tests.torture.campaign import Campaign, drawn
 from tests.torture.damages import WAYS, files_of, needed
 from tests.torture.jobs import KEEP, KINDS
 from tests.torture.kills import MOMENTS
 from tests.torture.references import References
-from tests.train.checkpoint.test_checkpoint import checkpoints, make_trainer, story
+from tests.train.checkpoint.parts import checkpoints, make_trainer, story
 from tests.train.configs import configured
 from tests.train.launch import launch_module
 
@@ -29,7 +27,7 @@ def test_the_plan_follows_from_the_seed_and_has_everything():
     kills = list(chain.from_iterable(case.kills for case in plan))
     damages = list(chain.from_iterable(case.damages for case in plan))
     assert {kill.moment for kill in kills} == set(MOMENTS)
-    assert {kill.victim for kill in kills} == {"one rank", "all ranks", "launcher"}
+    assert {kill.victim for kill in kills} == {"one rank", "all ranks"}
     assert {damage.way for damage in damages} == set(WAYS)
     for what in ("kills", "resume", "load"):
         assert {case.kind for case in plan if case.what == what} == set(KINDS)
@@ -53,44 +51,28 @@ def run(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def campaign(run, tmp_path, monkeypatch):
-    """Its runs are all copies of that one."""
+def done(run, folder, monkeypatch, number):
+    """The records of the first cases of a plan that start no run; its runs are all copies of that one."""
     monkeypatch.setattr(References, "of", lambda self, kind: SimpleNamespace(run=run))
-    return Campaign(tmp_path)
+    loads = [case for case in (drawn(0, i) for i in range(2 * number)) if case.what == "load"]
+    campaign = Campaign(folder)
+    return [campaign.do(case) for case in loads[:number]]
 
 
-def loads(number: int) -> list[Case]:
-    """The first cases of a plan that start no run."""
-    return [case for case in (drawn(0, i) for i in range(2 * number)) if case.what == "load"][:number]
-
-
-def test_damage_is_found_and_named_and_the_checkpoint_before_is_loaded(campaign, tmp_path):
-    records = [campaign.do(case) for case in loads(60)]
+def test_damage_is_found_and_named_and_the_checkpoint_before_is_loaded(run, tmp_path, monkeypatch):
+    records = done(run, tmp_path, monkeypatch, 60)
     assert [record.problems for record in records] == [[]] * 60
     assert {record.step for record in records} == {None, 3, 4, 5}
     assert not (tmp_path / "failed").exists()
-
-
-BLIND = {
-    "no checksums": (Checkpoints, "_verify_share", lambda *_: None),
-    "no aside": (Checkpoints, "_set_damage_aside", lambda *_: None),
-    "no error": (Checkpoints, "_newest_sound", lambda self: (*self._open(find(self.run)[-1].folder), {})),
-}
-FIRST, *OTHERS = BLIND
-
-
-@pytest.mark.parametrize("blindness", [FIRST, *(pytest.param(other, marks=pytest.mark.long) for other in OTHERS)])
-def test_what_is_not_found_or_not_named_is_a_problem(campaign, monkeypatch, tmp_path, blindness):
-    monkeypatch.setattr(*BLIND[blindness])
-    records = [campaign.do(case) for case in loads(60)]
-    failed = [record for record in records if record.problems]
-    assert failed
-    assert sorted(int(path.name) for path in (tmp_path / "failed").iterdir()) == [record.case for record in failed]
-
-
-def test_every_file_that_may_be_damaged_belongs_to_a_checkpoint(run):
     assert {str(path.relative_to(run)) for path in files_of(run)} == set().union(*needed(run).values())
+
+
+@pytest.mark.parametrize("blind", ["_verify_share", "_set_damage_aside"])
+def test_what_is_not_found_or_not_named_is_a_problem(run, tmp_path, monkeypatch, blind):
+    monkeypatch.setattr(Checkpoints, blind, lambda *_: None)
+    failed = [record.case for record in done(run, tmp_path, monkeypatch, 30) if record.problems]
+    assert failed
+    assert sorted(int(path.name) for path in (tmp_path / "failed").iterdir()) == failed
 
 
 def test_the_program_finds_nothing_wrong(tmp_path):

@@ -12,13 +12,12 @@ import pytest
 from rich.console import Console
 
 import exgrpo
+from exgrpo.train import process
 from exgrpo.train.doctor import program
-from exgrpo.train.doctor.check import Check, Finding
-from exgrpo.train.doctor.program import Options, all_checks, chosen, parse_options, recipe_of
+from exgrpo.train.doctor.check import Finding
+from exgrpo.train.doctor.program import Options, all_checks, recipe_of
 from exgrpo.train.doctor.running import members
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.process import Stopped
-from tests.train import broken_checks
 from tests.train.launch import ROOT, environment, launch_module
 from tests.train.test_ending import gone
 
@@ -64,55 +63,36 @@ def test_a_whole_run_on_the_cpu(tmp_path, temporary):
     assert list(temporary.iterdir()) == []
 
 
-def test_a_part_that_fails_fails_the_run_and_the_others_go_on(tmp_path, monkeypatch):
-    checks = [
-        Check(name, getattr(broken_checks, name), 1, "Do something else")
-        for name in ("crashes", "measures", "fails", "skips")
-    ]
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    with (tmp_path / "progress").open("w") as file:
-        found = list(program.examine(checks, recipe_of(Options()), tmp_path, PATIENCE, Console(file=file)))
-    assert [(one.name, one.result) for one in found] == [
-        ("crashes", "failed"),
-        ("measures", "ok"),
-        ("fails", "failed"),
-        ("skips", "skipped"),
-    ]
-    assert "measures: ok (2 of 4)" in (tmp_path / "progress").read_text()
-
-
-@pytest.mark.parametrize(("results", "status"), [(["ok", "skipped"], 0), (["ok", "failed"], 1)])
-def test_the_exit_status_is_0_only_where_nothing_failed(monkeypatch, capsys, results, status):
-    found = [Finding(f"check{i}", result, "text", 1.0) for i, result in enumerate(results)]
-    monkeypatch.setattr(program, "run_program", lambda work, stopped: work(program.ExitStack()) or 0)
-    monkeypatch.setattr(program, "examine", lambda *_: found)
-    assert program.main(["--only", "disk"]) == status
-    told = capsys.readouterr().out
-    assert "│ check0 " in told
-    assert "| check1 | " in told  # the text, too, as no file is named for it
-
-
-def test_who_stops_it_sees_what_it_has_found(monkeypatch, capsys):
-    def stopped(*_):
-        yield Finding("disk", "ok", "text", 1.0)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(program, "run_program", lambda work, stopped: work(program.ExitStack()))
-    monkeypatch.setattr(program, "examine", stopped)
-    with pytest.raises(Stopped, match="what is left is done by --only versions grading$"):
-        program.main(["--only", "disk", "grading", "versions"])
-    told = capsys.readouterr().out
-    assert "1 ok, 0 failed, 0 skipped" in told
-    assert "| disk | ok |" in told
+def test_a_part_that_fails_fails_the_run_and_the_table_and_the_text_tell_it(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{output: {folder: /dev/null/runs}}")
+    done = launch_module(PROGRAM, "--recipe", str(recipe), "--only", "disk", "memory")
+    assert done.returncode == 1
+    assert "│ disk   │ failed  │ output.folder: /dev/null/runs cannot be written" in done.stdout
+    assert "0 ok, 1 failed, 1 skipped. To paste into a report:\n" in done.stdout
+    assert "\n| memory | skipped | the recipe names no model" in done.stdout
+    assert done.stderr == "disk: failed (1 of 2)\nmemory: skipped (2 of 2)\n"
+    done = launch_module(
+        PROGRAM,
+        "--recipe",
+        str(recipe),
+        "--only",
+        "disk",
+        "memory",
+        "--skip",
+        "disk",
+        "--output",
+        str(tmp_path / "told"),
+    )
+    assert done.returncode == 0, "--only leaves the other checks out"
+    assert f"To paste into a report: {tmp_path / 'told'}" in done.stdout.replace("\n", " ")
+    assert (tmp_path / "told").read_text().startswith("# exgrpo doctor: 0 ok, 0 failed, 1 skipped\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ("--only", "kernel_cpu"),
-            "error: --only: there is no check 'kernel_cpu'; did you mean 'kernels_cpu'? There are ",
-        ),
+        (("--only", "kernel_cpu"), "error: --only: there is no check 'kernel_cpu'; did you mean 'kernels_cpu'? There"),
         (("--skip", "x"), "error: --skip: there is no check 'x'; "),
         (("--only", "disk", "--skip", "disk"), "error: --only and --skip leave no check"),
         (("--onyl", "disk"), "error: unknown option --onyl; did you mean --only?"),
@@ -121,23 +101,12 @@ def test_who_stops_it_sees_what_it_has_found(monkeypatch, capsys):
         (("--output", "no/such/folder/file.md"), "error: --output: no/such/folder/file.md cannot be written"),
     ],
 )
-def test_mistakes_on_the_command_line_are_told_in_one_line(arguments, message):
-    done = launch_module(PROGRAM, *arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith(message)
-    assert done.stderr.count("\n") == 1
-
-
-def test_names_choose_the_checks():
-    checks = [Check(name, print, 0, "") for name in ("a", "b", "c")]
-
-    def left(*arguments):
-        return "".join(check.name for check in chosen(checks, parse_options(arguments)))
-
-    assert left() == "abc"
-    assert left("--only", "c", "a") == "ac"
-    assert left("--skip", "b") == "ac"
-    assert left("--only", "a", "b", "--skip", "b") == "a"
+def test_mistakes_on_the_command_line_are_told_in_one_line(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
+    assert program.main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(message)
+    assert told.count("\n") == 1
 
 
 def test_without_a_recipe_it_is_the_default_run_in_bf16_and_else_the_recipe(tmp_path):
@@ -151,9 +120,9 @@ def test_without_a_recipe_it_is_the_default_run_in_bf16_and_else_the_recipe(tmp_
         recipe_of(Options(recipe=tmp_path / "none.yaml"))
 
 
-def test_a_signal_ends_the_doctor_with_its_checks(temporary):
+def test_a_signal_ends_the_doctor_with_its_checks_and_shows_what_it_has_found(temporary):
     doctor = subprocess.Popen(
-        [sys.executable, "-m", PROGRAM, "--only", "collectives"],
+        [sys.executable, "-m", PROGRAM, "--only", "disk", "collectives"],
         cwd=ROOT,
         env={**environment(), "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
@@ -162,13 +131,16 @@ def test_a_signal_ends_the_doctor_with_its_checks(temporary):
     )
     deadline = time.monotonic() + PATIENCE
     children = Path(f"/proc/{doctor.pid}/task/{doctor.pid}/children")
-    while not (group := children.read_text().split()) or len(members(int(group[0]))) < 2:
+    while not (group := children.read_text().split()) or len(members(int(group[0]))) < 2:  # `disk` has one process
         assert time.monotonic() < deadline, "no check has begun"
         time.sleep(0.05)
     processes = members(int(group[0]))
     doctor.send_signal(signal.SIGTERM)
-    _, told = doctor.communicate(timeout=PATIENCE)
-    assert (doctor.returncode, told) == (130, "stopped: nothing has changed\n")
+    printed, told = doctor.communicate(timeout=PATIENCE)
+    assert doctor.returncode == 130
+    assert told == "disk: ok (1 of 2)\nstopped: what is left is done by --only collectives\n"
+    assert "1 ok, 0 failed, 0 skipped" in printed
+    assert "| disk | ok |" in printed
     assert all(gone(process) for process in processes)
     assert list(temporary.iterdir()) == []
 
@@ -185,28 +157,17 @@ FOUND = [
 ]
 
 
-def test_the_table_has_a_row_for_each_check():
+def test_the_table_and_the_text_have_all_that_was_found(tmp_path):
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(program.table(FOUND))
     told = console.export_text()
     assert "│ kernels_cuda │ skipped │ it needs a GPU " in told
     assert "│ zero3_all    │ failed  │ it ended | with [status] 1 " in told
     assert "12.3 │" in told
-
-
-def test_the_text_has_versions_hardware_checks_and_the_output_of_what_failed(tmp_path):
     told = program.text(FOUND, tmp_path)
     assert told.startswith("# exgrpo doctor: 0 ok, 1 failed, 1 skipped\n")
-    for name in (
-        "python 3.",
-        "torch ",
-        "deepspeed ",
-        "transformers ",
-        "cores to use",
-        "GiB of memory free",
-        "nvidia-smi",
-    ):
-        assert name in told
+    names = ("python 3.", "torch ", "deepspeed ", "transformers ", "cores to use", "GiB of memory free", "nvidia-smi")
+    assert [name for name in names if name not in told] == []
     assert "| kernels_cuda | skipped | it needs a GPU | 2.0 |\n" in told
     assert "| zero3_all | failed | it ended \\| with [status] 1 | 12.3 |\n" in told
     assert "Last output of zero3_all:\n\n```\nfirst line\nlast line\n```\n" in told
@@ -226,12 +187,6 @@ def test_the_text_names_no_user(tmp_path, monkeypatch):
         "owner alice on node17:29500": "owner <user> on <host>:29500",
         "malice and node171 stay": "malice and node171 stay",
     }
-    public = (
-        "https://pytorch.org/get/started",
-        "3/4 of the GPUs",
-        "/proc/driver/nvidia/version",
-        "exgrpo/train/main.py",
-    )
-    shown |= dict(zip(public, public, strict=True))
-    for told, expected in shown.items():
+    public = ("https://pytorch.org/get/started", "3/4 of the GPUs", "/proc/driver/nvidia/version")
+    for told, expected in (*shown.items(), *zip(public, public, strict=True)):
         assert program.anonymous(told, tmp_path) == expected

@@ -1,6 +1,7 @@
 """What the checks refuse: each is given a part that is broken, and has to say so."""
 
 import pickle
+import re
 from contextlib import ExitStack
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from exgrpo.kernels import dispatch, self_check
+from exgrpo.kernels import dispatch
 from exgrpo.train.config import Config
 from exgrpo.train.distributed import World
 from exgrpo.train.doctor import machine, training
@@ -39,19 +40,10 @@ def test_checks_have_names_of_their_own_a_remedy_and_travel():
     assert [check.level for check in checks] == sorted(check.level for check in checks)
 
 
-def test_every_backend_has_a_check():
-    assert set(machine.BACKENDS) == set(dispatch.BACKENDS)
-
-
 def test_a_backend_that_is_not_there_is_skipped(given):
+    assert set(machine.BACKENDS) == set(dispatch.BACKENDS)
     with pytest.raises(Skipped, match="GPU"):
         machine.check_backend("cuda", given())
-
-
-def test_a_backend_that_computes_wrongly_fails(given, monkeypatch):
-    monkeypatch.setattr(self_check, "self_check", lambda *_: 0.5)
-    with pytest.raises(CheckFailedError, match=r"gradients are wrong.*5\.0e-01.*kernel_backend"):
-        machine.check_backend("torch", given())
 
 
 def test_a_backend_is_compared_with_the_products_in_the_recipes_dtype(given, monkeypatch):
@@ -68,20 +60,17 @@ def test_answers_that_are_graded_otherwise_fail(given, monkeypatch):
         training.check_grading(given())
 
 
-def test_too_little_memory_fails_with_what_is_needed(given, monkeypatch):
-    paper = {"policy.path": "Qwen/Qwen2.5-Math-7B", "policy.dtype": "bf16"}
-    monkeypatch.setattr(machine, "free_memory", lambda: 2**40)
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2**50}))
-    assert "CPU memory: " in machine.check_memory(given(**paper))
-    monkeypatch.setattr(machine, "free_memory", lambda: 2**33)
-    with pytest.raises(CheckFailedError, match=r"CPU memory: [\d.]+ of 8\.0 GiB free\. .*estimate") as short:
-        machine.check_memory(given(**paper))
-    # Masters, two moments and gradients in fp32 of 7.6e9 parameters, and their weights in bf16, are the least.
-    assert float(str(short.value).split()[2]) > 18 * 7.6e9 / 2**30
-    monkeypatch.setattr(machine, "free_memory", lambda: 2**40)
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2**30}))
-    with pytest.raises(CheckFailedError, match=r"disk: \d+\.\d of 1\.0 GiB free\. Make room"):
-        machine.check_memory(given(**paper))
+def test_too_little_memory_fails_with_what_is_needed(given):
+    model = {"policy.path": "Qwen/Qwen2.5-Math-7B", "policy.dtype": "bf16"}
+    with pytest.raises(CheckFailedError) as short:
+        machine.check_memory(given(**model, **{"policy.overrides": {"num_hidden_layers": 10_000}}))
+    told = r"CPU memory: ([\d.]+) of [\d.]+ GiB free\. .*estimate.* disk: .* Make room .*"
+    needed = re.fullmatch(told, str(short.value))
+    # Masters, two moments and gradients in fp32 of 233e6 parameters of a layer, and these in bf16, are the least.
+    assert float(needed[1]) > 18 * 233e10 / 2**30
+    assert "CPU memory: " in machine.check_memory(given(**{"policy.path": "builtin:arithmetic"}))
+    with pytest.raises(Skipped, match=r"policy\.path"):
+        machine.check_memory(given(**{"policy.path": ""}))
 
 
 def test_the_fullest_gpu_decides_and_the_remedy_is_the_estimates(given, monkeypatch):
@@ -94,11 +83,6 @@ def test_the_fullest_gpu_decides_and_the_remedy_is_the_estimates(given, monkeypa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: ((80 - 70 * gpu) * 2**30, 80 * 2**30))
     with pytest.raises(CheckFailedError, match=r"GPU: [\d.]+ of 6\.0 GiB free\. It fits with --.* GPUs: "):
         machine.check_memory(asked)
-
-
-def test_a_recipe_without_a_model_has_no_estimate(given):
-    with pytest.raises(Skipped, match=r"policy\.path"):
-        machine.check_memory(given(**{"policy.path": ""}))
 
 
 def test_the_disk_is_that_of_the_folder_to_come(given, tmp_path, monkeypatch):
@@ -173,15 +157,14 @@ class Engine:
         pass
 
 
-@pytest.mark.parametrize(("lost", "when"), [("push", "after a push"), ("sleep", "after sleep")])
-def test_weights_that_do_not_arrive_or_stay_fail(monkeypatch, lost, when):
+def test_weights_that_do_not_arrive_or_stay_fail(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     new = [("w", nn.Parameter(torch.ones(2), requires_grad=False))]
     seconds, freed = training.exercise(Engine(), new)
-    assert list(seconds) == ["push", "sleep", "wake"]
-    assert freed == 0
-    with pytest.raises(CheckFailedError, match=f"{when} the engine has other weights in 1 tensors, such as w"):
-        training.exercise(Engine(lost), new)
+    assert (list(seconds), freed) == (["push", "sleep", "wake"], 0)
+    for lost, when in (("push", "after a push"), ("sleep", "after sleep")):
+        with pytest.raises(CheckFailedError, match=f"{when} the engine has other weights in 1 tensors, such as w"):
+            training.exercise(Engine(lost), new)
     with pytest.raises(CheckFailedError, match="does not notice"):
         training.exercise(Engine(), [("w", torch.zeros(2))])
 

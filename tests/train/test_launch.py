@@ -15,7 +15,7 @@ from exgrpo.train import launch as module
 from exgrpo.train import main as program
 from exgrpo.train import process
 from exgrpo.train.checkpoint.listing import folders
-from exgrpo.train.checkpoint.unsaved import is_unsaved
+from exgrpo.train.checkpoint.resume import is_unsaved
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.launch import Launch, main, prepared
 from exgrpo.train.recipe import parse_args, to_yaml

@@ -7,7 +7,7 @@ import os
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from exgrpo.train.checkpoint.folder_lock import claim
+from exgrpo.train.checkpoint.durable import claim
 from exgrpo.train.recipe import DEFAULT_RUN, load_recipe
 from exgrpo.train.samples import read_samples
 from tests.train.launch import MAIN, launch, launch_by_deepspeed

@@ -26,13 +26,15 @@ from exgrpo.train.checkpoint.listing import (
     FOLDER,
     UNFINISHED,
     Checkpoint,
+    Manifest,
+    SavedFile,
     find,
     folder_name,
     folders,
     inspect,
+    write_manifest,
 )
 from exgrpo.train.checkpoint.log_files import DAMAGED, copy_logs, restore_logs
-from exgrpo.train.checkpoint.manifest import Manifest, SavedFile, write_manifest
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, segment_names, write_checked
 from exgrpo.train.distributed import World, agree, on_main
 from exgrpo.train.errors import CheckpointError, os_errors_as

@@ -55,18 +55,10 @@ def _record(record: object) -> Record | None:
     if not isinstance(record, dict):
         return None
     numbers = {key: value for key, value in record.items() if type(value) in (int, float) and abs(value) < HUGE}
-    step = numbers.get("step", -1)
-    if step < 0 or not float(step).is_integer():
+    step, kind = numbers.get("step", -1), record.get("kind")
+    if step < 0 or not float(step).is_integer() or kind not in get_args(Kind):
         return None
-    return Record(int(step), _kind(record.get("kind"), numbers), numbers)
-
-
-def _kind(said: object, numbers: dict[str, float]) -> Kind:
-    """Of a record that does not say it, as of older runs: steps begin at 1 and have numbers without a heading."""
-    if said in get_args(Kind):
-        return cast(Kind, said)
-    trained = numbers["step"] > 0 and any("/" not in key for key in numbers if key != "step")
-    return "training" if trained else "evaluation"
+    return Record(int(step), cast(Kind, kind), numbers)
 
 
 def copy_logs(run: Path, folder: Path) -> None:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from exgrpo.train.config import Config
 from exgrpo.train.doctor.check import Check, CheckFailedError, Given, Skipped
 from exgrpo.train.errors import ConfigError, ModelError, os_errors_as
-from exgrpo.train.estimate.options import Options, assumptions_of
 from exgrpo.train.estimate.parts import GIB, MOMENTS, Hardware, peak
+from exgrpo.train.estimate.program import Options, assumptions_of
 from exgrpo.train.recipe import merged, validate
 
 if TYPE_CHECKING:

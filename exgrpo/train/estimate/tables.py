@@ -18,7 +18,6 @@ from exgrpo.train.estimate.budget import (
     rows_at_once,
     work,
 )
-from exgrpo.train.estimate.options import Options, assumptions_of
 from exgrpo.train.estimate.parts import GIB, MOMENTS, Amount, Assumptions, Hardware, MemoryItem, Phase, peak
 from exgrpo.train.estimate.shape import ModelShape
 from exgrpo.train.recipe import merged, validate
@@ -72,9 +71,15 @@ def estimate(config: Config, shape: ModelShape, hardware: Hardware, assumptions:
     )
 
 
-def show(config: Config, shape: ModelShape, hardware: Hardware, options: Options, say: Callable[[Any], None]) -> None:
-    """Print the estimate with its assumptions."""
-    assumptions = assumptions_of(options, config)
+def show(
+    config: Config,
+    shape: ModelShape,
+    hardware: Hardware,
+    assumptions: Assumptions,
+    reserve_gib: float,
+    say: Callable[[Any], None],
+) -> None:
+    """Print the estimate with its assumptions; `reserve_gib` of each GPU is what no tensor gets."""
     found = estimate(config, shape, hardware, assumptions)
     say(f"{config.policy.path}: {shape.total:,} parameters in {config.policy.dtype} on {hardware.words}")
     say(_memory_table(found, hardware.kind))
@@ -89,7 +94,7 @@ def show(config: Config, shape: ModelShape, hardware: Hardware, options: Options
         say(line)
     say(_time_table(found, config.steps))
     say(_generation(config, shape, hardware, assumptions, found))
-    for line in _assumptions(options, assumptions, hardware.kind):
+    for line in _assumptions(assumptions, hardware.kind, reserve_gib):
         say(line)
 
 
@@ -160,18 +165,19 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def _assumptions(options: Options, assumptions: Assumptions, kind: str) -> Iterator[str]:
+def _assumptions(assumptions: Assumptions, kind: str, reserve_gib: float) -> Iterator[str]:
     yield (
         f"Assumed: prompts of {assumptions.prompt_tokens:g} and responses of {assumptions.response_tokens:g} tokens on "
         f"average (--prompt-tokens, --response-tokens), {assumptions.success_rate:g} of them right, "
         f"{assumptions.candidates:g} stored successes of a replayed question, replay under way in every step and no "
         "question retired; response lengths distributed exponentially."
     )
-    host = f"{options.host_gbs:g} GB/s to CPU memory (--host-gbs), " if kind == "GPU" else ""
+    host = f"{assumptions.host_bandwidth / 1e9:g} GB/s to CPU memory (--host-gbs), " if kind == "GPU" else ""
     yield (
         f"Utilisation: {assumptions.mfu:g} of the peak FLOP/s (--mfu), {assumptions.bandwidth_use:g} of the memory "
-        f"bandwidth (--bandwidth-use), {options.launch_us:g} us per layer to launch a decoding step (--launch-us), "
-        f"{host}{options.reserve_gib:g} GiB of each {kind} reserved."
+        f"bandwidth (--bandwidth-use), {1e6 * assumptions.layer_launch:g} us per layer to launch a decoding step "
+        "(--launch-us), "
+        f"{host}{reserve_gib:g} GiB of each {kind} reserved."
     )
     yield (
         "Not in the times: grading, evaluations, checkpoints, the optimiser's own arithmetic, start-up. The options in "

@@ -17,7 +17,7 @@ from rich.progress import track
 
 from exgrpo.train import jsonl
 from exgrpo.train.answers import Answerer
-from exgrpo.train.checkpoint.folder_lock import claim
+from exgrpo.train.checkpoint.durable import claim
 from exgrpo.train.config import RolloutConfig
 from exgrpo.train.data.files import HELD_OUT_SEED
 from exgrpo.train.data.prompts import PromptFormat

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -43,17 +43,10 @@ class RunLog:
         self._samples = (folder / SAMPLES).open("a", encoding="utf-8")
         if resume is not None:
             self._step = resume["step"]
-            for file, size in ((self._metrics, resume["metrics"]), (self._samples, self._size_of_samples(resume))):
+            for file, size in ((self._metrics, resume["metrics"]), (self._samples, resume[SAMPLES_SIZE])):
                 if (now := os.fstat(file.fileno()).st_size) < size:  # truncate would fill it up with NUL bytes
                     raise ConfigError(f"{file.name} is damaged: it has {now} bytes and had {size} at step {self._step}")
                 file.truncate(size)
-
-    def _size_of_samples(self, resume: Mapping[str, int]) -> int:
-        """What samples.jsonl had; older versions have written samples.md, and its size under another key."""
-        if SAMPLES_SIZE not in resume:
-            name = self._samples.name
-            logger.warning("%s begins after step %d: an older version has written samples.md before", name, self._step)
-        return resume.get(SAMPLES_SIZE, 0)
 
     def metrics(self, kind: Kind, record: dict[str, float]) -> None:
         """Append one record of this kind; numbers that do not exist (NaN) become null.

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from exgrpo.train.experience import Replay
-from exgrpo.train.metrics.work import Work
+from exgrpo.train.metrics.utilisation import Work
 from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.update import BINS, UpdateStats, log_ratio_quantiles, mismatch_metrics
 from exgrpo.train.reward.success import EPSILON

@@ -1,17 +1,87 @@
-"""Model FLOP utilisation: how much of the machine's matrix rate the phases of a step use for what they need."""
+"""How well a step uses the machine: what its phases ask of the model, how long they take, and the limit of both.
+
+Model FLOP utilisation is the share of the machine's matrix rate that the phases of a step use for what they need.
+"""
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
 
-from exgrpo.train.metrics.work import Work
+import torch
+
+from exgrpo.train.distributed import World
 from exgrpo.train.pretrained.flops import ForwardFlops
+from exgrpo.train.step_batch import Ints, StepBatch
 
 FORWARD = ("select", "generate", "score")
 """Phases that cost a forward pass."""
 BACKWARD, FROZEN_BACKWARD = 2, 1
 """Forward passes that a backward costs: weights that are not trained have no gradient to form."""
+MEASURED_FOR = 0.4
+"""Seconds in which the matrix rate is measured."""
+LONG = 4e-3
+"""Matrices grow until a product takes so many seconds: beside that, its launch is nothing."""
+NARROW, WIDE = 512, 8192
+
+
+class PhaseClock:
+    """Adds up seconds by phase: `with clock("update"): ...`; a phase may be entered more than once."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time what is done inside as part of a phase."""
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A prompt that is needed once, and the responses to it, each read or written behind it.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        responses: tokens of each response.
+    """
+
+    prompt: int
+    responses: tuple[int, ...]
+
+    @property
+    def written(self) -> int:
+        """Response tokens."""
+        return sum(self.responses)
+
+    @property
+    def read(self) -> int:
+        """Tokens of the rows that the model reads: the prompt, once per response, and all of it but its last token."""
+        return sum(self.prompt + response - 1 for response in self.responses)
+
+    def flops(self, model: ForwardFlops) -> float:
+        """FLOPs of a forward pass; the first tokens of all responses are predicted from the end of the one prompt."""
+        prompt = model.decoder_flops(self.prompt)
+        behind = sum(model.decoder_flops(self.prompt + response - 1) - prompt for response in self.responses)
+        return prompt + behind + model.head_flops(1 + self.written - len(self.responses))
+
+
+Work = Mapping[str, Sequence[Reading]]
+"""By phase, what the model reads or writes in it: select, generate, score, update. Empty where a step does without."""
+
+
+def together(batch: StepBatch, rows: Ints | None = None) -> list[Reading]:
+    """Some rows, or all of them; those of the same question as one, in the order of their first ones."""
+    readings: dict[int, tuple[int, list[int]]] = {}
+    for row in range(len(batch)) if rows is None else rows:
+        group = batch.group[row]
+        _, responses = readings.setdefault(int(batch.question[group]), (len(batch.prompt[group]), []))
+        responses.append(int(batch.length[row]))
+    return [Reading(prompt, tuple(responses)) for prompt, responses in readings.values()]
 
 
 @dataclass(frozen=True)
@@ -53,3 +123,42 @@ class Utilisation:
         }
         of_step = sum(flops.values()) / (numbers["seconds"] * self.rate)
         return {"matrix_flops_per_second": self.rate, "mfu": of_step, **of_phases}
+
+
+def matrix_rate(world: World, dtype: torch.dtype) -> float:
+    """FLOP/s of all ranks together in products of two square matrices: each rank's best one within 0.4 s.
+
+    All ranks call it together, so that those which share a machine share it here too. It touches no random state.
+    """
+    product = _Product(NARROW, world.device, dtype)
+    world.gather(None)
+    best, end = 0.0, time.perf_counter() + MEASURED_FOR
+    while time.perf_counter() < end:
+        seconds = product.seconds()
+        best = max(best, 2 * product.width**3 / seconds)
+        if seconds < LONG and product.width < WIDE:
+            product = _Product(2 * product.width, world.device, dtype)
+    del product
+    if world.device.type != "cpu":
+        torch.accelerator.empty_cache()
+    return sum(world.gather(best))
+
+
+class _Product:
+    """A product of matrices [width, width] that can be timed; libraries have been loaded for it."""
+
+    def __init__(self, width: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.width = width
+        self.device = device
+        # Random numbers, for on some processors zeros are faster; of a generator of its own.
+        block = torch.randn(NARROW, NARROW, generator=torch.Generator(device).manual_seed(0), device=device)
+        self.matrix = block.to(dtype).repeat(width // NARROW, width // NARROW)
+        self.result = torch.empty_like(self.matrix)
+        self.seconds()
+
+    def seconds(self) -> float:
+        start = time.perf_counter()
+        torch.mm(self.matrix, self.matrix, out=self.result)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter() - start

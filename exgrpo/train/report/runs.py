@@ -19,8 +19,6 @@ from exgrpo.train.samples import Sample, read_samples
 from exgrpo.train.section import flat
 
 Numbers = dict[str, float]
-RENAMED = {"rollout_tokens_per_second": "tokens_per_second/generate"}
-"""Numbers that older runs have under another name."""
 HELD_OUT = ("test", "held_out", "pass_at", "distinct_at")
 """The headings of what evaluations measure on data.test; those of other sets are the names of these sets."""
 NOT_COMPARED = ("output.", "checkpoint.")
@@ -56,7 +54,7 @@ class RunData:
         config: config.yaml; empty where it cannot be read.
         columns: what can be plotted.
         unreadable: the numbers, from 1, of the lines of metrics.jsonl that are no records.
-        samples: what samples.jsonl has, in its order; older versions have written none.
+        samples: what samples.jsonl has, in its order; none where it is not there.
     """
 
     name: str
@@ -97,8 +95,7 @@ def _run_columns(records: Iterable[Record]) -> RunColumns:
     merged: dict[int, Numbers] = {}
     last = 0
     for record in records:
-        step = record.step
-        numbers = {RENAMED.get(name, name): value for name, value in record.numbers.items()}
+        step, numbers = record.step, record.numbers
         tested = _held_out(record.kind, numbers)
         if record.kind == "training":
             if step < last:

@@ -8,10 +8,12 @@ import pytest
 from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES, copy_logs, read_records, restore_logs
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.samples import Sample, read_samples
+from exgrpo.train.samples import Sample
 
-LINES = [json.dumps({"step": step, "reward": 0.5 * step}).encode() for step in range(1, 6)]
+KINDS = ("training", "evaluation", "training")
+LINES = [json.dumps({"step": n, "kind": kind, "reward": 0.5 * n}).encode() for n, kind in enumerate(KINDS, start=1)]
 RUBBISH = [b"\0" * 40, b"\xff\xfe\xfd", b"[1]", b"7", b"{}", b'{"step": 3, "rew', b"\0" + LINES[0], b"[" * 99_999]
+RUBBISH += [b'{"step": 1, "reward": 0.5}', b'{"step": 1, "kind": "another"}']
 
 
 def test_lines_that_are_no_records_are_named(tmp_path):
@@ -20,26 +22,8 @@ def test_lines_that_are_no_records_are_named(tmp_path):
     path.write_bytes(b"\n".join(mixed))
     records, unreadable = read_records(path)
     assert [record.numbers for record in records] == [{"step": n, "reward": 0.5 * n} for n in (1, 2, 3)]
-    assert unreadable == [2, 3, 4, 7, 8, 9, 10, 11]
-
-
-@pytest.mark.parametrize(
-    ("record", "kind"),
-    [
-        ({"step": 0, "kind": "evaluation", "weight_gap": 1e-6, "test/pass_rate": 0.5}, "evaluation"),
-        ({"step": 2, "kind": "training", "test/pass_rate": 0.5}, "training"),
-        # Of older runs.
-        ({"step": 0, "weight_gap": 1e-6, "test/pass_rate": 0.5}, "evaluation"),
-        ({"step": 1, "weight_gap": 1e-6, "reward": 0.5}, "training"),
-        ({"step": 1, "kind": "another", "reward": 0.5}, "training"),
-        ({"step": 2, "test/pass_rate": 0.5, "seconds/checkpoint": 0.5}, "evaluation"),
-    ],
-)
-def test_a_record_says_what_it_is_about(tmp_path, record, kind):
-    (tmp_path / METRICS).write_text(json.dumps(record))
-    ((read,), _) = read_records(tmp_path / METRICS)
-    assert (read.step, read.kind) == (record["step"], kind)
-    assert "kind" not in read.numbers
+    assert [(record.step, record.kind) for record in records] == list(enumerate(KINDS, start=1))
+    assert unreadable == [2, 3, 4, *range(7, 14)]
 
 
 DAMAGES = {
@@ -122,20 +106,3 @@ def test_a_position_is_on_disk(tmp_path, monkeypatch):
     log.position()
     log.close()
     assert forced >= {(tmp_path / name).stat().st_ino for name in (METRICS, SAMPLES)}
-
-
-def test_a_run_of_an_older_version_goes_on_with_a_new_file_of_samples(tmp_path, caplog):
-    log = RunLog(tmp_path)
-    log.metrics("training", {"step": 1})
-    position = log.position()
-    log.close()
-    (tmp_path / "samples.md").write_text("## Step 1: question\n")
-    older = {"step": 1, "metrics": position["metrics"], "samples": 20}
-    for _ in range(2):  # the second time without a checkpoint of the new version
-        log = RunLog(tmp_path, resume=older)
-        log.sample(Sample(2, 0, "question", "gold", False, ()))
-        log.close()
-    assert [sample.step for sample in read_samples(tmp_path / SAMPLES)] == [2]
-    message = f"{tmp_path / SAMPLES} begins after step 1: an older version has written samples.md before"
-    assert caplog.messages == [message] * 2
-    assert (tmp_path / "samples.md").read_text() == "## Step 1: question\n"

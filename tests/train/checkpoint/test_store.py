@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exgrpo.train.checkpoint import store as module
-from exgrpo.train.checkpoint.store import DamagedFileError, ExperienceStore, segment_names
+from exgrpo.train.checkpoint.store import ExperienceStore, segment_names
 from exgrpo.train.experience.stored import OF_TRAJECTORY, Stored, pack
 from exgrpo.train.records import Trajectory
 
@@ -121,45 +121,14 @@ def test_a_load_takes_the_memory_of_what_lives(tmp_path):
     assert held < len(kept) * (1.5 * 9 * tokens + 200) + 50_000
 
 
-def test_many_answers_are_several_segments(tmp_path, monkeypatch):
+def test_many_answers_are_several_segments_and_are_loaded_into_files(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MOST_TOKENS", 20)
-    store, answers = ExperienceStore(tmp_path), pack([trajectory(i, i) for i in range(50)])
-    index = store.save(answers)
-    total = int(answers.columns["length"].sum())
-    assert len(segment_names(index)) == len(list(tmp_path.iterdir())) == total // 20 + 1
-    assert all(map(same, ExperienceStore(tmp_path).load(index), answers))
-
-
-def test_what_is_loaded_into_files_is_what_was_saved(tmp_path):
     answers = pack([trajectory(i, i) for i in range(50)])
     index = ExperienceStore(tmp_path / "store").save(answers)
+    total = int(answers.columns["length"].sum())
+    assert len(segment_names(index)) == len(list((tmp_path / "store").iterdir())) == total // 20 + 1
     loaded = ExperienceStore(tmp_path / "store", tmp_path).load(index)
     assert all(isinstance(array.base, np.memmap) for tokens in loaded.contents.values() for array in tokens)
     assert all(map(same, loaded, answers))
     for name in OF_TRAJECTORY:
         assert loaded.columns[name].tolist() == answers.columns[name].tolist()
-
-
-def test_unused_segments_are_removed(tmp_path):
-    store = ExperienceStore(tmp_path)
-    store.save(pack([trajectory(0, 0)]))
-    kept = pack([trajectory(1, 1)])
-    index = store.save(kept)
-    store.remove_unused(set(segment_names(index)))
-    assert len(list(tmp_path.iterdir())) == 1
-    assert same(store.load(index)[0], kept[0])
-
-
-@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
-def test_damage_is_found_and_named(tmp_path, damage):
-    store = ExperienceStore(tmp_path)
-    index = store.save(pack([trajectory(i, i) for i in range(5)]))
-    (path,) = tmp_path.iterdir()
-    content = bytearray(path.read_bytes())
-    if damage == "flip":
-        content[-3] ^= 1
-    path.write_bytes(content[:-1] if damage == "cut" else content)
-    if damage == "delete":
-        path.unlink()
-    with pytest.raises(DamagedFileError, match=path.name):
-        store.load(index)

@@ -48,14 +48,8 @@ SMALL = ModelShape(
 
 
 def llama(*, tied=False, dtype=torch.float32, attention="sdpa", **changes):
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 160}
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
     config = LlamaConfig(**{**sizes, **changes}, tie_word_embeddings=tied, attn_implementation=attention)
     return LlamaForCausalLM(config).to(dtype).train()

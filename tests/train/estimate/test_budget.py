@@ -147,26 +147,21 @@ def test_offloaded_states_leave_the_gpu():
     assert in_cpu[1] - in_cpu[0] == 20 * shard * HARDWARE.gpus
 
 
-def test_a_checkpoint_is_weights_and_moments_in_fp32():
+def test_what_takes_disk_is_weights_and_moments_in_fp32_or_those_of_adapters():
     shape = shape_like(llama())
-    of_run = {a.name: a.bytes for a in budget.disk(recipe(checkpoint={"keep": 3}), shape, ASSUMED)}
-    assert of_run["checkpoints, 3 kept and one being written"] == 4 * 12 * shape.total
+
+    def bytes_of(name, **sections):
+        return {amount.name: amount.bytes for amount in budget.disk(recipe(**sections), shape, ASSUMED)}[name]
+
+    assert bytes_of("checkpoints, 3 kept and one being written", checkpoint={"keep": 3}) == 4 * 12 * shape.total
     assert budget.disk(recipe(checkpoint={"every": None}), shape, ASSUMED)[0].bytes == 0
-
-
-def test_the_best_model_and_exported_ones_take_disk():
-    shape = shape_like(llama())
     one = budget.disk(recipe(), shape, ASSUMED)[-1].bytes
     config = recipe(steps=95, checkpoint={"best": "test/pass_rate"}, output={"export_every": 10})
-    assert budget.disk(config, shape, ASSUMED)[-1].bytes == one * (1 + 2 + 9)
-
-
-def test_adapters_are_all_that_a_checkpoint_and_a_result_hold():
-    shape, options = shape_like(llama()), {"rank": 4, "targets": ["q_proj", "down_proj"], "head": True}
+    assert budget.disk(config, shape, ASSUMED)[-1].bytes == one * (1 + 2 + 9), "of the best model and exported ones"
+    options = {"rank": 4, "targets": ["q_proj", "down_proj"], "head": True}
     elements = 4 * (3 * (64 + 64) + 3 * (160 + 64) + 64 + VOCABULARY)
-    of_run = {a.name: a.bytes for a in budget.disk(recipe(lora=options), shape, ASSUMED)}
-    assert of_run["checkpoints, 2 kept and one being written"] == 3 * 12 * elements
-    assert of_run["trained model"] == 4 * elements
+    assert bytes_of("checkpoints, 2 kept and one being written", lora=options) == 3 * 12 * elements
+    assert bytes_of("trained model", lora=options) == 4 * elements
     merged = budget.disk(recipe(lora={**options, "result": "merged"}), shape, ASSUMED)
     assert merged[-1].bytes == 4 * shape.total
 
@@ -234,24 +229,22 @@ def test_the_reference_of_a_run_that_begins_with_adapters_is_these_adapters():
         assert found["reference"]["loss"] == expected * SMALL.adapters(LoraConfig(rank=4))
 
 
-RECIPE = st.fixed_dictionaries(
-    {
-        "questions": st.integers(2, 64),
-        "policy": st.fixed_dictionaries(
-            {"dtype": st.sampled_from(["fp32", "bf16"]), "gradient_checkpointing": st.booleans()}
-        ),
-        "rollout": st.fixed_dictionaries(
-            {
-                "engine": st.sampled_from(["transformers", "vllm"]),
-                "samples": st.integers(2, 8),
-                "batch_tokens": st.integers(40, 4000),
-                "kv_cache_gib": st.sampled_from([1e-5, 1e-3, 0.1]),
-                "sleep_level": st.sampled_from([0, 1, 2]),
-            }
-        ),
-        "optimizer": st.fixed_dictionaries({"micro_batch_tokens": st.integers(40, 4000)}),
-        "distributed": st.fixed_dictionaries({"offload_optimizer": st.booleans()}),
-    }
+def mapping(**values):
+    return st.fixed_dictionaries(values)
+
+
+RECIPE = mapping(
+    questions=st.integers(2, 64),
+    policy=mapping(dtype=st.sampled_from(["fp32", "bf16"]), gradient_checkpointing=st.booleans()),
+    rollout=mapping(
+        engine=st.sampled_from(["transformers", "vllm"]),
+        samples=st.integers(2, 8),
+        batch_tokens=st.integers(40, 4000),
+        kv_cache_gib=st.sampled_from([1e-5, 1e-3, 0.1]),
+        sleep_level=st.sampled_from([0, 1, 2]),
+    ),
+    optimizer=mapping(micro_batch_tokens=st.integers(40, 4000)),
+    distributed=mapping(offload_optimizer=st.booleans()),
 )
 
 
@@ -271,9 +264,7 @@ def never_more(less, more) -> bool:
 @given(RECIPE, st.integers(1, 64), st.integers(1, 64))
 def test_more_gpus_never_take_more_memory_each_nor_more_time(sections, gpus, more):
     config = recipe(**sections)
-    if not kept_whole(
-        config, gpus
-    ):  # what one process does without, such as DeepSpeed's buckets, may be more than a model
+    if not kept_whole(config, gpus):  # what one process does without, as DeepSpeed's buckets, may be more than a model
         assert never_more(peaks(config, gpus + more), peaks(config, gpus))
         assert seconds(config, gpus + more) <= seconds(config, gpus) * (1 + 1e-9)
 

@@ -10,20 +10,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from exgrpo.train.estimate.shape import MODELS, read_shape
-from tests.train.estimate.shapes import (
-    LENGTH,
-    ROWS,
-    TOKENS,
-    VOCABULARY,
-    llama,
-    shape_like,
-)
+from tests.train.estimate.shapes import LENGTH, ROWS, TOKENS, VOCABULARY, llama, shape_like
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_those_of_the_built_model(tied):
+def test_parameters_are_those_of_the_built_model(tied, tmp_path, monkeypatch):
+    """A folder that has the name of a known model is used instead of that."""
+    monkeypatch.chdir(tmp_path)
     model = llama(tied=tied)
-    shape = shape_like(model)
+    model.config.save_pretrained(Path("Qwen", "Qwen2.5-Math-7B"))
+    shape = read_shape("Qwen/Qwen2.5-Math-7B")
     assert shape.total == sum(parameter.numel() for parameter in model.parameters())
     assert shape.tied == tied
     embedding = model.get_input_embeddings().weight.numel()
@@ -46,15 +42,6 @@ def test_parameters_of_the_recipes_models_are_known_without_the_models(name, pub
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     assert read_shape("", tmp_path).total == published
     assert read_shape(name, overrides={"num_hidden_layers": 1}).layers == 1
-
-
-def test_a_folder_of_the_same_name_is_used_instead(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = Path("Qwen", "Qwen2.5-Math-7B")
-    folder.mkdir(parents=True)
-    model = llama()
-    model.config.save_pretrained(folder)
-    assert read_shape(str(folder)).total == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_flops_are_those_counted_in_the_real_model():
@@ -104,26 +91,17 @@ def saved_for_backward(model) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_activations_are_the_tensors_saved_for_the_backward_pass(dtype, kv_heads):
-    """To the byte, but for cosines and sines, which all layers and rows share."""
+    """To the byte, but for cosines and sines, which all layers and rows share.
+
+    With checkpointing these are each layer's input, and what the last norm saves. Eager attention saves its
+    probabilities, within 5 %: small tensors of a layer beside them are not listed one by one.
+    """
     model = llama(dtype=dtype, num_key_value_heads=kv_heads)
     shape = shape_like(model)
     rotary = 2 * LENGTH * shape.head_width * dtype.itemsize
-    counted = TOKENS * shape.saved_bytes(dtype.itemsize, checkpointing=False)
-    assert saved_for_backward(model) == counted + rotary
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checkpointed_activations_are_the_tensors_saved_for_the_backward_pass(dtype):
-    """To the byte: each layer's input, and what the last norm saves."""
-    model = llama(dtype=dtype)
+    assert saved_for_backward(model) == TOKENS * shape.saved_bytes(dtype.itemsize, checkpointing=False) + rotary
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    counted = TOKENS * shape_like(model).saved_bytes(dtype.itemsize, checkpointing=True)
-    assert saved_for_backward(model) == counted
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_eager_attention_saves_its_probabilities(dtype):
-    """Within 5 %: small per-layer tensors beside the probabilities are not listed one by one."""
-    model = llama(dtype=dtype, attention="eager")
-    counted = TOKENS * shape_like(model).saved_bytes(dtype.itemsize, checkpointing=False, eager_length=LENGTH)
-    assert saved_for_backward(model) == pytest.approx(counted, rel=0.05)
+    assert saved_for_backward(model) == TOKENS * shape.saved_bytes(dtype.itemsize, checkpointing=True)
+    eager = llama(dtype=dtype, num_key_value_heads=kv_heads, attention="eager")
+    counted = TOKENS * shape.saved_bytes(dtype.itemsize, checkpointing=False, eager_length=LENGTH)
+    assert saved_for_backward(eager) == pytest.approx(counted, rel=0.05)

@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER
-from exgrpo.train.checkpoint.manifest import Manifest, write_manifest
+from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Manifest, write_manifest
 from exgrpo.train.checkpoint.store import ExperienceStore, segment_names, write_checked
 from exgrpo.train.config import Config
 from exgrpo.train.data.files import read_rows

@@ -1,10 +1,12 @@
 """Steps that teach nothing: they are told, and end the run."""
 
+import numpy as np
 import pytest
 
 from exgrpo.train.metrics.soundness import Soundness
 from exgrpo.train.records import Counts, EngineCounts
 from exgrpo.train.reward.contract import Failure
+from tests.train.fakes import ScriptedGrader
 from tests.train.launch import MAIN, launch
 from tests.train.test_run import SMALL, records
 from tests.train.trainers import half, make
@@ -17,15 +19,6 @@ def ten(*, failed: int = 0, slow: int = 0) -> Counts:
     return Counts(10, slow, failed, 0.0, 0.0, EngineCounts(), failures=told)
 
 
-def stops_after(soundness: Soundness, steps) -> int | None:
-    """The number of the step after which the run stops."""
-    for number, counts in enumerate(steps, 1):
-        soundness.observe(counts, (True,))
-        if soundness.problem(counts):
-            return number
-    return None
-
-
 @pytest.mark.parametrize(
     ("most", "failed", "expected"),
     [
@@ -34,13 +27,16 @@ def stops_after(soundness: Soundness, steps) -> int | None:
         (0.5, [10, 10, 5, 10, 10], None),
         (0.5, [0, 10, 0, 6, 7, 8, 9], 6),
         (0.0, [1, 1, 1], 3),
-        (0.0, [0, 0, 0, 0], None),
         (1.0, [10] * 9, None),
     ],
 )
 @pytest.mark.parametrize("how", ["failed", "slow"])
 def test_three_steps_in_a_row_with_more_failures_than_are_borne_end_the_run(most, failed, expected, how):
-    assert stops_after(Soundness(most), [ten(**{how: count}) for count in failed]) == expected
+    soundness, stops = Soundness(most), []
+    for number, counts in enumerate((ten(**{how: count}) for count in failed), start=1):
+        soundness.observe(counts, (True,))
+        stops += [number] if soundness.problem(counts) else []
+    assert next(iter(stops), None) == expected
 
 
 def test_the_cause_that_is_told_is_the_most_frequent_one_with_its_remedy():
@@ -93,3 +89,37 @@ def test_a_run_whose_gradients_are_not_finite_says_so_and_stops(tmp_path):
     assert f"To go on after step {stopped}: " in error
     assert error.endswith(f" --resume {run}")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
+def test_steps_without_an_advantage_take_no_optimiser_step_and_say_why(reward):
+    """Equal rewards are no signal, whatever they are; 0.1 is no binary fraction, so its mean is a rounded one."""
+    trainer = make(half(30), rollout={"samples": 7})
+    trainer.answerer.grader = ScriptedGrader(lambda text: reward)
+    notes = {}
+    for step in range(1, 10):
+        if (result := trainer.step(step)) is None:
+            break
+        assert trainer.policy.version == 0
+        assert result.metrics["idle_updates"] == 2
+        assert result.metrics["skipped_updates"] == 0
+        assert np.isnan(result.metrics["grad_norm"])
+        assert np.isnan(result.metrics["fresh_log_ratio/q50"])
+        notes[step] = [note for note in result.notes if "changed nothing" in note]
+    assert [step for step, said in notes.items() if said] == ([4] if reward == 1 else [4, 8])
+    assert f"same reward ({reward:g})" in notes[4][0]
+
+
+def test_a_mini_batch_without_an_advantage_is_left_out_and_counted():
+    trainer = make({0: 0.5, 1: 0.0, 2: 0.0}, questions=3, optimizer={"minibatches": 3})
+    result = trainer.step(1)
+    assert (trainer.policy.version, result.metrics["idle_updates"], result.notes) == (1, 2, ())
+    ((minibatch, _),) = trainer.policy.updates
+    assert set(minibatch.batch.question[minibatch.batch.group]) == {0}
+
+
+def test_a_band_that_leaves_nothing_is_what_a_person_is_told_of():
+    trainer = make(half(60), experience={"ratio": 0.0}, objective={"train_on": "hard"})
+    notes = [note for step in range(1, 5) for note in trainer.step(step).notes]
+    (note,) = notes
+    assert "6 of 6 groups have rewards that differ, and objective.train_on leaves them out" in note

@@ -32,8 +32,8 @@ def counted(values) -> np.ndarray:
     return count_log_ratios(log_ratio, torch.tensor([False]), torch.ones_like(log_ratio, dtype=torch.bool))[0].numpy()
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 100, 12345])
-@pytest.mark.parametrize("spread", [1e-6, 1e-3, 0.05, 1.0, 4.0])
+@pytest.mark.parametrize("size", [1, 7, 12345])
+@pytest.mark.parametrize("spread", [1e-6, 0.05, 4.0])
 @pytest.mark.parametrize("law", ["normal", "cauchy", "on-policy or far"])
 def test_quantiles_are_numpys_to_the_stated_resolution(law, spread, size):
     rng = np.random.default_rng(size)

@@ -56,15 +56,12 @@ def test_replays_are_counted_on_after_a_resume_and_when_the_same_answer_is_writt
     assert replay.memory.table.column("replays").tolist() == [], "a solved question leaves nothing"
 
 
-def test_groups_without_an_advantage_are_counted():
+def test_groups_without_an_advantage_or_outside_the_trained_band_are_counted():
     trainer = make({question: 0.5 if question % 2 else 0.0 for question in range(20)}, experience={"ratio": 0.0})
     for step in (1, 2, 3):
         result = trainer.step(step)
         equal = [len(set(rewards)) == 1 for rewards in result.batch.reward.reshape(-1, K)]
         assert result.metrics["idle_group_fraction"] == pytest.approx(np.mean(equal))
-
-
-def test_groups_outside_the_trained_band_have_no_gradient():
     # Half of the fresh answers are right: in (25, 75] and not in (0, 25].
     fractions = [make(half(20), objective={"train_on": band}).step(1).metrics for band in ("medium", "hard")]
     assert [metrics["idle_group_fraction"] for metrics in fractions] == [0, 1]

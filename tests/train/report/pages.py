@@ -89,76 +89,44 @@ class Page(HTMLParser):
         return next(row[1:] for row in self.rows if row[0].strip() == name)
 
 
+QUANTILES = (1, 10, 50, 90, 99)
+EQUAL = yaml.safe_load("""
+  {truncated: 0.25, timed_out: 1, reward_failed: 0, entropy_gap: 0.05, groups: 8, idle_group_fraction: 0.5,
+  learning_rate: 1.0e-6, idle_updates: 1, gradient_tokens: 300, gradient_token_fraction: 0.375, loss: -0.01,
+  grad_norm: 0.3, clip_fraction: 0.0, fresh_ratio: 1.0, fresh_ratio_max: 1.5, mismatch/kl_k3: 1.0e-9,
+  mismatch/ess: 0.999, staleness: 0.0, tokens_per_second/generate: 250.0, tokens_per_second/score: 500.0,
+  tokens_per_second/update: 200.0, matrix_flops_per_second: 1.0e12, mfu: 0.25, mfu/generate: 0.125, mfu/score: 0.5,
+  mfu/update: 0.375, prefix_cache_hits: 0.75, tokens_per_second: 100.0, seconds: 25.0, seconds/asleep: 14.0,
+  seconds/select: 1.0, seconds/rollout: 10.0, seconds/score: 4.0, seconds/update: 9.0, seconds/push: 1.0,
+  seconds/generate: 8.0, seconds/grade: 2.0}""")
+"""Numbers that are the same in all steps."""
+
+
 def training_record(step: int, **changes: Any) -> dict[str, Any]:
-    record = {
+    replayed = {"entropy": 0.5, "age": step - 1.0, "times": 1.5, "times_max": step, "ratio": 1.25, "weight": 0.9}
+    replayed |= {f"log_ratio/q{q:02}": (q - 50) / 100 for q in QUANTILES}
+    growing = {"pass_rate": 0.1, "reward": 0.1, "buffer_questions": 3, "buffer_trajectories": 5, "retired": 1}
+    growing |= {"bucket/1": 1, "bucket/2": 2, "generated_tokens": 1000, "mismatch/mean": 1e-6, "mismatch/p99": 1e-5}
+    return {
         "step": step,
-        "reward": 0.1 * step,
-        "pass_rate": 0.1 * step,
+        "kind": "training",
+        **EQUAL,
+        **{name: value * step for name, value in growing.items()},
         "entropy": 1.0 / step,
         "response_tokens": 20.0 + step,
-        "truncated": 0.25,
-        "timed_out": 1,
-        "reward_failed": 0,
-        "entropy_gap": 0.05,
-        "groups": 8,
-        "idle_group_fraction": 0.5,
-        "replayed": 4 if step > 1 else 0,
-        "replayed_entropy": 0.5 if step > 1 else None,
-        "replayed_age": step - 1.0 if step > 1 else None,
-        "replayed_times": 1.5 if step > 1 else None,
-        "replayed_times_max": step if step > 1 else None,
-        "buffer_questions": 3 * step,
-        "buffer_trajectories": 5 * step,
-        "retired": step,
-        "bucket/1": step,
-        "bucket/2": 2 * step,
-        "learning_rate": 1e-6,
         "skipped_updates": step // 2,
-        "idle_updates": 1,
-        "generated_tokens": 1000 * step,
-        "gradient_tokens": 300,
-        "gradient_token_fraction": 0.375,
-        "loss": -0.01,
-        "grad_norm": 0.3,
-        "clip_fraction": 0.0,
-        "fresh_ratio": 1.0,
-        "fresh_ratio_max": 1.5,
-        "replayed_ratio": 1.25 if step > 1 else None,
-        "replayed_weight": 0.9 if step > 1 else None,
-        **{f"fresh_log_ratio/q{q:02}": (q - 50) / 1000 * step for q in (1, 10, 50, 90, 99)},
-        **{f"replayed_log_ratio/q{q:02}": (q - 50) / 100 if step > 1 else None for q in (1, 10, 50, 90, 99)},
-        "mismatch/mean": 1e-6 * step,
-        "mismatch/p99": 1e-5 * step,
-        "mismatch/kl_k3": 1e-9,
-        "mismatch/ess": 0.999,
-        "staleness": 0.0,
-        "tokens_per_second/generate": 250.0,
-        "tokens_per_second/score": 500.0,
-        "tokens_per_second/update": 200.0,
-        "matrix_flops_per_second": 1e12,
-        "mfu": 0.25,
-        "mfu/generate": 0.125,
-        "mfu/score": 0.5,
-        "mfu/update": 0.375,
-        "prefix_cache_hits": 0.75,
-        "tokens_per_second": 100.0,
-        "seconds": 25.0,
-        "seconds/asleep": 14.0,
-        "seconds/select": 1.0,
-        "seconds/rollout": 10.0,
-        "seconds/score": 4.0,
-        "seconds/update": 9.0,
-        "seconds/push": 1.0,
-        "seconds/generate": 8.0,
-        "seconds/grade": 2.0,
+        **{f"fresh_log_ratio/q{q:02}": (q - 50) / 1000 * step for q in QUANTILES},
+        "replayed": 4 if step > 1 else 0,
+        **{f"replayed_{name}": value if step > 1 else None for name, value in replayed.items()},
+        **changes,
     }
-    return {**record, **changes}
 
 
 def held_out(step: int, rate: float) -> dict[str, Any]:
     cost = {"tokens/evaluation": 300, "seconds/evaluation": 6.0, **({"seconds/checkpoint": 0.5} if step else {})}
     lacking = {"held_out/truncated": 0.25, "held_out/without_form": 0.5, "held_out/without_answer": 0.125}
-    return {"step": step, "test/pass_rate": rate, "pass_at/2": rate, "test/gsm8k": rate, **lacking, **cost}
+    rates = {"test/pass_rate": rate, "pass_at/2": rate, "test/gsm8k": rate}
+    return {"step": step, "kind": "evaluation", **rates, **lacking, **cost}
 
 
 def make_run(folder: Path, records: list[Any], *, seed: int = 0, **options: Any) -> Path:
@@ -175,7 +143,8 @@ def whole_run(after: float = 0.75, **changes: Any) -> list[dict[str, Any]]:
 
 
 # Two steps and few metrics: quickly drawn, where a test is about something else.
-SHORT = [held_out(0, 0.25), {"step": 1, "reward": 0.5, "seconds": 2.0, "seconds/update": 1.0}, held_out(1, 0.5)]
+STEP = {"step": 1, "kind": "training", "reward": 0.5, "seconds": 2.0, "seconds/update": 1.0}
+SHORT = [held_out(0, 0.25), STEP, held_out(1, 0.5)]
 
 
 def page_of(tmp_path: Path, *runs: Path) -> Page:

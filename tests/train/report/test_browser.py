@@ -51,12 +51,13 @@ def ask(browser, expression):
     return browser.execute_script(f"return {expression}")
 
 
-def pointer(browser, *events):
+def pointer(browser, *events, held=False):
     """Moves and presses of the pointer at places (0 to 1) of the first plot's area."""
     area = ask(browser, f"document.querySelector('#{PASS_RATE} .nsewdrag').getBoundingClientRect().toJSON()")
     for kind, x, y in events:
         place = {"x": area["x"] + x * area["width"], "y": area["y"] + y * area["height"]}
-        pressed = {"button": "left", "buttons": 1, "clickCount": 1} if kind != "mouseMoved" else {}
+        pressed = {"button": "left", "buttons": 1} if held or kind != "mouseMoved" else {}
+        pressed |= {"clickCount": 1} if kind != "mouseMoved" else {}
         browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": kind, **place, **pressed})
 
 
@@ -65,20 +66,10 @@ def ranges(browser, plot=PASS_RATE):
 
 
 def drag(browser):
+    places = [("mouseMoved", 0.3 + 0.08 * step, 0.5) for step in range(1, 6)]
     pointer(browser, ("mouseMoved", 0.3, 0.5), ("mousePressed", 0.3, 0.5))
-    for step in range(1, 6):
-        browser.execute_cdp_cmd(
-            "Input.dispatchMouseEvent", {"type": "mouseMoved", **at(browser, 0.3 + 0.08 * step), **HELD}
-        )
+    pointer(browser, *places, held=True)
     pointer(browser, ("mouseReleased", 0.7, 0.5))
-
-
-HELD = {"button": "left", "buttons": 1}
-
-
-def at(browser, x):
-    area = ask(browser, f"document.querySelector('#{PASS_RATE} .nsewdrag').getBoundingClientRect().toJSON()")
-    return {"x": area["x"] + x * area["width"], "y": area["y"] + 0.5 * area["height"]}
 
 
 def test_a_page_opens_from_a_file_and_draws_what_is_in_view(browser, page):

@@ -3,14 +3,13 @@
 import pytest
 
 from exgrpo.train.report.page import write_report
+from tests.train.report.test_browser import screen
 from tests.train.report.test_hostile_texts import HOSTILE
 from tests.train.report.test_samples import answer, hostile_run, sample, with_samples
 
 
 def opened(browser, page, width=1440):
-    """The page at a width in CSS pixels, of which a window may have no fewer than 500."""
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    screen(browser, width)
     browser.get_log("browser")
     browser.get(page.as_uri())
     return browser
@@ -136,12 +135,10 @@ def test_hostile_texts_are_texts(browser, tmp_path):
 def test_a_page_of_many_samples_shows_few(browser, tmp_path):
     """Ten thousand groups are in the page, and only the first ones are made; a search goes through all of them."""
     samples = [sample(step, step % 7, answers=[answer(f"x{step}")]) for step in range(1, 10_001)]
+    found = [step for step in range(1, 10_001) if str(step).startswith("77") and step % 7 == 0]
     write_report([with_samples(tmp_path / "run", samples)], tmp_path / "page.html")
     opened(browser, tmp_path / "page.html")
     assert counted(browser) == "10000 of 10000 samples"
     assert len(texts(browser, "#samples-list article")) == 20
     choose(browser, "samples-words", "x77 question0")
-    assert (
-        counted(browser)
-        == f"{len([s for s in range(1, 10_001) if str(s).startswith('77') and s % 7 == 0])} of 10000 samples"
-    )
+    assert counted(browser) == f"{len(found)} of 10000 samples"

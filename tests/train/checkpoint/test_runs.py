@@ -1,0 +1,119 @@
+"""Runs as programs: killed at any moment or damaged, and continued to the same end, by any number of processes."""
+
+import random
+import shutil
+import signal
+import time
+
+import pytest
+
+from exgrpo.train.checkpoint.listing import find
+from exgrpo.train.checkpoint.resume import FINISHED
+from tests.train.checkpoint.parts import flip
+from tests.train.launch import MAIN, Ranks, launch
+from tests.train.test_run import untimed
+
+SMALL = (
+    *("--steps=8", "--questions=8", "--rollout.samples=4", "--rollout.engine=transformers"),
+    *("--data.train_limit=40", "--data.test_limit=16", "--experience.start_pass_rate=0"),
+    *("--checkpoint.every=2", "--evaluation.every=3", "--output.save_model=False"),
+)
+
+
+def run_whole(root, ranks):
+    done = launch(MAIN, *SMALL, f"--output.folder={root}", "--output.name=run", ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root / "run"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run of two processes that was not interrupted."""
+    return run_whole(tmp_path_factory.mktemp("whole"), 2)
+
+
+def wait_for_progress(folder, run, seconds):
+    """Until the run has a complete checkpoint more than it had, and then a while."""
+    before = find(folder)[0].step if find(folder) else 0
+    deadline = time.monotonic() + 120
+    while run.running() and time.monotonic() < deadline:
+        found = find(folder)
+        if found and found[0].step > before:
+            time.sleep(seconds)
+            return
+        time.sleep(0.02)
+
+
+def test_a_run_killed_at_random_moments_gives_the_same_metrics(tmp_path, whole):
+    arguments = (*SMALL, f"--output.folder={tmp_path}")
+    rng, kills, run = random.Random(2), 0, tmp_path / "run"
+    while kills < 2:
+        running = Ranks(MAIN, *arguments, "--output.name=run", "--resume=auto", ranks=2)
+        wait_for_progress(run, running, rng.uniform(0.0, 2.0))
+        alive = running.running()
+        if alive:
+            rng.choice(running.ranks).send(signal.SIGKILL)
+            kills += 1
+        done = running.finish()
+        assert "Traceback" not in done.stderr
+        if not alive:
+            assert done.returncode == 0, done.stdout + done.stderr
+            break
+        if not find(run):
+            shutil.rmtree(run)  # killed before its first checkpoint: a new run needs the name
+    assert kills
+    if not (run / FINISHED).exists():
+        done = launch(MAIN, *arguments, "--resume=auto", ranks=2)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "going on with" in done.stdout
+    assert untimed(run) == untimed(whole)
+    assert (run / FINISHED).exists()
+    assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+
+
+DECISIONS = ("step", "reward", "pass_rate", "generated_tokens", "replayed", "buffer_trajectories", "retired")
+ROUNDED = {"entropy": 1e-4, "loss": 1e-3, "grad_norm": 1e-3}
+"""Of these the order of sums is visible, as between one and two processes that are not interrupted."""
+
+
+def test_a_killed_run_goes_on_with_another_number_of_processes(tmp_path, whole):
+    """Killed behind a checkpoint, and continued by more, then by fewer processes."""
+    arguments = (*SMALL, f"--output.folder={tmp_path}", "--output.name=run", "--resume=auto")
+    for ranks in (1, 3):
+        running = Ranks(MAIN, *arguments, ranks=ranks)
+        wait_for_progress(tmp_path / "run", running, 0.0)
+        running.ranks[-1].send(signal.SIGKILL)
+        running.finish()
+    assert find(tmp_path / "run")[0].step < 8
+    done = launch(MAIN, *arguments, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on with" in done.stdout
+    for mine, right in zip(untimed(tmp_path / "run"), untimed(whole), strict=True):
+        assert {key: mine.get(key) for key in DECISIONS} == {key: right.get(key) for key in DECISIONS}
+        for key, bound in ROUNDED.items():
+            if right.get(key) is None:  # an evaluation, or a step without an update
+                assert mine.get(key) is None
+            else:
+                assert mine[key] == pytest.approx(right[key], rel=bound, abs=1e-6), (key, right["step"])
+
+
+def test_a_run_of_two_ranks_with_damaged_files_gives_the_same_metrics(tmp_path, whole):
+    run = tmp_path / "damaged"
+    shutil.copytree(whole, run)
+    (run / FINISHED).unlink()
+    shard = sorted((run / "checkpoints" / "step_00000008" / "policy").glob("rank_00001_*.safetensors"))[0]
+    flip(shard)
+    (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes()[:1000])
+    (run / "samples.jsonl").write_bytes(b"\0" * 100)
+    (run / "config.yaml").write_text("")
+    done = launch(MAIN, f"--resume={run}", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"going on with {run} after step 6" in done.stdout
+    for name in (shard, run / "metrics.jsonl", run / "samples.jsonl"):
+        assert done.stderr.count(f"{name} is damaged") == 1
+    assert done.stderr.count(f"{run / 'config.yaml'} is empty") == 1
+    assert untimed(run) == untimed(whole)
+    assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    config = (whole / "config.yaml").read_text().replace("resume: null", f"resume: {run}")
+    assert (run / "config.yaml").read_text() == config
+    assert [found.step for found in find(run)] == [8, 6]
