@@ -63,11 +63,11 @@ def test_answers_that_are_graded_otherwise_fail(given, monkeypatch):
 def test_too_little_memory_fails_with_what_is_needed(given):
     model = {"policy.path": "Qwen/Qwen2.5-Math-7B", "policy.dtype": "bf16"}
     with pytest.raises(CheckFailedError) as short:
-        machine.check_memory(given(**model, **{"policy.overrides": {"num_hidden_layers": 10_000}}))
+        machine.check_memory(given(**model, **{"policy.overrides": {"intermediate_size": 10_000_000}}))
     told = r"CPU memory: ([\d.]+) of [\d.]+ GiB free\. .*estimate.* disk: .* Make room .*"
     needed = re.fullmatch(told, str(short.value))
-    # Masters, two moments and gradients in fp32 of 233e6 parameters of a layer, and these in bf16, are the least.
-    assert float(needed[1]) > 18 * 233e10 / 2**30
+    # Masters, two moments and gradients in fp32 of the MLPs' parameters, and these in bf16, are the least.
+    assert float(needed[1]) > 18 * (28 * 3 * 3584 * 10_000_000) / 2**30
     assert "CPU memory: " in machine.check_memory(given(**{"policy.path": "builtin:arithmetic"}))
     with pytest.raises(Skipped, match=r"policy\.path"):
         machine.check_memory(given(**{"policy.path": ""}))
