@@ -283,7 +283,7 @@ def test_what_is_written_down_and_graded_ends_before_a_stop_string(tmp_path, eva
 @contextmanager
 def held(folder):
     """A folder that another process has claimed; gives its number."""
-    program = "import sys; from exgrpo.train.checkpoint.folder_lock import claim\n"
+    program = "import sys; from exgrpo.train.checkpoint.durable import claim\n"
     program += f"with claim(__import__('pathlib').Path({str(folder)!r})): print('held', flush=True); sys.stdin.read()"
     words = [sys.executable, "-c", program]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
