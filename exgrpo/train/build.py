@@ -22,7 +22,7 @@ from exgrpo.train.distributed import World, agree, on_main
 from exgrpo.train.early import Early
 from exgrpo.train.errors import ConfigError, ModelError, is_first_rank, os_errors_as
 from exgrpo.train.evaluate.course import check_best
-from exgrpo.train.evaluate.options import held_out_sets
+from exgrpo.train.held_out import held_out_sets
 from exgrpo.train.metrics.utilisation import BACKWARD, FROZEN_BACKWARD, Utilisation, matrix_rate
 from exgrpo.train.objective.settings import SURROGATES
 from exgrpo.train.policy.adapters import check_adapters

@@ -31,7 +31,7 @@ from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.settings import LoraConfig, OptimizerConfig
 from exgrpo.train.pretrained.options import Overrides
 from exgrpo.train.section import Section, Sources, StopString, Temperature
-from exgrpo.train.turns.environment import EnvironmentConfig
+from exgrpo.train.turns.settings import EnvironmentConfig
 
 PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
 """Asks any model for what the reward math_no_think reads."""

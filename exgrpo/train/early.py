@@ -17,10 +17,10 @@ from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.rows import Row
 from exgrpo.train.data.sources import check_sources, names_of, settings_of
 from exgrpo.train.errors import ConfigError, is_first_rank
-from exgrpo.train.evaluate.options import check_evaluation, held_out_sets
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.stored import check_folder
 from exgrpo.train.experience_data.traces import check_traces
+from exgrpo.train.held_out import check_evaluation, held_out_sets
 from exgrpo.train.hub import check_upload, offline_reason
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.pretrained.options import on_hub

@@ -15,8 +15,8 @@ from exgrpo.train.config import Config
 from exgrpo.train.data.files import SUFFIXES, from_hub
 from exgrpo.train.distributed import World, agree
 from exgrpo.train.errors import OutputError, os_errors_as
-from exgrpo.train.evaluate.options import held_out_sets
 from exgrpo.train.evaluate.settings import TEST
+from exgrpo.train.held_out import held_out_sets
 from exgrpo.train.hub import installed
 from exgrpo.train.metrics.run_log import GO_ON
 from exgrpo.train.policy.policy import Policy

@@ -9,7 +9,7 @@ from exgrpo.train.config import Config
 from exgrpo.train.data.questions import Question
 from exgrpo.train.errors import shown
 from exgrpo.train.metrics.soundness import remedy
-from exgrpo.train.reward.contract import Failure
+from exgrpo.train.records import Failure
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.names import absolute, reward_of
 from exgrpo.train.reward.success import is_success

@@ -1,6 +1,6 @@
 """Answers as engines give them, what a policy says of their tokens, and what is stored of them. R response tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.reward.contract import Failure, by_kind
+from exgrpo.train.errors import shown
 
 TokenIds = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
@@ -104,6 +104,47 @@ class EngineCounts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     asleep_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Answers that a reward could not grade, for causes of one kind; crosses process borders.
+
+    Attributes:
+        reward: its name.
+        cause: what became of the first one.
+        question: of the first one.
+        gold: the right answer to it.
+        response: the first one.
+        count: how many they are.
+    """
+
+    reward: str
+    cause: str
+    question: str
+    gold: str
+    response: str
+    count: int = 1
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The reward, and the type of its exception or another cause."""
+        return self.reward, self.cause.partition(":")[0]
+
+    def __str__(self) -> str:
+        return (
+            f"reward {self.reward!r} failed on an answer to {shown(self.question)}, which is therefore worth 0: "
+            f"{self.cause}. Further failures of this kind are only counted"
+        )
+
+
+def by_kind(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """Those of each kind together, in the order of the first ones."""
+    kinds: dict[tuple[str, str], Failure] = {}
+    for one in failures:
+        first = kinds.get(one.kind)
+        kinds[one.kind] = replace(first, count=first.count + one.count) if first else one
+    return tuple(kinds.values())
 
 
 @dataclass(frozen=True)

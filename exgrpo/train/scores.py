@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from exgrpo.train.config import Config
-from exgrpo.train.metrics.utilisation import Reading, together
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.step_batch import Floats, Ints, StepBatch
+from exgrpo.train.work import Reading, together
 
 EXACT = 1e-5
 """Nats. An engine whose log-probs are as near to the trainer's on average knows the trainer's scores: a

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from exgrpo.train.answers import Produced
 from exgrpo.train.experience import PlannedGroup
-from exgrpo.train.metrics.utilisation import Work
 from exgrpo.train.step_batch import StepBatch
+from exgrpo.train.work import Work
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from exgrpo.train.experience import (
 )
 from exgrpo.train.metrics.soundness import IdleSteps
 from exgrpo.train.metrics.step import answer_metrics, mismatch, replay_metrics, time_metrics, update_metrics
-from exgrpo.train.metrics.utilisation import PhaseClock, Reading, together
+from exgrpo.train.metrics.utilisation import PhaseClock
 from exgrpo.train.objective.settings import overlong_penalty
 from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches, weigh_fresh
 from exgrpo.train.policy.policy import Policy
@@ -32,6 +32,7 @@ from exgrpo.train.scores import FreshScorer
 from exgrpo.train.seeds import derive_seed, generator
 from exgrpo.train.step_batch import BEHAVIOURS, StepBatch
 from exgrpo.train.steps import PlannedStep, StepResult
+from exgrpo.train.work import Reading, together
 
 NONE = np.empty(0, np.int64)
 

@@ -11,8 +11,7 @@ import torch
 from exgrpo.train.answers import Answerer
 from exgrpo.train.distributed import World
 from exgrpo.train.errors import RewardError, RolloutError
-from exgrpo.train.records import Counts, EngineCounts, Rollout
-from exgrpo.train.reward.contract import Failure
+from exgrpo.train.records import Counts, EngineCounts, Failure, Rollout
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.rollout import Finished, Sampling, Stops
 from tests.train.fakes import EOS, LoneWorld, question_set

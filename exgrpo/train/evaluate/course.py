@@ -10,9 +10,9 @@ from exgrpo.train.answers import Answerer
 from exgrpo.train.config import Config, RewardConfig
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.errors import ConfigError, shown
-from exgrpo.train.evaluate.options import held_out_sets
 from exgrpo.train.evaluate.scores import LeftOut, SourceScore, Verdict, question_key, score, score_all
 from exgrpo.train.evaluate.settings import TEST
+from exgrpo.train.held_out import held_out_sets
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.success import is_success

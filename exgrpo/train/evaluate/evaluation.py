@@ -25,8 +25,9 @@ from exgrpo.train.data.questions import NoPromptFitsError, Question, contradicti
 from exgrpo.train.data.sources import names_of, settings_of
 from exgrpo.train.distributed import World, agree
 from exgrpo.train.errors import HaltError, OutputError, os_errors_as, printable
-from exgrpo.train.evaluate.options import LONGEST_ANSWER, SAMPLED, Options
+from exgrpo.train.evaluate.options import LONGEST_ANSWER, Options
 from exgrpo.train.evaluate.scores import LeftOut, SourceScore, Verdict, question_key, score
+from exgrpo.train.evaluate.settings import SAMPLED
 from exgrpo.train.metrics.soundness import ungraded
 from exgrpo.train.policy.adapters import adapted_model, check_adapters
 from exgrpo.train.policy.policy import WholeWeights

@@ -4,7 +4,7 @@ So also the sets of held-out questions of a run, with everything that its option
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,12 +24,12 @@ from exgrpo.train.config import (
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.sources import ColumnNames, SourceConfigs
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.evaluate.settings import TEST, EvaluationConfig, HeldOutSet
+from exgrpo.train.evaluate.settings import SAMPLED, EvaluationConfig
 from exgrpo.train.limits import LONGEST
 from exgrpo.train.pretrained.options import Overrides
 from exgrpo.train.recipe import RecipeArgument, load_recipe, merged, origin_of, read_recipes, split_recipe, unfinished
 from exgrpo.train.section import Section, Sources, StopString, explain, flat, known_keys
-from exgrpo.train.turns.environment import EnvironmentConfig
+from exgrpo.train.turns.settings import EnvironmentConfig
 
 CONFIG = "config.yaml"
 """In the folder of a run."""
@@ -42,8 +42,6 @@ AS_TRAINED = {
     "reward": ("function", "success", "time_limit", "concurrency", "parts"),
 }
 """By section: what an evaluation takes from the configuration of a run."""
-SAMPLED = ("samples", "temperature", "top_p")
-"""Options of `rollout` here, which a run has for its held-out questions in `evaluation`."""
 LONGEST_ANSWER = 8192
 """Tokens, where neither an option nor a run says it."""
 
@@ -211,40 +209,3 @@ def as_trained(config: Config) -> dict[str, Any]:
     }
     values["rollout"] |= {name: getattr(config.evaluation, name) for name in SAMPLED}
     return values
-
-
-@dataclass(frozen=True)
-class Asked:
-    """How the questions of a set are read and asked; the fields are those of `HeldOutSet`, and none is open."""
-
-    source: tuple[str, ...]
-    split: str
-    limit: int | None
-    samples: int
-    temperature: float
-    top_p: float
-
-
-def held_out_sets(config: Config) -> dict[str, Asked]:
-    """All sets of held-out questions of a run by name; that of data.test comes first."""
-    data, evaluation = config.data, config.evaluation
-    usual: dict[str, Any] = {"split": data.test_split, "limit": data.test_limit}
-    usual |= {name: getattr(evaluation, name) for name in SAMPLED}
-    sets = {TEST: HeldOutSet(source=data.test)} if data.test else {}
-    return {
-        name: Asked(**{**usual, **one.model_dump(exclude_none=True)}) for name, one in (sets | evaluation.sets).items()
-    }
-
-
-def check_evaluation(config: Config) -> None:
-    """Whether what goes by a number of the evaluations can have one.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if config.evaluation.patience and not (config.checkpoint.best and config.evaluation.every):
-        raise ConfigError(
-            "evaluation.patience needs checkpoint.best, the number that has to improve, and evaluation.every"
-        )
-    if config.checkpoint.best and not held_out_sets(config):
-        raise ConfigError("checkpoint.best needs held-out questions: set data.test, or evaluation.sets in a recipe")

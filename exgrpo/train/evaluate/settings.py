@@ -9,6 +9,8 @@ from exgrpo.train.section import Section, Sources, Temperature
 
 TEST = "test"
 """The name of the set that data.test makes."""
+SAMPLED = ("samples", "temperature", "top_p")
+"""Options that a run has for its held-out questions here, and the program that evaluates in `rollout`."""
 HEADINGS = (
     *(TEST, "held_out", "pass_at", "distinct_at", "seconds", "tokens", "tokens_per_second", "mfu"),
     *("reward", "reward_part", "bucket", "mismatch", "fresh_log_ratio", "replayed_log_ratio", "train"),

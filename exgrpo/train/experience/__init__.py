@@ -2,8 +2,8 @@
 
 Pure decisions: numpy arrays and a random generator in, choices out. No model, no process group. `Replay` joins them
 all. A method is five functions, by name of a module each: `admit`, `prioritise`, `compose`, `weigh` and `expire`; see
-`rules`. A further trajectory rule, way to read rewards or band is one entry in a table: `candidates.RULES`,
-`difficulty.BUCKETS`, `difficulty.BANDS`. The configuration takes the names from there.
+`rules`. A further trajectory rule, way to read rewards or band is one entry in a table, `candidates.RULES`,
+`difficulty.BUCKETS` or `difficulty.BANDS`, and its name in the options.
 """
 
 from exgrpo.train.experience.candidates import Expired, MeanScores, Priority, Units, draw

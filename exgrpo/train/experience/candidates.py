@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.errors import ConfigError
+from exgrpo.train.experience.settings import TrajectoryRule
 from exgrpo.train.records import Score
 from exgrpo.train.step_batch import Doubles, Ints, StepBatch
 
@@ -286,7 +287,7 @@ class SelectionRule:
     scored: bool = False
 
 
-RULES = {
+RULES: dict[TrajectoryRule, SelectionRule] = {
     "lowest_entropy": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.scores.entropy)), scored=True),
     "highest_entropy": SelectionRule(lambda candidates, rng: int(np.argmax(candidates.scores.entropy)), scored=True),
     "lowest_nll": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.scores.nll)), scored=True),

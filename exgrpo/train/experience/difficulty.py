@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from exgrpo.train.experience.settings import BucketBy
+from exgrpo.train.objective.settings import Band
 from exgrpo.train.records import Mask
 from exgrpo.train.reward.success import EPSILON, is_success
 from exgrpo.train.step_batch import Doubles, Ints, StepBatch
@@ -69,7 +71,7 @@ def deviation_counts(shown: Evidence, samples: int) -> Doubles:
     return np.floor(scaled + 0.5)
 
 
-BANDS: dict[str, Callable[[Doubles, int], Mask]] = {
+BANDS: dict[Band, Callable[[Doubles, int], Mask]] = {
     "all": lambda count, samples: np.ones(len(count), bool),
     "easy": lambda count, samples: (3 * samples <= 4 * count) & (count < samples),
     "medium": lambda count, samples: (samples < 4 * count) & (4 * count <= 3 * samples),
@@ -117,7 +119,7 @@ def better_than_mean(batch: StepBatch, success: float) -> Mask:
     return batch.fresh & (batch.reward >= batch.mean(batch.reward)[batch.group] + EPSILON)
 
 
-BUCKETS = {
+BUCKETS: dict[BucketBy, Buckets] = {
     "success_count": Buckets(success_counts, successes, pass_rate),
     "reward_deviation": Buckets(deviation_counts, better_than_mean, mean_reward),
 }

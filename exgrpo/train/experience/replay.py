@@ -15,6 +15,7 @@ from exgrpo.train.experience.memory import ExperienceMemory
 from exgrpo.train.experience.settings import ExperienceConfig, Setting
 from exgrpo.train.experience.stored import Stored
 from exgrpo.train.experience.supply import DelayedStart, FreshQuestions, Mixture, Supply, settles
+from exgrpo.train.objective.settings import Band
 from exgrpo.train.records import Mask
 from exgrpo.train.reward.success import RewardWatch
 from exgrpo.train.seeds import generator
@@ -201,7 +202,7 @@ class Replay:
         batch.fill(trained=np.array(trained, np.int64))
         return batch
 
-    def in_band(self, batch: StepBatch, band: str) -> Mask:
+    def in_band(self, batch: StepBatch, band: Band) -> Mask:
         """[G] whether each group is in the trained band; those of stored answers alone are in all of them.
 
         A step on one band is the part of a whole step that this band contributes, not a smaller batch.

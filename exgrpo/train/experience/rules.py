@@ -15,22 +15,12 @@ A name is that of a function of the module `exgrpo.train.experience.KIND`, or th
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from exgrpo.train.errors import ConfigError, MethodError, cause, nearest, place_in
 from exgrpo.train.experience.contract import CHECKS
-from exgrpo.train.functions import Functions
+from exgrpo.train.experience.settings import KINDS, Kind
 from exgrpo.train.functions import needs as needs
-
-Kind = Literal["admit", "prioritise", "compose", "weigh", "expire"]
-PACKAGE = "exgrpo.train.experience"
-KINDS: dict[Kind, Functions] = {
-    "admit": Functions(f"{PACKAGE}.admit", "experience.admit"),
-    "prioritise": Functions(f"{PACKAGE}.prioritise", "experience.prioritise"),
-    "compose": Functions(f"{PACKAGE}.compose", "experience.compose"),
-    "weigh": Functions(f"{PACKAGE}.weigh", "objective.weigh"),
-    "expire": Functions(f"{PACKAGE}.expire", "experience.expire"),
-}
 
 ARGUMENTS = {
     "admit": ("batch", "setting"),

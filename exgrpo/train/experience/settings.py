@@ -2,23 +2,26 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from exgrpo.train.experience.candidates import RULES
-from exgrpo.train.experience.difficulty import BUCKETS
-from exgrpo.train.experience.rules import KINDS
+from exgrpo.train.functions import Functions
 from exgrpo.train.limits import MOST_ANSWERS, MOST_ROWS, MOST_SAMPLES, MOST_STEPS
 from exgrpo.train.section import Section
 
-if TYPE_CHECKING:
-    TrajectoryRule = str
-    BucketBy = str
-else:  # the choices are the entries of tables, which a type checker cannot read
-    TrajectoryRule, BucketBy = Literal[tuple(RULES)], Literal[tuple(BUCKETS)]
-
-
+TrajectoryRule = Literal["lowest_entropy", "highest_entropy", "lowest_nll", "shortest", "random"]
+BucketBy = Literal["success_count", "reward_deviation"]
+Kind = Literal["admit", "prioritise", "compose", "weigh", "expire"]
+PACKAGE = "exgrpo.train.experience"
+KINDS: dict[Kind, Functions] = {
+    "admit": Functions(f"{PACKAGE}.admit", "experience.admit"),
+    "prioritise": Functions(f"{PACKAGE}.prioritise", "experience.prioritise"),
+    "compose": Functions(f"{PACKAGE}.compose", "experience.compose"),
+    "weigh": Functions(f"{PACKAGE}.weigh", "objective.weigh"),
+    "expire": Functions(f"{PACKAGE}.expire", "experience.expire"),
+}
+"""The functions of a method by kind; `exgrpo.train.experience.rules` finds and checks them."""
 LIMITS = {"age": "max_age", "uses": "max_uses", "capacity": "capacity"}
 """Functions of `expire` that need a limit, and its option."""
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from exgrpo.train.records import Counts
-from exgrpo.train.reward.contract import Failure
+from exgrpo.train.records import Counts, Failure
 from exgrpo.train.step_batch import StepBatch
 
 FIRST_SAID = 4

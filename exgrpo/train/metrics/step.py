@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from exgrpo.train.experience import Replay
-from exgrpo.train.metrics.utilisation import Work
 from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.update import BINS, UpdateStats, log_ratio_quantiles, mismatch_metrics
 from exgrpo.train.reward.success import EPSILON
 from exgrpo.train.scores import Scored
 from exgrpo.train.step_batch import Ints, StepBatch
+from exgrpo.train.work import Work
 
 UPDATE_MEANS = (
     "loss",

@@ -1,20 +1,15 @@
 """The options of the loss, and what follows from them for a reward."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from exgrpo.train.experience.difficulty import BANDS
-from exgrpo.train.experience.rules import KINDS
+from exgrpo.train.experience.settings import KINDS
 from exgrpo.train.functions import Functions
 from exgrpo.train.limits import LONGEST
 from exgrpo.train.section import Section
 
-if TYPE_CHECKING:
-    Band = str
-else:  # the choices are the entries of a table, which a type checker cannot read
-    Band = Literal[tuple(BANDS)]
-
+Band = Literal["all", "easy", "medium", "hard"]
 SURROGATES = Functions("exgrpo.train.objective.surrogate", "objective.surrogate")
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, TypeVar
@@ -184,47 +184,6 @@ class Outcome:
     error: str | None = None
     misuse: tuple[str, str] | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Answers that a reward could not grade, for causes of one kind; crosses process borders.
-
-    Attributes:
-        reward: its name.
-        cause: what became of the first one.
-        question: of the first one.
-        gold: the right answer to it.
-        response: the first one.
-        count: how many they are.
-    """
-
-    reward: str
-    cause: str
-    question: str
-    gold: str
-    response: str
-    count: int = 1
-
-    @property
-    def kind(self) -> tuple[str, str]:
-        """The reward, and the type of its exception or another cause."""
-        return self.reward, self.cause.partition(":")[0]
-
-    def __str__(self) -> str:
-        return (
-            f"reward {self.reward!r} failed on an answer to {shown(self.question)}, which is therefore worth 0: "
-            f"{self.cause}. Further failures of this kind are only counted"
-        )
-
-
-def by_kind(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """Those of each kind together, in the order of the first ones."""
-    kinds: dict[tuple[str, str], Failure] = {}
-    for one in failures:
-        first = kinds.get(one.kind)
-        kinds[one.kind] = replace(first, count=first.count + one.count) if first else one
-    return tuple(kinds.values())
 
 
 def worth(value: Any, weights: Mapping[str, float]) -> Outcome:

@@ -20,8 +20,8 @@ from exgrpo.train.records import Rollout, TokenIds
 from exgrpo.train.rollout.engine import Finished, Request, RolloutEngine
 from exgrpo.train.rollout.stops import Decode, Stops
 from exgrpo.train.seeds import derive_seed
-from exgrpo.train.turns.environment import EnvironmentConfig
 from exgrpo.train.turns.environments import Encode, Environment, Reply, encoding, find_environment
+from exgrpo.train.turns.settings import EnvironmentConfig
 
 logger = logging.getLogger(__name__)
 THREADS = 32

@@ -8,22 +8,13 @@ the strings at which the policy waits.
 
 Every answer has a `reply` of its own, which may keep what it needs to know; those of several answers are called in
 threads beside each other.
-
-The options of answers of several turns stand at the end.
 """
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal
-
-from pydantic import Field
 
 from exgrpo.train.data.expressions import parse
-from exgrpo.train.functions import Functions, needs
-from exgrpo.train.section import Section, StopString
-
-ENVIRONMENTS = Functions("exgrpo.train.turns.environment", "environment.function")
-MOST_TURNS = 1000
+from exgrpo.train.functions import needs
 
 _EXPRESSION = re.compile(r"[-+*/()\s\d\u00d7\u00b7\u00f7\u2212]*$")
 
@@ -45,22 +36,3 @@ def _reply(turn: str) -> str | None:
     if expression is None or expression.value.denominator != 1:
         return None
     return (" " if turn.endswith(" =") else "") + str(expression.value)
-
-
-class EnvironmentConfig(Section):
-    """What replies to the policy within an answer: tools, games, users (docs/environments.md)."""
-
-    function: Annotated[str, ENVIRONMENTS.checked] | None = Field(
-        None, description=f"What replies: {ENVIRONMENTS.choices} None: nothing does."
-    )
-    stop: tuple[StopString, ...] | None = Field(
-        None,
-        description="Strings at which the policy waits for a reply, besides the EOS token; None: the function's.",
-    )
-    role: Literal["user", "tool"] | None = Field(
-        None, description="Replies are messages of this role in the chat template; None: they are text as it is."
-    )
-    turns: int = Field(8, ge=2, le=MOST_TURNS, description="Turns of the policy in an answer, at most.")
-    time_limit: float = Field(
-        10.0, gt=0, le=3600, description="Seconds for a reply, at most an hour; then the answer ends unfinished."
-    )

@@ -10,7 +10,7 @@ from exgrpo.train.data.questions import Question
 from exgrpo.train.errors import ConfigError, RolloutError, shown
 from exgrpo.train.records import TokenIds
 from exgrpo.train.reward.contract import Columns, columns_of
-from exgrpo.train.turns.environment import ENVIRONMENTS, EnvironmentConfig
+from exgrpo.train.turns.settings import ENVIRONMENTS, EnvironmentConfig
 
 Reply = Callable[[str], str | None]
 """What the policy has written since the last reply, to what comes behind it; None: nothing."""

@@ -14,9 +14,9 @@ from exgrpo.train.early import look
 from exgrpo.train.errors import ConfigError
 from exgrpo.train.evaluate import course as module
 from exgrpo.train.evaluate.course import Course, check_best
-from exgrpo.train.evaluate.options import held_out_sets
 from exgrpo.train.evaluate.scores import Verdict, score, score_all
 from exgrpo.train.evaluate.settings import HeldOutSet
+from exgrpo.train.held_out import held_out_sets
 from exgrpo.train.recipe import parse_args
 from tests.train.configs import configured
 from tests.train.fakes import ScriptedEngine, answerer, question_set

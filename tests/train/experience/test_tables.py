@@ -22,8 +22,7 @@ TABLES = [
 
 @pytest.mark.parametrize(("section", "field", "table"), TABLES)
 def test_every_entry_is_a_choice_and_nothing_else(section, field, table):
-    for name in table:
-        assert getattr(section(**{field: name}), field) == name
+    assert set(get_args(section.model_fields[field].annotation)) == set(table)
     with pytest.raises(ValidationError) as refused:
         section(**{field: "none of them"})
     assert all(f"'{name}'" in str(refused.value) for name in table)

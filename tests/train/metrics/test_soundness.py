@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from exgrpo.train.metrics.soundness import Soundness
-from exgrpo.train.records import Counts, EngineCounts
-from exgrpo.train.reward.contract import Failure
+from exgrpo.train.records import Counts, EngineCounts, Failure
 from tests.train.fakes import ScriptedGrader
 from tests.train.launch import MAIN, launch
 from tests.train.test_run import SMALL, records

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from exgrpo.train.metrics.utilisation import FROZEN_BACKWARD, Reading, Utilisation, matrix_rate, together
+from exgrpo.train.metrics.utilisation import FROZEN_BACKWARD, Utilisation, matrix_rate
 from exgrpo.train.records import Rollout
 from exgrpo.train.step_batch import StepBatch
+from exgrpo.train.work import Reading, together
 from tests.train.batches import rows_of
 from tests.train.estimate.shapes import SMALL
 from tests.train.fakes import LoneWorld

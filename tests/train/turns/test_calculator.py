@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.turns.environment import EnvironmentConfig
 from exgrpo.train.turns.environments import find_environment
+from exgrpo.train.turns.settings import EnvironmentConfig
 
 
 def reply(turn):

@@ -12,8 +12,8 @@ from exgrpo.train.records import Rollout
 from exgrpo.train.reward.contract import Columns
 from exgrpo.train.rollout import Finished, Request, Sampling, Stops, collect, text_of
 from exgrpo.train.turns.conversations import Conversations
-from exgrpo.train.turns.environment import EnvironmentConfig
 from exgrpo.train.turns.environments import Environment
+from exgrpo.train.turns.settings import EnvironmentConfig
 
 EOS = "."
 RUN_STOP, WAIT = "!", "?"

@@ -15,8 +15,8 @@ from exgrpo.train.recipe import load_recipe
 from exgrpo.train.reward.names import resolve_reward
 from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.turns.conversations import Conversations
-from exgrpo.train.turns.environment import EnvironmentConfig
 from exgrpo.train.turns.environments import find_environment
+from exgrpo.train.turns.settings import EnvironmentConfig
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
 from tests.train.turns.test_conversations import Ended, ids, read

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from exgrpo.train.errors import ConfigError
-from exgrpo.train.turns.environment import EnvironmentConfig
 from exgrpo.train.turns.environments import encoding
+from exgrpo.train.turns.settings import EnvironmentConfig
 from tests.train.experience_data.runs import pretrained
 
 CHATML = (
