@@ -11,7 +11,7 @@ from exgrpo.train.config import ExperienceConfig, ObjectiveConfig
 from exgrpo.train.experience import rules
 from exgrpo.train.experience.candidates import RULES
 from exgrpo.train.experience.difficulty import BANDS, BUCKETS
-from exgrpo.train.experience.settings import LIMITS
+from exgrpo.train.experience.settings import LIMITS, PACKAGE
 
 TABLES = [
     (ExperienceConfig, "trajectory", RULES),
@@ -31,7 +31,7 @@ def test_every_entry_is_a_choice_and_nothing_else(section, field, table):
 @pytest.mark.parametrize("kind", get_args(rules.Kind))
 def test_every_function_of_a_module_is_a_choice_and_nothing_else(kind):
     section = ObjectiveConfig if kind == "weigh" else ExperienceConfig
-    module = import_module(f"{rules.PACKAGE}.{kind}")
+    module = import_module(f"{PACKAGE}.{kind}")
     own = (name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
     known = sorted(name for name in own if not name.startswith("_"))
     assert rules.names(kind) == known
