@@ -75,6 +75,7 @@ docs: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 # torch comes first: the other packages then take the build that is there, and the extension is compiled with it.

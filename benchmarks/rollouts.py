@@ -22,18 +22,18 @@ import numpy as np
 import requests
 import torch
 
-from exgrpo.train.config import Config
+from exgrpo.train.common.distributed import World, start
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.seeds import derive_seed
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import load_questions
-from exgrpo.train.distributed import World, start
-from exgrpo.train.errors import ConfigError
-from exgrpo.train.pretrained.source import find_model
-from exgrpo.train.pretrained.tokenizer import DTYPES, load_pretrained
-from exgrpo.train.recipe import parse_args
+from exgrpo.train.policy.source import find_model
+from exgrpo.train.policy.tokenizer import DTYPES, load_pretrained
 from exgrpo.train.rollout import Request, RolloutEngine, Sampling
 from exgrpo.train.rollout.registry import choose_engine, open_engine
 from exgrpo.train.rollout.settings import training_settings
-from exgrpo.train.seeds import derive_seed
 
 ENGINES = ("transformers", "vllm", "server")
 START_SECONDS = 300
@@ -54,7 +54,7 @@ def start_server(config: Config, resources: ExitStack) -> str:
     options["kv-cache-gib"] = config.rollout.kv_cache_gib
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     server = subprocess.Popen(
-        [sys.executable, "-m", "exgrpo.train.serve", config.policy.path, *words],
+        [sys.executable, "-m", "exgrpo.tools.serve", config.policy.path, *words],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -67,7 +67,7 @@ def start_server(config: Config, resources: ExitStack) -> str:
             if requests.get(f"{url}/health", timeout=5).ok:
                 return url
         time.sleep(0.5)
-    raise ConfigError(f"a server of {config.policy.path} does not start: try `python -m exgrpo.train.serve`")
+    raise ConfigError(f"a server of {config.policy.path} does not start: try `python -m exgrpo.tools.serve`")
 
 
 def stop_group(process: subprocess.Popen[bytes]) -> None:

@@ -187,7 +187,7 @@ def test_command(session: Session, path: Sequence[str], folder: Path, dry_run: b
 
 def tune_command(table: Path, limit: float, dry_run: bool) -> list[str]:
     """The tuner; tiny in a dry run."""
-    command = [sys.executable, "-m", "exgrpo.kernels.triton_chunks.tune", "--output", str(table)]
+    command = [sys.executable, "-m", "exgrpo.kernels.tune", "--output", str(table)]
     if dry_run:
         return [*command, "--shapes", "4,16,128", "--dtype", "float32", "--minutes", "0.02"]
     return [*command, "--minutes", f"{OWN_TIME * limit / 60:.2f}"]

@@ -29,9 +29,9 @@ from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_c
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.data.rows import Row
-from exgrpo.train.experience import ExperienceConfig, MeanScores, Replay
-from exgrpo.train.experience.replay import ReplayState
-from exgrpo.train.experience.stored import OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, serials
+from exgrpo.train.replay import ExperienceConfig, MeanScores, Replay
+from exgrpo.train.replay.replay import ReplayState
+from exgrpo.train.replay.stored import OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, serials
 
 PROMPT = 64
 """Tokens of a prompt."""

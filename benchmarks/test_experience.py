@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from exgrpo.train.checkpoint.store import ExperienceStore
-from exgrpo.train.experience import ExperienceConfig, Replay
-from exgrpo.train.experience.stored import pack
-from exgrpo.train.records import Trajectory
-from exgrpo.train.step_batch import TRAINER, Ints, StepBatch
+from exgrpo.train.common.records import Trajectory
+from exgrpo.train.common.step_batch import TRAINER, Ints, StepBatch
+from exgrpo.train.replay import ExperienceConfig, Replay
+from exgrpo.train.replay.stored import pack
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 PER_QUESTION = 4

@@ -13,7 +13,7 @@ from benchmarks.workloads import DEFAULT, SMOLLM2, smollm2
 TRANSFORMERS = "transformers"
 ROWS = (TRANSFORMERS, "vllm", "server")
 SMOLLM2_OPTIONS = {
-    "recipe": str(ROOT / "exgrpo" / "train" / "assets" / "arithmetic" / "recipe.yaml"),
+    "recipe": str(ROOT / "exgrpo" / "assets" / "arithmetic" / "recipe.yaml"),
     "questions": "4",
     "rollout.samples": "4",
     "rollout.max_tokens": "48",

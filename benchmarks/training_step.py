@@ -9,12 +9,12 @@ import sys
 from contextlib import ExitStack
 
 from benchmarks.turns import Facts, Turns
-from exgrpo.train.build import read_inputs
-from exgrpo.train.config import Config
-from exgrpo.train.distributed import start
-from exgrpo.train.early import look
-from exgrpo.train.recipe import parse_args
-from exgrpo.train.run import Run
+from exgrpo.train.common.distributed import start
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.recipe import parse_args
+from exgrpo.train.run.build import read_inputs
+from exgrpo.train.run.loop import Run
+from exgrpo.train.run.startup_checks import look
 from exgrpo.train.trainer import StepResult, Trainer
 
 PHASES = ("select", "generate", "grade", "score", "update", "push")

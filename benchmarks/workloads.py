@@ -14,7 +14,7 @@ import pytest
 from benchmarks.programs import QUIET, ROOT
 from benchmarks.word_problems import word_problems
 
-RECIPE = ROOT / "exgrpo" / "train" / "assets" / "arithmetic" / "recipe.yaml"
+RECIPE = ROOT / "exgrpo" / "assets" / "arithmetic" / "recipe.yaml"
 QUESTIONS = 6000
 
 
@@ -105,7 +105,7 @@ def arithmetic(_: Path) -> Path:
 
 def arithmetic_questions() -> Iterable[dict[str, str]]:
     """The questions of the default run."""
-    from exgrpo.train.data.arithmetic import generate
+    from exgrpo.train.data.tasks.arithmetic import generate
 
     return ({"question": one.question, "answer": one.answer} for one in generate("train", QUESTIONS, 0))
 

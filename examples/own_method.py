@@ -12,7 +12,7 @@ What to change next: the weights, by any column that docs/methods.md names; `adm
 the same way.
 """
 
-from exgrpo.train.experience import Expired, Priority
+from exgrpo.train.replay import Expired, Priority
 
 MOST = 2
 

@@ -20,8 +20,8 @@ from datasets import Dataset
 from transformers import PrinterCallback
 
 from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
-from exgrpo.train.data.arithmetic import generate
-from exgrpo.train.pretrained.tokenizer import load_pretrained
+from exgrpo.train.data.tasks.arithmetic import generate
+from exgrpo.train.policy.tokenizer import load_pretrained
 
 problems = generate("train", 64, seed=0)
 rows = [{"prompt": [{"role": "user", "content": p.question}], "answer": p.answer} for p in problems]

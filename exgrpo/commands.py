@@ -1,6 +1,6 @@
 """The program `exgrpo`: one name for the programs of this package.
 
-`exgrpo evaluate ...` does what `python -m exgrpo.train.evaluate ...` does.
+`exgrpo evaluate ...` does what `python -m exgrpo.tools.evaluate ...` does.
 """
 
 import difflib
@@ -29,13 +29,13 @@ class Program:
 
 
 PROGRAMS = {
-    "train": Program("exgrpo.train.launch", "train a model, on one or several processes"),
-    "evaluate": Program("exgrpo.train.evaluate", "score a model on held-out questions"),
-    "report": Program("exgrpo.train.report", "make a page about one or several runs"),
-    "estimate": Program("exgrpo.train.estimate", "whether a recipe fits, and how long a step takes"),
-    "serve": Program("exgrpo.train.serve", "give rollouts to a trainer, by vLLM"),
-    "experience": Program("exgrpo.train.experience", "show or export what a run has stored"),
-    "doctor": Program("exgrpo.train.doctor", "what works on this machine"),
+    "train": Program("exgrpo.tools.launch", "train a model, on one or several processes"),
+    "evaluate": Program("exgrpo.tools.evaluate", "score a model on held-out questions"),
+    "report": Program("exgrpo.tools.report", "make a page about one or several runs"),
+    "estimate": Program("exgrpo.tools.estimate", "whether a recipe fits, and how long a step takes"),
+    "serve": Program("exgrpo.tools.serve", "give rollouts to a trainer, by vLLM"),
+    "experience": Program("exgrpo.tools.experience", "show or export what a run has stored"),
+    "doctor": Program("exgrpo.tools.doctor", "what works on this machine"),
     "kernels": Program("exgrpo.kernels", "the kernels' backends of this machine"),
     "study": Program("studies.run", "compare methods over tasks and seeds; in a checkout of the project"),
 }

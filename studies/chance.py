@@ -2,8 +2,8 @@
 
 import zlib
 
-from exgrpo.train.data import countdown
 from exgrpo.train.data.generation import split_of_key
+from exgrpo.train.data.tasks import countdown
 
 ONE_IN = 5
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from exgrpo.train.command_line import options_of
-from exgrpo.train.errors import ExgrpoError, ReportError
-from exgrpo.train.process import run_program
+from exgrpo.train.common.errors import ExgrpoError, ReportError
+from exgrpo.train.common.process import run_program
+from exgrpo.train.config.command_line import options_of
 from studies.origin import Origin
 from studies.results import DIGITS, Result, ResultFile
 from studies.run import RESULTS, cores

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from exgrpo.train.report.figures import COLOURS, mean_curve
+from exgrpo.train.metrics.report.figures import COLOURS, mean_curve
 from studies.findings import Findings
 
 WIDTH, HEIGHT, LEGEND = 3.6, 2.4, 0.45

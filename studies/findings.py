@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from exgrpo.train.errors import ReportError
+from exgrpo.train.common.errors import ReportError
 from studies.results import Result, ResultFile
 from studies.statistics import (
     FloatArray,

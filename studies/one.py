@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from exgrpo.train.process import end_with_ancestor, leave
+from exgrpo.train.common.process import end_with_ancestor, leave
 
 
 def main(argv: Sequence[str]) -> int:

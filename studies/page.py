@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exgrpo.train.report.draw import Panel, Plot, PlotGroup, draw_lines
-from exgrpo.train.report.figures import colour, key, template
-from exgrpo.train.report.runs import RunColumns
+from exgrpo.train.metrics.report.draw import Panel, Plot, PlotGroup, draw_lines
+from exgrpo.train.metrics.report.figures import colour, key, template
+from exgrpo.train.metrics.report.runs import RunColumns
 from studies.findings import SCORES, Findings
 from studies.results import Result
 from studies.statistics import FEWEST_SEEDS, LEVEL, Interval

@@ -10,9 +10,9 @@ import tyro
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
-from exgrpo.train.command_line import options_of
-from exgrpo.train.errors import OutputError, os_errors_as
-from exgrpo.train.process import run_program
+from exgrpo.train.common.errors import OutputError, os_errors_as
+from exgrpo.train.common.process import run_program
+from exgrpo.train.config.command_line import options_of
 from studies.figure import figure
 from studies.findings import Findings
 from studies.page import page, table

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.errors import OutputError, os_errors_as
-from exgrpo.train.report.figures import Columns
-from exgrpo.train.report.runs import RunColumns
+from exgrpo.train.common.errors import OutputError, os_errors_as
+from exgrpo.train.metrics.report.figures import Columns
+from exgrpo.train.metrics.report.runs import RunColumns
 
 FloatArray = npt.NDArray[np.float64]
 DIGITS = 5

@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from exgrpo.train.checkpoint.durable import claim
-from exgrpo.train.command_line import options_of
-from exgrpo.train.errors import ExgrpoError, OutputError, os_errors_as
-from exgrpo.train.process import run_program
+from exgrpo.train.common.durable import claim
+from exgrpo.train.common.errors import ExgrpoError, OutputError, os_errors_as
+from exgrpo.train.common.process import run_program
+from exgrpo.train.config.command_line import options_of
 from studies.left import left_of, table_of
 from studies.origin import ROOT, Origin
 from studies.results import Result, ResultFile

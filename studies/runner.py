@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from exgrpo.train.checkpoint.listing import survey
-from exgrpo.train.checkpoint.log_files import METRICS
 from exgrpo.train.checkpoint.resume import FINISHED
-from exgrpo.train.config import CheckpointConfig, Config, OutputConfig
-from exgrpo.train.errors import ExgrpoError
-from exgrpo.train.recipe import to_yaml
-from exgrpo.train.report.runs import load_run
+from exgrpo.train.common.errors import ExgrpoError
+from exgrpo.train.config.options import CheckpointConfig, Config, OutputConfig
+from exgrpo.train.config.recipe import to_yaml
+from exgrpo.train.metrics.log_files import METRICS
+from exgrpo.train.metrics.report.runs import load_run
 from studies.origin import ROOT, Origin, today
 from studies.results import Result, curves_of
 from studies.study import Planned, key_of, settings_of

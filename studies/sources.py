@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from exgrpo.train.errors import ConfigError, os_errors_as
+from exgrpo.train.common.errors import ConfigError, os_errors_as
 from studies.origin import ROOT
 
 OWN = ("exgrpo", "studies")

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from exgrpo.train.config import Config
-from exgrpo.train.early import check_method
-from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as
-from exgrpo.train.plain import parse_yaml
-from exgrpo.train.recipe import merged, read_recipe, recipe_path, validate
-from exgrpo.train.section import explain, flat
+from exgrpo.train.common.errors import ConfigError, UnreadableRecipeError, os_errors_as
+from exgrpo.train.common.plain import parse_yaml
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.recipe import merged, read_recipe, recipe_path, validate
+from exgrpo.train.config.section import explain, flat
+from exgrpo.train.run.startup_checks import check_method
 from studies.results import CURVES
 from studies.sources import by_source, found_from
 

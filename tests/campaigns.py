@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from exgrpo.train.checkpoint.durable import claim
-from exgrpo.train.command_line import options_of
-from exgrpo.train.process import run_program
+from exgrpo.train.common.durable import claim
+from exgrpo.train.common.process import run_program
+from exgrpo.train.config.command_line import options_of
 
 R = TypeVar("R")
 

@@ -18,8 +18,8 @@ settings.load_profile("untimed")
 
 SLOW = (
     *("benchmarks", "docs", "examples", "hostile", "integrations", "test_extras.py", "test_packaging.py", "torture"),
-    *("train/reward/test_grading.py", "train/test_doctor", "train/rollout/server/test_engine.py", "train/test_hosts"),
-    *("train/report", *(f"train/test_{name}.py" for name in ("clock", "disks", "launch"))),
+    *("train/reward/test_grading.py", "train/rollout/server/test_engine.py", "tools/report", "tools/test_"),
+    *(f"train/run/test_{name}" for name in ("clock", "disks", "hosts")),
     *(f"kernels/test_{name}.py" for name in ("cpu_fused", "cpu_passes", "cpu_sanitized", "cuda_compiles")),
     *(f"kernels/test_{name}.py" for name in ("extension", "launch_tuner", "memory", "vocab_group", "autograd")),
 )

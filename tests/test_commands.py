@@ -12,13 +12,13 @@ import yaml
 
 import exgrpo
 from exgrpo.commands import PROGRAMS, SCRIPT, main, usage
-from exgrpo.train import dry_run, launch
-from exgrpo.train.command_line import _options as keys_of
-from exgrpo.train.config import Config
-from exgrpo.train.estimate.parts import GIB, machine
-from exgrpo.train.estimate.program import Options
-from exgrpo.train.estimate.shape import read_shape
-from exgrpo.train.recipe import RecipeArgument, parse_args, to_yaml
+from exgrpo.tools import dry_run, launch
+from exgrpo.tools.estimate.parts import GIB, machine
+from exgrpo.tools.estimate.program import Options
+from exgrpo.tools.estimate.shape import read_shape
+from exgrpo.train.config.command_line import _options as keys_of
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.recipe import RecipeArgument, parse_args, to_yaml
 from tests import completion
 
 ROOT = Path(__file__).parents[1]
@@ -126,7 +126,7 @@ def test_printing_the_script_imports_nothing_of_the_programs():
 
 
 def test_the_help_of_training_has_all_its_options():
-    command = [sys.executable, "-m", "exgrpo.train.launch", "--processes=2", "--help"]
+    command = [sys.executable, "-m", "exgrpo.tools.launch", "--processes=2", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     words = set(done.stdout.replace(",", " ").split())
     of_launch = {f"--{name.replace('_', '-')}" for name in launch.Launch.model_fields}
@@ -156,7 +156,7 @@ def test_a_dry_run_shows_the_configuration_the_plan_and_an_estimate_and_starts_n
 
 
 def test_a_dry_run_on_a_cpu_shares_out_the_memory_that_is_free_and_the_rate_that_is_measured(monkeypatch):
-    monkeypatch.setattr("exgrpo.train.doctor.machine.free_memory", lambda: 8 * GIB)
+    monkeypatch.setattr("exgrpo.tools.doctor.machine.free_memory", lambda: 8 * GIB)
     monkeypatch.setattr(dry_run, "_rates", lambda *_: (6e12, 9e9))
     config = parse_args(["--experience.ratio=0"])
     options = Options(reserve_gib=1)

@@ -144,8 +144,8 @@ def test_the_installed_package_computes_and_has_its_recipes(python, tmp_path):
     e = 2.718281828459045
     # A token's probability is its exponential over the sum of those of the row: (1, e, 1) and (1, 1, e^3).
     assert found["probabilities"] == pytest.approx([e / (e + 2), e**3 / (e**3 + 2)], rel=1e-6)
-    assert found["models"] == sorted(path.parent.name for path in (ROOT / "exgrpo/train/assets").glob("*/recipe.yaml"))
-    recipe = yaml.safe_load((ROOT / "exgrpo/train/assets/arithmetic/recipe.yaml").read_text())
+    assert found["models"] == sorted(path.parent.name for path in (ROOT / "exgrpo/assets").glob("*/recipe.yaml"))
+    recipe = yaml.safe_load((ROOT / "exgrpo/assets/arithmetic/recipe.yaml").read_text())
     assert found["steps"] == recipe["steps"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 import exgrpo
-from exgrpo.train.config import Config
+from exgrpo.train.config.options import Config
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "public_names.md").read_text()

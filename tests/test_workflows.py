@@ -92,6 +92,6 @@ def test_who_reports_a_defect_is_asked_for_the_doctors_text():
     form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/defect.yml").read_text())
     (asked,) = (field for field in form["body"] if field.get("id") == "doctor")
     assert asked["validations"] == {"required": True}
-    assert "python -m exgrpo.train.doctor" in asked["attributes"]["description"]
-    assert "python -m exgrpo.train.doctor" in (ROOT / ".github/PULL_REQUEST_TEMPLATE.md").read_text()
+    assert "python -m exgrpo.tools.doctor" in asked["attributes"]["description"]
+    assert "python -m exgrpo.tools.doctor" in (ROOT / ".github/PULL_REQUEST_TEMPLATE.md").read_text()
     assert not unknown(asked["attributes"]["description"])

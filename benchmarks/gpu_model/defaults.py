@@ -9,7 +9,7 @@ from benchmarks.gpu_model.walk import CUDA, LIBRARY, TRITON, Size, Way
 from exgrpo.kernels import backend_choice
 from exgrpo.kernels.triton_chunks.launch import Tile, setting, shape_class
 from exgrpo.kernels.tuning.launch_tuner import CHUNK_ROWS, TILES
-from exgrpo.train.estimate.parts import Gpu
+from exgrpo.tools.estimate.parts import Gpu
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from benchmarks.gpu_model.prediction import Prediction, floor, gpu_of, paths_of,
 from benchmarks.gpu_model.walk import CUDA, LIBRARY, TRITON, Size
 from benchmarks.record import Record, Row
 from exgrpo.kernels.triton_chunks.launch import setting, shape_class
-from exgrpo.train.estimate.parts import Gpu
+from exgrpo.tools.estimate.parts import Gpu
 
 GROUP = re.compile(r"(\S+) bfloat16 (\d+)x(\d+)x(\d+)")
 """Of a head's benchmark where all tokens count."""

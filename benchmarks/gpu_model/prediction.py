@@ -21,7 +21,7 @@ from benchmarks.gpu_model.walk import (
 )
 from exgrpo.kernels.cuda_chunks.binding import CAPABILITY
 from exgrpo.kernels.triton_chunks.launch import plan_from, setting, shape_class
-from exgrpo.train.estimate.parts import GPUS, Gpu
+from exgrpo.tools.estimate.parts import GPUS, Gpu
 
 FUSED, OPERAND = "fused", torch.bfloat16
 

@@ -6,7 +6,7 @@ from math import ceil
 from benchmarks.gpu_model import constants
 from exgrpo.kernels.cuda_chunks import cuda_fused
 from exgrpo.kernels.triton_chunks.launch import Tile
-from exgrpo.train.estimate.parts import Gpu
+from exgrpo.tools.estimate.parts import Gpu
 
 
 @dataclass(frozen=True)

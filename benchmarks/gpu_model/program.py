@@ -14,10 +14,10 @@ from benchmarks.gpu_model.prediction import Prediction, UnknownGpu, floor, gpu_o
 from benchmarks.gpu_model.walk import PATHS, Size
 from benchmarks.heads import FORWARD, FULL_GPU, LOG_PROB, POLICY_LOSS, WITH_ENTROPY
 from benchmarks.render import mebibytes, seconds
-from exgrpo.train.command_line import options_of
-from exgrpo.train.config import Section
-from exgrpo.train.errors import ConfigError, ExgrpoError, print_error
-from exgrpo.train.estimate.parts import GPUS
+from exgrpo.tools.estimate.parts import GPUS
+from exgrpo.train.common.errors import ConfigError, ExgrpoError, print_error
+from exgrpo.train.config.command_line import options_of
+from exgrpo.train.config.options import Section
 
 PROGRAM = "python -m benchmarks.gpu_model"
 OPERATIONS = (FORWARD, POLICY_LOSS, WITH_ENTROPY, LOG_PROB)

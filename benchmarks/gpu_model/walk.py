@@ -10,7 +10,7 @@ from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.cuda_chunks import cuda_fused
 from exgrpo.kernels.triton_chunks.launch import Plan
 from exgrpo.kernels.triton_chunks.triton_passes import ALIGNED
-from exgrpo.train.estimate.parts import Gpu
+from exgrpo.tools.estimate.parts import Gpu
 
 LIBRARY, TRITON, CUDA = "library", "triton", "cuda"
 PATHS = {

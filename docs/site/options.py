@@ -7,7 +7,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from exgrpo.train.config import Config
+from exgrpo.train.config.options import Config
 
 Schema = dict[str, Any]
 """A JSON schema, or a part of one."""

@@ -28,10 +28,10 @@ with needs(__name__, "exgrpo[trl]"):
     from exgrpo.integrations.trl_batch import deal, group_advantages, places, rebuild
     from exgrpo.integrations.trl_config import ExGRPOConfig, check
     from exgrpo.integrations.trl_replay import load_replay, placed, plan_generation, save_replay
-    from exgrpo.train.experience import MeanScores, PlannedGroup, Replay
-    from exgrpo.train.records import Score
-    from exgrpo.train.replayed import Weigher
-    from exgrpo.train.step_batch import StepBatch
+    from exgrpo.train.common.records import Score
+    from exgrpo.train.common.step_batch import StepBatch
+    from exgrpo.train.replay import MeanScores, PlannedGroup, Replay
+    from exgrpo.train.replay.replayed import Weigher
 
 __all__ = ["ExGRPOConfig", "ExGRPOTrainer", "FusedLossMixin"]
 

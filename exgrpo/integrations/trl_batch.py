@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.policy.batch import advantages
-from exgrpo.train.step_batch import Floats, Ints, StepBatch
 
 Batch = dict[str, Tensor]
 OF_TOKENS = ("completion_ids", "completion_mask", "old_per_token_logps", "sampling_per_token_logps")

@@ -13,11 +13,11 @@ with needs(__name__, "exgrpo[trl]"):
     from pydantic import ValidationError
     from trl import GRPOConfig
 
-    from exgrpo.train.config import ExperienceConfig, ObjectiveConfig, RewardConfig, Section
-    from exgrpo.train.errors import ConfigError
-    from exgrpo.train.experience import rules
-    from exgrpo.train.rehearsal import rehearse
-    from exgrpo.train.section import explain
+    from exgrpo.train.common.errors import ConfigError
+    from exgrpo.train.config.options import ExperienceConfig, ObjectiveConfig, RewardConfig, Section
+    from exgrpo.train.config.section import explain
+    from exgrpo.train.replay import rules
+    from exgrpo.train.replay.rehearsal import rehearse
 
 AS_GENERATED = ("mixed", "traced", "again")
 """Functions `compose` that train on the groups that TRL knows."""

@@ -1,4 +1,4 @@
-"""What a run in TRL needs besides :mod:`exgrpo.train.experience`: plans of generations, and the state in a checkpoint.
+"""What a run in TRL needs besides :mod:`exgrpo.train.replay`: plans of generations, and the state in a checkpoint.
 
 It needs no TRL.
 """
@@ -12,8 +12,8 @@ import numpy as np
 
 from exgrpo.integrations.trl_batch import places
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
-from exgrpo.train.experience import PlannedGroup, Replay, ReplayState
-from exgrpo.train.step_batch import Ints, StepBatch
+from exgrpo.train.common.step_batch import Ints, StepBatch
+from exgrpo.train.replay import PlannedGroup, Replay, ReplayState
 
 STATE = "state.json"
 

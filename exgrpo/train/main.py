@@ -16,11 +16,11 @@ from exgrpo.extras import needs
 
 with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.checkpoint.resume import continued, finished, locate, saved_config
-    from exgrpo.train.config import Config
-    from exgrpo.train.early import look
-    from exgrpo.train.errors import is_first_rank
-    from exgrpo.train.process import leave, run_program
-    from exgrpo.train.recipe import parse_args
+    from exgrpo.train.common.errors import is_first_rank
+    from exgrpo.train.common.process import leave, run_program
+    from exgrpo.train.config.options import Config
+    from exgrpo.train.config.recipe import parse_args
+    from exgrpo.train.run.startup_checks import look
 
 
 def main(argv: list[str]) -> int:
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
                 print(f"{done} is finished: nothing is left to do")
             return
         early = look(config, resources, resumed=folder is not None)
-        from exgrpo.train.run import run  # torch, transformers and DeepSpeed: only for what can be right
+        from exgrpo.train.run.loop import run  # torch, transformers and DeepSpeed: only for what can be right
 
         run(config, early, resources, folder)
 

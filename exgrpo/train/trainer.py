@@ -1,40 +1,59 @@
 """The training loop (arXiv 2510.02245, algorithm 1), readable from top to bottom."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
-from exgrpo.train.answers import Answerer, Produced
-from exgrpo.train.config import Config
+from exgrpo.train.common.records import Score
+from exgrpo.train.common.seeds import derive_seed, generator
+from exgrpo.train.common.step_batch import BEHAVIOURS, StepBatch
+from exgrpo.train.config.objective import overlong_penalty
+from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import QuestionSet
-from exgrpo.train.experience import (
-    MeanScores,
-    Mixture,
-    PlannedGroup,
-    Replay,
-    ReplayState,
-    numbers_of,
-    planned_from,
-)
 from exgrpo.train.metrics.soundness import IdleSteps
 from exgrpo.train.metrics.step import answer_metrics, mismatch, replay_metrics, time_metrics, update_metrics
 from exgrpo.train.metrics.utilisation import PhaseClock
-from exgrpo.train.objective.settings import overlong_penalty
 from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches, weigh_fresh
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import Reference
+from exgrpo.train.policy.scores import FreshScorer
 from exgrpo.train.policy.update import UpdateStats
-from exgrpo.train.records import Score
-from exgrpo.train.replayed import Weigher
+from exgrpo.train.policy.work import Reading, Work, together
+from exgrpo.train.replay import MeanScores, Mixture, PlannedGroup, Replay, ReplayState, numbers_of, planned_from
+from exgrpo.train.replay.replayed import Weigher
 from exgrpo.train.rollout import Sampling, Stops
-from exgrpo.train.scores import FreshScorer
-from exgrpo.train.seeds import derive_seed, generator
-from exgrpo.train.step_batch import BEHAVIOURS, StepBatch
-from exgrpo.train.steps import PlannedStep, StepResult
-from exgrpo.train.work import Reading, together
+from exgrpo.train.rollout.answers import Answerer, Produced
 
 NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a training step leaves to be looked at.
+
+    Attributes:
+        metrics: plain numbers by name, as written to metrics.jsonl.
+        batch: all answers of the step; groups of stored answers alone come last.
+        work: what the model read and wrote, by phase.
+        notes: sentences that a person should read.
+        applied: of each optimiser step, whether it was taken: its gradient was finite.
+    """
+
+    metrics: dict[str, float]
+    batch: StepBatch
+    work: Work
+    notes: tuple[str, ...] = ()
+    applied: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """The groups of a step, and its answers where they are generated while the step before updates."""
+
+    groups: list[PlannedGroup]
+    produced: Future[Produced] | None = None
 
 
 class Trainer:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import tyro
 
-from exgrpo.train.data.arithmetic import (
+from exgrpo.train.data.tasks.arithmetic import (
     MAX_RESPONSE_TOKENS,
     MODEL_FOLDER,
     Problem,

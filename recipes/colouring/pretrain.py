@@ -18,7 +18,7 @@ from pathlib import Path
 
 import tyro
 
-from exgrpo.train.data.colouring import (
+from exgrpo.train.data.tasks.colouring import (
     COLOURS,
     MAX_RESPONSE_TOKENS,
     MODEL_FOLDER,

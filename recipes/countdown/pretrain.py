@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tyro
 
-from exgrpo.train.data.countdown import (
+from exgrpo.train.data.tasks.countdown import (
     LARGEST,
     MAX_RESPONSE_TOKENS,
     MODEL_FOLDER,

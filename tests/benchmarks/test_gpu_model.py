@@ -21,7 +21,7 @@ from benchmarks.heads import FORWARD, FULL_GPU, LOG_PROB, POLICY_LOSS, WITH_ENTR
 from benchmarks.record import read
 from benchmarks.render import RESULTS, markdown, write
 from exgrpo.kernels.triton_chunks.launch import Launch, Plan, Tile
-from exgrpo.train.estimate.parts import GPUS, Gpu
+from exgrpo.tools.estimate.parts import GPUS, Gpu
 from tests.benchmarks.traced import trace
 
 OPERATIONS = (FORWARD, LOG_PROB, POLICY_LOSS, WITH_ENTROPY)

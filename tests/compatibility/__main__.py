@@ -21,9 +21,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, Field
 
-from exgrpo.train.command_line import options_of
-from exgrpo.train.errors import ConfigError
-from exgrpo.train.process import leave, run_program
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.process import leave, run_program
+from exgrpo.train.config.command_line import options_of
 from tests.compatibility.promises import PACKAGES, Target, offered, project, range_of, targets
 from tests.compatibility.record import FOLDER, PAGE, Entry, newest, read, table, with_table, write
 from tests.compatibility.trial import tried

@@ -17,7 +17,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 UNCONSTRAINED = {**os.environ, "PIP_CONSTRAINT": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 """A machine's own constraints may exclude an end of a range."""
-RUN = "tests/train/test_run.py"
+RUN = "tests/train/run/test_run.py"
 CORE = (
     "tests/kernels/test_linear_log_prob.py",
     "tests/heads/test_logit_map.py",

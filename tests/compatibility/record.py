@@ -9,7 +9,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from exgrpo.train.errors import DataError
+from exgrpo.train.common.errors import DataError
 from tests.compatibility.promises import PACKAGES, ROOT, lowest, range_of
 
 FOLDER = ROOT / "docs" / "compatibility"

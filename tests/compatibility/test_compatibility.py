@@ -8,7 +8,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from exgrpo.train.errors import DataError
+from exgrpo.train.common.errors import DataError
 from tests.compatibility import __main__ as program
 from tests.compatibility.imports import modules, problem
 from tests.compatibility.promises import (

@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 
 from packaging.version import Version
 
-from exgrpo.train.errors import ExgrpoError
+from exgrpo.train.common.errors import ExgrpoError
 from tests.compatibility.promises import CORE, ROOT, UNCONSTRAINED, Package, Target, project, requirements
 from tests.compatibility.record import Counts, Entry
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from exgrpo.train.experience.candidates import Units
-from exgrpo.train.step_batch import StepBatch
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.replay.candidates import Units
 
 PAGE = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
 TAKEN = {"units": Units, "batch": StepBatch}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from exgrpo.train.config import Config
+from exgrpo.train.config.options import Config
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "site"

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exgrpo.train.data import countdown
-from exgrpo.train.experience import Units
-from exgrpo.train.functions import load_function
+from exgrpo.train.common.functions import load_function
+from exgrpo.train.data.tasks import countdown
+from exgrpo.train.replay import Units
 from tests.train.launch import environment, free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, astuple
 from pathlib import Path
 
-from exgrpo.train.process import leave
+from exgrpo.train.common.process import leave
 
 # Threads that wait for each other take the cores from what else runs; no case may reach a hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -10,15 +10,15 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import sampled_from as of
 
-from exgrpo.train.command_line import options_of
-from exgrpo.train.config import Config
-from exgrpo.train.doctor.program import parse_options as doctor
-from exgrpo.train.estimate.program import main as estimate
-from exgrpo.train.evaluate.options import parse_options as evaluate
-from exgrpo.train.experience_data.program import COMMANDS
-from exgrpo.train.recipe import parse_args
-from exgrpo.train.report.program import Options as ReportOptions
-from exgrpo.train.section import flat
+from exgrpo.tools.doctor.program import parse_options as doctor
+from exgrpo.tools.estimate.program import main as estimate
+from exgrpo.tools.evaluate.options import parse_options as evaluate
+from exgrpo.tools.experience.program import COMMANDS
+from exgrpo.tools.report.program import Options as ReportOptions
+from exgrpo.train.config.command_line import options_of
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.recipe import parse_args
+from exgrpo.train.config.section import flat
 from tests.hostile.judge import Trial, clear
 from tests.hostile.recipes import KEYS, NUMBERS, SWITCHES, repeated
 from tests.hostile.values import ANY_TEXT, Draw, some

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from exgrpo.train.errors import LONGEST, ExgrpoError, print_error
+from exgrpo.train.common.errors import LONGEST, ExgrpoError, print_error
 
 MOST_LINES = 8
 """Of an error: a data set with malformed rows names five of them, below one line and above another one."""

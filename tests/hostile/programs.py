@@ -67,7 +67,7 @@ def _module(draw: Draw, folder: Path) -> Trial:
     (folder / "metrics.jsonl").write_bytes(draw(of(NO_FILES)))
     word = draw(of((str(folder), str(folder / "none"), "", "--", "--x=\x1b[2J", os.fsdecode(b"--\xff"), " ")))
     words = {"estimate": ["--policy.path", word], "doctor": ["--only", word]}.get(name, [word])
-    return trial(name, "-m", f"exgrpo.train.{name}", *words)
+    return trial(name, "-m", f"exgrpo.tools.{name}", *words)
 
 
 WAYS = (_train, _train, _train, _module)

@@ -9,9 +9,9 @@ import yaml
 from hypothesis import strategies as st
 from hypothesis.strategies import sampled_from as of
 
-from exgrpo.train.config import Config
-from exgrpo.train.recipe import DEFAULT_RUN, load_recipe, read_recipe, to_yaml, validate
-from exgrpo.train.section import flat, known_keys
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe, read_recipe, to_yaml, validate
+from exgrpo.train.config.section import flat, known_keys
 from tests.hostile.judge import Trial
 from tests.hostile.values import ANY, ANY_TEXT, Draw, damaged, some
 

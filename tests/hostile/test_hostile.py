@@ -8,10 +8,11 @@ import sys
 import pytest
 
 from exgrpo.kernels import checks, operators
-from exgrpo.train import command_line, jsonl, plain, recipe
+from exgrpo.train.common import jsonl, plain
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.config import command_line, recipe
 from exgrpo.train.data import files
 from exgrpo.train.data import rows as data_rows
-from exgrpo.train.errors import ConfigError
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.server import reply
 from tests.hostile import answers, models, programs, rewards, rows

@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel
 
 from exgrpo import kernels
-from exgrpo.train.config import Config
+from exgrpo.train.config.options import Config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from exgrpo.integrations import trl_loss
 from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
 from exgrpo.integrations.trl_replay import STATE
-from exgrpo.train.errors import ConfigError
-from exgrpo.train.experience import PlannedGroup
-from exgrpo.train.step_batch import StepBatch
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.replay import PlannedGroup
 from tests.integrations.trl_trainers import (
     ACCUMULATION,
     COMPLETION,

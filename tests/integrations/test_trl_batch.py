@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.integrations.trl_batch import Batch, deal, group_advantages, places, rebuild
-from exgrpo.train.step_batch import StepBatch
+from exgrpo.train.common.step_batch import StepBatch
 from tests.train.batches import Row, make_batch
 
 PAD = 0

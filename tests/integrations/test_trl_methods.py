@@ -21,11 +21,11 @@ from trl import GRPOConfig, TrlParser
 
 from exgrpo.integrations.trl import ExGRPOConfig
 from exgrpo.integrations.trl_loss import Objective
-from exgrpo.train.config import ExperienceConfig, ObjectiveConfig
-from exgrpo.train.experience import rules
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.config.options import ExperienceConfig, ObjectiveConfig
 from exgrpo.train.policy.batch import advantages, weigh_fresh
-from exgrpo.train.replayed import Weigher
-from exgrpo.train.step_batch import StepBatch
+from exgrpo.train.replay import rules
+from exgrpo.train.replay.replayed import Weigher
 from tests.integrations.trl_methods import METHODS, Recorded, Row, trainer_of
 from tests.integrations.trl_trainers import COMPLETION, reward, tokenizer
 

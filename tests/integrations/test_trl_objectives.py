@@ -13,14 +13,14 @@ pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-from exgrpo.train.objective.settings import SURROGATES, ObjectiveConfig
+from exgrpo.train.common.records import Rollout
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.config.objective import SURROGATES, ObjectiveConfig
 from exgrpo.train.policy.attention import PACKED
 from exgrpo.train.policy.batch import build_minibatches
 from exgrpo.train.policy.layout import Packed, Padded
 from exgrpo.train.policy.loss import LossSettings
 from exgrpo.train.policy.model import PolicyModel
-from exgrpo.train.records import Rollout
-from exgrpo.train.step_batch import StepBatch
 from tests.integrations.test_trl_loss import batch
 from tests.integrations.trl_trainers import ACCUMULATION, COMPLETION, grpo, outcome
 

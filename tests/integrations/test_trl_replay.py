@@ -8,9 +8,9 @@ import pytest
 from exgrpo.integrations.trl_batch import places
 from exgrpo.integrations.trl_replay import STATE, load_replay, placed, plan_generation, save_replay
 from exgrpo.train.checkpoint.store import read_checked, write_checked
-from exgrpo.train.config import ExperienceConfig
-from exgrpo.train.experience import PlannedGroup, Replay
-from exgrpo.train.step_batch import StepBatch
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.config.options import ExperienceConfig
+from exgrpo.train.replay import PlannedGroup, Replay
 from tests.train.batches import Row, make_batch
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
-from exgrpo.train.experience import PlannedGroup
-from exgrpo.train.step_batch import StepBatch
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.replay import PlannedGroup
 from tests.integrations.trl_trainers import WrittenAnswers, options, questions, reward, tokenizer
 
 K, B = 4, 4

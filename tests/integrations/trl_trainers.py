@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
-from exgrpo.train.data.arithmetic import MODEL_FOLDER
+from exgrpo.train.data.tasks.arithmetic import MODEL_FOLDER
 
 QUESTIONS = 12
 COMPLETION = 9  # tokens at most

@@ -162,7 +162,7 @@ def test_noise_does_not_replace_the_present_value(gain, chosen):
 
 def run_tuner(*arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "exgrpo.kernels.triton_chunks.tune", *arguments],
+        [sys.executable, "-W", "ignore", "-m", "exgrpo.kernels.tune", *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,

@@ -1,3 +1,3 @@
 """The browser of the tests of pages."""
 
-from tests.train.report.conftest import browser as browser
+from tests.tools.report.conftest import browser as browser

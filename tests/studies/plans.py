@@ -30,7 +30,7 @@ def with_function(folder: Path) -> Path:
     """A study of a function in a file, which imports from the modules beside it."""
     (folder / "mine.py").write_text(
         "from typing import TYPE_CHECKING\n"
-        "from exgrpo.train.experience import Priority\n"
+        "from exgrpo.train.replay import Priority\n"
         "if TYPE_CHECKING:\n"
         "    from near import deep\n\n"
         "def first(units, setting):\n"

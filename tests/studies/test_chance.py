@@ -1,6 +1,6 @@
 """The reward that says nothing."""
 
-from exgrpo.train.data import countdown
+from exgrpo.train.data.tasks import countdown
 from studies.chance import score
 
 

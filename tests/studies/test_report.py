@@ -6,15 +6,15 @@ from xml.etree import ElementTree
 import pytest
 
 import studies.report
-from exgrpo.train.errors import ReportError
+from exgrpo.train.common.errors import ReportError
 from studies.findings import Findings
 from studies.page import tables
 from studies.results import ResultFile
 from studies.study import load_study
 from studies.summary import headline
 from tests.studies.plans import PLAN, result, write
-from tests.train.report.pages import Page
-from tests.train.report.test_browser import ask, screen, wait
+from tests.tools.report.pages import Page
+from tests.tools.report.test_browser import ask, screen, wait
 from tests.train.warm import ROOT
 
 CURVES = {"without": (0.1, 0.2, 0.3), "with": (0.1, 0.3, 0.5)}

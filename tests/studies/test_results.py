@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from exgrpo.train.errors import OutputError
-from exgrpo.train.report.runs import load_run
+from exgrpo.train.common.errors import OutputError
+from exgrpo.train.metrics.report.runs import load_run
 from studies.results import Result, ResultFile, curves_of
 from tests.studies.plans import result
-from tests.train.report.pages import make_run
+from tests.tools.report.pages import make_run
 
 
 def test_a_result_comes_back(tmp_path):

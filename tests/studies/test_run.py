@@ -11,7 +11,7 @@ import pytest
 
 import studies.run
 from exgrpo.train.checkpoint.resume import FINISHED
-from exgrpo.train.report.runs import load_run
+from exgrpo.train.metrics.report.runs import load_run
 from studies.left import Left, left_of
 from studies.origin import Origin
 from studies.results import ResultFile

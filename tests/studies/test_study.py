@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.common.errors import ConfigError
 from studies.origin import ROOT
 from studies.results import ResultFile
 from studies.run import RESULTS

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from exgrpo.train.process import leave
+from exgrpo.train.common.process import leave
 
 # Threads that wait for each other take the cores from what else runs; tiny models are faster with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

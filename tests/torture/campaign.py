@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from exgrpo.train.checkpoint.durable import LOCK
 from exgrpo.train.checkpoint.listing import survey
 from exgrpo.train.checkpoint.resume import FINISHED
-from exgrpo.train.errors import ExgrpoError
+from exgrpo.train.common.durable import LOCK
+from exgrpo.train.common.errors import ExgrpoError
 from tests.torture.damages import Damage, needed, newest_sound, unnamed
 from tests.torture.jobs import KINDS, LONGEST, Kind, do, start
 from tests.torture.kills import Kill, strike

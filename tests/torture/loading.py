@@ -13,15 +13,15 @@ import numpy as np
 
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.listing import MANIFEST, find
-from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
 from exgrpo.train.checkpoint.resume import FINISHED
-from exgrpo.train.experience import ReplayState
 from exgrpo.train.main import configure
+from exgrpo.train.metrics.log_files import METRICS, SAMPLES
 from exgrpo.train.metrics.run_log import SAMPLES_SIZE
-from exgrpo.train.model_folder import MODEL
+from exgrpo.train.replay import ReplayState
+from exgrpo.train.run.model_folder import MODEL
 from tests.torture.jobs import KEEP
 from tests.train.fakes import LoneWorld
-from tests.train.test_run import untimed
+from tests.train.run.test_run import untimed
 
 INDEX = ("segments", "segment", "row")
 """Where experience lies, which an interruption may change."""

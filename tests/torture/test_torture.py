@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
-from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES
+from exgrpo.train.metrics.log_files import METRICS, SAMPLES
 from exgrpo.train.metrics.run_log import SAMPLES_SIZE
 from tests.torture.campaign import Campaign, drawn
 from tests.torture.damages import WAYS, files_of, needed

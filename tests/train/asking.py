@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from exgrpo.train.records import TokenIds
+from exgrpo.train.common.records import TokenIds
 from exgrpo.train.rollout import Request, Sampling
 
 

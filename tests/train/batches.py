@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from exgrpo.train.records import Rollout
-from exgrpo.train.step_batch import OF_GROUP, OF_ROW, OF_TOKEN, TRAINER, StepBatch
+from exgrpo.train.common.records import Rollout
+from exgrpo.train.common.step_batch import OF_GROUP, OF_ROW, OF_TOKEN, TRAINER, StepBatch
 
 
 @dataclass(frozen=True)

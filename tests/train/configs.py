@@ -3,8 +3,8 @@
 from functools import cache
 from typing import Any
 
-from exgrpo.train.config import Config
-from exgrpo.train.recipe import DEFAULT_RUN, merged, read_recipe, validate
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.recipe import DEFAULT_RUN, merged, read_recipe, validate
 
 _default_run = cache(read_recipe)  # what is merged is not changed
 

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from exgrpo.train.answers import Answerer
+from exgrpo.train.common.records import EngineCounts, Rollout, Score, TokenIds
+from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.data.questions import Question, QuestionSet
-from exgrpo.train.experience.contract import Term
 from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.update import BINS, UpdateStats
-from exgrpo.train.records import EngineCounts, Rollout, Score, TokenIds
+from exgrpo.train.replay.contract import Term
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.reward.worker import hashed
 from exgrpo.train.rollout import Finished, Request
-from exgrpo.train.step_batch import StepBatch
+from exgrpo.train.rollout.answers import Answerer
 
 EOS = 1
 RIGHT = 7

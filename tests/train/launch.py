@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
-from exgrpo.train.process import GRACE
+from exgrpo.train.common.process import GRACE
 from tests.train.warm import ROOT, Rank
 
 MAIN = ROOT / "exgrpo" / "train" / "main.py"

@@ -5,14 +5,14 @@ import sys
 import time
 from pathlib import Path
 
-from exgrpo.train.config import ObjectiveConfig
-from exgrpo.train.distributed import start
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.common.distributed import start
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.config.options import ObjectiveConfig
 from exgrpo.train.policy.policy import Policy
-from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.policy.source import find_model
 from exgrpo.train.rollout import Sampling, collect
 from exgrpo.train.rollout.server.engine import ServerEngine
-from exgrpo.train.weight_check import check_engine
+from exgrpo.train.run.weight_check import check_engine
 from tests.train import tiny
 from tests.train.asking import requests_for
 

@@ -9,8 +9,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from exgrpo.train import serve
-from exgrpo.train.recipe import parse_args
+from exgrpo.tools import serve
+from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.rollout.server.guard import NAMES, TOKEN
 from tests.train.launch import ROOT
 
@@ -59,7 +59,7 @@ OF_SERVER = documents()[1]["spec"]["template"]["spec"]["containers"][0]
 
 @pytest.mark.parametrize(
     "words",
-    [[*OF_SERVER["command"][3:], *OF_SERVER["args"]], told(SLURM.read_text(), "exgrpo.train.serve")[:-1]],
+    [[*OF_SERVER["command"][3:], *OF_SERVER["args"]], told(SLURM.read_text(), "exgrpo.tools.serve")[:-1]],
     ids=["kubernetes", "slurm"],
 )
 def test_the_server_has_all_options(words, monkeypatch):

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exgrpo.train.builtin import ASSETS
-from exgrpo.train.errors import ConfigError, ModelError
+from exgrpo.train.common.builtin import ASSETS
+from exgrpo.train.common.errors import ConfigError, ModelError
+from exgrpo.train.config.policy import LoraConfig
+from exgrpo.train.config.pretrained import located
 from exgrpo.train.policy.adapters import add_adapters
-from exgrpo.train.policy.settings import LoraConfig
-from exgrpo.train.pretrained.options import located
 from tests.train.launch import MAIN, launch_by_deepspeed
-from tests.train.test_run import SMALL
+from tests.train.run.test_run import SMALL
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 

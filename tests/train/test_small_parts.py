@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoTokenizer, GenerationConfig
 
-from exgrpo.train.builtin import ASSETS
-from exgrpo.train.distributed import World
+from exgrpo.train.common.builtin import ASSETS
+from exgrpo.train.common.distributed import World
+from exgrpo.train.common.seeds import derive_seed, generator
 from exgrpo.train.metrics.display import COLUMNS, Display, fitting
 from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.pretrained.tokenizer import load_pretrained
-from exgrpo.train.samples import Sample, SampledAnswer, read_samples
-from exgrpo.train.seeds import derive_seed, generator
+from exgrpo.train.metrics.samples import Sample, SampledAnswer, read_samples
+from exgrpo.train.policy.tokenizer import load_pretrained
 from tests.train import tiny
 
 

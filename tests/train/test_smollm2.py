@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from exgrpo.train.samples import read_samples
+from exgrpo.train.metrics.samples import read_samples
 from tests.train.launch import MAIN, ROOT, launch
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"

@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 
 from tests.train.batches import rows_of
-from tests.train.fakes import (
-    ScriptedGrader,
-    engine_log_prob,
-    fake_score,
-    marked,
-)
+from tests.train.fakes import ScriptedGrader, engine_log_prob, fake_score, marked
 from tests.train.trainers import K, half, make, updated
 
 

@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
-from exgrpo.train.config import Config, ObjectiveConfig, RolloutConfig
+from exgrpo.train.common.records import Rollout, TokenIds
+from exgrpo.train.common.seeds import derive_seed
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.config.options import Config, ObjectiveConfig, RolloutConfig
 from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches
 from exgrpo.train.policy.reference import Reference
-from exgrpo.train.pretrained.source import find_model
-from exgrpo.train.pretrained.tokenizer import DTYPES
-from exgrpo.train.records import Rollout, TokenIds
+from exgrpo.train.policy.source import find_model
+from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout import RolloutEngine, Sampling, collect
 from exgrpo.train.rollout.settings import EngineSettings
-from exgrpo.train.seeds import derive_seed
-from exgrpo.train.step_batch import StepBatch
 from tests.train.asking import requests_for
 from tests.train.batches import Row, make_batch
 from tests.train.configs import configured

@@ -1,4 +1,4 @@
-"""Times how calls can be launched on the GPU at hand and writes a launch table; see `triton_chunks.tune`."""
+"""Times how calls can be launched on the GPU at hand and writes a launch table; see `tune`."""
 
 import os
 import statistics

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from exgrpo.train.checkpoint.durable import DamagedFileError, flush_file, flush_folder, sha256
 from exgrpo.train.checkpoint.listing import (
     DELETED,
     EXPERIENCE,
@@ -34,12 +33,13 @@ from exgrpo.train.checkpoint.listing import (
     inspect,
     write_manifest,
 )
-from exgrpo.train.checkpoint.log_files import DAMAGED, copy_logs, restore_logs
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, segment_names, write_checked
-from exgrpo.train.distributed import World, agree, on_main
-from exgrpo.train.errors import CheckpointError, os_errors_as
-from exgrpo.train.experience import ReplayState
+from exgrpo.train.common.distributed import World, agree, on_main
+from exgrpo.train.common.durable import DamagedFileError, flush_file, flush_folder, sha256
+from exgrpo.train.common.errors import CheckpointError, os_errors_as
+from exgrpo.train.metrics.log_files import DAMAGED, copy_logs, restore_logs
 from exgrpo.train.policy.policy import Policy
+from exgrpo.train.replay import ReplayState
 
 logger = logging.getLogger(__name__)
 

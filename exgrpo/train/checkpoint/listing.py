@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
-from exgrpo.train.checkpoint.durable import DamagedFileError, write_whole
 from exgrpo.train.checkpoint.store import SUFFIX
-from exgrpo.train.errors import CheckpointError
-from exgrpo.train.section import joined
+from exgrpo.train.common.durable import DamagedFileError, write_whole
+from exgrpo.train.common.errors import CheckpointError
+from exgrpo.train.config.section import joined
 
 FOLDER, EXPERIENCE = "checkpoints", "experience"
 UNFINISHED, DELETED = ".unfinished", ".deleted"

@@ -7,12 +7,12 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from exgrpo.train.checkpoint.durable import LOCK, claim
 from exgrpo.train.checkpoint.listing import DELETED, FOLDER, UNFINISHED, find, folders, survey
-from exgrpo.train.config import Config
-from exgrpo.train.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
-from exgrpo.train.recipe import load_recipe, validate
-from exgrpo.train.section import flat
+from exgrpo.train.common.durable import LOCK, claim
+from exgrpo.train.common.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.recipe import load_recipe, validate
+from exgrpo.train.config.section import flat
 
 logger = logging.getLogger(__name__)
 

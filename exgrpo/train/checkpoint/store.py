@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load, save
 
-from exgrpo.train.checkpoint.durable import DamagedFileError, write_whole
-from exgrpo.train.experience.stored import OF_PLACE, OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, gather, serials
-from exgrpo.train.records import Mask
+from exgrpo.train.common.durable import DamagedFileError, write_whole
+from exgrpo.train.common.records import Mask
+from exgrpo.train.replay.stored import OF_PLACE, OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, gather, serials
 
 SUFFIX = ".safetensors"
 OF_FILE: dict[str, type[np.generic]] = {

@@ -16,15 +16,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from exgrpo.train import jsonl, plain
-from exgrpo.train.builtin import PREFIX, find_module, module_names
+from exgrpo.train.common import jsonl, plain
+from exgrpo.train.common.builtin import PREFIX, find_module, module_names
+from exgrpo.train.common.errors import SHOWN, DataError, MissingDataError, cut, os_errors_as, shown
+from exgrpo.train.config.sources import checked, parameters, split_arguments
 from exgrpo.train.data import gym
 from exgrpo.train.data.rows import ANSWERS, COLUMNS, NO_COLUMNS, QUESTIONS, REMEDY, Reading, Row, parse_row
-from exgrpo.train.data.sources import checked, parameters, split_arguments
-from exgrpo.train.errors import SHOWN, DataError, MissingDataError, cut, os_errors_as, shown
 from exgrpo.train.reward.contract import Columns
 
-TASKS = "exgrpo.train.data"
+TASKS = "exgrpo.train.data.tasks"
 """A built-in task is a module here with generate(split, count, seed, **arguments) -> objects with a question and an
 answer. Its REWARD, where it has one, is the name of the reward of its questions."""
 HELD_OUT_SEED = 0

@@ -5,7 +5,7 @@ from hashlib import sha256
 from random import Random
 from typing import Literal, TypeVar
 
-from exgrpo.train.errors import DataError
+from exgrpo.train.common.errors import DataError
 
 Split = Literal["pretrain", "train", "test"]
 

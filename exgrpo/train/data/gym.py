@@ -20,9 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from exgrpo.train.data.sources import split_arguments
-from exgrpo.train.errors import DataError, shown
-from exgrpo.train.seeds import derive_seed
+from exgrpo.train.common.errors import DataError, shown
+from exgrpo.train.common.seeds import derive_seed
+from exgrpo.train.config.sources import split_arguments
 
 PREFIX = "reasoning_gym:"
 """Begins the name of a source."""

@@ -7,9 +7,9 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from exgrpo.train.common.errors import DataError, nearest, shown
+from exgrpo.train.config.sources import checked
 from exgrpo.train.data.gym import PREFIX, in_split
-from exgrpo.train.data.sources import checked
-from exgrpo.train.errors import DataError, nearest, shown
 
 _OWN = ("seed", "size")
 _DRAWS = 50

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+from exgrpo.train.common.errors import SHOWN, DataError, cut, shown
+from exgrpo.train.config.sources import settings_of
 from exgrpo.train.data.rows import Message, Row
-from exgrpo.train.data.sources import settings_of
-from exgrpo.train.errors import SHOWN, DataError, cut, shown
 
 
 @dataclass(frozen=True)

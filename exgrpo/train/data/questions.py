@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from exgrpo.train.common.errors import DataError, shown
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.rows import Row
-from exgrpo.train.errors import DataError, shown
 from exgrpo.train.reward.contract import ALL_COLUMNS, Columns
 
 _BATCH = 1024

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from exgrpo.train.errors import SHOWN, DataError, cut, shown
+from exgrpo.train.common.errors import SHOWN, DataError, cut, shown
 from exgrpo.train.reward.contract import Columns
 from exgrpo.train.reward.grading import boxed_answer
 

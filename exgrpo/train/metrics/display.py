@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from exgrpo.train.errors import printable
+from exgrpo.train.common.errors import printable
 
 COLUMNS = {
     "reward": ("reward", ".3f"),

@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES, Kind
-from exgrpo.train.errors import ConfigError, OutputError, os_errors_as, shown
+from exgrpo.train.common.errors import ConfigError, OutputError, os_errors_as, shown
+from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Kind
+from exgrpo.train.metrics.samples import Sample, to_line
 from exgrpo.train.metrics.trackers import Tracker, tracked
-from exgrpo.train.samples import Sample, to_line
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from exgrpo.train.records import Counts, Failure
-from exgrpo.train.step_batch import StepBatch
+from exgrpo.train.common.records import Counts, Failure
+from exgrpo.train.common.step_batch import StepBatch
 
 FIRST_SAID = 4
 FAILING_STEPS = 3

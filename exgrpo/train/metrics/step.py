@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from exgrpo.train.experience import Replay
+from exgrpo.train.common.step_batch import Ints, StepBatch
+from exgrpo.train.common.success import EPSILON
 from exgrpo.train.policy.batch import MiniBatch
+from exgrpo.train.policy.scores import Scored
 from exgrpo.train.policy.update import BINS, UpdateStats, log_ratio_quantiles, mismatch_metrics
-from exgrpo.train.reward.success import EPSILON
-from exgrpo.train.scores import Scored
-from exgrpo.train.step_batch import Ints, StepBatch
-from exgrpo.train.work import Work
+from exgrpo.train.policy.work import Work
+from exgrpo.train.replay import Replay
 
 UPDATE_MEANS = (
     "loss",

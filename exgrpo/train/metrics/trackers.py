@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from exgrpo.train.checkpoint.log_files import METRICS, read_records
-from exgrpo.train.config import Config
-from exgrpo.train.errors import ConfigError, shown
+from exgrpo.train.common.errors import ConfigError, shown
+from exgrpo.train.config.options import Config
+from exgrpo.train.metrics.log_files import METRICS, read_records
 
 # The extra of this package that brings a tracker.
 EXTRAS = {"tensorboard": "train", "wandb": "wandb", "trackio": "trackio"}

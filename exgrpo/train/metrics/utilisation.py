@@ -12,9 +12,9 @@ from typing import Self
 
 import torch
 
-from exgrpo.train.distributed import World
-from exgrpo.train.pretrained.flops import ForwardFlops
-from exgrpo.train.work import Work
+from exgrpo.train.common.distributed import World
+from exgrpo.train.policy.flops import ForwardFlops
+from exgrpo.train.policy.work import Work
 
 FORWARD = ("select", "generate", "score")
 """Phases that cost a forward pass."""

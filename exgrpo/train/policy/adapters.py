@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exgrpo.train.errors import ConfigError, ModelError, shown
-from exgrpo.train.policy.settings import ADAPTER_FILE, LoraConfig, adapter_config
-from exgrpo.train.pretrained.source import ModelSource
-from exgrpo.train.seeds import derive_seed
+from exgrpo.train.common.errors import ConfigError, ModelError, shown
+from exgrpo.train.common.seeds import derive_seed
+from exgrpo.train.config.policy import ADAPTER_FILE, LoraConfig, adapter_config
+from exgrpo.train.policy.source import ModelSource
 
 NAME = "default"
 """Of the adapter, as peft calls one that was given no name."""

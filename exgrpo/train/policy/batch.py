@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from exgrpo.kernels import group_advantage
-from exgrpo.train.experience.contract import PRESENT
-from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.common.step_batch import ENGINE, Floats, Ints, StepBatch
+from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy.segments import Segments
-from exgrpo.train.step_batch import ENGINE, Floats, Ints, StepBatch
+from exgrpo.train.replay.contract import PRESENT
 
 IGNORED = -100
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from exgrpo.train.config import Config
-from exgrpo.train.policy.settings import OptimizerConfig
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.policy import OptimizerConfig
 
 
 def kept_whole(config: Config, ranks: int) -> bool:

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from exgrpo.train.common.records import TokenIds
+from exgrpo.train.common.step_batch import Ints, StepBatch
 from exgrpo.train.policy.batch import IGNORED, MicroBatch, TokenBatch
 from exgrpo.train.policy.segments import Block, segments
-from exgrpo.train.records import TokenIds
-from exgrpo.train.step_batch import Ints, StepBatch
 
 LONG = 2048
 """Response tokens from which on a prompt is not shared: beside such an answer it costs little, and a whole row needs

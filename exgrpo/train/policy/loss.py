@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels import LogProb, PolicyLoss, policy_loss
-from exgrpo.train.experience.contract import Term
-from exgrpo.train.objective.ratios import RatioTokens, Surrogate, SurrogateOptions, divergence
-from exgrpo.train.objective.settings import ObjectiveConfig
-from exgrpo.train.objective.surrogate import clipped
+from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy.batch import MicroBatch, MiniBatch
+from exgrpo.train.policy.ratios import RatioTokens, Surrogate, SurrogateOptions, divergence
+from exgrpo.train.policy.surrogate import clipped
+from exgrpo.train.replay.contract import Term
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from exgrpo.heads.inputs import HeadInputs
 from exgrpo.heads.inside import compute, open_head
 from exgrpo.heads.logit_map import measure
 from exgrpo.kernels import LogProb, PolicyLoss, linear_log_prob, linear_policy_loss
-from exgrpo.train.config import Config
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.config.options import Config
 from exgrpo.train.policy.attention import PACKING
 from exgrpo.train.policy.batch import MicroBatch, TokenBatch
 from exgrpo.train.policy.loss import LossTerms, loss_of_log_probs
-from exgrpo.train.pretrained.source import ModelSource
-from exgrpo.train.pretrained.tokenizer import DTYPES
+from exgrpo.train.policy.source import ModelSource
+from exgrpo.train.policy.tokenizer import DTYPES
 
 
 class PolicyModel(nn.Module):

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from exgrpo.kernels import LogProb, PolicyLoss
-from exgrpo.train.config import Config
-from exgrpo.train.distributed import World, agree
-from exgrpo.train.errors import CheckpointError, ConfigError, os_errors_as
-from exgrpo.train.experience.contract import Term
-from exgrpo.train.objective.settings import SURROGATES
+from exgrpo.train.common.distributed import World, agree
+from exgrpo.train.common.errors import CheckpointError, ConfigError, os_errors_as
+from exgrpo.train.common.records import Rollout, Score
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.config.objective import SURROGATES
+from exgrpo.train.config.options import Config
 from exgrpo.train.policy.adapters import (
     BASE_WEIGHT,
     adapted_layers,
@@ -33,6 +34,7 @@ from exgrpo.train.policy.engine import WholeEngine, deepspeed_settings, kept_who
 from exgrpo.train.policy.layout import Layout, Packed, Padded, Plan
 from exgrpo.train.policy.loss import LossSettings
 from exgrpo.train.policy.model import PolicyModel, dense, load_model
+from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.states import (
     ShardedStates,
     States,
@@ -43,9 +45,7 @@ from exgrpo.train.policy.states import (
     trained,
 )
 from exgrpo.train.policy.update import Tally, UpdateStats
-from exgrpo.train.pretrained.source import ModelSource
-from exgrpo.train.records import Rollout, Score
-from exgrpo.train.step_batch import StepBatch
+from exgrpo.train.replay.contract import Term
 
 PACKED_GAP = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """Mean difference of log-probs, in nats, below which packed and padded sequences are taken to give the same."""

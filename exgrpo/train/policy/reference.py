@@ -9,15 +9,15 @@ from contextlib import contextmanager
 
 import deepspeed
 
-from exgrpo.train.config import Config
+from exgrpo.train.common.records import Score
+from exgrpo.train.common.step_batch import Ints, StepBatch
+from exgrpo.train.config.options import Config
 from exgrpo.train.policy.adapters import without_adapters
 from exgrpo.train.policy.engine import deepspeed_settings, kept_whole
 from exgrpo.train.policy.model import PolicyModel, load_model
 from exgrpo.train.policy.policy import Policy
+from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.states import WEIGHT, States
-from exgrpo.train.pretrained.source import ModelSource
-from exgrpo.train.records import Score
-from exgrpo.train.step_batch import Ints, StepBatch
 
 
 class KeptWeights:

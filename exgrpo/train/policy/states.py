@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from exgrpo.train.errors import CheckpointError
+from exgrpo.train.common.errors import CheckpointError
 
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 TRAINING = "training.json"

@@ -16,12 +16,12 @@ import torch
 
 from exgrpo.kernels import PolicyLoss
 from exgrpo.kernels.inputs import PRESENT
-from exgrpo.train.distributed import World
-from exgrpo.train.objective.ratios import divergence
+from exgrpo.train.common.distributed import World
+from exgrpo.train.common.records import Score
+from exgrpo.train.common.step_batch import Floats
 from exgrpo.train.policy.batch import MicroBatch
 from exgrpo.train.policy.loss import LossTerms
-from exgrpo.train.records import Score
-from exgrpo.train.step_batch import Floats
+from exgrpo.train.policy.ratios import divergence
 
 RESOLUTION = 0.02
 NEAR_ZERO = 1e-3

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, TypeVar
 
-from exgrpo.train.errors import SHOWN, DataError, ExgrpoError, RewardError, shown
-from exgrpo.train.limits import LARGEST_REWARD, MOST_PARTS
+from exgrpo.train.common.errors import SHOWN, DataError, ExgrpoError, RewardError, shown
+from exgrpo.train.common.limits import LARGEST_REWARD, MOST_PARTS
 
 GRACE_SECONDS = 5.0
 """A call of asynchronous answers that lasts so much longer than its time limit hangs."""

@@ -4,8 +4,8 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from exgrpo.train.config import RewardConfig
-from exgrpo.train.distributed import World, on_main
+from exgrpo.train.common.distributed import World, on_main
+from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.reward.names import Kind, beside
 from exgrpo.train.reward.pool import Grader
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, cast
 
-from exgrpo.train.builtin import find_module, module_names
-from exgrpo.train.errors import MissingRewardError, RewardError, shown
-from exgrpo.train.functions import load_function, load_place
+from exgrpo.train.common.builtin import find_module, module_names
+from exgrpo.train.common.errors import MissingRewardError, RewardError, shown
+from exgrpo.train.common.functions import load_function, load_place
 from exgrpo.train.reward.contract import contract_of
 
 Reward = Callable[..., Any]

@@ -17,8 +17,8 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool import process as of_pebble
 
-from exgrpo.train.errors import DataError, GraderError, RewardError, shown
-from exgrpo.train.records import Failure, by_kind
+from exgrpo.train.common.errors import DataError, GraderError, RewardError, shown
+from exgrpo.train.common.records import Failure, by_kind
 from exgrpo.train.reward.contract import Columns, Contract, Outcome
 from exgrpo.train.reward.names import absolute, decisive_part_of
 from exgrpo.train.reward.worker import GIB, TOO_MUCH_KEPT, Bounds, Started, Task, grade, start_report, start_worker

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from exgrpo.train.errors import GraderError, cause
+from exgrpo.train.common.errors import GraderError, cause
 from exgrpo.train.reward.contract import Contract, Outcome, contract_of, with_type, worth
 from exgrpo.train.reward.names import Key, Reward, is_own, resolve_key, resolve_reward
 

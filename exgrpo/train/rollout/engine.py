@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from exgrpo.train.records import EngineCounts, Rollout, TokenIds
+from exgrpo.train.common.records import EngineCounts, Rollout, TokenIds
 from exgrpo.train.rollout.stops import NO_STOPS, Stops
 
 

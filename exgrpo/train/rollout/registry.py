@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from exgrpo.train.distributed import World
-from exgrpo.train.errors import ConfigError
-from exgrpo.train.pretrained.check import check_positions
+from exgrpo.train.common.distributed import World
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.policy.check import check_positions
 from exgrpo.train.rollout.engine import RolloutEngine
 from exgrpo.train.rollout.server.engine import ServerEngine
 from exgrpo.train.rollout.settings import EngineSettings

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from exgrpo.train.config import Config, RolloutConfig
-from exgrpo.train.pretrained.source import ModelSource
-from exgrpo.train.pretrained.tokenizer import DTYPES, Pretrained
+from exgrpo.train.config.options import Config, RolloutConfig
+from exgrpo.train.policy.source import ModelSource
+from exgrpo.train.policy.tokenizer import DTYPES, Pretrained
 
 
 @dataclass(frozen=True)

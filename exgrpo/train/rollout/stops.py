@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from exgrpo.train.records import Mask, Rollout, TokenIds
+from exgrpo.train.common.records import Mask, Rollout, TokenIds
 
 Decode = Callable[[Any], str]
 """Turns token ids into text, special tokens kept. More tokens make a text longer, and change no more of it than a last

@@ -9,7 +9,7 @@ import pytest
 
 from exgrpo.train.checkpoint import checkpoint
 from exgrpo.train.checkpoint.listing import FOLDER, find, survey
-from exgrpo.train.errors import CheckpointError
+from exgrpo.train.common.errors import CheckpointError
 from tests.train.checkpoint.parts import SavingPolicy, checkpoints, load, make_trainer, saved_run, story
 
 

@@ -7,7 +7,7 @@ import pytest
 from exgrpo.train.checkpoint import checkpoint
 from exgrpo.train.checkpoint.listing import FORMAT, find, folders
 from exgrpo.train.checkpoint.resume import locate
-from exgrpo.train.errors import CheckpointError, ConfigError
+from exgrpo.train.common.errors import CheckpointError, ConfigError
 from tests.train.checkpoint.parts import LOGS, checkpoints, flip, load, make_trainer, saved_run, story
 from tests.train.checkpoint.test_listing import signed
 from tests.train.configs import configured

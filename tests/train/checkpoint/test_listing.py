@@ -8,7 +8,6 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from exgrpo.train.checkpoint.durable import DamagedFileError
 from exgrpo.train.checkpoint.listing import (
     FORMAT,
     MANIFEST,
@@ -18,6 +17,7 @@ from exgrpo.train.checkpoint.listing import (
     read_manifest,
     write_manifest,
 )
+from exgrpo.train.common.durable import DamagedFileError
 
 WHOLE = Manifest(
     step=20,

@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from exgrpo.train.checkpoint.log_files import METRICS, SAMPLES, copy_logs, read_records, restore_logs
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.metrics.log_files import METRICS, SAMPLES, copy_logs, read_records, restore_logs
 from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.samples import Sample
+from exgrpo.train.metrics.samples import Sample
 
 KINDS = ("training", "evaluation", "training")
 LINES = [json.dumps({"step": n, "kind": kind, "reward": 0.5 * n}).encode() for n, kind in enumerate(KINDS, start=1)]

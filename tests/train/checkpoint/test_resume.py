@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from exgrpo.train.checkpoint.durable import LOCK, claim
 from exgrpo.train.checkpoint.listing import find
 from exgrpo.train.checkpoint.resume import FINISHED, begun_anew, continued, locate, saved_config
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.common.durable import LOCK, claim
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.config.recipe import DEFAULT_RUN, parse_args, to_yaml
 from exgrpo.train.main import configure
-from exgrpo.train.recipe import DEFAULT_RUN, parse_args, to_yaml
 from tests.train.checkpoint.parts import saved_run
 from tests.train.configs import configured
 

@@ -11,7 +11,7 @@ from exgrpo.train.checkpoint.listing import find
 from exgrpo.train.checkpoint.resume import FINISHED
 from tests.train.checkpoint.parts import flip
 from tests.train.launch import MAIN, Ranks, launch
-from tests.train.test_run import untimed
+from tests.train.run.test_run import untimed
 
 SMALL = (
     *("--steps=8", "--questions=8", "--rollout.samples=4", "--rollout.engine=transformers"),

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from exgrpo.train.checkpoint import store as module
 from exgrpo.train.checkpoint.store import ExperienceStore, segment_names
-from exgrpo.train.experience.stored import OF_TRAJECTORY, Stored, pack
-from exgrpo.train.records import Trajectory
+from exgrpo.train.common.records import Trajectory
+from exgrpo.train.replay.stored import OF_TRAJECTORY, Stored, pack
 
 
 def trajectory(question: int, seed: int) -> Trajectory:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from exgrpo.train.data.arithmetic import (
+from exgrpo.train.data.tasks.arithmetic import (
     LEVELS,
     MAX_RESPONSE_TOKENS,
     MODEL_FOLDER,

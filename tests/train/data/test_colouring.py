@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.train.data.colouring import (
+from exgrpo.train.common.errors import DataError
+from exgrpo.train.data.tasks.colouring import (
     COLOURS,
     format_solution,
     generate,
@@ -15,7 +16,6 @@ from exgrpo.train.data.colouring import (
     reward_key,
     worked_solution,
 )
-from exgrpo.train.errors import DataError
 
 NODES = "abcde"
 PAIRS = [a + b for a, b in combinations(NODES, 2)]

@@ -7,16 +7,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from exgrpo.tools.evaluate import program as evaluate
+from exgrpo.tools.evaluate.evaluation import load
+from exgrpo.tools.evaluate.options import parse_options
+from exgrpo.train.common.errors import ConfigError, DataError
+from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import contradictions, load_questions, question_set
-from exgrpo.train.early import look
-from exgrpo.train.errors import ConfigError, DataError
-from exgrpo.train.evaluate import program as evaluate
-from exgrpo.train.evaluate.evaluation import load
-from exgrpo.train.evaluate.options import parse_options
-from exgrpo.train.recipe import parse_args
 from exgrpo.train.reward.contract import ALL_COLUMNS, Columns
+from exgrpo.train.run.startup_checks import look
 from tests.train.configs import configured
 from tests.train.data.test_questions import PAPER_ROW, TOKENIZER
 

@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from exgrpo.train.common.errors import DataError
 from exgrpo.train.data.rows import Reading, parse_row
-from exgrpo.train.errors import DataError
 from exgrpo.train.reward.contract import ALL_COLUMNS
 from tests.train.data.test_questions import BASE_TOKENIZER, TOKENIZER, decoded, load
 

@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from exgrpo.train.data.countdown import (
+from exgrpo.train.common.errors import DataError
+from exgrpo.train.data.tasks.countdown import (
     LARGEST,
     format_solution,
     generate,
@@ -15,7 +16,6 @@ from exgrpo.train.data.countdown import (
     reward_form,
     reward_key,
 )
-from exgrpo.train.errors import DataError
 from tests.train.data.test_expressions import all_expressions, value_of
 
 BOXED = (

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from exgrpo.train.common.errors import DataError
 from exgrpo.train.data import gym
 from exgrpo.train.data.files import from_hub, read_rows
-from exgrpo.train.errors import DataError
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.reward.worker import hashed
 from tests.train.launch import ROOT

@@ -202,7 +202,7 @@ def test_builtin_problems(monkeypatch):
     def generate(split, count, seed):
         return [types.SimpleNamespace(question=f"{split} {seed} {i}", answer=str(i)) for i in range(count)]
 
-    monkeypatch.setattr("exgrpo.train.data.arithmetic.generate", generate)
+    monkeypatch.setattr("exgrpo.train.data.tasks.arithmetic.generate", generate)
     loaded = load("builtin:arithmetic", TOKENIZER, split="test", limit=3, seed=5, max_prompt_tokens=100)
     assert [(q.text, q.gold, q.source) for q in loaded] == [(f"test 5 {i}", str(i), "arithmetic") for i in range(3)]
     with pytest.raises(ValueError, match="needs a limit"):

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exgrpo.tools.evaluate.options import defaults as of_evaluation
 from exgrpo.train import data
+from exgrpo.train.common.errors import ConfigError, DataError, ExgrpoError
+from exgrpo.train.config.recipe import load_recipe, parse_args, to_yaml
+from exgrpo.train.config.sources import settings_of, split_arguments
 from exgrpo.train.data.files import from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined, load_questions, question_set
-from exgrpo.train.data.sources import settings_of, split_arguments
-from exgrpo.train.early import look
-from exgrpo.train.errors import ConfigError, DataError, ExgrpoError
-from exgrpo.train.evaluate.options import defaults as of_evaluation
-from exgrpo.train.recipe import load_recipe, parse_args, to_yaml
+from exgrpo.train.run.startup_checks import look
 from tests.train.configs import configured
 from tests.train.data.test_questions import TOKENIZER
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from exgrpo.train.builtin import ASSETS, find_module, model_names, module_names
+from exgrpo.train.common.builtin import ASSETS, find_module, model_names, module_names
+from exgrpo.train.common.errors import DataError
+from exgrpo.train.config.recipe import load_recipe
 from exgrpo.train.data import generation
 from exgrpo.train.data.files import TASKS
-from exgrpo.train.errors import DataError
-from exgrpo.train.recipe import load_recipe
 from exgrpo.train.reward.names import resolve_reward
 
 NAMES = module_names(TASKS, "generate")

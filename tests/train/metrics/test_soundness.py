@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from exgrpo.train.common.records import Counts, EngineCounts, Failure
 from exgrpo.train.metrics.soundness import Soundness
-from exgrpo.train.records import Counts, EngineCounts, Failure
 from tests.train.fakes import ScriptedGrader
 from tests.train.launch import MAIN, launch
-from tests.train.test_run import SMALL, records
+from tests.train.run.test_run import SMALL, records
 from tests.train.trainers import half, make
 
 
@@ -68,7 +68,7 @@ def test_a_training_step_says_which_of_its_optimiser_steps_were_applied():
 def test_a_run_whose_gradients_are_not_finite_says_so_and_stops(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import dataclasses\n"
-        "from exgrpo.train.objective.surrogate import clipped\n"
+        "from exgrpo.train.policy.surrogate import clipped\n"
         "def surrogate(tokens, options):\n"
         "    fresh = clipped(tokens, options)\n"
         "    return dataclasses.replace(fresh, value=fresh.value * float('nan'))\n"

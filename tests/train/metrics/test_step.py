@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from exgrpo.kernels import PolicyLoss
-from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy.layout import Padded, schedule
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.update import (
@@ -20,7 +21,6 @@ from exgrpo.train.policy.update import (
     count_log_ratios,
     log_ratio_quantiles,
 )
-from exgrpo.train.step_batch import StepBatch
 from tests.train.batches import Row, make_batch
 from tests.train.trainers import half, make
 

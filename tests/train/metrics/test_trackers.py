@@ -15,12 +15,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from exgrpo.train import main as program
-from exgrpo.train import process
-from exgrpo.train.config import Config
-from exgrpo.train.errors import ConfigError
+from exgrpo.train.common import process
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.recipe import load_recipe, parse_args, to_yaml
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.trackers import check_trackers, open_trackers
-from exgrpo.train.recipe import load_recipe, parse_args, to_yaml
 from tests.train.configs import configured
 
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from exgrpo.kernels import PolicyLoss
-from exgrpo.train.config import ExperienceConfig
-from exgrpo.train.experience import PlannedGroup, Replay
+from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.config.options import ExperienceConfig
 from exgrpo.train.metrics.display import COLUMNS
 from exgrpo.train.metrics.step import _entropy_gap
 from exgrpo.train.metrics.utilisation import FORWARD, Utilisation
-from exgrpo.train.objective.settings import ObjectiveConfig
 from exgrpo.train.policy.layout import Padded
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.update import Tally
+from exgrpo.train.replay import PlannedGroup, Replay
+from tests.tools.estimate.shapes import SMALL
 from tests.train.batches import Row, make_batch, rows_of
-from tests.train.estimate.shapes import SMALL
 from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT
 from tests.train.trainers import K, half, make

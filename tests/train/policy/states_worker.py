@@ -7,11 +7,11 @@ states in TO/CASE.
 import sys
 from pathlib import Path
 
-from exgrpo.train.distributed import start
-from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.common.distributed import start
+from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy import states
 from exgrpo.train.policy.policy import Policy
-from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.policy.source import find_model
 from tests.train import tiny
 
 OBJECTIVE = ObjectiveConfig(entropy_coef=0.01)

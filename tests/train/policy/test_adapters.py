@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from exgrpo.train.distributed import ALONE
-from exgrpo.train.errors import ConfigError, ModelError
-from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.common.distributed import ALONE
+from exgrpo.train.common.errors import ConfigError, ModelError
+from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.config.policy import LoraConfig, with_saved
+from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.policy.adapters import adapted_model, check_adapters
 from exgrpo.train.policy.model import same_in_inference
 from exgrpo.train.policy.policy import Policy, WholeWeights
 from exgrpo.train.policy.reference import make_reference
-from exgrpo.train.policy.settings import LoraConfig, with_saved
-from exgrpo.train.pretrained.source import find_model
-from exgrpo.train.recipe import parse_args
+from exgrpo.train.policy.source import find_model
 from exgrpo.train.rollout import TransformersEngine
 from tests.train import tiny
 from tests.train.policy.test_policy import plain_loss, save_adapters, with_peft

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from exgrpo.train.config import ObjectiveConfig
-from exgrpo.train.experience.contract import PRESENT
+from exgrpo.train.common.records import Rollout
+from exgrpo.train.common.step_batch import ENGINE, StepBatch
+from exgrpo.train.config.options import ObjectiveConfig
 from exgrpo.train.policy.batch import IGNORED, MiniBatch, advantages, build_minibatches, truncated_weight, weigh_fresh
 from exgrpo.train.policy.layout import Packed, Padded, schedule
 from exgrpo.train.policy.update import mismatch_metrics
-from exgrpo.train.records import Rollout
-from exgrpo.train.step_batch import ENGINE, StepBatch
+from exgrpo.train.replay.contract import PRESENT
 from tests.train.batches import Row, make_batch
 
 CPU = torch.device("cpu")

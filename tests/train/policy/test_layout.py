@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.common.records import Rollout
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy import layout
 from exgrpo.train.policy.attention import PACKED, PACKED_FLASH
 from exgrpo.train.policy.layout import Packed, Padded
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.model import PolicyModel
-from exgrpo.train.records import Rollout
-from exgrpo.train.step_batch import StepBatch
 from tests.integrations import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

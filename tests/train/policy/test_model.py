@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy.batch import MicroBatch
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.model import PolicyModel

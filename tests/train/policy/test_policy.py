@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exgrpo.train.config import ObjectiveConfig
-from exgrpo.train.policy.settings import LoraConfig, with_saved
-from exgrpo.train.seeds import derive_seed
+from exgrpo.train.common.seeds import derive_seed
+from exgrpo.train.config.options import ObjectiveConfig
+from exgrpo.train.config.policy import LoraConfig, with_saved
 from tests.train import tiny
 from tests.train.batches import rows_of
 from tests.train.launch import ROOT, launch

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from exgrpo.train.errors import CheckpointError
+from exgrpo.train.common.errors import CheckpointError
 from exgrpo.train.policy.engine import WholeEngine
 from exgrpo.train.policy.states import WholeStates, load_states, save_states, save_training
 from tests.train import tiny

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from exgrpo.train.config import ObjectiveConfig
-from exgrpo.train.distributed import start
+from exgrpo.train.common.distributed import start
+from exgrpo.train.config.options import ObjectiveConfig
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import make_reference
-from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.policy.source import find_model
 from tests.train import tiny
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from exgrpo.train.errors import GraderError, RewardError
+from exgrpo.train.common.errors import GraderError, RewardError
 from exgrpo.train.reward.names import is_own
 from exgrpo.train.reward.pool import Grader
 
@@ -73,7 +73,9 @@ def can_leave():
 def test_whose_a_reward_is(mine):
     assert is_own(f"{mine}:takes")
     assert is_own("exgrpo_rewards:mine")
-    assert not any(map(is_own, ("math", "exgrpo.train.reward.grading:math_form", "exgrpo.train.data.countdown:reward")))
+    assert not any(
+        map(is_own, ("math", "exgrpo.train.reward.grading:math_form", "exgrpo.train.data.tasks.countdown:reward"))
+    )
 
 
 def test_memory_is_bounded_in_a_call_and_what_is_kept_of_calls_does_not_pile_up(mine):
@@ -167,7 +169,7 @@ def test_own_rewards_reach_the_network_unless_they_are_not_to(mine, listening, c
 
 
 def test_rewards_of_the_package_have_no_network_where_the_system_allows(can_leave):
-    with Grader("math", "exgrpo.train.data.countdown:reward", workers=2, time_limit=60) as grader:
+    with Grader("math", "exgrpo.train.data.tasks.countdown:reward", workers=2, time_limit=60) as grader:
         workers, own = grader._pool._pool_manager.worker_manager.workers, os.readlink("/proc/self/ns/net")
         deadline = time.monotonic() + 60  # each process leaves it when it begins, one after the other
         while own in (networks := {os.readlink(f"/proc/{pid}/ns/net") for pid in workers}) and can_leave:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from exgrpo.train.errors import DataError, RewardError
+from exgrpo.train.common.errors import DataError, RewardError
 from exgrpo.train.reward.contract import Columns, Contract, contract_of
 from exgrpo.train.reward.pool import Grader
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.train.config import RewardConfig
-from exgrpo.train.errors import RewardError
+from exgrpo.train.common.errors import RewardError
+from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.names import beside, resolve_key, reward_of
 from exgrpo.train.reward.pool import Grader

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from exgrpo.train.errors import RewardError
+from exgrpo.train.common.errors import RewardError
 from exgrpo.train.reward import grading
 from exgrpo.train.reward.names import beside, resolve_reward
 from exgrpo.train.reward.pool import Grader

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.train.errors import ConfigError
-from exgrpo.train.evaluate.options import Options, parse_options
-from exgrpo.train.reward.success import RewardWatch, is_success
+from exgrpo.tools.evaluate.options import Options, parse_options
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.success import RewardWatch, is_success
 from tests.train.configs import configured
 
 numbers = st.integers(-1000, 1000).map(lambda hundredths: hundredths / 100)

@@ -8,13 +8,13 @@ from typing import get_args
 import pytest
 import torch
 
-from exgrpo.train.config import RolloutConfig
-from exgrpo.train.errors import ConfigError
-from exgrpo.train.evaluate.evaluation import engine_settings
-from exgrpo.train.evaluate.options import Options
-from exgrpo.train.pretrained.source import find_model
-from exgrpo.train.pretrained.tokenizer import load_pretrained
-from exgrpo.train.recipe import load_recipe
+from exgrpo.tools.evaluate.evaluation import engine_settings
+from exgrpo.tools.evaluate.options import Options
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.config.options import RolloutConfig
+from exgrpo.train.config.recipe import load_recipe
+from exgrpo.train.policy.source import find_model
+from exgrpo.train.policy.tokenizer import load_pretrained
 from exgrpo.train.rollout.registry import ENGINES, choose_engine
 from exgrpo.train.rollout.settings import training_settings
 from exgrpo.train.rollout.vllm import availability
@@ -23,7 +23,7 @@ from tests.train import tiny
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
 from tests.train.launch import MAIN, environment, launch
-from tests.train.test_run import SMALL
+from tests.train.run.test_run import SMALL
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -160,5 +160,5 @@ def test_every_engine_that_can_be_named_can_be_made():
 
 
 def test_nothing_imports_vllm_before_it_is_chosen():
-    program = "import sys, exgrpo.train.run, exgrpo.train.evaluate.program; sys.exit('vllm' in sys.modules)"
+    program = "import sys, exgrpo.train.run.loop, exgrpo.tools.evaluate.program; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], env=environment(), check=False).returncode == 0

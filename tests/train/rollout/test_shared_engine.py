@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from exgrpo.train.distributed import ALONE
-from exgrpo.train.objective.settings import ObjectiveConfig
+from exgrpo.train.common.distributed import ALONE
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy.attention import ONE_TOKEN, PACKED
 from exgrpo.train.policy.policy import Policy
-from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.policy.source import find_model
 from exgrpo.train.rollout import Sampling, TransformersEngine
 from exgrpo.train.rollout.transformers.shared import SharedEngine, shares_policy
-from exgrpo.train.step_batch import StepBatch
 from tests.train import tiny
 from tests.train.configs import configured
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.answers import Answerer
-from exgrpo.train.errors import ConfigError
-from exgrpo.train.records import Rollout
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.records import Rollout
 from exgrpo.train.rollout import NO_STOPS, Sampling, Stops, TransformersEngine, text_of
+from exgrpo.train.rollout.answers import Answerer
 from exgrpo.train.trainer import Trainer
 from tests.train import pieces, tiny
 from tests.train.configs import configured

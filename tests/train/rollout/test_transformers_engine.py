@@ -12,7 +12,7 @@ from tests.train import tiny
 from tests.train.asking import requests_for
 from tests.train.fakes import LoneWorld
 from tests.train.rollout.ends import check_ends
-from tests.train.test_weight_check import FullLogitPolicy
+from tests.train.run.test_weight_check import FullLogitPolicy
 
 EOS = (2, 5)
 PROMPTS = [tiny.prompt(question) for question in range(6)]

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from exgrpo.train.errors import SHOWN, ConfigError, cut, shown
-from exgrpo.train.limits import MOST_PROCESSES
-from exgrpo.train.pretrained.options import to_arguments
-from exgrpo.train.pretrained.tokenizer import DTYPES
-from exgrpo.train.recipe import explain
+from exgrpo.train.common.errors import SHOWN, ConfigError, cut, shown
+from exgrpo.train.common.limits import MOST_PROCESSES
+from exgrpo.train.config.pretrained import to_arguments
+from exgrpo.train.config.recipe import explain
+from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server.client import ServerClient, host_and_port
 from exgrpo.train.rollout.server.guard import LOOPBACK
@@ -81,7 +81,7 @@ def start_command(settings: EngineSettings, url: str) -> str:
     options = f"--dtype {dtype} --max-tokens {settings.length} --port {port}{listen}"
     if settings.source.overrides:
         options += f" --overrides {shlex.join(to_arguments(settings.source.overrides))}"
-    return f"`python -m exgrpo.train.serve {settings.source.path} {options}`"
+    return f"`python -m exgrpo.tools.serve {settings.source.path} {options}`"
 
 
 def check_server(client: ServerClient, settings: EngineSettings, device: torch.device) -> ServerFacts:

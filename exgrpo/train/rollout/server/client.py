@@ -14,9 +14,9 @@ from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 from urllib3.util import Retry
 
-from exgrpo.train import plain
-from exgrpo.train.errors import cut, shown
-from exgrpo.train.records import TokenIds
+from exgrpo.train.common import plain
+from exgrpo.train.common.errors import cut, shown
+from exgrpo.train.common.records import TokenIds
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server.reply import LARGEST_ID, Reply, ServerError, SilentServerError, part, read_reply
 

@@ -7,9 +7,9 @@ from contextlib import closing
 
 import torch
 
-from exgrpo.train.distributed import World, agree, on_main
-from exgrpo.train.errors import ConfigError
-from exgrpo.train.records import EngineCounts
+from exgrpo.train.common.distributed import World, agree, on_main
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.records import EngineCounts
 from exgrpo.train.rollout.engine import Finished, Request
 from exgrpo.train.rollout.server.check import FRESH
 from exgrpo.train.rollout.server.client import ServerClient, host_and_port

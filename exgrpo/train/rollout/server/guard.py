@@ -20,7 +20,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from exgrpo.train.errors import ConfigError, os_errors_as
+from exgrpo.train.common.errors import ConfigError, os_errors_as
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-from exgrpo.train.errors import RolloutError
-from exgrpo.train.records import TokenIds
+from exgrpo.train.common.errors import RolloutError
+from exgrpo.train.common.records import TokenIds
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient
 from exgrpo.train.rollout.server.reply import Reply, ServerError, SilentServerError

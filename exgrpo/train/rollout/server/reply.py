@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.errors import printable, shown
-from exgrpo.train.records import Rollout
+from exgrpo.train.common.errors import printable, shown
+from exgrpo.train.common.records import Rollout
 from exgrpo.train.rollout.engine import Sampling
 
 LARGEST_ID = 2**31 - 1

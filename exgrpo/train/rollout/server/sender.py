@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from exgrpo.train.errors import ConfigError, shown
+from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.rollout.server.channel import WeightChannel
 from exgrpo.train.rollout.server.check import INCOMPLETE, ServerFacts, check_server, end_update
 from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient

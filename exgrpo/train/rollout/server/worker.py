@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from exgrpo.extras import needs
-from exgrpo.train.process import SERVER, end_with_ancestor
+from exgrpo.train.common.process import SERVER, end_with_ancestor
 from exgrpo.train.rollout.server.channel import join_gloo
 from exgrpo.train.rollout.server.check import model_facts
 from exgrpo.train.rollout.vllm.engine import repack_tied_head

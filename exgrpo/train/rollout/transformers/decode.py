@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from exgrpo.train.records import Rollout, TokenIds
+from exgrpo.train.common.records import Rollout, TokenIds
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.transformers.draws import Noise, draw
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from exgrpo.train.distributed import World
+from exgrpo.train.common.distributed import World
+from exgrpo.train.common.records import EngineCounts
 from exgrpo.train.policy.attention import ONE_TOKEN
-from exgrpo.train.records import EngineCounts
 from exgrpo.train.rollout.engine import Finished, Request
 from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.transformers.decode import decode

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from exgrpo.train.config import Config
-from exgrpo.train.distributed import World
+from exgrpo.train.common.distributed import World
+from exgrpo.train.config.options import Config
 from exgrpo.train.policy.attention import ONE_TOKEN
 from exgrpo.train.policy.engine import kept_whole
 from exgrpo.train.policy.policy import Policy

@@ -4,9 +4,9 @@ import importlib.metadata
 
 import torch
 
-from exgrpo.train.distributed import World
-from exgrpo.train.errors import ConfigError
-from exgrpo.train.pretrained.source import ModelSource
+from exgrpo.train.common.distributed import World
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, one_line
 

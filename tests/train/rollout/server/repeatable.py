@@ -16,7 +16,7 @@ OPTIONS = (
     f"--middleware={__name__}.OneByOne",
     f"--worker-extension-cls={__name__}.LoneWorker",
 )
-"""Of `exgrpo.train.serve`."""
+"""Of `exgrpo.tools.serve`."""
 SEQUENCES = 64
 """Answers to one prompt that a request may ask for."""
 

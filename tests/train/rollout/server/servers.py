@@ -34,7 +34,7 @@ class Server:
     Args:
         model: that it serves.
         log: what it prints.
-        options: of `exgrpo.train.serve`.
+        options: of `exgrpo.tools.serve`.
         cold: see above.
         on: what comes before a command on its host; a server on another host is a cold one.
         address: of its host.
@@ -67,7 +67,7 @@ class Server:
     def _started(self) -> "subprocess.Popen[bytes] | Rank":
         if not self._cold:
             return Rank([str(WARM), *self._arguments], environment(), self.log, self.log, vllm=True)
-        command = [*self._on, sys.executable, "-m", "exgrpo.train.serve", *self._arguments]
+        command = [*self._on, sys.executable, "-m", "exgrpo.tools.serve", *self._arguments]
         with self.log.open("wb") as log:
             return subprocess.Popen(
                 command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True

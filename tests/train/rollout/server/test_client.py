@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from exgrpo.train import serve
-from exgrpo.train.errors import ConfigError
-from exgrpo.train.pretrained.source import find_model
+from exgrpo.tools import serve
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.policy.source import find_model
 from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.rollout.server.check import FRESH, check_server, model_facts
 from exgrpo.train.rollout.server.client import ServerClient
@@ -228,7 +228,7 @@ def test_a_server_out_of_order_is_one_clear_error(fakes, settings, route, answer
     fake = fakes()
     facts = proper(fake, settings)
     (facts if route in facts else fake.answers)[route] = answer
-    command = f"start it with `python -m exgrpo.train.serve {settings.source.path} --dtype fp32 --max-tokens 64 --port "
+    command = f"start it with `python -m exgrpo.tools.serve {settings.source.path} --dtype fp32 --max-tokens 64 --port "
     with pytest.raises(ConfigError, match=f"^rollout.servers: {fake.url} {message}.*: {command}") as error:
         check_server(ServerClient(fake.url), settings, CPU)
     assert "\n" not in str(error.value)

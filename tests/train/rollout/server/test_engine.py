@@ -10,16 +10,16 @@ import pytest
 import requests
 import torch
 
-from exgrpo.train.errors import ConfigError, WeightMismatchError
-from exgrpo.train.pretrained.options import to_arguments
-from exgrpo.train.pretrained.source import find_model
-from exgrpo.train.pretrained.tokenizer import DTYPES
+from exgrpo.train.common.errors import ConfigError, WeightMismatchError
+from exgrpo.train.config.pretrained import to_arguments
+from exgrpo.train.policy.source import find_model
+from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout import Sampling, Stops, collect
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.engine import ServerEngine
 from exgrpo.train.rollout.server.guard import server_token
 from exgrpo.train.rollout.server.pool import NoServerError
-from exgrpo.train.weight_check import check_engine
+from exgrpo.train.run.weight_check import check_engine
 from tests.train import pieces, tiny
 from tests.train.asking import requests_for
 from tests.train.fakes import LoneWorld
@@ -27,7 +27,7 @@ from tests.train.launch import ROOT, free_port, launch
 from tests.train.rollout.ends import check_ends
 from tests.train.rollout.server.servers import LONGEST, Server, bearer
 from tests.train.rollout.vllm.installed import real
-from tests.train.test_weight_check import FullLogitPolicy
+from tests.train.run.test_weight_check import FullLogitPolicy
 
 pytestmark = real
 
@@ -310,7 +310,7 @@ def test_two_ranks_with_sharded_weights(fleet, tmp_path):
 
 
 def test_what_cannot_be_used_is_one_clear_error_with_the_command_that_helps(fleet, opened):
-    command = "start it with `python -m exgrpo.train.serve "
+    command = "start it with `python -m exgrpo.tools.serve "
     with pytest.raises(ConfigError, match=f"{fleet.first.url} has another model.*tie_word_embeddings.*{command}"):
         opened(fleet.first, tied=False)
     with pytest.raises(ConfigError, match=f"takes 64 tokens.*are 65: {command}.*--max-tokens 65 --port"):

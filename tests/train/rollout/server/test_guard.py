@@ -8,8 +8,8 @@ import sys
 import pytest
 import requests
 
-from exgrpo.train import serve
-from exgrpo.train.errors import ConfigError
+from exgrpo.tools import serve
+from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.rollout import Request
 from exgrpo.train.rollout.server import guard
 from exgrpo.train.rollout.server.check import FRESH, ServerFacts, check_server

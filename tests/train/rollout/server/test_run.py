@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from exgrpo.train.experience.stored import BEHAVIOURS
+from exgrpo.train.replay.stored import BEHAVIOURS
 from tests.train.launch import MAIN, Ranks, launch
 from tests.train.rollout.server.servers import Server
 from tests.train.rollout.vllm.installed import real
-from tests.train.test_run import SMALL, records
+from tests.train.run.test_run import SMALL, records
 
 pytestmark = real
 
@@ -80,6 +80,6 @@ def test_servers_that_are_gone_are_one_error_before_training(servers, tmp_path):
     assert done.returncode != 0
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert errors
-    assert all(servers[0].url in line and "exgrpo.train.serve" in line for line in errors), done.stderr
+    assert all(servers[0].url in line and "exgrpo.tools.serve" in line for line in errors), done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "small").exists()

@@ -1,4 +1,4 @@
-"""`python -m exgrpo.train.serve` in a process that has vLLM imported: the command that it becomes runs in that process.
+"""`python -m exgrpo.tools.serve` in a process that has vLLM imported: the command that it becomes runs in that process.
 
 vLLM's own processes, which on CPUs are spawned and import everything anew, are forked.
 """
@@ -9,7 +9,7 @@ import runpy
 import sys
 from typing import NoReturn
 
-from exgrpo.train import serve
+from exgrpo.tools import serve
 
 
 def become(_: str, command: list[str], environment: dict[str, str]) -> NoReturn:

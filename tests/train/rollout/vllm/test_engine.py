@@ -15,7 +15,7 @@ from tests.train.launch import MAIN, ROOT, Ranks, environment, launch
 from tests.train.rollout.ends import check_ends
 from tests.train.rollout.vllm.installed import real
 from tests.train.rollout.vllm.worker import COUNTS, EOS, LONG_PROMPT, LONG_SAMPLES, MAX_TOKENS, STOPS
-from tests.train.test_run import SMALL, records, untimed
+from tests.train.run.test_run import SMALL, records, untimed
 
 pytestmark = real
 WORKER = ROOT / "tests" / "train" / "rollout" / "vllm" / "worker.py"

@@ -15,19 +15,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from exgrpo.train.distributed import start
-from exgrpo.train.errors import WeightMismatchError
-from exgrpo.train.pretrained.source import find_model
-from exgrpo.train.pretrained.tokenizer import DTYPES
+from exgrpo.train.common.distributed import start
+from exgrpo.train.common.errors import WeightMismatchError
+from exgrpo.train.policy.source import find_model
+from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout import Sampling, Stops, collect
 from exgrpo.train.rollout.vllm.availability import refusal
 from exgrpo.train.rollout.vllm.engine import VllmEngine
 from exgrpo.train.rollout.vllm.process import KEPT
-from exgrpo.train.weight_check import check_engine
+from exgrpo.train.run.weight_check import check_engine
 from tests.train import pieces, tiny
 from tests.train.asking import requests_for
 from tests.train.fakes import LoneWorld
-from tests.train.test_weight_check import FullLogitPolicy
+from tests.train.run.test_weight_check import FullLogitPolicy
 
 CPU = torch.device("cpu")
 EOS = (2, 5)

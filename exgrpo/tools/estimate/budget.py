@@ -1,0 +1,365 @@
+"""What a recipe takes on given GPUs: memory by moment, CPU memory, disk, seconds by phase. Arithmetic, no measurement.
+
+Pure functions of a configuration, a model shape, the hardware and stated assumptions. `rollout.engine` auto is taken
+for vLLM, which it is wherever vLLM is installed. Servers are taken to have as many GPUs as the trainer, of its kind.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from exgrpo.tools.estimate.parts import GIB, NF4_BYTES, Amount, Assumptions, Hardware, MemoryItem, Phase, Work
+from exgrpo.tools.estimate.shape import FP32, ModelShape
+from exgrpo.train.config.objective import SURROGATES
+from exgrpo.train.config.options import Config
+from exgrpo.train.policy.engine import deepspeed_settings, kept_whole
+from exgrpo.train.policy.tokenizer import DTYPES
+from exgrpo.train.replay import rules
+from exgrpo.train.replay.candidates import RULES
+from exgrpo.train.rollout.transformers.decode import KEPT, grown
+from exgrpo.train.rollout.transformers.shared import shares_policy
+
+TRAJECTORY_OVERHEAD = 700
+"""Bytes of a stored trajectory beside its tokens: the object, two arrays, its place in a checkpoint."""
+STORED: dict[str, Callable[[float], float]] = {
+    "successes": lambda success_rate: success_rate,
+    "solutions": lambda success_rate: success_rate,
+    "nothing": lambda success_rate: 0.0,
+}
+"""Share of the fresh answers that a function `admit` keeps; of others, all."""
+PREFILL_TOKENS = 8192
+"""Prompt tokens that vLLM computes at once."""
+ADAPTED_LAUNCHES = 2
+"""So many times the kernels of a layer are launched where its adapters are computed beside it."""
+
+
+def gpu_memory(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[MemoryItem, ...]:
+    """Every allocation of a rank on its GPU, in bytes."""
+    return (
+        *_states(config, shape, hardware.gpus),
+        *_passes(config, shape, hardware),
+        *rollout_memory(config, shape, hardware.gpus),
+    )
+
+
+def _states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
+    """What training keeps all the time, and what its optimiser step adds."""
+    return _whole_states(config, shape) if kept_whole(config, gpus) else _sharded_states(config, shape, gpus)
+
+
+def _whole_states(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
+    """What is trained is in fp32, beside the model's own weights where adapters are trained."""
+    trained = FP32 * shape.trained(config.lora, 1)
+    own = _own_weights(config, shape)
+    return (
+        _always("weights", (own if config.lora.rank else 0) + trained),
+        _always("AdamW moments", 2 * trained),
+        MemoryItem("gradients", loss=trained, backward=trained, step=trained),
+        _always("reference", _reference(config, own, trained)),
+    )
+
+
+def _own_weights(config: Config, shape: ModelShape) -> float:
+    """Bytes of the whole model as it is loaded."""
+    quantised = shape.linear if config.lora.quantised != "none" else 0
+    return NF4_BYTES * quantised + DTYPES[config.policy.dtype].itemsize * (shape.total - quantised)
+
+
+def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
+    """What ZeRO-3 keeps all the time, and what its optimiser step adds."""
+    zero = _zero(config)
+    item = DTYPES[config.policy.dtype].itemsize
+    on_gpu = 0 if config.distributed.offload_optimizer else FP32 * shape.trained(config.lora, gpus)
+    whole = shape.whole(config.distributed.persistence_threshold)
+    shard = shape.sharded(gpus) + (shape.trained(config.lora, gpus) if config.lora.rank else 0)
+    # The gradients of a group of parameters are copied together, and AdamW makes one more tensor of their size.
+    group = 2 * min(on_gpu, FP32 * zero.sub_group_size)
+    return (
+        _always("weights, sharded", item * (shard + whole)),
+        _always("fp32 master weights, sharded", on_gpu),
+        _always("AdamW moments, sharded", 2 * on_gpu),
+        _always("gradients, fp32, sharded", on_gpu),
+        _always("gradient reduction bucket", item * zero.reduce_bucket_size),
+        MemoryItem("AdamW's own copies", step=group),
+        _always(
+            "reference, sharded",
+            _reference(config, item * (shape.sharded(gpus) + whole), FP32 * shape.trained(config.lora, gpus)),
+        ),
+    )
+
+
+def _reference(config: Config, model: float, adapters: float) -> float:
+    """Bytes of the reference of a divergence: a model, adapters of the start, or none for the policy without them."""
+    if config.objective.kl_coef == 0:
+        return 0
+    if not config.lora.rank:
+        return model
+    return adapters if config.lora.path else 0
+
+
+def _passes(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[MemoryItem, ...]:
+    """What a micro-batch adds: gathered weights, activations, the head, a layer's backward."""
+    gpus, device = hardware.gpus, "cuda" if hardware.kind == "GPU" else "cpu"
+    item = DTYPES[config.policy.dtype].itemsize
+    tokens, checkpointing = config.optimizer.micro_batch_tokens, config.policy.gradient_checkpointing
+    eager = longest_sequence(config) if config.policy.attention == "eager" else 0
+    # ZeRO-3 keeps gathered what it needs again within this many elements.
+    gathered = item * min(shape.total, int(_zero(config).max_reuse_distance) + max(shape.parameters))
+    if kept_whole(config, gpus):  # of weights in 4 bits, one layer's at a time is there as it is multiplied
+        gathered = item * shape.width * shape.mlp if config.lora.quantised != "none" else 0
+    saved = tokens * shape.saved_bytes(item, checkpointing=checkpointing, eager_length=eager)
+    again = shape.layer_bytes(item, eager_length=eager) if checkpointing else 0
+    generating = gathered if shares_policy(config, gpus) else 0
+    return (
+        MemoryItem("gathered weights", rollout=generating, loss=gathered, backward=gathered),
+        MemoryItem("saved activations", loss=saved, backward=saved),
+        MemoryItem("fused head", loss=shape.head_bytes(item, tokens, device, frozen=_frozen_head(config))),
+        MemoryItem("backward of one layer", backward=tokens * (again + shape.gradient_bytes(item))),
+    )
+
+
+def _fused_loss(config: Config) -> bool:
+    """Whether the head forms its gradients in the forward, and need not compute its logits again."""
+    surrogate = SURROGATES.find(config.objective.surrogate)
+    return getattr(surrogate, "fused", False) and config.objective.kl_coef == 0
+
+
+def _frozen_head(config: Config) -> bool:
+    """Whether no gradient is formed of the head's weight."""
+    return config.lora.rank > 0 and not config.lora.head
+
+
+def _always(name: str, size: float) -> MemoryItem:
+    return MemoryItem(name, size, size, size, size)
+
+
+def _zero(config: Config) -> DeepSpeedZeroConfig:
+    return DeepSpeedZeroConfig(**deepspeed_settings(config)["zero_optimization"])
+
+
+def cpu_memory(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> tuple[Amount, ...]:
+    """What all ranks together hold in CPU memory beside the program itself."""
+    # Masters, two moments, gradients as they arrive and as AdamW takes them.
+    offloaded = 5 * FP32 * shape.trained(config.lora, gpus) * gpus if config.distributed.offload_optimizer else 0
+    return (
+        Amount("rollout engines asleep, their copies of the weights", asleep_bytes(config, shape, gpus)),
+        Amount("offloaded masters, moments and gradients", offloaded),
+        Amount("experience buffer at the end, a copy per rank", gpus * buffer_bytes(config, assumptions)),
+    )
+
+
+def buffer_bytes(config: Config, assumptions: Assumptions) -> float:
+    """Bytes of the experience buffer of one rank at the end of a run in which no solved question retires."""
+    if config.experience.ratio == 0:
+        return 0
+    age = config.experience.max_age
+    steps = config.steps if age is None else min(config.steps, age + 1)
+    admitted = STORED.get(config.experience.admit, lambda success_rate: 1.0)(assumptions.success_rate)
+    stored = min(steps * work(config, assumptions).fresh * admitted, config.experience.capacity or math.inf)
+    # Token id and log-prob, 4 bytes each.
+    return stored * (8 * assumptions.response_tokens + TRAJECTORY_OVERHEAD)
+
+
+def disk(config: Config, shape: ModelShape, assumptions: Assumptions) -> tuple[Amount, ...]:
+    """Bytes that a run leaves on disk, and one checkpoint more: the oldest goes when the newest is complete."""
+    item = DTYPES[config.policy.dtype].itemsize
+    trained = shape.trained(config.lora, 1)
+    checkpoint = 3 * FP32 * trained if config.checkpoint.every else 0
+    saved = trained if config.lora.result == "adapters" else shape.total
+    buffer = buffer_bytes(config, assumptions) if config.checkpoint.every else 0
+    kept = config.checkpoint.keep
+    exports = config.steps // config.output.export_every if config.output.export_every else 0
+    more = exports + (2 if config.checkpoint.best else 0)  # a best model is written beside the one before
+    models = "trained model" + (f", best and exported ones, {more} more" if more else "")
+    return (
+        Amount(f"checkpoints, {kept} kept and one being written", (kept + 1) * checkpoint),
+        Amount("experience buffer at the end", buffer),
+        Amount(models, item * saved * (config.output.save_model + more)),
+    )
+
+
+def work(config: Config, assumptions: Assumptions) -> Work:
+    """The sequences of one step; as many questions are replayed as the ratio allows."""
+    experience, samples = config.experience, config.rollout.samples
+    rows = config.questions * samples
+    questions = math.floor(experience.ratio * config.questions + 1e-9)
+    chosen = questions * experience.replayed if experience.compose in ("mixed", "appended") else 0
+    shared = questions * samples
+    fresh, trained, replayed = {
+        "mixed": (rows - chosen, rows, chosen),
+        "appended": (rows, rows + chosen, chosen),
+        "beside": (rows, rows + shared, shared),
+        "buffer": (rows - shared, rows, rows),
+        "in_place": (rows, rows, shared),
+        "bapo": (rows + shared // 2, rows, shared),
+    }.get(experience.compose, (rows, rows, 0))
+    stored = min(assumptions.candidates, experience.max_per_question or math.inf)
+    candidates = questions * stored if chosen and RULES[experience.trajectory].scored else 0
+    return Work(fresh, trained, candidates + _weighed(config, replayed))
+
+
+def _weighed(config: Config, replayed: int) -> int:
+    """Replayed answers that take a pass before the update, for the function `weigh`."""
+    present = getattr(rules.find("weigh", config.objective.weigh), "present", None)
+    return replayed if present == "values" or (present and config.optimizer.steps_per_batch > 1) else 0
+
+
+def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> tuple[Phase, ...]:
+    """Seconds of one step by phase; the optimiser's own arithmetic, grading and evaluations are not counted."""
+    sequence = assumptions.prompt_tokens + assumptions.response_tokens
+    decoder, head = shape.decoder_flops(sequence), shape.head_flops(assumptions.response_tokens)
+    of_step = work(config, assumptions)
+    # Forward once, backward twice that, and with checkpointing the layers forward once more. The head needs three
+    # products in all: its gradients are formed during the forward. Frozen matrices have no gradient to form.
+    passes = (4 if config.policy.gradient_checkpointing else 3) - (config.lora.rank > 0)
+    products = (2 if _frozen_head(config) else 3) + (not _fused_loss(config))
+    flops = {
+        "select": of_step.candidates * (decoder + head),
+        "score": of_step.fresh * (decoder + head) * (2 if config.objective.kl_coef else 1),
+        "update": of_step.rows * config.optimizer.passes * (passes * decoder + products * head),
+    }
+    speed = hardware.gpus * hardware.flops * assumptions.mfu
+    passes_of = {name: Phase(name, value / speed, value) for name, value in flops.items()}
+    push = Phase("push", push_seconds(config, shape, hardware.gpus, assumptions))
+    rollout = Phase("rollout", rollout_seconds(config, shape, hardware, assumptions))
+    return (passes_of["select"], rollout, passes_of["score"], passes_of["update"], push)
+
+
+def engine_of(config: Config) -> Literal["transformers", "vllm", "server"]:
+    """The engine that is reckoned with."""
+    if config.rollout.servers:
+        return "server"
+    return "transformers" if config.rollout.engine == "transformers" else "vllm"
+
+
+def rollout_memory(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
+    """The engine's copy of the model, if it has one, and what generation adds, per GPU of the trainer."""
+    engine = engine_of(config)
+    if engine == "server":
+        return ()
+    item = DTYPES[config.policy.dtype].itemsize
+    rows = _slots(config, gpus, config.data.max_prompt_tokens)
+    if engine == "vllm":
+        ranks = config.rollout.tensor_parallel
+        weights, cache = item * shape.total / ranks, config.rollout.kv_cache_gib * GIB
+        prompts = PREFILL_TOKENS * shape.gradient_bytes(item)
+    else:
+        tokens = min(config.rollout.batch_tokens, _answers(config, gpus) * longest_sequence(config))
+        held = _room(config) / longest_sequence(config) * shape.kv_bytes(item)
+        weights = 0 if shares_policy(config, gpus) else item * shape.total
+        cache = tokens * (held + shape.kv_working_bytes(item))
+        prompts = rows * config.data.max_prompt_tokens * shape.gradient_bytes(item)
+    asleep = weights if engine == "vllm" and config.rollout.sleep_level == 0 else 0
+    idle = asleep and cache
+    return (
+        MemoryItem("rollout engine, weights", weights, asleep, asleep, asleep),
+        MemoryItem("rollout engine, key/value cache", cache, idle, idle, idle),
+        MemoryItem("rollout engine, prompts and sampling", max(prompts, 3 * FP32 * rows * shape.vocabulary)),
+    )
+
+
+def asleep_bytes(config: Config, shape: ModelShape, gpus: int) -> float:
+    """CPU memory that all engines together take while they sleep."""
+    return gpus * shape.total * DTYPES[config.policy.dtype].itemsize if _sleeps_in_cpu_memory(config, gpus) else 0
+
+
+def push_seconds(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> float:
+    """Seconds for new weights to reach the engine through CPU memory; gathered on the GPUs they take next to none.
+
+    The copy of a sleeping engine takes them, it wakes and falls asleep again: three copies of all weights.
+    """
+    weights = DTYPES[config.policy.dtype].itemsize * shape.total
+    return 3 * weights / assumptions.host_bandwidth if _sleeps_in_cpu_memory(config, gpus) else 0
+
+
+def _sleeps_in_cpu_memory(config: Config, gpus: int) -> bool:
+    if engine_of(config) == "vllm":
+        return config.rollout.sleep_level == 1
+    return engine_of(config) == "transformers" and not shares_policy(config, gpus)
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt and response."""
+    return config.data.max_prompt_tokens + config.rollout.max_tokens
+
+
+def _room(config: Config) -> int:
+    """Tokens that a row of the cache has room for at the end of the longest answer."""
+    room = grown(config.data.max_prompt_tokens)
+    while room < longest_sequence(config):
+        room = grown(room + 1)
+    return room
+
+
+def _answers(config: Config, gpus: int) -> int:
+    """Answers that the busiest rank generates in a step."""
+    return math.ceil(config.questions / gpus) * config.rollout.samples
+
+
+def _slots(config: Config, gpus: int, prompt_tokens: float) -> int:
+    """Answers that a rank generates at once where the cache has room for them."""
+    rows = int(config.rollout.batch_tokens // (prompt_tokens + config.rollout.max_tokens))
+    return min(_answers(config, gpus), max(1, rows))
+
+
+def rows_at_once(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> int:
+    """Answers that a rank generates at once: transformers' in padded batches, vLLM's as its cache has room for them."""
+    if engine_of(config) == "transformers":
+        return _slots(config, gpus, assumptions.prompt_tokens)
+    slots = _slots(config, gpus, config.data.max_prompt_tokens)
+    held = shape.kv_bytes(DTYPES[config.policy.dtype].itemsize) * _mean_context(assumptions)
+    return max(1, min(slots, int(config.rollout.kv_cache_gib * GIB // held)))
+
+
+def _mean_context(assumptions: Assumptions) -> float:
+    return assumptions.prompt_tokens + assumptions.response_tokens / 2
+
+
+def rollout_seconds(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> float:
+    """Seconds that the busiest rank generates.
+
+    Lengths are taken to be exponentially distributed and cut at the limit, so the longest of n has on average
+    1 + 1/2 + ... + 1/n times the mean length. A batch of transformers goes on until its longest answer ends; of rows
+    that have ended it leaves some in. vLLM fills the place of each ended answer with the next one; the longest of all
+    still takes as many steps as it has tokens. All read a prompt once for its answers.
+    """
+    rows = rows_at_once(config, shape, hardware.gpus, assumptions)
+    answers = _answers(config, hardware.gpus)
+    tokens = answers * assumptions.response_tokens
+    if engine_of(config) == "transformers":
+        steps = math.ceil(answers / rows) * _longest(rows, config, assumptions)
+        adapted = config.lora.rank and shares_policy(config, hardware.gpus)
+        busy = min(rows, 2 * tokens / steps / (1 + KEPT))
+        launch = assumptions.layer_launch * (ADAPTED_LAUNCHES if adapted else 1)
+    else:
+        steps = max(tokens / rows, _longest(answers, config, assumptions))
+        busy, launch = tokens / steps, 0.0  # a whole step is one CUDA graph
+    prompts = answers / config.rollout.samples
+    prefill = prompts * shape.decoder_flops(assumptions.prompt_tokens) / (hardware.flops * assumptions.mfu)
+    bound = _step_seconds(shape, busy, _mean_context(assumptions), config, hardware, assumptions)
+    return prefill + steps * max(bound, shape.layers * launch)
+
+
+def _longest(answers: int, config: Config, assumptions: Assumptions) -> float:
+    harmonic = sum(1 / i for i in range(1, answers + 1))
+    return min(config.rollout.max_tokens, assumptions.response_tokens * harmonic)
+
+
+def _step_seconds(
+    shape: ModelShape, rows: float, context: float, config: Config, hardware: Hardware, assumptions: Assumptions
+) -> float:
+    """Seconds of one decoding step of `rows` sequences by what bounds it, traffic or arithmetic.
+
+    With tensor parallelism n GPUs read the weights together, for n ranks' sequences. Attention reads keys and values
+    where they lie. Weights in 4 bits are read, and written and read again in the compute dtype.
+    """
+    item = DTYPES[config.policy.dtype].itemsize
+    ranks = 1 if engine_of(config) == "transformers" else config.rollout.tensor_parallel
+    weights = item * shape.read_per_token / ranks
+    if config.lora.quantised != "none" and shares_policy(config, hardware.gpus):
+        weights += (NF4_BYTES + item) * shape.linear
+    traffic = weights + rows * context * shape.kv_bytes(item)
+    flops = rows * (2 * shape.linear + shape.head_flops(1))
+    return max(traffic / (hardware.bandwidth * assumptions.bandwidth_use), flops / (hardware.flops * assumptions.mfu))

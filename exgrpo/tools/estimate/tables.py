@@ -1,0 +1,312 @@
+"""An estimate as tables and sentences, and what to change in a recipe: so that it fits, is faster, and takes less."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from exgrpo.tools.estimate.budget import (
+    cpu_memory,
+    disk,
+    engine_of,
+    gpu_memory,
+    longest_sequence,
+    phases,
+    rollout_seconds,
+    rows_at_once,
+    work,
+)
+from exgrpo.tools.estimate.parts import GIB, MOMENTS, Amount, Assumptions, Hardware, MemoryItem, Phase, peak
+from exgrpo.tools.estimate.shape import ModelShape
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.recipe import merged, validate
+
+MOST_GPUS = 1024
+SMALLEST_CACHE_GIB = 0.25
+"""Advice goes no further than these."""
+LARGE_DISK_GIB, LARGE_CPU_GIB = 100, 32
+"""What is above these is pointed out: a home folder has a quota, and a container a limit, of about that size."""
+ENGINES = {
+    "transformers": "transformers",
+    "vllm": "vLLM (--rollout.engine transformers where it is not installed)",
+    "server": "vLLM servers on as many GPUs again",
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a recipe takes. Memory per GPU, everything else of all ranks together; bytes and seconds."""
+
+    memory: tuple[MemoryItem, ...]
+    available: float
+    cpu: tuple[Amount, ...]
+    disk: tuple[Amount, ...]
+    phases: tuple[Phase, ...]
+
+    @property
+    def peak(self) -> float:
+        """Bytes per GPU at the moment that takes most."""
+        return max(peak(self.memory, moment) for moment in MOMENTS)
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is there."""
+        return self.peak <= self.available
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        return sum(phase.seconds for phase in self.phases)
+
+
+def estimate(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> Estimate:
+    """What the recipe takes on these GPUs."""
+    return Estimate(
+        memory=gpu_memory(config, shape, hardware),
+        available=hardware.memory,
+        cpu=cpu_memory(config, shape, hardware.gpus, assumptions),
+        disk=disk(config, shape, assumptions),
+        phases=phases(config, shape, hardware, assumptions),
+    )
+
+
+def show(
+    config: Config,
+    shape: ModelShape,
+    hardware: Hardware,
+    assumptions: Assumptions,
+    reserve_gib: float,
+    say: Callable[[Any], None],
+) -> None:
+    """Print the estimate with its assumptions; `reserve_gib` of each GPU is what no tensor gets."""
+    found = estimate(config, shape, hardware, assumptions)
+    say(f"{config.policy.path}: {shape.total:,} parameters in {config.policy.dtype} on {hardware.words}")
+    say(_memory_table(found, hardware.kind))
+    verdict = f"peak {found.peak / GIB:.1f} GiB of {found.available / GIB:.1f} GiB usable per {hardware.kind}"
+    margin = (found.available - found.peak) / GIB
+    if found.fits:
+        say(f"It fits: {verdict}, {margin:.1f} GiB to spare.")
+    else:
+        say(f"It does not fit: {verdict}, {-margin:.1f} GiB short. {advise(config, shape, hardware)}")
+    say(_amounts_table(found))
+    for line in beside_gpus(config, shape, hardware.gpus, assumptions):
+        say(line)
+    say(_time_table(found, config.steps))
+    say(_generation(config, shape, hardware, assumptions, found))
+    for line in _assumptions(assumptions, hardware.kind, reserve_gib):
+        say(line)
+
+
+def _generation(
+    config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions, found: Estimate
+) -> str:
+    """How much is generated, and what generating more answers at once would bring."""
+    fresh = work(config, assumptions).fresh
+    rows = rows_at_once(config, shape, hardware.gpus, assumptions)
+    tokens = fresh * assumptions.response_tokens
+    text = (
+        f"A step generates {tokens:,.0f} tokens, the whole run {tokens * config.steps:,.0f}: {fresh} answers, "
+        f"{rows} at once per {hardware.kind} by {ENGINES[engine_of(config)]}."
+    )
+    better = fastest_generation(config, shape, hardware, assumptions)
+    if not better:
+        return text
+    faster = estimate(changed(config, better), shape, hardware, assumptions)
+    return (
+        f"{text} With {as_options(better)} generation fits too and a step takes "
+        f"{duration(faster.seconds)} instead of {duration(found.seconds)}."
+    )
+
+
+def _memory_table(found: Estimate, kind: str) -> Table:
+    table = Table(f"GiB per {kind}", *MOMENTS)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for item in found.memory:
+        sizes = [getattr(item, moment) for moment in MOMENTS]
+        table.add_row(item.name, *(f"{size / GIB:.2f}" if size else "-" for size in sizes))
+    table.add_section()
+    table.add_row("together", *(f"{peak(found.memory, moment) / GIB:.2f}" for moment in MOMENTS))
+    return table
+
+
+def _amounts_table(found: Estimate) -> Table:
+    table = Table("of all ranks together", "GiB")
+    table.columns[1].justify = "right"
+    for place, amounts in (("CPU memory", found.cpu), ("disk", found.disk)):
+        for amount in amounts:
+            table.add_row(f"{place}: {amount.name}", f"{amount.bytes / GIB:.2f}" if amount.bytes else "-")
+    return table
+
+
+def _time_table(found: Estimate, steps: int) -> Table:
+    table = Table("phase of a step", "TFLOP", "time", "share", f"{steps} steps")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for phase in (*found.phases, Phase("together", found.seconds, sum(phase.flops for phase in found.phases))):
+        if phase.name == "together":
+            table.add_section()
+        table.add_row(
+            phase.name,
+            f"{phase.flops / 1e12:,.3g}" if phase.flops else "-",
+            duration(phase.seconds),
+            f"{phase.seconds / found.seconds:.0%}",
+            duration(phase.seconds * steps),
+        )
+    return table
+
+
+def duration(seconds: float) -> str:
+    """A time to read: in seconds, minutes, hours or days."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _assumptions(assumptions: Assumptions, kind: str, reserve_gib: float) -> Iterator[str]:
+    yield (
+        f"Assumed: prompts of {assumptions.prompt_tokens:g} and responses of {assumptions.response_tokens:g} tokens on "
+        f"average (--prompt-tokens, --response-tokens), {assumptions.success_rate:g} of them right, "
+        f"{assumptions.candidates:g} stored successes of a replayed question, replay under way in every step and no "
+        "question retired; response lengths distributed exponentially."
+    )
+    host = f"{assumptions.host_bandwidth / 1e9:g} GB/s to CPU memory (--host-gbs), " if kind == "GPU" else ""
+    yield (
+        f"Utilisation: {assumptions.mfu:g} of the peak FLOP/s (--mfu), {assumptions.bandwidth_use:g} of the memory "
+        f"bandwidth (--bandwidth-use), {1e6 * assumptions.layer_launch:g} us per layer to launch a decoding step "
+        "(--launch-us), "
+        f"{host}{reserve_gib:g} GiB of each {kind} reserved."
+    )
+    yield (
+        "Not in the times: grading, evaluations, checkpoints, the optimiser's own arithmetic, start-up. The options in "
+        "parentheses are those of `exgrpo estimate`."
+    )
+
+
+def advise(config: Config, shape: ModelShape, hardware: Hardware) -> str:
+    """One sentence: the first change that makes a recipe fit which does not.
+
+    Each change is tried alone, cheap ones first; then all of them together; then, with them, more GPUs.
+    """
+    on_gpus = hardware.kind == "GPU"
+    changes = [values for values in _changes(config) if on_gpus or "distributed.offload_optimizer" not in values]
+    for values in changes:
+        found = _peak_with(config, values, shape, hardware)
+        if found <= hardware.memory:
+            return f"It fits with {as_options(values)}: {found / GIB:.1f} GiB."
+    together = {key: value for values in changes for key, value in values.items()}
+    gpus = hardware.gpus
+    while gpus <= (MOST_GPUS if on_gpus else hardware.gpus):
+        found = _peak_with(config, together, shape, replace(hardware, gpus=gpus))
+        if found <= hardware.memory:
+            options = f" with {as_options(together)}" if together else ""
+            return f"It fits{options}{f' on {gpus} GPUs' if on_gpus else ''}: {found / GIB:.1f} GiB."
+        gpus *= 2
+    if not on_gpus:
+        return "No option makes it fit: take a smaller model, fewer processes or a machine with more memory."
+    return f"No option makes it fit, nor do {MOST_GPUS} GPUs: a rank's rollout engine needs GPUs with more memory."
+
+
+def _changes(config: Config) -> Iterator[dict[str, Any]]:
+    """Changes that lower the peak, by dotted key; those of a size end with the smallest that is valid."""
+    longest = longest_sequence(config)
+    if engine_of(config) == "vllm" and config.rollout.sleep_level == 0:
+        yield {"rollout.sleep_level": 2}
+    if not config.policy.gradient_checkpointing:
+        yield {"policy.gradient_checkpointing": True}
+    for key, size in (
+        ("optimizer.micro_batch_tokens", config.optimizer.micro_batch_tokens),
+        ("rollout.batch_tokens", config.rollout.batch_tokens),
+    ):
+        while size > longest:
+            size = max(longest, size // 2)
+            yield {key: size}
+    cache = config.rollout.kv_cache_gib
+    while engine_of(config) == "vllm" and cache > SMALLEST_CACHE_GIB:
+        cache = max(SMALLEST_CACHE_GIB, cache / 2)
+        yield {"rollout.kv_cache_gib": cache}
+    if not config.distributed.offload_optimizer:
+        yield {"distributed.offload_optimizer": True}
+
+
+def as_options(values: dict[str, Any]) -> str:
+    """Changes as options of the command line."""
+    return " ".join(f"--{key} {value}" for key, value in values.items())
+
+
+def changed(config: Config, values: dict[str, Any]) -> Config:
+    """The configuration with other values, by dotted key."""
+    return validate(merged(config.model_dump(), values), "advice")
+
+
+def _peak_with(config: Config, values: dict[str, Any], shape: ModelShape, hardware: Hardware) -> float:
+    memory = gpu_memory(changed(config, values), shape, hardware)
+    return max(peak(memory, moment) for moment in MOMENTS)
+
+
+def fastest_generation(
+    config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions
+) -> dict[str, Any]:
+    """What to change for the fastest generation there is room for, by dotted key: more answers at once.
+
+    They share the reading of the weights, until the traffic of their keys and values outweighs it.
+    """
+    best: dict[str, Any] = {}
+    best_seconds, values = rollout_seconds(config, shape, hardware, assumptions), _room(config)
+    # Once all answers of a step are generated at once, no more tokens change anything.
+    while values["rollout.batch_tokens"] < config.questions * config.rollout.samples * longest_sequence(config):
+        values = {key: 2 * value for key, value in values.items()}
+        wider = changed(config, values)
+        if peak(gpu_memory(wider, shape, hardware), "rollout") > hardware.memory:
+            break
+        seconds = rollout_seconds(wider, shape, hardware, assumptions)
+        if seconds < best_seconds:
+            best, best_seconds = values, seconds
+    return best
+
+
+def _room(config: Config) -> dict[str, Any]:
+    """What limits the answers that are generated at once."""
+    room: dict[str, Any] = {"rollout.batch_tokens": config.rollout.batch_tokens}
+    return room | ({"rollout.kv_cache_gib": config.rollout.kv_cache_gib} if engine_of(config) == "vllm" else {})
+
+
+def beside_gpus(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> Iterator[str]:
+    """A sentence each, if a run takes much of it, about disk space and CPU memory: how much, and what lowers it."""
+
+    def on_disk(of: Config) -> float:
+        return _gib(disk(of, shape, assumptions))
+
+    def in_memory(of: Config) -> float:
+        return _gib(cpu_memory(of, shape, gpus, assumptions))
+
+    for what, size, large, changes in (
+        ("on disk", on_disk, LARGE_DISK_GIB, _less_disk(config)),
+        ("of CPU memory for all ranks together", in_memory, LARGE_CPU_GIB, _less_memory(config)),
+    ):
+        needed = size(config)
+        if needed > large:
+            less = [f"{size(changed(config, values)):.1f} GiB with {as_options(values)}" for values in changes]
+            remedy = f" It takes {', '.join(less)}." if less else ""
+            yield f"The run takes {needed:.1f} GiB {what}: see that so much is free.{remedy}"
+
+
+def _gib(amounts: Sequence[Amount]) -> float:
+    return sum(amount.bytes for amount in amounts) / GIB
+
+
+def _less_disk(config: Config) -> Iterator[dict[str, Any]]:
+    if config.checkpoint.every is not None:
+        if config.checkpoint.keep > 1:
+            yield {"checkpoint.keep": 1}
+        yield {"checkpoint.every": None}
+
+
+def _less_memory(config: Config) -> Iterator[dict[str, Any]]:
+    if engine_of(config) == "vllm" and config.rollout.sleep_level == 1:
+        yield {"rollout.sleep_level": 2}
+    replayed_for = min(config.steps, config.experience.max_age or config.steps)
+    if config.experience.ratio and replayed_for > 1:
+        yield {"experience.max_age": replayed_for // 2}

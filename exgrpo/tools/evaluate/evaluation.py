@@ -1,0 +1,321 @@
+"""One evaluation from its options to its scores; an interrupted one goes on from the answers that it has on disk."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+from rich.console import Console
+from rich.progress import track
+
+from exgrpo.tools.evaluate.options import LONGEST_ANSWER, Options
+from exgrpo.train.common import jsonl
+from exgrpo.train.common.distributed import World, agree
+from exgrpo.train.common.durable import claim
+from exgrpo.train.common.errors import HaltError, OutputError, os_errors_as, printable
+from exgrpo.train.common.seeds import derive_seed
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.common.success import RewardWatch, is_success
+from exgrpo.train.config.evaluation import SAMPLED
+from exgrpo.train.config.options import RolloutConfig
+from exgrpo.train.config.policy import LoraConfig, with_saved
+from exgrpo.train.config.sources import names_of, settings_of
+from exgrpo.train.data.files import HELD_OUT_SEED
+from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.questions import NoPromptFitsError, Question, contradictions, load_questions
+from exgrpo.train.metrics.soundness import ungraded
+from exgrpo.train.policy.adapters import adapted_model, check_adapters
+from exgrpo.train.policy.check import check_weights
+from exgrpo.train.policy.policy import WholeWeights
+from exgrpo.train.policy.tokenizer import DTYPES, Pretrained, load_pretrained
+from exgrpo.train.reward.form import Graded, tell
+from exgrpo.train.reward.names import reward_of
+from exgrpo.train.reward.pool import Grader
+from exgrpo.train.rollout import Sampling, Stops
+from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.registry import choose_engine, open_engine
+from exgrpo.train.rollout.settings import EngineSettings
+from exgrpo.train.rollout.turns.conversations import conversations_of
+from exgrpo.train.run.validation_scores import LeftOut, SourceScore, Verdict, question_key, score
+
+ANSWERS, OPTIONS = "answers.jsonl", "options.yaml"
+
+
+class AnswerFile:
+    """The answers written so far, a chunk at a time; what an interruption left of a chunk is dropped.
+
+    Args:
+        folder: of the evaluation.
+        options: it was begun with; going on with others is refused.
+        expected: answers of each chunk when it is complete.
+
+    Raises:
+        OutputError: the folder holds an evaluation with other options, or one of a version without keys.
+    """
+
+    def __init__(self, folder: Path, options: Options, expected: Sequence[int]) -> None:
+        self.path = folder / ANSWERS
+        self.reward = options.reward.function
+        # How it is computed may be otherwise when it goes on.
+        text = yaml.safe_dump(options.model_dump(mode="json", exclude={"distributed"}), sort_keys=False)
+        if (folder / OPTIONS).exists() and (folder / OPTIONS).read_text(encoding="utf-8") != text:
+            raise OutputError(
+                f"output: {folder} holds an evaluation with other options; choose another --output.folder"
+            )
+        (folder / OPTIONS).write_text(text, encoding="utf-8")
+        found: dict[int, list[dict[str, Any]]] = {}
+        for record in self._records():
+            if not {"key", "graded_by"} <= record.keys():
+                raise OutputError(
+                    f"output: {self.path} is of an older version, without the keys of solutions: choose another "
+                    "--output.folder, or remove the folder"
+                )
+            found.setdefault(record["chunk"], []).append(record)
+        self.done = {chunk for chunk, records in found.items() if len(records) == expected[chunk]}
+        partial = self.path.with_suffix(".tmp")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(r) + "\n" for chunk in sorted(self.done) for r in found[chunk])
+        partial.replace(self.path)
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        if not self.path.exists():
+            return
+        for line in jsonl.read_log(self.path):
+            if line.problem:
+                return  # the line that an interruption cut
+            yield line.value
+
+    def append(self, chunk: int, questions: Sequence[Question], batch: StepBatch) -> None:
+        """Write the answers of a chunk, a group of the batch to each question."""
+        with self.path.open("a", encoding="utf-8") as file:
+            for row, group in enumerate(batch.group):
+                question = questions[group]
+                record = {
+                    "chunk": chunk,
+                    "source": question.source,
+                    "question": question.text,
+                    "gold": question.gold,
+                    "response": batch.text[row],
+                    "graded_by": reward_of(question.reward, self.reward),
+                    "reward": batch.reward.item(row),
+                    "key": batch.key.item(row),
+                    "finished": batch.finished.item(row),
+                    "tokens": batch.length.item(row),
+                }
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def verdicts(
+        self, success: float, formed: Sequence[bool | None], found: Sequence[bool | None]
+    ) -> Iterator[Verdict]:
+        """Of all answers in the file, given what is known of the form of each; see `Verdict`."""
+        for record, has_form, has_answer in zip(self._records(), formed, found, strict=True):
+            key = question_key(record["question"], record["gold"])
+            right = is_success(record["reward"], success)
+            yield Verdict(record["source"], key, right, record["finished"], has_form, has_answer, record["key"])
+
+    def graded(self) -> list[Graded]:
+        """[N] all answers in the file."""
+        return [Graded(record["response"], record["gold"], record["graded_by"]) for record in self._records()]
+
+    def rewards(self) -> npt.NDArray[np.float64]:
+        """[N] rewards of all answers in the file."""
+        return np.array([record["reward"] for record in self._records()], dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows whose answers are written together.
+
+    Attributes:
+        number: its place among all chunks.
+        questions: the rows.
+        counts: how often each of them is answered.
+    """
+
+    number: int
+    questions: list[Question]
+    counts: list[int]
+
+
+def chunks_of(questions: Sequence[Question], options: Options, counts: Sequence[int]) -> list[Chunk]:
+    """All rows in chunks of `options.chunk`."""
+    size = options.chunk
+    starts = range(0, len(questions), size)
+    return [
+        Chunk(number, list(questions[start : start + size]), list(counts[start : start + size]))
+        for number, start in enumerate(starts)
+    ]
+
+
+def load(options: Options, tokenizer: Any, *, progress: bool) -> tuple[list[Question], list[Question]]:
+    """The questions of all data sets to be asked, and those that are left out because their prompts are too long.
+
+    Raises:
+        NoPromptFitsError: no prompt of any data set fits.
+    """
+    questions: list[Question] = []
+    left_out: list[Question] = []
+    problem: NoPromptFitsError | None = None
+    for source in options.data.test:
+        own = settings_of(source, options.data.sources)
+        try:
+            of_source = load_questions(
+                source,
+                tokenizer,
+                PromptFormat.of_source(source, options.data),
+                split=options.data.test_split,
+                limit=options.data.test_limit,
+                seed=HELD_OUT_SEED,
+                progress=progress,
+                names=names_of(source, options.data),
+                reward=own.reward,
+                stop=own.stop,
+            )
+        except NoPromptFitsError as error:
+            problem = error
+            left_out += error.left_out
+        else:
+            questions += of_source.questions
+            left_out += of_source.left_out
+    if problem and not questions:
+        raise problem
+    return questions, left_out
+
+
+def answers_per_row(questions: Sequence[Question], options: Options) -> list[int]:
+    """How often each row is answered: `samples` times, or such that `avg` answers to the question come together.
+
+    A file that repeats every row of a source 32 times and one that does not so give avg@32 alike.
+    """
+    repeats = Counter((question.source, question_key(question.text, question.gold)) for question in questions)
+    return [
+        math.ceil(
+            options.rollout.avg[question.source] / repeats[question.source, question_key(question.text, question.gold)]
+        )
+        if question.source in options.rollout.avg
+        else options.rollout.samples
+        for question in questions
+    ]
+
+
+def engine_settings(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> EngineSettings:
+    """What an evaluation asks of its engine, which never sleeps: nothing else needs its memory."""
+    return EngineSettings(
+        source=pretrained.model,
+        dtype=DTYPES[options.policy.dtype],
+        eos=pretrained.eos,
+        pad=pretrained.pad,
+        max_prompt_tokens=max((len(question.prompt) for question in questions), default=1),
+        rollout=RolloutConfig(**options.rollout.model_dump(exclude={*SAMPLED, "avg"}), sleep_level=0),
+    )
+
+
+def fitted(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> Options:
+    """The options with a length of answers where none is asked for: as long as the model's positions allow."""
+    if options.rollout.max_tokens is not None:
+        return options
+    prompt = max((len(question.prompt) for question in questions), default=1)
+    room = LONGEST_ANSWER if pretrained.model.positions is None else pretrained.model.positions - prompt
+    rollout = options.rollout.model_copy(update={"max_tokens": max(1, min(LONGEST_ANSWER, room))})
+    return options.model_copy(update={"rollout": rollout})
+
+
+def run(options: Options, world: World, resources: ExitStack) -> dict[str, SourceScore]:
+    """Answer what is not answered yet, then score everything; the same on every rank."""
+    pretrained = load_pretrained(options.model, options.policy.overrides)
+    questions, left_out = load(options, pretrained.tokenizer, progress=world.is_main)
+    counts = answers_per_row([*questions, *left_out], options)
+    chunks = chunks_of(questions, options, counts)
+    options = fitted(options, pretrained, questions)
+    settings = engine_settings(options, pretrained, questions)
+    choice = choose_engine(settings, world)
+    check_weights(pretrained.model, world)
+    adapters = with_saved(LoraConfig(path=options.lora.path))
+    if adapters.path:
+        agree(world, lambda: check_adapters(adapters, pretrained.model))
+    # An evaluation keeps its engine: what is installed later changes nothing when it goes on.
+    options = options.model_copy(update={"rollout": options.rollout.model_copy(update={"engine": choice.name})})
+    unwritable = f"output: {options.output.folder} cannot be written"
+    if world.is_main:
+        with os_errors_as(OutputError, unwritable):
+            options.output.folder.mkdir(parents=True, exist_ok=True)
+        resources.enter_context(claim(options.output.folder))
+    with os_errors_as(OutputError, unwritable):
+        expected = [sum(chunk.counts) for chunk in chunks]
+        file = AnswerFile(options.output.folder, options, expected) if world.is_main else None
+    done = world.gather(file.done if file else set())[0]
+    reward = options.reward
+    grader = Grader.of((reward_of(question.reward, reward.function) for question in questions), reward)
+    resources.callback(grader.close)
+    engine = open_engine(choice, settings, world)
+    resources.callback(engine.close)
+    if adapters.path:
+        adapted = adapted_model(pretrained.model, adapters, settings.dtype, settings.attention)
+        engine.push_weights(WholeWeights(adapted))
+        del adapted
+    conversations = conversations_of(options.environment, pretrained)
+    answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world, reward.function, conversations)
+    console = Console(quiet=not world.is_main)
+    console.print(f"{len(questions)} rows, {len(done)} of {len(chunks)} chunks done")
+    console.print(f"answers by {choice}")
+    _warn(options, questions, left_out, console)
+    sampling = Sampling(
+        settings.rollout.max_tokens,
+        temperature=options.rollout.temperature,
+        top_p=options.rollout.top_p,
+        stop=Stops(options.rollout.stop, pretrained.tokenizer.decode),
+    )
+    for chunk in track([chunk for chunk in chunks if chunk.number not in done], "evaluating", console=console):
+        seed = derive_seed(options.seed, "evaluation", chunk.number)
+        batch = answerer.answer(chunk.questions, chunk.counts, sampling, seed)
+        for note in answerer.news():
+            console.print(printable(note), highlight=False, markup=False, soft_wrap=True)
+        if batch.counts.failed_fraction > options.reward.max_failed:
+            raise HaltError(
+                f"{batch.counts.failed_fraction:.0%} of {len(batch)} answers could not be graded: "
+                f"{ungraded(batch.counts)}. The same command goes on with these questions"
+            )
+        if file:
+            with os_errors_as(OutputError, unwritable):
+                file.append(chunk.number, chunk.questions, batch)
+    wrong = [
+        LeftOut(question.source, question_key(question.text, question.gold), count)
+        for question, count in zip(left_out, counts[len(questions) :], strict=True)
+    ]
+    with os_errors_as(OutputError, f"output: {options.output.folder} cannot be read"):
+        return _scores(file, wrong, options, world, console)
+
+
+def _scores(
+    file: AnswerFile | None, wrong: Sequence[LeftOut], options: Options, world: World, console: Console
+) -> dict[str, SourceScore]:
+    """Of all answers in rank 0's file and of the rows that were left out; the same on every rank."""
+    watch = RewardWatch(options.reward.success, "reward.success", patience=1)
+    if file and (note := watch.observe(file.rewards())):
+        console.print(note, highlight=False, soft_wrap=True)
+    graded = file.graded() if file else []
+    formed = tell("form", options.reward, graded, world)
+    found = tell("found", options.reward, graded, world)
+    return world.gather(score(file.verdicts(options.reward.success, formed, found), wrong) if file else {})[0]
+
+
+def _warn(options: Options, questions: Iterable[Question], left_out: Sequence[Question], console: Console) -> None:
+    """Name the rows that are not asked or contradict others, and the sources in `rollout.avg` without rows."""
+    if note := contradictions(questions):
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+    for source, count in sorted(Counter(question.source for question in left_out).items()):
+        console.print(
+            f"{source}: {count} rows have prompts of more than {options.data.max_prompt_tokens} tokens and count as "
+            "wrong (data.max_prompt_tokens)",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if absent := sorted(set(options.rollout.avg) - {question.source for question in (*questions, *left_out)}):
+        console.print(f"rollout.avg: no rows come from {', '.join(absent)}")

@@ -1,0 +1,219 @@
+"""The options of an evaluation, and where they come from: the command line, a recipe of its own or that of a run.
+
+So also the sets of held-out questions of a run, with everything that its options leave open.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from pydantic import Field, PositiveInt, ValidationError
+
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.limits import LONGEST
+from exgrpo.train.config.command_line import check_names, one_line
+from exgrpo.train.config.environment import EnvironmentConfig
+from exgrpo.train.config.evaluation import SAMPLED, EvaluationConfig
+from exgrpo.train.config.options import (
+    Config,
+    DataConfig,
+    DistributedConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    as_in,
+)
+from exgrpo.train.config.pretrained import Overrides
+from exgrpo.train.config.recipe import (
+    RecipeArgument,
+    load_recipe,
+    merged,
+    origin_of,
+    read_recipes,
+    split_recipe,
+    unfinished,
+)
+from exgrpo.train.config.section import Section, Sources, StopString, explain, flat, known_keys
+from exgrpo.train.config.sources import ColumnNames, SourceConfigs
+from exgrpo.train.data.prompts import PromptFormat
+
+CONFIG = "config.yaml"
+"""In the folder of a run."""
+PROGRAM = "python -m exgrpo.tools.evaluate"
+AS_TRAINED = {
+    "data": ("columns", "sources", *(field.name for field in fields(PromptFormat))),
+    "rollout": ("max_tokens", "stop"),
+    "environment": tuple(EnvironmentConfig.model_fields),
+    "policy": ("dtype", "overrides"),
+    "reward": ("function", "success", "time_limit", "concurrency", "parts"),
+}
+"""By section: what an evaluation takes from the configuration of a run."""
+LONGEST_ANSWER = 8192
+"""Tokens, where neither an option nor a run says it."""
+
+
+class PolicyOptions(Section):
+    """How the model is read."""
+
+    overrides: Overrides = as_in(PolicyConfig, "overrides")
+    dtype: Literal["fp32", "bf16"] = as_in(PolicyConfig, "dtype", description="Dtype of the weights.")
+
+
+class LoraOptions(Section):
+    """Adapters beside the model."""
+
+    path: str | None = Field(None, description="Folder of adapters, of a run or of peft, that are added to the model.")
+
+
+class DataOptions(Section):
+    """Questions and their prompts."""
+
+    test: Sources = Field(description="JSONL, JSON, parquet or CSV files, hub names, builtin:NAME, reasoning_gym:NAME.")
+    test_split: str = as_in(DataConfig, "test_split")
+    test_limit: int | None = as_in(DataConfig, "test_limit", description="Use only so many questions of each data set.")
+    columns: ColumnNames = as_in(DataConfig, "columns")
+    sources: SourceConfigs = as_in(DataConfig, "sources")
+    chat: bool = as_in(DataConfig, "chat")
+    system_prompt: str | None = as_in(DataConfig, "system_prompt")
+    keep_system: bool = as_in(DataConfig, "keep_system")
+    prompt_format: str = as_in(DataConfig, "prompt_format")
+    answer_prefix: str = as_in(
+        DataConfig,
+        "answer_prefix",
+        description="Text that opens every answer, such as '<think>\\n'; it ends the prompt.",
+    )
+    max_prompt_tokens: int = as_in(
+        DataConfig, "max_prompt_tokens", description="Longer prompts are not asked; they count as wrong."
+    )
+
+
+class RolloutOptions(Section):
+    """How often questions are asked, and how answers are generated."""
+
+    samples: int = as_in(EvaluationConfig, "samples", description="Answers per row.")
+    avg: dict[str, PositiveInt] = Field(
+        default_factory=dict,
+        description="Answers per question for single data sources (aime 32 amc 32); rows that repeat a question count.",
+    )
+    temperature: float = as_in(
+        EvaluationConfig, "temperature", default=0.6, description="Sampling temperature (the paper's 0.6)."
+    )
+    top_p: float = as_in(EvaluationConfig, "top_p")
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=LONGEST,
+        description=f"Longest response; None: what the model has positions for, at most {LONGEST_ANSWER}.",
+    )
+    stop: tuple[StopString, ...] = as_in(
+        RolloutConfig, "stop", description="Strings that end an answer; they are no part of its text."
+    )
+    batch_tokens: int = as_in(RolloutConfig, "batch_tokens")
+    engine: Literal["auto", "transformers", "vllm"] = Field(
+        "auto", description="What generates; auto: vLLM where it can, else transformers."
+    )
+    kv_cache_gib: float = as_in(RolloutConfig, "kv_cache_gib", default=1.0)
+
+
+class DistributedOptions(Section):
+    """The processes."""
+
+    threads: int | None = as_in(DistributedConfig, "threads")
+
+
+class OutputOptions(Section):
+    """What an evaluation leaves behind."""
+
+    folder: Path = Field(Path("evaluation"), description="Folder for answers.jsonl and scores.json.")
+
+
+class Options(Section):
+    """Evaluate a causal LM: Pass@1, avg@k and unbiased pass@k by data source, every answer written down."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = Field(
+        description="Folder or hub name, builtin:NAME, or the folder of a run: its trained model, asked as it asks."
+    )
+    seed: int = Field(0, ge=0, description="Seed of the samples.")
+    chunk: int = Field(64, ge=1, description="Rows between two writes; an interrupted evaluation repeats one chunk.")
+    policy: PolicyOptions = PolicyOptions()
+    lora: LoraOptions = LoraOptions()
+    data: DataOptions
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutOptions = RolloutOptions()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    distributed: DistributedOptions = DistributedOptions()
+    output: OutputOptions = OutputOptions()
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """Resolve `[--recipe FILE] MODEL --data.test FILE [--section.field VALUE ...]`; the command line beats the recipe.
+
+    Of a run the recipe is, where none is named, its own.
+
+    Raises:
+        ConfigError: the recipe is wrong, an option is unknown (the message names the near one), a value is
+            impossible, or a run has no trained model.
+    """
+    recipes, rest = split_recipe(argv)
+    check_names(rest, Options, RecipeArgument)
+    options = _parsed(rest, recipes)
+    if (Path(options.model) / CONFIG).is_file() and not (Path(options.model) / "config.json").exists():
+        run = Path(options.model)
+        options = _of_run(options if recipes else _parsed(rest, [run / CONFIG]), run)
+    return options
+
+
+def _of_run(options: Options, run: Path) -> Options:
+    """With the model of a run in its place; adapters are added to the model that they were trained for."""
+    trained = run / "model"
+    if (trained / "config.json").is_file():
+        return options.model_copy(update={"model": str(trained)})
+    if not (trained / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{run} is a run without a trained model: let it end, or name another of its models, as {run}/best"
+        )
+    base = load_recipe(run / CONFIG).policy.path
+    return options.model_copy(update={"model": base, "lora": LoraOptions(path=str(trained))})
+
+
+def _parsed(rest: Sequence[str], recipes: Sequence[Path]) -> Options:
+    with one_line(Options, PROGRAM):
+        return tyro.cli(
+            Options,
+            args=list(rest),
+            default=defaults(recipes),
+            config=(tyro.conf.FlagConversionOff,),
+            prog=PROGRAM,
+            description=f"{Options.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",
+            use_underscores=True,
+        )
+
+
+def defaults(recipes: Sequence[Path]) -> Options:
+    """The options in YAML recipes, or the default ones; the command line has the model and questions that lack there.
+
+    The recipe of a training run, such as the config.yaml in its folder, means: ask and grade as that run does. It is
+    known by an option that only training has. Its questions are not taken.
+    """
+    values, origin = read_recipes(recipes), origin_of(recipes)
+    if flat(values).keys() & (set(known_keys(Config)) - set(known_keys(Options))):
+        values = as_trained(unfinished(values, origin))
+    try:
+        checked = Options.model_validate(merged({"model": "", "data": {"test": [""]}}, values))
+    except ValidationError as error:
+        raise ConfigError(explain(error, Options, origin)) from None
+    if "test" not in values.get("data", {}):
+        checked = checked.model_copy(update={"data": checked.data.model_copy(update={"test": tyro.MISSING})})
+    return checked if "model" in values else checked.model_copy(update={"model": tyro.MISSING})
+
+
+def as_trained(config: Config) -> dict[str, Any]:
+    """The options with which a run's answers to its held-out questions are asked for and graded."""
+    values = {
+        section: {name: getattr(getattr(config, section), name) for name in names}
+        for section, names in AS_TRAINED.items()
+    }
+    values["rollout"] |= {name: getattr(config.evaluation, name) for name in SAMPLED}
+    return values

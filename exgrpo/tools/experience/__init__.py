@@ -1,0 +1,1 @@
+"""The program `exgrpo experience`: stored answers of runs, shown and exported."""

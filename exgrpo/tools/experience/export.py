@@ -1,0 +1,233 @@
+"""A run's experience as a data set in the Hugging Face layout: a card, and parquet files of limited size.
+
+The card is what a hub reads at its head, and what a person should know.
+"""
+
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import yaml
+
+from exgrpo.tools.experience.sources import RunExperience, open_run
+from exgrpo.train.common.errors import DataError, OutputError, os_errors_as
+from exgrpo.train.config.hub import installed
+
+SHARD_BYTES = 400_000_000
+"""A file is closed when it has as many; the rows of the last write may come on top, and none reaches 500 MB."""
+ROWS, TOKENS = 1024, 2_000_000
+"""What is held in memory and written at once, at most."""
+SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M")
+"""The hub's names of sizes, each ten times the one before."""
+PACKAGES = ("exgrpo", "torch", "transformers", "deepspeed")
+COLUMNS: dict[str, tuple[pa.DataType, str]] = {
+    "question": (pa.string(), "text of the question"),
+    "prompt_ids": (pa.list_(pa.int32()), "token ids of its prompt, as the model reads it"),
+    "answer": (pa.string(), "its right answer"),
+    "source": (pa.string(), "data set that the question comes from"),
+    "response_ids": (pa.list_(pa.int32()), "token ids of the answer, with the token that ends it"),
+    "response": (pa.string(), "text of the answer, without what ends it"),
+    "log_prob": (
+        pa.list_(pa.float32()),
+        "log-probs of these tokens under the policy that wrote them, at the rollout temperature",
+    ),
+    "written": (
+        pa.list_(pa.bool_()),
+        "whether the policy wrote each token, or an environment, whose tokens have log-probs of 0; empty: the "
+        "policy wrote all of them",
+    ),
+    "behaviour": (
+        pa.string(),
+        "who computed them: the trainer, before the update of that step, or the rollout engine, in sampling; "
+        "unknown: nobody, and they are 0",
+    ),
+    "model": (pa.string(), "where the policy began; together with the step it names the policy that wrote the answer"),
+    "finished": (pa.bool_(), "whether the answer ended by itself and was not cut at the length limit"),
+    "reward": (pa.float64(), "what the verifier gave"),
+    "step": (pa.int32(), "training step in which it was written"),
+    "advantage": (pa.float64(), "in the group that it was written in"),
+    "group_successes": (pa.int32(), "successes among the answers of that group that count"),
+    "group_answers": (pa.int32(), "number of those answers; 0: not known"),
+    "replays": (pa.int32(), "how often it was replayed"),
+    "key": (
+        pa.int64(),
+        "hash of the solution that it gives: answers that differ only in form have the same one; 0: none",
+    ),
+}
+"""Their kinds and what they mean."""
+SCHEMA = pa.schema({name: kind for name, (kind, _) in COLUMNS.items()})
+
+
+def export(run: Path, folder: Path) -> int:
+    """Write what the newest sound checkpoint of a run has stored; returns the number of trajectories.
+
+    Args:
+        run: the run's folder.
+        folder: of the data set; it is made, whole or not at all.
+
+    Raises:
+        CheckpointError: the run has no sound checkpoint.
+        DataError: the run's questions cannot be read again, or nothing is stored.
+        ModelError: its tokenizer cannot be loaded.
+        OutputError: the folder is there and not empty, or cannot be written.
+    """
+    with os_errors_as(OutputError, f"{folder} cannot be written"):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise OutputError(f"{folder} exists already and is not empty: choose another folder, or remove it")
+        experience = open_run(run)
+        if not len(experience):
+            raise DataError(f"{run}: nothing is stored after step {experience.step}, so there is nothing to export")
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            (unfinished / "data").mkdir(parents=True)
+            write_shards(rows(experience), unfinished / "data")
+            (unfinished / "README.md").write_text(card(experience), encoding="utf-8")
+            unfinished.replace(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return len(experience)
+
+
+def rows(experience: RunExperience) -> Iterator[pa.RecordBatch]:
+    """All trajectories in their order, some at a time."""
+    for first in range(0, len(experience), ROWS):
+        chunk = np.arange(first, min(first + ROWS, len(experience)))
+        ends = np.cumsum(experience.columns["length"][chunk], dtype=np.int64)
+        # A chunk of long answers comes in parts.
+        for part in np.split(chunk, np.flatnonzero(np.diff(ends // TOKENS)) + 1):
+            yield _batch(experience, part.tolist())
+
+
+def _batch(experience: RunExperience, places: Sequence[int]) -> pa.RecordBatch:
+    found = [experience.trajectory(place) for place in places]
+    questions = [experience.asked(one.question) for one in found]
+    columns: dict[str, Any] = {
+        "question": [question.text for question in questions],
+        "prompt_ids": _lists([np.array(question.prompt, np.int32) for question in questions]),
+        "answer": [question.gold for question in questions],
+        "source": [question.source for question in questions],
+        "response_ids": _lists([one.response for one in found]),
+        "response": [experience.text_of(one) for one in found],
+        "log_prob": _lists([one.log_prob for one in found]),
+        "written": [one.written for one in found],
+        # What has no log-probs of a policy was not written by this run's model.
+        "model": [None if one.behaviour == "unknown" else experience.config.policy.path for one in found],
+        "group_successes": [experience.origin("successes", place) for place in places],
+        "group_answers": [experience.origin("answers", place) for place in places],
+    }
+    columns |= {name: [experience.origin(name, place) for place in places] for name in ("advantage", "replays")}
+    columns |= {
+        name: [getattr(one, name) for one in found] for name in ("behaviour", "finished", "reward", "step", "key")
+    }
+    arrays = [
+        column if isinstance(column, pa.Array) else pa.array(column, SCHEMA.field(name).type)
+        for name, column in ((name, columns[name]) for name in SCHEMA.names)
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def _lists(arrays: Sequence[np.ndarray]) -> pa.Array:
+    offsets = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int32)
+    return pa.ListArray.from_arrays(offsets, np.concatenate(arrays))
+
+
+def write_shards(batches: Iterable[pa.RecordBatch], folder: Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:
+    """Write batches of `SCHEMA` to train-00000-of-0000N.parquet and so on; returns the N files.
+
+    A file is named when all are written, for only then their number is known.
+    """
+    written: list[Path] = []
+    writer: pyarrow.parquet.ParquetWriter | None = None
+    try:
+        for batch in batches:
+            if writer is None:
+                written.append(folder / f"{len(written):05}.unfinished")
+                file = written[-1].open("wb")
+                writer = pyarrow.parquet.ParquetWriter(file, SCHEMA, compression="zstd")
+            writer.write_batch(batch)
+            if file.tell() >= shard_bytes:
+                writer.close()
+                file.close()
+                writer = None
+    finally:
+        if writer is not None:
+            writer.close()
+            file.close()
+    return [
+        path.rename(folder / f"train-{number:05}-of-{len(written):05}.parquet") for number, path in enumerate(written)
+    ]
+
+
+def card(experience: RunExperience) -> str:
+    """The text of README.md."""
+    head = yaml.safe_dump(_head(experience), sort_keys=False, allow_unicode=True)
+    columns = "\n".join(f"| {name} | {meaning} |" for name, (_, meaning) in COLUMNS.items())
+    facts = "\n".join(f"- {name}: {value}" for name, value in _facts(experience).items())
+    return f"""---
+{head}---
+
+# Experience of a reinforcement learning run
+
+Answers of a language model to questions whose answers can be verified, as a run of exgrpo has stored them for replay
+(ExGRPO, arXiv 2510.02245). Such a buffer is a selection: by default it has successes alone, and no questions that the
+model already solves.
+
+{facts}
+
+| column | meaning |
+|---|---|
+{columns}
+
+Another run begins with it by `--experience.start FOLDER`. The licence of the questions is that of their sources, and
+the licence of the model may bind what is done with its answers.
+"""
+
+
+def size_category(rows: int) -> str:
+    """The hub's name for a data set of so many rows."""
+    return SIZES[min(len(SIZES) - 1, max(0, len(str(rows)) - 3))]
+
+
+def _head(experience: RunExperience) -> dict[str, Any]:
+    return {
+        "license": "unknown",
+        "pretty_name": "Experience of a reinforcement learning run",
+        "size_categories": [size_category(len(experience))],
+        "tags": ["exgrpo", "rlvr", "grpo", "reinforcement-learning", "experience-replay"],
+        "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "data/train-*"}]}],
+        "dataset_info": {"features": [_feature(field) for field in SCHEMA]},
+    }
+
+
+def _feature(field: pa.Field) -> dict[str, str]:
+    if pa.types.is_list(field.type):
+        return {"name": field.name, "list": _dtype(field.type.value_type)}
+    return {"name": field.name, "dtype": _dtype(field.type)}
+
+
+def _dtype(kind: pa.DataType) -> str:
+    return {"float": "float32", "double": "float64"}.get(str(kind), str(kind))
+
+
+def _facts(experience: RunExperience) -> dict[str, object]:
+    config, arrays = experience.config, experience.arrays
+    return {
+        "model": config.policy.path,
+        "questions": ", ".join(config.data.train),
+        "reward": config.reward.function or "that of each source",
+        "training step": experience.step,
+        "seed of the run": config.seed,
+        "answers per question": config.rollout.samples,
+        "rollout temperature": config.rollout.temperature,
+        "stored answers": len(experience),
+        "questions with stored answers": len(np.unique(experience.columns["question"])),
+        "questions of the run": len(arrays["count"]),
+        "questions that have left, since all fresh answers were right": int(arrays["retired"].sum()),
+        "tokens of the answers": int(experience.columns["length"].sum()),
+        "versions": installed(*PACKAGES),
+    }

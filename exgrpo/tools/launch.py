@@ -1,0 +1,149 @@
+"""`exgrpo train [--processes P] [--restarts N] [OPTIONS]`: a run whose processes are started, and started again.
+
+They are the training program's, started by PyTorch's launcher on one host. `deepspeed exgrpo/train/main.py` and
+`torchrun exgrpo/train/main.py` start them on several. One process that is not started again needs no launcher: this
+program becomes the training program.
+"""
+
+import datetime
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from exgrpo.extras import needs
+
+with needs(__name__, "exgrpo[train]"):
+    import tyro
+    from pydantic import BaseModel, ConfigDict, Field, field_validator
+    from rich.console import Console
+
+    from exgrpo.tools.dry_run import show
+    from exgrpo.tools.estimate.parts import machine
+    from exgrpo.train.checkpoint.resume import AUTO
+    from exgrpo.train.common.errors import ConfigError, ExgrpoError, LostProcessError, print_error
+    from exgrpo.train.common.process import INTERRUPTED, LAUNCHED, leave, quiet
+    from exgrpo.train.config.command_line import one_line
+    from exgrpo.train.config.recipe import parse_args
+    from exgrpo.train.main import configure
+    from exgrpo.train.run.startup_checks import look
+
+PROGRAM = "exgrpo train"
+MAIN = Path(__file__).parents[1] / "train" / "main.py"
+
+
+class Launch(BaseModel):
+    """How the processes of a run are started. The options of training come below."""
+
+    model_config = ConfigDict(frozen=True)
+
+    processes: int = Field(1, ge=1, description="How many: one for each GPU.")
+    restarts: int = Field(0, ge=0, description="How often they are started again, from the newest checkpoint.")
+    dry_run: bool = Field(
+        False, description="Print the configuration, the plan and an estimate for this machine, and start nothing."
+    )
+    machine: str | None = Field(
+        None, description="With --dry-run: estimate for such GPUs, as h100x8; None: for this machine."
+    )
+
+    @field_validator("machine")
+    @classmethod
+    def _known(cls, named: str | None) -> str | None:
+        if named is not None:
+            machine(named)
+        return named
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start the processes and wait for them; returns the exit status."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    try:
+        with one_line(Launch, PROGRAM):
+            options, rest = tyro.cli(Launch, args=list(argv), prog=PROGRAM, return_unknown_args=True, add_help=False)
+            if {"-h", "--help"} & set(rest):
+                with suppress(SystemExit):
+                    tyro.cli(Launch, args=["--help"], prog=PROGRAM)
+                parse_args(rest)  # prints its help, and ends
+        if options == Launch():
+            os.execv(sys.executable, [sys.executable, str(MAIN), *rest])
+        if options.machine and not options.dry_run:
+            raise ConfigError("machine: it is what a dry run estimates for: give --dry-run with it")
+        if options.dry_run:
+            return _show(options, rest)
+        return _start(options, prepared(options, rest))
+    except ExgrpoError as error:
+        return print_error(error)
+    except (KeyboardInterrupt, SignalException):
+        return INTERRUPTED
+
+
+def prepared(options: Launch, rest: list[str]) -> list[str]:
+    """The arguments of each process: a run that may start again needs a name and goes on by itself.
+
+    Raises:
+        ConfigError: the training program would refuse them.
+    """
+    config, folder = configure(rest)
+    with ExitStack() as resources:  # what each start would say again
+        look(config, resources, resumed=folder is not None)
+    if not options.restarts or (config.resume and config.resume != AUTO):
+        return rest
+    if config.output.name is None:
+        rest = [*rest, f"--output.name={datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"]
+    return rest if config.resume else [*rest, f"--resume={AUTO}"]
+
+
+def _show(options: Launch, rest: list[str]) -> int:
+    quiet()
+    gpu, count = machine(options.machine) if options.machine else (None, None)
+    if count not in (None, options.processes) and options.processes != 1:
+        raise ConfigError(f"processes ({options.processes}): {options.machine} has {count}, one process for each GPU")
+    config, folder = configure(rest)
+    console = Console()
+    with ExitStack() as resources:
+        early = look(config, resources, resumed=folder is not None)
+        processes = count or options.processes
+        show(config, early, folder, processes, gpu, lambda what: console.print(what, highlight=False, soft_wrap=True))
+    return 0
+
+
+def _start(options: Launch, arguments: Sequence[str]) -> int:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    own = options.model_dump(exclude_defaults=True)
+    os.environ[LAUNCHED] = shlex.join(f"--{name}={value}" for name, value in own.items())
+    # The store of one start has the addresses of the processes that are gone: each start needs its own.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=options.processes,
+        max_restarts=options.restarts,
+        run_id="exgrpo",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        rdzv_configs={"is_host": True},
+        local_addr="127.0.0.1",
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", str(MAIN), *arguments)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode > 0:  # it has said why
+            return failure.exitcode
+        raise LostProcessError(
+            f"the process of rank {rank} has ended by {signal.Signals(-failure.exitcode).name}, and "
+            f"{options.restarts} restarts are used up: go on with --resume auto"
+        ) from None
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

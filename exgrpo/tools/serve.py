@@ -1,0 +1,182 @@
+"""`python -m exgrpo.tools.serve MODEL`: a `vllm serve` that gives rollouts and takes weights.
+
+It only puts the command together, prints it and becomes it; options that it does not know go to vLLM as they are. The
+server answers only requests with the token that is in EXGRPO_SERVER_TOKEN, or else in ~/.exgrpo_server_token, which the
+first start makes.
+"""
+
+import argparse
+import importlib.metadata
+import ipaddress
+import json
+import os
+import secrets
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from exgrpo.extras import needs
+from exgrpo.train.common.errors import ConfigError, ExgrpoError
+from exgrpo.train.common.process import SERVER
+
+with needs(__name__, "exgrpo[train]"):
+    from exgrpo.train.common.threads import VARIABLE, free_threads
+    from exgrpo.train.config.pretrained import from_arguments
+    from exgrpo.train.policy.check import check_positions, check_weights
+    from exgrpo.train.policy.source import ModelSource, find_model
+    from exgrpo.train.policy.tokenizer import DTYPES
+    from exgrpo.train.rollout.server.guard import NAMES, TOKEN, made_token, server_token
+
+GIB = 2**30
+CPU_CACHE_GIB = 1.0
+"""By default a server would take most of a machine's memory."""
+SWITCHES = (
+    "--enable-scale-out",  # token ids in, token ids out
+    "--enable-prefix-caching",
+    "--enable-prompt-tokens-details",
+    "--disable-uvicorn-access-log",
+)
+VLLM_KEY = "VLLM_API_KEY"
+UNGUARDED = {
+    "--api-key": f"the key of vLLM guards a part of its routes only: set {TOKEN}, which guards all of them",
+    "--grpc": "the trainer speaks HTTP, and only that is guarded: leave it out",
+}
+"""Options of vLLM that are refused."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Become the server."""
+    try:
+        _parser().parse_known_args(argv)  # --help needs no vLLM
+        command, environment = build(argv, on_cpu=_built_for_cpu())
+    except ExgrpoError as error:
+        sys.exit(f"error: {error}")
+    shown = {name: "..." if name in (TOKEN, VLLM_KEY) else value for name, value in environment.items()}
+    settings = " ".join(f"{name}={value}" for name, value in shown.items())
+    print(f"{settings} {shlex.join(command)}", flush=True)
+    os.execve(command[0], command, {**os.environ, **environment, SERVER: str(os.getpid())})
+
+
+def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, str]]:
+    """The command of a server and what it needs in its environment.
+
+    Args:
+        argv: the arguments of this program.
+        on_cpu: for vLLM's build for CPUs, where this program sets what vLLM finds out by itself on GPUs.
+
+    Raises:
+        ModelError: there is no such model, or it is not whole.
+        ConfigError: an option does not suit it, or the token is none.
+    """
+    own, further = _parser().parse_known_args(argv)
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **_guarded(own, further)}
+    source = _checked(own.model, own.overrides, own.max_tokens)
+    options, switches = _options(own, source, on_cpu=on_cpu), list(SWITCHES)
+    # `vllm serve`; vLLM's build for CPUs has that command, but not under the name by which it asks for its version.
+    program = ["vllm.entrypoints.cli.main", "serve", source.path]
+    if on_cpu:
+        program = ["vllm.entrypoints.launchers.api_server.entry", "--model", source.path]
+        switches.append("--enforce-eager")
+        # By default each server would take the cores that the trainer has.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        environment[VARIABLE] = str(free_threads().count)
+    pairs = [str(part) for option in options.items() for part in option]
+    return [sys.executable, "-m", *program, *pairs, *switches, *further], environment
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m exgrpo.tools.serve", description=__doc__, allow_abbrev=False)
+    parser.add_argument("model", help="folder, hub name or builtin:NAME, as the trainer's policy.path")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="as the trainer's policy.dtype (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, help="longest prompt + response; the model's positions if left out")
+    parser.add_argument(
+        "--overrides", nargs="*", default=[], metavar="KEY=VALUE", help="as the trainer's policy.overrides"
+    )
+    parser.add_argument("--kv-cache-gib", type=float, help="for keys and values; on CPUs 1 if left out")
+    parser.add_argument("--host", default="127.0.0.1", help="interface to listen on (%(default)s: this machine only)")
+    parser.add_argument("--names", nargs="*", default=[], help="names of this machine in the trainer's rollout.servers")
+    parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, help="of its samples; random if left out")
+    return parser
+
+
+def _guarded(own: argparse.Namespace, further: Sequence[str]) -> dict[str, str]:
+    """What the server's guard reads in its environment.
+
+    Raises:
+        ConfigError: the token is none, or an option goes around the guard.
+    """
+    for option in further:
+        if reason := UNGUARDED.get(option.partition("=")[0].replace("_", "-")):
+            raise ConfigError(f"{option}: {reason}")
+    if made := made_token():
+        print(f"made a token for rollout servers in {made}: the trainer reads it there, on other machines copy it")
+    names = [] if _is_loopback(own.host) else [own.host, socket.gethostname(), socket.getfqdn()]
+    token = server_token()
+    return {NAMES: ",".join(dict.fromkeys([*own.names, *names])), TOKEN: token, VLLM_KEY: token}
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether other machines cannot reach what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _options(own: argparse.Namespace, source: ModelSource, *, on_cpu: bool) -> dict[str, Any]:
+    """The options of vLLM that have a value."""
+    options: dict[str, Any] = {
+        "--host": own.host,
+        "--port": own.port,
+        # Servers with one seed would draw alike.
+        "--seed": secrets.randbelow(2**31) if own.seed is None else own.seed,
+        "--dtype": str(DTYPES[own.dtype]).removeprefix("torch."),
+        "--generation-config": "vllm",
+        "--logprobs-mode": "processed_logprobs",  # of the policy that is sampled from, at its temperature
+        "--weight-transfer-config": json.dumps({"backend": "gloo" if on_cpu else "nccl"}),
+        "--worker-extension-cls": "exgrpo.train.rollout.server.worker.RolloutWorker",
+        "--middleware": "exgrpo.train.rollout.server.guard.Guard",
+    }
+    if own.max_tokens is not None:
+        options["--max-model-len"] = own.max_tokens
+    if source.changes:
+        options["--hf-overrides"] = json.dumps(dict(source.changes))
+    cache_gib = own.kv_cache_gib
+    if on_cpu:
+        from exgrpo.train.rollout.vllm.engine import BLOCK_TOKENS
+
+        options["--block-size"] = BLOCK_TOKENS
+        cache_gib = cache_gib or CPU_CACHE_GIB
+    if cache_gib is not None:
+        options["--kv-cache-memory-bytes"] = int(cache_gib * GIB)
+    return options
+
+
+def _checked(path: str, overrides: Sequence[str], length: int | None) -> ModelSource:
+    """The model, which is whole and has positions for so many tokens."""
+    source = find_model(path, from_arguments(overrides))
+    if length is not None:
+        check_positions(source, length, f"--max-tokens ({length})")
+    check_weights(source)
+    return source
+
+
+def _built_for_cpu() -> bool:
+    """Which build of vLLM is installed.
+
+    Raises:
+        ConfigError: none.
+    """
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return "cpu" in name + importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise ConfigError("vLLM is not installed: `make train ENGINE=vllm` installs the build for CPUs")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""What every room uses: errors, records, processes, seeds and functions by name."""

@@ -1,0 +1,211 @@
+"""The processes of a run: who am I, on which device, how plain Python objects travel, and how all fail together."""
+
+import dataclasses
+import datetime
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from exgrpo.train.common.alone import collect_alone
+from exgrpo.train.common.errors import ConfigError, ExgrpoError
+from exgrpo.train.common.threads import Rank, Threads, choose, look
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The process group of the run.
+
+    Attributes:
+        rank: this process, 0..size-1.
+        size: number of processes.
+        device: where this process computes.
+        control: gloo group for Python objects, beside NCCL on GPUs; None where this process is alone.
+        threads: of each process on this machine; None: as torch chooses (GPUs).
+        ranks: the processes of the run on this machine.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup | None
+    threads: Threads | None = None
+    ranks: tuple[Rank, ...] = ()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values  # type: ignore[return-value]
+
+    @property
+    def kept(self) -> dict[str, int] | None:
+        """What a checkpoint has of the threads, so that a run goes on with as many."""
+        return {"ranks": self.size, "threads": self.threads.count} if self.threads else None
+
+    def split(self, items: Sequence[T], ranks: int = 1) -> list[tuple[int, T]]:
+        """This rank's share of `items` with their positions; `ranks` neighbouring ranks have the same one."""
+        return [(i, items[i]) for i in range(self.rank // ranks, len(items), self.size // ranks)]
+
+    def join(self, share: Sequence[tuple[int, T]]) -> list[T]:
+        """The inverse of `split` over all ranks: all items in their order, on every rank."""
+        pairs = [pair for of_rank in self.gather(list(share)) for pair in of_rank]
+        return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
+
+
+DRIVER = Path("/proc/driver/nvidia/version")
+"""Is there where an NVIDIA driver is loaded."""
+ALONE = World(0, 1, torch.device("cpu"), control=None)
+"""The world of a program that has no ranks."""
+
+
+def fail_together(world: World, problem: ExgrpoError | None) -> None:
+    """Say whether this rank has a problem; all ranks call it together.
+
+    Raises:
+        ExgrpoError: on every rank, the first problem in the order of ranks.
+    """
+    for found in world.gather(problem):
+        if found is not None:
+            raise found
+
+
+def agree(world: World, action: Callable[[], T]) -> T:
+    """What an action gives on this rank; all ranks call it together.
+
+    Raises:
+        ExgrpoError: on every rank, where the action raises one on any.
+    """
+    problem: ExgrpoError | None = None
+    try:
+        result = action()
+    except ExgrpoError as error:
+        problem = error
+    fail_together(world, problem)
+    return result
+
+
+def on_main(world: World, action: Callable[[], T]) -> T | None:
+    """What an action gives on rank 0, None elsewhere; see `agree`."""
+    return agree(world, action if world.is_main else lambda: None)
+
+
+def start(timeout_minutes: float, threads: int | None = None, kept: Mapping[str, int] | None = None) -> World:
+    """Join the process group that the launcher describes; without a launcher, a world of one.
+
+    The backend follows the hardware: NCCL on GPUs, gloo on CPUs.
+
+    Args:
+        timeout_minutes: a rank that waits longer for others gives up.
+        threads: of each process; None: see `exgrpo.train.common.threads.choose`.
+        kept: `World.kept` of the run that goes on; None: there is none.
+
+    Raises:
+        ConfigError: the environment does not describe a group that can be joined.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    _without_launcher()
+    _check_restarts()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_size = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))  # DeepSpeed's, PyTorch's
+    accelerator = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    if on_cpu:
+        _skip_unused_cpu_build()
+    else:
+        accelerator.set_device(local_rank)
+    import deepspeed
+
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    try:
+        deepspeed.init_distributed(timeout=timeout, verbose=False)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"the processes of the run cannot join their group: {error}") from error
+    if on_cpu and dist.get_world_size() == 1:
+        collect_alone()
+    world = World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=torch.device("cpu") if on_cpu else torch.device(accelerator.device_name(local_rank)),
+        control=dist.new_group(backend="gloo", timeout=timeout),
+    )
+    first = world.rank - local_rank
+    ranks = tuple(world.gather(Rank.here())[first : first + local_size])
+    world = dataclasses.replace(world, ranks=ranks, threads=_threads(world, ranks, threads, kept))
+    if world.threads:
+        torch.set_num_threads(world.threads.count)
+    return world
+
+
+def _threads(world: World, ranks: Sequence[Rank], asked: int | None, kept: Mapping[str, int] | None) -> Threads | None:
+    """The threads of each process on this machine, which its first one finds out while the others wait."""
+    if world.device.type != "cpu":
+        return Threads(asked, "distributed.threads") if asked else None
+    local_rank, found = int(os.environ["LOCAL_RANK"]), None
+    if local_rank == 0:
+        same = kept["threads"] if kept and kept["ranks"] == world.size else None
+        found = choose(asked, same, ranks, ranks[0], lambda: look(ranks, ranks[0]))
+    return world.gather(found)[world.rank - local_rank]
+
+
+def missing_gpu(world: World) -> str | None:
+    """A word for those who expect GPUs where CPUs compute; None: nobody does.
+
+    The launcher starts as many processes as it is told, GPUs or not.
+    """
+    if world.device.type != "cpu" or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return None
+    build = "this build of torch is for CPUs" if torch.version.cuda is None else "nvidia-smi may tell why"
+    if DRIVER.exists():
+        return (
+            f"this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU ({build}): the CPU computes"
+        )
+    if world.size > 1:
+        return f"torch sees no GPU: the {world.size} processes compute on CPUs"
+    return None
+
+
+def _without_launcher() -> None:
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for key, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": port}.items():
+        os.environ[key] = str(value)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+
+
+def _check_restarts() -> None:
+    """Whether a launcher that starts processes again does so with a store of their own.
+
+    PyTorch's launcher shares one among all starts by default, and it has the addresses of processes that are gone.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
+        raise ConfigError(
+            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d or "
+            "--standalone, else processes that are started again do not find each other; or start the run by "
+            "exgrpo train --restarts N"
+        )
+
+
+def _skip_unused_cpu_build() -> None:
+    """Keep DeepSpeed from compiling an extension for 100 s that only its inference all-reduce would use."""
+    from deepspeed.ops import __compatible_ops__
+
+    __compatible_ops__["deepspeed_shm_comm"] = False

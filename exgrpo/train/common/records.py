@@ -1,0 +1,206 @@
+"""Answers as engines give them, what a policy says of their tokens, and what is stored of them. R response tokens."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from exgrpo.train.common.errors import shown
+
+TokenIds = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+Behaviour = Literal["trainer", "engine", "unknown"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One sampled answer.
+
+    Attributes:
+        response: [R] token ids. A finished answer ends with the EOS token or with the token that completes a stop
+            string (and may hold more text behind it): the policy wrote that token, so it is scored, trained on and
+            stored as all others. Before it there is neither of them.
+        finished: False where the answer was cut at the length limit.
+        log_prob: [R] fp32, the engine's own log-probability of each token under the policy that it sampled from, at the
+            sampling temperature; or None where it has none.
+        entropy: [R] fp32, the entropy in nats of that policy where the token was sampled; or None.
+        written: [R], whether the policy wrote the token; None: all of them. Of observations, log-probs and entropies
+            are 0; before one, the response may hold EOS tokens and stop strings.
+    """
+
+    response: TokenIds
+    finished: bool
+    log_prob: npt.NDArray[np.float32] | None = None
+    entropy: npt.NDArray[np.float32] | None = None
+    written: Mask | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """The T response tokens of a batch under a policy; 0 of observations.
+
+    Attributes:
+        log_prob: [T] fp32 log-probability of each token, at the temperature that was asked for.
+        entropy: [T] fp32 entropy in nats where the token was predicted, at the same temperature.
+    """
+
+    log_prob: npt.NDArray[np.float32]
+    entropy: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """A graded answer with the log-probabilities of the policy that wrote it.
+
+    Attributes:
+        question: index of its question.
+        response: [R] token ids (never text: re-encoding text would misalign `log_prob`).
+        log_prob: [R] fp32 of the policy that wrote it, at the rollout temperature (pi_past once it is replayed).
+        finished: whether it ends with EOS or a stop string, as of a `Rollout`.
+        reward: what the verifier gave.
+        step: training step in which it was written.
+        behaviour: who computed `log_prob`: the trainer, before that step's update, or the rollout engine, in sampling;
+            unknown: nobody, as of text from elsewhere. `log_prob` is 0 then: the writer counts as certain.
+        key: of the solution that it gives: answers that differ only in form have the same one; 0: none.
+        penalty: what its length takes from its reward in advantages; whether it is a success, the reward alone decides.
+        written: [R], whether the policy wrote the token, as of a `Rollout`.
+    """
+
+    question: int
+    response: TokenIds
+    log_prob: npt.NDArray[np.float32]
+    finished: bool
+    reward: float
+    step: int
+    behaviour: Behaviour = "trainer"
+    key: int = 0
+    penalty: float = 0.0
+    written: Mask | None = None
+
+    @property
+    def observed(self) -> Mask | None:
+        """[R] whether an environment wrote the token; None: it wrote none."""
+        return None if self.written is None else ~self.written
+
+    def own(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Those of [R] values that belong to tokens of the policy."""
+        return values if self.written is None else values[self.written]
+
+
+@dataclass(frozen=True)
+class EngineCounts:
+    """What an engine did since it was last asked, on this rank.
+
+    Attributes:
+        prompt_tokens: of all prompts, once per answer.
+        cached_tokens: those of them that came from the prefix cache.
+        asleep_seconds: time between `sleep` and `wake` or `push_weights`; 0 where sleeping frees nothing.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    asleep_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Answers that a reward could not grade, for causes of one kind; crosses process borders.
+
+    Attributes:
+        reward: its name.
+        cause: what became of the first one.
+        question: of the first one.
+        gold: the right answer to it.
+        response: the first one.
+        count: how many they are.
+    """
+
+    reward: str
+    cause: str
+    question: str
+    gold: str
+    response: str
+    count: int = 1
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The reward, and the type of its exception or another cause."""
+        return self.reward, self.cause.partition(":")[0]
+
+    def __str__(self) -> str:
+        return (
+            f"reward {self.reward!r} failed on an answer to {shown(self.question)}, which is therefore worth 0: "
+            f"{self.cause}. Further failures of this kind are only counted"
+        )
+
+
+def by_kind(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """Those of each kind together, in the order of the first ones."""
+    kinds: dict[tuple[str, str], Failure] = {}
+    for one in failures:
+        first = kinds.get(one.kind)
+        kinds[one.kind] = replace(first, count=first.count + one.count) if first else one
+    return tuple(kinds.values())
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What it took to answer and to grade.
+
+    Attributes:
+        answers: how many there are.
+        timed_out: answers that were graded 0 because grading took too long.
+        failed: answers graded 0 because the reward function failed.
+        generate_seconds: time in the engine.
+        grade_seconds: time in which the grader was still at work after the engine.
+        engine: what the engine counted.
+        broken: answers that ended because the environment failed; None: there is no environment.
+        failures: answers that timed out or failed, by kind.
+    """
+
+    answers: int
+    timed_out: int
+    failed: int
+    generate_seconds: float
+    grade_seconds: float
+    engine: EngineCounts
+    broken: int | None = None
+    failures: tuple[Failure, ...] = ()
+
+    def __add__(self, other: "Counts") -> "Counts":
+        """These, and those of answers that were asked for afterwards."""
+        return Counts(
+            answers=self.answers + other.answers,
+            timed_out=self.timed_out + other.timed_out,
+            failed=self.failed + other.failed,
+            generate_seconds=self.generate_seconds + other.generate_seconds,
+            grade_seconds=self.grade_seconds + other.grade_seconds,
+            engine=EngineCounts(
+                prompt_tokens=self.engine.prompt_tokens + other.engine.prompt_tokens,
+                cached_tokens=self.engine.cached_tokens + other.engine.cached_tokens,
+                asleep_seconds=self.engine.asleep_seconds + other.engine.asleep_seconds,
+            ),
+            broken=None if self.broken is None else self.broken + (other.broken or 0),
+            failures=by_kind((*self.failures, *other.failures)),
+        )
+
+    @classmethod
+    def together(cls, of_ranks: Sequence["Counts"]) -> "Counts":
+        """Those of ranks that work at the same time: of times, the longest one counts."""
+        total = reduce(add, of_ranks)
+        asleep = max(of_rank.engine.asleep_seconds for of_rank in of_ranks)
+        return replace(
+            total,
+            generate_seconds=max(of_rank.generate_seconds for of_rank in of_ranks),
+            grade_seconds=max(of_rank.grade_seconds for of_rank in of_ranks),
+            engine=replace(total.engine, asleep_seconds=asleep),
+        )
+
+    @property
+    def failed_fraction(self) -> float:
+        """Of the answers, those that timed out or failed."""
+        return (self.timed_out + self.failed) / max(self.answers, 1)

@@ -1,0 +1,113 @@
+"""Command lines of the programs: every mistake is told in one line. Dashes in a name stand for underscores."""
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import dropwhile, takewhile
+from typing import TypeVar
+
+import tyro
+from pydantic import BaseModel, ValidationError
+
+from exgrpo.train.common.errors import ConfigError, nearest
+from exgrpo.train.config.section import explain, known_keys
+
+UNREAD = 141
+"""Exit status of a program whose output nobody reads any more."""
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def options_of(model: type[M], program: str, argv: Sequence[str]) -> M:
+    """The options of a command line that has nothing else.
+
+    Raises:
+        ConfigError: an option is unknown, impossible or missing.
+    """
+    check_names(argv, model)
+    with one_line(model, program):
+        return tyro.cli(model, args=list(argv), prog=program, use_underscores=True)
+
+
+def names(argv: Sequence[str]) -> list[str]:
+    """The names of the options of a command line."""
+    options = (argument.partition("=")[0] for argument in argv if argument.startswith("--"))
+    return [option.removeprefix("--").replace("-", "_") for option in options]
+
+
+def check_names(argv: Sequence[str], *models: type[BaseModel]) -> None:
+    """Whether one of the models has every option of a command line.
+
+    Raises:
+        ConfigError: none has one; the message names the near one, or the options of a section.
+    """
+    known = ["help", *(key for model in models for key in _options(model))]
+    for name in names(argv):
+        if of_section := [f"--{key}" for key in known if key.startswith(f"{name}.")]:
+            raise ConfigError(f"--{name} is a section: give one of its options, {', '.join(of_section)}")
+        if name not in known:
+            near = nearest(name, known)
+            raise ConfigError(f"unknown option --{name}" + (f"; did you mean --{near}?" if near else ""))
+
+
+def _options(model: type[BaseModel]) -> Iterator[str]:
+    """The keys of a model that have a value; sections have none."""
+    keys = known_keys(model)
+    return (key for key in keys if not any(other.startswith(f"{key}.") for other in keys))
+
+
+@contextlib.contextmanager
+def one_line(model: type[BaseModel], program: str) -> Iterator[None]:
+    """Turn the message and the exit of a parser in this block, which reads options of this model, into an error.
+
+    Raises:
+        ConfigError: a value is impossible, or an option is missing.
+    """
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            yield
+    except SystemExit as ended:
+        if not ended.code:  # after --help
+            raise
+        problem = _problem(ended, model) or _unframed(told.getvalue())
+        if not problem:  # of `--help | head`, where rich notices it
+            raise SystemExit(UNREAD) from None
+        raise ConfigError(f"{problem} (see {program} --help)") from None
+    except BrokenPipeError:  # of `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(UNREAD) from None
+    sys.stderr.write(told.getvalue())
+
+
+def _problem(ended: SystemExit, model: type[BaseModel]) -> str:
+    """What is wrong with the values; empty where they could not even be read."""
+    error: BaseException | None = ended
+    while error is not None and not isinstance(error, ValidationError):
+        error = error.__context__
+    if error is None:
+        return ""
+    sections = {getattr(field.annotation, "__name__", ""): name for name, field in model.model_fields.items()}
+    return explain(error, model, "command line", sections.get(error.title, ""))
+
+
+def _unframed(message: str) -> str:
+    """The first paragraph of a parser's message, which stands in a frame; of options that are missing their names.
+
+    Where the output is not in Unicode, the frame has dashes, one below the title too.
+    """
+    title, *rest = message.splitlines() or [""]
+    inside = dropwhile(_is_rule, (line.strip("│").rstrip() for line in rest))
+    lines = list(takewhile(lambda line: not _is_rule(line), inside))
+    if "Required options" in title:
+        # A name is indented, and its explanation further.
+        return f"missing: {', '.join(found[1] for line in lines if (found := re.match(' {5,6}([^ ]+)', line)))}"
+    return " ".join(line.strip() for line in lines)
+
+
+def _is_rule(line: str) -> bool:
+    return not line.strip("╰╯─- ")

@@ -1,0 +1,62 @@
+"""The options of the evaluations of a run, and the sets of held-out questions that they name."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from exgrpo.train.common.limits import MOST_ROWS, MOST_SAMPLES, MOST_STEPS
+from exgrpo.train.config.section import Section, Sources, Temperature
+
+TEST = "test"
+"""The name of the set that data.test makes."""
+SAMPLED = ("samples", "temperature", "top_p")
+"""Options that a run has for its held-out questions here, and the program that evaluates in `rollout`."""
+HEADINGS = (
+    *(TEST, "held_out", "pass_at", "distinct_at", "seconds", "tokens", "tokens_per_second", "mfu"),
+    *("reward", "reward_part", "bucket", "mismatch", "fresh_log_ratio", "replayed_log_ratio", "train"),
+)
+"""Of other numbers in metrics.jsonl and in trackers."""
+
+
+def _no_heading(name: str) -> str:
+    if name in HEADINGS:
+        raise ValueError(f"the set {name!r} needs another name: other numbers of metrics.jsonl begin with {name}/")
+    return name
+
+
+SetName = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_]*$", max_length=64), AfterValidator(_no_heading)]
+Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+
+
+class HeldOutSet(Section):
+    """Held-out questions with a name; what is None is as in the options that its description names."""
+
+    source: Sources = Field(description="One or several sources of questions, as in data.test.")
+    split: str | None = Field(None, description="Split of a hub or builtin data set; None: data.test_split.")
+    limit: int | None = Field(
+        None, ge=1, le=MOST_ROWS, description="Only the first so many questions of each source; None: data.test_limit."
+    )
+    samples: Samples | None = Field(None, description="Answers per question; None: evaluation.samples.")
+    temperature: Temperature | None = Field(None, description="None: evaluation.temperature.")
+    top_p: TopP | None = Field(None, description="None: evaluation.top_p.")
+
+
+class EvaluationConfig(Section):
+    """Held-out Pass@1 before, during and after training, on data.test and on what a recipe names in evaluation.sets."""
+
+    every: int | None = Field(
+        20, ge=1, le=MOST_STEPS, description="Evaluate every so many steps; None: before and after only."
+    )
+    samples: Samples = Field(1, description="Answers per held-out question.")
+    temperature: Temperature = Field(1.0, description="Sampling temperature.")
+    top_p: TopP = Field(1.0, description="Nucleus sampling; 1 = off.")
+    patience: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_STEPS,
+        description="End the run when so many evaluations in a row have not improved checkpoint.best; None: never.",
+    )
+    sets: dict[SetName, HeldOutSet] = Field(
+        default_factory=dict, description="Further sets of held-out questions, by name."
+    )

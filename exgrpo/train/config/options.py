@@ -1,0 +1,382 @@
+"""The configuration of a run: typed, validated, every field explained (`--help` shows this file).
+
+The defaults are meant for an ordinary model on questions of one's own, both of which have to be named. A YAML recipe
+overrides them, and `--section.field VALUE` overrides both. Without a recipe, a model or questions, the recipe is that
+of the default run.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from exgrpo.train.common.limits import (
+    LARGEST_REWARD,
+    LONGEST,
+    MOST_ANSWERS,
+    MOST_CALLS,
+    MOST_GIB,
+    MOST_PROCESSES,
+    MOST_ROWS,
+    MOST_SAMPLES,
+    MOST_STEPS,
+    MOST_TOKENS,
+)
+from exgrpo.train.config.environment import EnvironmentConfig
+from exgrpo.train.config.evaluation import EvaluationConfig
+from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.config.policy import LoraConfig, OptimizerConfig
+from exgrpo.train.config.pretrained import Overrides
+from exgrpo.train.config.replay import ExperienceConfig
+from exgrpo.train.config.section import Section, Sources, StopString, Temperature
+from exgrpo.train.config.sources import ColumnNames, SourceConfigs
+
+PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
+"""Asks any model for what the reward math_no_think reads."""
+
+
+def as_in(section: type[Section], name: str, **changes: Any) -> Any:
+    """A field with the constraints, the default and the description of a section's field, except for `changes`."""
+    return FieldInfo.merge_field_infos(section.model_fields[name], **changes)
+
+
+class PolicyConfig(Section):
+    """The model that is trained."""
+
+    path: str = Field(description="Folder or hub name of a causal LM, or builtin:NAME.")
+    overrides: Overrides = Field(
+        default_factory=dict,
+        description="Values of the model's configuration to change: max_position_embeddings=16384 rope_theta=40000.",
+    )
+    dtype: Literal["fp32", "bf16"] = Field("bf16", description="Compute dtype; masters stay fp32.")
+    gradient_checkpointing: bool = Field(True, description="Recompute activations in the backward pass.")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        "sdpa", description="Attention implementation of transformers."
+    )
+    kernel_backend: str = Field("auto", description="Backend of exgrpo.kernels for the fused head.")
+
+
+Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
+
+
+class DataConfig(Section):
+    """Questions, their prompts and where they come from."""
+
+    train: Sources = Field(
+        description="One or several of: JSONL, JSON, parquet or CSV, a hub name, builtin:NAME?ARGUMENT=VALUE, "
+        "reasoning_gym:NAME?ARGUMENT=VALUE."
+    )
+    train_weights: tuple[Weight, ...] = Field(
+        (), description="Shares of the sources among the fresh questions, one number each; none: by their sizes."
+    )
+    train_split: str = Field("train", description="Split of a hub or builtin data set to train on.")
+    train_limit: int | None = Field(
+        None, ge=1, le=MOST_ROWS, description="Use only the first so many training questions of each source."
+    )
+    test: Sources | None = Field(None, description="Sources of held-out questions; None: no evaluation.")
+    test_split: str = Field("test", description="Split of a hub or builtin data set to evaluate on.")
+    test_limit: int | None = Field(
+        None, ge=1, le=MOST_ROWS, description="Use only the first so many held-out questions of each source."
+    )
+    columns: ColumnNames = Field(
+        default_factory=dict,
+        description="What files and hub data sets call them, if not so (question Problem answer final_answer).",
+    )
+    sources: SourceConfigs = Field(
+        (),
+        description="In recipes: a list of {source, columns, prompt_format, reward, stop}, where a source differs.",
+    )
+    chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
+    system_prompt: str | None = Field(None, description="System message put before every question.")
+    keep_system: bool = Field(False, description="Use the data row's own system message.")
+    prompt_format: str = Field(
+        PROMPT_FORMAT,
+        description="Format string around every question; literal braces are doubled.",
+    )
+    answer_prefix: str = Field(
+        "",
+        description="Text that opens every answer, such as '<think>\\n'; it ends the prompt and is not trained.",
+    )
+    max_prompt_tokens: int = Field(
+        1024, ge=1, le=LONGEST, description="Longer prompts are left out and counted; held-out ones count as wrong."
+    )
+
+
+PartWeight = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+
+
+class RewardConfig(Section):
+    """How answers are graded."""
+
+    function: str | None = Field(
+        None,
+        min_length=1,
+        description="math, math_no_think, package.module:function or file.py:function, for all questions; None: what "
+        "their source brings, else math_no_think.",
+    )
+    success: float = Field(
+        1.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD, description="A reward of at least this is a success."
+    )
+    workers: int = Field(2, ge=1, le=MOST_PROCESSES, description="Grading processes per rank.")
+    time_limit: float = Field(
+        5.0, gt=0, le=3600, description="Seconds per answer, at most an hour; then it is killed and scores 0."
+    )
+    max_failed: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Fraction of the answers whose grading may fail or take too long: where more do so in three steps "
+        "in a row, a run stops; an evaluation stops where more do so in a chunk. 1: neither does.",
+    )
+    memory_gib: float = Field(
+        4.0,
+        gt=0,
+        le=MOST_GIB,
+        description="GiB that a grading process may take for an answer; if it takes more, it fails.",
+    )
+    network: bool = Field(
+        True, description="Whether functions of your own may use the network; those of this package never may."
+    )
+    concurrency: int = Field(
+        32, ge=1, le=MOST_CALLS, description="Answers that a process grades at a time by an asynchronous function."
+    )
+    parts: dict[str, PartWeight] = Field(
+        default_factory=dict,
+        description="Weights of the parts that a function returns (correct 1 format 0.2), else 1: the reward is "
+        "their weighted sum.",
+    )
+
+
+class RolloutConfig(Section):
+    """How answers are sampled."""
+
+    samples: int = Field(8, ge=2, le=MOST_SAMPLES, description="K: answers per question (group size).")
+    temperature: Temperature = Field(
+        1.0, description="Sampling temperature in training; the trained policy is the one at this temperature."
+    )
+    max_tokens: int = Field(2048, ge=1, le=LONGEST, description="Longest response; longer ones are cut and marked.")
+    stop: tuple[StopString, ...] = Field(
+        (), description="Strings that end an answer: their tokens are trained on, but are no part of the graded text."
+    )
+    batch_tokens: int = Field(
+        65536, ge=1, le=MOST_TOKENS, description="Prompt + response tokens generated at once per rank."
+    )
+    engine: Literal["auto", "transformers", "vllm", "server"] = Field(
+        "auto",
+        description="What generates; auto: rollout.servers if any, on GPUs vLLM where it can, else transformers.",
+    )
+    kv_cache_gib: float = Field(
+        4.0, gt=0, le=16384, description="vLLM: GiB per rank for keys and values; no machine has more than 16384."
+    )
+    tensor_parallel: int = Field(
+        1, ge=1, le=MOST_PROCESSES, description="vLLM: so many neighbouring ranks make one engine."
+    )
+    sleep_level: Literal[0, 1, 2] = Field(
+        2,
+        description="vLLM on GPUs, while the trainer updates: 1 moves weights to CPU memory, 2 drops them, 0 keeps.",
+    )
+    servers: tuple[str, ...] = Field((), description="vLLM servers that generate, http://host:port each.")
+    behaviour: Literal["trainer", "engine"] = Field(
+        "trainer",
+        description="Whose log-probs are stored as the behaviour policy's; engine: with truncated importance sampling.",
+    )
+    mismatch_cap: float = Field(
+        2.0,
+        gt=0,
+        le=1000,
+        description="Largest importance weight of the mismatch between engine and trainer; above 1000 it caps nothing.",
+    )
+    refills: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="Dynamic sampling (DAPO): until every group of the batch has a gradient, ask as many further "
+        "questions, at most so many times; groups without one are left out.",
+    )
+    ahead: bool = Field(
+        False,
+        description="Generate the next step's answers while this step's update runs; needs servers and "
+        "rollout.behaviour=engine.",
+    )
+    check_every: int = Field(
+        20,
+        ge=0,
+        le=MOST_STEPS,
+        description="Compare the engine's log-probs with the trainer's every so many steps; 0: at the start.",
+    )
+
+
+class DistributedConfig(Section):
+    """DeepSpeed ZeRO-3."""
+
+    timeout_minutes: float = Field(
+        30.0, ge=0.1, le=10080, description="A rank that waits longer, at most a week, gives up with an error."
+    )
+    threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Of each process; None: OMP_NUM_THREADS, or on CPUs as many as there are free processors.",
+    )
+    offload_optimizer: bool = Field(False, description="Keep optimiser states in CPU memory (GPU runs).")
+    persistence_threshold: int = Field(
+        100_000, ge=0, le=10**12, description="Parameters with fewer elements stay unsharded; none has 10^12."
+    )
+
+
+class CheckpointConfig(Section):
+    """What an interrupted run continues from (`--resume auto`)."""
+
+    every: int | None = Field(
+        10, ge=1, le=MOST_STEPS, description="Save every so many steps and after the last; None: never."
+    )
+    keep: int = Field(2, ge=1, le=MOST_STEPS, description="So many checkpoints stay.")
+    best: str | None = Field(
+        None,
+        description="Number of the evaluations, such as test/pass_rate: the model with the highest one is kept in the "
+        "folder best; None: no such model.",
+    )
+
+
+class OutputConfig(Section):
+    """What a run leaves behind."""
+
+    folder: Path = Field(Path("runs"), description="Each run gets a folder of its own under this one.")
+    name: str | None = Field(None, description="Name of the run's folder, without '/'; default: date and time.")
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        ("tensorboard",),
+        description="Where metrics go besides metrics.jsonl; several names, or none after the option for nowhere.",
+    )
+    project: str = Field("exgrpo", min_length=1, description="Name of the project in wandb and trackio.")
+    sample_groups: int = Field(
+        2, ge=0, le=MOST_ANSWERS, description="Groups of rollouts written out per step, to be read."
+    )
+    stories: int = Field(
+        4,
+        ge=0,
+        le=MOST_ANSWERS,
+        description="So many questions are followed: the first ones that are written out. All their groups are, too.",
+    )
+    save_model: bool = Field(True, description="Save the trained model in Hugging Face format.")
+    export_every: int | None = Field(
+        None, ge=1, le=MOST_STEPS, description="Save the model under exports every so many steps, too; None: never."
+    )
+    push_to_hub: str | None = Field(
+        None, description="OWNER/NAME: the repository of the hub that gets the trained model, and the best if kept."
+    )
+    private: bool = Field(True, description="push_to_hub: a new repository is private.")
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, name: str | None) -> str | None:
+        if name is not None and (name in ("", ".", "..") or "/" in name or len(os.fsencode(name)) > 255):
+            raise ValueError(
+                "a run's name is that of one folder in output.folder: at most 255 bytes without '/', and not '.' or "
+                "'..'"
+            )
+        return name
+
+
+class Config(Section):
+    """Train a language model by ExGRPO (arXiv 2510.02245). Without model, questions and recipe: the default run."""
+
+    seed: int = Field(0, ge=0, lt=2**64, description="Seed of everything that is random.")
+    steps: int = Field(500, ge=0, le=MOST_STEPS, description="Training steps.")
+    questions: int = Field(128, ge=1, le=MOST_ANSWERS, description="B: questions (groups) per step.")
+    resume: str | None = Field(
+        None, description="auto: go on with the newest unfinished run in output.folder; or name a run's folder."
+    )
+    preflight: Literal["stop", "warn", "off"] = Field(
+        "stop",
+        description="Before training a few questions are answered and graded; where no answer can earn a reward: stop, "
+        "or only warn.",
+    )
+    policy: PolicyConfig
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    experience: ExperienceConfig = ExperienceConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    lora: LoraConfig = LoraConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    distributed: DistributedConfig = DistributedConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    output: OutputConfig = OutputConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.optimizer.minibatches > self.questions:
+            raise ValueError(
+                f"optimizer.minibatches ({self.optimizer.minibatches}) exceeds questions ({self.questions}): "
+                "every optimiser step needs at least one group"
+            )
+        if self.questions * self.rollout.samples > MOST_ANSWERS:
+            raise ValueError(
+                f"questions ({self.questions}) * rollout.samples ({self.rollout.samples}) exceed {MOST_ANSWERS} "
+                "answers per step, which every rank holds in memory: lower one of them"
+            )
+        longest = self.data.max_prompt_tokens + self.rollout.max_tokens
+        for key, budget in (
+            ("optimizer.micro_batch_tokens", self.optimizer.micro_batch_tokens),
+            ("rollout.batch_tokens", self.rollout.batch_tokens),
+        ):
+            if budget < longest:
+                raise ValueError(
+                    f"{key} ({budget}) is below data.max_prompt_tokens + rollout.max_tokens ({longest}): "
+                    "one sequence must fit"
+                )
+        self._possible_rollout(self.rollout)
+        if self.environment.function is not None and self.rollout.tensor_parallel > 1:
+            raise ValueError(
+                "environment.function needs rollout.tensor_parallel=1: every process asks the environment by itself, "
+                "and the processes of one engine must be told the same"
+            )
+        self._possible_data(self.data)
+        if self.objective.overlong_tokens > self.rollout.max_tokens:
+            raise ValueError(
+                f"objective.overlong_tokens ({self.objective.overlong_tokens}) are the last ones of rollout.max_tokens "
+                f"({self.rollout.max_tokens}), and cannot be more"
+            )
+        if self.objective.train_on != "all" and self.experience.bucket_by == "reward_deviation":
+            raise ValueError(
+                f"objective.train_on={self.objective.train_on} is a band of success rates, which the continuous "
+                "rewards of experience.bucket_by=reward_deviation do not have: use train_on=all"
+            )
+        return self
+
+    @staticmethod
+    def _possible_data(data: DataConfig) -> None:
+        named = data.train != ("",)  # a recipe may leave them to the command line
+        if named and data.train_weights and len(data.train_weights) != len(data.train):
+            raise ValueError(
+                f"data.train_weights has {len(data.train_weights)} numbers and data.train {len(data.train)} sources: "
+                "give one number for each source, or none"
+            )
+        if data.keep_system and data.system_prompt is not None:
+            raise ValueError("data.keep_system and data.system_prompt exclude each other: unset one")
+        if not data.chat and (data.keep_system or data.system_prompt is not None):
+            raise ValueError("data.chat=False has no place for a system message: put it into data.prompt_format")
+
+    @staticmethod
+    def _possible_rollout(rollout: RolloutConfig) -> None:
+        if rollout.engine == "server" and not rollout.servers:
+            raise ValueError("rollout.engine=server needs rollout.servers: name at least one, http://host:port")
+        if rollout.servers and rollout.engine not in ("auto", "server"):
+            raise ValueError(
+                f"rollout.servers are given and rollout.engine is {rollout.engine}: leave one of them out, or take "
+                "rollout.engine=server"
+            )
+        if rollout.ahead and rollout.refills:
+            raise ValueError(
+                "rollout.ahead and rollout.refills exclude each other: how many questions a step asks is known only "
+                "when its answers are graded"
+            )
+        if rollout.ahead and not (rollout.servers and rollout.behaviour == "engine"):
+            raise ValueError(
+                "rollout.ahead needs rollout.servers, which generate while the trainer updates, and "
+                "rollout.behaviour=engine, for the policy that wrote the answers is gone when they are scored"
+            )

@@ -1,0 +1,148 @@
+"""What is trained of the policy, and by which steps; what saved adapters say of the run that begins with them.
+
+Neither torch nor peft is imported here.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from exgrpo.train.common import plain
+from exgrpo.train.common.errors import ConfigError, os_errors_as, shown
+from exgrpo.train.common.limits import MOST_ANSWERS, MOST_STEPS, MOST_TOKENS
+from exgrpo.train.config.section import Section, explain
+
+ADAPTER_FILE = "adapter_config.json"
+"""Of a folder of adapters as peft saves them."""
+HEAD = "lm_head"
+"""What most models call their head."""
+
+
+class LoraConfig(Section):
+    """LoRA: adapters are trained, and the model's own weights stay as they are."""
+
+    path: str | None = Field(
+        None,
+        description="Folder of adapters to begin with, of a run or of peft, with their rank, alpha and layers; None: "
+        "new ones.",
+    )
+    rank: int = Field(
+        0, ge=0, le=4096, description="Rank of the adapters; 0: that of lora.path, without it all weights are trained."
+    )
+    alpha: int = Field(32, ge=1, le=10**6, description="What an adapter adds is multiplied by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        (), description="Last parts of the names of the adapted layers; none: all linear layers but the head."
+    )
+    head: bool = Field(False, description="Adapt the head, too.")
+    quantised: Literal["none", "nf4"] = Field(
+        "none", description="nf4: the model's own layers in 4 bits (QLoRA, by bitsandbytes); for one process."
+    )
+    result: Literal["adapters", "merged"] = Field(
+        "adapters", description="What the run saves at its end: adapters for peft, or the model with them added."
+    )
+
+    @model_validator(mode="after")
+    def _adapted(self) -> Self:
+        if self.quantised != "none" and not (self.rank or self.path):
+            raise ValueError("quantised weights cannot be trained, only adapters beside them: give lora.rank")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate: how far a step moves a weight, so at most 1.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.999), description="AdamW betas."
+    )
+    weight_decay: float = Field(
+        0.01, ge=0, le=100, description="AdamW weight decay; a step takes lr * weight_decay of each weight away."
+    )
+    decay: Literal["all", "matrices"] = Field(
+        "all", description="Which weights decay: all, or matrices alone, without norms and biases."
+    )
+    grad_clip: float = Field(
+        1.0, ge=0, le=1e6, description="Gradient norm is clipped here; 0 = off, and no norm in use reaches 1e6."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up.")
+    min_lr: float = Field(0.0, ge=0, le=1, description="Learning rate in which a linear or cosine schedule ends.")
+    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="Optimiser steps of linear warm-up.")
+    minibatches: int = Field(2, ge=1, le=MOST_ANSWERS, description="Optimiser steps per pass over a step's answers.")
+    passes: int = Field(1, ge=1, le=100, description="Passes over a step's answers, each in an order of its own.")
+    micro_batch_tokens: int = Field(16384, ge=1, le=MOST_TOKENS, description="Tokens per forward pass and rank.")
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimiser steps of a training step in which every mini-batch has an advantage."""
+        return self.minibatches * self.passes
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.min_lr and self.schedule == "constant":
+            raise ValueError(f"min_lr ({self.min_lr:g}): a constant schedule does not fall; take linear or cosine")
+        if self.min_lr and self.min_lr >= self.lr:
+            raise ValueError(f"min_lr ({self.min_lr:g}): the schedule falls to it from lr ({self.lr:g}); lower it")
+        return self
+
+
+def with_saved(options: LoraConfig) -> LoraConfig:
+    """The options of adapters with the rank, the alpha and the layers of those in `path`, if there is one.
+
+    Raises:
+        ConfigError: there are no such adapters, they are of another kind, or an option says something else.
+    """
+    if options.path is None:
+        return options
+    saved = adapter_config(options.path)
+    if saved.get("peft_type") != "LORA":
+        raise ConfigError(f"lora.path: {options.path} is of the kind {shown(saved.get('peft_type'))}, not LORA")
+    layers = saved.get("target_modules")
+    if not (isinstance(layers, list) and layers and all(isinstance(layer, str) for layer in layers)):
+        raise ConfigError(
+            f"lora.path: target_modules in {options.path}/{ADAPTER_FILE} is {shown(layers)}: list the names of the "
+            "layers there"
+        )
+    head = HEAD in layers and len(layers) > 1
+    found = {
+        "rank": saved.get("r"),
+        "alpha": saved.get("lora_alpha"),
+        "targets": sorted({layer for layer in layers if not (head and layer == HEAD)}),
+        "head": head,
+    }
+    try:
+        settled = LoraConfig.model_validate({**options.model_dump(), **found})
+    except ValidationError as error:
+        raise ConfigError(explain(error, LoraConfig, f"{options.path}/{ADAPTER_FILE}")) from None
+    for name in found:
+        stated, own = getattr(options, name), getattr(settled, name)
+        same = set(stated) == set(own) if name == "targets" else stated == own
+        if not same and stated != LoraConfig.model_fields[name].default:
+            raise ConfigError(
+                f"lora.{name} is {shown(stated)}, and that of the adapters in lora.path {options.path} is "
+                f"{shown(own)}: leave lora.{name} out"
+            )
+    return settled
+
+
+def adapter_config(folder: str) -> dict[str, Any]:
+    """What peft has written about the adapters in a folder.
+
+    Raises:
+        ConfigError: it holds none, or the file is damaged.
+    """
+    file = Path(folder).expanduser() / ADAPTER_FILE
+    with os_errors_as(ConfigError, f"lora.path: {folder} cannot be read"):
+        if not file.is_file():
+            raise ConfigError(
+                f"lora.path: {folder} is no folder with an {ADAPTER_FILE}, as peft saves adapters; `hf download` "
+                "fetches those of the hub into a folder"
+            )
+        content = file.read_bytes()
+    try:
+        saved = plain.parse_json(content)
+    except ValueError as error:
+        raise ConfigError(f"lora.path: {file} is damaged: {shown(error)}") from None
+    if not isinstance(saved, dict):
+        raise ConfigError(f"lora.path: {file} is damaged: it holds no mapping")
+    return saved

@@ -1,0 +1,155 @@
+"""The options of the experience, and what its functions may look at besides their data."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from exgrpo.train.common.functions import Functions
+from exgrpo.train.common.limits import MOST_ANSWERS, MOST_ROWS, MOST_SAMPLES, MOST_STEPS
+from exgrpo.train.config.section import Section
+
+TrajectoryRule = Literal["lowest_entropy", "highest_entropy", "lowest_nll", "shortest", "random"]
+BucketBy = Literal["success_count", "reward_deviation"]
+Kind = Literal["admit", "prioritise", "compose", "weigh", "expire"]
+PACKAGE = "exgrpo.train.replay"
+KINDS: dict[Kind, Functions] = {
+    "admit": Functions(f"{PACKAGE}.admit", "experience.admit"),
+    "prioritise": Functions(f"{PACKAGE}.prioritise", "experience.prioritise"),
+    "compose": Functions(f"{PACKAGE}.compose", "experience.compose"),
+    "weigh": Functions(f"{PACKAGE}.weigh", "objective.weigh"),
+    "expire": Functions(f"{PACKAGE}.expire", "experience.expire"),
+}
+"""The functions of a method by kind; `exgrpo.train.replay.rules` finds and checks them."""
+LIMITS = {"age": "max_age", "uses": "max_uses", "capacity": "capacity"}
+"""Functions of `expire` that need a limit, and its option."""
+
+
+class ExperienceConfig(Section):
+    """What is kept and replayed (algorithm of arXiv 2510.02245, sections 3.2 and 3.3; recipes/replay has others)."""
+
+    ratio: float = Field(
+        0.5, ge=0, le=1, description="rho: share of a batch that is replayed (see compose); 0 = on-policy GRPO."
+    )
+    start_pass_rate: float = Field(
+        0.35,
+        ge=0,
+        le=1,
+        description="Replay starts after a step whose batch Pass@1 exceeds this; 0 = at once.",
+    )
+    admit: Annotated[str, KINDS["admit"].checked] = Field(
+        "successes", description=f"Which answers are stored: {KINDS['admit'].choices}"
+    )
+    prioritise: Annotated[str, KINDS["prioritise"].checked] = Field(
+        "gaussian", description=f"By what replayed questions or answers are drawn: {KINDS['prioritise'].choices}"
+    )
+    compose: Annotated[str, KINDS["compose"].checked] = Field(
+        "mixed", description=f"How a batch is made of fresh and replayed answers: {KINDS['compose'].choices}"
+    )
+    expire: tuple[Annotated[str, KINDS["expire"].checked], ...] = Field(
+        ("retirement",),
+        description=f"What is forgotten; any of {KINDS['expire'].choices} retirement: questions that all fresh answers "
+        "of a step solve, at least two, leave for good. age, uses and capacity follow from their limits below.",
+    )
+    mu: float = Field(0.5, ge=0, le=1, description="gaussian: centre of the law, as a fraction of K.")
+    sigma: float = Field(
+        1.0,
+        ge=0.001,
+        le=1e6,
+        description="gaussian: width of the law in counts: at 0.001 the likeliest count only, at 1e6 all alike.",
+    )
+    age_scale: float = Field(50.0, gt=0, le=MOST_STEPS, description="freshness: steps in which a weight falls to 1/e.")
+    trajectory: TrajectoryRule = Field(
+        "lowest_entropy", description="Which stored answer of a drawn question is replayed."
+    )
+    replayed: int = Field(
+        1, ge=1, le=MOST_SAMPLES - 1, description="mixed, appended: replayed answers in a group, as far as there are."
+    )
+    advantage: Literal["group", "stored"] = Field(
+        "group",
+        description="Of a replayed answer: in the group that it joins, or stored: in the one that it was written in.",
+    )
+    count_replayed: bool = Field(
+        False, description="Count replayed answers as successes when a mixed group's accuracy is estimated."
+    )
+    bucket_by: BucketBy = Field(
+        "success_count",
+        description="reward_deviation, for continuous rewards: the spread of a group's rewards stands for its success "
+        "count, what beats its group's mean is a success to store, replay starts by the mean reward, and a question "
+        "is solved when every answer that counts is a success.",
+    )
+    band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]] = Field(
+        (0.25, 0.75),
+        description="again, returning: pass rates of prompts that come back; admit in_band: of groups to store.",
+    )
+    cooldown: int = Field(10, ge=1, le=MOST_STEPS, description="again, returning: steps until a prompt may come back.")
+    lag: int = Field(64, ge=1, le=MOST_STEPS, description="stale: steps between the answers of a group and its update.")
+    hard: float = Field(0.125, ge=0, le=1, description="bapo: a prompt with at most this pass rate is hard.")
+    max_per_question: int | None = Field(
+        None, ge=1, le=MOST_ANSWERS, description="Keep only the latest so many per question."
+    )
+    max_age: int | None = Field(None, ge=1, le=MOST_STEPS, description="Never replay what is older than so many steps.")
+    max_uses: int | None = Field(
+        None, ge=1, le=MOST_STEPS, description="Replay an answer, or let a prompt come back, at most so often."
+    )
+    capacity: int | None = Field(
+        None, ge=1, le=MOST_ROWS, description="Keep the latest so many answers of all questions together."
+    )
+
+    folder: Path | None = Field(
+        None,
+        description="A folder on a disk of this machine for the tokens of stored answers, which then need no RAM. Each "
+        "rank has files of its own there, which go when it ends.",
+    )
+    start: Path | None = Field(
+        None,
+        description="An exported experience, or a file of traces (parquet, JSONL), that fills the buffer before the "
+        "first step.",
+    )
+    start_log_prob: Literal["recompute", "keep", "unknown"] = Field(
+        "recompute",
+        description="start: old log-probs. recompute: by this run's policy, except where the file has those of a "
+        "policy that began as this run's policy.path; keep: the file's, where it has them; unknown: 0, as if the "
+        "writer had been certain.",
+    )
+
+    @model_validator(mode="after")
+    def _startable(self) -> Self:
+        if self.start is not None and self.ratio == 0:
+            raise ValueError("experience.start fills a buffer that experience.ratio=0 never replays: leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _limited(self) -> Self:
+        for name, limit in LIMITS.items():
+            if name in self.expire and getattr(self, limit) is None:
+                raise ValueError(f"experience.expire {name} needs its limit, experience.{limit}")
+        if self.band[0] > self.band[1]:
+            raise ValueError(f"experience.band is from low to high, and {self.band[0]} is above {self.band[1]}")
+        return self
+
+    @property
+    def forgets(self) -> tuple[str, ...]:
+        """The functions of `expire`, and those whose limit is given."""
+        implied = [name for name, limit in LIMITS.items() if getattr(self, limit) is not None]
+        return (*self.expire, *(name for name in implied if name not in self.expire))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a function of the experience may look at besides its data.
+
+    Attributes:
+        options: of the experience.
+        samples: K, answers per question.
+        success: a reward of at least this is a success.
+        scale_by_std: advantages are divided by the standard deviation of their group.
+        leave_one_out: advantages are against the mean of the other answers of their group.
+    """
+
+    options: ExperienceConfig
+    samples: int
+    success: float = 1.0
+    scale_by_std: bool = False
+    leave_one_out: bool = False

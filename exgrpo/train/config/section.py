@@ -1,0 +1,97 @@
+"""Sections of a configuration: what they have in common, the dotted keys of their values, and what is wrong with these.
+
+Dotted keys: "experience.ratio" is the value `ratio` of the section `experience`.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from exgrpo.train.common.errors import SHOWN, cut, nearest, shown
+
+SHOWN_PROBLEMS = 10
+REFUSED = {
+    "rollout.top_p": "training samples from the whole distribution, because importance ratios compare probabilities "
+    "under it: leave this out, and lower rollout.temperature for likelier answers (evaluation.top_p is free)",
+    "data.sources": "a list of settings, which a recipe holds and a command line cannot",
+    "experience.question_weight": "the law of questions is experience.prioritise",
+    "experience.retire": "solved questions leave by the function retirement of experience.expire: --experience.expire "
+    "without a value keeps them",
+    "optimizer.ema": "no average of the weights is kept any more: leave this out",
+    "objective.importance_correction": "False is objective.weigh=uncorrected",
+}
+"""Keys that users of other trainers or of earlier versions look for, and what to do instead."""
+
+
+class Section(BaseModel):
+    """A group of fields: immutable, closed to unknown keys, and to numbers that are not finite."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+
+def _several(sources: Any) -> Any:
+    return (sources,) if isinstance(sources, str) else sources
+
+
+Sources = Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length=1)]
+"""One or several sources of questions; in a recipe, one may stand without a list."""
+Temperature = Annotated[float, Field(ge=0.01, le=100)]
+"""vLLM takes lower ones for 0.01; at higher ones every token is about equally likely."""
+StopString = Annotated[str, Field(min_length=1)]
+
+
+def joined(names: Iterable[object]) -> str:
+    """The key of a value, from the names of its sections and its own name."""
+    return ".".join(map(str, names))
+
+
+def flat(section: Mapping[str, Any] | BaseModel) -> dict[str, Any]:
+    """The values of a nested section by dotted key.
+
+    The sections of a model are models: its mappings are values. The sections of a mapping are mappings.
+    """
+    kind = BaseModel if isinstance(section, BaseModel) else dict
+    values: dict[str, Any] = {}
+    for name, value in dict(section).items():
+        if isinstance(value, kind):
+            values |= {joined((name, key)): inner for key, inner in flat(value).items()}
+        else:
+            values[str(name)] = value
+    return values
+
+
+def known_keys(model: type[BaseModel]) -> list[str]:
+    """The dotted keys of all sections and values that a model may have."""
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += [joined((name, key)) for key in known_keys(field.annotation)]
+    return keys
+
+
+def explain(error: ValidationError, model: type[BaseModel], origin: str, section: str = "") -> str:
+    """What is wrong with the values of a model, or of one of its sections; of an unknown key the near one.
+
+    Args:
+        error: what checking them gave.
+        model: has the keys.
+        origin: of the values: a file, or "command line".
+        section: of all values; empty: they are the whole model's.
+    """
+    lines = []
+    for problem in error.errors()[:SHOWN_PROBLEMS]:
+        key = cut(joined(part for part in (section, *problem["loc"]) if part != ""), SHOWN)
+        if problem["type"] == "extra_forbidden" and key in REFUSED:
+            lines.append(f"{key}: {REFUSED[key]}")
+        elif problem["type"] == "extra_forbidden":
+            near = nearest(key, known_keys(model))
+            lines.append(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))
+        elif problem["type"] == "missing":
+            lines.append(f"{key} is missing")
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{key}: {message} (got {shown(problem['input'])})" if key else message)
+    more = error.error_count() - len(lines)
+    return f"{origin}: " + "; ".join(lines) + (f"; and {more} more" if more else "")

@@ -1,0 +1,125 @@
+"""A source of questions: the arguments in its name, builtin:NAME?difficulty=3&size=small, and settings of its own."""
+
+import inspect
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qsl
+
+import tyro
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from exgrpo.train.common.errors import ConfigError, DataError, nearest, shown
+from exgrpo.train.common.plain import parse_yaml
+from exgrpo.train.config.section import Section, StopString
+
+ColumnNames = dict[Literal["question", "answer", "solution"], Annotated[str, Field(min_length=1)]]
+
+
+class SourceConfig(Section):
+    """Settings of one source of questions; what is None is as for the others."""
+
+    source: str = Field(description="The source, as data.train or data.test has it.")
+    columns: ColumnNames | None = Field(None, description="What it calls its columns, in the place of data.columns.")
+    prompt_format: str | None = Field(None, description="Of its questions, in the place of data.prompt_format.")
+    reward: str | None = Field(
+        None, min_length=1, description="Of its questions, in the place of what it brings; as reward.function."
+    )
+    stop: tuple[StopString, ...] | None = Field(
+        None, description="Strings that end an answer to its questions, in the place of rollout.stop."
+    )
+
+
+SourceConfigs = Annotated[tuple[SourceConfig, ...], tyro.conf.Suppress]
+"""They stand in recipes alone: a command line has no good form for a list of sections."""
+
+
+def settings_of(source: str, settings: Sequence[SourceConfig]) -> SourceConfig:
+    """The settings of a source."""
+    return next((one for one in settings if one.source == source), SourceConfig(source=source))
+
+
+def names_of(source: str, options: Any) -> Mapping[str, str]:
+    """What a source calls its columns, by such options as `data` and their `sources`."""
+    own = settings_of(source, options.sources).columns
+    return {**(options.columns if own is None else own)}
+
+
+def check_sources(settings: Sequence[SourceConfig], sources: Collection[str]) -> None:
+    """Whether settings are of sources that there are, and once of each.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    named = [one.source for one in settings]
+    for source in named:
+        if source not in sources:
+            raise ConfigError(
+                f"data.sources has settings of {shown(source)}, and the sources of this run are "
+                f"{shown(', '.join(sources))}: remove the entry, or name the source"
+            )
+        if named.count(source) > 1:
+            raise ConfigError(f"data.sources has settings of {shown(source)} twice: put them into one entry")
+
+
+def split_arguments(source: str) -> tuple[str, dict[str, Any]]:
+    """The part before the first "?", and the arguments behind it, written as in a URL; their values are YAML.
+
+    Raises:
+        DataError: what follows the "?" is not NAME=VALUE&NAME=VALUE, a value is no YAML, or a name comes twice.
+    """
+    place, mark, query = source.partition("?")
+    if not mark:
+        return place, {}
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True)
+    except ValueError as error:
+        raise DataError(f"{source}: arguments are written NAME=VALUE&NAME=VALUE: {shown(error)}") from None
+    arguments: dict[str, Any] = {}
+    for name, text in pairs:
+        if name in arguments:
+            raise DataError(f"{source}: the argument {shown(name)} comes twice")
+        try:
+            arguments[name] = parse_yaml(text)
+        except ConfigError as error:
+            raise DataError(f"{source}: {shown(name)}: {error}") from None
+    return place, arguments
+
+
+def parameters(function: Callable[..., Any], own: Collection[str]) -> dict[str, Any]:
+    """The parameters of a function and their types, without those that it gets anyway."""
+    found = inspect.signature(function, eval_str=True).parameters.values()
+    named = [one for one in found if one.name not in own and one.kind is not one.VAR_KEYWORD]
+    return {one.name: Any if one.annotation is one.empty else one.annotation for one in named}
+
+
+def checked(source: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a source as its parameters have them: a list as a tuple, a whole number as a float.
+
+    Args:
+        source: names itself in messages.
+        given: arguments by name.
+        known: types by name.
+
+    Raises:
+        DataError: one is unknown, or of another type.
+    """
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            meant = f"; did you mean {near!r}?" if near else ""
+            there_is = f"there is {', '.join(known)}" if known else "it takes none"
+            raise DataError(f"{source}: unknown argument {shown(name)}{meant} ({there_is})")
+    return {name: _typed(source, name, value, known[name]) for name, value in given.items()}
+
+
+def _typed(source: str, name: str, value: Any, kind: Any) -> Any:
+    try:
+        # As JSON, since its arrays may be tuples.
+        return TypeAdapter(kind).validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise DataError(f"{source}: {name}: {problem} (got {shown(value)})") from None
+    except PydanticUserError:  # a type that no value can be checked against
+        return value

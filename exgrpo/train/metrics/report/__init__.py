@@ -1,0 +1,1 @@
+"""The page about runs, drawn from what they have written."""

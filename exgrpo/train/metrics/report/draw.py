@@ -1,0 +1,327 @@
+"""Runs as plots: lines, fans of quantiles, stacks of areas."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from exgrpo.train.metrics.report.figures import (
+    DASHES,
+    Columns,
+    Curve,
+    FloatArray,
+    Trace,
+    area_trace,
+    band_trace,
+    colour,
+    curve,
+    grade,
+    horizontal,
+    layout,
+    line_trace,
+    mean_curve,
+    readable,
+    thin,
+)
+from exgrpo.train.metrics.report.runs import RunColumns
+
+# Quantiles between which a band of a fan lies, what to call it, and how opaque it is.
+BANDS = (("q01", "q99", "1 to 99 %", 0.14), ("q10", "q90", "10 to 90 %", 0.28))
+INTERVAL_ALPHA = 0.18
+INK = "var(--ink)"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot of lines.
+
+    Attributes:
+        title: heading.
+        unit: label of the vertical axis.
+        series: column to name of each line of a run; names tell several lines apart.
+        x: column of the horizontal axis.
+        held_out: whether the columns are of the evaluations.
+        zero: whether the vertical axis starts at 0.
+        note: what a reader has to know.
+        interval: the columns of the 95 % confidence interval of a single run's line.
+        constant: whether the plot is drawn though it shows one number only.
+    """
+
+    title: str
+    unit: str
+    series: Mapping[str, str]
+    x: str = "step"
+    held_out: bool = False
+    zero: bool = False
+    note: str = ""
+    interval: tuple[str, str] | None = None
+    constant: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PlotGroup:
+    """Runs drawn as one curve, and its label."""
+
+    label: str
+    runs: Sequence[RunColumns]
+
+
+@dataclass(frozen=True)
+class Fan:
+    """One plot of a distribution over steps: its median, and bands between quantiles.
+
+    Attributes:
+        title: heading.
+        unit: label of the vertical axis.
+        prefix: of the columns q01, q10, q50, q90 and q99.
+    """
+
+    title: str
+    unit: str
+    prefix: str
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One plot of stacked areas for each group.
+
+    Attributes:
+        title: heading.
+        unit: label of the vertical axis.
+        prefix: of the columns.
+        label: what to call a column; {0} is its name without the prefix.
+        without: columns that are left out.
+        graded: whether columns are numbered and colours should show their order.
+        total: whether to show sums since the start of the run.
+        note: what a reader has to know.
+    """
+
+    title: str
+    unit: str
+    prefix: str
+    label: str
+    without: Sequence[str] = ()
+    graded: bool = False
+    total: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of a plot's legend: what it is called and looks like; it switches the traces of its series."""
+
+    label: str
+    series: int
+    paint: str
+    dash: str = "solid"
+    alpha: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Plot:
+    """A plot of a page.
+
+    Attributes:
+        name: its own in the page.
+        title: heading.
+        unit: of the vertical axis.
+        note: what a reader has to know.
+        x: the column of the horizontal axis; empty: it is another one.
+        words: the plot for those who cannot see it.
+        keys: its legend, where it has several curves of a run.
+        curves: what it shows; none where no run has the numbers.
+        figure: `data` and `layout` for plotly.js, as `figures` describes them.
+        constant: whether it says something though it shows one number only.
+        one_group: whether it shows one group, beside such plots of the others.
+    """
+
+    name: str
+    title: str
+    unit: str
+    note: str = ""
+    x: str = ""
+    words: str = ""
+    keys: tuple[Key, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    figure: dict[str, Any] | None = None
+    constant: bool = False
+    one_group: bool = False
+
+
+def draw_lines(panel: Panel, groups: Sequence[PlotGroup], name: str) -> Plot:
+    """Every group's curves over one another; `name` is the plot's own in the page."""
+    series = list(panel.series.items())
+    members: list[tuple[int, int, Curve]] = []
+    lines: list[tuple[int, int, Curve]] = []
+    for i, group in enumerate(groups):
+        runs = [run.held_out if panel.held_out else run.training for run in group.runs]
+        for k, (column, _) in enumerate(series):
+            if len(runs) > 1:
+                members += [(i, k, thin(curve(run, panel.x, column))) for run in runs]
+            lines.append((i, k, thin(mean_curve(runs, panel.x, column, panel.interval))))
+    lines, members = ([each for each in drawn if len(each[2].x)] for drawn in (lines, members))
+    if not lines:
+        return Plot(name, panel.title, panel.unit, panel.note, panel.x)
+    axis = horizontal(panel.x, max(line.x[-1] for _, _, line in (*lines, *members)))
+    data: list[Trace] = []
+    for i, k, line in lines:
+        if line.low is not None and line.high is not None:
+            paint = _paint(groups, i, k)
+            alpha = INTERVAL_ALPHA
+            data.append(band_trace(line.x, line.low, line.high, axis, paint=paint, alpha=alpha, group=i, series=k))
+    for drawn, member in ((members, True), (lines, False)):
+        for i, k, line in drawn:
+            label = ", ".join(filter(None, (groups[i].label, series[k][1], "one seed" if member else "")))
+            data.append(
+                line_trace(
+                    line, label, axis, paint=_paint(groups, i, k), group=i, series=k, dash=k if _many(groups) else 0,
+                    member=member,
+                )
+            )  # fmt: skip
+    words = [
+        f"{', '.join(filter(None, (groups[i].label, series[k][1])))}: {_in_words(line, panel.x)}"
+        for i, k, line in lines
+    ]
+    low, high = _limits([line for _, _, line in (*lines, *members)], single=all(len(g.runs) == 1 for g in groups))
+    there = sorted({k for _, k, _ in lines})
+    keys = [
+        Key(series[k][1], k, INK if _many(groups) else colour(k), DASHES[k % len(DASHES)] if _many(groups) else "solid")
+        for k in there
+    ]
+    return Plot(
+        name,
+        panel.title,
+        panel.unit,
+        panel.note,
+        panel.x,
+        "; ".join(words),
+        tuple(keys) if len(series) > 1 else (),
+        tuple(line for _, _, line in lines),
+        {"data": data, "layout": layout(axis, low, high, zero=panel.zero)},
+        panel.constant,
+    )
+
+
+def _many(groups: Sequence[PlotGroup]) -> bool:
+    """Whether colours tell groups apart, and dashes series; else colours tell series apart."""
+    return len(groups) > 1
+
+
+def _paint(groups: Sequence[PlotGroup], group: int, series: int) -> str:
+    return colour(group if _many(groups) else series)
+
+
+def _limits(lines: Sequence[Curve], *, single: bool) -> tuple[float, float]:
+    """The range of the values. An interval over few seeds can be many times wider than that, and does not count."""
+    values = [line.y for line in lines]
+    if single:
+        values += [end for line in lines for end in (line.low, line.high) if end is not None]
+    joined = np.concatenate(values)
+    return float(joined.min()), float(joined.max())
+
+
+def draw_fan(fan: Fan, groups: Sequence[PlotGroup], name: str) -> Plot:
+    """Every group's median over its bands, as means over the group's runs; `name` is the plot's own in the page."""
+    data: list[Trace] = []
+    words: list[str] = []
+    curves: list[Curve] = []
+    of_groups = [[run.training for run in group.runs] for group in groups]
+    medians = [thin(mean_curve(runs, "step", f"{fan.prefix}q50")) for runs in of_groups]
+    axis = horizontal("step", max((line.x[-1] for line in medians if len(line.x)), default=0.0))
+    for i, (runs, median) in enumerate(zip(of_groups, medians, strict=True)):
+        if not len(median.x):
+            continue
+        words.append(f"{groups[i].label}, median: {_in_words(Curve(median.x, median.y), 'step')}")
+        curves.append(median)
+        for k, (low, high, label, alpha) in enumerate(BANDS, start=1):
+            bottom, top = (thin(mean_curve(runs, "step", f"{fan.prefix}{q}")).y for q in (low, high))
+            if len(bottom) != len(median.x) or len(top) != len(median.x):
+                continue
+            data.append(band_trace(median.x, bottom, top, axis, paint=colour(i), alpha=alpha, group=i, series=k))
+            words.append(f"{label} at step {median.x[-1]:.0f}: {bottom[-1]:.3g} to {top[-1]:.3g}")
+            curves += [Curve(median.x, bottom), Curve(median.x, top)]
+        label = f"{groups[i].label}, median"
+        data.append(line_trace(Curve(median.x, median.y), label, axis, paint=colour(i), group=i))
+    if not curves:
+        return Plot(name, fan.title, fan.unit, x="step")
+    paint = INK if _many(groups) else colour(0)
+    bands = [Key(label, k, paint, alpha=alpha) for k, (_, _, label, alpha) in enumerate(BANDS, start=1)]
+    return Plot(
+        name,
+        fan.title,
+        fan.unit,
+        x="step",
+        words="; ".join(words),
+        keys=(Key("median", 0, paint), *reversed(bands)),
+        curves=tuple(curves),
+        figure={"data": data, "layout": layout(axis, *_limits(curves, single=True), zero=False)},
+    )
+
+
+def draw_stacks(plan: Stack, groups: Sequence[PlotGroup], name: str) -> list[Plot]:
+    """Stacked areas, one plot per group on one scale, as means over the group's runs."""
+    names = _stacked_columns(plan, groups)
+    stacks = [_stack([run.merged for run in group.runs], list(names), total=plan.total) for group in groups]
+    top = max((float(heights.sum(axis=0).max()) for _, heights in stacks if heights.size), default=0.0)
+    labels = list(names.values())
+    paints = [grade(k, len(names)) if plan.graded else colour(k) for k in range(len(names))]
+    plots = []
+    for i, (group, (steps, heights)) in enumerate(zip(groups, stacks, strict=True)):
+        title = f"{plan.title}: {group.label}" if _many(groups) else plan.title
+        if not heights.any():
+            plots.append(Plot(f"{name}-{i}", title, plan.unit, plan.note))
+            continue
+        there = [k for k in range(len(labels)) if heights[k].any()]
+        last = ", ".join(f"{labels[k]} {heights[k][-1]:.3g}" for k in there)
+        data = [area_trace(steps, heights[k], labels[k], paint=paints[k], series=k) for k in there]
+        plots.append(
+            Plot(
+                f"{name}-{i}",
+                title,
+                plan.unit,
+                plan.note,
+                "step",
+                f"{group.label} at step {steps[-1]:g}: {last}",
+                tuple(Key(labels[k], k, paints[k], alpha=0.85) for k in there),
+                tuple(Curve(steps, heights[k]) for k in there),
+                {"data": data, "layout": layout(horizontal("step", float(steps[-1])), 0.0, top, zero=True)},
+                one_group=True,
+            )
+        )
+    return plots
+
+
+def _stacked_columns(stack: Stack, groups: Sequence[PlotGroup]) -> dict[str, str]:
+    """What to call each column of the stack, from the bottom up."""
+    # In the order of training, whatever an evaluation before it has: a phase then has one colour in all plots.
+    found = dict.fromkeys(n for group in groups for run in group.runs for n in (*run.training, *run.merged))
+    names = [name for name in found if name.startswith(stack.prefix) and name not in stack.without]
+    keys = [name.removeprefix(stack.prefix) for name in names]
+    if stack.graded:
+        keys = [str(key) for key in sorted(int(key) for key in keys if key.isdecimal())]
+    return {f"{stack.prefix}{key}": readable(stack.label.format(key)) for key in keys}
+
+
+def _stack(runs: Sequence[Columns], names: Sequence[str], *, total: bool) -> tuple[FloatArray, FloatArray]:
+    """Steps, and the heights of the areas over them; a phase that a step did not have took no time."""
+    filled = []
+    for run in runs:
+        columns = np.array([run.get(name, np.full(len(run["step"]), np.nan)) for name in names])
+        there = np.isfinite(columns).any(axis=0)
+        heights = np.nan_to_num(columns[:, there])
+        heights = heights.cumsum(axis=1) if total else heights
+        filled.append({"step": run["step"][there], **dict(zip(names, heights, strict=True))})
+    lines = [thin(mean_curve(filled, "step", name)) for name in names]
+    if not lines or not len(lines[0].x):
+        return np.empty(0), np.empty((0, 0))
+    steps, heights = lines[0].x, np.array([line.y for line in lines])
+    # An area needs two points.
+    return (steps, heights) if len(steps) > 1 else (np.array([steps[0], steps[0] + 1]), np.repeat(heights, 2, axis=1))
+
+
+def _in_words(line: Curve, x: str) -> str:
+    """First and last point, and the interval at the last."""
+    ends = "" if line.low is None or line.high is None else f" ({line.low[-1]:.3g} to {line.high[-1]:.3g})"
+    unit = {"step": "step", "generated_tokens": "token"}.get(x, "second")
+    return f"{line.y[0]:.4g} at {unit} {line.x[0]:.0f}, {line.y[-1]:.4g}{ends} at {unit} {line.x[-1]:.0f}"

@@ -1,0 +1,204 @@
+"""Is a model whole, and long enough? Asked of its files before anything is loaded.
+
+`from_pretrained` fills what it does not find with random numbers, and under ZeRO-3 it does not know what was left over.
+So the names and shapes in the files are held against the model without weights, by transformers' own rules (prefixes,
+tied and renamed weights, what an architecture ignores), and every number is read once.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    logging,
+)
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from exgrpo.train.common.distributed import ALONE, World, agree
+from exgrpo.train.common.errors import ConfigError, ModelError, shown
+from exgrpo.train.config.pretrained import to_arguments
+from exgrpo.train.policy.source import ModelSource
+
+Header = dict[str, torch.Tensor]
+"""Names and shapes in a file, as tensors without content."""
+
+FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+"""Where weights are looked for, in this order, as transformers does."""
+SHOWN_NAMES = 3
+"""So many weights of a kind are named in an error."""
+
+
+def check_positions(model: ModelSource, length: int, lengths: str) -> None:
+    """Has the model positions for sequences of this length?
+
+    Args:
+        model: which.
+        length: tokens of the longest prompt + response.
+        lengths: what to lower, with its numbers, for the message.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    if model.positions is not None and length > model.positions:
+        raise ConfigError(
+            f"{lengths} exceed the {model.positions} positions of {model.path}: lower them, or raise the positions by "
+            f"overrides of the model's configuration (max_position_embeddings={length}, and a rope_theta that suits it)"
+        )
+
+
+def check_weights(model: ModelSource, world: World = ALONE) -> None:
+    """Read all weights of a model once, to see that they are all there and finite.
+
+    Args:
+        model: which; a hub's files are downloaded if they are not there.
+        world: ranks that share the reading and fail together.
+
+    Raises:
+        ModelError: it is no causal LM, or weights are missing, left over, of another shape or not finite; the message
+            names them.
+    """
+    empty = model.empty()
+    changed = f" with {', '.join(to_arguments(model.overrides))}" if model.overrides else ""
+    refused = f"policy.path: {model.path}{changed} cannot be used"
+
+    def read_share() -> list[str]:
+        try:
+            return _read_share(model, empty, world)
+        except (ModelError, OSError) as error:
+            raise ModelError(f"{refused}: {_one_line(error)}") from None
+
+    not_finite = [name for of_rank in world.gather(agree(world, read_share)) for name in of_rank]
+    if not_finite:
+        raise ModelError(f"{refused}: NaN or infinity in {_shortened(not_finite)}")
+
+
+def _read_share(model: ModelSource, empty: PreTrainedModel, world: World) -> list[str]:
+    """Hold all files against the model; names of the weights of this rank's share that are not finite."""
+    headers = {file: _header(file) for file in _files(model.path)}
+    if problem := _mismatch(empty, headers.values()) or _untied(empty, headers):
+        raise ModelError(problem)
+    weights = [(file, name) for file, header in headers.items() for name in header]
+    return list(_not_finite([weight for _, weight in world.split(weights)]))
+
+
+def _files(path: str) -> list[str]:
+    """The files that transformers would load.
+
+    Raises:
+        ModelError, OSError: there are none.
+    """
+    for name in FILES:
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if found is None:
+            continue
+        if not name.endswith(".index.json"):
+            return [found]
+        try:
+            return get_checkpoint_shard_files(path, found)[0]
+        except OSError:
+            raise
+        except Exception as error:  # of whatever kind: an index may hold anything
+            raise ModelError(f"{name} is no index of weights ({_one_line(error)})") from None
+    raise ModelError(f"it has no weights, neither {', '.join(FILES[:-1])} nor {FILES[-1]}")
+
+
+def _header(file: str) -> Header:
+    try:
+        return load_state_dict(file, map_location="meta")
+    except Exception as error:
+        # Of whatever kind: each format has errors of its own for what is cut off or damaged.
+        raise ModelError(
+            f"{Path(file).name} cannot be read ({_one_line(error)}): download it or save it again"
+        ) from None
+
+
+def _mismatch(empty: PreTrainedModel, headers: Iterable[Header]) -> str:
+    """How these names and shapes differ from what a model without weights needs; empty: not at all."""
+    if getattr(empty.config, "quantization_config", None) is not None:
+        return "its weights are quantised, which cannot be trained: take them in bf16 or fp32"
+    try:
+        with _silence():
+            _, report = type(empty).from_pretrained(
+                None,
+                config=empty.config,
+                state_dict={name: weight for header in headers for name, weight in header.items()},
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except (RuntimeError, ValueError) as error:  # weights that belong together, such as experts, and are not all there
+        return _one_line(error)
+    shapes = [f"{name} {list(found)} instead of {list(own)}" for name, found, own in report["mismatched_keys"]]
+    kinds = {
+        "missing weights": report["missing_keys"],
+        "weights that the model does not have": report["unexpected_keys"],
+        "weights of another shape": shapes,
+    }
+    return "; ".join(f"{kind}: {_shortened(names)}" for kind, names in kinds.items() if names)
+
+
+def _untied(empty: PreTrainedModel, headers: dict[str, Header]) -> str:
+    """Which weights the configuration ties and the files hold apart; empty: none.
+
+    Transformers then leaves them apart with a warning, and other loaders take one of them for both.
+    """
+    home = {name: file for file, header in headers.items() for name in header}
+    for name, source in empty.all_tied_weights_keys.items():
+        if name in home and source in home:
+            (_, own), (_, other) = (next(_read(home[of], [of])) for of in (name, source))
+            if not torch.equal(own, other):
+                return (
+                    f"its configuration ties {name} to {source}, and its files hold different numbers for them: if the "
+                    "files are right, override tie_word_embeddings=false"
+                )
+    return ""
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Transformers keeps its bar and its report of a load that loads nothing to itself."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _not_finite(weights: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Names of those weights, given by file and name, in which a number is NaN or infinite."""
+    for file in dict.fromkeys(file for file, _ in weights):
+        for name, weight in _read(file, [name for of, name in weights if of == file]):
+            # The extremes are NaN where any number is; unlike isfinite this reads at the memory's speed.
+            if weight.is_floating_point() and weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():
+                yield name
+
+
+def _read(file: str, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    if file.endswith(".safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            yield from ((name, opened.get_tensor(name)) for name in names)
+    else:
+        whole = load_state_dict(file)
+        yield from ((name, whole[name]) for name in names)
+
+
+def _shortened(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - SHOWN_NAMES} more" if len(listed) > SHOWN_NAMES else ""
+    return ", ".join(listed[:SHOWN_NAMES]) + more
+
+
+def _one_line(error: Exception) -> str:
+    return shown(error, 500)

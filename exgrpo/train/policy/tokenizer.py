@@ -1,0 +1,94 @@
+"""A model to start from, and what of its tokenizer the trainer needs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.hub import cached_file
+
+from exgrpo.train.common.errors import ModelError, shown
+from exgrpo.train.policy.source import ModelSource, explained, find_model
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model to start from.
+
+    Attributes:
+        model: where it is, and its configuration.
+        tokenizer: its tokenizer.
+        eos: ids of all tokens that end a response.
+        pad: id that fills batches up.
+    """
+
+    model: ModelSource
+    tokenizer: PreTrainedTokenizerFast
+    eos: tuple[int, ...]
+    pad: int
+
+
+def load_pretrained(path: str, overrides: Mapping[str, Any] | None = None) -> Pretrained:
+    """Find a model and its special tokens.
+
+    Args:
+        path: a local folder, builtin:NAME for a model that ships with the package, or a hub name.
+        overrides: values of its configuration that are changed.
+
+    Raises:
+        ConfigError: an override does not suit the model.
+        ModelError: the model is missing, has no token that ends a response, or has no row of its embedding for
+            a token; the message says which.
+    """
+    model = find_model(path, overrides)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=False)
+        tokenizer("1 + 1")  # some wrong settings are noticed only by what uses them
+    except Exception as error:  # of whatever kind: tokenizers and their settings have errors of their own
+        raise explained(error, model.path) from error
+    eos = _eos_ids(model.path, model.config.eos_token_id, tokenizer.eos_token_id)
+    if not eos:
+        raise ModelError(f"policy.path: {model.path!r} names no EOS token in generation_config, config or tokenizer")
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
+    pretrained = Pretrained(model, tokenizer, eos, pad)
+    _check_ids(pretrained)
+    return pretrained
+
+
+def _eos_ids(path: str, *fallbacks: int | list[int] | None) -> tuple[int, ...]:
+    """The generation config decides where there is one; else every id that config and tokenizer name."""
+    try:
+        # None where there is no such file; one that is damaged must not count as none, for it decides.
+        there = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # a hub that does not answer
+        there = None
+    try:
+        chosen = GenerationConfig.from_pretrained(path).eos_token_id if there else None
+    except Exception as error:
+        raise explained(error, path) from error
+    sources = (*fallbacks,) if chosen is None else (chosen, fallbacks[-1])
+    ids = [i for ids in sources if ids is not None for i in (ids if isinstance(ids, list) else [ids])]
+    if strange := [i for i in ids if type(i) is not int]:
+        raise ModelError(f"policy.path: {path!r} names the EOS token {shown(strange[0])}: an id of a token is a number")
+    return tuple(sorted({*ids}))
+
+
+def _check_ids(pretrained: Pretrained) -> None:
+    """Every token needs a row of the embedding, those that end answers or fill batches first."""
+    path, rows = pretrained.model.path, pretrained.model.config.get_text_config().vocab_size
+    for name, ids in (("EOS", pretrained.eos), ("pad", (pretrained.pad,))):
+        if outside := [i for i in ids if not 0 <= i < rows]:
+            raise ModelError(
+                f"policy.path: the {name} token of {path!r} has the id {outside[0]}, and its vocabulary has {rows} "
+                "tokens: correct the id in generation_config.json, config.json or the tokenizer"
+            )
+    token, largest = max(pretrained.tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= rows:
+        raise ModelError(
+            f"policy.path: the tokenizer of {path!r} has the token {token!r} with the id {largest}, and the model's "
+            f"vocabulary has {rows} tokens: give the model the tokenizer that belongs to it, or enlarge its embedding"
+        )

@@ -1,1 +1,0 @@
-"""Where a model comes from, and whether it is whole and fits."""

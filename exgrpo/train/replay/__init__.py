@@ -1,0 +1,38 @@
+"""Experience management (arXiv 2510.02245, section 3.2): what is kept, retired, drawn and replayed.
+
+Pure decisions: numpy arrays and a random generator in, choices out. No model, no process group. `Replay` joins them
+all. A method is five functions, by name of a module each: `admit`, `prioritise`, `compose`, `weigh` and `expire`; see
+`rules`. A further trajectory rule, way to read rewards or band is one entry in a table, `candidates.RULES`,
+`difficulty.BUCKETS` or `difficulty.BANDS`, and its name in the options.
+"""
+
+from exgrpo.train.config.replay import ExperienceConfig, Setting
+from exgrpo.train.replay.candidates import Expired, MeanScores, Priority, Units, draw
+from exgrpo.train.replay.contract import PlannedGroup, Weighed
+from exgrpo.train.replay.memory import ExperienceMemory
+from exgrpo.train.replay.replay import Replay, ReplayState, TakenIn, numbers_of, planned_from
+from exgrpo.train.replay.rules import needs
+from exgrpo.train.replay.supply import DelayedStart, FreshQuestions, Mixture, Supply
+
+__all__ = [
+    "DelayedStart",
+    "ExperienceConfig",
+    "ExperienceMemory",
+    "Expired",
+    "FreshQuestions",
+    "MeanScores",
+    "Mixture",
+    "PlannedGroup",
+    "Priority",
+    "Replay",
+    "ReplayState",
+    "Setting",
+    "Supply",
+    "TakenIn",
+    "Units",
+    "Weighed",
+    "draw",
+    "needs",
+    "numbers_of",
+    "planned_from",
+]

@@ -1,0 +1,62 @@
+"""Which rows of a graded batch are stored: functions `(batch, setting) -> [N] bool`; replayed rows never are.
+
+Of equal answers to a question the memory keeps the newest if the function says `needs(distinct="response")`, with
+"key" also of those with the same solution key. Otherwise it keeps all, so that a group stays as it was.
+"""
+
+import numpy as np
+
+from exgrpo.train.common.records import Mask
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.common.success import EPSILON
+from exgrpo.train.config.replay import Setting
+from exgrpo.train.replay.difficulty import BUCKETS, count_successes
+from exgrpo.train.replay.rules import needs
+
+
+@needs(distinct="response")
+def successes(batch: StepBatch, setting: Setting) -> Mask:
+    """The fresh answers that are successes; of continuous rewards those that beat their group's mean.
+
+    ExGRPO, arXiv 2510.02245, section 3.2.
+    """
+    return BUCKETS[setting.options.bucket_by].admitted(batch, setting.success)
+
+
+@needs(distinct="key")
+def solutions(batch: StepBatch, setting: Setting) -> Mask:
+    """The successes; of those to a question that have the same solution key the memory keeps the newest.
+
+    So a frequent solution does not fill the buffer: Re:Max (package remax-rl) keeps modes so.
+    """
+    return successes(batch, setting)
+
+
+def with_advantage(batch: StepBatch, setting: Setting) -> Mask:
+    """All fresh answers of groups whose rewards differ: all of them have an advantage, or nearly so.
+
+    Rollout-level replay, arXiv 2606.04560; POPO, arXiv 2606.01281.
+    """
+    return batch.fresh & batch.teaches[batch.group]
+
+
+def in_band(batch: StepBatch, setting: Setting) -> Mask:
+    """All fresh answers of groups whose pass rate m / F lies in `band`.
+
+    The high-quality groups of BAPO, arXiv 2602.20722.
+    """
+    shown = count_successes(batch, setting.success)
+    low, high = setting.options.band
+    rate = (shown.successes / np.maximum(shown.rows, 1))[batch.group]
+    return batch.fresh & (low - EPSILON <= rate) & (rate <= high + EPSILON)
+
+
+def all(batch: StepBatch, setting: Setting) -> Mask:
+    """All fresh answers, right or wrong (Arnal et al., arXiv 2604.08706; RePO, arXiv 2506.09340)."""
+    return batch.fresh
+
+
+@needs(distinct="response")  # of what a run starts with
+def nothing(batch: StepBatch, setting: Setting) -> Mask:
+    """No answer: what is replayed are prompts, or traces that were given at the start."""
+    return np.zeros(len(batch), bool)

@@ -1,0 +1,297 @@
+"""What can be drawn or forgotten, as columns, how it is drawn by weights, and which answer to a question is replayed.
+
+Units are questions, prompts or stored trajectories. They are drawn without replacement.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.records import Score
+from exgrpo.train.common.step_batch import Doubles, Ints, StepBatch
+from exgrpo.train.config.replay import TrajectoryRule
+
+ROUNDS = 8
+"""After so many rounds of draws a few units outweigh all others, and what is left is drawn in another way."""
+BLOCK = 256
+"""Units whose weights are summed first, so that the sum of all is not made for each."""
+MOST = 1 << 14
+"""Draws of a round, which take 2 KiB each."""
+SMALLEST = 1e-200
+"""A sum of weights below which they have lost their digits."""
+FARTHEST = 1e4
+"""Nats by which a weight of 0 comes behind all others."""
+
+
+class Units:
+    """N units, one column for each thing that is known of them, all [N].
+
+    Of a stored trajectory everything is known. Of a question that has some, what is known is that of its newest one; of
+    a prompt, only its question, its count and when it was asked last.
+
+    Args:
+        now: the step for which something is decided.
+        read: gives the column of a name; it is asked once, and only for what is looked at.
+        solved: [S] questions that all answers of the latest step solve.
+    """
+
+    def __init__(self, now: int, read: Callable[[str], npt.NDArray], solved: Ints | None = None) -> None:
+        self.now = now
+        self.solved = np.empty(0, np.int64) if solved is None else solved
+        self._read = read
+
+    @classmethod
+    def of(cls, now: int, solved: Ints | None = None, **columns: npt.NDArray) -> "Units":
+        """Units with these columns.
+
+        Raises, when another one is looked at:
+            ConfigError: it is not known of them.
+        """
+
+        def read(name: str) -> npt.NDArray:
+            if name not in columns:
+                raise ConfigError(
+                    f"experience.prioritise looks at {name!r}, which is not known of what is drawn here: there are "
+                    f"{', '.join(columns)}; take another function"
+                )
+            return columns[name]
+
+        return cls(now, read, solved)
+
+    def __len__(self) -> int:
+        return len(self.question)
+
+    def take(self, places: npt.NDArray | slice) -> "Units":
+        """Some of them, by number [M], by a mask [N] or by a slice."""
+        return Units(self.now, lambda name: self._read(name)[places], self.solved)
+
+    @cached_property
+    def question(self) -> Ints:
+        """Index of the question."""
+        return self._read("question")
+
+    @cached_property
+    def count(self) -> Doubles:
+        """The question's success count by its latest group, k = K m / F: in [1, K-1], of prompts in [0, K]."""
+        return self._read("count")
+
+    @cached_property
+    def step(self) -> Ints:
+        """Training step in which the trajectory was written, or the prompt asked."""
+        return self._read("step")
+
+    @property
+    def age(self) -> Ints:
+        """Steps since then."""
+        return self.now - self.step
+
+    @cached_property
+    def reward(self) -> Doubles:
+        """What the verifier gave."""
+        return self._read("reward")
+
+    @cached_property
+    def advantage(self) -> Doubles:
+        """Of the trajectory in the group that it was written in."""
+        return self._read("advantage")
+
+    @cached_property
+    def accuracy(self) -> Doubles:
+        """Fraction of successes m / F of that group; 0 where it is unknown."""
+        return self._read("successes") / np.maximum(self._read("answers"), 1)
+
+    @cached_property
+    def replays(self) -> Ints:
+        """How often it has been replayed, or the prompt answered again."""
+        return self._read("replays")
+
+    @cached_property
+    def length(self) -> Ints:
+        """Its response tokens."""
+        return self._read("length")
+
+    @cached_property
+    def key(self) -> Ints:
+        """Of its solution; 0: none."""
+        return self._read("key")
+
+
+class Expired(NamedTuple):
+    """What is let go: what a function `expire` gives for all stored trajectories.
+
+    Attributes:
+        rows: [N] bool, the stored trajectories that are forgotten; None: no one.
+        questions: [S] those that leave for good, with all that is stored of them; None: no one.
+    """
+
+    rows: npt.NDArray[np.bool_] | None = None
+    questions: Ints | None = None
+
+
+class Priority(NamedTuple):
+    """How likely each of N units is drawn: what a function `prioritise` gives.
+
+    Attributes:
+        log_weight: logarithms of unnormalised weights, so that no setting makes all of them vanish. Without strata [N],
+            of the units; with them [S]; None: all units are alike.
+        stratum: [N] int, the stratum of each unit, 0..S-1; a unit is as likely as any other one of its stratum. None:
+            weights are those of units.
+    """
+
+    log_weight: Doubles | None = None
+    stratum: Ints | None = None
+
+
+def draw(rng: np.random.Generator, size: int, wanted: int, priority: Priority) -> Ints:
+    """Draw `wanted` different ones of `size` units.
+
+    One after the other, by the weights of those that are left. With strata their numbers are multinomial and their
+    members uniform without replacement; what a stratum cannot supply goes one at a time to those with room, by the
+    same weights.
+
+    Args:
+        rng: generator that is advanced.
+        size: N.
+        wanted: at most N.
+        priority: of these units.
+
+    Returns:
+        [wanted] numbers of units; with strata ordered by stratum, else in the order of their drawing.
+    """
+    if wanted > size:
+        raise ValueError(f"wanted: {wanted} units asked for, and there are {size}")
+    if wanted == 0:
+        return np.empty(0, dtype=np.int64)
+    if priority.log_weight is None:
+        return rng.choice(size, wanted, replace=False).astype(np.int64)
+    if priority.stratum is None:
+        return _draw_units(rng, priority.log_weight, wanted)
+    return _draw_strata(rng, priority.log_weight, priority.stratum, wanted)
+
+
+def _draw_units(rng: np.random.Generator, log_weight: Doubles, wanted: int) -> Ints:
+    """Independent draws, of which repeated ones do not count.
+
+    This is drawing one after the other: what is drawn and does not repeat one is drawn by the weights of the others.
+    Where many repeat, those that are drawn are taken out.
+    """
+    weight = _weights(log_weight)
+    drawn: dict[int, None] = {}
+    sums = np.cumsum(weight.sum(1))
+    for _ in range(ROUNDS):
+        if sums[-1] < SMALLEST:
+            break
+        before, missing = len(drawn), min(wanted - len(drawn), MOST)
+        # A block by its sum, and a unit of the block: fewer sums are made than for all units.
+        block = np.searchsorted(sums, rng.random(missing) * sums[-1], side="right")
+        inner = np.cumsum(weight[block], axis=1)
+        places = block * BLOCK + (inner <= (rng.random(missing) * inner[:, -1])[:, None]).sum(1)
+        drawn |= dict.fromkeys(places.tolist())
+        if len(drawn) == wanted:
+            return np.array(list(drawn), np.int64)
+        if 2 * (len(drawn) - before) < missing:
+            weight.reshape(-1)[list(drawn)] = 0
+            sums = np.cumsum(weight.sum(1))
+    found = np.array(list(drawn), np.int64)
+    left = np.delete(np.arange(len(log_weight)), found)
+    return np.concatenate([found, left[_race(rng, log_weight[left], wanted - len(found))]])
+
+
+def _weights(log_weight: Doubles) -> Doubles:
+    """[ceil(N / BLOCK), BLOCK] the weights beside the largest, in rows; 0 behind the last."""
+    weight = np.zeros(-(-len(log_weight) // BLOCK) * BLOCK)
+    largest = log_weight.max()
+    if np.isfinite(largest):
+        of_units = weight[: len(log_weight)]
+        np.subtract(log_weight, largest, out=of_units)
+        np.exp(of_units, out=of_units)
+    return weight.reshape(-1, BLOCK)
+
+
+def _race(rng: np.random.Generator, log_weight: Doubles, wanted: int) -> Ints:
+    """The same law, whatever the weights: arrival times are exponential with the weights as rates, the first win."""
+    finite = np.isfinite(log_weight)
+    last = log_weight[finite].min() - FARTHEST if finite.any() else 0.0
+    time = np.log(rng.standard_exponential(len(log_weight))) - np.where(finite, log_weight, last)
+    first = np.argpartition(time, wanted - 1)[:wanted]
+    return first[np.argsort(time[first])]
+
+
+def _draw_strata(rng: np.random.Generator, log_weight: Doubles, stratum: Ints, wanted: int) -> Ints:
+    room = np.bincount(stratum, minlength=len(log_weight))
+    taken = np.minimum(rng.multinomial(wanted, _probabilities(log_weight, room)), room)
+    while taken.sum() < wanted:
+        taken[rng.choice(len(room), p=_probabilities(log_weight, room - taken))] += 1
+    drawn = [rng.choice(np.flatnonzero(stratum == s), n, replace=False) for s, n in enumerate(taken.tolist()) if n]
+    return np.concatenate(drawn).astype(np.int64)
+
+
+def _probabilities(log_weights: Doubles, room: Ints) -> Doubles:
+    there = room > 0
+    # Weights of 0 come last, and are alike then.
+    weights = log_weights if np.isfinite(log_weights[there]).any() else np.zeros(len(room))
+    masked = np.where(there, weights, -np.inf)
+    weights = np.exp(masked - masked.max())
+    return weights / weights.sum()
+
+
+class MeanScores(NamedTuple):
+    """N responses under the current policy at temperature 1: means over the tokens that it wrote, in nats.
+
+    Attributes:
+        entropy: [N].
+        nll: [N] negative log-probability.
+    """
+
+    entropy: Doubles
+    nll: Doubles
+
+    @classmethod
+    def of(cls, batch: StepBatch, score: Score) -> "MeanScores":
+        """Of the rows of a batch, from the scores of its tokens."""
+        entropy, log_prob = (
+            np.array([float(batch.of_row(row, values).mean()) for row in range(len(batch))])
+            for values in (score.entropy, score.log_prob)
+        )
+        return cls(entropy, -log_prob)
+
+
+class Candidates(NamedTuple):
+    """The C stored successes of a drawn question, oldest first, C >= 1.
+
+    Attributes:
+        length: [C] response tokens of each.
+        scores: [C] of each; NaN where the rule does not ask for them.
+    """
+
+    length: Ints
+    scores: MeanScores
+
+
+@dataclass(frozen=True)
+class SelectionRule:
+    """One way to choose.
+
+    Attributes:
+        choose: index of the chosen candidate, among equals the first, which is the oldest; the generator is for
+            rules that draw.
+        scored: whether the candidates need scores, which takes a pass through the model.
+    """
+
+    choose: Callable[[Candidates, np.random.Generator], int]
+    scored: bool = False
+
+
+RULES: dict[TrajectoryRule, SelectionRule] = {
+    "lowest_entropy": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.scores.entropy)), scored=True),
+    "highest_entropy": SelectionRule(lambda candidates, rng: int(np.argmax(candidates.scores.entropy)), scored=True),
+    "lowest_nll": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.scores.nll)), scored=True),
+    "shortest": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.length))),
+    "random": SelectionRule(lambda candidates, rng: int(rng.integers(len(candidates.length)))),
+}
+"""By the name that `experience.trajectory` gives it."""

@@ -1,0 +1,231 @@
+"""What the five functions of a method have to give, and what is wrong with what one gave.
+
+`compose` gives planned groups; `prioritise` and `expire` give what `exgrpo.train.replay.candidates` has.
+
+`weigh(batch, options)` gets the N replayed answers of a step that are trained on, before its update, and gives
+`Weighed` for their T tokens. With A the advantage, c the factor and w = pi / reference the importance ratio of a token,
+its term in the objective is, by `needs(term=...)` of the function:
+
+    "shaped"    f(w) c A, f(w) = w / (w + beta)
+    "ratio"     w c A
+    "clipped"   min(w c A, clip(w) c A): that of fresh tokens
+
+For a function that says `needs(present="values")` the column `log_prob` is filled, with the policy before the update,
+which takes a pass through the model; with `needs(present="reference")` it only passes them on as the reference, and
+there is no pass where the update itself sees that policy.
+
+Each check takes what a function gave and what it was called with, and returns a sentence, or None: it is right.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from exgrpo.train.common.errors import ConfigError, nearest, shown
+from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
+from exgrpo.train.replay.candidates import Expired, Priority, Units
+
+Term = Literal["shaped", "ratio", "clipped"]
+Present = Literal["values", "reference"]
+PRESENT = np.float32(np.inf)
+"""In the place of a reference's log-prob: the policy itself, so that w = 1, with its gradient."""
+
+STORED = "it gives an array with a bool for each row, whether it is stored"
+WEIGHTS = "it gives Priority(log_weight), with a number for each unit"
+PLANNED = "it gives a list of PlannedGroup, as supply.fresh and supply.alone do"
+SETTLED = "it gives a list of numbers of graded groups, and of planned groups without fresh answers"
+EXPIRED = "it gives Expired(rows, questions), rows with a bool for each unit, questions with their indices"
+TERMS = "it gives Weighed(reference, factor, advantage), with a number for each token, each token and each row"
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """One group of a step.
+
+    Attributes:
+        question: its question.
+        fresh: how many answers are generated.
+        choose: how many of the question's stored answers join; the rule of trajectories says which.
+        rows: stored answers that join, as rows of the memory's table.
+    """
+
+    question: int
+    fresh: int
+    choose: int = 0
+    rows: tuple[int, ...] = ()
+
+
+class Weighed(NamedTuple):
+    """The terms of N replayed answers, of T tokens together.
+
+    Attributes:
+        reference: [T] fp32 log-probs of the policy that ratios refer to, or `PRESENT`.
+        factor: [T] fp32, of the advantage; None: 1. That of the answers' own advantages is not negative.
+        advantage: [N] in the place of the answers' own; None: these.
+    """
+
+    reference: Floats
+    factor: Floats | None = None
+    advantage: Doubles | None = None
+
+
+@dataclass(frozen=True)
+class WeighOptions:
+    """What a function may look at besides the batch.
+
+    Attributes:
+        success: a reward of at least this is a success.
+        second_moment: tau of the second-moment mask.
+        trigger: ratio below which a token of a failure is one that the policy has left.
+        coefficient: of likelihoods and of regularisers.
+    """
+
+    success: float = 1.0
+    second_moment: float = 0.04
+    trigger: float = 1e-4
+    coefficient: float = 0.1
+
+
+Weigh = Callable[[StepBatch, WeighOptions], Weighed]
+
+
+def declared(function: Callable[..., Any], name: str) -> tuple[Term, Present | None]:
+    """The term of replayed tokens that a function `weigh` declares, and what it asks of the present policy.
+
+    Raises:
+        ConfigError: there is no such term, or nothing of that name to ask for.
+    """
+    term: Any = getattr(function, "term", "shaped")
+    present: Any = getattr(function, "present", None)
+    for need, value, known in (("term", term, get_args(Term)), ("present", present, get_args(Present))):
+        if value not in known and not (need == "present" and value is None):
+            near = nearest(str(value), known)
+            raise ConfigError(
+                f"objective.weigh {name}: unknown {need} {shown(value)} in @needs"
+                + (f"; did you mean {near!r}?" if near else ";")
+                + f" there are {', '.join(known)}"
+            )
+    return term, present
+
+
+def stored(given: Any, batch: StepBatch, *_: Any) -> str | None:
+    """Of `admit`."""
+    if not (isinstance(given, np.ndarray) and given.dtype == bool):
+        return f"{_gave(given)}; {STORED}"
+    if given.shape != (len(batch),):
+        return f"it gave an array {list(given.shape)} for {len(batch)} rows; {STORED}"
+    return "it stores replayed rows, and only fresh ones can be stored" if (given & batch.replayed).any() else None
+
+
+def weights(given: Any, units: Units, *_: Any) -> str | None:
+    """Of `prioritise`."""
+    if not isinstance(given, Priority):
+        return f"{_gave(given)}; {WEIGHTS}"
+    log_weight, stratum = given
+    for values, kinds in ((log_weight, "fiu"), (stratum, "iu")):
+        if values is not None and not (
+            isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in kinds
+        ):
+            return f"{_gave(values)} in a Priority; {WEIGHTS}"
+    of_units = stratum if stratum is not None else log_weight
+    if of_units is not None and len(of_units) != len(units):
+        return f"it gave {len(of_units)} numbers for {len(units)} units"
+    if log_weight is None or not len(log_weight):
+        return None
+    if stratum is not None and not (stratum.min() >= 0 and stratum.max() < len(log_weight)):
+        return f"its strata are {stratum.min()} to {stratum.max()}, and it gave {len(log_weight)} weights of strata"
+    largest = log_weight.max()
+    if not largest < np.inf:
+        return f"a logarithm of a weight is {largest}"
+    return "all logarithms of weights are -inf, so that nothing can be drawn" if largest == -np.inf else None
+
+
+def planned(given: Any, *_: Any) -> str | None:
+    """Of `compose`."""
+    return _list_of(given, PlannedGroup, PLANNED)
+
+
+def settled(given: Any, batch: StepBatch, *_: Any) -> str | None:
+    """Of the function `settle` of a `compose`."""
+    if wrong := _list_of(given, int | np.integer | PlannedGroup, SETTLED):
+        return wrong
+    late = [one.fresh for one in given if isinstance(one, PlannedGroup) and one.fresh]
+    if late:
+        return f"it plans {late[0]} fresh answers when all have been graded; {SETTLED}"
+    for number, times in Counter(one for one in given if not isinstance(one, PlannedGroup)).items():
+        if not 0 <= number < batch.groups:
+            return f"it gave the group {number}, and there are {batch.groups}, from 0; {SETTLED}"
+        if times > 1:
+            return f"it gave the group {number} {times} times; {SETTLED}"
+    return None
+
+
+def expired(given: Any, units: Units, *_: Any) -> str | None:
+    """Of `expire`."""
+    if not isinstance(given, Expired):
+        return f"{_gave(given)}; {EXPIRED}"
+    rows, questions = given
+    if rows is not None and not (isinstance(rows, np.ndarray) and rows.dtype == bool):
+        return f"{_gave(rows)} as its rows; {EXPIRED}"
+    if rows is not None and rows.shape != (len(units),):
+        return f"it gave rows of the shape {rows.shape} for {len(units)} units"
+    if questions is not None and not (isinstance(questions, np.ndarray) and questions.dtype.kind in "iu"):
+        return f"{_gave(questions)} as its questions; {EXPIRED}"
+    return None
+
+
+def terms(given: Any, batch: StepBatch, *_: Any) -> str | None:
+    """Of `weigh`; numbers that would spoil the update are wrong, too."""
+    if not isinstance(given, Weighed):
+        return f"{_gave(given)}; {TERMS}"
+    factor = np.ones_like(batch.old_log_prob) if given.factor is None else given.factor
+    advantage = np.zeros(len(batch)) if given.advantage is None else given.advantage
+    for name, values, size, what in (
+        ("reference", given.reference, len(batch.token), "tokens"),
+        ("factor", factor, len(batch.token), "tokens"),
+        ("advantage", advantage, len(batch), "rows"),
+    ):
+        if not (isinstance(values, np.ndarray) and values.dtype.kind in "fiub"):
+            return f"{_gave(values)} as its {name}; {TERMS}"
+        if values.shape != (size,):
+            return f"its {name} has the shape {list(values.shape)} for {size} {what}; {TERMS}"
+    # Whatever is computed in a wider dtype has to fit into fp32. Minima keep a NaN.
+    with np.errstate(over="ignore"):
+        reference, factor = given.reference.astype(np.float32), factor.astype(np.float32)
+    least = float(reference.min(initial=np.inf))
+    if not least > -np.inf:
+        return f"a log-prob of the reference is {least}"
+    if not np.isfinite(factor).all():
+        return f"a factor of the advantage is {factor[~np.isfinite(factor)][0]}"
+    if not np.isfinite(advantage).all():
+        return f"an advantage is {advantage[~np.isfinite(advantage)][0]}"
+    if given.advantage is None and factor.min(initial=0) < 0:
+        return f"a factor of an answer's own advantage is negative: {factor.min()}"
+    return None
+
+
+def _list_of(given: Any, of: Any, right: str) -> str | None:
+    if not isinstance(given, list | tuple):
+        return f"{_gave(given)}; {right}"
+    wrong = [one for one in given if not isinstance(one, of) or isinstance(one, bool)]
+    return f"{_gave(wrong[0])} in its list; {right}" if wrong else None
+
+
+def _gave(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"it gave an array {list(value.shape)} of {value.dtype}"
+    return f"it gave {shown(value)} ({type(value).__name__})"
+
+
+CHECKS: dict[str, Callable[..., str | None]] = {
+    "admit": stored,
+    "prioritise": weights,
+    "compose": planned,
+    "settle": settled,
+    "expire": expired,
+    "weigh": terms,
+}
+"""Of each kind of function."""

@@ -1,0 +1,126 @@
+"""How hard questions are for the current policy, read from graded groups: success counts, bands, and what to store.
+
+Groups are read as numbers of successes, or by continuous rewards (arXiv 2510.02245, section 5.3).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from exgrpo.train.common.records import Mask
+from exgrpo.train.common.step_batch import Doubles, Ints, StepBatch
+from exgrpo.train.common.success import EPSILON, is_success
+from exgrpo.train.config.objective import Band
+from exgrpo.train.config.replay import BucketBy
+
+
+class Evidence(NamedTuple):
+    """What the G groups of a batch show about the current policy.
+
+    Attributes:
+        successes: [G] m, how many of the answers that count are successes.
+        rows: [G] F, the number of answers that count.
+        rewards: of these answers, in the order of their groups.
+    """
+
+    successes: Ints
+    rows: Ints
+    rewards: Doubles
+
+    @property
+    def solved(self) -> Mask:
+        """[G] whether every row is a success, and there are at least two.
+
+        One row is too little to retire a question for good: with K = 2 a mixed group has only one fresh row.
+        """
+        return (self.rows >= 2) & (self.successes == self.rows)
+
+
+def count_successes(batch: StepBatch, success: float, *, count_replayed: bool = False) -> Evidence:
+    """The successes among the rows that count.
+
+    The replayed row is no evidence of the current policy: of a mixed group the m successes of the K-1 fresh rows
+    count. `count_replayed` counts it too, m+1 of K. A row without tokens is never a success.
+    """
+    counts = batch.fresh | count_replayed
+    right = counts & (batch.length > 0) & is_success(batch.reward, success)
+    successes, rows = (np.bincount(batch.group[of], minlength=batch.groups) for of in (right, counts))
+    return Evidence(successes, rows, batch.reward[counts])
+
+
+def success_counts(shown: Evidence, samples: int) -> Doubles:
+    """[G] the success counts on the scale of K = `samples`: k = K m / F in 0..K, not rounded; 0 without rows.
+
+    Equal fractions give equal numbers, whatever their F.
+    """
+    return samples * shown.successes / np.maximum(shown.rows, 1)
+
+
+def deviation_counts(shown: Evidence, samples: int) -> Doubles:
+    """[G] what stands for success counts where rewards are continuous (arXiv 2510.02245, section 5.3).
+
+    round(K * (sigma_q - min) / max(max - min, eps)), sigma_q the standard deviation of a group's counted rewards, min
+    and max over the groups given (those of one step), rounded half up: 0..K.
+    """
+    if not len(shown.rows):
+        return np.empty(0)
+    sigma = np.array([np.std(of_group) for of_group in np.split(shown.rewards, np.cumsum(shown.rows)[:-1])])
+    scaled = samples * (sigma - sigma.min()) / max(sigma.max() - sigma.min(), EPSILON)
+    return np.floor(scaled + 0.5)
+
+
+BANDS: dict[Band, Callable[[Doubles, int], Mask]] = {
+    "all": lambda count, samples: np.ones(len(count), bool),
+    "easy": lambda count, samples: (3 * samples <= 4 * count) & (count < samples),
+    "medium": lambda count, samples: (samples < 4 * count) & (4 * count <= 3 * samples),
+    "hard": lambda count, samples: (count > 0) & (4 * count <= samples),
+}
+"""Whether each of some success counts of K = `samples` is in a band, by the name that `objective.train_on` gives it.
+
+Bands of the preliminary study (arXiv 2510.02245). easy: [75, 100) %, medium: (25, 75] %, hard: (0, 25] %. Exactly 75 %
+is in two of them, as the paper has it; each of its runs trains on one band. all: always.
+"""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """What a step's groups say about their questions.
+
+    Attributes:
+        counts: evidence of the groups of one step, and K, to their success counts [G].
+        admitted: a batch, and the reward of a success, to whether each row [N] is worth storing.
+        progress: the fresh rewards [N] of a step, and the reward of a success, to the number by which replay starts.
+    """
+
+    counts: Callable[[Evidence, int], Doubles]
+    admitted: Callable[[StepBatch, float], Mask]
+    progress: Callable[[Doubles, float], float]
+
+
+def pass_rate(rewards: Doubles, success: float) -> float:
+    """The fraction of successes among rewards [N], N >= 1."""
+    return float(np.mean(is_success(rewards, success)))
+
+
+def mean_reward(rewards: Doubles, success: float) -> float:
+    """The mean of rewards [N]: continuous ones may never reach `success`."""
+    return float(rewards.mean())
+
+
+def successes(batch: StepBatch, success: float) -> Mask:
+    """The fresh rows that are successes."""
+    return batch.fresh & is_success(batch.reward, success)
+
+
+def better_than_mean(batch: StepBatch, success: float) -> Mask:
+    """The fresh rows whose advantage was positive, whatever `success` is."""
+    return batch.fresh & (batch.reward >= batch.mean(batch.reward)[batch.group] + EPSILON)
+
+
+BUCKETS: dict[BucketBy, Buckets] = {
+    "success_count": Buckets(success_counts, successes, pass_rate),
+    "reward_deviation": Buckets(deviation_counts, better_than_mean, mean_reward),
+}
+"""By the name that `experience.bucket_by` gives it."""

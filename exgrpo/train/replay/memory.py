@@ -1,0 +1,237 @@
+"""The experience buffer E, its success counts and the retired set S."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from exgrpo.train.common.errors import ConfigError, shown
+from exgrpo.train.common.records import Trajectory
+from exgrpo.train.common.step_batch import Doubles, Ints, StepBatch
+from exgrpo.train.config.replay import Setting
+from exgrpo.train.replay import rules
+from exgrpo.train.replay.candidates import Units
+from exgrpo.train.replay.difficulty import BUCKETS, Evidence, count_successes
+from exgrpo.train.replay.stored import Stored, pack
+from exgrpo.train.replay.table import Origin, Table
+
+NEVER = -1
+"""In the place of a step or a count: the question was not asked yet."""
+OF_QUESTIONS = ("count", "asked", "times", "shown", "earlier")
+"""Arrays with a number for each question."""
+EPSILON = 1e-6
+"""Added to a standard deviation before it divides, as in `exgrpo.kernels.group_advantage`."""
+
+
+class ExperienceMemory:
+    """Stored trajectories by question, each question's success count, and the questions that are retired.
+
+    Invariants, after every operation:
+        a question has a success count, in [1, K-1], if and only if it has stored trajectories;
+        a retired question has neither;
+        the stored trajectories of a question come oldest first, and are distinct if `admit` wants them to be.
+
+    What is stored and what is forgotten, the options say by their functions `admit` and `expire`. A question's count is
+    that of its latest group, k = K m / F with m successes of F rows that count: not rounded, and kept inside [1, K-1].
+    Where rewards are continuous (bucket_by "reward_deviation", section 5.3 of the paper) counts are those of
+    `deviation_counts`. Either way a question is solved when all rows that count, at least two, have a reward of at
+    least `success`.
+
+    Args:
+        questions: number of questions; they are known by index 0..questions-1.
+        setting: K, what a success is, and the options.
+
+    Attributes:
+        count: [questions] success count; 0 where nothing is stored.
+        retired: [questions] whether it has left for good.
+        asked: [questions] step in which it was asked last, or `NEVER`.
+        times: [questions] how often it was asked.
+        shown: [questions] success count by its latest group, in [0, K], whether or not anything is stored; or `NEVER`.
+        earlier: [questions] the same by the group before; or `NEVER`.
+        table: what is stored.
+    """
+
+    def __init__(self, questions: int, setting: Setting) -> None:
+        options = setting.options
+        self.setting = setting
+        self.samples = setting.samples
+        self.count: Doubles = np.zeros(questions)
+        self.retired: npt.NDArray[np.bool_] = np.zeros(questions, dtype=bool)
+        self.asked: Ints = np.full(questions, NEVER, np.int64)
+        self.times: Ints = np.zeros(questions, np.int64)
+        self.shown: Doubles = np.full(questions, float(NEVER))
+        self.earlier = self.shown.copy()
+        self.table = Table(questions, options.folder)
+        self._buckets = BUCKETS[options.bucket_by]
+        self._admit = rules.find("admit", options.admit)
+        self._distinct = getattr(self._admit, "distinct", None)
+        # Plain GRPO stores nothing and retires nothing.
+        self._expire = [rules.find("expire", name) for name in options.forgets if options.ratio > 0]
+
+    def __len__(self) -> int:
+        """|E|: number of questions with stored trajectories."""
+        return int(np.count_nonzero(self.count))
+
+    def trajectories(self, question: int) -> tuple[Trajectory, ...]:
+        """The stored answers to a question, oldest first; empty where there are none."""
+        stored = self.all_trajectories()
+        return tuple(stored[place] for place in np.flatnonzero(stored.columns["question"] == question).tolist())
+
+    def all_trajectories(self) -> Stored:
+        """Everything that is stored, in the order in which it was."""
+        return self.table.stored()
+
+    @property
+    def trajectory_count(self) -> int:
+        """Number of stored trajectories."""
+        return len(self.table)
+
+    def bucket_sizes(self) -> Ints:
+        """[K+1] number of buffered questions by success count, rounded half up for people to read.
+
+        Entries 0 and K are always 0.
+        """
+        sizes = np.bincount((self.count + 0.5).astype(np.int64), minlength=self.samples + 1)
+        sizes[0] = 0
+        return sizes
+
+    def stored(self, now: int, solved: Ints | None = None) -> Units:
+        """All stored trajectories, in the order of `Table.rows`, for a step."""
+        table = self.table
+
+        def read(name: str) -> npt.NDArray:
+            return self.count[table.column("question")] if name == "count" else table.column(name)
+
+        return Units(now, read, solved)
+
+    def buffered(self, now: int) -> Units:
+        """The questions with stored trajectories, in the order of their indices, for a step."""
+        questions = np.flatnonzero(self.count)
+        newest = self.table.newest(questions)
+        own = {"question": questions, "count": self.count[questions]}
+        return Units(now, lambda name: own[name] if name in own else self.table.values(name, newest))
+
+    def prompts(self, now: int) -> Units:
+        """The questions that were asked already and have not left, for a step."""
+        questions = np.flatnonzero((self.asked != NEVER) & ~self.retired)
+        return Units.of(
+            now,
+            question=questions,
+            count=self.shown[questions],
+            step=self.asked[questions],
+            replays=self.times[questions] - 1,
+        )
+
+    def update(self, batch: StepBatch, step: int, *, collect: bool) -> None:
+        """Take in the graded groups of one training step, and forget what the functions of `expire` say.
+
+        Questions leave before the delayed start too; answers are stored only where `collect` (after it).
+        """
+        evidence, question = self.evidence(batch), batch.question
+        counts = self._buckets.counts(evidence, self.samples)
+        for of_group, count in zip(question.tolist(), counts.tolist(), strict=True):  # one may be there twice
+            self.earlier[of_group], self.shown[of_group] = self.shown[of_group], count
+            self.times[of_group] += 1
+        self.asked[question] = step
+        if collect:
+            self._store(batch, evidence)
+        held = self.table.held[question] > 0
+        self.count[question[held]] = np.clip(counts[held], 1, self.samples - 1)
+        self._forget(step + 1, question[evidence.solved])
+
+    def evidence(self, batch: StepBatch) -> Evidence:
+        """What groups show about the current policy."""
+        return count_successes(batch, self.setting.success, count_replayed=self.setting.options.count_replayed)
+
+    def _store(self, batch: StepBatch, evidence: Evidence) -> None:
+        table, most = self.table, self.setting.options.max_per_question
+        # Without tokens there is nothing to replay.
+        admitted = self._admit(batch, self.setting) & (batch.length > 0) & ~self.retired[batch.question][batch.group]
+        group = batch.group[admitted]
+        added = table.add(
+            batch.take(admitted),
+            advantage=self._advantages(batch)[admitted],
+            successes=evidence.successes[group],
+            answers=evidence.rows[group],
+        )
+        if self._distinct:
+            for row in added.tolist():
+                # Of two equal answers the newer log-probs stay: their policy is nearer to the current one.
+                of_question = table.of_question(table.value("question", row))
+                table.replace([at for at in of_question if at < row and self._same(at, row)], row)
+        if most is not None:
+            for question in np.unique(batch.question[group]).tolist():
+                table.remove(table.of_question(question)[:-most])
+
+    def _advantages(self, batch: StepBatch) -> Doubles:
+        """[N] against the rows of their group that count in the loss."""
+        counts = np.isnan(batch.stored_advantage) if batch.has("stored_advantage") else np.ones(len(batch), bool)
+        advantage, net = np.full(len(batch), np.nan), batch.net_reward
+        for of_group in map(slice, batch.group_start[:-1], batch.group_start[1:]):
+            rewards = net[of_group][counts[of_group]]
+            divisor = float(rewards.std(ddof=1)) + EPSILON if self.setting.scale_by_std and len(rewards) > 1 else 1.0
+            if self.setting.leave_one_out and len(rewards) > 1:
+                divisor *= (len(rewards) - 1) / len(rewards)
+            advantage[of_group] = (net[of_group] - rewards.mean()) / divisor
+        return advantage
+
+    def _forget(self, now: int, solved: Ints) -> None:
+        """What the functions of `expire` let go, one after the other, before the step `now` is planned."""
+        for expire in self._expire:
+            rows, leaving = expire(self.stored(now, solved), self.setting)
+            if rows is not None:
+                gone = self.table.rows()[rows]
+                questions = np.unique(self.table.values("question", gone))
+                self.table.remove(gone)
+                self.count[questions[self.table.held[questions] == 0]] = 0
+            if leaving is not None:
+                self._retire(leaving)
+        self.table.tidy()
+
+    def _retire(self, questions: Ints) -> None:
+        if len(questions) and not 0 <= questions.min() <= questions.max() < len(self.retired):
+            raise ConfigError(
+                f"experience.expire: of the questions {shown(questions.tolist())} that leave, some are none of the "
+                f"{len(self.retired)} questions, which are 0 to {len(self.retired) - 1}"
+            )
+        for question in questions.tolist():
+            self.table.remove(self.table.of_question(question))
+        self.retired[questions] = True
+        self.count[questions] = 0
+
+    def fill(self, trajectories: Sequence[Trajectory], origins: Sequence[Origin], count: Mapping[int, float]) -> None:
+        """Begin with answers from elsewhere, whatever would store them.
+
+        Args:
+            trajectories: [N] distinct answers, oldest first; their questions are not retired.
+            origins: [N] of each.
+            count: success count in [1, K-1] of each of their questions.
+        """
+        of_rows = {name: np.array([getattr(one, name) for one in origins]) for name in Origin.__dataclass_fields__}
+        self.table.fill(pack(trajectories, self.setting.options.folder), of_rows)
+        self.count[:] = 0
+        for question, of_question in count.items():
+            self.count[question] = of_question
+
+    def arrays(self) -> dict[str, npt.NDArray]:
+        """The state besides the trajectories, for `restore`."""
+        of_questions = {name: getattr(self, name).copy() for name in OF_QUESTIONS}
+        of_rows = {name: self.table.column(name).copy() for name in Origin.__dataclass_fields__}
+        return {**of_questions, "retired": self.retired.astype(np.uint8), **of_rows}
+
+    def restore(self, arrays: dict[str, npt.NDArray], trajectories: Stored) -> None:
+        """Take over the state of another memory of the same questions: its `arrays` and `all_trajectories`."""
+        for name in OF_QUESTIONS:
+            setattr(self, name, arrays[name].copy())
+        self.retired = arrays["retired"].astype(bool)
+        self.table.fill(trajectories, {name: arrays[name] for name in Origin.__dataclass_fields__})
+
+    def _same(self, at: int, row: int) -> bool:
+        """Whether two stored answers are the same."""
+        table = self.table
+        if self._distinct == "key" and table.value("key", row) and table.value("key", at) == table.value("key", row):
+            return True
+        # Nearly all pairs differ in length, which costs a tenth of comparing contents to find out; of short ones bytes
+        # are compared in a tenth of the time that arrays take.
+        same_length = table.value("length", at) == table.value("length", row)
+        return same_length and table.response(at).tobytes() == table.response(row).tobytes()

@@ -1,0 +1,88 @@
+"""A user's own functions of replay, tried on made-up answers before a run, so that their mistakes show at once."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from exgrpo.train.common.records import Rollout
+from exgrpo.train.common.step_batch import Floats, StepBatch
+from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.replay import ExperienceConfig, MeanScores, PlannedGroup, Replay
+from exgrpo.train.replay.replayed import Weigher
+
+STEPS = 6
+QUESTIONS, BATCH = 12, 4
+LONGEST = 6
+"""Tokens of an answer."""
+
+
+def rehearse(experience: ExperienceConfig, objective: ObjectiveConfig, samples: int, success: float) -> None:
+    """Some steps of replay without a model, if any of the method's functions is a user's own.
+
+    Args:
+        experience: names the functions.
+        objective: names `weigh`.
+        samples: K, answers per question.
+        success: a reward of at least this is a success.
+
+    Raises:
+        ConfigError: a function cannot be found, takes other arguments, raises something or gives something else.
+    """
+    names = (experience.admit, experience.prioritise, experience.compose, *experience.expire, objective.weigh)
+    if not any(":" in name for name in names):
+        return
+    made_up = _MadeUp(success)
+    # With all that a run has to wait for, nothing would be replayed in a few steps.
+    options = experience.model_copy(update={"start_pass_rate": 0.0, "cooldown": 1, "lag": 1, "folder": None})
+    replay = Replay(
+        *(options, QUESTIONS, samples),
+        seed=0,
+        success=success,
+        scale_by_std=objective.scale_by_std,
+        leave_one_out=objective.baseline == "leave_one_out",
+    )
+    weigher = Weigher(objective, success, made_up.log_probs, one_update=False)
+    for step in range(1, STEPS + 1):
+        planned = replay.plan(BATCH, step)
+        stored = replay.select(planned, made_up.mean_scores)
+        batch = made_up.answers(planned, step).beside(stored)
+        replay.take_in(batch, step)
+        batch = replay.settle(batch, np.arange(batch.groups), BATCH, step)
+        counts = np.isnan(batch.stored_advantage)
+        advantage = batch.net_reward - batch.mean(batch.net_reward, counts)[batch.group]
+        batch.fill(advantage=np.where(counts, advantage, batch.stored_advantage))
+        weigher(batch)
+
+
+class _MadeUp:
+    """Answers and scores that no policy has given."""
+
+    def __init__(self, success: float) -> None:
+        self.rng = np.random.default_rng(0)
+        self.rewards = (success - 1, success)
+
+    def answers(self, planned: Sequence[PlannedGroup], step: int) -> StepBatch:
+        """The fresh answers of a step."""
+        counts = [group.fresh for group in planned]
+        rows = sum(counts)
+        lengths = self.rng.integers(1, LONGEST + 1, rows)
+        rollouts = [Rollout(self.rng.integers(0, 100, length).astype(np.int32), finished=True) for length in lengths]
+        batch = StepBatch.of_rollouts([group.question for group in planned], counts, rollouts)
+        batch.fill(
+            prompt=[np.array([group.question], np.int32) for group in planned],
+            reward=self.rng.choice(self.rewards, rows),
+            key=self.rng.integers(1, 5, rows),
+            penalty=np.zeros(rows),
+            step=np.full(rows, step),
+            behaviour=np.zeros(rows),
+            text=[""] * rows,
+            parts=[{} for _ in range(rows)],
+            old_log_prob=self.log_probs(batch),
+        )
+        return batch
+
+    def log_probs(self, batch: StepBatch) -> Floats:
+        return -self.rng.exponential(size=len(batch.token)).astype(np.float32)
+
+    def mean_scores(self, batch: StepBatch) -> MeanScores:
+        return MeanScores(*self.rng.exponential(size=(2, len(batch))))

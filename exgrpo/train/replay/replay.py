@@ -1,0 +1,256 @@
+"""Experience replay as one object: what a run remembers of earlier steps, and what it decides from that."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from exgrpo.train.common.records import Mask
+from exgrpo.train.common.seeds import generator
+from exgrpo.train.common.step_batch import Ints, StepBatch
+from exgrpo.train.common.success import RewardWatch
+from exgrpo.train.config.objective import Band
+from exgrpo.train.config.replay import ExperienceConfig, Setting
+from exgrpo.train.replay import rules
+from exgrpo.train.replay.candidates import RULES, Candidates, MeanScores
+from exgrpo.train.replay.contract import PlannedGroup
+from exgrpo.train.replay.difficulty import BANDS, BUCKETS, pass_rate, success_counts
+from exgrpo.train.replay.memory import ExperienceMemory
+from exgrpo.train.replay.stored import Stored
+from exgrpo.train.replay.supply import DelayedStart, FreshQuestions, Mixture, Supply, settles
+
+ScoreAll = Callable[[StepBatch], MeanScores]
+"""Scores the rows of a batch under the current policy at temperature 1."""
+
+
+class TakenIn(NamedTuple):
+    """What taking in the groups of a step says: the fraction of fresh successes, and a note for a person or None."""
+
+    pass_rate: float
+    note: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayState:
+    """Everything that a `Replay` needs to go on exactly where it was.
+
+    Attributes:
+        values: plain numbers, and the states of the generators.
+        arrays: of the memory and of the questions in their order.
+        trajectories: the experience buffer, in the order in which it was filled.
+    """
+
+    values: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    trajectories: Stored
+
+
+class Replay:
+    """Experience memory, delayed start, the functions of a method and their generators.
+
+    Arrays and generators in, decisions out: no model, no process group. Every process holds the same one and takes
+    the same decisions from the same groups.
+
+    Args:
+        config: how experience is kept and drawn.
+        questions: number of questions; they are known by index 0..questions-1.
+        samples: K, answers per question.
+        seed: of the draws.
+        success: a reward of at least this is a success.
+        success_option: name of the option that sets `success`, for notes.
+        scale_by_std: stored advantages are divided by the standard deviation of their group.
+        leave_one_out: stored advantages are against the mean of the other answers of their group.
+        mixture: the sources of the questions and their weights; None: they are one source.
+
+    Attributes:
+        memory: what is stored, and which questions are retired.
+        latch: whether replay has begun.
+        watch: whether rewards fit `success`.
+        pool: the fresh questions.
+        rng: draws what is replayed.
+
+    Raises:
+        ConfigError: a function of the configuration cannot be found.
+    """
+
+    def __init__(
+        self,
+        config: ExperienceConfig,
+        questions: int,
+        samples: int,
+        seed: int,
+        *,
+        success: float = 1.0,
+        success_option: str = "success",
+        scale_by_std: bool = False,
+        leave_one_out: bool = False,
+        mixture: Mixture | None = None,
+    ) -> None:
+        self.config = config
+        self.setting = Setting(config, samples, success, scale_by_std, leave_one_out)
+        self.memory = ExperienceMemory(questions, self.setting)
+        self.latch = DelayedStart(config.start_pass_rate)
+        self.watch = RewardWatch(success, success_option)
+        self.pool = FreshQuestions(questions, generator(seed, "fresh questions"), mixture)
+        self.rng = generator(seed, "replay")
+        self._progress = BUCKETS[config.bucket_by].progress
+        self._rule = RULES[config.trajectory]
+        self._prioritise = rules.find("prioritise", config.prioritise)
+        self._compose = rules.find("compose", config.compose)
+        self._settle = settles(self._compose)
+
+    @property
+    def active(self) -> bool:
+        """Whether the next step replays, and stores what it collects."""
+        return self.latch.open and self.config.ratio > 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every question is retired."""
+        return bool(self.memory.retired.all())
+
+    @property
+    def settles(self) -> bool:
+        """Whether what is trained on is decided after the answers are graded."""
+        return self._settle is not None
+
+    def _supply(self, batch: int, step: int) -> Supply:
+        ratio = self.config.ratio if self.active else 0.0
+        return Supply(step, batch, ratio, self.setting, self.memory, self.pool, self._prioritise, self.rng)
+
+    def plan(self, batch: int, step: int) -> list[PlannedGroup]:
+        """The groups of a step: of `batch` questions, or fewer where too few are left unretired."""
+        return list(self._compose(self._supply(batch, step)))
+
+    def more(self, wanted: int, step: int, without: Sequence[int]) -> list[PlannedGroup]:
+        """Groups of fresh answers to at most `wanted` further questions, which are not `without`."""
+        return self._supply(wanted, step).fresh(wanted, without)
+
+    def select(self, planned: Sequence[PlannedGroup], score: ScoreAll) -> StepBatch:
+        """The stored answers that join each of the planned groups; each of them counts as a replay.
+
+        Args:
+            planned: G groups of a step.
+            score: is called once, with all candidates, if the rule compares scores and has to choose, else not at all.
+
+        Returns:
+            G groups of replayed rows, perhaps of none.
+        """
+        table, rule = self.memory.table, self._rule
+        stored = [table.of_question(group.question) if group.choose else [] for group in planned]
+        rows = np.array([*chain.from_iterable(stored)], np.int64)
+        unknown = np.full(len(rows), np.nan)
+        scored = rule.scored and len(rows)
+        entropy, nll = score(self._answers(planned, stored)) if scored else MeanScores(unknown, unknown)
+        joined: list[list[int]] = []
+        entropies: list[float] = []
+        ends = np.cumsum([len(of_group) for of_group in stored]).tolist()
+        for group, of_group, end in zip(planned, stored, ends, strict=True):
+            left, chosen = list(range(end - len(of_group), end)), []
+            for _ in range(group.choose):
+                scores = MeanScores(entropy[left], nll[left])
+                candidates = Candidates(table.values("length", rows[left]), scores)
+                chosen.append(left.pop(rule.choose(candidates, self.rng)))
+            joined.append([*rows[chosen].tolist(), *group.rows])
+            entropies += [*entropy[chosen], *([np.nan] * len(group.rows))]
+        return self._join(planned, joined, entropies)
+
+    def _answers(self, planned: Sequence[PlannedGroup], rows: Sequence[Sequence[int]]) -> StepBatch:
+        """Stored answers in the groups that they join."""
+        group = np.repeat(np.arange(len(planned)), np.array([len(of_group) for of_group in rows], np.int64))
+        question = np.array([one.question for one in planned], np.int64)
+        return self.memory.table.answers(np.array([*chain.from_iterable(rows)], np.int64), group, question)
+
+    def _join(
+        self, planned: Sequence[PlannedGroup], rows: Sequence[Sequence[int]], entropies: Sequence[float] | None = None
+    ) -> StepBatch:
+        """Stored answers that are replayed, with advantages as the options say."""
+        table, batch = self.memory.table, self._answers(planned, rows)
+        numbers = np.array([*chain.from_iterable(rows)], np.int64)
+        unknown = np.full(len(numbers), np.nan)
+        batch.fill(
+            replays=table.replayed(numbers),
+            chosen_entropy=unknown if entropies is None else entropies,
+            stored_advantage=table.values("advantage", numbers) if self.config.advantage == "stored" else unknown,
+        )
+        return batch
+
+    def settle(self, batch: StepBatch, among: Ints, size: int, step: int) -> StepBatch:
+        """What is trained on of the graded groups of a step, perhaps nothing.
+
+        Args:
+            batch: of the step.
+            among: [A] the numbers of the groups that may be trained on.
+            size: B, questions of a step.
+            step: its number.
+
+        Returns:
+            the batch with `trained`. Stored answers that come only now are in groups behind the others; where there are
+            any, all groups lack their prompts.
+        """
+        if self._settle is None:
+            batch.fill(trained=among)
+            return batch
+        settled = self._settle(batch.of_groups(among), self._supply(size, step))
+        late = [one for one in settled if isinstance(one, PlannedGroup)]
+        numbers = iter(range(batch.groups, batch.groups + len(late)))
+        trained = [next(numbers) if isinstance(one, PlannedGroup) else among[one] for one in settled]
+        if late:
+            batch = batch.behind(self._join(late, [one.rows for one in late]))
+        batch.fill(trained=np.array(trained, np.int64))
+        return batch
+
+    def in_band(self, batch: StepBatch, band: Band) -> Mask:
+        """[G] whether each group is in the trained band; those of stored answers alone are in all of them.
+
+        A step on one band is the part of a whole step that this band contributes, not a smaller batch.
+        """
+        samples = self.setting.samples
+        asked = np.bincount(batch.group[batch.fresh], minlength=batch.groups) > 0
+        return ~asked | BANDS[band](success_counts(self.memory.evidence(batch), samples), samples)
+
+    def take_in(self, batch: StepBatch, step: int) -> TakenIn:
+        """Learn what the graded groups of a step show; what they open or close counts from the next step on."""
+        success, rewards = self.setting.success, batch.reward[batch.fresh]
+        self.memory.update(batch, step, collect=self.active)
+        self.latch.observe(self._progress(rewards, success))
+        return TakenIn(pass_rate(rewards, success), self.watch.observe(rewards))
+
+    def _generators(self) -> dict[str, np.random.Generator]:
+        return {"pool": self.pool.rng, "replay": self.rng}
+
+    def state(self) -> ReplayState:
+        """The state between two steps."""
+        return ReplayState(
+            values={
+                "replay_open": self.latch.open,
+                "pool_position": self.pool.position.tolist(),
+                "rewards_seen": self.watch.state(),
+                "generators": {name: rng.bit_generator.state for name, rng in self._generators().items()},
+            },
+            arrays={**self.memory.arrays(), "pool_order": self.pool.order},
+            trajectories=self.memory.all_trajectories(),
+        )
+
+    def restore(self, state: ReplayState) -> None:
+        """Go on from the state of a replay with the same configuration and questions; further values are ignored."""
+        values, arrays = state.values, state.arrays
+        self.latch.open = values["replay_open"]
+        self.pool.position = np.array(values["pool_position"], np.int64)
+        self.pool.order = arrays["pool_order"].copy()
+        self.watch.restore(values["rewards_seen"])
+        for name, rng in self._generators().items():
+            rng.bit_generator.state = values["generators"][name]
+        self.memory.restore(arrays, state.trajectories)
+
+
+def numbers_of(planned: Sequence[PlannedGroup]) -> list[list[int]]:
+    """Planned groups as plain numbers, for `planned_from`."""
+    return [[group.question, group.fresh, group.choose, *group.rows] for group in planned]
+
+
+def planned_from(numbers: Sequence[Sequence[int]]) -> list[PlannedGroup]:
+    """The planned groups of `numbers_of`."""
+    return [PlannedGroup(question, fresh, choose, tuple(rows)) for question, fresh, choose, *rows in numbers]

@@ -1,0 +1,83 @@
+"""The terms of replayed answers in the loss, by the function `objective.weigh`."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from exgrpo.train.common.step_batch import Floats, StepBatch
+from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.config.options import Config
+from exgrpo.train.replay import rules
+from exgrpo.train.replay.contract import PRESENT, Weigh, WeighOptions, declared
+
+ScoreRows = Callable[[StepBatch], Floats]
+"""The log-probs [T] of a batch under the policy before the update, at the rollout temperature."""
+
+
+class Weigher:
+    """Asks the function for the terms of a step's replayed answers.
+
+    Args:
+        objective: names the function, and its options.
+        success: a reward of at least this is a success.
+        one_update: whether all of a step's answers are in one optimiser step, so that the update itself sees the policy
+            before it.
+        score: asks the policy, where the function needs it.
+
+    Attributes:
+        term: in the loss, of all replayed tokens.
+
+    Raises:
+        ConfigError: there is no such function, or it declares what there is not.
+    """
+
+    def __init__(
+        self,
+        objective: ObjectiveConfig,
+        success: float,
+        score: ScoreRows,
+        *,
+        one_update: bool,
+    ) -> None:
+        self._weigh: Weigh = rules.find("weigh", objective.weigh)
+        self.term, self._present = declared(self._weigh, objective.weigh)
+        self._one_update = one_update
+        self._score = score
+        self._options = WeighOptions(
+            success=success,
+            second_moment=objective.second_moment,
+            trigger=objective.trigger,
+            coefficient=objective.coefficient,
+        )
+
+    @classmethod
+    def of_run(cls, config: Config, score: ScoreRows) -> "Weigher":
+        """With the options of a run."""
+        return cls(config.objective, config.reward.success, score, one_update=config.optimizer.steps_per_batch == 1)
+
+    def __call__(self, batch: StepBatch) -> None:
+        """Put the terms of the replayed rows that are trained on: `ratio_log_prob`, `factor` and `advantage`.
+
+        Raises:
+            ConfigError: the function gives something else, or numbers that would spoil the update.
+        """
+        rows = batch.rows_of(batch.trained)
+        rows = rows[batch.replayed[rows]]
+        if not len(rows):
+            return
+        weighed = self._weigh(self._read(batch.take(rows)), self._options)
+        batch.put(rows, ratio_log_prob=weighed.reference)
+        if weighed.factor is not None:
+            batch.put(rows, factor=weighed.factor)
+        if weighed.advantage is not None:
+            batch.advantage[rows] = weighed.advantage
+
+    def _read(self, replayed: StepBatch) -> StepBatch:
+        """With the log-probs of the policy before the update where the function needs them, and only there."""
+        if self._present is None:
+            vars(replayed).pop("log_prob", None)
+        elif self._present == "reference" and self._one_update:
+            replayed.fill(log_prob=np.full(len(replayed.token), PRESENT))
+        else:
+            replayed.fill(log_prob=self._score(replayed))
+        return replayed

@@ -1,0 +1,102 @@
+"""The five functions that make a method of replay, by name.
+
+| kind | from | to |
+|---|---|---|
+| admit | a graded batch | which of its rows are stored |
+| prioritise | what can be drawn, as columns | weights |
+| compose | a batch, and draws by these weights | the groups of a step |
+| weigh | the replayed rows of a step | the terms of their tokens in the loss |
+| expire | what is stored, as columns | what is forgotten |
+
+A name is that of a function of the module `exgrpo.train.replay.KIND`, or the place of a function of one's own; see
+`exgrpo.train.common.functions`. What a function needs of a step, it says itself: see `needs`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from exgrpo.train.common.errors import ConfigError, MethodError, cause, nearest, place_in
+from exgrpo.train.common.functions import needs as needs
+from exgrpo.train.config.replay import KINDS, Kind
+from exgrpo.train.replay.contract import CHECKS
+
+ARGUMENTS = {
+    "admit": ("batch", "setting"),
+    "prioritise": ("units", "setting"),
+    "compose": ("supply",),
+    "settle": ("batch", "supply"),
+    "weigh": ("batch", "options"),
+    "expire": ("units", "setting"),
+}
+"""What the functions of each kind are called with."""
+
+
+def names(kind: Kind) -> list[str]:
+    """The names of the functions of a kind that are here."""
+    return KINDS[kind].names
+
+
+def find(kind: Kind, name: str) -> Callable[..., Any]:
+    """The function of that kind and name; what it gives is checked in each call.
+
+    Raises, when it is found:
+        ConfigError: there is none, its module or file cannot be loaded, or it takes other arguments.
+
+    Raises, when it is called:
+        MethodError: it gives something else than a function of its kind, or one of a user's own raises something.
+    """
+    function, own = KINDS[kind].find(name), name not in names(kind)
+    label = f"{KINDS[kind].option} {name}"
+    found = _checked(kind, label, function, own=own)
+    if kind == "compose" and (settle := getattr(function, "settle", None)):
+        vars(found)["settle"] = _checked("settle", f"{label}, settle", settle, own=own)
+    return found
+
+
+def _checked(kind: str, label: str, function: Callable[..., Any], *, own: bool) -> Callable[..., Any]:
+    """The function, whose mistakes are one line that begins with the label."""
+    if own:
+        _check_arguments(kind, label, function)
+    file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
+
+    @functools.wraps(function)
+    def call(*given: Any) -> Any:
+        try:
+            result = function(*given)
+        except Exception as error:
+            if not own or isinstance(error, MethodError):  # of a function that this one has called
+                raise
+            what = f"{error}{place_in(file, error)}" if isinstance(error, ConfigError) else cause(error, file)
+            raise MethodError(f"{label}: {what}{_hint(error, kind)}") from error
+        if wrong := CHECKS[kind](result, *given):
+            raise MethodError(f"{label}: {wrong}")
+        return result
+
+    return call
+
+
+def _check_arguments(kind: str, label: str, function: Callable[..., Any]) -> None:
+    asked = ARGUMENTS[kind]
+    try:
+        takes = inspect.signature(function)
+    except ValueError:  # of what is written in C
+        return
+    try:
+        takes.bind(*asked)
+    except TypeError:
+        raise ConfigError(f"{label}: it takes {takes}, and it is called with ({', '.join(asked)})") from None
+
+
+def _hint(error: Exception, kind: str) -> str:
+    """What else a person may need to know of what one of their functions raised."""
+    if isinstance(error, AttributeError) and type(error.obj).__module__.startswith("exgrpo."):
+        if kind == "weigh" and error.name == "log_prob":
+            return '; `log_prob` of the batch needs @needs(present="values")'
+        there = [
+            name for name in dir(error.obj) if not (name.startswith("_") or callable(getattr(type(error.obj), name, 0)))
+        ]
+        near = nearest(str(error.name), there)
+        return (f"; did you mean {near!r}?" if near else ";") + f" there are {', '.join(there)}"
+    return ""

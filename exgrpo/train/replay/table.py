@@ -1,0 +1,255 @@
+"""The stored trajectories as columns: rows are added at the end, and leave in any number and order.
+
+A million rows must not slow a step down: columns are numpy arrays that grow by doubling, rows that have left are only
+marked, and those of a question form a chain from the newest to the oldest. Once more than half of the rows have left,
+the others are moved together. What a column has held for a row stays in that array, so that `Table.stored` can show the
+rows of one moment without a copy.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from exgrpo.train.common.records import TokenIds
+from exgrpo.train.common.step_batch import OF_ROW, Ints, StepBatch
+from exgrpo.train.replay.stored import OF_PLACE, OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, gather, serials
+
+NONE = -1
+FEWEST = 1024
+"""Rows below which nothing is moved together."""
+OF_ORIGIN: dict[str, type[np.generic]] = {
+    "advantage": np.float64,
+    "successes": np.int64,
+    "answers": np.int64,
+    "replays": np.int64,
+}
+COLUMNS = OF_TRAJECTORY | OF_PLACE | OF_ORIGIN
+"""What is known of a row."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a group says of each of its answers when they are stored, and what became of them.
+
+    Attributes:
+        advantage: of the answer in its own group.
+        successes: m of the group.
+        answers: F of the group: the answers that count.
+        replays: how often it has been replayed.
+    """
+
+    advantage: float = 0.0
+    successes: int = 0
+    answers: int = 0
+    replays: int = 0
+
+
+class Table:
+    """The rows of a memory of some questions; see the module.
+
+    Args:
+        questions: number of questions; they are known by index 0..questions-1.
+        folder: of files that hold the tokens; None: tokens are in RAM.
+
+    Attributes:
+        held: [questions] how many rows each question has.
+        blocks: the tokens.
+    """
+
+    def __init__(self, questions: int, folder: Path | None = None) -> None:
+        self.held: Ints = np.zeros(questions, np.int64)
+        self._newest: Ints = np.full(questions, NONE, np.int64)
+        self.blocks = TokenBlocks(folder)
+        self._columns: dict[str, npt.NDArray] = {name: np.empty(FEWEST, dtype) for name, dtype in COLUMNS.items()}
+        self._older: Ints = np.full(FEWEST, NONE, np.int64)
+        self._alive: npt.NDArray[np.bool_] = np.zeros(FEWEST, bool)
+        self._size = 0
+        self._rows: Ints | None = None
+
+    def __len__(self) -> int:
+        return int(self.held.sum())
+
+    def rows(self) -> Ints:
+        """[N] the rows that are there, oldest first."""
+        if self._rows is None:
+            self._rows = np.flatnonzero(self._alive[: self._size])
+        return self._rows
+
+    def column(self, name: str) -> npt.NDArray:
+        """[N] one of `COLUMNS`, of `rows`."""
+        rows, column = self.rows(), self._columns[name]
+        if len(rows) and rows[-1] - rows[0] == len(rows) - 1:  # without gaps there is nothing to gather
+            return column[rows[0] : rows[-1] + 1]
+        return column[rows]
+
+    def values(self, name: str, rows: Ints) -> npt.NDArray:
+        """[len(rows)] one of `COLUMNS`, of some rows."""
+        return self._columns[name][rows]
+
+    def value(self, name: str, row: int) -> Any:
+        """One of `COLUMNS`, of a row, as a plain number."""
+        return self._columns[name].item(row)
+
+    def response(self, row: int) -> TokenIds:
+        """[R] token ids of a row."""
+        start = self.value("start", row)
+        return self.blocks.contents[self.value("block", row)].response[start : start + self.value("length", row)]
+
+    def stored(self) -> Stored:
+        """All trajectories, in the order of `rows`."""
+        columns = {name: self.column(name) for name in OF_TRAJECTORY | OF_PLACE}
+        return Stored(columns, dict(self.blocks.contents))
+
+    def answers(self, rows: Ints, group: Ints, question: Ints) -> StepBatch:
+        """Some rows as replayed answers of a batch.
+
+        Args:
+            rows: [N] in the order of their groups.
+            group: [N] number of the group of each.
+            question: [G] of each group.
+        """
+        tokens = gather(self.blocks.contents, self._places(rows))
+        return StepBatch(
+            question,
+            group,
+            self.values("length", rows),
+            replayed=np.ones(len(rows), bool),
+            token=tokens.response,
+            own=~tokens.observed,
+            old_log_prob=tokens.log_prob,
+            **{name: self.values(name, rows) for name in OF_TRAJECTORY if name in OF_ROW},
+        )
+
+    def of_question(self, question: int) -> list[int]:
+        """The rows of a question, oldest first."""
+        return list(self._chain(question))[::-1]
+
+    def newest(self, questions: Ints) -> Ints:
+        """[len(questions)] the newest row of each question, which has one."""
+        return self._newest[questions]
+
+    def _chain(self, question: int) -> Iterator[int]:
+        row = int(self._newest[question])
+        while row != NONE:
+            if self._alive[row]:
+                yield row
+            row = int(self._older[row])
+
+    def add(self, batch: StepBatch, **origins: npt.NDArray) -> Ints:
+        """Store the N rows of a batch; returns their numbers here.
+
+        Args:
+            batch: answers that each have a token.
+            origins: [N] fields of `Origin`; of one that is not named it is 0.
+        """
+        first, self._size = self._size, self._size + len(batch)
+        if self._size > len(self._alive):
+            self._grow()
+        question = batch.question[batch.group]
+        places = self.blocks.extend(Tokens(batch.token, batch.old_log_prob, ~batch.own), batch.length)
+        of_rows = {name: getattr(batch, name) for name in OF_TRAJECTORY if name in OF_ROW}
+        found = {**of_rows, "question": question, "serial": serials(len(batch)), **places._asdict(), **origins}
+        for name, column in self._columns.items():
+            column[first : self._size] = found.get(name, 0)
+        for row, of_row in enumerate(question.tolist(), first):
+            self._older[row], self._newest[of_row] = self._newest[of_row], row
+        self._alive[first : self._size] = True
+        np.add.at(self.held, question, 1)
+        self._rows = None
+        return np.arange(first, self._size)
+
+    def _grow(self) -> None:
+        room = max(2 * len(self._alive), self._size)
+        self._columns = {name: _resized(column, room) for name, column in self._columns.items()}
+        self._older, self._alive = _resized(self._older, room), _resized(self._alive, room)
+
+    def remove(self, rows: Sequence[int] | Ints) -> None:
+        """Let rows go that are there, each named once."""
+        if not len(rows):
+            return
+        gone = np.asarray(rows, np.int64)
+        self._alive[gone] = False
+        self.blocks.release(self._places(gone))
+        questions = self._columns["question"][gone]
+        np.subtract.at(self.held, questions, 1)
+        self._rows = None
+        for question in np.unique(questions).tolist():
+            self._newest[question] = next(self._chain(question), NONE)
+
+    def replace(self, rows: Sequence[int], newer: int) -> None:
+        """Let rows go for a newer one, which has been replayed as often as they have."""
+        self._columns["replays"][newer] += self.values("replays", np.asarray(rows, np.int64)).sum()
+        self.remove(rows)
+
+    def replayed(self, rows: Ints) -> Ints:
+        """Count a replay of each of some rows; returns how many each has had by now."""
+        np.add.at(self._columns["replays"], rows, 1)
+        return self._columns["replays"][rows]
+
+    def _places(self, rows: Ints) -> Places:
+        return Places(*(self._columns[name][rows] for name in Places._fields))
+
+    def tidy(self) -> None:
+        """Move the rows together where more than half of them have left, and so with tokens.
+
+        Rows get other numbers then.
+        """
+        rows = self.rows()
+        if self._size >= FEWEST and 2 * len(rows) < self._size:
+            room = max(FEWEST, len(rows))
+            self._columns = {name: _resized(column[rows], room) for name, column in self._columns.items()}
+            self._alive, self._older = np.arange(room) < len(rows), np.empty(room, np.int64)
+            self._size, self._rows = len(rows), None
+            self._link()
+        self._move_tokens()
+
+    def _move_tokens(self) -> None:
+        """Write the tokens of blocks again that hold few."""
+        if not (sparse := self.blocks.sparse()):
+            return
+        rows = self.rows()
+        rows = rows[np.isin(self._columns["block"][rows], sparse)]
+        places = self._places(rows)
+        moved = self.blocks.extend(gather(self.blocks.contents, places), places.length)
+        self.blocks.release(places)
+        for name in ("block", "start"):
+            self._columns[name] = self._columns[name].copy()
+            self._columns[name][rows] = getattr(moved, name)
+
+    def _link(self) -> None:
+        """The chains of all questions, of rows without gaps."""
+        question = self._columns["question"][: self._size]
+        order = np.argsort(question, kind="stable")
+        self._older[: self._size] = NONE
+        same = question[order[1:]] == question[order[:-1]]
+        self._older[order[1:][same]] = order[:-1][same]
+        self._newest[:] = NONE
+        self._newest[question[order]] = order  # of equal ones the last, which is the newest
+
+    def fill(self, answers: Stored, origins: Mapping[str, npt.NDArray]) -> None:
+        """Replace all rows.
+
+        Args:
+            answers: [N], oldest first.
+            origins: [N] each field of `Origin`, by name.
+        """
+        size = len(answers)
+        room = max(FEWEST, size)
+        found = {**answers.columns, **origins}
+        self._columns = {name: _resized(found[name].astype(dtype), room) for name, dtype in COLUMNS.items()}
+        self.blocks.adopt(answers.contents, answers.places)
+        self._older, self._alive = np.empty(room, np.int64), np.arange(room) < size
+        self._size, self._rows = size, None
+        self.held = np.bincount(self.column("question"), minlength=len(self.held))
+        self._link()
+
+
+def _resized(column: npt.NDArray, room: int) -> npt.NDArray:
+    """A copy with room for more; the system gives memory to room when it is used."""
+    copy = np.zeros(room, column.dtype)
+    copy[: len(column)] = column
+    return copy

@@ -1,0 +1,208 @@
+"""Generation in turns: the policy writes, the environment replies, the policy goes on behind the reply.
+
+Tokens in, tokens out: the policy reads the very tokens that it has written, and a reply is encoded once.
+"""
+
+import logging
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.pool import AsyncResult, ThreadPool
+from typing import Any
+
+import numpy as np
+
+from exgrpo.train.common.errors import shown
+from exgrpo.train.common.records import Rollout, TokenIds
+from exgrpo.train.common.seeds import derive_seed
+from exgrpo.train.config.environment import EnvironmentConfig
+from exgrpo.train.data.questions import Question
+from exgrpo.train.policy.tokenizer import Pretrained
+from exgrpo.train.rollout.engine import Finished, Request, RolloutEngine
+from exgrpo.train.rollout.stops import Decode, Stops
+from exgrpo.train.rollout.turns.environments import Encode, Environment, Reply, encoding, find_environment
+
+logger = logging.getLogger(__name__)
+THREADS = 32
+"""Replies that are worked on at a time."""
+
+
+@dataclass(eq=False)
+class _Answer:
+    """An answer in the making.
+
+    Attributes:
+        request: that asked for it, by its number.
+        sample: which answer to that request.
+        reply: of the environment.
+        parts: turns and observations in their order; an observation has no log-probs.
+        unanswered: what the policy has written since the last reply.
+        turns: of the policy.
+    """
+
+    request: int
+    sample: int
+    reply: Reply
+    parts: list[Rollout] = field(default_factory=list)
+    unanswered: str = ""
+    turns: int = 0
+
+    @property
+    def tokens(self) -> list[TokenIds]:
+        return [part.response for part in self.parts]
+
+    @property
+    def length(self) -> int:
+        return sum(map(len, self.tokens))
+
+    def finished(self, *, whole: bool) -> Finished:
+        """The answer as it is; `whole`: nothing is missing."""
+        written = [np.full(len(part.response), part.written is None) for part in self.parts]
+        alone = all(mask.all() for mask in written)
+        rollout = Rollout(
+            np.concatenate(self.tokens),
+            whole,
+            log_prob=self._joined("log_prob"),
+            entropy=self._joined("entropy"),
+            written=None if alone else np.concatenate(written),
+        )
+        return Finished(self.request, self.sample, rollout)
+
+    def _joined(self, name: str) -> Any:
+        """One number for each token, 0 of observations; None where the engine gave none."""
+        of_parts = [getattr(part, name) for part in self.parts]
+        if of_parts[0] is None:
+            return None
+        zeros = (np.zeros(len(part.response), np.float32) for part in self.parts)
+        return np.concatenate([zero if of is None else of for zero, of in zip(zeros, of_parts, strict=True)])
+
+
+class Conversations:
+    """Answers that an environment takes part in.
+
+    Args:
+        environment: replies.
+        options: of the run.
+        encode: replies to token ids.
+        decode: token ids to text, special tokens kept.
+
+    Attributes:
+        broken: answers that ended since the environment failed or took too long, since this was last set to 0.
+    """
+
+    def __init__(self, environment: Environment, options: EnvironmentConfig, encode: Encode, decode: Decode) -> None:
+        self.environment = environment
+        self.options = options
+        self.encode = encode
+        self.decode = decode
+        self.broken = 0
+        self._threads = ThreadPool(THREADS)  # a process ends without waiting for one that hangs
+
+    def generate(
+        self, engine: RolloutEngine, requests: Sequence[Request], questions: Sequence[Question]
+    ) -> Iterator[Finished]:
+        """As `RolloutEngine.generate`, with the question of each request; `max_tokens` counts observations, too.
+
+        All answers take a turn together. What an answer is told depends on its own text alone, so the same seeds give
+        the same answers.
+        """
+        asked = list(requests)
+        of_asked = [
+            [_Answer(i, sample, self.environment.begin(question)) for sample in range(request.count)]
+            for i, (request, question) in enumerate(zip(requests, questions, strict=True))
+        ]
+        while asked:
+            waiting: list[tuple[_Answer, bool, AsyncResult[str | None]]] = []
+            for turn in engine.generate([self._waiting(request) for request in asked]):
+                answer = of_asked[turn.request][turn.sample]
+                whole, closed = self._take(answer, turn.rollout, requests[answer.request])
+                if whole is None:
+                    waiting.append((answer, closed, self._threads.apply_async(answer.reply, (answer.unanswered,))))
+                else:
+                    yield answer.finished(whole=whole)
+            open_: list[_Answer] = []
+            end = time.monotonic() + self.options.time_limit * (1 + len(waiting) // THREADS)
+            for answer, closed, reply in waiting:
+                whole = self._hear(answer, closed, reply, end, requests[answer.request])
+                if whole is None:
+                    open_.append(answer)
+                else:
+                    yield answer.finished(whole=whole)
+            open_.sort(key=lambda answer: (answer.request, answer.sample))  # whatever was finished first
+            asked = [self._next(answer, requests[answer.request]) for answer in open_]
+            of_asked = [[answer] for answer in open_]
+
+    def _stops(self, request: Request) -> Stops:
+        return Stops((*request.sampling.stop.strings, *self.environment.stop), self.decode)
+
+    def _waiting(self, request: Request) -> Request:
+        """The request of a turn: it ends where the policy waits, too."""
+        return replace(request, sampling=replace(request.sampling, stop=self._stops(request)))
+
+    def _next(self, answer: _Answer, request: Request) -> Request:
+        return Request(
+            prompt=np.concatenate([request.prompt, *answer.tokens]),
+            count=1,
+            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - answer.length),
+            seed=derive_seed(request.seed, "turn", answer.sample, answer.turns),
+        )
+
+    def _take(self, answer: _Answer, turn: Rollout, request: Request) -> tuple[bool | None, bool]:
+        """Add a turn of the policy.
+
+        Returns:
+            whether the answer is whole (True) or cut (False), or waits for a reply (None); whether an EOS token has
+            ended the turn.
+        """
+        answer.parts.append(turn)
+        answer.turns += 1
+        if not turn.finished:
+            return False, False
+        if request.sampling.stop.end(turn.response) is not None:
+            return True, False
+        closed = self._stops(request).end(turn.response) is None
+        answer.unanswered += self.decode(turn.response[:-1] if closed else turn.response)
+        return None, closed
+
+    def _hear(
+        self, answer: _Answer, closed: bool, result: "AsyncResult[str | None]", end: float, request: Request
+    ) -> bool | None:
+        """Add the reply, which is waited for until a time of the monotonic clock; returns as `_take` does."""
+        try:
+            reply = result.get(max(0.0, end - time.monotonic()))
+            if not (reply is None or isinstance(reply, str)):
+                raise TypeError(f"a reply is a text or None, and this is {shown(reply)}")
+        except Exception as error:  # whatever an environment raises
+            self._break(error)
+            return False
+        if reply is None and closed:
+            return True
+        observation = self.encode(reply, closed) if reply else np.empty(0, np.int32)
+        if answer.length + len(observation) >= request.sampling.max_tokens or answer.turns >= self.options.turns:
+            return False
+        if reply is not None:
+            answer.unanswered = ""
+        if len(observation):
+            answer.parts.append(Rollout(observation, True, written=np.zeros(len(observation), bool)))
+        return None
+
+    def _break(self, error: Exception) -> None:
+        self.broken += 1
+        if self.broken == 1:
+            late = isinstance(error, TimeoutError | multiprocessing.TimeoutError)
+            cause = f"no reply within {self.options.time_limit:g} s" if late else f"{type(error).__name__}: {error}"
+            logger.warning("environment %s: %s; the answer ends there, unfinished", self.environment.name, cause)
+
+
+def conversations_of(options: EnvironmentConfig, pretrained: Pretrained) -> Conversations | None:
+    """Those of a program with a model; None: the policy writes alone.
+
+    Raises:
+        ConfigError: the environment is not there, or the model's chat template has no place for its replies.
+    """
+    environment = find_environment(options)
+    if environment is None:
+        return None
+    encode = encoding(options, pretrained.tokenizer, pretrained.eos)
+    return Conversations(environment, options, encode, pretrained.tokenizer.decode)

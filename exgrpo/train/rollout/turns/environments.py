@@ -1,0 +1,121 @@
+"""Environments as functions: found, what they take, and what they say as token ids."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from exgrpo.train.common.errors import ConfigError, RolloutError, shown
+from exgrpo.train.common.records import TokenIds
+from exgrpo.train.config.environment import ENVIRONMENTS, EnvironmentConfig
+from exgrpo.train.data.questions import Question
+from exgrpo.train.reward.contract import Columns, columns_of
+
+Reply = Callable[[str], str | None]
+"""What the policy has written since the last reply, to what comes behind it; None: nothing."""
+Encode = Callable[[str, bool], TokenIds]
+"""A reply, and whether the turn before it ended with an EOS token, to the token ids behind that turn."""
+_ASKED, _ANSWERED = "QUESTION", "ANSWER"
+"""Messages of a conversation that is only looked at."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An environment by its name.
+
+    Attributes:
+        name: of its function.
+        function: begins an answer.
+        columns: of a question's row that the function takes.
+        stop: strings at which the policy waits for a reply.
+    """
+
+    name: str
+    function: Callable[..., Reply]
+    columns: Columns
+    stop: tuple[str, ...]
+
+    def begin(self, question: Question) -> Reply:
+        """What replies in one answer to a question.
+
+        Raises:
+            RolloutError: the function fails, or gives nothing that can be called.
+        """
+        try:
+            reply = self.function(question.text, question.gold, **self.columns.of(question.columns))
+        except Exception as error:  # whatever it raises
+            cause = f"{type(error).__name__}: {shown(error)}"
+            raise self._useless(question, cause) from error
+        if not callable(reply):
+            raise self._useless(question, f"it gave {shown(reply)}, which cannot be called")
+        return reply
+
+    def _useless(self, question: Question, cause: str) -> RolloutError:
+        return RolloutError(
+            f"environment {self.name!r} cannot begin an answer to {shown(question.text)}: {cause}. Mend it, and go on "
+            "with --resume auto"
+        )
+
+
+def find_environment(options: EnvironmentConfig) -> Environment | None:
+    """The environment of a run; None: it has none.
+
+    Raises:
+        ConfigError: there is no such function, or it cannot be called with a question.
+    """
+    if options.function is None:
+        return None
+    name = options.function
+    function = ENVIRONMENTS.find(name)
+    columns = columns_of(function, f"environment {name!r}", "(question, gold)", ConfigError)
+    stop = options.stop if options.stop is not None else tuple(getattr(function, "stop", ()))
+    return Environment(name, function, columns, stop)
+
+
+def encoding(options: EnvironmentConfig, tokenizer: Any, eos: tuple[int, ...]) -> Encode:
+    """How the replies of a run are encoded.
+
+    Args:
+        options: whether replies are messages.
+        tokenizer: of the model.
+        eos: ids of the tokens that end a turn.
+
+    Raises:
+        ConfigError: the chat template has no place for such messages.
+    """
+    if options.role is None:
+        return lambda text, closed: _ids(tokenizer, text)
+    role = options.role
+
+    def encode(text: str, closed: bool) -> TokenIds:
+        """Behind a turn that an EOS token has not closed, the one of the template comes first."""
+        ids = _ids(tokenizer, _behind_an_answer(tokenizer, role, text))
+        return ids[1:] if closed else ids
+
+    first = encode("", False)[:1]
+    if not np.isin(first, eos).all():
+        raise ConfigError(
+            f"environment.role: the chat template closes an answer with {shown(tokenizer.decode(first))}, which does "
+            "not end a turn of this model: leave environment.role out, and let the function write what stands between "
+            "two turns"
+        )
+    return encode
+
+
+def _behind_an_answer(tokenizer: Any, role: str, text: str) -> str:
+    """What the template writes between an answer and the next one, when a message of the role lies between them."""
+    conversation = [
+        {"role": "user", "content": _ASKED},
+        {"role": "assistant", "content": _ANSWERED},
+        {"role": role, "content": text},
+    ]
+    try:
+        written = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may raise anything
+        raise ConfigError(f"environment.role: the chat template refuses messages of {role}: {shown(error)}") from error
+    return written.partition(_ASKED)[2].partition(_ANSWERED)[2]
+
+
+def _ids(tokenizer: Any, text: str) -> TokenIds:
+    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)

@@ -1,0 +1,253 @@
+"""The parts of a run: read, checked and put together before anything is trained."""
+
+import datetime
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from exgrpo.heads.logit_map import measure
+from exgrpo.kernels.dispatch import leave_out, passed_over, requested
+from exgrpo.kernels.trials import head_trials
+from exgrpo.train.checkpoint.checkpoint import Checkpoints
+from exgrpo.train.checkpoint.resume import AUTO, is_unsaved, set_aside
+from exgrpo.train.common.distributed import World, agree, on_main
+from exgrpo.train.common.durable import claim
+from exgrpo.train.common.errors import ConfigError, ModelError, is_first_rank, os_errors_as
+from exgrpo.train.config.held_out import held_out_sets
+from exgrpo.train.config.objective import SURROGATES
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.recipe import to_yaml
+from exgrpo.train.config.sources import settings_of
+from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.questions import QuestionSet, joined, question_set
+from exgrpo.train.data.rows import Row
+from exgrpo.train.metrics.utilisation import BACKWARD, FROZEN_BACKWARD, Utilisation, matrix_rate
+from exgrpo.train.policy.adapters import check_adapters
+from exgrpo.train.policy.check import check_weights
+from exgrpo.train.policy.flops import forward_flops
+from exgrpo.train.policy.policy import Policy
+from exgrpo.train.policy.reference import make_reference
+from exgrpo.train.policy.source import ModelSource
+from exgrpo.train.policy.tokenizer import Pretrained, load_pretrained
+from exgrpo.train.reward.pool import Grader
+from exgrpo.train.rollout import RolloutEngine
+from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
+from exgrpo.train.rollout.settings import EngineSettings, training_settings
+from exgrpo.train.rollout.transformers.shared import SharedEngine, shares_policy
+from exgrpo.train.rollout.turns.conversations import conversations_of
+from exgrpo.train.run.startup_checks import Early
+from exgrpo.train.run.validation import check_best
+from exgrpo.train.trainer import Trainer
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a run starts from.
+
+    Attributes:
+        pretrained: the model, and its tokenizer.
+        train_set: questions to train on.
+        held_out: held-out questions, by the name of their set.
+        grader: grades answers.
+    """
+
+    pretrained: Pretrained
+    train_set: QuestionSet
+    held_out: dict[str, QuestionSet]
+    grader: Grader
+
+
+def read_inputs(config: Config, early: Early) -> Inputs:
+    """Find the model and put the questions into its tokens.
+
+    Args:
+        config: what to do.
+        early: what the first look has read.
+
+    Raises:
+        ExgrpoError: the model or its tokenizer cannot be used, or does not suit the questions.
+    """
+    pretrained, data = load_pretrained(config.policy.path, config.policy.overrides), config.data
+
+    def tokenised(sources: Sequence[str], rows: Sequence[list[Row]], limit: int | None) -> QuestionSet:
+        progress = is_first_rank()
+
+        def of_source(source: str, of: list[Row]) -> QuestionSet:
+            prompts = PromptFormat.of_source(source, data)
+            stop = settings_of(source, data.sources).stop
+            return question_set(source, of, pretrained.tokenizer, prompts, limit=limit, progress=progress, stop=stop)
+
+        return joined([of_source(source, of) for source, of in zip(sources, rows, strict=True)])
+
+    train = tokenised(data.train, early.train, data.train_limit)
+    sets = held_out_sets(config)
+    held_out = {name: tokenised(asked.source, early.held_out[name], asked.limit) for name, asked in sets.items()}
+    check_best(config, held_out)
+    return Inputs(pretrained, train, held_out, early.grader)
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What a run consists of.
+
+    Attributes:
+        config: the configuration, with the engine that was chosen.
+        world: the processes of the run.
+        inputs: what it starts from.
+        choice: the rollout engine's name, and why it was chosen.
+        engine: the rollout engine; it sleeps.
+        folder: of the results; this process holds its lock.
+        policy: the trained model.
+        answerer: generates and grades.
+        trainer: takes the steps.
+        checkpoints: of the run.
+        utilisation: what the steps need against what this machine can do.
+    """
+
+    config: Config
+    world: World
+    inputs: Inputs
+    choice: Choice
+    engine: RolloutEngine
+    folder: Path
+    policy: Policy
+    answerer: Answerer
+    trainer: Trainer
+    checkpoints: Checkpoints
+    utilisation: Utilisation
+
+
+def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, resume: Path | None = None) -> Parts:
+    """Put a run together.
+
+    Args:
+        config: what to do.
+        inputs: what it starts from.
+        world: the processes that do it; all of them call it together.
+        resources: closes what is opened.
+        resume: folder of the run to go on with; None: a new one is made.
+
+    Raises:
+        ExgrpoError: something about the input or the machine is wrong; the message names it.
+    """
+    _check_kernels(config.policy.kernel_backend, world)
+    SURROGATES.find(config.objective.surrogate)  # one of a user's own may import torch, so not earlier
+    pretrained = inputs.pretrained
+    conversations = conversations_of(config.environment, pretrained)
+    settings = training_settings(config, pretrained)
+    choice = choose_engine(settings, world)
+    # The run keeps its engine: what is installed later changes nothing when it goes on.
+    config = _with_engine(config, choice)
+    check_weights(pretrained.model, world)
+    if config.lora.path:
+        agree(world, lambda: check_adapters(config.lora, pretrained.model))
+    check_head(pretrained.model)
+    settle_kernels(config.policy.kernel_backend, settings, world)
+    utilisation = Utilisation(
+        forward_flops(pretrained.model.empty()),
+        matrix_rate(world, settings.dtype),
+        elsewhere=("generate",) if config.rollout.servers else (),
+        backward=FROZEN_BACKWARD if config.lora.rank else BACKWARD,
+    )
+    # A copy comes first: once the policy's DeepSpeed configuration exists, models load sharded.
+    copy = None if shares_policy(config, world.size) else open_engine(choice, settings, world)
+    if copy:
+        resources.callback(copy.close)
+        copy.sleep()  # its memory is the policy's while that is set up
+    folder = resume or _make_folder(config, world)
+    on_main(world, lambda: resources.enter_context(claim(folder)))
+    with os_errors_as(ConfigError, "DeepSpeed cannot set the policy up"):
+        policy = Policy(config, pretrained.model, world)
+        reference = make_reference(config, pretrained.model, policy)
+    engine = copy or SharedEngine(settings, world, policy)
+    decode, reward = pretrained.tokenizer.decode, config.reward.function
+    answerer = Answerer(engine, inputs.grader, decode, world, reward, conversations)
+    trainer = Trainer(config, inputs.train_set, policy, answerer, reference)
+    checkpoints = Checkpoints(
+        folder,
+        world,
+        fingerprint=inputs.train_set.fingerprint,
+        config=config.model_dump(mode="json"),
+        keep=config.checkpoint.keep,
+        tokens=config.experience.folder,
+    )
+    return Parts(
+        config=config,
+        world=world,
+        inputs=inputs,
+        choice=choice,
+        engine=engine,
+        folder=folder,
+        policy=policy,
+        answerer=answerer,
+        trainer=trainer,
+        checkpoints=checkpoints,
+        utilisation=utilisation,
+    )
+
+
+def _check_kernels(backend: str, world: World) -> None:
+    try:
+        requested(backend, world.device)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"policy.kernel_backend: {error}") from None
+
+
+def check_head(source: ModelSource) -> None:
+    """Whether the kernels can compute with the logits of this model.
+
+    Raises:
+        ModelError: its code does more with its hidden states or logits than they can.
+    """
+    try:
+        measure(source.empty(), direct=True)
+    except ValueError as error:
+        raise ModelError(f"policy.path: {source.path} cannot be trained: {error}") from None
+
+
+def settle_kernels(backend: str, settings: EngineSettings, world: World) -> None:
+    """Have all ranks compute with one backend of the kernels, which passes its self-test on each of them.
+
+    Raises:
+        ConfigError: on every rank, where a backend was named that does not pass on one.
+    """
+    width = settings.source.config.get_text_config().hidden_size
+
+    def find() -> dict[str, str]:
+        try:
+            return passed_over(requested(backend, world.device), head_trials(world.device, settings.dtype, width))
+        except RuntimeError as error:
+            raise ConfigError(f"policy.kernel_backend: {error}") from None
+
+    for of_rank in world.gather(agree(world, find)):
+        leave_out(of_rank)
+
+
+def _with_engine(config: Config, choice: Choice) -> Config:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": choice.name})})
+
+
+def _make_folder(config: Config, world: World) -> Path:
+    """The run's own new folder; rank 0 names and makes it."""
+    name = config.output.name or datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    folder = world.gather(config.output.folder / name)[0]
+
+    def make() -> None:
+        if config.resume == AUTO and is_unsaved(folder):
+            set_aside(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=False)
+            (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        except FileExistsError:
+            raise ConfigError(
+                f"output.folder: {folder} exists already: choose another output.name or remove it"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"output.folder: {folder} cannot be written: {error.strerror}; choose another output.folder"
+            ) from None
+
+    on_main(world, make)
+    return folder

@@ -1,0 +1,190 @@
+"""The folders of models that a run writes, in Hugging Face format, and the cards in them.
+
+A folder is there whole, or not at all. A card is its README.md, whose head a hub reads.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from exgrpo.train.checkpoint.listing import DELETED, UNFINISHED
+from exgrpo.train.common.distributed import World, agree
+from exgrpo.train.common.errors import OutputError, os_errors_as
+from exgrpo.train.config.evaluation import TEST
+from exgrpo.train.config.held_out import held_out_sets
+from exgrpo.train.config.hub import installed
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.pretrained import on_hub
+from exgrpo.train.data.files import SUFFIXES, from_hub
+from exgrpo.train.metrics.run_log import GO_ON
+from exgrpo.train.policy.policy import Policy
+
+MODEL, BEST, EXPORTS = "model", "best", "exports"
+"""Folders in that of a run: the trained model, the best one, and that of the others."""
+PACKAGES = ("exgrpo", "torch", "transformers", "peft", "deepspeed")
+NO_SCORES = "The run has made no evaluation after this step."
+
+
+def export_folder(run: Path, step: int) -> Path:
+    """Where the model after so many steps is exported."""
+    return run / EXPORTS / f"step_{step:08d}"
+
+
+def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard, world: World) -> None:
+    """Write the model, or its adapters, with its tokenizer and its card; all ranks call it together.
+
+    A model that was there before goes when the new one is complete.
+
+    Raises:
+        OutputError: on every rank, where it cannot be written.
+    """
+    work, before = (folder.with_name(folder.name + end) for end in (UNFINISHED, DELETED))
+
+    def write() -> None:
+        if world.is_main:
+            for remains in (work, before):  # a folder with adapters and a model would be neither
+                shutil.rmtree(remains, ignore_errors=True)
+        policy.save(work)
+        if world.is_main:
+            tokenizer.save_pretrained(work)
+            card.save(work / "README.md")
+            if folder.exists():
+                folder.replace(before)
+            work.replace(folder)
+            shutil.rmtree(before, ignore_errors=True)
+
+    def attempt() -> None:
+        try:
+            with os_errors_as(OutputError, f"{folder} cannot be written"):
+                write()
+        except OutputError as error:
+            raise OutputError(f"{error}. {GO_ON}") from error
+
+    agree(world, attempt)
+
+
+class Cards:
+    """Writes the cards of a run; it is made while the files of its questions are there.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.sets = held_out_sets(config)
+        path = config.policy.path
+        self.base_on_hub = on_hub(path)
+        self.base = _short(path) if Path(path).expanduser().exists() else path
+        sources = dict.fromkeys([*config.data.train, *(one for asked in self.sets.values() for one in asked.source)])
+        self.names = {source: _short(source) if Path(source).suffix in SUFFIXES else source for source in sources}
+        self.hub_sets = [source.partition(":")[0] for source in config.data.train if from_hub(source)]
+
+    def card(self, step: int, found: Mapping[str, float]) -> ModelCard:
+        """The card of the model after so many training steps.
+
+        Args:
+            step: training steps behind it.
+            found: numbers of the latest evaluation; those of another step are not shown.
+        """
+        found = found if found.get("step") == step else {}
+        config = self.config
+        adapters = bool(config.lora.rank) and config.lora.result == "adapters"
+        head = ModelCardData(
+            base_model=self.base if self.base_on_hub else None,
+            datasets=self.hub_sets or None,
+            eval_results=self._results(found) or None,
+            library_name="peft" if adapters else "transformers",
+            model_name=f"{self.base} after {step} steps",
+            pipeline_tag="text-generation",
+            tags=["exgrpo", "grpo", "rlvr", "reinforcement-learning", *(["lora"] if config.lora.rank else [])],
+        )
+        facts = "\n".join(f"- {name}: {value}" for name, value in self._facts(step).items())
+        return ModelCard(f"""---
+{head.to_yaml()}
+---
+
+# {self.base} after {step} steps of reinforcement learning
+
+{"LoRA adapters for a" if adapters else "A"} language model, trained by exgrpo on questions with answers to verify.
+
+{facts}
+
+## Held-out questions
+
+{self._table(found)}
+""")
+
+    def _facts(self, step: int) -> dict[str, object]:
+        config, replay = self.config, self.config.experience
+        method = "GRPO on fresh answers alone"
+        if replay.ratio:
+            method = (
+                f"GRPO with experience replay (experience.ratio={replay.ratio:g}, compose={_short(replay.compose)}, "
+                f"prioritise={_short(replay.prioritise)}, objective.weigh={_short(config.objective.weigh)})"
+            )
+        adapters = {"rank of the adapters": config.lora.rank} if config.lora.rank else {}
+        return {
+            "base model": self.base,
+            "method": method,
+            "training questions": self._named(config.data.train),
+            "reward": _short(config.reward.function or "that of each source"),
+            "training steps": step,
+            "questions per step": config.questions,
+            "answers per question": config.rollout.samples,
+            "learning rate": f"{config.optimizer.lr:g}",
+            **adapters,
+            "seed": config.seed,
+            "versions": installed(*PACKAGES),
+        }
+
+    def _named(self, sources: tuple[str, ...]) -> str:
+        return ", ".join(self.names[source] for source in sources)
+
+    def _scores(self, found: Mapping[str, float]) -> dict[str, tuple[float, float, float]]:
+        """Pass@1 with the ends of its interval, by set."""
+        headings = {name: "held_out" if name == TEST else name for name in self.sets}
+        return {
+            name: (found[f"{name}/pass_rate"], found[f"{heading}/low"], found[f"{heading}/high"])
+            for name, heading in headings.items()
+            if f"{name}/pass_rate" in found
+        }
+
+    def _table(self, found: Mapping[str, float]) -> str:
+        lines = [
+            f"| {name} | {self._named(asked.source)} | {asked.samples} | {asked.temperature:g} | {rate:.3f} | "
+            f"{low:.3f} to {high:.3f} |"
+            for name, (rate, low, high) in self._scores(found).items()
+            for asked in (self.sets[name],)
+        ]
+        if not lines:
+            return NO_SCORES
+        columns = ("set", "questions", "answers per question", "temperature", "Pass@1", "95 % interval")
+        return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *lines])
+
+    def _results(self, found: Mapping[str, float]) -> list[EvalResult]:
+        return [
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=self._named(self.sets[name].source),
+                dataset_name=name,
+                metric_type="pass@1",
+                metric_name="Pass@1",
+                metric_value=rate,
+                metric_args={
+                    "answers": self.sets[name].samples,
+                    "temperature": self.sets[name].temperature,
+                    "low": low,
+                    "high": high,
+                },
+            )
+            for name, (rate, low, high) in self._scores(found).items()
+        ]
+
+
+def _short(place: str) -> str:
+    """The last part of a path: a card is published, and folders of this machine are no part of it."""
+    return Path(place).name

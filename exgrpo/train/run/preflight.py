@@ -1,0 +1,112 @@
+"""Before training: can the model's answers earn a reward at all? A run in which they cannot wastes days."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from exgrpo.train.common.errors import shown
+from exgrpo.train.common.records import Failure
+from exgrpo.train.common.seeds import derive_seed
+from exgrpo.train.common.success import is_success
+from exgrpo.train.config.options import Config
+from exgrpo.train.data.questions import Question
+from exgrpo.train.metrics.soundness import remedy
+from exgrpo.train.reward.form import Graded, tell
+from exgrpo.train.reward.names import absolute, reward_of
+from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout.answers import Answerer
+
+QUESTIONS = 32
+SHOWN_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What became of a few answers, one to each of the first questions.
+
+    Attributes:
+        answers: how many there are.
+        finished: how many were not cut at the length limit.
+        formed: how many have the form that the reward needs; None where a reward has no check of the form.
+        right: how many are successes.
+        equal: whether all rewards are the same.
+        rewards: how many answers each reward has graded, by its name.
+        failures: of the rewards, by kind.
+        example: how the first answer ends.
+    """
+
+    answers: int
+    finished: int
+    formed: int | None
+    right: int
+    equal: bool
+    rewards: dict[str, int]
+    failures: tuple[Failure, ...]
+    example: str
+
+    def __str__(self) -> str:
+        form = "" if self.formed is None else f", {self.formed} have the form that the reward needs"
+        count = sum(failure.count for failure in self.failures)
+        failed = f", on {count} the reward failed" if count else ""
+        return (
+            f"preflight: of {self.answers} answers {self.finished} are finished{form}, {self.right} are right{failed}"
+        )
+
+    def problem(self, config: Config) -> str | None:
+        """Why no answer can earn a reward, or a reward never works, and the remedy; None where neither is so."""
+        for reward, answers in self.rewards.items():
+            failures = [failure for failure in self.failures if failure.reward == absolute(reward)]
+            if sum(failure.count for failure in failures) == answers:
+                return _broken(reward, failures)
+        if self.right or not self.equal:
+            return None
+        if self.finished == 0:
+            return (
+                f"all {self.answers} answers were cut at rollout.max_tokens ({config.rollout.max_tokens}), and none is "
+                f"right: raise rollout.max_tokens, or ask for shorter answers in data.prompt_format. One answer "
+                f"ends: {self.example!r}"
+            )
+        if self.formed == 0:
+            return (
+                f"none of {self.answers} answers has the form that the reward {', '.join(self.rewards)} needs: ask for "
+                "it in data.prompt_format or data.system_prompt, open the answers by data.answer_prefix, or take "
+                f"another reward.function. One answer ends: {self.example!r}"
+            )
+        return None
+
+
+def _broken(reward: str, failures: Sequence[Failure]) -> str:
+    """That a reward has failed on all answers, why, and on which one first."""
+    first = max(failures, key=lambda failure: failure.count)
+    count = sum(failure.count for failure in failures)
+    others = "".join(f"; on {one.count} of them {one.cause}" for one in failures if one is not first)
+    return (
+        f"the reward {reward} failed on all {count} answers: {first.cause}{others}. {remedy(first)}. One of these "
+        f"answers, to {shown(first.question)} with the right answer {shown(first.gold)}, ends: "
+        f"{first.response[-SHOWN_CHARACTERS:]!r}"
+    )
+
+
+def preflight(config: Config, answerer: Answerer, questions: Sequence[Question], sampling: Sampling) -> Preflight:
+    """Answer the first questions once each, as in training, and grade the answers; all ranks get the same.
+
+    Raises:
+        RewardError: on every rank, where the reward of an answer is no number.
+    """
+    asked = questions[:QUESTIONS]
+    batch = answerer.answer(asked, [1] * len(asked), sampling, derive_seed(config.seed, "preflight"))
+    given = [
+        Graded(text, question.gold, reward_of(question.reward, config.reward.function))
+        for text, question in zip(batch.text, asked, strict=True)
+    ]
+    formed = [form for form in tell("form", config.reward, given, answerer.world) if form is not None]
+    return Preflight(
+        answers=len(asked),
+        finished=int(batch.finished.sum()),
+        formed=sum(formed) if len(formed) == len(given) else None,
+        right=int(is_success(batch.reward, config.reward.success).sum()),
+        equal=len(set(batch.reward.tolist())) == 1,
+        rewards=Counter(answer.reward for answer in given),
+        failures=batch.counts.failures,
+        example=given[0].response[-SHOWN_CHARACTERS:],
+    )

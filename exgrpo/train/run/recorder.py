@@ -1,0 +1,123 @@
+"""What a run writes down: a record of metrics per step, samples to read, and in the end a report."""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import cycle
+
+from rich.console import Console
+
+from exgrpo.train.checkpoint.resume import FINISHED
+from exgrpo.train.common.distributed import on_main
+from exgrpo.train.common.errors import OutputError, ReportError, os_errors_as
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Kind
+from exgrpo.train.metrics.report.page import write_report
+from exgrpo.train.metrics.run_log import RunLog
+from exgrpo.train.metrics.samples import Followed, Sample, SampledAnswer, Writer, read_samples, spread
+from exgrpo.train.metrics.trackers import open_trackers
+from exgrpo.train.rollout import parts_of
+from exgrpo.train.run.build import Parts
+from exgrpo.train.run.model_folder import BEST, EXPORTS, MODEL
+from exgrpo.train.trainer import StepResult
+
+
+class Recorder:
+    """Writes into a run's folder on rank 0; on the other ranks it does nothing.
+
+    Args:
+        parts: of the run.
+        resources: closes the log.
+        position: where the log stood at the checkpoint from which the run goes on; None: the run is new.
+
+    Raises:
+        ConfigError: on every rank, where a tracker cannot start or a log is damaged.
+        OutputError: on every rank, where the folder cannot be written.
+    """
+
+    def __init__(self, parts: Parts, resources: ExitStack, position: dict[str, int] | None) -> None:
+        self._parts = parts
+        self._next: dict[str, float] = {}
+        self._followed = Followed(0)
+        self._log = on_main(parts.world, lambda: self._open(position))
+        if self._log:
+            resources.callback(self._log.close)
+
+    def _open(self, position: dict[str, int] | None) -> RunLog:
+        folder = self._parts.folder
+        with os_errors_as(OutputError, f"{folder} cannot be written"):
+            # Before the log, which cuts off what an interrupted run has told its trackers after the checkpoint.
+            trackers = open_trackers(self._parts.config, folder, position["step"] if position else None)
+            log = RunLog(folder, trackers, resume=position)
+            self._followed = Followed(self._parts.config.output.stories, read_samples(folder / SAMPLES))
+        return log
+
+    def position(self) -> dict[str, int] | None:
+        """Where the log stands; None on ranks that have none. All ranks call it together, as `record` and `step`."""
+        return on_main(self._parts.world, lambda: self._log.position() if self._log else None)
+
+    def add_to_next(self, metrics: Mapping[str, float]) -> None:
+        """Keep numbers for the next record: a record of their own would come after the position in a checkpoint."""
+        self._next |= metrics
+
+    def record(self, kind: Kind, metrics: Mapping[str, float]) -> None:
+        """Write a record of this kind, together with the numbers that were kept for it.
+
+        Raises:
+            OutputError: on every rank, where it cannot be written.
+        """
+        on_main(self._parts.world, lambda: self._log.metrics(kind, {**self._next, **metrics}) if self._log else None)
+        self._next = {}
+
+    def step(self, step: int, result: StepResult) -> None:
+        """Write the record of a training step, and some of its groups to read; raises as `record` does."""
+        self.record("training", result.metrics)
+        on_main(self._parts.world, lambda: self._write_samples(step, result.batch, self._log) if self._log else None)
+
+    def _write_samples(self, step: int, batch: StepBatch, log: RunLog) -> None:
+        shown = spread(batch.groups, self._parts.config.output.sample_groups)
+        for group in self._followed.choose(batch.question.tolist(), shown):
+            log.sample(self._sample(step, batch, group))
+
+    def _sample(self, step: int, batch: StepBatch, group: int) -> Sample:
+        question = self._parts.inputs.train_set.questions[batch.question[group]]
+        stop = question.stops(self._parts.config.rollout.stop)
+        answers = tuple(self._answer(batch, row, stop) for row in batch.rows_of([group]).tolist())
+        return Sample(step, question.index, question.text, question.gold, question.index in self._followed, answers)
+
+    def _answer(self, batch: StepBatch, row: int, stop: tuple[str, ...]) -> SampledAnswer:
+        answer, reward = batch.answer(row), batch.reward.item(row)
+        texts = parts_of(answer, self._parts.answerer.decode, stop)
+        writers: cycle[Writer] = cycle(("policy", "environment"))
+        parts = tuple(zip(writers, texts, strict=False))
+        shown = SampledAnswer(parts, reward, answer.finished, len(answer.response))
+        if not batch.replayed[row]:
+            return shown
+        entropy = batch.chosen_entropy.item(row)
+        return replace(shown, replayed_from=batch.step.item(row), entropy=None if math.isnan(entropy) else entropy)
+
+    def conclude(self, changes: Sequence[str], console: Console) -> None:
+        """Write the report and say what came of the run, on rank 0; the run counts as finished then.
+
+        Args:
+            changes: sentences about what the evaluations have found.
+            console: where to say it.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
+        folder, output = self._parts.folder, self._parts.config.output
+        if changes:
+            console.print("\n" + "\n".join(changes), highlight=False, style="bold")
+        names = ["config.yaml", METRICS, SAMPLES]
+        try:
+            write_report([folder], folder / "report.html")
+            names.insert(0, "report.html")
+        except ReportError as error:  # a run of no steps without held-out questions has nothing to show
+            console.print(f"no report: {error}", highlight=False, soft_wrap=True)
+        with os_errors_as(OutputError, f"{folder / FINISHED} cannot be written"):
+            (folder / FINISHED).touch()
+        names += ["tensorboard"] if "tensorboard" in output.trackers else []
+        names += [name for name in (MODEL, BEST, EXPORTS) if (folder / name).exists()]
+        console.print(f"results in {folder}: {', '.join(names)}", highlight=False, soft_wrap=True)

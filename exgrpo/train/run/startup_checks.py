@@ -1,0 +1,175 @@
+"""What can be wrong with a run and shows in seconds: checked before torch, transformers and vLLM are imported.
+
+This module and what it imports at its top stay free of those three; a test keeps it so.
+"""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain
+
+from exgrpo.train.checkpoint.resume import AUTO, finished, is_unsaved
+from exgrpo.train.common.errors import ConfigError, is_first_rank
+from exgrpo.train.config.held_out import check_evaluation, held_out_sets
+from exgrpo.train.config.hub import check_upload, offline_reason
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.pretrained import on_hub
+from exgrpo.train.config.sources import check_sources, names_of, settings_of
+from exgrpo.train.data.files import HELD_OUT_SEED, from_hub, own_reward, read_rows
+from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.rows import Row
+from exgrpo.train.metrics.trackers import check_trackers
+from exgrpo.train.replay import rules
+from exgrpo.train.replay.rehearsal import rehearse
+from exgrpo.train.replay.stored import check_folder
+from exgrpo.train.reward.contract import TURNS, Columns
+from exgrpo.train.reward.names import reward_of
+from exgrpo.train.reward.pool import Grader
+from exgrpo.train.rollout.turns.environments import find_environment
+from exgrpo.train.run.traces import check_traces
+
+
+@dataclass(frozen=True, eq=False)
+class Early:
+    """What the first look has read and started.
+
+    Attributes:
+        train: rows of the questions to train on, by source.
+        held_out: rows of the held-out questions, by set and source.
+        grader: grades answers; its processes run.
+    """
+
+    train: list[list[Row]]
+    held_out: dict[str, list[list[Row]]]
+    grader: Grader
+
+
+def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Early:
+    """Check what needs no model, read the questions and start the grader.
+
+    Args:
+        config: what to do.
+        resources: closes what is opened.
+        resumed: whether the folder of the results is there already and is gone on with.
+
+    Raises:
+        ExgrpoError: something is wrong; the message names it.
+    """
+    check_trackers(config.output.trackers)
+    if not resumed and is_first_rank():
+        check_output(config)
+    check_attention(config.policy.attention)
+    check_method(config)
+    if config.experience.start and not resumed:
+        check_traces(config.experience.start)
+    check_folder(config.experience.folder)
+    check_evaluation(config)
+    data, reward, sets = config.data, config.reward, held_out_sets(config)
+    sources = [*data.train, *chain.from_iterable(asked.source for asked in sets.values())]
+    check_sources(data.sources, sources)
+    for source in sources:
+        PromptFormat.of_source(source, data).check_settings()
+    check_places(config.policy.path, sources)
+    own = {source: settings_of(source, data.sources).reward for source in sources}
+    rewards = {source: reward_of(own[source] or own_reward(source), reward.function) for source in sources}
+    environment = find_environment(config.environment)
+    grader = Grader.of(rewards.values(), reward)
+    resources.callback(grader.close)
+
+    def columns(reward: str) -> Columns:
+        taken = grader.columns(reward)
+        return taken.without(TURNS) | environment.columns if environment else taken
+
+    def read(sources: Sequence[str], split: str, limit: int | None, seed: int) -> list[list[Row]]:
+        return [
+            read_rows(
+                source,
+                split=split,
+                limit=limit,
+                seed=seed,
+                columns=columns(rewards[source]),
+                names=names_of(source, data),
+                reward=own[source],
+            )
+            for source in sources
+        ]
+
+    train = read(data.train, data.train_split, data.train_limit, config.seed)
+    held_out = {name: read(asked.source, asked.split, asked.limit, HELD_OUT_SEED) for name, asked in sets.items()}
+    if is_first_rank():
+        check_upload(config.output)  # last, for it leaves a repository behind
+    return Early(train, held_out, grader)
+
+
+def check_method(config: Config) -> None:
+    """Whether the functions of the method of replay are there, and go together.
+
+    Raises:
+        ConfigError: one is not, or they do not.
+    """
+    experience = config.experience
+    compose = rules.find("compose", experience.compose)
+    if getattr(compose, "fills", False) and config.rollout.refills:
+        raise ConfigError(
+            f"rollout.refills asks further questions in the place of groups without a gradient, and experience.compose "
+            f"{experience.compose} puts stored groups there: leave one of them out"
+        )
+    if getattr(compose, "alone", False) and experience.advantage == "group":
+        raise ConfigError(
+            f"experience.compose {experience.compose} trains on single stored answers, which have no advantage in a "
+            "group of their own: it needs experience.advantage=stored"
+        )
+    rehearse(experience, config.objective, config.rollout.samples, config.reward.success)
+
+
+def check_attention(name: str) -> None:
+    """Whether the package of an attention implementation is there.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    # transformers takes the kernel from a hub where the package `kernels` is there.
+    if name == "flash_attention_2" and not (find_spec("flash_attn") or find_spec("kernels")):
+        raise ConfigError(
+            "policy.attention: flash_attention_2 needs the package flash-attn, which is not installed: install it (it "
+            "needs a GPU), or take policy.attention sdpa"
+        )
+
+
+def check_output(config: Config) -> None:
+    """Whether the folder of the results can be made.
+
+    Raises:
+        ConfigError: it exists already, or a part of its path is no folder or may not be written.
+    """
+    root, name = config.output.folder, config.output.name
+    if (
+        name
+        and (root / name).exists()
+        and not (config.resume == AUTO and (finished(config) or is_unsaved(root / name)))
+    ):
+        raise ConfigError(
+            f"output.folder: {root / name} exists already: choose another output.name, go on with it by --resume "
+            f"{root / name}, or remove it"
+        )
+    there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"output.folder: {root} cannot be written, because of {there}; choose another output.folder")
+
+
+def check_places(model: str, sources: Sequence[str]) -> None:
+    """Whether a model and questions can be where they are said to be.
+
+    If one of them is on the hub and that does not answer, it says so once, and files come from the cache alone.
+
+    Raises:
+        ExgrpoError: there is no such folder or file.
+    """
+    # A list, since every place is looked at: one that does not exist is an error whatever the others are.
+    if not any([on_hub(model), *(from_hub(source) for source in sources)]):
+        return
+    reason = offline_reason()
+    if reason and is_first_rank():
+        print(f"{reason}: models and data sets of the hub are taken from the cache of this machine", flush=True)

@@ -1,0 +1,241 @@
+"""The evaluations in the course of a run: Pass@1, which model is the best one, and whether the run should end."""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from exgrpo.train.common.errors import ConfigError, shown
+from exgrpo.train.common.seeds import derive_seed
+from exgrpo.train.common.success import is_success
+from exgrpo.train.config.evaluation import TEST
+from exgrpo.train.config.held_out import held_out_sets
+from exgrpo.train.config.options import Config, RewardConfig
+from exgrpo.train.data.questions import Question, QuestionSet
+from exgrpo.train.reward.form import Graded, tell
+from exgrpo.train.reward.names import reward_of
+from exgrpo.train.rollout import Sampling, Stops
+from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.run.validation_scores import LeftOut, SourceScore, Verdict, question_key, score, score_all
+
+
+def evaluate(
+    answerer: Answerer, questions: QuestionSet, samples: int, sampling: Sampling, seed: int, *, reward: RewardConfig
+) -> tuple[SourceScore, dict[str, SourceScore]]:
+    """Answer every question `samples` times; all ranks work on it and get the same scores: of all, and by source.
+
+    An answer with a reward of at least `reward.success` is right; those to a question that was left out are wrong.
+    """
+    batch = answerer.answer(questions.questions, [samples] * len(questions), sampling, seed)
+    asked = [questions.questions[group] for group in batch.group]
+    graded = [
+        Graded(text, question.gold, reward_of(question.reward, reward.function))
+        for text, question in zip(batch.text, asked, strict=True)
+    ]
+    verdicts = [
+        Verdict(question.source, _key(question), *of_answer)
+        for question, *of_answer in zip(
+            asked,
+            is_success(batch.reward, reward.success).tolist(),
+            batch.finished.tolist(),
+            tell("form", reward, graded, answerer.world),
+            tell("found", reward, graded, answerer.world),
+            batch.key.tolist(),
+            strict=True,
+        )
+    ]
+    left_out = [LeftOut(question.source, _key(question), samples) for question in questions.left_out]
+    return score_all(verdicts, left_out), score(verdicts, left_out)
+
+
+def metrics(overall: SourceScore, by_source: dict[str, SourceScore], name: str = TEST) -> dict[str, float]:
+    """The scores of a set as numbers of metrics.jsonl; NaN of what does not exist."""
+    at, other = ("", "held_out/") if name == TEST else (f"{name}/", f"{name}/")
+    errors = {"pass_at": overall.pass_at_error, "distinct_at": overall.distinct_at_error}
+    lacking = {key: getattr(overall, key) for key in ("truncated", "without_form", "without_answer")}
+    return {
+        **rates(overall, by_source, name),
+        **{f"{at}{key}/{k}/error": _number(error) for key, of_k in errors.items() for k, error in of_k.items()},
+        f"{other}low": overall.low,
+        f"{other}high": overall.high,
+        **{f"{other}{key}": _number(value) for key, value in lacking.items()},
+    }
+
+
+def rates(overall: SourceScore, by_source: dict[str, SourceScore], name: str) -> dict[str, float]:
+    """Those of the `metrics` of a set that grow as the model gets better."""
+    at, of_source = ("", f"{TEST}/") if name == TEST else (f"{name}/", f"{name}/source/")
+    return {
+        f"{name}/pass_rate": overall.pass_rate,
+        **{f"{at}pass_at/{k}": value for k, value in overall.pass_at.items()},
+        **{f"{at}distinct_at/{k}": value for k, value in overall.distinct_at.items()},
+        **{f"{of_source}{source}": score.pass_rate for source, score in by_source.items()},
+    }
+
+
+def rate_names(questions: QuestionSet, samples: int, name: str) -> list[str]:
+    """The names of the `rates` of a set, before anything is asked."""
+    rows = [LeftOut(one.source, _key(one), samples) for one in (*questions, *questions.left_out)]
+    return list(rates(score_all((), rows), score((), rows), name))
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _key(question: Question) -> str:
+    return question_key(question.text, question.gold)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation of a run.
+
+    Attributes:
+        metric: the number that decides, by its name in metrics.jsonl.
+        value: of that number.
+        step: training steps before it.
+        since: evaluations after it; none of them was better.
+    """
+
+    metric: str
+    value: float
+    step: int
+    since: int = 0
+
+
+class Course:
+    """The evaluations of a run; on every rank the same.
+
+    Args:
+        config: of the run.
+        questions: of each of its `held_out_sets`.
+        answerer: generates and grades.
+
+    Attributes:
+        first: numbers of the evaluation before the first step; empty: there was none.
+        latest: numbers of the latest evaluation; empty: there was none.
+        best: the best evaluation by checkpoint.best; None: there is none yet.
+    """
+
+    def __init__(self, config: Config, questions: Mapping[str, QuestionSet], answerer: Answerer) -> None:
+        self.config = config
+        self.sets = held_out_sets(config)
+        self.questions = questions
+        self.answerer = answerer
+        self.stop = Stops(config.rollout.stop, answerer.decode)
+        self.first: dict[str, float] = {}
+        self.latest: dict[str, float] = {}
+        self.best: Best | None = None
+
+    def evaluate(self, step: int) -> tuple[dict[str, float], list[str]]:
+        """Ask all sets after so many training steps; all ranks call it together.
+
+        Returns:
+            the numbers for metrics.jsonl, and a sentence about each set.
+        """
+        start, tokens = time.perf_counter(), self.answerer.tokens
+        found: dict[str, float] = {"step": step}
+        sentences = []
+        for name, asked in self.sets.items():
+            purpose = "evaluation" if name == TEST else f"evaluation of {name}"
+            overall, by_source = evaluate(
+                self.answerer,
+                self.questions[name],
+                asked.samples,
+                Sampling(
+                    max_tokens=self.config.rollout.max_tokens,
+                    temperature=asked.temperature,
+                    top_p=asked.top_p,
+                    stop=self.stop,
+                ),
+                derive_seed(self.config.seed, purpose, step),
+                reward=self.config.reward,
+            )
+            found |= metrics(overall, by_source, name)
+            sentences.append(_sentence(name, step, overall))
+        self._take(found)
+        cost = {
+            "tokens/evaluation": self.answerer.tokens - tokens,
+            "seconds/evaluation": time.perf_counter() - start,
+        }
+        return {**found, **cost}, sentences
+
+    def _take(self, found: dict[str, float]) -> None:
+        step, metric = int(found["step"]), self.config.checkpoint.best
+        self.first = self.first or ({} if step else found)
+        self.latest = found
+        if metric is None:
+            return
+        if self.best is None or found[metric] > self.best.value:
+            self.best = Best(metric, found[metric], step)
+        else:
+            self.best = replace(self.best, since=self.best.since + 1)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the final evaluation is still to be made after so many steps."""
+        return bool(self.sets) and self.latest.get("step") != step
+
+    @property
+    def improved(self) -> bool:
+        """Whether the latest evaluation is the best one."""
+        return self.best is not None and self.best.step == self.latest.get("step")
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether evaluation.patience is at its end."""
+        patience = self.config.evaluation.patience
+        return patience is not None and self.best is not None and self.best.since >= patience
+
+    def verdict(self) -> str:
+        """Which evaluation was the best one; empty where nothing decides that."""
+        if self.best is None:
+            return ""
+        return f"best {self.best.metric}: {self.best.value:.3f} after {self.best.step} steps"
+
+    def changes(self) -> list[str]:
+        """Pass@1 of each set before training and at the latest evaluation, in words."""
+        lines = []
+        for name in self.sets:
+            before, after = (found.get(f"{name}/pass_rate") for found in (self.first, self.latest))
+            if before is not None and after is not None:
+                lines.append(f"{_heading(name)}: before {before:.3f}, after {after:.3f} ({after - before:+.3f})")
+        return lines
+
+    def state(self) -> dict[str, Any]:
+        """Plain values that `restore` takes."""
+        first, latest = ({k: v for k, v in of.items() if not math.isnan(v)} for of in (self.first, self.latest))
+        return {"first": first, "latest": latest, "best": asdict(self.best) if self.best else None}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`; what was best by another number than checkpoint.best is forgotten."""
+        self.first, self.latest = state["first"], state["latest"]
+        best = Best(**state["best"]) if state["best"] else None
+        self.best = best if best and best.metric == self.config.checkpoint.best else None
+
+
+def check_best(config: Config, questions: Mapping[str, QuestionSet]) -> None:
+    """Whether the evaluations of a run have the number that checkpoint.best names.
+
+    Raises:
+        ConfigError: they have not; the message names those that they have.
+    """
+    best = config.checkpoint.best
+    if best is None:
+        return
+    names = [n for name, of in held_out_sets(config).items() for n in rate_names(questions[name], of.samples, name)]
+    if best not in names:
+        raise ConfigError(f"checkpoint.best: {shown(best)} is none of the numbers of this run: {', '.join(names)}")
+
+
+def _heading(name: str) -> str:
+    return "held-out Pass@1" + ("" if name == TEST else f" on {name}")
+
+
+def _sentence(name: str, step: int, overall: SourceScore) -> str:
+    return (
+        f"{_heading(name)} after {step} steps: {overall.pass_rate:.3f} (95 %: {overall.low:.3f} to "
+        f"{overall.high:.3f}) on {overall.questions} questions"
+        + (f", {overall.left_out} of them over-long and so wrong" if overall.left_out else "")
+    )

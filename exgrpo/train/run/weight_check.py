@@ -1,0 +1,80 @@
+"""Do the rollout engine and the trainer compute the same policy?"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from exgrpo.train.common.distributed import fail_together
+from exgrpo.train.common.errors import RolloutError, WeightMismatchError
+from exgrpo.train.common.records import Rollout, TokenIds
+from exgrpo.train.common.seeds import derive_seed
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.policy.policy import Policy
+from exgrpo.train.rollout import Request, RolloutEngine, Sampling, collect
+
+# Mean absolute difference of token log-probs. Two right fp32 paths differ by about 1e-6 and two bf16 ones by about
+# 1e-2 (their logits are rounded to 8 bits of mantissa); a weight that did not arrive costs tenths and more.
+TOLERANCE = {"fp32": 1e-3, "bf16": 6e-2}
+SHOWN_NAMES = 8
+
+
+def check_engine(
+    policy: Policy,
+    engine: RolloutEngine,
+    prompts: Sequence[TokenIds],
+    *,
+    dtype: str,
+    max_tokens: int,
+    seed: int,
+) -> float:
+    """Generate a few answers and score them with the trainer.
+
+    Returns:
+        the mean absolute difference of token log-probs over all ranks.
+
+    Raises:
+        RolloutError: on every rank, where the engine of one does not generate.
+        WeightMismatchError: on every rank, where it exceeds the tolerance of the dtype; it names the weights that
+            differ, as far as the engine can tell.
+    """
+    world = policy.world
+    sampling = Sampling(max_tokens=max_tokens, log_prob=True)
+    seeds = [derive_seed(seed, "weight check", world.rank // engine.ranks, i) for i in range(len(prompts))]
+    engine.wake()
+    requests = [Request(prompt, 2, sampling, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+    answers: list[list[Rollout]] = [[] for _ in prompts]
+    problem: RolloutError | None = None
+    try:
+        answers = collect(requests, engine.generate(requests))
+    except RolloutError as error:
+        problem = error
+    engine.sleep()
+    engine.counts()  # what the check has read is not for the next step to count
+    fail_together(world, problem)
+    pairs = [(prompt, r) for prompt, rs in zip(prompts, answers, strict=True) for r in rs]
+    everything = [pair for of_rank in world.gather(pairs) for pair in of_rank]
+    batch = StepBatch.of_answers([prompt for prompt, _ in everything], [r for _, r in everything])
+    gaps = np.abs(policy.score(batch, sampling.temperature).log_prob - batch.engine_log_prob)
+    gap = float(gaps[batch.by_token(np.array([r.log_prob is not None for _, r in everything]))].mean())
+    if not gap <= TOLERANCE[dtype]:
+        engine.wake()  # asleep, it may have no weights
+        differing = world.gather(engine.differing(policy.weights()))
+        raise WeightMismatchError(
+            f"the rollout engine's log-probs differ from the trainer's by {gap:.2e} on average; two right {dtype} "
+            f"paths differ by less than {TOLERANCE[dtype]:.0e}. {_cause(differing)}: rollouts would come from "
+            "another policy"
+        )
+    return gap
+
+
+def _cause(differing: Sequence[Sequence[str]]) -> str:
+    """What may be wrong, from the names of the weights in which each rank's engine differs."""
+    names = list(dict.fromkeys(name for of_rank in differing for name in of_rank))
+    if not names:
+        return (
+            "No weight was found to differ: the model's head may do more than hidden @ weight.T + bias (a logit scale) "
+            "or rounding moves this model's probabilities so far (with --policy.dtype fp32, only the former remains)"
+        )
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    ranks = [str(rank) for rank, of_rank in enumerate(differing) if of_rank]
+    return f"It has other weights on rank {', '.join(ranks)}: {', '.join(names[:SHOWN_NAMES])}{more}"

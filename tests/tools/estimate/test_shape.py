@@ -1,0 +1,107 @@
+"""What is counted against what is really there: parameters, FLOPs, saved tensors, caches."""
+
+import json
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
+
+from exgrpo.tools.estimate.shape import MODELS, read_shape
+from tests.tools.estimate.shapes import LENGTH, ROWS, TOKENS, VOCABULARY, llama, shape_like
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_those_of_the_built_model(tied, tmp_path, monkeypatch):
+    """A folder that has the name of a known model is used instead of that."""
+    monkeypatch.chdir(tmp_path)
+    model = llama(tied=tied)
+    model.config.save_pretrained(Path("Qwen", "Qwen2.5-Math-7B"))
+    shape = read_shape("Qwen/Qwen2.5-Math-7B")
+    assert shape.total == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.tied == tied
+    embedding = model.get_input_embeddings().weight.numel()
+    assert shape.read_per_token == shape.total - (0 if tied else embedding)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("Qwen/Qwen2.5-Math-7B", 7_615_616_512),
+        ("Qwen/Qwen2.5-Math-1.5B", 1_543_714_304),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("runs/models/SmolLM2-135M-Instruct", 134_515_008),
+    ],
+)
+def test_parameters_of_the_recipes_models_are_known_without_the_models(name, published, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert read_shape(name).total == published
+    sizes = json.loads(MODELS.read_text())[name]
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert read_shape("", tmp_path).total == published
+    assert read_shape(name, overrides={"num_hidden_layers": 1}).layers == 1
+
+
+def test_flops_are_those_counted_in_the_real_model():
+    """Eager attention, whose products the counter sees, is a full square; causal attention is half of it.
+
+    The backward pass takes twice the forward.
+    """
+    model = llama(attention="eager")
+    shape = shape_like(model)
+    other_half = shape.layers * 2 * shape.heads * shape.head_width * LENGTH**2
+    with FlopCounterMode(display=False) as forward:
+        loss = model(torch.randint(0, VOCABULARY, (1, LENGTH))).logits.sum()
+    counted = shape.decoder_flops(LENGTH) + shape.head_flops(LENGTH) + other_half
+    assert forward.get_total_flops() == counted
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert backward.get_total_flops() == 2 * counted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cache_takes_what_a_real_one_does(dtype):
+    model = llama(dtype=dtype).eval()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.randint(0, VOCABULARY, (ROWS, LENGTH)), past_key_values=cache, use_cache=True)
+    real = sum(t.numel() * t.itemsize for layer in cache.layers for t in (layer.keys, layer.values))
+    assert TOKENS * shape_like(model).kv_bytes(dtype.itemsize) == real
+
+
+def saved_for_backward(model) -> int:
+    """Bytes of the storages that a forward pass of the decoder saves, weights aside."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)  # alive, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = model.get_decoder()(torch.randint(0, VOCABULARY, (ROWS, LENGTH)), use_cache=False).last_hidden_state
+    assert result.requires_grad
+    return sum(size for size, _ in saved.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_activations_are_the_tensors_saved_for_the_backward_pass(dtype, kv_heads):
+    """To the byte, but for cosines and sines, which all layers and rows share.
+
+    With checkpointing these are each layer's input, and what the last norm saves. Eager attention saves its
+    probabilities, within 5 %: small tensors of a layer beside them are not listed one by one.
+    """
+    model = llama(dtype=dtype, num_key_value_heads=kv_heads)
+    shape = shape_like(model)
+    rotary = 2 * LENGTH * shape.head_width * dtype.itemsize
+    assert saved_for_backward(model) == TOKENS * shape.saved_bytes(dtype.itemsize, checkpointing=False) + rotary
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert saved_for_backward(model) == TOKENS * shape.saved_bytes(dtype.itemsize, checkpointing=True)
+    eager = llama(dtype=dtype, num_key_value_heads=kv_heads, attention="eager")
+    counted = TOKENS * shape.saved_bytes(dtype.itemsize, checkpointing=False, eager_length=LENGTH)
+    assert saved_for_backward(eager) == pytest.approx(counted, rel=0.05)

@@ -1,0 +1,63 @@
+"""What ZeRO-3 really keeps, against the estimate."""
+
+import json
+from importlib.util import find_spec
+
+from exgrpo.tools.estimate.budget import gpu_memory
+from exgrpo.tools.estimate.shape import read_shape
+from exgrpo.train.config.options import ObjectiveConfig
+from tests.tools.estimate.shapes import HARDWARE, sizes
+from tests.train import tiny
+from tests.train.launch import launch
+
+WORKER = """
+import json, sys
+from pathlib import Path
+import torch
+from exgrpo.train.distributed import start
+from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.policy.policy import Policy
+from tests.train import tiny
+from tests.train.fakes import LoneWorld
+from exgrpo.train.config import ObjectiveConfig
+
+*_, folder, result, cases = sys.argv
+world = start(timeout_minutes=2)
+held = {}
+for case, options in json.loads(cases).items():
+    policy = Policy(tiny.config(Path(folder), ObjectiveConfig(), **options), find_model(folder), world)
+    policy.update(tiny.minibatches(ObjectiveConfig())[0], clip=True)
+    zero = policy.engine.optimizer
+    def of(tensors):
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    weights = [p.ds_tensor for p in policy.model.parameters()]
+    stored = {tensor.untyped_storage().data_ptr() for tensor in weights}
+    masters = [p for p in zero.fp32_partitioned_groups_flat if p.untyped_storage().data_ptr() not in stored]
+    held[case] = {
+        "weights, sharded": of(weights),
+        "fp32 master weights, sharded": of(masters),
+        "AdamW moments, sharded": of(v for s in zero.optimizer.state.values() for v in s.values() if v.dim()),
+        "gradients, fp32, sharded": of([zero.grad_partitions_flat_buffer]),
+        "gradient reduction bucket": of(bucket.buffer for bucket in zero.ipg_buckets.values()),
+    }
+if world.is_main:
+    Path(result).write_text(json.dumps(held))
+"""
+
+
+def test_states_are_those_that_zero_3_keeps(tmp_path):
+    """To the byte, on two ranks after a step."""
+    cases = {"fp32": {"dtype": "fp32"}, "bf16": {"dtype": "bf16"}}
+    if find_spec("peft"):
+        cases["adapters"] = {"dtype": "bf16", "lora": {"rank": 4, "targets": ["q_proj", "down_proj"], "head": True}}
+    tiny.save_model(tmp_path, tied=False)
+    (tmp_path / "worker.py").write_text(WORKER)
+    done = launch(tmp_path / "worker.py", str(tmp_path), str(tmp_path / "held.json"), json.dumps(cases), ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    held = json.loads((tmp_path / "held.json").read_text())
+    shape = read_shape(str(tmp_path), tmp_path)
+    assert held.keys() == cases.keys()
+    for case, real in held.items():
+        config = tiny.config(tmp_path, ObjectiveConfig(), **cases[case])
+        counted = sizes(gpu_memory(config, shape, HARDWARE))
+        assert {name: counted[name]["step"] for name in real} == real

@@ -1,0 +1,158 @@
+"""Scores against enumeration: pass@k, distinct solutions, means over questions."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exgrpo.tools.evaluate.evaluation import answers_per_row
+from exgrpo.tools.evaluate.options import Options
+from exgrpo.train.config.options import RewardConfig
+from exgrpo.train.data.questions import QuestionSet
+from exgrpo.train.rollout import Sampling
+from exgrpo.train.run.validation import evaluate
+from exgrpo.train.run.validation_scores import LeftOut, Verdict, average, distinct_at_k, pass_at_k, score, score_all
+from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, marked, question_set
+
+PLAIN = RewardConfig(function="tests.train.fakes:marked")
+"""Has no functions beside it."""
+VERDICTS = st.lists(st.booleans(), min_size=1, max_size=7)
+
+
+@given(VERDICTS, st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(verdicts, data):
+    k = data.draw(st.integers(1, len(verdicts)))
+    subsets = list(itertools.combinations(verdicts, k))
+    expected = sum(any(subset) for subset in subsets) / len(subsets)
+    assert pass_at_k(len(verdicts), sum(verdicts), k) == pytest.approx(expected)
+
+
+@given(st.lists(st.integers(-1, 3), min_size=1, max_size=8), st.data())
+def test_distinct_at_k_is_the_mean_number_of_right_solutions_over_subsets(keys, data):
+    """-1: a wrong answer."""
+    k = data.draw(st.integers(1, len(keys)))
+    subsets = list(itertools.combinations(keys, k))
+    expected = sum(len(set(subset) - {-1}) for subset in subsets) / len(subsets)
+    counts = [keys.count(key) for key in set(keys) - {-1}]
+    assert distinct_at_k(len(keys), counts, k) == pytest.approx(expected)
+
+
+@given(st.lists(st.lists(st.integers(-1, 3), min_size=4, max_size=9), min_size=1, max_size=6))
+def test_scores_at_k_are_means_over_questions_with_their_standard_errors(questions):
+    verdicts = [Verdict("s", str(i), key >= 0, key=abs(key)) for i, keys in enumerate(questions) for key in keys]
+    found = score(verdicts)["s"]
+    assert list(found.distinct_at) == list(found.pass_at)
+    for k in found.distinct_at:
+        subsets = [list(itertools.combinations(keys, k)) for keys in questions]
+        distinct = [np.mean([len(set(subset) - {-1}) for subset in of_question]) for of_question in subsets]
+        one = [np.mean([max(subset) >= 0 for subset in of_question]) for of_question in subsets]
+        for values, mean, error in (
+            (distinct, found.distinct_at[k], found.distinct_at_error[k]),
+            (one, found.pass_at[k], found.pass_at_error[k]),
+        ):
+            assert mean == pytest.approx(np.mean(values))
+            expected = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else None
+            assert error == (expected if expected is None else pytest.approx(expected, abs=1e-12))
+        assert found.distinct_at[k] >= found.pass_at[k] - 1e-12
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_pass_at_k_needs_enough_answers(k):
+    with pytest.raises(ValueError, match=f"k: {k} is not between 1 and the 3 answers"):
+        pass_at_k(3, 1, k)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), VERDICTS), min_size=1, max_size=8))
+def test_scores_are_means_over_questions(questions):
+    verdicts = [Verdict(source, str(i), right) for i, (source, rights) in enumerate(questions) for right in rights]
+    scores = score(verdicts)
+    for source in {source for source, _ in questions}:
+        rates = [np.mean(rights) for name, rights in questions if name == source]
+        assert scores[source].questions == len(rates)
+        assert scores[source].pass_rate == pytest.approx(np.mean(rates))
+        if len(rates) > 1:
+            assert scores[source].standard_error == pytest.approx(np.std(rates, ddof=1) / len(rates) ** 0.5)
+    assert score_all(verdicts).pass_rate == pytest.approx(np.mean([np.mean(rights) for _, rights in questions]))
+    assert average(scores) == pytest.approx(np.mean([s.pass_rate for s in scores.values()]))
+
+
+def test_repeated_rows_are_more_answers_to_one_question():
+    verdicts = [Verdict("aime", "q1", i < 8) for i in range(32)] + [Verdict("aime", "q2", False)] * 32
+    scores = score(verdicts)["aime"]
+    assert (scores.questions, scores.answers, scores.pass_rate) == (2, 64, 0.125)
+    assert list(scores.pass_at) == [2, 4, 8, 16, 32]
+    assert scores.pass_at[32] == 0.5
+
+
+def test_in_training_all_questions_count_alike():
+    skill = {0: 1.0, 1: 0.5, 2: 0.0, 3: 0.5}
+    overall, by_source = evaluate(
+        answerer(ScriptedEngine(skill)), question_set(4), 2, Sampling(8), seed=0, reward=PLAIN
+    )
+    assert overall.pass_rate == 0.5
+    assert overall.pass_at == {2: 0.75}
+    # The answers are different texts: two solutions where both are right, one where one is.
+    assert overall.distinct_at == {2: 1.0}
+    assert by_source == {"fake": overall}
+
+
+@pytest.mark.parametrize(("success", "pass_rate"), [(0.4, 1.0), (0.9, 0.5), (1.0, 0.0)])
+def test_in_training_an_answer_is_right_by_the_threshold(success, pass_rate):
+    asked = answerer(ScriptedEngine({0: 1.0, 1: 0.0}))
+    asked.grader = ScriptedGrader(lambda text: 0.9 if marked(text) else 0.5)
+    reward = PLAIN.model_copy(update={"success": success})
+    overall, _ = evaluate(asked, question_set(2), 2, Sampling(8), seed=0, reward=reward)
+    assert overall.pass_rate == pass_rate
+
+
+def test_in_training_questions_that_were_left_out_are_wrong():
+    asked = question_set(3)
+    left_out = tuple(
+        dataclasses.replace(q, text=f"long {q.index}", source=s) for q, s in zip(asked, "abb", strict=True)
+    )
+    overall, by_source = evaluate(
+        answerer(ScriptedEngine({0: 1.0, 1: 0.5, 2: 0.5})),
+        QuestionSet(asked.questions, left_out),
+        2,
+        Sampling(8),
+        seed=0,
+        reward=PLAIN,
+    )
+    assert (overall.questions, overall.left_out) == (6, 3)
+    assert overall.pass_rate == pytest.approx(2 / 6)
+    assert overall.pass_at == {2: 0.5}
+    assert {name: (s.questions, s.left_out, s.pass_rate) for name, s in by_source.items()} == {
+        "a": (1, 1, 0.0),
+        "b": (2, 2, 0.0),
+        "fake": (3, 0, pytest.approx(2 / 3)),
+    }
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), VERDICTS, st.booleans()), min_size=1, max_size=8))
+def test_left_out_questions_score_as_if_all_their_answers_were_wrong(questions):
+    asked = [Verdict(s, str(i), right) for i, (s, rights, left) in enumerate(questions) if not left for right in rights]
+    left_out = [LeftOut(s, str(i), len(rights)) for i, (s, rights, left) in enumerate(questions) if left]
+    wrong = [Verdict(s, name, False) for s, name, count in left_out for _ in range(count)]
+    for ours, expected in (
+        (score(asked, left_out), score([*asked, *wrong])),
+        ({"all": score_all(asked, left_out)}, {"all": score_all([*asked, *wrong])}),
+    ):
+        assert ours.keys() == expected.keys()
+        for name, of_source in ours.items():
+            assert of_source.left_out == sum(name in ("all", s) for s, _, _ in left_out)
+            same = dataclasses.replace(of_source, left_out=0, truncated=expected[name].truncated)
+            assert same == expected[name]
+
+
+@pytest.mark.parametrize(("repeats", "per_row"), [(1, 32), (8, 4), (32, 1), (5, 7)])
+def test_avg_counts_the_answers_to_a_question_over_its_rows(repeats, per_row):
+    rows = [
+        dataclasses.replace(question, source="aime" if i == 0 else "math")
+        for i, question in enumerate(question_set(2).questions)
+        for _ in range(repeats)
+    ]
+    options = Options(model="m", data={"test": ("d",)}, rollout={"samples": 3, "avg": {"aime": 32}})
+    assert answers_per_row(rows, options) == [per_row] * repeats + [3] * repeats

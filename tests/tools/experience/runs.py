@@ -1,0 +1,123 @@
+"""Folders of runs with a checkpoint that nobody has trained for, and trajectories of the default task's tokens."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Manifest, write_manifest
+from exgrpo.train.checkpoint.store import ExperienceStore, segment_names, write_checked
+from exgrpo.train.common.records import Trajectory
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.replay import Setting
+from exgrpo.train.data.files import read_rows
+from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.questions import QuestionSet, question_set
+from exgrpo.train.policy.tokenizer import Pretrained, load_pretrained
+from exgrpo.train.replay.memory import ExperienceMemory
+from exgrpo.train.replay.stored import Stored
+from exgrpo.train.replay.table import Origin
+from exgrpo.train.run.traces import read_traces
+from tests.train.configs import configured
+
+QUESTIONS = 6
+K = 4
+
+
+def config(*layers: dict[str, Any], **values: Any) -> Config:
+    """The default run's, of few questions; nothing delays its replay."""
+    few = {"data.train_limit": QUESTIONS, "rollout.samples": K, "experience.start_pass_rate": 0.0, "questions": 3}
+    return configured({**few, "optimizer.minibatches": 1}, *layers, **values)
+
+
+@cache
+def pretrained() -> Pretrained:
+    return load_pretrained("builtin:arithmetic")
+
+
+@cache
+def questions() -> QuestionSet:
+    rows = read_rows("builtin:arithmetic", split="train", limit=QUESTIONS, seed=0)
+    return question_set("builtin:arithmetic", rows, pretrained().tokenizer, PromptFormat.of(config().data))
+
+
+def ids(text: str, *, eos: bool = True) -> np.ndarray:
+    tokenizer = pretrained().tokenizer
+    found = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return np.array([*found, tokenizer.eos_token_id] if eos else found, np.int32)
+
+
+def trajectory(question: int, text: str, *, seed: int = 0, **changes: Any) -> Trajectory:
+    """An answer with this text and log-probs that no model gives."""
+    response = ids(text, eos=changes.get("finished", True))
+    log_prob = -np.random.default_rng([question, seed]).random(len(response), np.float32)
+    values = {"finished": True, "reward": 1.0, "step": 3, **changes}
+    return Trajectory(question=question, response=response, log_prob=log_prob, **values)
+
+
+def some(count: int = 3) -> list[Trajectory]:
+    """Answers of all kinds to the first questions."""
+    made = []
+    for question in range(count):
+        gold = questions()[question].gold
+        made += [
+            trajectory(question, f"<think>{question}</think>\\boxed{{{gold}}}", key=7 + question),
+            trajectory(question, f"\\boxed{{{gold}}}", seed=1, behaviour="engine", step=1),
+        ]
+    return [*made, trajectory(0, "\\boxed{no", finished=False, reward=0.0, seed=2)]
+
+
+def with_reply() -> Trajectory:
+    """An answer of which an environment has written some tokens."""
+    told = trajectory(1, "7 + 8 = 15\\boxed{15}", seed=3)
+    written = ~np.isin(np.arange(len(told.response)), (4, 5))
+    return dataclasses.replace(told, written=written, log_prob=np.where(written, told.log_prob, np.float32(0)))
+
+
+def make_run(folder: Path, trajectories: Sequence[Trajectory], *, step: int = 5, **values: Any) -> Path:
+    """A run's folder with one checkpoint, as `Checkpoints` leaves it, without weights."""
+    of_run = config(values)
+    memory = ExperienceMemory(QUESTIONS, Setting(of_run.experience, K))
+    origins = [Origin(0.25 + i, 1 + i % 2, 3, i) for i in range(len(trajectories))]
+    memory.fill(trajectories, origins, {one.question: 2.0 for one in trajectories})
+    memory.retired[QUESTIONS - 1] = True
+    store = ExperienceStore(folder / EXPERIENCE)
+    stored = memory.all_trajectories()
+    first = Stored({name: column[:2] for name, column in stored.columns.items()}, stored.contents)
+    index = store.save(first) and store.save(stored)  # in two segments
+    arrays = write_checked(store.folder, {**memory.arrays(), **index})
+    checkpoint = folder / FOLDER / f"step_{step:08d}"
+    checkpoint.mkdir(parents=True)
+    manifest = Manifest(
+        step=step,
+        fingerprint=questions().fingerprint,
+        config=of_run.model_dump(mode="json"),
+        files={},
+        arrays=arrays,
+        experience={name: store.size(name) for name in (arrays, *segment_names(index))},
+        values={},
+        progress={},
+    )
+    write_manifest(checkpoint, manifest)
+    return folder
+
+
+def same(a: Trajectory, b: Trajectory, *, besides: Sequence[str] = ()) -> bool:
+    names = {"question", "finished", "reward", "step", "behaviour", "key"} - set(besides)
+    plain = all(getattr(a, name) == getattr(b, name) for name in names)
+    log_prob = "log_prob" in besides or np.array_equal(a.log_prob, b.log_prob)
+    return plain and log_prob and np.array_equal(a.response, b.response) and np.array_equal(a.written, b.written)
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def rows_of(source: Path) -> list[Any]:
+    return list(read_traces(source))

@@ -1,0 +1,146 @@
+"""What a run has stored becomes a data set, whole or not at all."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from exgrpo.tools.experience import export as exporting
+from exgrpo.tools.experience.export import SCHEMA, export, size_category, write_shards
+from exgrpo.tools.experience.sources import open_run
+from exgrpo.train.checkpoint.listing import EXPERIENCE
+from exgrpo.train.checkpoint.store import ExperienceStore
+from exgrpo.train.common.errors import CheckpointError, DataError, OutputError
+from exgrpo.train.replay.stored import pack
+from exgrpo.train.run.traces import read_traces
+from tests.tools.experience.runs import make_run, questions, rows_of, same, some, trajectory
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    run = make_run(folder / "run", some())
+    assert export(run, folder / "set") == len(some())
+    return folder / "set"
+
+
+def test_the_hubs_library_loads_every_column(exported, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import datasets
+
+    loaded = datasets.load_dataset(str(exported), split="train", cache_dir=str(tmp_path))
+    assert loaded.column_names == SCHEMA.names
+    assert len(loaded) == len(some())
+    for i, (row, one) in enumerate(zip(loaded, some(), strict=True)):
+        question = questions()[one.question]
+        assert (row["question"], row["answer"], row["source"]) == (question.text, question.gold, question.source)
+        assert tuple(row["prompt_ids"]) == question.prompt
+        assert row["response_ids"] == one.response.tolist()
+        assert np.array_equal(np.array(row["log_prob"], np.float32), one.log_prob)
+        assert row["written"] == (None if one.written is None else one.written.tolist())
+        assert (row["behaviour"], row["finished"], row["reward"]) == (one.behaviour, one.finished, one.reward)
+        assert (row["step"], row["key"], row["model"]) == (one.step, one.key, "builtin:arithmetic")
+        assert (row["advantage"], row["group_successes"], row["group_answers"]) == (0.25 + i, 1 + i % 2, 3)
+        assert row["replays"] == i
+    assert loaded[0]["response"] == f"<think>0</think>\\boxed{{{questions()[0].gold}}}"
+    assert loaded[len(loaded) - 1]["response"] == "\\boxed{no"
+
+
+def test_the_card_says_what_it_is_and_how_it_was_made(exported):
+    _, head, text = (exported / "README.md").read_text().split("---\n", 2)
+    values = yaml.safe_load(head)
+    assert values["license"] == "unknown"
+    assert values["size_categories"] == ["n<1K"]
+    assert {feature["name"] for feature in values["dataset_info"]["features"]} == set(SCHEMA.names)
+    for fact in ("model: builtin:arithmetic", "training step: 5", "seed of the run: 0", "stored answers: 7", "exgrpo"):
+        assert fact in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "category"), [(1, "n<1K"), (999, "n<1K"), (1000, "1K<n<10K"), (12345, "10K<n<100K"), (10**6, "1M<n<10M")]
+)
+def test_sizes_have_the_hubs_names(rows, category):
+    assert size_category(rows) == category
+
+
+def test_long_data_are_in_several_files_that_are_read_in_order(tmp_path):
+    batches = [
+        pa.RecordBatch.from_pylist([{"question": str(i), "response": "x", "key": i}], schema=SCHEMA) for i in range(5)
+    ]
+    files = write_shards(iter(batches), tmp_path, shard_bytes=1)
+    assert [path.name for path in files] == [f"train-0000{i}-of-00005.parquet" for i in range(5)]
+    assert sorted(tmp_path.iterdir()) == files
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    for path in files:
+        path.rename(tmp_path / "set" / "data" / path.name)
+    assert [trace.key for trace in read_traces(tmp_path / "set")] == list(range(5))
+    assert pq.read_table(tmp_path / "set" / "data").schema.equals(SCHEMA)
+
+
+def test_batches_are_bounded_by_tokens_and_hold_every_row_once(tmp_path, monkeypatch):
+    experience = open_run(make_run(tmp_path / "run", some()))
+    monkeypatch.setattr(exporting, "TOKENS", 25)
+    monkeypatch.setattr(exporting, "ROWS", 4)
+    batches = list(exporting.rows(experience))
+    found = [ids for batch in batches for ids in batch.column("response_ids").to_pylist()]
+    assert found == [one.response.tolist() for one in some()]
+    longest = max(len(one.response) for one in some())
+    assert len(batches) > 2
+    assert all(len(batch.column("response_ids").flatten()) < 25 + longest for batch in batches)
+
+
+def test_answers_without_log_probs_name_no_model(tmp_path):
+    made = trajectory(0, "\\boxed{1}", behaviour="unknown")
+    export(make_run(tmp_path / "run", [made]), tmp_path / "set")
+    (trace,) = rows_of(tmp_path / "set")
+    assert trace.model is None
+    assert trace.behaviour == "unknown"
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
+    run = make_run(tmp_path / "run", some())
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "mine").write_text("mine")
+    with pytest.raises(OutputError, match="exists already and is not empty"):
+        export(run, tmp_path / "set")
+    assert [path.name for path in (tmp_path / "set").iterdir()] == ["mine"]
+    (tmp_path / "set" / "mine").unlink()
+    export(run, tmp_path / "set")
+    assert (tmp_path / "set" / "README.md").is_file()
+
+
+def test_an_empty_buffer_and_other_questions_leave_no_folder(tmp_path):
+    with pytest.raises(DataError, match="nothing is stored after step 5"):
+        export(make_run(tmp_path / "empty", []), tmp_path / "set")
+    other = make_run(tmp_path / "other", some(), **{"data.train_limit": 3})
+    with pytest.raises(DataError, match="not the questions that .*other was trained on any more"):
+        export(other, tmp_path / "set")
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "other"}
+
+
+def test_the_newest_sound_checkpoint_counts_and_damage_is_named(tmp_path, caplog):
+    run = make_run(tmp_path / "run", some(), step=5)
+    before = {path.name for path in (run / EXPERIENCE).iterdir()}
+    make_run(run, some()[:1], step=7)
+    assert open_run(run).step == 7
+    (of_newer,) = [path for path in (run / EXPERIENCE).iterdir() if path.name not in before][:1]
+    of_newer.write_bytes(bytes(reversed(of_newer.read_bytes())))
+    experience = open_run(run)
+    assert experience.step == 5
+    assert of_newer.name in caplog.text
+    assert all(same(experience.trajectory(i), one) for i, one in enumerate(some()))
+    for path in (run / EXPERIENCE).iterdir():
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"no sound checkpoint.*is missing"):
+        open_run(run)
+
+
+def test_segments_of_any_order_give_the_order_of_the_buffer(tmp_path):
+    made = [trajectory(i % 6, "\\boxed{1}" * (1 + i % 3), seed=i) for i in range(40)]
+    store = ExperienceStore(tmp_path / EXPERIENCE)
+    for start in (30, 10, 0):
+        store.save(pack(made[start:]))
+    experience = open_run(make_run(tmp_path, made))
+    assert len(experience) == 40
+    assert all(same(experience.trajectory(i), one) for i, one in enumerate(made))

@@ -1,0 +1,290 @@
+"""A new run begins with traces: which become trajectories, with which tokens, log-probs and counts."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from exgrpo.tools.experience.export import export
+from exgrpo.train.common.distributed import ALONE
+from exgrpo.train.common.errors import ConfigError, DataError
+from exgrpo.train.common.records import Trajectory
+from exgrpo.train.policy.policy import Policy
+from exgrpo.train.replay.table import OF_ORIGIN
+from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.run.start_experience import Encoding, start_experience
+from exgrpo.train.trainer import Trainer
+from tests.tools.experience import runs
+from tests.tools.experience.runs import K, config, make_run, pretrained, same, some, with_reply
+from tests.train.fakes import EOS, LoneWorld, RecordingPolicy, ScriptedEngine, ScriptedGrader, fake_score, question_set
+from tests.train.trainers import half
+
+PRINTED = Encoding(
+    encode=lambda texts: [[int(word) for word in text.split()] for text in texts],
+    decode=lambda tokens: " ".join(map(str, tokens)),
+    eos=(EOS, 3),
+    vocabulary=200,
+)
+"""Texts are the token ids themselves."""
+
+
+def right(text: str) -> float:
+    """1 where the second word is 7, which is what the scripted engine's successes have there."""
+    return float(text.split()[1:2] == ["7"])
+
+
+class Recording(RecordingPolicy):
+    def update(self, minibatch, *, term="shaped", **options):
+        return super().update(minibatch, **options)
+
+
+def trainer_of(of_run, questions, encoding) -> Trainer:
+    answerer = Answerer(ScriptedEngine(half(len(questions))), ScriptedGrader(right), encoding.decode, LoneWorld())
+    return Trainer(of_run, questions, Recording(), answerer)
+
+
+def begin(source, count: int = 8, **values):
+    """A trainer of scripted questions with what a file or folder holds, and what was said of it."""
+    of_run = config({"experience.start": str(source), "rollout.max_tokens": 8}, values)
+    trainer = trainer_of(of_run, question_set(count), PRINTED)
+    return trainer, start_experience(trainer, PRINTED)
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def trace(question: int, response: str, **more):
+    return {"question": f"question {question}", "answer": "gold", "response": response, **more}
+
+
+def stored(trainer) -> list[Trajectory]:
+    return trainer.replay.memory.all_trajectories()
+
+
+def arithmetic(tmp_path, source, **values) -> Trainer:
+    """A trainer of the default task, with the trajectories of a source; its policy is no real one."""
+    encoding = Encoding.of(pretrained(), ())
+    trainer = trainer_of(config({"experience.start": str(source)}, values), runs.questions(), encoding)
+    start_experience(trainer, encoding)
+    return trainer
+
+
+@pytest.fixture
+def exported(tmp_path):
+    export(make_run(tmp_path / "run", some()), tmp_path / "set")
+    return tmp_path / "set"
+
+
+def test_answers_with_replies_come_back_as_they_were_and_in_no_other_tokens(tmp_path):
+    """The text of such an answer does not say who wrote what, so another model cannot learn from it."""
+    export(make_run(tmp_path / "run", [*some(), with_reply()]), tmp_path / "set")
+    assert same(stored(arithmetic(tmp_path, tmp_path / "set"))[-1], with_reply(), besides=["step"])
+    (file,) = (tmp_path / "set" / "data").iterdir()
+    rows = pq.read_table(file).to_pylist()
+    assert [row["written"] is None for row in rows] == [*[True] * 7, False]
+    others = [{**row, "response_ids": [*row["response_ids"][:-1], 999_999]} for row in rows]
+    write(tmp_path / "other.jsonl", *others)
+    trainer = arithmetic(tmp_path, tmp_path / "other.jsonl")
+    assert len(stored(trainer)) == 7
+    assert all(one.written is None for one in stored(trainer))
+
+
+@pytest.mark.parametrize("rule", ["recompute", "keep"])
+def test_an_export_of_the_same_model_comes_back_as_it_was(tmp_path, exported, rule):
+    trainer = arithmetic(tmp_path, exported, **{"experience.start_log_prob": rule})
+    assert not trainer.policy.scored
+    for one, origin in zip(stored(trainer), some(), strict=True):
+        assert same(one, origin, besides=["step"])
+        assert one.step == 0
+    table = trainer.replay.memory.table
+    origins = zip(*(table.column(name).tolist() for name in OF_ORIGIN), strict=True)
+    assert list(origins) == [(0.25 + i, 1 + i % 2, 3, 0) for i in range(7)]
+    # The latest known group of each question: rows 6, 3 and 5.
+    assert trainer.replay.memory.count.tolist() == pytest.approx([K / 3, K * 2 / 3, K * 2 / 3, 0, 0, 0])
+
+
+def test_log_probs_of_another_model_are_those_of_the_policy_unless_they_are_kept(tmp_path):
+    own_path = "builtin:arithmetic"
+    rows = [
+        {
+            **trace(0, f"5 {number} 9", reward=1, model=model, behaviour=behaviour),
+            "prompt_ids": [0, 2],
+            "response_ids": [5, number, 9, EOS],
+            "log_prob": [-1, -2, -3, -4.0],
+        }
+        for number, (model, behaviour) in enumerate(
+            [(own_path, "engine"), ("other", "engine"), (None, "trainer"), (own_path, "unknown")]
+        )
+    ]
+    path = write(tmp_path / "traces.jsonl", *rows)
+    temperature = {"rollout.temperature": 0.5}
+    own = [fake_score(np.array(row["response_ids"], np.int32), 0, 0.5).log_prob for row in rows]
+    given = np.array([-1, -2, -3, -4], np.float32)
+
+    trainer, started = begin(path, **temperature)
+    assert [one.behaviour for one in stored(trainer)] == ["engine", "trainer", "trainer", "trainer"]
+    np.testing.assert_array_equal([one.log_prob for one in stored(trainer)], [given, *own[1:]])
+    assert started.scored == 3
+    trainer, _ = begin(path, **temperature, **{"experience.start_log_prob": "keep"})
+    assert [one.behaviour for one in stored(trainer)] == ["engine", "engine", "trainer", "trainer"]
+    np.testing.assert_array_equal([one.log_prob for one in stored(trainer)], [given, given, given, own[3]])
+    trainer, started = begin(path, **temperature, **{"experience.start_log_prob": "unknown"})
+    assert {one.behaviour for one in stored(trainer)} == {"unknown"}
+    assert not np.any([one.log_prob for one in stored(trainer)])
+    assert (started.certain, started.scored) == (4, 0)
+
+
+def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thread):
+    """RLEP: another run's successes, with old log-probs of this run's policy."""
+    encoding = Encoding.of(pretrained(), ())
+    rows = pq.read_table(exported / "data").to_pylist()
+    source = runs.write_parquet(tmp_path / "other.parquet", [{**row, "model": "another"} for row in rows])
+    of_run = config({"experience.start": str(source), "rollout.temperature": 0.7})
+    answerer = Answerer(ScriptedEngine({}), ScriptedGrader(), encoding.decode, ALONE)
+    trainer = Trainer(of_run, runs.questions(), Policy(of_run, pretrained().model, ALONE), answerer)
+    assert start_experience(trainer, encoding).scored == len(some())
+    model = AutoModelForCausalLM.from_pretrained(pretrained().model.path, dtype=torch.float32)
+    for one in stored(trainer):
+        prompt = runs.questions()[one.question].prompt
+        tokens = torch.tensor([[*prompt, *one.response.tolist()]])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(prompt) - 1 : -1].double() / 0.7
+        expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        np.testing.assert_allclose(one.log_prob, expected, atol=2e-4)
+        assert one.behaviour == "trainer"
+
+
+def test_with_unknown_log_probs_replayed_tokens_refer_to_a_certain_writer(tmp_path):
+    """LUFFY: one trace in each group, whose old log-probs are 0."""
+    path = write(tmp_path / "traces.jsonl", *(trace(i, "5 7 9", reward=1.0) for i in range(8)))
+    luffy = {"start_log_prob": "unknown", "compose": "traced", "ratio": 1.0, "admit": "nothing", "trajectory": "random"}
+    trainer, _ = begin(path, **{f"experience.{name}": value for name, value in luffy.items()})
+    trainer.step(1)
+    ((minibatch, _),) = trainer.policy.updates
+    replayed = minibatch.batch.take(minibatch.batch.replayed)
+    assert len(replayed) == 3
+    assert replayed.token.tolist() == [5, 7, 9, EOS] * 3
+    assert not replayed.ratio_log_prob.any()
+    assert minibatch.batch.take(minibatch.batch.fresh).ratio_log_prob.all()
+
+
+def test_texts_are_encoded_and_end_with_one_eos(tmp_path):
+    path = write(
+        tmp_path / "traces.jsonl",
+        trace(0, "5 7"),
+        trace(1, f"5 7 {EOS}"),
+        trace(2, "5 7 3 8 9"),
+        trace(3, "5 7", finished=False),
+        # Tokens of another model: of another prompt, of another text, beyond the vocabulary, and those that are right.
+        trace(4, "5 7", prompt_ids=[4, 9], response_ids=[5, 7, EOS], log_prob=[-1, -1, -1]),
+        trace(5, "5 7", prompt_ids=[5, 2], response_ids=[5, 8, EOS], log_prob=[-1, -1, -1]),
+        trace(6, "5 999", prompt_ids=[6, 2], response_ids=[5, 999, EOS]),
+        trace(7, "5 7", prompt_ids=[7, 2], response_ids=[5, 7, 3]),
+    )
+    trainer, started = begin(path, **{"experience.start_log_prob": "keep"})
+    found = [(one.question, one.response.tolist(), one.finished) for one in stored(trainer)]
+    assert found == [
+        *((0, [5, 7, EOS], True), (1, [5, 7, EOS], True), (2, [5, 7, 3], True), (3, [5, 7], False)),
+        *((4, [5, 7, EOS], True), (5, [5, 7, EOS], True), (6, [5, 999, EOS], True), (7, [5, 7, 3], True)),
+    ]
+    assert started.encoded == 7
+    for one in stored(trainer):
+        np.testing.assert_array_equal(one.log_prob, fake_score(one.response, 0).log_prob)
+
+
+def test_missing_rewards_and_keys_are_the_graders(tmp_path):
+    path = write(
+        tmp_path / "traces.jsonl",
+        *(
+            trace(0, "5 7 9"),
+            trace(0, "5 8 9"),
+            trace(0, "5 8 8"),
+            trace(1, "5 7 9"),
+            trace(2, "5 8", reward=0.75, key=4),
+        ),
+    )
+    trainer, started = begin(path)
+    assert [one.reward for one in stored(trainer)] == [1, 0, 0, 1, 0.75]
+    assert all(one.key for one in stored(trainer))
+    assert stored(trainer)[-1].key == 4
+    assert started.graded == 4
+    # K times the share of successes among what is stored, inside [1, K-1].
+    assert trainer.replay.memory.count.tolist() == pytest.approx([K / 3, K - 1, 1, *[0] * 5])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_advantage_that_is_not_known_is_that_of_a_group_of_the_same_pass_rate(tmp_path, scaled):
+    path = write(tmp_path / "traces.jsonl", *(trace(0, text) for text in ("5 7", "6 7", "7 7", "8 8")))
+    trainer, _ = begin(path, **{"objective.scale_by_std": scaled})
+    found = trainer.replay.memory.table.column("advantage").tolist()
+    rewards = np.array([1, 1, 1, 0])
+    expected = (rewards - rewards.mean()) / (rewards.std() if scaled else 1)
+    assert found == pytest.approx(expected)
+
+
+def test_questions_are_found_by_text_and_gold_and_else_by_their_prompt(tmp_path):
+    path = write(
+        tmp_path / "traces.jsonl",
+        trace(0, "5"),
+        {"problem": "question 1", "response": "5"},
+        {"prompt_ids": [2, 2], "response": "5"},
+        {"question": "worded otherwise", "prompt_ids": [3, 2], "response": "5"},
+        {"question": "worded otherwise", "answer": "gold", "prompt_ids": [4, 2], "response": "5"},
+        {"question": "question 5", "answer": "other", "prompt_ids": [5, 2], "response": "5"},
+        {"question": "unheard of", "response": "5"},
+        {"prompt_ids": [6, 3], "response": "5"},
+    )
+    trainer, started = begin(path)
+    assert [one.question for one in stored(trainer)] == [0, 1, 2, 3, 4]
+    assert (started.stored, started.unknown, started.read) == (5, 3, 8)
+    assert "3 to questions that are not trained on" in str(started)
+
+
+def test_what_does_not_fit_and_what_comes_again_is_left_out_and_told(tmp_path):
+    path = write(
+        tmp_path / "traces.jsonl",
+        trace(0, "5", reward=0.5),
+        trace(0, "6"),
+        trace(0, "5", reward=0.25),
+        trace(1, "5 5 5 5 5 5 5 5"),
+        trace(1, "5 5 5 5 5 5 5"),
+        trace(2, ""),
+    )
+    trainer, started = begin(path)
+    assert [(one.question, len(one.response)) for one in stored(trainer)] == [(0, 2), (0, 2), (1, 8)]
+    assert [one.reward for one in stored(trainer)][1] == 0.25
+    told = str(started)
+    assert told.startswith(f"the experience starts with 3 answers to 2 questions from {path}; ")
+    assert told.endswith("left out: 1 longer than rollout.max_tokens, 1 without a token, 1 repeated")
+
+
+def test_where_solutions_are_stored_once_so_they_are_here(tmp_path):
+    rows = [trace(0, text, key=key, reward=1) for text, key in (("5", 1), ("6", 1), ("7", 2), ("8", 0), ("9", 0))]
+    path = write(tmp_path / "traces.jsonl", *rows, rows[-1])
+    assert len(stored(begin(path)[0])) == 5
+    assert len(stored(begin(path, **{"experience.admit": "nothing"})[0])) == 5
+    assert len(stored(begin(path, **{"experience.admit": "all"})[0])) == 6
+    found = stored(begin(path, **{"experience.admit": "solutions"})[0])
+    assert [one.response[0] for one in found] == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([trace(99, "5"), trace(0, "")], "of its 2 rows, 1 to questions that are not trained on, 1 without a token"),
+        ([], "it has no rows"),
+    ],
+)
+def test_a_file_without_a_usable_row_is_an_error(tmp_path, rows, message):
+    with pytest.raises(DataError, match=f"nothing in .*traces.jsonl can be used: {message}"):
+        begin(write(tmp_path / "traces.jsonl", *rows))
+
+
+def test_a_start_that_is_never_replayed_is_refused():
+    with pytest.raises(ConfigError, match=r"experience.start fills a buffer that experience.ratio=0 never replays"):
+        config({"experience": {"start": "x", "ratio": 0}})

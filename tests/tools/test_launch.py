@@ -1,0 +1,206 @@
+"""Runs that are started again by themselves when a process is lost."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from exgrpo.tools import launch as module
+from exgrpo.tools.launch import Launch, main, prepared
+from exgrpo.train import main as program
+from exgrpo.train.checkpoint.listing import folders
+from exgrpo.train.checkpoint.resume import is_unsaved
+from exgrpo.train.common import process
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.config.recipe import parse_args, to_yaml
+from tests.train.launch import MAIN, environment, launch
+from tests.train.run.test_run import SMALL, untimed
+
+OPTIONS = (*SMALL[1:], "--steps=3", "--checkpoint.every=1", "--preflight=off")
+
+
+class Launcher:
+    """The program, whose ranks are known by the folder that their command lines name."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.run = folder / "small"
+        self._mark = f"--output.folder={folder}"
+        command = [sys.executable, "-m", "exgrpo.tools.launch", *arguments, *OPTIONS, self._mark]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, env=environment(), text=True, **pipes)
+
+    def ranks(self) -> dict[int, int]:
+        """The process of each rank."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                if str(MAIN) in words and self._mark in words:
+                    variables = dict(one.split("=", 1) for one in (path / "environ").read_text().split("\0") if one)
+                    found[int(variables["RANK"])] = int(path.name)
+        return found
+
+    def wait(self, come) -> None:
+        """Until something is true of it."""
+        deadline = time.monotonic() + 240
+        while not come():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def saved(self, step: int) -> bool:
+        """Whether the checkpoint of a step is complete."""
+        return self.run.is_dir() and any(int(folder.name[-8:]) >= step for folder in folders(self.run))
+
+
+def test_a_run_that_loses_a_process_goes_on_by_itself_and_gives_the_same_metrics(tmp_path):
+    launcher = Launcher(tmp_path, "--processes=2", "--restarts=1")
+    launcher.wait(lambda: launcher.saved(1) and len(launcher.ranks()) == 2)
+    os.kill(launcher.ranks()[0], signal.SIGKILL)
+    printed, said = launcher.process.communicate(timeout=240)
+    assert launcher.process.returncode == 0, said
+    assert re.search(r"going on with .* after step [12]", printed)
+    done = launch(MAIN, *OPTIONS, f"--output.folder={tmp_path / 'whole'}", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert untimed(launcher.run) == untimed(tmp_path / "whole" / "small")
+
+
+def test_a_run_that_was_not_saved_begins_anew_and_without_a_restart_left_the_end_is_one_line(tmp_path):
+    launcher = Launcher(tmp_path, "--restarts=1")
+    launcher.wait(lambda: (launcher.run / "config.yaml").exists())
+    os.kill(launcher.ranks()[0], signal.SIGKILL)
+    launcher.wait(lambda: launcher.saved(1) and launcher.ranks())
+    os.kill(launcher.ranks()[0], signal.SIGKILL)
+    _, said = launcher.process.communicate(timeout=120)
+    assert launcher.process.returncode == 2
+    assert "small had no complete checkpoint: it is small.unsaved1 now, and a new run begins" in said
+    error = "error: the process of rank 0 has ended by SIGKILL, and 1 restarts are used up: go on with --resume auto"
+    assert said.splitlines()[-1] == error
+    assert "Traceback" not in said
+
+
+def test_the_last_line_of_a_stopped_run_has_the_command_that_goes_on(tmp_path):
+    launcher = Launcher(tmp_path / "with a space", "--processes=2", "--restarts=1")
+    launcher.wait(lambda: launcher.saved(1))
+    launcher.process.send_signal(signal.SIGINT)
+    _, said = launcher.process.communicate(timeout=240)
+    (way_on,) = re.findall(r"^stopped after step [12] of 3\. To go on after step [12]: (.*)$", said, re.MULTILINE)
+    assert "--processes=2 --restarts=1 --resume " in way_on
+    here = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", way_on], env=here, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "going on with" in done.stdout
+    assert (launcher.run / "finished").exists()
+
+
+HOST = {"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "node1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "command"),
+    [
+        ({}, "exgrpo train"),
+        ({"WORLD_SIZE": "2", "LOCAL_SIZE": "2"}, "exgrpo train --processes 2"),
+        (
+            {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", process.LAUNCHED: "--processes=2 --restarts=1"},
+            "exgrpo train --processes=2 --restarts=1",
+        ),
+        ({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, "deepspeed main.py"),
+        (
+            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", **HOST},
+            "torchrun --nnodes=2 --node_rank=0 --master_addr=node1 --nproc_per_node=2 main.py",
+        ),
+    ],
+)
+def test_the_command_that_goes_on_starts_as_many_processes(monkeypatch, variables, command):
+    for name in ("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", process.LAUNCHED):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["main.py"])
+    monkeypatch.setattr(process.shutil, "which", lambda _: "/bin/exgrpo")
+    assert process.command_to_go_on(Path("runs/it's")) == f"{command} --resume 'runs/it'\"'\"'s'"
+
+
+def test_no_process_is_left_when_the_launcher_is_killed(tmp_path):
+    launcher = Launcher(tmp_path, "--processes=2")
+    launcher.wait(lambda: len(launcher.ranks()) == 2)
+    launcher.process.kill()
+    launcher.process.communicate(timeout=120)  # when nobody holds the pipes any more
+    assert launcher.ranks() == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--processes=0"], "processes"),
+        (["--processes=2", "--hosts=2"], "unknown option --hosts"),
+        (["--restart=1", "--processes=2"], "unknown option --restart"),
+        (["--restarts=1", "--steps=-1"], "steps"),
+        (["--dry-run", "--steps=-1"], "steps"),
+        (["--restarts=3", "--data.train=missing.jsonl"], "missing: --policy.path"),
+        (
+            ["--processes=2", "--policy.path=builtin:arithmetic", "--data.train=missing.jsonl"],
+            "missing.jsonl: there is no such file",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_before_a_process_is_started(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started"))
+    assert main([*arguments, f"--output.folder={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_what_may_start_again_has_a_name_and_goes_on_by_itself(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "look", lambda *_, **__: None)
+    folder = f"--output.folder={tmp_path}"
+    assert prepared(Launch(), [folder]) == [folder]
+    assert prepared(Launch(restarts=1), [folder, "--output.name=a"]) == [folder, "--output.name=a", "--resume=auto"]
+    of_host = prepared(Launch(restarts=1), [folder])
+    assert re.fullmatch(r"--output\.name=\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", of_host[1])
+    assert of_host[2] == "--resume=auto"
+    with pytest.raises(ConfigError, match="there is no folder /no/such/run"):
+        prepared(Launch(), [folder, "--resume=/no/such/run"])
+
+
+@pytest.mark.parametrize(
+    ("holds", "unsaved"),
+    [
+        ([], True),
+        (["config.yaml", "metrics.jsonl"], True),
+        (["config.yaml", "checkpoints/step_00000001.unfinished/policy"], True),
+        (["config.yaml", "checkpoints/step_00000001/manifest.json"], False),
+        (["config.yaml", "checkpoints/step_00000001.damaged/manifest.json"], False),
+        (["config.yaml", "finished"], False),
+        (["thesis.tex"], False),
+    ],
+)
+def test_only_a_run_that_has_never_been_saved_is_begun_anew(tmp_path, holds, unsaved):
+    for name in holds:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert is_unsaved(tmp_path) == unsaved
+
+
+def test_a_run_that_is_finished_has_nothing_left_to_do(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(program, "look", lambda *_, **__: pytest.fail("begun"))
+    monkeypatch.setattr(process, "stop_on_signals", lambda: None)
+    (tmp_path / "mine").mkdir()
+    options = [f"--output.folder={tmp_path}", "--output.name=mine", "--resume=auto", "--steps=7"]
+    (tmp_path / "mine" / "config.yaml").write_text(to_yaml(parse_args(options[:2])).replace("steps: 60", "steps: 7"))
+    (tmp_path / "mine" / "finished").touch()
+    assert program.main(options) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'mine'} is finished: nothing is left to do\n"
+    for other, message in (("--steps=9", "for more, --resume"), ("--seed=5", "seed was 0 and is now 5")):
+        assert program.main([*options, other]) == 2
+        assert message in capsys.readouterr().err

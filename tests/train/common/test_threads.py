@@ -1,0 +1,188 @@
+"""How many threads a process computes with, and what it says when others come to its processors."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from exgrpo.train.common.threads import Neighbours, Others, Rank, choose, quota
+from tests.train.launch import MAIN, launch
+
+FOUR = frozenset(range(4))
+SPIN = "import os\nos.sched_setaffinity(0, {%d})\nwhile True: pass"
+
+
+@pytest.fixture
+def unnamed(monkeypatch, tmp_path):
+    """No variable and no control group says anything."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("exgrpo.train.common.threads.quota", lambda: None)
+    return monkeypatch
+
+
+def ranks(*processors):
+    return [Rank(number, frozenset(of_rank)) for number, of_rank in enumerate(processors)]
+
+
+@pytest.mark.parametrize(
+    ("processes", "others", "expected"),
+    [
+        ([FOUR], 0.0, 4),
+        ([FOUR], 0.4, 4),
+        ([FOUR], 0.6, 3),
+        ([FOUR], 1.9, 2),
+        ([FOUR], 4.0, 1),  # at least one
+        ([FOUR, FOUR], 0.0, 2),
+        ([FOUR, FOUR], 1.0, 1),
+        ([FOUR] * 8, 0.0, 1),
+        ([{0, 1}, {2, 3}], 0.0, 2),  # a launcher has given each its own
+    ],
+)
+def test_free_processors_are_shared_by_the_processes_that_may_use_them(unnamed, processes, others, expected):
+    of_run = ranks(*processes)
+    assert choose(None, None, of_run, of_run[0], lambda: others).count == expected
+
+
+def test_what_is_asked_for_is_taken_whatever_is_free(unnamed):
+    (own,) = of_run = ranks({0, 1})
+    unnamed.setenv("OMP_NUM_THREADS", "3,2")
+    assert str(choose(None, None, of_run, own, lambda: 2.0)) == "3 threads in each process: OMP_NUM_THREADS"
+    assert str(choose(5, None, of_run, own, lambda: 2.0)) == "5 threads in each process: distributed.threads"
+    for nothing in ("", "0", "-1", "many"):
+        unnamed.setenv("OMP_NUM_THREADS", nothing)
+        assert choose(None, None, of_run, own, lambda: 0.0).count == 2
+
+
+def test_a_run_that_goes_on_has_its_number_or_says_that_it_has_another(unnamed):
+    (own,) = of_run = ranks(FOUR)
+    assert choose(None, 3, of_run, own, lambda: 4.0).count == 3
+    moved = choose(None, 16, of_run, own, lambda: 0.0)  # to a machine with fewer processors
+    assert moved.count == 4
+    assert "the run began with 16" in moved.why
+    asked = choose(2, 3, of_run, own, lambda: 0.0)
+    assert asked.count == 2
+    assert "the run began with 3" in asked.why
+    assert "began" not in choose(3, 3, of_run, own, lambda: 0.0).why
+
+
+def test_the_quota_of_a_container_limits_the_number(unnamed):
+    (own,) = of_run = ranks(FOUR)
+    for limit, expected in ((0.5, 1), (1.0, 1), (2.5, 2), (9.0, 4)):
+        unnamed.setattr("exgrpo.train.common.threads.quota", lambda limit=limit: limit)
+        found = choose(None, None, of_run, own, lambda: 0.0)
+        assert found.count == expected
+        assert ("with a quota of" in found.why) == (limit < 4)
+
+
+def test_quotas_of_both_versions_of_control_groups_and_of_the_groups_above(tmp_path):
+    membership = tmp_path / "membership"
+    for name, text in {
+        "two/cpu.max": "max 100000",
+        "two/outer/cpu.max": "150000 100000",
+        "two/outer/inner/cpu.max": "400000 100000",
+        "one/cpu/cpu.cfs_quota_us": "-1",
+        "one/cpu/cpu.cfs_period_us": "100000",
+        "one/cpu/mine/cpu.cfs_quota_us": "50000",
+        "one/cpu/mine/cpu.cfs_period_us": "100000",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    for root, groups, expected in (
+        ("two", "0::/outer/inner\n", 1.5),
+        ("two", "0::/\n", None),
+        ("two", "0::/of/the/host/which/is/not/seen/here\n", None),
+        ("two", "0::/outer/gone\n", 1.5),
+        ("one", "4:memory:/x\n1:cpu:/mine\n", 0.5),
+        ("one", "1:cpu:/\n", None),
+        ("nowhere", "0::/\n", None),
+    ):
+        membership.write_text(groups)
+        assert quota(tmp_path / root, membership) == expected
+    assert quota(tmp_path, tmp_path / "no such file") is None
+
+
+def test_what_a_run_has_started_is_no_load_of_others():
+    """Both look at the same time: the one that knows the process as its own sees less, by just what that has used."""
+    processor = min(os.sched_getaffinity(0))
+    process = subprocess.Popen([sys.executable, "-c", SPIN % processor])
+    try:
+        there = psutil.Process(process.pid)
+        while there.cpu_times().user < 0.1:
+            time.sleep(0.05)
+        one = Rank(os.getpid(), frozenset({processor}))
+        ours, theirs = Others([one], one), Others([], one)
+        before, start = there.cpu_times().user, time.monotonic()
+        time.sleep(1)
+        ours, theirs = ours.busy(), theirs.busy()
+        used = (there.cpu_times().user - before) / (time.monotonic() - start)
+    finally:
+        process.kill()
+        process.wait()
+    assert theirs > 0.8  # some program, this one or another, keeps it busy all the time
+    assert theirs - ours > 0.8 * used - 0.05  # the system counts in hundredths of a second
+
+
+def test_a_process_of_the_run_that_is_gone_is_no_error():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    own = Rank.here()
+    assert Others([own, Rank(gone.pid, own.processors)], own).busy() >= 0
+
+
+def observed(loads, speeds, allowed=2, threads=2, sharing=1):
+    """What is said of steps, in each of which others had so much load and the run so much of its peak."""
+    neighbours = Neighbours(iter(loads).__next__, allowed, threads, sharing)
+    steps = [{"mfu": speed, "seconds": 2.0} for speed in speeds]
+    said = [neighbours.observe(metrics) for metrics in steps]
+    assert [metrics["seconds/others"] / 2 for metrics in steps] == list(loads)
+    return said
+
+
+def test_others_that_come_later_are_told_once_with_factor_and_remedy():
+    said = observed([0.0, 0.1, 0.0, 0.2, 1.0, 1.0], [0.2, 0.3, 0.3, 0.3, 0.05, 0.05])
+    assert said[:4] == [None] * 4
+    assert said[4] == (
+        "warning: others keep 1.0 of 2 processors busy: this step took 6.0 times as long for its work as those before. "
+        "Its threads wait for each other: stop the run, and go on with --distributed.threads 1"
+    )
+    assert said[5] is None
+
+
+def test_others_that_cost_nothing_are_not_told():
+    assert observed([0.0] * 3 + [1.0], [0.3] * 4) == [None] * 4  # as fast as before
+    assert (
+        observed([0.0] * 3 + [1.0], [0.3] * 3 + [0.1], allowed=4) == [None] * 4
+    )  # there is room: something else is slow
+    assert observed([1.0] * 4, [0.05] * 4) == [None] * 4  # they were there from the start
+    alone = observed([0.0] * 3 + [2.0], [0.3] * 3 + [0.1], threads=1)[-1]
+    assert alone.endswith("as those before")  # fewer threads than one there are not
+    assert "threads 2" in observed([0.0] * 3 + [4.0], [0.3] * 3 + [0.1], allowed=8, threads=4, sharing=2)[-1]
+
+
+def test_every_process_computes_with_what_is_asked_for(tmp_path, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, torch\nfrom exgrpo.train.common.distributed import start\n"
+        "world = start(5, int(sys.argv[-1]) or None)\n"
+        "same = world.threads.count == torch.get_num_threads()\n"
+        "os.write(1, f'{same} {torch.get_num_threads()} {world.threads.why}\\n'.encode())  # whole lines of each rank\n"
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    for asked, expected in (("0", "True 3 OMP_NUM_THREADS"), ("4", "True 4 distributed.threads")):
+        done = launch(program, asked, ranks=2)
+        assert done.stdout.splitlines() == [expected] * 2, done.stderr
+
+
+def test_a_run_says_its_threads_keeps_them_and_tells_of_others(tmp_path):
+    options = (f"--output.folder={tmp_path}", "--output.name=run", "--checkpoint.every=1", "--data.test", "None")
+    sizes = ("--questions=4", "--rollout.samples=2", "--rollout.max_tokens=8", "--optimizer.minibatches=1")
+    first = launch(MAIN, *options, *sizes, "--preflight=off", "--steps=1", "--distributed.threads=2")
+    assert "2 threads in each process: distributed.threads\n" in first.stdout, first.stderr
+    assert "preflight: " not in first.stdout
+    goes_on = launch(MAIN, f"--resume={tmp_path / 'run'}", "--steps=2", "--distributed.threads=1")
+    assert goes_on.returncode == 0, goes_on.stderr
+    assert "1 thread in each process: distributed.threads; the run began with 2" in goes_on.stdout
+    assert '"seconds/others": ' in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]

@@ -1,0 +1,221 @@
+"""Recipes and overrides: what is accepted, and what the errors say."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.config.options import Config, ExperienceConfig
+from exgrpo.train.config.recipe import load_recipe, parse_args, read_recipe, to_yaml
+from exgrpo.train.config.section import known_keys
+from exgrpo.train.reward.names import resolve_reward, reward_of
+
+
+def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+DEFAULT_RUN = Path(__file__).parents[3] / "exgrpo" / "assets" / "arithmetic" / "recipe.yaml"
+OWN = ["--policy.path=my/model", "--data.train", "mine.jsonl"]
+
+
+def test_without_arguments_it_is_the_default_run():
+    assert parse_args([]) == parse_args(["--local_rank=3"]) == load_recipe(DEFAULT_RUN)
+    assert parse_args(["--experience.ratio=0"]).data.train_limit == 6000
+
+
+def test_an_own_model_takes_nothing_from_the_default_run():
+    """Whatever the default run's recipe says, but for its model and questions, is not so in another run."""
+    own, written = parse_args(OWN), load_recipe(DEFAULT_RUN).model_dump()
+    for key, value in flat(read_recipe(DEFAULT_RUN)).items():
+        section, _, name = key.rpartition(".")
+        assert (written[section][name] if section else written[name]) in (value, (value,))
+        assert getattr(getattr(own, section) if section else own, name) != value, key
+
+
+def test_an_own_model_is_asked_for_what_its_reward_reads():
+    """The README's command: no question is left out, and the prompt asks for the box that is graded."""
+    own = parse_args(OWN)
+    assert (own.data.train_limit, own.data.test) == (None, None)
+    answer = r"So it is \boxed{" + "7}."
+    assert resolve_reward(reward_of("", own.reward.function))(answer, "7") == 1.0
+    assert own.data.prompt_format.format(question="What is 3 + 4?").startswith("What is 3 + 4?")
+    assert r"\boxed{}" in own.data.prompt_format.format(question="")
+
+
+def test_one_source_or_several(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    for text, arguments, train, test in (
+        ("data: {train: a}", [], ("a",), None),
+        ("data: {train: [a, b], test: c, train_weights: [1, 3]}", [], ("a", "b"), ("c",)),
+        ("data: {train_weights: [1, 3]}", ["--data.train", "a", "b", "--data.test", "c", "d"], ("a", "b"), ("c", "d")),
+        ("data: {train: a, test: b}", ["--data.test=None"], ("a",), None),
+        ("data: {train: a}", ["--data.train=b?x=1&y=2"], ("b?x=1&y=2",), None),
+    ):
+        recipe.write_text(f"policy.path: m\n{text}\n")
+        config = parse_args([f"--recipe={recipe}", *arguments])
+        assert (config.data.train, config.data.test) == (train, test)
+        (tmp_path / "config.yaml").write_text(to_yaml(config))
+        assert load_recipe(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data.train_weights", "1"], "data.train_weights has 1 numbers and data.train 2 sources: give one number"),
+        (["--data.train_weights", "1", "0"], "data.train_weights.1: Input should be greater than or equal to"),
+        (["--data.test"], "data.test: Value should have at least 1 item"),
+    ],
+)
+def test_weights_and_sources_that_cannot_be(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_args(["--policy.path=m", "--data.train", "a", "b", *arguments])
+
+
+@pytest.mark.parametrize("missing", [OWN[:1], OWN[1:]])
+def test_an_own_run_needs_a_model_and_questions(missing):
+    name = "--data.train" if missing == OWN[:1] else "--policy.path"
+    with pytest.raises(ConfigError, match=rf"^missing: {name} \(see exgrpo train --help\)$"):
+        parse_args(missing)
+
+
+def test_a_parsers_message_has_no_frame_where_the_output_is_not_in_unicode():
+    """A text without an encoding is such an output."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        with pytest.raises(ConfigError, match=r"^Error parsing --steps: .*: 'x' \(see exgrpo train --help\)$"):
+            parse_args(["--steps", "x"])
+        with pytest.raises(ConfigError, match=r"^missing: --data.train \(see exgrpo train"):
+            parse_args(OWN[:1])
+
+
+def test_nucleus_sampling_in_training_is_refused_with_the_remedy(tmp_path):
+    remedy = "rollout.top_p: .* lower rollout.temperature"
+    for arguments in (["--rollout.top_p", "0.9"], ["--rollout.top-p=0.9"]):
+        with pytest.raises(ConfigError, match=remedy):
+            parse_args(arguments)
+    with pytest.raises(ConfigError, match=remedy):
+        load_recipe(write(tmp_path, f"base: {DEFAULT_RUN}\nrollout.top_p: 0.9"))
+
+
+def flat(values, prefix=""):
+    items = {}
+    for key, value in values.items():
+        items |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return items
+
+
+def test_overrides_beat_the_recipe_and_the_recipe_beats_the_defaults(tmp_path):
+    recipe = write(tmp_path, f"base: {DEFAULT_RUN}\nsteps: 7\nexperience.ratio: 0.25\noptimizer.lr: 1.0e-6\n")
+    config = parse_args(["--recipe", str(recipe), "--experience.ratio", "0.75", "--objective.clip", "None"])
+    assert (config.steps, config.experience.ratio, config.optimizer.lr) == (7, 0.75, 1e-6)
+    assert config.objective.clip is None
+    assert config.experience.mu == ExperienceConfig().mu
+
+
+def test_a_recipe_builds_on_its_base(tmp_path):
+    text = "policy.path: m\ndata: {train: q}\nsteps: 7\nexperience: {ratio: 0.25, mu: 0.3}\n"
+    write(tmp_path, text, "base.yaml")
+    config = load_recipe(write(tmp_path, "base: base.yaml\nexperience.ratio: 0.0\n"))
+    assert (config.steps, config.experience.ratio, config.experience.mu) == (7, 0.0, 0.3)
+
+
+def test_the_resolved_configuration_is_a_recipe_that_repeats_the_run(tmp_path):
+    config = parse_args(["--experience.ratio", "0.75", "--objective.clip", "0.1", "0.3", "--data.test", "None"])
+    assert load_recipe(write(tmp_path, to_yaml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("experience.rato: 0.3", "unknown key 'experience.rato'; did you mean 'experience.ratio'?"),
+        ("stepz: 3", "unknown key 'stepz'; did you mean 'steps'?"),
+        ("experience: {ratio: 3}", r"experience.ratio: Input should be less than or equal to 1 \(got 3\)"),
+        ("policy.dtype: fp16", "policy.dtype: Input should be 'fp32' or 'bf16'"),
+        ("optimizer.minibatches: 65", r"optimizer.minibatches \(65\) exceeds questions \(64\)"),
+        ("optimizer.min_lr: 1.0e-5", r"min_lr \(1e-05\): a constant schedule does not fall; take linear or cosine"),
+        (
+            "optimizer: {lr: 1.0e-5, min_lr: 1.0e-5, schedule: linear}",
+            r"min_lr \(1e-05\): the schedule falls to it from lr",
+        ),
+        ("rollout.max_tokens: 40000", "optimizer.micro_batch_tokens .* one sequence must fit"),
+        ("data: {chat: false, system_prompt: hi}", "data.chat=False has no place for a system message"),
+        (
+            "objective.train_on: hard\nexperience.bucket_by: reward_deviation",
+            "objective.train_on=hard is a band of success rates",
+        ),
+    ],
+)
+def test_bad_values_are_named(tmp_path, text, message):
+    recipe = write(tmp_path, f"base: {DEFAULT_RUN}\n{text}")
+    with pytest.raises(ConfigError, match=message) as error:
+        load_recipe(recipe)
+    assert str(recipe) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "not valid YAML"),
+        ("base: recipe.yaml", "leads back to itself"),
+        ("base: other.yaml", "other.yaml: no such recipe"),
+        ("rollout: {servers: [5]}", r"rollout.servers.0: Input should be a valid string \(got 5\)"),
+        ("policy: 5\ndata.train: d", r"policy: Input should be a valid .* \(got 5\)"),
+        ("policy: 5\npolicy.path: m", "policy is a section of keys, and the value 5 stands in its place"),
+        ("policy: [m]\npolicy.overrides: {rope_theta: 5}", r"policy is a section of keys, and the value \['m'\]"),
+        ("policy.overrides:\npolicy: {overrides: {a: 1}}", "overrides is a section of keys, and the value None"),
+        ("steps: 3", "policy is missing; data is missing"),
+    ],
+)
+def test_recipes_that_cannot_be_read_are_named(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        load_recipe(write(tmp_path, text))
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere.yaml: no such recipe"):
+        parse_args(["--recipe", str(tmp_path / "nowhere.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--experience.rati", "0.3"], "unknown option --experience.rati; did you mean --experience.ratio?"),
+        (["--rollout.sample=3"], "unknown option --rollout.sample; did you mean --rollout.samples?"),
+        (["--max-tokens", "3"], "unknown option --max_tokens; did you mean --rollout.max_tokens?"),
+        (["--recip", "r.yaml"], "unknown option --recip; did you mean --recipe?"),
+        (["--reward", "math"], "--reward is a section: give one of its options, --reward.function, --reward.success, "),
+        (["--optimizer.lr", "fast"], "--optimizer.lr"),
+        (["--optimizer.lr=-1"], "command line: optimizer.lr: Input should be greater than 0"),
+        (["--optimizer.minibatches", "65"], "exceeds questions"),
+    ],
+)
+def test_bad_options_are_told_in_one_line(capsys, arguments, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        parse_args(arguments)
+    assert "\n" not in str(error.value)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["--rollout.max_tokens", "--rollout.max-tokens"])
+def test_dashes_and_underscores_are_the_same(name):
+    assert parse_args([name, "60"]).rollout.max_tokens == parse_args([f"{name}=60"]).rollout.max_tokens == 60
+
+
+def test_help_explains_every_field_of_a_command_line_with_its_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    shown = capsys.readouterr().out
+    leaves = [key for key in known_keys(Config) if "." in key or key in ("seed", "steps", "questions")]
+    leaves.remove("evaluation.sets")  # a recipe names them; the options of those that it names are shown
+    assert "evaluation.sets" in shown
+    leaves.remove("data.sources")  # which recipes alone have
+    for key in leaves:
+        assert f"--{key}" in shown
+    assert shown.count("(default:") >= len(leaves)

@@ -1,0 +1,270 @@
+"""Whatever stands in a recipe, it is a configuration or one line of a sane length that says what is wrong."""
+
+import contextlib
+import math
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exgrpo.train.common import errors
+from exgrpo.train.common.errors import ConfigError, cut, shown
+from exgrpo.train.common.limits import MOST_ANSWERS
+from exgrpo.train.common.plain import parse_yaml
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.pretrained import from_arguments
+from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe, parse_args, unfinished, validate
+from exgrpo.train.config.section import known_keys
+from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.rows import parse_row
+from exgrpo.train.policy.source import explained
+from exgrpo.train.reward.names import resolve_reward
+from tests.train.configs import configured
+
+KEYS = known_keys(Config)
+ODD_NUMBERS = [math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, 10**400, -1, 2**63, 0]
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from(ODD_NUMBERS)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=5)
+    | st.dates()
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=8) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+RECIPES = st.dictionaries(st.sampled_from([*KEYS, "base"]) | st.text(max_size=8) | st.none(), VALUES, max_size=4)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("recipes") / "recipe.yaml"
+
+
+def outcome(path, text):
+    """The message of the error; None where the recipe is a configuration."""
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        assert isinstance(load_recipe(path), Config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@settings(max_examples=40)  # tests/hostile tries far more
+@given(values=RECIPES)
+def test_any_values_are_a_configuration_or_an_error(path, values):
+    sound = {"policy.path": "m", "data.train": "q"}
+    message = outcome(path, yaml.dump({**sound, **values}))
+    assert message is None or len(message) < 10_000
+    with contextlib.suppress(ConfigError):
+        assert isinstance(unfinished(values, "values"), Config)
+
+
+@settings(max_examples=40)
+@given(text=st.text(alphabet="ab:{}[]&*!|>-?,'\"# \n0.~%@\\", max_size=60))
+def test_any_text_is_a_configuration_or_an_error(path, text):
+    assert outcome(path, text)  # no such text names a model
+
+
+BOMB = "a: &x0 [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"b{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("policy: &a {path: *a}", "holds itself by an alias"),
+        ("a: &a [*a]", "holds itself by an alias"),
+        ("[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("a: " + "{a: " * 50 + "1" + "}" * 50, "nested more than 20 levels deep"),
+        (BOMB, "more than 100000 values"),
+        ("x: 2024-13-45", "not valid YAML: month must be in 1..12"),
+        ("a: !!bool x", "not valid YAML"),
+        ("a: !!timestamp x", "not valid YAML"),
+        ("steps: " + "9" * 5000, "not valid YAML: Exceeds the limit"),
+        ('base: "\\0"', "holds a character that no file or program can take"),
+        ('policy.path: "\\ud800"', "holds a character that no file or program can take"),
+        ("base: 5", "base is the path of one recipe, not a int"),
+        ("steps: 1\nsteps: 2", "the key 'steps' comes twice"),
+        ("policy: {path: m, path: m}", "the key 'path' comes twice"),
+        ("a: [" + "1," * 2**18 + "]", "has more than 262144 characters"),
+        ("policy: null", r"policy: Input should be a valid dict.* \(got None\)"),
+        ("0", "a recipe is a mapping of keys to values, not a int"),
+        ("policy.dtype: " + "x" * 100_000, r"policy.dtype: .*got 'xxx.*xxx'"),
+        ("? " + "x" * 100_000 + "\n: 1", "unknown key"),
+        ("\n".join(f"key{i}: 1" for i in range(50)), "and 42 more$"),
+    ],
+)
+def test_hostile_recipes_are_named_in_one_short_line(path, text, message):
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_recipe(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 2000
+
+
+def test_values_that_are_merged_may_be_replaced():
+    assert parse_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}") == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}
+    assert parse_yaml("{1: a, '1': b}") == {1: "a", "1": "b"}
+
+
+def test_a_chain_of_bases_has_an_end(tmp_path):
+    for number in range(101):
+        (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml\n")
+    (tmp_path / "101.yaml").write_text("policy.path: m\ndata.train: q\n")
+    load_recipe(tmp_path / "1.yaml")
+    with pytest.raises(ConfigError, match="100 recipes lead"):
+        load_recipe(tmp_path / "0.yaml")
+
+
+def _default(key):
+    value = configured().model_dump()
+    for name in key.split("."):
+        value = value[name]
+    return value
+
+
+def test_no_number_is_without_bounds():
+    numbers = [key for key in KEYS if type(_default(key)) in (int, float)]
+    assert len(numbers) > 40
+    for key in numbers:
+        for value in (math.nan, math.inf, -1e308, 10**400):
+            with pytest.raises(ConfigError, match=key):
+                configured({key: value})
+
+
+OPTIONAL = (
+    "data.train_limit",
+    "experience.max_per_question",
+    "experience.max_age",
+    "experience.max_uses",
+    "experience.capacity",
+    "evaluation.every",
+    "evaluation.patience",
+    "checkpoint.every",
+    "output.export_every",
+)
+
+
+def test_no_optional_number_is_without_bounds():
+    assert configured(dict.fromkeys(OPTIONAL, 7))
+    for key in OPTIONAL:
+        for value in (10**12, -1, 0):
+            with pytest.raises(ConfigError, match=key):
+                configured({key: value})
+
+
+def test_values_that_no_computation_survives_are_refused():
+    for key, value in (
+        ("objective.clip", [math.nan, 0.2]),
+        ("objective.clip", [0.2, 1e308]),
+        ("objective.clip", [2, 0.2]),
+        ("objective.beta", 1e-300),
+        ("objective.beta", None),
+        ("objective.trigger", 0),
+        ("objective.second_moment", 0),
+        ("experience.age_scale", 0),
+        ("experience.band", [0.2, 1.5]),
+        ("optimizer.betas", [0.9, 1.0]),
+        ("optimizer.betas", [-1, 0.9]),
+        ("rollout.temperature", 1e-300),
+        ("experience.sigma", 1e-300),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            configured({key: value})
+
+
+def test_a_step_of_more_answers_than_fit_into_memory_is_refused():
+    assert configured(questions=64, rollout={"samples": 2**14}).rollout.samples * 64 == MOST_ANSWERS
+    with pytest.raises(ConfigError, match="exceed 1048576 answers per step"):
+        configured(questions=65, rollout={"samples": 2**14})
+    with pytest.raises(ConfigError, match="rollout.samples: Input should be less than"):
+        configured(rollout={"samples": 10**9})
+
+
+def test_a_run_has_the_name_of_one_folder():
+    for name in ("", ".", "..", "../x", "/tmp/x", "x" * 256, "é" * 128):
+        with pytest.raises(ConfigError, match=r"output.name: a run's name is that of one folder"):
+            configured({"output.name": name})
+    assert configured({"output.name": "é" * 127}).output.name == "é" * 127
+
+
+def test_overrides_that_are_no_values_are_one_line():
+    for argument in ("KEY=[", "KEY=!!bool x", "KEY=2024-13-45", "KEY=" + "[" * 5000, "=", "x" * 100_000):
+        with pytest.raises(ConfigError) as error:
+            from_arguments([argument])
+        assert len(str(error.value)) < 600
+    with pytest.raises(ConfigError) as error:
+        parse_args(["--policy.overrides", "KEY=["])
+    assert "\n" not in str(error.value)
+
+
+class Rude:
+    def __repr__(self):
+        raise SystemExit(7)
+
+
+class RudeError(Exception):
+    def __str__(self):
+        raise ValueError("no")
+
+
+def test_what_a_message_shows_is_short_and_always_there(capsys):
+    assert shown("a\nb") == r"'a\nb'"
+    assert shown(ValueError("a\n  b")) == "a b"
+    assert shown(3.5) == "3.5"
+    assert shown(None) == "None"
+    assert shown(RudeError()) == "<RudeError that cannot be printed>"
+    for value in (
+        "x" * 100_000,
+        ["x"] * 100_000,
+        10**4000,
+        ValueError("x" * 100_000),
+        Rude(),
+        [[[[[[[[1]]]]]]]],
+        RudeError(),
+    ):
+        assert 0 < len(shown(value)) <= errors.SHOWN
+    assert cut("abc", 3) == "abc"
+    long = cut("head" + "x" * 1000 + "tail", 100)
+    assert len(long) == 100
+    assert (long[:4], long[-4:]) == ("head", "tail")
+    assert "(1008 characters)" in long
+    assert errors.printable("é \n\x1b[2J\u202e\ud800") == "é \n\\x1b[2J\\u202e\\ud800"
+    errors.print_error(ConfigError("x" * 100_000 + ": do this"))
+    printed = capsys.readouterr().err
+    assert len(printed) < 5000
+    assert printed.endswith("xxx: do this\n")
+
+
+def test_what_is_long_in_data_and_models_is_cut(tmp_path):
+    long = "x" * 100_000
+    causes = [
+        lambda: PromptFormat(chat=False, max_prompt_tokens=1, prompt_format=long).check_settings(),
+        lambda: PromptFormat(chat=False, max_prompt_tokens=1, prompt_format="{" + long + "}").check_settings(),
+        lambda: parse_row({long: 1}, "source"),
+        lambda: resolve_reward(long),
+    ]
+    for cause in causes:
+        with pytest.raises(errors.ExgrpoError) as error:
+            cause()
+        assert len(str(error.value)) < 1000
+    assert len(str(explained(ValueError(long), long))) < 1000
+
+
+def test_values_of_a_manifest_are_checked_alike():
+    with pytest.raises(ConfigError, match="^manifest: policy: "):
+        validate({"policy": [], "data": {"train": "q"}}, "manifest")
+    assert DEFAULT_RUN.is_file()

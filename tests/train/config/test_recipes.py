@@ -1,0 +1,193 @@
+"""The shipped recipes: all are valid, the paper's has the paper's values, and the others differ from it as they say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from exgrpo.tools.evaluate.options import defaults
+from exgrpo.train.config.recipe import load_recipe, to_yaml
+from exgrpo.train.reward.names import resolve_reward, reward_of
+from tests.train.trainers import make
+
+FOLDER = Path(__file__).parents[3] / "recipes"
+EVALUATION = sorted((FOLDER / "evaluation").glob("*.yaml"))
+PARTS = {path for name in ("replay", "objectives", "environments") for path in (FOLDER / name).glob("*.yaml")}
+"""They go with the recipe of a task, and have tests of their own."""
+RECIPES = sorted(str(path.relative_to(FOLDER)) for path in set(FOLDER.rglob("*.yaml")) - set(EVALUATION) - PARTS)
+
+PAPER = {
+    "steps": 700,
+    "questions": 128,
+    "policy.path": "Qwen/Qwen2.5-Math-7B",
+    "policy.overrides": {"max_position_embeddings": 16384, "rope_theta": 40000},
+    "policy.dtype": "bf16",
+    "policy.gradient_checkpointing": True,
+    "data.max_prompt_tokens": 1024,
+    "data.train_limit": None,
+    "data.chat": True,
+    "data.system_prompt": None,
+    "data.keep_system": True,
+    "data.prompt_format": "{question}",
+    "data.answer_prefix": "<think>\n",
+    "reward.function": "math",
+    "rollout.samples": 8,
+    "rollout.temperature": 1.0,
+    "rollout.max_tokens": 8192,
+    "experience.ratio": 0.5,
+    "experience.start_pass_rate": 0.35,
+    "experience.admit": "successes",
+    "experience.prioritise": "gaussian",
+    "experience.compose": "mixed",
+    "experience.mu": 0.5,
+    "experience.sigma": 1.0,
+    "experience.trajectory": "lowest_entropy",
+    "experience.count_replayed": False,
+    "experience.expire": ("retirement",),
+    "experience.replayed": 1,
+    "experience.advantage": "group",
+    "experience.bucket_by": "success_count",
+    "experience.max_per_question": None,
+    "experience.max_age": None,
+    "objective.clip": (0.2, 0.2),
+    "objective.clip_with_replay": False,
+    "objective.weigh": "shaped",
+    "objective.beta": 0.1,
+    "objective.scale_by_std": False,
+    "objective.normalize": "constant",
+    "objective.entropy_coef": 0.001,
+    "objective.train_on": "all",
+    "optimizer.lr": 1e-6,
+    "optimizer.betas": (0.9, 0.999),
+    "optimizer.weight_decay": 0.01,
+    "optimizer.grad_clip": 1.0,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 0,
+    "optimizer.minibatches": 2,
+    "optimizer.micro_batch_tokens": 32768,
+    "evaluation.temperature": 0.6,
+    "evaluation.top_p": 1.0,
+}
+
+ON_POLICY = {"experience.ratio": 0.0}
+# Only Qwen2.5-Math is stretched.
+PLAIN: dict[str, Any] = {"policy.overrides": {}}
+WEAK = {
+    "steps": 500,
+    "policy.path": "meta-llama/Llama-3.1-8B",
+    **PLAIN,
+    "data.chat": False,
+    "data.keep_system": False,
+    "data.answer_prefix": "",
+    "data.prompt_format": "Question: {question}\nReason step by step and put the answer into \\boxed{{}}.\nAnswer:",
+    "rollout.stop": ("\nQuestion:",),
+    "reward.function": "math_no_think",
+    "experience.start_pass_rate": 0.0,
+}
+
+# What each recipe changes in the paper's.
+CHANGES: dict[str, dict[str, Any]] = {
+    "paper/qwen2.5_math_7b.yaml": {},
+    "paper/qwen2.5_math_1.5b.yaml": {"steps": 500, "policy.path": "Qwen/Qwen2.5-Math-1.5B"},
+    "paper/qwen2.5_7b_instruct.yaml": {"steps": 500, "policy.path": "Qwen/Qwen2.5-7B-Instruct", **PLAIN},
+    "paper/llama3.1_8b.yaml": WEAK,
+    "paper/llama3.1_8b_instruct.yaml": {"steps": 500, "policy.path": "meta-llama/Llama-3.1-8B-Instruct", **PLAIN},
+    "paper/luffy_7b.yaml": {"steps": 500, "policy.path": "models/LUFFY-Qwen-Math-7B-Zero", **PLAIN},
+    "ablations/on_policy.yaml": ON_POLICY,
+    "ablations/no_question_selection.yaml": {"experience.prioritise": "random"},
+    "ablations/no_trajectory_selection.yaml": {"experience.trajectory": "random"},
+    "ablations/no_selection.yaml": {"experience.prioritise": "random", "experience.trajectory": "random"},
+    "ablations/highest_entropy.yaml": {"experience.trajectory": "highest_entropy"},
+    "ablations/lowest_nll.yaml": {"experience.trajectory": "lowest_nll"},
+    "ablations/shortest.yaml": {"experience.trajectory": "shortest"},
+    "ablations/no_shaping.yaml": {"objective.weigh": "ratio"},
+    "ablations/no_importance_correction.yaml": {"objective.weigh": "uncorrected"},
+    "ablations/ratio_0.25.yaml": {"experience.ratio": 0.25},
+    "ablations/ratio_0.75.yaml": {"experience.ratio": 0.75},
+    "ablations/sigma_0.5.yaml": {"experience.sigma": 0.5},
+    "ablations/sigma_1.5.yaml": {"experience.sigma": 1.5},
+    "ablations/mu_0.25.yaml": {"experience.mu": 0.25},
+    "ablations/no_retirement.yaml": {"experience.expire": ()},
+    "ablations/no_delayed_start.yaml": {"experience.start_pass_rate": 0.0},
+    "preliminary/easy.yaml": {**ON_POLICY, "objective.train_on": "easy"},
+    "preliminary/medium.yaml": {**ON_POLICY, "objective.train_on": "medium"},
+    "preliminary/hard.yaml": {**ON_POLICY, "objective.train_on": "hard"},
+}
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    items: dict[str, Any] = {}
+    for key, value in values.items():
+        section = isinstance(value, dict) and key != "overrides"
+        items.update(flat(value, f"{prefix}{key}.") if section else {prefix + key: value})
+    return items
+
+
+def resolved(recipe: str) -> dict[str, Any]:
+    return flat(load_recipe(FOLDER / recipe).model_dump())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_valid_and_repeatable(recipe, tmp_path):
+    config = load_recipe(FOLDER / recipe)
+    resolve_reward(reward_of("", config.reward.function))
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_recipe(tmp_path / "config.yaml") == config
+
+
+def test_the_paper_recipe_has_the_papers_values_and_writes_them_out():
+    """A default that changes must not change the paper's run. Options that the paper lacks are off by default."""
+    values = resolved("paper.yaml")
+    assert {key: values[key] for key in PAPER} == PAPER
+    written = flat(yaml.safe_load((FOLDER / "paper.yaml").read_text()))
+    off = {"count_replayed", "bucket_by", "max_per_question", "max_age", "train_on", "replayed", "advantage"}
+    assert {key for key in PAPER if key.split(".")[-1] not in off} <= set(written)
+
+
+def test_every_recipe_that_builds_on_the_papers_is_in_the_table():
+    own = {"paper.yaml", "smollm2_gsm8k.yaml", "lora_7b_24gb.yaml"}
+    assert set(RECIPES) - own == set(CHANGES)
+
+
+@pytest.mark.parametrize("recipe", CHANGES)
+def test_a_recipe_changes_what_it_says_and_nothing_else(recipe):
+    paper, ours = resolved("paper.yaml"), resolved(recipe)
+    assert {key: value for key, value in ours.items() if value != paper[key]} == CHANGES[recipe]
+    assert len((FOLDER / recipe).read_text().splitlines()) <= 16
+
+
+TINY = {
+    "questions": 6,
+    "rollout": {"samples": 4, "max_tokens": 8},
+    "optimizer": {"minibatches": 2},
+}
+
+
+@pytest.mark.parametrize("recipe", CHANGES)
+def test_every_recipe_drives_the_loop(recipe):
+    """The decisions of each recipe on scripted answers, with the sizes made small."""
+    values = load_recipe(FOLDER / recipe)
+    trainer = make(
+        {q: q % 5 / 4 for q in range(20)},
+        **TINY,
+        experience=values.experience.model_dump(),
+        objective=values.objective.model_dump(),
+    )
+    results = [trainer.step(step) for step in (1, 2, 3)]
+    assert (results[-1].metrics["replayed"] > 0) == (values.experience.ratio > 0)
+    retires = "retirement" in values.experience.expire and values.experience.ratio > 0
+    assert bool(trainer.replay.memory.retired.any()) == retires
+
+
+@pytest.mark.parametrize("recipe", EVALUATION, ids=lambda path: path.stem)
+def test_an_evaluation_recipe_asks_as_its_training_recipe_does(recipe):
+    options = defaults([recipe])
+    training = load_recipe(FOLDER / ("paper.yaml" if recipe.stem == "paper" else f"paper/{recipe.name}"))
+    asked = options.rollout
+    assert (asked.temperature, asked.top_p, options.rollout.max_tokens, asked.samples) == (0.6, 1.0, 8192, 1)
+    assert asked.avg == {"aime": 32, "aime25": 32, "amc": 32}
+    assert options.reward == training.reward
+    for name in ("chat", "system_prompt", "keep_system", "prompt_format", "answer_prefix", "max_prompt_tokens"):
+        assert getattr(options.data, name) == getattr(training.data, name)
+    assert options.rollout.stop == training.rollout.stop

@@ -1,0 +1,380 @@
+"""Models that are not whole: damaged by hand, each named before anything is trained, answered or served."""
+
+import json
+import shutil
+from contextlib import ExitStack
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from exgrpo.tools import serve
+from exgrpo.tools.evaluate.evaluation import run as run_evaluation
+from exgrpo.tools.evaluate.options import Options
+from exgrpo.train.common.builtin import ASSETS
+from exgrpo.train.common.distributed import World
+from exgrpo.train.common.errors import ConfigError, ModelError
+from exgrpo.train.config.recipe import DEFAULT_RUN
+from exgrpo.train.policy.check import check_weights
+from exgrpo.train.policy.source import find_model
+from exgrpo.train.policy.tokenizer import load_pretrained
+from exgrpo.train.rollout.registry import choose_engine
+from exgrpo.train.rollout.settings import training_settings
+from tests.train import tiny
+from tests.train.configs import configured
+from tests.train.fakes import LoneWorld
+from tests.train.launch import MAIN, launch
+from tests.train.run.test_run import SMALL
+
+UP, HEAD, NORM = "model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"
+
+
+def safetensors(folder, state):
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def sharded(folder, state):
+    """Two files and an index."""
+    names = sorted(state)
+    parts = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
+    for file, of_file in parts.items():
+        save_file({name: state[name] for name in of_file}, folder / file, metadata={"format": "pt"})
+    places = {name: file for file, of_file in parts.items() for name in of_file}
+    index = {"metadata": {"total_size": 0}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def pickled(folder, state):
+    torch.save(state, folder / "pytorch_model.bin")
+
+
+def rewritten(folder, change, write=safetensors, *, tied=True):
+    """A model whose weights were changed by hand."""
+    tiny.save_model(folder, tied=tied)
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    write(folder, change(state))
+    return folder
+
+
+def without(name):
+    return lambda state: {key: weight for key, weight in state.items() if key != name}
+
+
+def with_number(value, dtype=torch.float32):
+    def change(state):
+        state = {name: weight.to(dtype) for name, weight in state.items()}
+        state[UP][-1, -1] = value
+        return state
+
+    return change
+
+
+@pytest.mark.parametrize("write", [safetensors, sharded, pickled])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(UP), f"missing weights: {UP}$"),
+        (lambda state: {"x": torch.zeros(3)}, "missing weights: .* and 18 more; .* does not have: x$"),
+        (
+            lambda state: {**state, "v_head.weight": torch.zeros(3)},
+            "weights that the model does not have: v_head.weight",
+        ),
+        (lambda state: {**state, NORM: torch.ones(31)}, rf"of another shape: {NORM} \[31\] instead of \[32\]"),
+        (with_number(float("nan")), f"NaN or infinity in {UP}$"),
+        (with_number(float("inf")), f"NaN or infinity in {UP}$"),
+        (with_number(float("-inf"), torch.bfloat16), f"NaN or infinity in {UP}$"),
+        (with_number(float("nan"), torch.float16), f"NaN or infinity in {UP}$"),
+    ],
+)
+def test_weights_that_are_not_whole_are_named(tmp_path, write, change, message, capfd):
+    folder = rewritten(tmp_path, change, write)
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=f"^policy.path: {folder} cannot be used: .*{message}"):
+        check_weights(find_model(str(folder)))
+    assert capfd.readouterr() == ("", "")  # the error is all that is said
+
+
+@pytest.mark.parametrize("write", [safetensors, sharded, pickled])
+@pytest.mark.parametrize(
+    ("change", "tied"),
+    [
+        (dict, False),
+        (without(HEAD), True),
+        (lambda state: {**state, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, True),
+        (lambda state: {name.removeprefix("model."): weight for name, weight in state.items()}, True),
+        (with_number(3e38), True),
+        (lambda state: {**state, HEAD: state["model.embed_tokens.weight"].clone()}, True),
+    ],
+    ids=["untied", "tied", "old positions", "decoder alone", "large", "tied and repeated"],
+)
+def test_what_transformers_understands_is_whole(tmp_path, write, change, tied):
+    check_weights(find_model(str(rewritten(tmp_path, change, write, tied=tied))))
+
+
+class Opened:
+    """Leaves a file behind where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_pickled_weights_run_no_code(tmp_path):
+    ran = tmp_path / "ran"
+    folder = rewritten(tmp_path / "model", lambda state: {**state, UP: Opened(ran)}, pickled, tied=True)
+    with pytest.raises(ModelError, match=r"pytorch_model.bin cannot be read .*: download it or save it again"):
+        check_weights(find_model(str(folder)))
+    assert not ran.exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)[UP].close()
+    assert ran.exists()  # the file would have run it
+
+
+def test_a_tied_head_with_numbers_of_its_own_is_named_and_can_be_untied(tmp_path):
+    """The rollout engine may take the embedding for the head where the trainer does not."""
+    folder = rewritten(tmp_path, lambda state: {**state, HEAD: 2 * state["model.embed_tokens.weight"]}, tied=True)
+    with pytest.raises(ValueError, match=rf"ties {HEAD} to model.embed_tokens.weight, .* tie_word_embeddings=false"):
+        check_weights(find_model(str(folder)))
+    untied = find_model(str(folder), {"tie_word_embeddings": False})
+    check_weights(untied)
+    headless = rewritten(tmp_path / "headless", without(HEAD), tied=False)
+    with pytest.raises(ValueError, match=f"missing weights: {HEAD}$"):
+        check_weights(find_model(str(headless)))
+    model = untied.load(torch.float32, "sdpa")
+    assert torch.equal(model.lm_head.weight, 2 * model.model.embed_tokens.weight)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    folder = rewritten(tmp_path, dict, sharded)
+    second = folder / "model-00002-of-00002.safetensors"
+    second.write_bytes(second.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=rf"{second.name} cannot be read .*: download it or save it again"):
+        check_weights(find_model(str(folder)))
+    second.unlink()
+    with pytest.raises(ValueError, match=f"{second.name} cannot be read"):
+        check_weights(find_model(str(folder)))
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="model.safetensors.index.json is no index of weights"):
+        check_weights(find_model(str(folder)))
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(
+        ValueError, match="it has no weights, neither model.safetensors, .* nor pytorch_model.bin.index"
+    ):
+        check_weights(find_model(str(folder)))
+
+
+class Half(World):
+    """One of two ranks, alone: what it tells the other is kept, and the other has nothing to tell."""
+
+    def gather(self, value):
+        self.__dict__["told"] = value
+        return [value, [] if isinstance(value, list) else None]
+
+
+def test_ranks_share_the_reading(tmp_path):
+    bad = {UP, NORM, "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"}
+
+    def change(state):
+        return {name: weight * float("nan") if name in bad else weight for name, weight in state.items()}
+
+    source = find_model(str(rewritten(tmp_path, change)))
+    told = []
+    for rank in range(2):
+        half = Half(rank, 2, torch.device("cpu"), None)
+        with pytest.raises(ValueError, match="NaN or infinity"):
+            check_weights(source, half)
+        told += half.told
+    assert sorted(told) == sorted(bad)  # each by one of them
+
+
+def test_what_another_rank_found_ends_this_one(tmp_path):
+    class Other(World):
+        def gather(self, value):
+            return [value, [UP] if isinstance(value, list) else None]
+
+    source = find_model(str(rewritten(tmp_path, dict)))
+    with pytest.raises(ValueError, match=f"NaN or infinity in {UP}$"):
+        check_weights(source, Other(0, 2, torch.device("cpu"), None))
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    tiny.save_model(tmp_path, tied=True)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match="its weights are quantised"):
+        check_weights(find_model(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"model_type": "clip"}, r"\(clip\) is for more than text, see vision_config in its configuration"),
+        (
+            {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
+            r"\(gemma3\) is for more than text, see vision_config in its configuration",
+        ),
+        (
+            {"model_type": "qwen2_audio"},
+            r"\(qwen2_audio\) is for more than text, see audio_config in its configuration",
+        ),
+        ({"model_type": "t5"}, r"\(t5\) has an encoder for its input"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "has the head of BertForMaskedLM"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            "has the head of LlamaForSequenceClassification",
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_what_is_no_causal_lm_for_text_is_refused_by_name(values, reason, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"policy.path: .* {reason}: take a causal LM for text$"):
+        find_model(str(tmp_path))
+
+
+@pytest.fixture
+def arithmetic(tmp_path):
+    """A copy of the shipped model, and a function that changes one of its JSON files."""
+    folder = tmp_path / "arithmetic"
+    shutil.copytree(ASSETS / "arithmetic", folder)
+
+    def change(file, **values):
+        path = folder / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return folder, change
+
+
+@pytest.mark.parametrize("owner", ["config.json", "tokenizer_config.json"])
+def test_code_in_a_models_folder_is_not_run(arithmetic, owner, tmp_path, monkeypatch):
+    folder, change = arithmetic
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on stdin"))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    if owner == "config.json":
+        change(owner, model_type="own", auto_map={"AutoConfig": "own.Config"})
+    else:
+        change(owner, tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Tokenizer", None]})
+    with pytest.raises(ValueError, match="needs code of its own, and code from model folders is not run: take a model"):
+        load_pretrained(str(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("end", [320, [292, 320], -1])
+def test_an_end_outside_the_vocabulary_is_named(arithmetic, end):
+    folder, change = arithmetic
+    change("generation_config.json", eos_token_id=end)
+    outside = max(end) if isinstance(end, list) else end
+    with pytest.raises(
+        ValueError, match=f"the EOS token of .* has the id {outside}, and its vocabulary has 320 tokens"
+    ):
+        load_pretrained(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "message"),
+    [
+        ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and no model has more than 1"),
+        ("config.json", {"architectures": [7]}, r"names no class in its architectures, \[7\]"),
+        ("generation_config.json", {"eos_token_id": {}}, "cannot be loaded|names the EOS token {}: an id of a token"),
+        ("tokenizer_config.json", {"model_max_length": "x"}, "cannot be loaded: TypeError"),
+        ("tokenizer_config.json", {"tokenizer_class": ["x"]}, "cannot be loaded: AttributeError"),
+    ],
+)
+def test_values_that_no_model_has_are_one_error(arithmetic, file, values, message):
+    folder, change = arithmetic
+    change(file, **values)
+    with pytest.raises(ModelError, match=message):
+        load_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("content", ["{", "", "[]"])
+def test_a_damaged_generation_config_does_not_count_as_none(arithmetic, content):
+    folder, _ = arithmetic
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_pretrained(str(folder))
+    (folder / "generation_config.json").unlink()
+    assert load_pretrained(str(folder)).eos == (292,)
+
+
+def test_a_tokenizer_that_is_larger_than_the_embedding_is_named(arithmetic):
+    folder, _ = arithmetic
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    free = 320 - len(tokenizer)
+    tokenizer.add_tokens([f"<extra{i}>" for i in range(free)])
+    tokenizer.save_pretrained(folder)
+    assert len(load_pretrained(str(folder)).tokenizer) == 320
+    tokenizer.add_tokens(["<one more>"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(
+        ValueError, match="has the token '<one more>' with the id 320, and the model's vocabulary has 320"
+    ):
+        load_pretrained(str(folder))
+    tokenizer.pad_token = "<one more>"
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ValueError, match="the pad token of .* has the id 320"):
+        load_pretrained(str(folder))
+
+
+def chosen(length, path="builtin:arithmetic", overrides=None):
+    config = configured({"data": {"max_prompt_tokens": 12}, "rollout": {"max_tokens": length - 12}})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "transformers"})})
+    return choose_engine(training_settings(config, load_pretrained(path, overrides)), LoneWorld()).name
+
+
+def test_too_few_positions_are_refused_with_the_remedy(arithmetic):
+    assert chosen(512) == "transformers"
+    message = r"max_prompt_tokens \+ max_tokens \(12 \+ 501\) exceed the 512 positions .*max_position_embeddings=513"
+    with pytest.raises(ConfigError, match=message):
+        chosen(513)
+    assert chosen(513, overrides={"max_position_embeddings": 513}) == "transformers"
+    folder, change = arithmetic
+    change("config.json", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
+    assert chosen(1024, str(folder)) == "transformers"
+    with pytest.raises(ConfigError, match="exceed the 1024 positions"):
+        chosen(1025, str(folder))
+    change("config.json", rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(ConfigError, match="exceed the 512 positions"):
+        chosen(513, str(folder))
+
+
+@pytest.fixture
+def broken(arithmetic):
+    """The shipped model with one number that is none."""
+    folder, _ = arithmetic
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.model.layers[2].mlp.up_proj.weight.data[3, 5] = float("nan")
+    model.save_pretrained(folder)
+    return folder, "NaN or infinity in model.layers.2.mlp.up_proj.weight"
+
+
+def test_a_run_ends_before_it_begins(broken, tmp_path):
+    folder, message = broken
+    own = (f"--recipe={DEFAULT_RUN}", f"--policy.path={folder}", f"--output.folder={tmp_path / 'runs'}")
+    done = launch(MAIN, *SMALL, *own, ranks=2)
+    assert done.returncode != 0
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert error == f"error: policy.path: {folder} cannot be used: {message}"
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_evaluation_and_servers_ask_too(broken, tmp_path):
+    folder, message = broken
+    options = Options(
+        model=str(folder),
+        data={"test": ("builtin:arithmetic",), "test_limit": 1},
+        rollout={"max_tokens": 80},
+        output={"folder": tmp_path / "evaluation"},
+    )
+    with ExitStack() as resources, pytest.raises(ValueError, match=message):
+        run_evaluation(options, LoneWorld(), resources)
+    assert not options.output.folder.exists()
+    with pytest.raises(ValueError, match=message):
+        serve.build([str(folder)], on_cpu=True)
+    with pytest.raises(ValueError, match=r"--max-tokens \(513\) exceed the 512 positions"):
+        serve.build(["builtin:arithmetic", "--max-tokens=513"], on_cpu=True)

@@ -1,0 +1,217 @@
+"""Steps of every method of replay, watched from outside with a scripted engine and a recording policy."""
+
+import copy
+import dataclasses
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.step_batch import OF_ROW, OF_TOKEN
+from exgrpo.train.replay import rules
+from exgrpo.train.run import startup_checks as early
+from tests.train.batches import rows_of
+from tests.train.configs import configured
+from tests.train.trainers import K, make, updated
+
+QUESTIONS = 24
+SKILL = {question: (0.0, 0.25, 0.5, 1.0)[question % 4] for question in range(QUESTIONS)}
+SHARED = {"admit": "all", "expire": []}
+METHODS = {
+    "mixed": {"experience": {"replayed": 2}},
+    "appended": {"experience": {**SHARED, "replayed": 2}},
+    "beside": {"experience": {**SHARED, "prioritise": "advantage", "advantage": "stored", "max_age": 3}},
+    "buffer": {"experience": {**SHARED, "prioritise": "random", "advantage": "stored", "capacity": 60}},
+    "returning": {"experience": {**SHARED, "prioritise": "least_used", "advantage": "stored", "cooldown": 1}},
+    "in_place": {
+        "experience": {"expire": [], "prioritise": "newest", "admit": "with_advantage", "max_uses": 2},
+        "objective": {"weigh": "decoupled"},
+    },
+    "traced": {"experience": {"replayed": 2}},
+    "stale": {"experience": {**SHARED, "lag": 1}, "objective": {"weigh": "second_moment"}},
+    "rehearsal": {
+        "experience": {"expire": [], "prioritise": "least_used", "admit": "solutions"},
+        "objective": {"weigh": "likelihood"},
+    },
+    "again": {"experience": {"expire": [], "prioritise": "middle", "admit": "nothing", "cooldown": 1}},
+    "bapo": {
+        "experience": {"expire": [], "prioritise": "random", "admit": "in_band"},
+        "objective": {"weigh": "clipped"},
+    },
+}
+
+
+def method(compose: str, **sections):
+    """A trainer with a method's functions."""
+    values = copy.deepcopy(METHODS[compose])
+    values["experience"] |= {"compose": compose, **sections.pop("experience", {})}
+    return make(SKILL, **{**values, **sections})
+
+
+def untimed(result) -> dict:
+    return {name: value for name, value in result.metrics.items() if "second" not in name}
+
+
+def same(a: dict, b: dict) -> bool:
+    """Whether two steps have the same numbers, to the bit."""
+    return list(a) == list(b) and all(a[name] == b[name] or (math.isnan(a[name]) and math.isnan(b[name])) for name in a)
+
+
+def test_every_way_to_make_a_batch_is_among_them():
+    assert sorted(METHODS) == rules.names("compose")
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("compose", METHODS)
+def test_a_restored_trainer_goes_on_to_the_bit(compose, minibatches):
+    trainer, other = (method(compose, optimizer={"minibatches": minibatches}) for _ in range(2))
+    found = [trainer.step(step) for step in (1, 2)]
+    state = trainer.state()
+    values = json.loads(json.dumps(state.values))
+    other.restore(dataclasses.replace(copy.deepcopy(state), values=values))
+    other.policy.version = trainer.policy.version
+    trainer.policy.updates.clear()
+    for step in (3, 4, 5):
+        expected, again = trainer.step(step), other.step(step)
+        assert same(untimed(expected), untimed(again))
+        for name in (*OF_ROW, *OF_TOKEN, "question", "group", "trained"):
+            ours, theirs = (getattr(one.batch, name, None) for one in (expected, again))
+            np.testing.assert_array_equal(ours, theirs)
+        for ours, theirs in zip(trainer.policy.updates, other.policy.updates, strict=True):
+            np.testing.assert_array_equal(ours[0].rows, theirs[0].rows)
+        found.append(expected)
+    if compose == "again":
+        assert all(one.metrics["replayed"] == 0 for one in found)
+        asked = Counter(question for one in found for question in one.batch.question)
+        assert max(asked.values()) > 1
+    else:
+        assert sum(one.metrics["replayed"] for one in found[2:]) > 0
+
+
+WAYS = [(compose, way) for compose in METHODS for way in ("group", "stored")]
+
+
+@pytest.mark.parametrize(
+    ("compose", "advantage"),
+    # Single answers have no group, and what is rehearsed has no advantage.
+    [
+        one
+        for one in WAYS
+        if one not in (("beside", "group"), ("buffer", "group"), ("returning", "group")) and one[0] != "rehearsal"
+    ],
+)
+def test_the_advantage_of_a_replayed_answer_is_that_of_its_group_now_or_then(compose, advantage):
+    trainer = method(compose, experience={"advantage": advantage})
+    written: dict = {}
+    for step in range(1, 6):
+        batch = trainer.step(step).batch
+        rows = rows_of(batch)
+        for group in batch.trained:
+            of_group = [rows[row] for row in batch.rows_of([group])]
+            stored = advantage == "stored" and any(row.replayed for row in of_group)
+            counted = [row.reward for row in of_group if not (stored and row.replayed)]
+            for row in of_group:
+                if row.replayed and row.step < step and stored:
+                    expected = written[row.question, row.step, row.token.tobytes()]
+                elif row.replayed and stored:  # of this step, and drawn at once
+                    continue
+                else:
+                    expected = row.reward - np.mean(counted)
+                assert row.replayed or row.step == step
+                assert row.advantage == pytest.approx(expected, abs=1e-6)
+        table = trainer.replay.memory.table
+        successes, answers = table.column("successes"), table.column("answers")
+        assert ((successes >= 0) & (successes <= answers) & (answers <= K)).all()
+        names = ((one.question, one.step, one.response.tobytes()) for one in trainer.replay.memory.all_trajectories())
+        written = dict(zip(names, table.column("advantage").tolist(), strict=True))
+
+
+@pytest.mark.parametrize("compose", ["beside", "buffer", "returning"])
+def test_single_answers_need_stored_advantages(compose):
+    config = configured({"experience": {"compose": compose}})
+    with pytest.raises(ConfigError, match=f"{compose} trains on single stored answers.*needs experience.advantage=sto"):
+        early.check_method(config)
+    early.check_method(configured({"experience": {"compose": compose, "advantage": "stored"}}))
+
+
+@pytest.mark.parametrize("compose", METHODS)
+def test_only_one_of_refills_and_stored_groups_fills_the_places_of_groups_without_a_gradient(compose):
+    values = {"experience": {"compose": compose, "advantage": "stored"}, "rollout": {"refills": 1}}
+    if compose not in ("bapo", "in_place", "buffer", "returning", "stale"):
+        early.check_method(configured(values))
+        return
+    with pytest.raises(ConfigError, match=f"experience.compose {compose} puts stored groups there: leave one of them"):
+        early.check_method(configured(values))
+
+
+@pytest.mark.parametrize("compose", METHODS)
+def test_answers_that_are_generated_ahead_meet_the_same_plans(compose):
+    """Only plans and answers: stored answers have other log-probs where the policy is a step behind."""
+    ahead = {"behaviour": "engine", "ahead": True, "servers": ["http://unused:8000"]}
+    alone = method(compose, rollout={"behaviour": "engine"}, steps=5)
+    early_bird = method(compose, rollout=ahead, steps=5)
+    for step in range(1, 6):
+        expected, found = alone.step(step), early_bird.step(step)
+        np.testing.assert_array_equal(found.batch.question, expected.batch.question)
+        assert found.metrics["replayed"] == expected.metrics["replayed"]
+
+
+@pytest.mark.parametrize("refills", [0, 1, 10])
+def test_refills_ask_until_every_group_of_the_batch_has_a_gradient(refills):
+    """Dynamic sampling: half of the questions are all right or all wrong."""
+    trainer = make(SKILL, rollout={"refills": refills}, experience={"ratio": 0.0}, optimizer={"minibatches": 1})
+    result = trainer.step(1)
+    calls = trainer.answerer.engine.calls
+    assert len(calls) <= 1 + refills
+    asked = [question for call in calls for question in call]
+    assert result.batch.question.tolist() == asked
+    assert len(asked) == len(set(asked)) == result.metrics["groups"]
+    teaching = [question for question in asked if 0 < SKILL[question] < 1]
+    assert len(calls[0]) == 6
+    for number, call in enumerate(calls[1:], 1):
+        before = [question for earlier in calls[:number] for question in earlier]
+        assert len(call) == 6 - sum(0 < SKILL[question] < 1 for question in before), "as many as are missing"
+    assert (len(teaching) >= 6) == (refills == 10)
+    trained = {row.question for row in updated(trainer)}
+    assert trained == set(teaching[:6] if refills else asked)
+    if refills == 10:
+        assert result.metrics["idle_group_fraction"] == 0
+    np.testing.assert_array_equal(np.flatnonzero(trainer.replay.memory.times), np.sort(asked))
+    assert result.metrics["generated_tokens"] == result.batch.length.sum()
+
+
+def test_all_that_was_asked_is_taken_in_even_what_is_not_trained_on():
+    trainer = make(SKILL, rollout={"refills": 10}, experience={"admit": "all", "expire": []})
+    result = trainer.step(1)
+    assert set(trainer.replay.memory.table.column("question").tolist()) == set(result.batch.question)
+    assert result.metrics["buffer_trajectories"] == K * len(result.batch.question) > 6 * K
+
+
+@pytest.mark.parametrize("skill", [0.0, 1.0])
+def test_refills_end_with_the_questions_and_groups_without_a_gradient_stay_if_there_are_no_others(skill):
+    trainer = make(dict.fromkeys(range(10), skill), rollout={"refills": 10}, experience={"ratio": 0.0})
+    result = trainer.step(1)
+    assert [len(call) for call in trainer.answerer.engine.calls] == [6, 4]
+    assert len(result.batch.question) == 10
+    assert result.metrics["idle_group_fraction"] == 1
+    assert trainer.policy.updates == []
+
+
+def test_refills_are_seeded_apart_and_again_alike():
+    stories = []
+    for _ in range(2):
+        trainer = make(SKILL, rollout={"refills": 10})
+        stories.append([untimed(trainer.step(step)) for step in range(1, 4)])
+    assert all(same(a, b) for a, b in zip(*stories, strict=True))
+
+
+def test_replayed_groups_are_filled_up_beside_refills():
+    trainer = make(SKILL, rollout={"refills": 10}, experience={"expire": []})
+    for step in range(1, 4):
+        result = trainer.step(step)
+    assert result.metrics["replayed"] == 3
+    assert len(set(result.batch.group[result.batch.replayed])) == 3
+    assert len({row.question for row in updated(trainer)}) >= 6

@@ -1,0 +1,227 @@
+"""A method of one's own: functions by the places of their files, and what is wrong with them."""
+
+import re
+
+import numpy as np
+import pytest
+
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.replay import rules
+from exgrpo.train.run import startup_checks as early
+from tests.train.configs import configured
+from tests.train.trainers import half, make, updated
+
+OWN = """
+from exgrpo.train.experience import Expired, PlannedGroup, Priority, Weighed, needs
+
+def admit(batch, setting):
+    return batch.fresh & (batch.reward < setting.success)
+
+def prioritise(units, setting):
+    return Priority(-1e3 * units.question.astype(float))
+
+def settle(batch, supply):
+    return [*range(batch.groups), *supply.alone(supply.draw("stored", 2))]
+
+@needs(settle=settle)
+def compose(supply):
+    return supply.fresh(3)
+
+@needs(term="ratio")
+def weigh(batch, options):
+    return Weighed(batch.old_log_prob, advantage=7.0 + 0 * batch.reward)
+
+def expire(units, setting):
+    return Expired(units.length > 5, units.solved)
+
+number = 5
+"""
+
+
+PAST = "batch.old_log_prob"
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def places(path, **others: str) -> dict:
+    """Recipe values that name all five functions of a file."""
+    names = {kind: f"{path}:{kind}" for kind in ("admit", "prioritise", "compose", "weigh", "expire")} | others
+    weigh, expire = names.pop("weigh"), names.pop("expire")
+    return {"experience": {**names, "expire": [expire], "advantage": "stored"}, "objective": {"weigh": weigh}}
+
+
+def test_a_method_may_be_a_file_of_ones_own(own):
+    values = places(own)
+    early.check_method(configured(values))
+    trainer = make({**half(12), 3: 1.0}, **values)
+    seen = [trainer.step(step) for step in range(1, 8)]
+    memory = trainer.replay.memory
+    assert all(len(np.unique(one.batch.group[one.batch.fresh])) == 3 for one in seen)
+    assert all(3 < one.batch.groups <= 5 for one in seen)
+    assert {row.reward for row in memory.all_trajectories()} == {0.0}
+    assert max(len(row.response) for row in memory.all_trajectories()) <= 5
+    assert np.flatnonzero(memory.retired).tolist() == [3]
+    lowest = sorted(row.question for row in memory.all_trajectories())[0]
+    assert lowest in seen[-1].batch.question[3:]
+    replayed = [row for row in updated(trainer) if row.replayed]
+    assert {row.advantage for row in replayed} == {7.0}
+    assert set(trainer.policy.terms) == {"ratio"}
+
+
+@pytest.mark.parametrize("kind", ["admit", "prioritise", "compose", "weigh", "expire"])
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("{folder}/nowhere.py:admit", "there is no file {folder}/nowhere.py"),
+        ("{file}:{near}", "there is no '{near}' in it; did you mean '{kind}'?"),
+        ("{file}:number", "is not callable: it is a int"),
+        ("no.such.package:admit", "cannot import no.such.package: ModuleNotFoundError"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_clear_error(own, kind, place, message):
+    known = {"file": own, "folder": own.parent, "kind": kind, "near": f"{kind}s"}
+    with pytest.raises(ConfigError) as error:
+        early.check_method(configured(places(own, **{kind: place.format(**known)})))
+    said = str(error.value)
+    assert said.startswith(f"{kind} function '{place.format(**known)}'")
+    assert message.format(**known) in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "near"),
+    [
+        ("experience.admit", "success", "successes"),
+        ("experience.prioritise", "gausian", "gaussian"),
+        ("experience.compose", "mixd", "mixed"),
+        ("experience.expire", ["retirment"], "retirement"),
+        ("objective.weigh", "decoupld", "decoupled"),
+    ],
+)
+def test_an_unknown_name_is_told_with_the_near_one(key, name, near):
+    with pytest.raises(ConfigError, match=rf"{key}.*unknown .* function .*; did you mean '{near}'\? there are "):
+        configured({key: name})
+
+
+def test_a_term_of_ones_own_advantage_may_have_any_sign(own):
+    own.write_text(OWN.replace("old_log_prob, ", "old_log_prob, -(batch.old_log_prob**0), "))
+    trainer = make(half(12), objective={"weigh": f"{own}:weigh"})
+    for step in (1, 2):
+        trainer.step(step)
+    assert {factor for row in updated(trainer) if row.replayed for factor in row.factor.tolist()} == {-1.0}
+
+
+@pytest.mark.parametrize(
+    ("need", "message"),
+    [
+        ('term="clipt"', "unknown term 'clipt' in @needs; did you mean 'clipped'? there are shaped, ratio, clipped"),
+        ('term="xyz"', "unknown term 'xyz' in @needs; there are shaped, ratio, clipped"),
+        ("term=None", "unknown term None in @needs; there are shaped, ratio, clipped"),
+        ('present="value"', "unknown present 'value' in @needs; did you mean 'values'? there are values, reference"),
+    ],
+)
+def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, need, message):
+    own.write_text(OWN.replace('term="ratio"', need))
+    values = {"objective": {"weigh": f"{own}:weigh"}}
+    for refuse in (lambda: early.check_method(configured(values)), lambda: make(half(12), **values)):
+        with pytest.raises(ConfigError) as error:
+            refuse()
+        assert str(error.value) == f"objective.weigh {own}:weigh: {message}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        ("admit", "return True", "it gave True (bool); it gives an array with a bool for each row, whether it is"),
+        ("admit", "return np.array([True])", "it gave an array [1] for 12 rows; it gives an array with a bool for"),
+        ("admit", "return batch.reward", "it gave an array [12] of float64; it gives an array with a bool for each"),
+        ("admit", "return batch.fresh & batch.learnt", "learnt of the batch is not filled yet ({line})"),
+        ("admit", "return batch.rewards > 0", "a StepBatch has no rewards ({line}); did you mean 'reward'? there are"),
+        ("prioritise", "return -units.count", "it gave an array [{number}] of float64; it gives Priority(log_weight)"),
+        ("prioritise", "return Priority([1.0])", "it gave [1.0] (list) in a Priority; it gives Priority(log_weight)"),
+        ("prioritise", "return Priority(units.count[1:])", "it gave {number} numbers for {number} units"),
+        ("prioritise", "return Priority(units.count[:1], units.question)", "its strata are {number} to {number}"),
+        ("prioritise", "return Priority(units.lenght)", "no attribute 'lenght' ({line}); did you mean 'length'?"),
+        ("prioritise", "return {}['a']", "KeyError: 'a' ({line})"),
+        ("compose", "return supply.fresh(3)[0]", "(PlannedGroup); it gives a list of PlannedGroup, as supply.fresh"),
+        ("compose", "return supply.frehs(3)", "has no attribute 'frehs' ({line}); there are batch, memory, "),
+        ("settle", "return True", "it gave True (bool); it gives a list of numbers of graded groups, and of planned"),
+        ("settle", "return [True]", "it gave True (bool) in its list; it gives a list of numbers of graded groups"),
+        ("settle", "return [0, 3]", "it gave the group 3, and there are 3, from 0; it gives a list of numbers of"),
+        ("settle", "return [*np.arange(2), 1]", "it gave the group 1 2 times; it gives a list of numbers of graded"),
+        ("settle", "return supply.fresh(1)", "it plans 4 fresh answers when all have been graded; it gives a list of"),
+        ("expire", "return units.replays > 1", "it gave an array [{number}] of bool; it gives Expired(rows"),
+        ("expire", "return Expired(True)", "it gave True (bool) as its rows; it gives Expired(rows, questions)"),
+        ("expire", "return Expired(units.replays[1:] > 1)", "it gave rows of the shape ({number},) for {number} units"),
+        ("expire", "return Expired(None, [3])", "it gave [3] (list) as its questions; it gives Expired(rows"),
+        ("expire", "return Expired(None, np.array([99]))", "some are none of the 12 questions, which are 0 to 11"),
+        ("weigh", "return Weighed(batch.log_prob)", '({line}); `log_prob` of the batch needs @needs(present="values")'),
+        ("weigh", "return Weighed(batch.token)._replace(factor=1)", "it gave 1 (int) as its factor; it gives Weighed("),
+        ("prioritise", "return Priority(units.count * np.nan)", "a logarithm of a weight is nan"),
+        ("prioritise", "return Priority(units.count - np.inf)", "all logarithms of weights are -inf"),
+        ("weigh", f"return Weighed({PAST}, np.full_like({PAST}, np.nan))", "a factor of the advantage is nan"),
+        ("weigh", f"return Weighed({PAST}, np.full(len({PAST}), 1e39))", "a factor of the advantage is inf"),
+        ("weigh", f"return Weighed({PAST}, -{PAST}**0)", "a factor of an answer's own advantage is negative: -1.0"),
+        ("weigh", f"return Weighed({PAST} * np.nan)", "a log-prob of the reference is nan"),
+        ("weigh", f"return Weighed({PAST} - np.inf)", "a log-prob of the reference is -inf"),
+        ("weigh", f"return Weighed({PAST}, advantage=batch.reward - np.inf)", "an advantage is -inf"),
+        (
+            "weigh",
+            f"return Weighed({PAST}, np.ones(99))",
+            "its factor has the shape [99] for {number} tokens; it gives",
+        ),
+        (
+            "weigh",
+            f"return Weighed({PAST}[1:])",
+            "its reference has the shape [{number}] for {number} tokens; it gives",
+        ),
+        (
+            "weigh",
+            f"return Weighed({PAST}, advantage=np.ones(99))",
+            "its advantage has the shape [99] for {number} rows",
+        ),
+        ("weigh", f"return Weighed({PAST}, advantage=7.0)", "it gave 7.0 (float) as its advantage; it gives Weighed("),
+        ("weigh", f"return {PAST}", "it gave an array [{number}] of float32; it gives Weighed(reference, factor"),
+        ("weigh", "return None", "it gave None (NoneType); it gives Weighed("),
+    ],
+)
+def test_what_a_function_does_wrong_is_told_before_there_is_a_model(own, kind, body, message):
+    arguments = next(line for line in OWN.splitlines() if line.startswith(f"def {kind}("))
+    own.write_text("import numpy as np\n" + OWN.replace(arguments, f"{arguments}\n    {body}"))
+    line = next(number for number, text in enumerate(own.read_text().splitlines(), 1) if text == f"    {body}")
+    with pytest.raises(ConfigError) as error:
+        early.check_method(configured(places(own), {"rollout": {"samples": 4}}))
+    said = str(error.value)
+    option = {"weigh": "objective.weigh", "settle": "experience.compose"}.get(kind, f"experience.{kind}")
+    place = f"{own}:{kind}: " if kind != "settle" else f"{own}:compose, settle: "
+    assert said.startswith(f"{option} {place}") or "questions, which" in said
+    expected = re.escape(message.replace("{line}", f"own.py, line {line}")).replace(re.escape("{number}"), r"\d+")
+    assert re.search(expected, said), said
+    assert "\n" not in said
+
+
+def test_replayed_rows_cannot_be_stored_again(own):
+    own.write_text(OWN.replace("batch.fresh & (batch.reward < setting.success)", "batch.reward < setting.success"))
+    with pytest.raises(ConfigError, match="admit: it stores replayed rows, and only fresh ones can be stored$"):
+        early.check_method(configured(places(own, compose="mixed")))
+
+
+@pytest.mark.parametrize("kind", ["admit", "prioritise", "compose", "settle", "weigh", "expire"])
+def test_a_function_that_takes_other_arguments_is_refused(own, kind):
+    own.write_text(re.sub(rf"def {kind}\(.*\)", f"def {kind}(a, b, c)", OWN))
+    with pytest.raises(ConfigError, match=r"it takes \(a, b, c\), and it is called with \(\w+(, \w+)?\)$"):
+        early.check_method(configured(places(own)))
+
+
+@pytest.mark.parametrize("kind", ["admit", "prioritise", "compose", "weigh", "expire"])
+def test_functions_that_ship_go_through_a_rehearsal(own, kind):
+    """Beside functions of a user's own, for only then there is one."""
+    limits = {"max_age": 3, "max_uses": 3, "capacity": 9}
+    for name in rules.names(kind):
+        if kind != "prioritise" or name in ("uniform", "random", "newest", "least_used"):
+            early.check_method(configured(places(own, **{kind: name}), {"experience": limits}))

@@ -1,0 +1,99 @@
+"""What a run remembers and decides, without a model."""
+
+import numpy as np
+import pytest
+
+from exgrpo.train.common.step_batch import ENGINE
+from exgrpo.train.config.options import ExperienceConfig
+from exgrpo.train.replay import MeanScores, PlannedGroup, Replay
+from tests.train.batches import Row, make_batch
+from tests.train.replay.test_memory import group
+
+
+def test_replay_starts_after_the_step_that_passes_the_threshold():
+    replay = Replay(ExperienceConfig(start_pass_rate=0.35), questions=6, samples=2, seed=0)
+    assert replay.take_in(make_batch([group(0, [1.0, 0.0])]), 1) == (0.5, None)
+    assert replay.active
+    assert len(replay.memory) == 0  # what was written before is not kept
+    replay.take_in(make_batch([group(0, [1.0, 0.0])]), 2)
+    assert len(replay.memory) == 1
+
+
+def test_a_success_is_what_the_setting_says_and_a_misfit_is_told_once():
+    config = ExperienceConfig(start_pass_rate=0.3)
+    strict, fitting = (Replay(config, 300, 2, 0, success=s, success_option="the.option") for s in (1.0, 0.9))
+    groups = make_batch([group(question, [0.9, 0.1]) for question in range(150)])
+    assert fitting.take_in(groups, 1) == (0.5, None)
+    assert fitting.active
+    fitting.take_in(make_batch([group(0, [0.9, 0.1]), group(1, [0.9, 0.9])]), 2)
+    assert len(fitting.memory) == 1
+    assert fitting.memory.retired.tolist() == [False, True] + [False] * 298
+    pass_rate, note = strict.take_in(groups, 1)
+    assert pass_rate == 0
+    assert note is not None
+    assert "set the.option to it" in note
+    resumed = Replay(config, 300, 2, 0, success=1.0)
+    resumed.restore(strict.state())
+    assert resumed.take_in(groups, 2) == strict.take_in(groups, 2) == (0, None)
+
+
+@pytest.mark.parametrize("rule", ["lowest_nll", "lowest_entropy", "shortest", "random"])
+def test_candidates_of_all_questions_are_scored_together_and_only_if_the_rule_compares_scores(rule):
+    replay = Replay(ExperienceConfig(start_pass_rate=0.0, trajectory=rule), 6, 4, seed=0)
+    replay.take_in(make_batch([group(q, [1.0] * (1 + q % 3) + [0.0] * (3 - q % 3)) for q in range(6)]), 1)
+    asked = []
+
+    def score(candidates):
+        asked.append(candidates)
+        # Distinct numbers; the lowest entropy is the first candidate, the lowest nll the last.
+        first = candidates.token[candidates.start[:-1]]
+        return MeanScores(candidates.question[candidates.group] + first / 10, -first)
+
+    drawn = [5, 1, 3]
+    planned = [PlannedGroup(0, 4), *(PlannedGroup(question, 3, 1) for question in drawn)]
+    selected = replay.select(planned, score)
+    assert selected.question.tolist() == [0, *drawn]
+    assert selected.group.tolist() == [1, 2, 3], "one for each drawn question"
+    assert selected.replayed.all()
+    stored = {q: [one.response.tolist() for one in replay.memory.trajectories(q)] for q in drawn}
+    found = [selected.answer(row).response.tolist() for row in range(3)]
+    if rule in ("shortest", "random"):
+        assert not asked
+        assert np.isnan(selected.chosen_entropy).all()
+        assert all(one in stored[q] for q, one in zip(drawn, found, strict=True))
+        return
+    (candidates,) = asked
+    assert [candidates.answer(row).response.tolist() for row in range(len(candidates))] == [
+        one for q in drawn for one in stored[q]
+    ]
+    best = 0 if rule == "lowest_entropy" else -1
+    assert found == [stored[q][best] for q in drawn]
+    assert selected.chosen_entropy.tolist() == [q + one[0] / 10 for q, one in zip(drawn, found, strict=True)]
+
+
+def test_what_is_replayed_is_as_it_was_stored():
+    replay = Replay(ExperienceConfig(start_pass_rate=0.0, trajectory="random", advantage="stored"), 3, 2, seed=0)
+    row = Row(1.0, (5, 6, 7), (-0.1, 0.0, -0.3), own=(True, False, True), key=8, step=4, penalty=0.25, behaviour=ENGINE)
+    replay.take_in(make_batch([(2, [row, Row(0.0)])]), 4)
+    for times in (1, 2):
+        selected = replay.select([PlannedGroup(1, 2), PlannedGroup(2, 1, 1)], lambda _: pytest.fail("no rule asks"))
+        assert (selected.question.tolist(), selected.group.tolist()) == ([1, 2], [1])
+        assert selected.token.tolist() == [5, 6, 7]
+        assert selected.own.tolist() == [True, False, True]
+        np.testing.assert_array_equal(selected.old_log_prob, np.array([-0.1, 0.0, -0.3], np.float32))
+        names = ("reward", "penalty", "key", "step", "behaviour", "finished", "replays", "stored_advantage")
+        assert [getattr(selected, name).item() for name in names] == [1.0, 0.25, 8, 4, ENGINE, True, times, 0.375]
+
+
+def test_the_groups_that_are_settled_on_are_numbers_of_the_whole_batch():
+    """Some groups may be trained on; stored answers come behind all of them."""
+    replay = Replay(
+        ExperienceConfig(start_pass_rate=0.0, compose="in_place", admit="all", expire=(), ratio=1.0), 9, 2, seed=0
+    )
+    replay.take_in(make_batch([group(8, [1.0, 0.0], step=1)]), 1)
+    batch = make_batch([group(q, [1.0, q % 2], step=2) for q in range(5)])
+    replay.take_in(batch, 2)
+    settled = replay.settle(batch, np.array([1, 4, 3, 2]), 5, 2)
+    assert settled.question.tolist() == [0, 1, 2, 3, 4, 8]
+    assert settled.trained.tolist() == [4, 2, 3, 5]
+    assert settled.token[: len(batch.token)].tolist() == batch.token.tolist()

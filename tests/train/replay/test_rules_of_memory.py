@@ -1,0 +1,214 @@
+"""What is stored and what is forgotten, by each function `admit` and `expire`, against a plain model."""
+
+import copy
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, Setting, table
+from exgrpo.train.replay.memory import NEVER
+from tests.train.batches import Row, make_batch
+
+K = 4
+QUESTIONS = 4
+COLUMNS = ("question", "step", "reward", "length", "key", "advantage", "accuracy", "replays")
+NUMBERS = itertools.count()
+"""The log-probs of each answer, by which equal responses can be told apart."""
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """So that tables are tidied within a few rows."""
+    monkeypatch.setattr(table, "FEWEST", 4)
+
+
+def group_of(question: int, answers: list[tuple[float, int]], step: int) -> tuple[int, list[Row]]:
+    """A group of answers by reward and first token; equal first tokens are equal responses."""
+    return question, [
+        Row(reward, (first,) * (1 + first % 3), next(NUMBERS), step=step, key=first % 3) for reward, first in answers
+    ]
+
+
+@dataclass
+class Model:
+    """The rules, for one trajectory after the other."""
+
+    options: dict
+    scale_by_std: bool
+    rows: list[dict] = field(default_factory=list)
+    retired: set[int] = field(default_factory=set)
+    asked: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def admitted(self, fresh: list[Row]) -> list[Row]:
+        rewards = [row.reward for row in fresh]
+        rate = sum(reward >= 1 for reward in rewards) / len(rewards)
+        low, high = self.options.get("band", (0.25, 0.75))
+        return {
+            "all": fresh,
+            "nothing": [],
+            "successes": [row for row in fresh if row.reward >= 1],
+            "solutions": [row for row in fresh if row.reward >= 1],
+            "with_advantage": fresh if len(set(rewards)) > 1 else [],
+            "in_band": fresh if low <= rate <= high else [],
+        }[self.options["admit"]]
+
+    def same(self, old: dict, question: int, new: Row) -> bool:
+        if old["question"] != question or self.options["admit"] not in ("successes", "solutions"):
+            return False
+        by_key = self.options["admit"] == "solutions" and new.key != 0 and old["key"] == new.key
+        return by_key or old["response"] == new.response
+
+    def store(self, question: int, fresh: list[Row]) -> None:
+        rewards = [row.reward for row in fresh]
+        mean = sum(rewards) / len(rewards)
+        spread = np.std(rewards, ddof=1) + 1e-6 if self.scale_by_std else 1.0
+        for row in self.admitted(fresh):
+            replays = sum(old["replays"] for old in self.rows if self.same(old, question, row))
+            self.rows = [old for old in self.rows if not self.same(old, question, row)]
+            self.rows.append(
+                {
+                    "response": row.response,
+                    "log_prob": row.log_prob,
+                    "question": question,
+                    "step": row.step,
+                    "reward": row.reward,
+                    "length": len(row.response),
+                    "key": row.key,
+                    "advantage": (row.reward - mean) / spread,
+                    "accuracy": sum(reward >= 1 for reward in rewards) / len(rewards),
+                    "replays": replays,
+                }
+            )
+        if most := self.options.get("max_per_question"):
+            own = [row for row in self.rows if row["question"] == question]
+            self.rows = [row for row in self.rows if row not in own[:-most]]
+
+    def update(self, groups: list[tuple[int, list[Row]]], step: int) -> None:
+        for question, fresh in groups:
+            count = K * sum(row.reward >= 1 for row in fresh) / len(fresh)
+            self.asked.setdefault(question, []).append((step, count))
+            if question not in self.retired:
+                self.store(question, fresh)
+        self.forget(groups, step)
+
+    def forget(self, groups: list[tuple[int, list[Row]]], step: int) -> None:
+        if "retirement" in self.options["expire"]:
+            for question, fresh in groups:
+                if all(row.reward >= 1 for row in fresh):
+                    self.retired.add(question)
+            self.rows = [row for row in self.rows if row["question"] not in self.retired]
+        if age := self.options.get("max_age"):
+            self.rows = [row for row in self.rows if step + 1 - row["step"] <= age]
+        if uses := self.options.get("max_uses"):
+            self.rows = [row for row in self.rows if row["replays"] < uses]
+        if capacity := self.options.get("capacity"):
+            self.rows = self.rows[-capacity:]
+
+
+def check(memory: ExperienceMemory, model: Model, now: int) -> None:
+    """That a memory holds what the model does, and says so."""
+    stored = memory.all_trajectories()
+    assert [tuple(one.response) for one in stored] == [row["response"] for row in model.rows]
+    assert [one.log_prob[0] for one in stored] == [row["log_prob"] for row in model.rows]
+    stored = memory.stored(now)
+    for name in COLUMNS:
+        np.testing.assert_allclose(getattr(stored, name), [row[name] for row in model.rows], rtol=1e-12, atol=1e-12)
+    held = sorted({row["question"] for row in model.rows})
+    latest = {question: asked[-1][1] for question, asked in model.asked.items()}
+    counts = [min(max(latest[question], 1), K - 1) if question in held else 0 for question in range(QUESTIONS)]
+    assert memory.count.tolist() == counts
+    assert stored.count.tolist() == [counts[row["question"]] for row in model.rows]
+    assert np.flatnonzero(memory.retired).tolist() == sorted(model.retired)
+    buffered = memory.buffered(now)
+    assert buffered.question.tolist() == held
+    assert buffered.count.tolist() == [counts[question] for question in held]
+    newest = {row["question"]: row for row in model.rows}
+    for name in COLUMNS:
+        np.testing.assert_allclose(getattr(buffered, name), [newest[question][name] for question in held], rtol=1e-12)
+    prompts = memory.prompts(now)
+    there = sorted(set(model.asked) - model.retired)
+    assert prompts.question.tolist() == there
+    assert prompts.count.tolist() == [latest[question] for question in there]
+    assert prompts.step.tolist() == [model.asked[question][-1][0] for question in there]
+    assert prompts.age.tolist() == [now - model.asked[question][-1][0] for question in there]
+    assert prompts.replays.tolist() == [len(model.asked[question]) - 1 for question in there]
+    before = [model.asked[q][-2][1] if len(model.asked.get(q, ())) > 1 else NEVER for q in range(QUESTIONS)]
+    assert memory.earlier.tolist() == before
+
+
+STEP = st.lists(
+    st.tuples(
+        st.integers(0, QUESTIONS - 1),
+        st.lists(st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.integers(0, 6)), min_size=K, max_size=K),
+    ),
+    max_size=3,
+    unique_by=lambda entry: entry[0],
+)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "admit": st.sampled_from(["all", "in_band", "nothing", "solutions", "successes", "with_advantage"]),
+        "expire": st.sampled_from([(), ("retirement",)]),
+    },
+    optional={
+        "max_age": st.integers(1, 3),
+        "max_uses": st.integers(1, 2),
+        "capacity": st.integers(1, 9),
+        "max_per_question": st.integers(1, 3),
+        "band": st.sampled_from([(0.25, 0.5), (0.0, 1.0), (0.75, 0.75)]),
+    },
+)
+
+
+@given(
+    st.lists(st.tuples(STEP, st.lists(st.floats(0, 1, exclude_max=True), max_size=3)), max_size=10),
+    OPTIONS,
+    st.booleans(),
+)
+@settings(max_examples=300)
+def test_every_function_follows_its_rule_and_a_restored_memory_goes_on(history, options, scale_by_std):
+    setting = Setting(ExperienceConfig(**options), K, scale_by_std=scale_by_std)
+    memory, model = ExperienceMemory(QUESTIONS, setting), Model(options, scale_by_std)
+    for step, (entries, replayed) in enumerate(history, 1):
+        places = [int(place * len(model.rows)) for place in replayed] if model.rows else []
+        memory.table.replayed(memory.table.rows()[places])
+        for place in places:
+            model.rows[place]["replays"] += 1
+        groups = [group_of(question, answers, step) for question, answers in entries]
+        memory.update(make_batch(groups), step, collect=True)
+        model.update(groups, step)
+        check(memory, model, step + 1)
+        restored = ExperienceMemory(QUESTIONS, setting)
+        restored.restore(copy.deepcopy(memory.arrays()), memory.all_trajectories())
+        check(restored, model, step + 1)
+        for name, array in memory.arrays().items():
+            found = restored.arrays()[name]
+            assert (found.dtype, found.tolist()) == (array.dtype, array.tolist()), name
+        if step % 2:
+            memory = restored
+
+
+@given(st.lists(st.lists(st.tuples(st.just(1.0), st.integers(0, 8)), min_size=2, max_size=K), min_size=1, max_size=5))
+def test_of_each_solution_the_newest_answer_is_kept(history):
+    """Keys 0 say nothing: such answers are the same only where their tokens are."""
+    setting = Setting(ExperienceConfig(admit="solutions", expire=()), K)
+    memory = ExperienceMemory(1, setting)
+    for step, answers in enumerate(history):
+        memory.update(make_batch([group_of(0, answers, step)]), step, collect=True)
+    kept = memory.trajectories(0)
+    keys = [row.key for row in kept if row.key]
+    assert len(keys) == len(set(keys))
+    written = [first for answers in history for _, first in answers]
+    for key in set(keys):
+        (row,) = (row for row in kept if row.key == key)
+        assert row.response[0] == [first for first in written if first % 3 == key][-1]
+    assert {int(row.response[0]) for row in kept if not row.key} == {first for first in written if first % 3 == 0}
+
+
+def test_without_replay_nothing_is_forgotten_and_nobody_leaves():
+    memory = ExperienceMemory(2, Setting(ExperienceConfig(ratio=0.0, max_age=1), K))
+    memory.update(make_batch([group_of(0, [(1.0, 1)] * K, 1)]), 1, collect=False)
+    assert not memory.retired.any()

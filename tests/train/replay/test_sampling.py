@@ -1,0 +1,233 @@
+"""The sampling law against closed forms and chi-square tests (seeded, so that they cannot flicker)."""
+
+import itertools
+import math
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.replay import ExperienceConfig, Priority, Replay, Setting, Units, candidates, draw, rules
+from tests.train.batches import make_batch
+from tests.train.replay.test_memory import group
+
+K = 8
+VALUES = sorted({float(Fraction(K * m, f)) for f in (K - 1, K) for m in range(1, f)})
+"""Every success count that a question which is neither solved nor hopeless can have."""
+
+CLOSED_FORMS = {
+    "gaussian": lambda k: math.exp(-((k - 4) ** 2) / 2),
+    "uniform": lambda k: 1.0,
+    "linear": lambda k: k / 8,
+    "sqrt": lambda k: math.sqrt(k / 8),
+    "linear_clip": lambda k: min(k / 8, 0.5),
+}
+
+
+LAWS = [*CLOSED_FORMS, "random"]
+
+
+def prioritised(name: str, count: np.ndarray, samples: int = K, **options) -> Priority:
+    """What a function `prioritise` says of questions with these counts."""
+    setting = Setting(ExperienceConfig(**options), samples)
+    return rules.find("prioritise", name)(Units.of(1, question=np.arange(len(count)), count=count), setting)
+
+
+def draw_questions(rng: np.random.Generator, count: np.ndarray, wanted: int, name: str, **options) -> np.ndarray:
+    """Draw among the buffered questions, those with a count."""
+    buffered = np.flatnonzero(count)
+    return buffered[draw(rng, len(buffered), wanted, prioritised(name, count[buffered], **options))]
+
+
+def weights(name: str, values: np.ndarray, **options) -> np.ndarray:
+    """The weight of each of some different counts, in order."""
+    log_weight, stratum = prioritised(name, values, **options)
+    np.testing.assert_array_equal(stratum, np.arange(len(values)))
+    return np.exp(log_weight)
+
+
+def counts(sizes: dict[float, int]) -> np.ndarray:
+    """Success count of each question, in an order that mixes them; ten are not buffered."""
+    count = np.repeat(np.array(list(sizes), float), list(sizes.values()))
+    return np.random.default_rng(0).permutation(np.concatenate([count, np.zeros(10)]))
+
+
+def test_gaussian_law_has_the_papers_weights():
+    expected = [0.0044, 0.054, 0.242, 0.399, 0.242, 0.054, 0.0044]
+    np.testing.assert_allclose(weights("gaussian", np.arange(1.0, K)) / np.sqrt(2 * np.pi), expected, atol=5e-4)
+
+
+@pytest.mark.parametrize("law", CLOSED_FORMS)
+def test_laws_are_evaluated_between_whole_counts(law):
+    expected = [CLOSED_FORMS[law](k) for k in VALUES]
+    np.testing.assert_allclose(weights(law, np.array(VALUES)), expected)
+
+
+def test_mu_and_sigma_of_the_gaussian():
+    ours = np.log(weights("gaussian", np.array([2.0, 24 / 7, 3.5]), mu=0.25, sigma=1.5))
+    np.testing.assert_allclose(ours, [0, -((10 / 7) ** 2) / 4.5, -0.5])
+
+
+def test_unknown_law_is_named():
+    with pytest.raises(ConfigError, match="unknown prioritise function 'gauss'; did you mean 'gaussian'"):
+        rules.find("prioritise", "gauss")
+
+
+@pytest.mark.parametrize("law", CLOSED_FORMS)
+def test_counts_are_drawn_by_the_law_over_those_that_occur(law):
+    sizes = {1: 50, 16 / 7: 50, 3: 50, 24 / 7: 60, 4: 200, 6: 400}
+    count, rng = counts(sizes), np.random.default_rng(1)
+    drawn = np.concatenate([draw_questions(rng, count, 5, law) for _ in range(4000)])
+    observed = [np.sum(count[drawn] == k) for k in sizes]
+    expected = np.array([CLOSED_FORMS[law](k) for k in sizes])
+    assert stats.chisquare(observed, len(drawn) * expected / expected.sum()).pvalue > 0.01
+
+
+@pytest.mark.parametrize("with_fresh_groups", [False, True])
+def test_questions_of_medium_difficulty_get_the_replays_that_the_law_gives_them(with_fresh_groups):
+    """From graded groups to planned questions: mixed groups show m of 7 and never 4 of 8."""
+    shown = [(m, 7) for m in range(7)] + [(m, 8) for m in range(1, 8) if with_fresh_groups]
+    shown = [pair for pair in shown for _ in range(30)]
+    replay = Replay(ExperienceConfig(start_pass_rate=0.0, ratio=0.5), len(shown), K, 5)
+    memory = replay.memory
+    memory.update(make_batch([group(q, [1.0] + [0.0] * 7) for q in range(len(shown))]), 0, collect=True)
+    rewards = [[1.0] * m + [0.0] * (f - m) for m, f in shown]
+    memory.update(make_batch([group(q, r, replayed=len(r) == 7) for q, r in enumerate(rewards)]), 1, collect=True)
+    planned = [replay.plan(8, 2) for _ in range(3000)]
+    assert all(sum(one.choose for one in groups) == 4 for groups in planned)
+    drawn = np.array([one.question for groups in planned for one in groups if one.choose])
+    observed: dict[Fraction, int] = dict.fromkeys((max(Fraction(K * m, f), Fraction(1)) for m, f in shown), 0)
+    for question in drawn:
+        m, f = shown[question]
+        observed[max(Fraction(K * m, f), Fraction(1))] += 1
+    law = np.array([CLOSED_FORMS["gaussian"](k) for k in observed])
+    assert stats.chisquare(list(observed.values()), len(drawn) * law / law.sum()).pvalue > 0.01
+    near = sum(n for k, n in observed.items() if abs(k - 4) < 1) / len(drawn)
+    # 2 a / (2 (a + b + c) + d) with a, b, c, d = exp(-(4/7)^2 / 2), exp(-(12/7)^2 / 2), exp(-(20/7)^2 / 2), exp(-4.5);
+    # fresh groups add 1 above, and 1 + 2 exp(-1/2) + 2 exp(-2) + exp(-4.5) below.
+    assert near == pytest.approx(0.574 if with_fresh_groups else 0.771, abs=0.01)
+
+
+@pytest.mark.parametrize(("law", "sizes"), [("random", {1: 5, 32 / 7: 30, 7: 5}), ("gaussian", {24 / 7: 40})])
+def test_questions_without_weights_or_of_equal_count_are_equally_likely(law, sizes):
+    count, rng = counts(sizes), np.random.default_rng(4)
+    assert (prioritised(law, count).log_weight is None) == (law == "random")
+    drawn = np.concatenate([draw_questions(rng, count, 10, law) for _ in range(2000)])
+    times = np.bincount(drawn, minlength=len(count))[count > 0]
+    # Without replacement they vary less than multinomial ones by the factor (N - n) / (N - 1).
+    statistic = np.sum((times - times.mean()) ** 2) / times.mean() * 39 / 30
+    assert 0.01 < stats.chi2(39).cdf(statistic) < 0.99
+
+
+def test_what_a_count_cannot_supply_goes_to_the_others():
+    # Equal weights, three draws, one member with 24/7: it is drawn unless all three are given to 5.
+    count, rng = counts({24 / 7: 1, 5: 20}), np.random.default_rng(3)
+    took = [np.sum(count[draw_questions(rng, count, 3, "uniform")] == 24 / 7) for _ in range(4000)]
+    assert stats.binomtest(int(sum(took)), 4000, 7 / 8).pvalue > 0.01
+
+
+@given(st.lists(st.integers(0, 6), min_size=len(VALUES), max_size=len(VALUES)), st.data())
+def test_draws_are_distinct_buffered_questions(sizes, data):
+    count = counts(dict(zip(VALUES, sizes, strict=True)))
+    wanted = data.draw(st.integers(0, sum(sizes)))
+    law = data.draw(st.sampled_from(LAWS))
+    drawn = draw_questions(np.random.default_rng(data.draw(st.integers(0, 99))), count, wanted, law)
+    assert len(drawn) == len(set(drawn.tolist())) == wanted
+    assert (count[drawn] > 0).all()
+
+
+def test_a_very_narrow_law_still_draws_from_far_counts():
+    count = counts({1: 2, 48 / 7: 3})
+    assert len(draw_questions(np.random.default_rng(0), count, 5, "gaussian", sigma=1e-3)) == 5
+
+
+def test_too_large_a_number_is_refused():
+    with pytest.raises(ValueError, match="6 units asked for, and there are 5"):
+        draw_questions(np.random.default_rng(0), counts({1: 5}), 6, "uniform")
+
+
+WEIGHTS = [5.0, 1.0, 0.25, 3.0]
+
+
+def successive(weights, wanted: int) -> dict[tuple[int, ...], float]:
+    """The exact probability of each order in which `wanted` units are drawn one after the other."""
+    found = {}
+    for order in itertools.permutations(range(len(weights)), wanted):
+        left, chance = sum(weights), 1.0
+        for one in order:
+            chance *= weights[one] / left
+            left -= weights[one]
+        found[order] = chance
+    return found
+
+
+@pytest.mark.parametrize(("rounds", "block", "most"), [(8, 256, 9), (8, 3, 9), (8, 3, 1), (1, 2, 9), (0, 256, 9)])
+@pytest.mark.parametrize("wanted", [1, 2, 3, 4])
+def test_units_are_drawn_one_after_the_other_by_their_weights(monkeypatch, wanted, rounds, block, most):
+    monkeypatch.setattr(candidates, "ROUNDS", rounds)
+    monkeypatch.setattr(candidates, "BLOCK", block)
+    monkeypatch.setattr(candidates, "MOST", most)
+    exact, rng, times = successive(WEIGHTS, wanted), np.random.default_rng(6), 20_000
+    priority = Priority(np.log(WEIGHTS) + 700)
+    observed = Counter(tuple(draw(rng, 4, wanted, priority).tolist()) for _ in range(times))
+    assert set(observed) <= set(exact)
+    assert sum(exact.values()) == pytest.approx(1)
+    statistic = stats.chisquare([observed[order] for order in exact], [times * chance for chance in exact.values()])
+    assert statistic.pvalue > 0.01
+
+
+@pytest.mark.parametrize("gap", [690.0, 744.0, 745.0, 5000.0, np.inf])
+def test_weights_that_nearly_vanish_come_last_and_are_drawn_by_themselves(gap):
+    """Two of ordinary weight, and four that are exp(gap) times as light; of these one is three times as likely."""
+    rng, times = np.random.default_rng(7), 3000
+    light = -gap + np.log([1.0, 1.0, 3.0, 1.0])
+    priority = Priority(np.concatenate([[0.0, 1.0], light]))
+    drawn = np.array([draw(rng, 6, 3, priority) for _ in range(times)])
+    assert {tuple(sorted(pair)) for pair in drawn[:, :2].tolist()} == {(0, 1)}
+    counts = np.bincount(drawn[:, 2], minlength=6)[2:]
+    expected = np.array([1, 1, 3, 1]) / 6 if np.isfinite(gap) else np.full(4, 1 / 4)
+    assert stats.chisquare(counts, times * expected).pvalue > 0.01
+
+
+@given(
+    st.lists(
+        st.one_of(st.floats(-1e6, 1e6), st.sampled_from([-np.inf, math.log(1e-300), 0.0])), min_size=1, max_size=12
+    ),
+    st.data(),
+)
+def test_any_weights_give_different_units_and_all_of_them_where_all_are_wanted(log_weight, data):
+    size = len(log_weight)
+    wanted = data.draw(st.integers(0, size))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    for priority in (Priority(), Priority(np.array(log_weight)), Priority(np.zeros(3), np.arange(size) % 3)):
+        drawn = draw(rng, size, wanted, priority)
+        assert drawn.dtype == np.int64
+        assert len(set(drawn.tolist())) == len(drawn) == wanted
+        assert set(drawn.tolist()) <= set(range(size))
+    # With gaps of more than 50 nats the order is certain.
+    steep = Priority(-60.0 * np.arange(size))
+    assert draw(rng, size, wanted, steep).tolist() == list(range(wanted))
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 16])
+def test_equal_weights_are_no_weights(monkeypatch, block):
+    monkeypatch.setattr(candidates, "BLOCK", block)
+    rng, times = np.random.default_rng(8), 4000
+    drawn = np.concatenate([draw(rng, 10, 3, Priority(np.full(10, -4.0))) for _ in range(times)])
+    statistic = np.sum((np.bincount(drawn) - 0.3 * times) ** 2) / (0.3 * times) * 9 / 7
+    assert 0.01 < stats.chi2(9).cdf(statistic) < 0.99
+
+
+@pytest.mark.parametrize("law", ["linear", "sqrt", "linear_clip"])
+def test_a_count_of_zero_comes_last(law):
+    """Prompts may have it, questions with stored answers cannot."""
+    count, rng = np.array([0.0, 3.0, 0.0, 5.0]), np.random.default_rng(0)
+    drawn = [draw(rng, 4, 3, prioritised(law, count)).tolist() for _ in range(300)]
+    assert all({1, 3} < set(one) for one in drawn)
+    assert {one for of_draw in drawn for one in of_draw} == {0, 1, 2, 3}
+    assert set(draw(rng, 2, 1, prioritised(law, np.zeros(2))).tolist()) <= {0, 1}

@@ -1,0 +1,229 @@
+"""From questions to graded answers: texts keep what is not EOS, results keep their order."""
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import numpy as np
+import pytest
+import torch
+
+from exgrpo.train.common.distributed import World
+from exgrpo.train.common.errors import RewardError, RolloutError
+from exgrpo.train.common.records import Counts, EngineCounts, Failure, Rollout
+from exgrpo.train.reward.pool import Grades
+from exgrpo.train.rollout import Finished, Sampling, Stops
+from exgrpo.train.rollout.answers import Answerer
+from tests.train.fakes import EOS, LoneWorld, question_set
+
+QUESTIONS = question_set(2).questions
+STOP = 6
+WORDS = {3: "5", 4: " mm", 5: "<|im_end|>", STOP: "\n\nQuestion: 6", EOS: "<|im_end|>"}
+
+
+class FixedEngine:
+    """Finishes the cut answers before the others."""
+
+    ranks = 1
+
+    def __init__(self, happened):
+        self.happened = happened
+
+    def generate(self, requests):
+        for i in range(len(requests)):
+            yield Finished(i, 1, Rollout(np.array([3, 4, 5], np.int32), finished=False))
+        for i in range(len(requests)):
+            yield Finished(i, 0, Rollout(np.array([3, 4, EOS], np.int32), finished=True))
+
+    def counts(self):
+        return EngineCounts(prompt_tokens=8, cached_tokens=6)
+
+    def wake(self):
+        self.happened.append("wake")
+
+    def sleep(self):
+        self.happened.append("sleep")
+
+
+class FailingEngine(FixedEngine):
+    def generate(self, requests):
+        yield Finished(0, 0, Rollout(np.array([3, 4, EOS], np.int32), finished=True))
+        raise RolloutError("no server is left")
+
+
+class KeepingGrader:
+    def __init__(self):
+        self.seen = []
+
+    def begin(self):
+        return self
+
+    def add(self, response, gold, question, reward, columns):
+        self.seen.append(response)
+
+    def finish(self):
+        self.seen.append("finish")
+        return Grades((0.0, 1.0, 2.0, 3.0), timed_out=2, failed=1, key=(0, 10, 20, 30))
+
+
+class StoppedEngine(FixedEngine):
+    def generate(self, requests):
+        for i in range(len(requests)):
+            yield Finished(i, 1, Rollout(np.array([3, 4, EOS], np.int32), finished=True))
+            yield Finished(i, 0, Rollout(np.array([3, 4, STOP], np.int32), finished=True))
+
+
+def spell(ids):
+    return "".join(WORDS[int(i)] for i in ids)
+
+
+def answering(engine, grader):
+    return Answerer(engine, grader, spell, LoneWorld())
+
+
+def test_only_the_final_eos_token_is_left_out_of_the_text():
+    batch = answering(FixedEngine([]), KeepingGrader()).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
+    # A cut answer keeps all its tokens, even one that is spelled like EOS.
+    assert batch.text.tolist() == ["5 mm", "5 mm<|im_end|>"] * 2
+
+
+def test_what_is_graded_ends_before_the_stop_string_and_the_rollout_behind_it():
+    grader = KeepingGrader()
+    sampling = Sampling(3, stop=Stops(("\nQuestion:",), spell))
+    batch = answering(StoppedEngine([]), grader).answer(QUESTIONS, [2, 2], sampling, seed=0)
+    # The first of two line breaks is the answer's.
+    assert batch.text.tolist() == ["5 mm\n", "5 mm"] * 2
+    assert sorted(grader.seen) == ["5 mm", "5 mm", "5 mm\n", "5 mm\n", "finish"]
+    assert batch.token.tolist() == [3, 4, STOP, 3, 4, EOS] * 2
+
+
+def test_a_source_may_have_stop_strings_of_its_own():
+    """They take the place of the run's, in the engine and in the text."""
+    seen = []
+
+    class Watched(StoppedEngine):
+        def generate(self, requests):
+            seen.extend(request.sampling.stop.strings for request in requests)
+            return super().generate(requests)
+
+    questions = [QUESTIONS[0], dataclasses.replace(QUESTIONS[1], stop=(" mm",))]
+    sampling = Sampling(3, stop=Stops(("\nQuestion:",), spell))
+    batch = answering(Watched([]), KeepingGrader()).answer(questions, [2, 2], sampling, seed=0)
+    assert seen == [("\nQuestion:",), (" mm",)]
+    assert batch.text.tolist() == ["5 mm\n", "5 mm", "5", "5"]
+
+
+def test_answers_are_graded_as_they_finish_and_stand_in_the_order_of_samples():
+    grader = KeepingGrader()
+    grader.seen = happened = []
+    batch = answering(FixedEngine(happened), grader).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
+    assert happened == ["wake", *["5 mm<|im_end|>"] * 2, *["5 mm"] * 2, "sleep", "finish"]
+    assert batch.question.tolist() == [0, 1]
+    assert batch.group.tolist() == [0, 0, 1, 1]
+    assert [prompt.tolist() for prompt in batch.prompt] == [[0, 2], [1, 2]]
+    assert batch.reward.tolist() == [2, 0, 3, 1]
+    assert batch.key.tolist() == [20, 0, 30, 10]
+    assert batch.finished.tolist() == [True, False] * 2
+    assert (batch.counts.answers, batch.counts.timed_out, batch.counts.failed) == (4, 2, 1)
+    assert batch.counts.failed_fraction == 3 / 4
+    assert batch.counts.engine == EngineCounts(prompt_tokens=8, cached_tokens=6)
+
+
+def test_answers_have_the_parts_of_their_rewards():
+    class WithParts(KeepingGrader):
+        def finish(self):
+            return dataclasses.replace(super().finish(), parts=tuple({"form": float(i)} for i in range(4)))
+
+    batch = answering(FixedEngine([]), WithParts()).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
+    assert [parts["form"] for parts in batch.parts] == [2, 0, 3, 1]
+
+
+class Numbering(FixedEngine):
+    """Answers with the number of the question and that of the sample."""
+
+    def generate(self, requests):
+        for i, request in enumerate(requests):
+            for sample in reversed(range(request.count)):
+                ids = np.array([request.prompt[0], sample], np.int32)
+                yield Finished(i, sample, Rollout(ids, finished=False))
+
+
+class Marking(KeepingGrader):
+    def finish(self):
+        marks = [int(text.replace(" ", "")) for text in self.seen]
+        return Grades(tuple(map(float, marks)), timed_out=1, failed=0, key=tuple(marks))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_answers_of_all_ranks_stand_in_the_order_of_questions_and_samples(size):
+    met, given = Barrier(size), [None] * size
+
+    @dataclasses.dataclass(frozen=True)
+    class Rank(World):
+        def gather(self, value):
+            given[self.rank] = value
+            met.wait(10)
+            found = list(given)
+            met.wait(10)
+            return found
+
+    def answered(rank):
+        world = Rank(rank, size, torch.device("cpu"), control=None)
+        answerer = Answerer(Numbering([]), Marking(), lambda ids: " ".join(map(str, ids)), world)
+        batch = answerer.answer(question_set(4).questions, [1, 3, 0, 2], Sampling(3), seed=0)
+        assert answerer.tokens == 12
+        return batch
+
+    with ThreadPoolExecutor(size) as ranks:
+        for batch in ranks.map(answered, range(size)):
+            assert batch.group.tolist() == [0, 1, 1, 1, 3, 3]
+            assert batch.token.tolist() == [0, 0, 1, 0, 1, 1, 1, 2, 3, 0, 3, 1]
+            assert batch.text.tolist() == ["0 0", "1 0", "1 1", "1 2", "3 0", "3 1"]
+            assert batch.reward.tolist() == batch.key.tolist() == [0, 10, 11, 12, 30, 31]
+            assert (batch.counts.answers, batch.counts.timed_out) == (6, size)
+
+
+def test_counts_add_up_and_ranks_wait_for_the_slowest():
+    late, wrong = (Failure("r", cause, "q", "g", "a", 1) for cause in ("late", "KeyError: 1"))
+    one = Counts(4, 1, 0, 2.0, 0.5, EngineCounts(8, 6, 1.0), 1, (late,))
+    other = Counts(6, 1, 2, 1.0, 0.75, EngineCounts(4, 1, 3.0), 2, (wrong, late))
+    failures = (dataclasses.replace(late, count=2), wrong)
+    assert one + other == Counts(10, 2, 2, 3.0, 1.25, EngineCounts(12, 7, 4.0), 3, failures)
+    assert Counts.together([one, other]) == Counts(10, 2, 2, 2.0, 0.75, EngineCounts(12, 7, 3.0), 3, failures)
+
+
+def test_an_engine_that_fails_is_told_when_the_ranks_meet():
+    happened = []
+    answerer = answering(FailingEngine(happened), KeepingGrader())
+    produced = answerer.produce(QUESTIONS, [1, 1], Sampling(3), seed=0)
+    assert happened == ["wake", "sleep"]
+    with pytest.raises(RolloutError, match="no server is left"):
+        answerer.join(produced)
+
+
+class MisusedGrader(KeepingGrader):
+    def finish(self):
+        raise RewardError("no reward here")
+
+
+def test_a_result_that_is_no_reward_is_told_to_all_ranks():
+    told = []
+
+    class Watched(LoneWorld):
+        def gather(self, value):
+            told.append(value)
+            return [value]
+
+    answerer = Answerer(FixedEngine([]), MisusedGrader(), spell, Watched())
+    with pytest.raises(RewardError, match="no reward here"):
+        answerer.answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
+    assert isinstance(told[-1], RewardError)
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+def test_neighbouring_ranks_share_an_engines_work(size, ranks):
+    worlds = [World(rank, size, torch.device("cpu"), control=None) for rank in range(size)]
+    shares = [world.split("abcdefg", ranks) for world in worlds]
+    for first in range(0, size, ranks):
+        assert all(share == shares[first] for share in shares[first : first + ranks])
+    assert sorted(pair for share in shares[::ranks] for pair in share) == list(enumerate("abcdefg"))

@@ -1,0 +1,220 @@
+"""Answers of several turns, by an engine and an environment that follow a script."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exgrpo.train.common.records import Rollout
+from exgrpo.train.config.environment import EnvironmentConfig
+from exgrpo.train.data.questions import Question
+from exgrpo.train.reward.contract import Columns
+from exgrpo.train.rollout import Finished, Request, Sampling, Stops, collect, text_of
+from exgrpo.train.rollout.turns.conversations import Conversations
+from exgrpo.train.rollout.turns.environments import Environment
+
+EOS = "."
+RUN_STOP, WAIT = "!", "?"
+PROMPT = np.array([ord("P")], np.int32)
+
+
+def ids(text):
+    return np.array([ord(character) for character in text], np.int32)
+
+
+def read(tokens):
+    return "".join(chr(token) for token in tokens)
+
+
+class Script:
+    """Writes the turns of an answer one after the other: a token is a character, its log-prob minus its place in it.
+
+    Which answer goes on is known from what stands behind the prompt's letter. The last answer is finished first.
+    """
+
+    def __init__(self, *answers):
+        self.answers = answers
+        self.asked = []
+
+    def generate(self, requests):
+        self.asked.append(requests)
+        finished = [
+            Finished(i, sample, self._turn(request, sample))
+            for i, request in enumerate(requests)
+            for sample in range(request.count)
+        ]
+        yield from reversed(finished)
+
+    def _turn(self, request, sample):
+        before = read(request.prompt[1:])
+        turns = self.answers[sample] if not before else next(a for a in self.answers if before.startswith(a[0]))
+        place = sum(before.count(turn) for turn in set(turns)) if before else 0
+        limit = request.sampling.max_tokens
+        whole = ids(turns[place])
+        cut = Rollout(whole[:limit], False, -np.arange(len(whole), dtype=np.float32)[:limit])
+        stopped = request.sampling.stop.cut(cut)
+        return Rollout(stopped.response, stopped.finished or read(whole)[limit - 1 :] == EOS, stopped.log_prob)
+
+
+class Ended(Script):
+    """The same, where a turn that ends with EOS is finished."""
+
+    def _turn(self, request, sample):
+        turn = super()._turn(request, sample)
+        return Rollout(turn.response, turn.finished or read(turn.response).endswith(EOS), turn.log_prob)
+
+
+def conversations(reply, **options):
+    """`reply(question, turn)` is the environment's."""
+    environment = Environment(
+        "scripted", lambda question, gold: lambda turn: reply(question, turn), Columns(), stop=(WAIT,)
+    )
+    return Conversations(
+        environment, EnvironmentConfig(function="calculator", **options), lambda text, closed: ids(text), read
+    )
+
+
+def answer(reply, *turns, max_tokens=100, **options):
+    """The one answer of a conversation, and the script that wrote it."""
+    script = Ended(list(turns))
+    sampling = Sampling(max_tokens, log_prob=True, stop=Stops((RUN_STOP,), read))
+    asked = [Request(PROMPT, 1, sampling, 7)]
+    talk = conversations(reply, **options)
+    ((found,),) = collect(asked, talk.generate(script, asked, [Question(0, (80,), "question", "gold", "source")]))
+    return found, script, talk
+
+
+def shown(found):
+    """The text with what was observed in brackets."""
+    written = np.ones(len(found.response), bool) if found.written is None else found.written
+    text = "".join(chr(t) if own else f"[{chr(t)}]" for t, own in zip(found.response, written, strict=True))
+    return text.replace("][", "")
+
+
+def test_the_policy_goes_on_behind_what_it_was_told():
+    heard = []
+
+    def reply(question, turn):
+        heard.append((question, turn))
+        return {"ab?": "12", "cd?": None}.get(turn)
+
+    found, script, talk = answer(reply, "ab?", "cd?", "ef.")
+    assert shown(found) == "ab?[12]cd?ef."
+    assert found.finished
+    assert found.log_prob.tolist() == [0, -1, -2, 0, 0, 0, -1, -2, 0, -1, -2]
+    # Without a reply, the turn is not over for the environment.
+    assert heard == [("question", "ab?"), ("question", "cd?"), ("question", "cd?ef")]
+    assert [read(request.prompt) for (request,) in script.asked] == ["P", "Pab?12", "Pab?12cd?"]
+    assert [request.sampling.max_tokens for (request,) in script.asked] == [100, 95, 92]
+    assert len({request.seed for (request,) in script.asked}) == 3
+    assert talk.broken == 0
+    assert text_of(found, read, (RUN_STOP,)) == "ab?12cd?ef"
+
+
+def test_an_answer_without_a_reply_is_as_without_an_environment():
+    found, _, _ = answer(lambda question, turn: None, "abc.")
+    assert found.written is None
+    assert (read(found.response), found.finished, found.log_prob.tolist()) == ("abc.", True, [0, -1, -2, -3])
+
+
+def test_a_conversation_goes_on_behind_an_eos_token():
+    found, _, _ = answer(lambda question, turn: {"a": "no", "b": None}[turn], "a.", "b.")
+    assert (shown(found), found.finished) == ("a.[no]b.", True)
+
+
+def test_a_stop_string_of_the_run_ends_the_answer_and_nobody_is_asked():
+    found, _, _ = answer(lambda question, turn: pytest.fail("asked"), "ab!")
+    assert (shown(found), found.finished) == ("ab!", True)
+    assert text_of(found, read, (RUN_STOP,)) == "ab"
+
+
+def test_a_stop_string_in_a_reply_ends_nothing():
+    found, _, _ = answer(lambda question, turn: "x!y" if turn == "a?" else None, "a?", "b.")
+    assert (shown(found), found.finished) == ("a?[x!y]b.", True)
+    assert text_of(found, read, (RUN_STOP,)) == "a?x!yb"
+    found, _, _ = answer(lambda question, turn: "x!y" if turn == "a?" else None, "a?", "b!")
+    assert text_of(found, read, (RUN_STOP,)) == "a?x!yb"
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "text"),
+    [
+        (9, "ab?[123]cd."),
+        (8, "ab?[123]cd"),
+        (7, "ab?[123]c"),
+        (6, "ab?"),  # no token would be left behind the reply
+        (5, "ab?"),
+        (3, "ab?"),
+        (2, "ab"),
+    ],
+)
+def test_replies_count_in_the_length(max_tokens, text):
+    found, _, _ = answer(lambda question, turn: "123" if turn == "ab?" else None, "ab?", "cd.", max_tokens=max_tokens)
+    assert (shown(found), found.finished) == (text, max_tokens == 9)
+
+
+def test_the_turns_are_counted():
+    found, _, _ = answer(lambda question, turn: "1" if "?" in turn else None, "a?", "b?", "c?", "d.", turns=3)
+    assert (shown(found), found.finished) == ("a?[1]b?[1]c?", False)
+
+
+@pytest.mark.parametrize("wrong", [7, b"text", ValueError("a bad tool")])
+def test_a_reply_that_fails_ends_the_answer_unfinished_and_is_counted(wrong, caplog):
+    def reply(question, turn):
+        if isinstance(wrong, Exception):
+            raise wrong
+        return wrong
+
+    found, _, talk = answer(reply, "ab?", "c.")
+    assert (shown(found), found.finished) == ("ab?", False)
+    assert talk.broken == 1
+    (record,) = caplog.records
+    assert "environment scripted" in record.getMessage()
+    assert ("a bad tool" if isinstance(wrong, Exception) else "a reply is a text or None") in record.getMessage()
+
+
+def test_a_reply_that_does_not_come_is_waited_for_no_longer_than_said(caplog):
+    hangs = threading.Event()
+    found, _, talk = answer(lambda question, turn: hangs.wait(60) and "", "ab?", "c.", time_limit=0.1)
+    hangs.set()
+    assert (shown(found), found.finished, talk.broken) == ("ab?", False, 1)
+    assert "no reply within 0.1 s" in caplog.text
+
+
+TURNS = st.lists(st.sampled_from(["a?", "bb?", "c?"]), max_size=4, unique=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(TURNS, min_size=1, max_size=5, unique_by=tuple), st.integers(3, 30))
+def test_every_answer_is_what_a_plain_loop_writes(scripts, max_tokens):
+    """Answers side by side, in the order of samples, each with the replies to its own turns alone."""
+    answers = [[*(f"{number}{turn}" for turn in turns), f"{number}z."] for number, turns in enumerate(scripts)]
+
+    def reply(question, turn):
+        return turn[1:-1].upper() * 2 if turn.endswith(WAIT) else None
+
+    def plain(turns):
+        tokens, written = "", []
+        for turn in turns:
+            room = max_tokens - len(tokens)
+            tokens, written = tokens + turn[:room], written + [True] * len(turn[:room])
+            if room < len(turn):
+                return tokens, written, False
+            said = reply("", turn)
+            if said is None:
+                return tokens, written, True
+            if len(tokens) + len(said) >= max_tokens:
+                return tokens, written, False
+            tokens, written = tokens + said, written + [False] * len(said)
+        raise AssertionError
+
+    asked = [Request(PROMPT, len(answers), Sampling(max_tokens, log_prob=True), 3)]
+    talk = conversations(reply)
+    (found,) = collect(asked, talk.generate(Ended(*answers), asked, [Question(0, (80,), "", "", "")]))
+    for one, turns in zip(found, answers, strict=True):
+        tokens, written, finished = plain(turns)
+        assert read(one.response) == tokens
+        assert (one.written is None and all(written)) or one.written.tolist() == written
+        assert one.finished == finished

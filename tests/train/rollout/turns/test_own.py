@@ -1,0 +1,117 @@
+"""An environment of a user's own: the one of docs/environments.md, and what can be wrong with one."""
+
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from exgrpo.train.common.errors import ConfigError, DataError, RolloutError
+from exgrpo.train.config.environment import EnvironmentConfig
+from exgrpo.train.config.recipe import load_recipe
+from exgrpo.train.data.questions import Question
+from exgrpo.train.reward.names import resolve_reward
+from exgrpo.train.rollout import Sampling, Stops
+from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.turns.conversations import Conversations
+from exgrpo.train.rollout.turns.environments import find_environment
+from exgrpo.train.run.startup_checks import look
+from tests.train.configs import configured
+from tests.train.fakes import LoneWorld
+from tests.train.rollout.turns.test_conversations import Ended, ids, read
+
+PAGE = Path(__file__).parents[4] / "docs" / "environments.md"
+
+
+@pytest.fixture
+def guess(tmp_path):
+    """The example of the page, as a file."""
+    path = tmp_path / "guess.py"
+    path.write_text(re.search(r"```python\n(# guess\.py\n.*?)```", PAGE.read_text(), re.DOTALL)[1])
+    return path
+
+
+class Reading:
+    """A grader that gives the reward to the answers of this process."""
+
+    def __init__(self, reward):
+        self.reward, self.seen = reward, []
+
+    def begin(self):
+        return self
+
+    def add(self, response, gold, question, reward, columns):
+        self.seen.append((response, columns["turns"], self.reward(response, gold, turns=columns["turns"])))
+
+
+def test_the_example_of_the_page_is_played(guess):
+    options = EnvironmentConfig(function=f"{guess}:game")
+    environment = find_environment(options)
+    assert environment.stop == ("</guess>",)
+    conversations = Conversations(environment, options, lambda text, closed: ids(text), read)
+    script = Ended(["<guess>3</guess>", "<guess>4</guess>", "yes."], ["<guess>9</guess>", " right ."])
+    grader = Reading(resolve_reward(f"{guess}:score"))
+    answerer = Answerer(script, grader, read, LoneWorld(), conversations=conversations)
+    script.ranks, script.wake, script.sleep, script.counts = 1, lambda: None, lambda: None, lambda: None
+    question = Question(0, (80,), "Guess.", "4", "mine", columns={"tries": 2})
+    sampling = Sampling(200, stop=Stops((), read))
+    produced = answerer.produce([question], [2], sampling, seed=0)
+    assert produced.broken == 0
+    right = ["<guess>3</guess>", " no, and 1 tries are left ", "<guess>4</guess>", " right ", "yes."]
+    # What the policy writes itself does not count.
+    wrong = ["<guess>9</guess>", " no, and 1 tries are left ", " right ."]
+    assert sorted(grader.seen) == sorted([("".join(right)[:-1], right, 1.0), ("".join(wrong)[:-1], wrong, 0.0)])
+
+
+def test_the_columns_that_environment_and_reward_take_are_kept(guess, tmp_path):
+    data = tmp_path / "mine.jsonl"
+    data.write_text(
+        "".join(json.dumps({"question": f"q{i}", "answer": str(i), "tries": i, "x": 1}) + "\n" for i in (1, 2))
+    )
+    values = {
+        "data": {"train": [str(data)]},
+        "reward": {"function": f"{guess}:score", "workers": 1},
+        "environment": {"function": f"{guess}:game"},
+    }
+    with ExitStack() as resources:
+        (rows,) = look(configured(values), resources).train
+    assert [row.columns for row in rows] == [{"tries": 1}, {"tries": 2}]
+    needy = guess.read_text().replace("tries=3", "lives")
+    guess.write_text(needy)
+    message = r"has no column 'lives', which the reward '.*guess\.py:score' or the environment '.*guess\.py:game' takes"
+    with ExitStack() as resources, pytest.raises(DataError, match=message):
+        look(configured(values), resources)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("calculater", "unknown environment function 'calculater'; did you mean 'calculator'"),
+        ("{folder}/none.py:game", "there is no file .*none.py"),
+        ("{folder}/guess.py:gone", "there is no 'gone' in it"),
+        ("{folder}/guess.py:score", r"environment '.*' must take \(question, gold\), and columns .* behind a \*"),
+    ],
+)
+def test_a_mistake_is_one_clear_error(guess, name, message):
+    guess.write_text(guess.read_text().replace("def score(response, gold, *, turns)", "def score(response)"))
+    with pytest.raises((ConfigError, ValueError), match=message):
+        find_environment(EnvironmentConfig(function=name.format(folder=guess.parent)))
+
+
+@pytest.mark.parametrize(("body", "cause"), [("return 7", "it gave 7, which cannot"), ("return {}[gold]", "KeyError")])
+def test_an_environment_that_cannot_begin_is_one_clear_error(tmp_path, body, cause):
+    (tmp_path / "mine.py").write_text(f"def game(question, gold):\n    {body}\n")
+    environment = find_environment(EnvironmentConfig(function=f"{tmp_path}/mine.py:game"))
+    with pytest.raises(RolloutError, match=f"environment '.*mine.py:game' cannot begin an answer to 'Guess.': {cause}"):
+        environment.begin(Question(0, (80,), "Guess.", "4", "mine"))
+
+
+def test_several_processes_of_one_engine_are_refused(tmp_path):
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(
+        "policy: {path: builtin:arithmetic}\ndata: {train: builtin:arithmetic, train_limit: 9}\n"
+        "environment: {function: calculator}\nrollout: {engine: vllm, tensor_parallel: 2}\n"
+    )
+    with pytest.raises(ConfigError, match=r"environment\.function needs rollout\.tensor_parallel=1"):
+        load_recipe(recipe)

@@ -1,0 +1,69 @@
+"""What is refused while a run is put together."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import MiniCPM3Config
+
+from exgrpo.kernels import backend_choice, dispatch, extension, self_test
+from exgrpo.train.common.distributed import ALONE, World
+from exgrpo.train.common.errors import ConfigError, ModelError
+from exgrpo.train.policy.source import find_model
+from exgrpo.train.run.build import check_head, settle_kernels
+
+
+def test_a_model_whose_logits_the_kernels_cannot_compute_is_refused_before_anything_is_loaded(tmp_path):
+    MiniCPM3Config(num_hidden_layers=1, architectures=["MiniCPM3ForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"^policy.path: .* cannot be trained: .* changes its hidden states between"):
+        check_head(find_model(str(tmp_path)))
+
+
+def test_the_default_runs_model_is_not():
+    check_head(find_model("builtin:arithmetic"))
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """The cpu backend is there, and what it is told to be: right, or wrong."""
+    monkeypatch.delenv("EXGRPO_BACKEND", raising=False)
+    monkeypatch.setattr(extension, "MISSING", "")
+    monkeypatch.setattr(dispatch, "_LEFT_OUT", {})
+    settings = SimpleNamespace(source=find_model("builtin:arithmetic"), dtype=torch.float32)
+
+    def settle(backend, world, fault=""):
+        monkeypatch.setattr(self_test, "fault", lambda name, trial, load: fault if name == "cpu" else "")
+        settle_kernels(backend, settings, world)
+        return dispatch.automatic(CPU, torch.float32, backend_choice.LARGE + 1)
+
+    return settle
+
+
+def test_a_backend_that_is_wrong_on_one_rank_is_left_out_on_all(machine):
+    class Pair(World):
+        """This rank and another one, which has no problem to raise and passes something over."""
+
+        def gather(self, value):
+            return [value, other if isinstance(value, dict) else None]
+
+    pair = Pair(0, 2, CPU, None)
+    other = {}
+    assert machine("auto", pair) == "cpu"
+    other = {"triton": "it is not installed", "cpu": "its log_prob is wrong"}
+    assert (
+        machine(
+            "auto",
+            pair,
+        )
+        == "torch"
+    )
+
+
+def test_a_named_backend_that_is_wrong_is_refused(machine):
+    with pytest.raises(
+        ConfigError, match=r"policy.kernel_backend: backend='cpu': it failed its self-test .*: mad .*; exp"
+    ):
+        machine("cpu", ALONE, fault="mad")

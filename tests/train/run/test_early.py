@@ -1,0 +1,196 @@
+"""What is wrong with a run and needs no model to be seen: told before torch is imported."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from exgrpo.tools.evaluate import program as evaluate
+from exgrpo.train import main as program
+from exgrpo.train.common import process
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.config import hub
+from exgrpo.train.config.recipe import DEFAULT_RUN
+from exgrpo.train.run import startup_checks as early
+from exgrpo.train.run.startup_checks import look
+from tests.train.configs import configured
+
+HEAVY = ("torch", "transformers", "deepspeed", "vllm", "datasets", "huggingface_hub", "math_verify", "pyarrow")
+BUILTIN = "--data.train=builtin:arithmetic"
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path, capsys):
+    """The training program in this process, of which only the early part may run; gives its status and what it says."""
+    monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
+    monkeypatch.setitem(sys.modules, "exgrpo.train.run.loop", None)
+
+    def run(*arguments):
+        status = program.main([f"--output.folder={tmp_path}", *arguments])
+        return status, capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy.path=/no/such/model", BUILTIN], "policy.path: /no/such/model holds no config.json"),
+        (["--policy.path=builtin:nothing", BUILTIN], "no builtin model 'builtin:nothing'; there is arithmetic"),
+        ([f"--recipe={DEFAULT_RUN}", "--data.train=missing.jsonl"], "missing.jsonl: there is no such file"),
+        ([f"--recipe={DEFAULT_RUN}", "--data.test=missing.jsonl"], "missing.jsonl: there is no such file"),
+        ([f"--recipe={DEFAULT_RUN}", "--data.prompt_format=none"], "does not contain {question}"),
+        (["--experience.start=missing.parquet"], "missing.parquet: there is no such file or folder of traces"),
+        (["--policy.attention=flash_attention_2"], "needs the package flash-attn, which is not installed"),
+        (["--reward.function=maths"], "unknown reward 'maths'; did you mean 'math'?"),
+        (["--recipe=missing.yaml"], "missing.yaml: no such recipe"),
+        (["--output.folder=/dev/null"], "output.folder: /dev/null cannot be written"),
+        (["--output.folder=/dev/null/deeper"], "because of /dev/null"),
+        (["--resume=/no/such/run"], "resume: there is no folder /no/such/run"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_heavy_is_imported(start, tmp_path, arguments, message):
+    status, said = start(*arguments)
+    assert status == 2
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_exists_is_not_begun_again(start, tmp_path):
+    (tmp_path / "mine").mkdir()
+    status, said = start("--output.name=mine")
+    assert status == 2
+    assert f"{tmp_path / 'mine'} exists already: choose another output.name, go on with it by --resume" in said
+
+
+def test_a_malformed_row_is_named(start, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n{"question": "1 + 2"}\n')
+    status, said = start(f"--recipe={DEFAULT_RUN}", f"--data.train={tmp_path / 'rows.jsonl'}")
+    assert status == 2
+    assert "rows.jsonl line 2: has a question but neither answer nor solution" in said
+
+
+def test_the_first_look_imports_nothing_that_takes_seconds():
+    names = json.dumps(HEAVY)
+    script = f"""if True:
+        import sys, json
+        from contextlib import ExitStack
+        from exgrpo.train import main as program
+        from exgrpo.train.estimate import program as estimate
+        from exgrpo.train.evaluate import program as evaluate
+        from exgrpo.train.evaluate.options import parse_options
+        if __name__ == "__main__":
+            with ExitStack() as resources:
+                config, _ = program.configure([])
+                program.look(config, resources)
+            names = ["builtin:arithmetic", "--data.test=builtin:arithmetic", "--data.test_limit=2"]
+            evaluate.look(parse_options(names))
+            estimate.main(["--gpu=none"])
+            heavy = [name for name in json.loads('{names}') if name in sys.modules]
+            sys.exit(f"imported: {{heavy}}" if heavy else 0)
+    """
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: ") == 1  # there is no such GPU
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such/model", "--data.test=builtin:arithmetic"], "/no/such/model holds no config.json"),
+        (["builtin:arithmetic", "--data.test=missing.jsonl"], "missing.jsonl: there is no such file"),
+        (["builtin:arithmetic", "--data.test=a.jsonl", "--data.prompt_format=none"], "does not contain {question}"),
+    ],
+)
+def test_an_evaluation_looks_first_too(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(process, "stop_on_signals", lambda: None)
+    monkeypatch.setitem(sys.modules, "exgrpo.tools.evaluate.evaluation", None)
+    assert evaluate.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_what_is_read_is_what_the_configuration_names(tmp_path):
+    rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(3)]
+    for name, part in (("train", rows[:2]), ("test", rows[2:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    files = {"train": str(tmp_path / "train.jsonl"), "test": str(tmp_path / "test.jsonl")}
+    with ExitStack() as resources:
+        found = look(configured({"data": files, "reward": {"function": "math"}}), resources)
+        assert [[row.gold for row in rows] for rows in found.train] == [["1", "2"]]
+        assert [[row.gold for row in rows] for rows in found.held_out["test"]] == [["3"]]
+        assert found.grader.grade([("</think>\\boxed{3}", "3")]).reward == (1.0,)
+
+
+def test_another_rank_leaves_the_folder_to_the_first(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "mine").mkdir()
+    with ExitStack() as resources:
+        look(configured({"output": {"folder": str(tmp_path), "name": "mine"}}), resources)
+
+
+@pytest.fixture
+def no_offline(monkeypatch):
+    """An environment that says nothing about the hub, and that is as before afterwards."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def test_a_hub_that_refuses_is_found_out_at_once_and_settled_for_all_libraries(monkeypatch, no_offline, capsys):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{probe.getsockname()[1]}")
+        early.check_places("owner/model", [])
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert "does not answer: models and data sets of the hub are taken from the cache" in capsys.readouterr().out
+
+
+def test_a_hub_that_hangs_is_given_up(monkeypatch, no_offline):
+    monkeypatch.setattr(hub, "SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert "does not answer" in hub.offline_reason()
+
+
+def test_a_hub_that_answers_anything_is_there(monkeypatch, no_offline):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        child = os.fork()
+        if not child:
+            connection, _ = server.accept()
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+            os._exit(0)
+        assert hub.offline_reason() is None
+        os.waitpid(child, 0)
+    assert os.environ["HF_HUB_OFFLINE"] == "0"
+
+
+def test_offline_by_wish_asks_nobody(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    assert hub.offline_reason() == "HF_HUB_OFFLINE is set"
+
+
+def test_the_package_of_an_attention_is_looked_for(monkeypatch):
+    monkeypatch.setattr(early, "find_spec", lambda name: object() if name == "flash_attn" else None)
+    early.check_attention("flash_attention_2")
+    monkeypatch.setattr(early, "find_spec", lambda name: None)
+    early.check_attention("sdpa")
+    with pytest.raises(ConfigError, match="flash-attn"):
+        early.check_attention("flash_attention_2")
+
+
+def test_held_out_questions_do_not_depend_on_the_seed_of_a_run():
+    with ExitStack() as resources:
+        data = {"train_limit": 20, "test_limit": 20}
+        first, second = (look(configured({"seed": seed, "data": data}), resources) for seed in (0, 1))
+    assert first.held_out == second.held_out
+    assert first.train != second.train

@@ -1,0 +1,140 @@
+"""Runs on two hosts: the results of one, and hosts that die or are cut off."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from exgrpo.train.checkpoint.listing import survey
+from tests.train import hosts
+from tests.train.launch import MAIN, launch
+from tests.train.run.test_run import SMALL, records, untimed
+
+pytestmark = pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing()))
+
+TIMEOUT = 1
+"""Minutes for which a rank waits for another one."""
+INSIDE = f'File "{MAIN}"'
+"""In a traceback of the program; the launcher prints one of its own when a rank has failed."""
+
+
+@pytest.fixture
+def two():
+    with hosts.Hosts(2) as made:
+        yield made
+
+
+def test_two_hosts_give_the_results_of_one(two, tmp_path):
+    """With the defaults of a user."""
+    first, second = two.torchrun(*SMALL, f"--output.folder={tmp_path / 'two'}")
+    printed, _ = first.communicate(timeout=300)
+    assert first.returncode == 0, printed
+    assert second.wait(60) == 0, second.communicate()
+    assert "on 2 x cpu" in printed
+    done = launch(MAIN, *SMALL, f"--output.folder={tmp_path / 'one'}", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert untimed(tmp_path / "two" / "small") == untimed(tmp_path / "one" / "small")
+
+
+def wait_for_a_checkpoint(folder, running):
+    deadline = time.monotonic() + 240
+    while all(one.poll() is None for one in running) and time.monotonic() < deadline:
+        if folder.is_dir() and survey(folder)[0]:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the run has ended or hangs before its first checkpoint")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", ["killed", "cut off"])
+def test_a_host_that_is_gone_ends_the_run_in_time_and_one_host_goes_on(two, tmp_path, lost):
+    """The other host says so in one line, leaves no process behind, and has lost no finished step."""
+    long = [option for option in SMALL if not option.startswith("--steps")]
+    options = (*long, "--checkpoint.every=1", f"--distributed.timeout_minutes={TIMEOUT}", f"--output.folder={tmp_path}")
+    running = two.torchrun("--steps=200", *options)
+    wait_for_a_checkpoint(tmp_path / "small", running)
+    start = time.monotonic()
+    if lost == "killed":
+        two.kill(1)
+    else:
+        two.cut(1)
+    printed, _ = running[0].communicate(timeout=240)
+    # A rank notices a closed connection at once and a silent one after its time; then it gives its resources back.
+    assert time.monotonic() - start < 60 * TIMEOUT + 60
+    assert running[0].returncode != 0
+    assert "another process of the run has ended or is not reached any more" in printed
+    assert "go on with --resume auto" in printed
+    assert INSIDE not in printed
+    if lost == "cut off":
+        running[1].communicate(timeout=240)
+        assert running[1].returncode != 0
+    assert two.processes(0) == []
+    assert two.processes(1) == []
+    (newest, *_), problems = survey(tmp_path / "small")
+    assert problems == []
+    steps = [json.loads(line)["step"] for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()]
+    assert newest.step >= max(steps) - 1
+    done = launch(MAIN, "--resume", str(tmp_path / "small"), f"--steps={newest.step + 2}")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_the_hosts_that_are_left_go_on_by_themselves(two, tmp_path):
+    """With the same questions, and without a step that was finished before."""
+    long = [option for option in SMALL if not option.startswith("--steps")]
+    options = (*long, "--checkpoint.every=1", "--resume=auto", f"--output.folder={tmp_path}")
+    running = two.restarting("--steps=8", *options)
+    wait_for_a_checkpoint(tmp_path / "small", running)
+    two.kill(1)
+    printed, _ = running[0].communicate(timeout=400)
+    assert running[0].returncode == 0, printed
+    assert "on 2 x cpu" in printed
+    assert "on 1 x cpu" in printed
+    assert INSIDE not in printed
+    begun = re.search(r"going on with .* after step (\d+)", printed)
+    assert begun
+    assert int(begun[1]) >= 1
+    assert [record["step"] for record in records(tmp_path / "small") if record["kind"] == "training"] == [*range(1, 9)]
+    assert two.processes(0) == []
+
+
+ECHO = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 7000))
+print("listens", flush=True)
+connection, _ = server.accept()
+while size := int.from_bytes(connection.recv(8, socket.MSG_WAITALL)):
+    connection.recv(size, socket.MSG_WAITALL)
+    connection.sendall(b"!")
+"""
+ASK = """
+import socket, sys, time
+size = int(sys.argv[2])
+connection = socket.create_connection((sys.argv[1], 7000))
+start = time.perf_counter()
+connection.sendall(size.to_bytes(8, "big") + bytes(size))
+connection.recv(1)
+print(time.perf_counter() - start)
+"""
+
+
+def test_limited_cables_take_their_time_and_lose_nothing(two):
+    for limit, size, least in (
+        ({"seconds": 0.05}, 1, 0.2),  # two cables on the way there, and two on the way back
+        ({"megabits": 10}, 500_000, 0.38),  # 0.4 s, less what may pass at once
+        ({}, 500_000, 0.0),  # as before
+    ):
+        for host in (0, 1):
+            two.limit(host, seconds=0.01, megabits=1000)
+            two.limit(host, **limit)
+        listener = subprocess.Popen([*two.on(1), sys.executable, "-c", ECHO, two.addresses[1]], stdout=subprocess.PIPE)
+        listener.stdout.readline()
+        before, _ = two.counted(1)
+        took = float(hosts.run(*two.on(0), sys.executable, "-c", ASK, two.addresses[1], str(size)))
+        assert took > least
+        assert two.counted(1)[0] - before > size
+        listener.communicate(timeout=60)
+        assert listener.returncode == 0

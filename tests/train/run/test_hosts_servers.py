@@ -1,0 +1,139 @@
+"""The trainer on two hosts and vLLM servers on two others: the results of one host, and servers that are cut off."""
+
+import re
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from exgrpo.train.checkpoint.listing import survey
+from exgrpo.train.rollout.server.guard import TOKEN
+from tests.train import hosts
+from tests.train.launch import MAIN, launch
+from tests.train.rollout.server.servers import Server
+from tests.train.rollout.vllm.installed import real
+from tests.train.run.test_hosts import INSIDE, wait_for_a_checkpoint
+from tests.train.run.test_run import SMALL, records, untimed
+
+pytestmark = [
+    pytest.mark.long,
+    real,
+    pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing())),
+    pytest.mark.timeout(1200),  # four servers start cold, two at a time
+]
+
+MODEL = Path("builtin:arithmetic")
+SERVING = ("--max-tokens=160", "--kv-cache-gib=0.2")
+UNREACHED = 120
+"""Seconds after which a server whose machine is not reached any more is left out: docs/servers.md."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def token():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TOKEN, "known-to-servers-and-trainer")
+        patch.setenv("OMP_NUM_THREADS", "1")  # sums of servers with one processor and with two are then the same
+        yield
+
+
+@contextmanager
+def running(*servers):
+    """Addresses of the servers, while they run."""
+    try:
+        for server in servers:
+            server.start()
+        yield [server.ready() for server in servers]
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def options(urls, folder):
+    return (*SMALL, "--rollout.engine=server", "--rollout.servers", *urls, f"--output.folder={folder}")
+
+
+def repeatable():
+    from tests.train.rollout.server.repeatable import OPTIONS  # it needs vLLM
+
+    return (*SERVING, *OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def one_host(tmp_path_factory):
+    """The folder of a run with two ranks and two servers on one host."""
+    folder = tmp_path_factory.mktemp("one")
+    servers = [Server(MODEL, folder / f"{number}.log", *repeatable(), cold=True) for number in range(2)]
+    with running(*servers) as urls:
+        done = launch(MAIN, *options(urls, folder), "--steps=3", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "small"
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Four hosts, and the addresses of servers on the last two of them."""
+    folder = tmp_path_factory.mktemp("four")
+    with hosts.Hosts(4, trainers=2) as made:
+        servers = [
+            Server(MODEL, folder / f"{host}.log", *repeatable(), on=made.on(host), address=made.addresses[host])
+            for host in (2, 3)
+        ]
+        with running(*servers) as urls:
+            yield made, urls
+
+
+def test_four_hosts_give_the_results_of_one(one_host, four, tmp_path):
+    """Not one bit of a metric differs where the servers draw alike: nothing but the hosts does."""
+    made, urls = four
+    status, printed = finished(made.torchrun(*options(urls, tmp_path), "--steps=3"))
+    assert status == 0, printed
+    assert "on 2 x cpu" in printed
+    assert untimed(tmp_path / "small") == untimed(one_host)
+    told = [record for record in records(one_host) if "reward" in record]
+    assert told[-1]["replayed"] > 0
+    assert all(record["grad_norm"] > 0 for record in told)
+
+
+def test_a_run_goes_on_without_a_server_and_ends_in_time_without_any(four, tmp_path):
+    """Servers whose cables are out are one line each; put in again, they are used as before."""
+    made, urls = four
+    long = [option for option in options(urls, tmp_path) if not option.startswith("--steps")]
+    running = made.torchrun(*long, "--steps=200", "--checkpoint.every=1")
+    folder = tmp_path / "small"
+    wait_for_a_checkpoint(folder, running)
+    made.cut(3)
+    wait_for_a_step(folder, survey(folder)[0][0].step + 3, running[0], UNREACHED + 60)
+    made.cut(2)
+    start = time.monotonic()
+    status, printed = finished(running)
+    assert time.monotonic() - start < UNREACHED + 60, printed
+    assert status != 0
+    assert INSIDE not in printed
+    told = re.findall(r"(error.*): no rollout server is left \((.*)\): start them again, and go on with", printed)
+    assert sorted(who for who, _ in told) == ["error", "error on rank 1"]
+    assert all(url in each for url in urls for _, each in told)
+    assert made.processes(0) == made.processes(1) == []
+    for host in (2, 3):
+        made.restore(host)
+    (newest, *_), problems = survey(folder)
+    assert problems == []
+    status, printed = finished(made.torchrun(*long, f"--steps={newest.step + 2}", "--resume=auto"))
+    assert status == 0, printed
+    assert "rollout server" not in printed
+    assert [record["step"] for record in records(folder) if "reward" in record] == [*range(1, newest.step + 3)]
+
+
+def finished(running):
+    """The exit status of a run on several hosts, 0 where it is that of all, and what they have printed."""
+    printed = [one.communicate(timeout=400)[0] for one in running]
+    return max(abs(one.returncode) for one in running), "".join(printed)
+
+
+def wait_for_a_step(folder, step, ran, seconds):
+    deadline = time.monotonic() + seconds
+    while ran.poll() is None and time.monotonic() < deadline:
+        if any(record.get("step", 0) >= step for record in records(folder)):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the run has ended or hangs")

@@ -1,0 +1,239 @@
+"""Before training: answers that cannot earn a reward stop the run, all others do not."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from exgrpo.train.common.errors import RewardError
+from exgrpo.train.reward.pool import Grader
+from exgrpo.train.rollout import Finished, Sampling
+from exgrpo.train.run.preflight import QUESTIONS, preflight
+from tests.train.configs import configured
+from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, question_set
+from tests.train.launch import MAIN, launch
+from tests.train.run.test_run import SMALL
+
+REWARD = """
+def score(response, gold):
+    return 0.0
+
+def score_form(response, gold):
+    return float("boxed" in response)
+
+def formless(response, gold):
+    return 0.0
+"""
+
+
+BROKEN = """
+import asyncio, json, os, time
+from exgrpo.train.reward.contract import batched
+
+def raises(response, gold):
+    return json.loads("{")["score"]
+
+def slow(response, gold):
+    time.sleep(60)
+
+def dies(response, gold):
+    os._exit(3)
+
+async def refused(response, gold):
+    raise ConnectionRefusedError("no judge")
+
+def some(response, gold):
+    return 1.0 if response[2] in "02468" else nothing
+
+def several(response, gold):
+    if response[2] in "02468":
+        raise KeyError(gold)
+    time.sleep(60)
+
+@batched(2)
+def few(responses, golds):
+    return [1.0]
+
+def text(response, gold):
+    return "1.0"
+"""
+
+
+class CuttingEngine(ScriptedEngine):
+    """Cuts all answers but those to the first `whole` questions."""
+
+    whole = 0
+
+    def generate(self, requests):
+        for answer in super().generate(requests):
+            rollout = dataclasses.replace(answer.rollout, finished=answer.request < self.whole)
+            yield Finished(answer.request, answer.sample, rollout)
+
+
+def result(tmp_path, *, rewards=None, form=None, whole=40, count=40, name="score"):
+    """A preflight on scripted answers: rewards and texts by the number of the question."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    engine = CuttingEngine(dict.fromkeys(range(count), 0.0))
+    engine.whole = whole
+    asked = answerer(engine)
+    rewards = rewards or {}
+    asked.grader = ScriptedGrader(lambda text: rewards.get(int(text.split()[0]) - 100, 0.0))
+    if form:
+        asked.decode = lambda ids: f"{ids[0]} " + ("boxed" if ids[0] - 100 in form else "plain")
+    config = configured({"reward": {"function": f"{tmp_path}/reward.py:{name}"}})
+    return preflight(config, asked, question_set(count).questions, Sampling(max_tokens=8)), config
+
+
+def test_it_counts_what_became_of_one_answer_to_each_of_the_first_questions(tmp_path):
+    found, config = result(tmp_path, rewards={0: 1.0, 5: 1.0, 39: 1.0}, form={0, 1, 5, 39}, whole=30)
+    assert (found.answers, found.finished, found.formed, found.right) == (QUESTIONS, 30, 3, 2)
+    assert str(found) == "preflight: of 32 answers 30 are finished, 3 have the form that the reward needs, 2 are right"
+    assert found.problem(config) is None
+
+
+def test_fewer_questions_are_no_problem_and_a_reward_without_a_form_is_not_judged_by_one(tmp_path):
+    found, config = result(tmp_path, count=3, name="formless")
+    assert str(found) == "preflight: of 3 answers 3 are finished, 0 are right"
+    assert found.problem(config) is None, "hard questions may need more answers than one"
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (
+            {"whole": 0, "form": {0}},
+            r"all 32 answers were cut at rollout.max_tokens \(80\), .*raise rollout.max_tokens",
+        ),
+        ({"form": {-1}}, r"none of 32 answers has the form .*reward.py:score needs: ask for it in data.prompt_format"),
+    ],
+)
+def test_what_cannot_earn_a_reward_is_named_with_the_remedy(tmp_path, options, cause):
+    found, config = result(tmp_path, **options)
+    problem = found.problem(config)
+    assert re.search(cause, problem)
+    assert repr(found.example) in problem
+
+
+@pytest.mark.parametrize("rewards", [{3: 1.0}, {3: 0.2}])
+def test_one_answer_that_earns_something_is_enough(tmp_path, rewards):
+    found, config = result(tmp_path, rewards=rewards, form={-1}, whole=0)
+    assert found.problem(config) is None
+
+
+@pytest.mark.parametrize("preflight", ["stop", "warn"])
+def test_a_run_whose_answers_are_all_cut(tmp_path, preflight):
+    arguments = ("--steps=1", "--rollout.max_tokens=3", f"--preflight={preflight}", f"--output.folder={tmp_path}")
+    done = launch(MAIN, *SMALL, *arguments)
+    cut = "32 answers were cut at rollout.max_tokens (3)"
+    assert done.returncode == (1 if preflight == "stop" else 0), done.stdout + done.stderr
+    assert (cut in done.stderr) == (preflight == "stop")
+    assert (f"warning: all {cut}" in done.stdout) == (preflight == "warn")
+    assert "preflight: of 32 answers 0 are finished" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def graded(tmp_path, name, count=4, **sections):
+    """A preflight on scripted answers and a reward of `BROKEN`, which processes grade."""
+    (tmp_path / "mine.py").write_text(BROKEN)
+    config = configured({"reward": {"function": f"{tmp_path}/mine.py:{name}", "time_limit": 0.5, **sections}})
+    engine = CuttingEngine(dict.fromkeys(range(count), 0.0))
+    engine.whole = count
+    asked = answerer(engine)
+    asked.reward = config.reward.function
+    with Grader.of([asked.reward], config.reward) as asked.grader:
+        return preflight(config, asked, question_set(count).questions, Sampling(max_tokens=8)), config, asked
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("raises", r"JSONDecodeError: Expecting property name .* \(mine.py, line 6\). Mend the function"),
+        (
+            "slow",
+            r"it took longer than reward.time_limit \(0.5 s\). Make the function faster, or raise --reward.time_l",
+        ),
+        ("dies", r"the grading process died \(exit code 3\). Mend"),
+        ("refused", r"ConnectionRefusedError: no judge \(mine.py, line 15\). Mend"),
+        ("several", r"it took longer .* \(0.5 s\); on 2 of them KeyError: 'gold' \(mine.py, line 22\). Make"),
+    ],
+)
+def test_a_reward_that_never_works_is_told_with_its_error_the_answer_and_the_remedy(tmp_path, name, cause):
+    found, config, asked = graded(tmp_path, name)
+    problem = found.problem(config)
+    assert re.search(rf"the reward .*mine.py:{name} failed on all 4 answers: {cause}", problem)
+    assert re.search(r"to 'question (\d)' with the right answer 'gold', ends: '10\1 8 ", problem)
+    assert "\n" not in problem
+    assert str(found) == "preflight: of 4 answers 4 are finished, 0 are right, on 4 the reward failed"
+    assert len(asked.news()) == (2 if name == "several" else 1)
+    assert not asked.news(), "each kind is told once"
+
+
+def test_a_reward_that_fails_at_times_is_counted_and_told(tmp_path):
+    found, config, asked = graded(tmp_path, "some")
+    assert str(found) == "preflight: of 4 answers 4 are finished, 2 are right, on 2 the reward failed"
+    assert found.problem(config) is None
+    (news,) = asked.news()
+    assert re.search(
+        r"some' failed on an answer to 'question [13]', .*: NameError: .* \(mine.py, line 18\)",
+        news,
+    )
+
+
+@pytest.mark.parametrize(("name", "returned"), [("few", "1 rewards for 2 answers"), ("text", r"'1.0' \(str\)")])
+def test_what_is_no_reward_is_told_before_training(tmp_path, name, returned):
+    with pytest.raises(RewardError, match=f"mine.py:{name}' returned {returned} for an answer to 'question "):
+        graded(tmp_path, name)
+
+
+def test_one_of_several_rewards_that_never_works_is_enough(tmp_path):
+    """Questions of one source are right, those of the other one cannot be graded."""
+    (tmp_path / "mine.py").write_text(BROKEN)
+    names = [f"{tmp_path}/mine.py:some", f"{tmp_path}/mine.py:raises"]
+    questions = [
+        dataclasses.replace(question, reward=names[question.index % 2]) for question in question_set(4).questions
+    ]
+    config = configured({})
+    asked = answerer(CuttingEngine(dict.fromkeys(range(4), 0.0)))
+    with Grader.of(names, config.reward) as asked.grader:
+        found = preflight(config, asked, questions, Sampling(max_tokens=8))
+    assert found.right == 2
+    assert "mine.py:raises failed on all 2 answers: JSONDecodeError" in found.problem(config)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("raises", 1), ("text", 2)])
+def test_a_run_whose_reward_never_works_ends_before_training_with_one_line(tmp_path, name, ranks):
+    (tmp_path / "mine.py").write_text(BROKEN)
+    reward, folder = f"--reward.function={tmp_path}/mine.py:{name}", f"--output.folder={tmp_path}/runs"
+    done = launch(MAIN, *SMALL, reward, folder, ranks=ranks)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert ("JSONDecodeError" if name == "raises" else "returned '1.0' (str)") in error
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs" / "small" / "metrics.jsonl").read_text()
+
+
+def test_a_run_whose_reward_fails_while_it_trains_stops_with_a_checkpoint_and_goes_on(tmp_path):
+    reward = tmp_path / "mine.py"
+    reward.write_text("def score(response, gold):\n    raise KeyError('[/b]')\n")
+    arguments = (*SMALL, "--preflight=warn", f"--reward.function={reward}:score", f"--output.folder={tmp_path}/runs")
+    run = tmp_path / "runs" / "small"
+    done = launch(MAIN, *arguments)
+    assert done.returncode == 1, done.stdout + done.stderr
+    printed, (error,) = " ".join(done.stdout.split()), done.stderr.strip().splitlines()[-1:]
+    assert printed.count("KeyError: '[/b]' (mine.py, line 2)") == 1, "the preflight has told it"
+    assert printed.count("failed 100%") == 3
+    assert error.startswith("error: in each of the last 3 steps more than 50% of the answers could not be graded, 100%")
+    assert (
+        "KeyError: '[/b]' (mine.py, line 2). Mend the function, or bear more by --reward.max_failed. The run has "
+        "stopped after step 3 of 4. To go on after step 3: "
+    ) in error
+    assert error.endswith(f" --resume {run}")
+    assert "Traceback" not in done.stderr
+    reward.write_text("def score(response, gold):\n    return float(gold in response)\n")
+    done = launch(MAIN, f"--resume={run}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    failed = [record["reward_failed_fraction"] for record in steps if record["kind"] == "training"]
+    assert failed == [1, 1, 1, 0]
+    assert "failed 0%" not in done.stdout

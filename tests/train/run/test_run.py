@@ -1,0 +1,191 @@
+"""The program as a user starts it: `deepspeed exgrpo/train/main.py`."""
+
+import json
+import math
+import os
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from exgrpo.train.common.durable import claim
+from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe
+from exgrpo.train.metrics.samples import read_samples
+from tests.train.launch import MAIN, launch, launch_by_deepspeed
+
+SMALL = (
+    "--steps=4",
+    "--questions=8",
+    "--rollout.samples=4",
+    "--data.train_limit=40",
+    "--data.test_limit=16",
+    "--experience.start_pass_rate=0",
+    "--rollout.engine=transformers",
+    "--output.name=small",
+)
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(folder):
+    """Records without what is measured in time."""
+    return [
+        {key: value for key, value in record.items() if "second" not in key and not key.startswith("mfu")}
+        for record in records(folder)
+    ]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def run(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    start = launch if request.param == 1 else launch_by_deepspeed
+    done = start(MAIN, *SMALL, f"--output.folder={folder}", ranks=request.param)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gemm_4bit_forward" not in done.stdout + done.stderr
+    return folder / "small", done.stdout
+
+
+def test_the_console_tells_the_story(run):
+    folder, printed = run
+    assert "rollout engine and trainer agree" in printed
+    assert "TFLOP/s here; mfu is the share of that rate that training reaches" in printed
+    assert printed.count("held-out Pass@1 after") == 2
+    assert "step 4  reward" in printed
+    for column in ("Pass@1", "entropy", "replayed", "buffer", "retired", "tokens/s"):
+        assert column in printed
+    assert "held-out Pass@1: before" in printed
+    assert f"results in {folder}" in printed
+    assert "1 thread in each process: OMP_NUM_THREADS\n" in printed
+
+
+def test_metrics_have_every_step_and_replay_is_active(run):
+    folder, _ = run
+    steps = [record for record in records(folder) if "reward" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    assert steps[0]["replayed"] == 0
+    assert steps[-1]["replayed"] > 0
+    assert all(record["replayed"] <= 4 for record in steps)
+    for record in steps:
+        assert record["groups"] == 8
+        assert record["skipped_updates"] == 0
+        assert all(math.isfinite(record[key]) for key in ("loss", "grad_norm", "entropy", "seconds"))
+        for phase in ("generate", "score", "update"):
+            assert record[f"tokens_per_second/{phase}"] > 0
+            assert record[f"mfu/{phase}"] > 0
+        assert record["mfu"] > 0
+        assert record["matrix_flops_per_second"] == steps[0]["matrix_flops_per_second"] > 0
+        assert record["buffer_questions"] == sum(record[f"bucket/{k}"] for k in (1, 2, 3))
+        # Behaviour log-probs come from the policy before the update: the first step's first ratios are 1.
+        assert record["fresh_ratio"] == pytest.approx(1, abs=0.05)
+
+
+def test_results_can_be_used(run):
+    folder, _ = run
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert model.config.vocab_size >= len(tokenizer)
+    assert load_recipe(folder / "config.yaml").questions == 8
+    samples = list(read_samples(folder / "samples.jsonl"))
+    assert {sample.step for sample in samples} == {1, 2, 3, 4}
+    answers = [answer for sample in samples for answer in sample.answers]
+    replayed = [answer for answer in answers if answer.replayed_from is not None]
+    assert all(answer.entropy is not None and answer.entropy > 0 for answer in replayed)
+    assert 0 < len(replayed) < len(answers)
+    assert not any("<|end|>" in text for answer in answers for _, text in answer.parts)
+    assert list((folder / "tensorboard").iterdir())
+    assert 'class="plot"' in (folder / "report.html").read_text()
+
+
+def test_the_trained_model_is_what_was_saved_and_differs_from_the_start(run):
+    folder, _ = run
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    start = AutoModelForCausalLM.from_pretrained(MAIN.parents[1] / "assets" / "arithmetic").state_dict()
+    moved = [name for name in start if not (trained[name] == start[name]).all()]
+    assert set(trained) == set(start)
+    assert len(moved) == len(start)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_does_not(run, request):
+    folder, _ = run
+    ranks = int(request.node.callspec.id[0])
+
+    def story(name, *options):
+        if options:
+            named = (f"--output.folder={folder.parent}", f"--output.name={name}")
+            done = launch(MAIN, *SMALL, *named, *options, ranks=ranks)
+            assert done.returncode == 0, done.stdout + done.stderr
+        return untimed(folder.parent / name), (folder.parent / name / "samples.jsonl").read_text()
+
+    assert story("again", "--seed=0") == story("small")
+    if ranks == 1:
+        assert story("other", "--seed=1") != story("small")
+
+
+def test_rewards_that_do_not_fit_and_held_out_questions_that_are_too_long_are_told(tmp_path):
+    (tmp_path / "rewards.py").write_text("def score(response, gold):\n    return 0.9 if gold[-1] in '13579' else 0.1\n")
+    rows = [{"question": "1 + 1", "answer": "2"}, {"question": "1 + " * 40 + "1", "answer": "41"}]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = launch(
+        MAIN,
+        *SMALL,
+        *("--steps=1", "--rollout.max_tokens=4"),
+        f"--reward.function={tmp_path / 'rewards.py'}:score",
+        f"--data.test={tmp_path / 'held_out.jsonl'}",
+        f"--output.folder={tmp_path / 'runs'}",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = " ".join(done.stdout.split())
+    assert "no answer is a success: the rewards of 32 answers lie between 0.1 and 0.9" in printed
+    assert "on 2 questions, 1 of them over-long and so wrong" in printed
+    test = [record for record in records(tmp_path / "runs" / "small") if "test/pass_rate" in record]
+    assert [record["test/held_out"] for record in test] == [0.0, 0.0]
+
+
+def test_sources_are_mixed_by_weight_and_each_is_graded_by_its_own_reward(tmp_path):
+    """All answers end before "</think>": the task's reward, math, is 0 then, and the file's, the default, is not."""
+    rows = [("What is 1 + 1?", "2")] * 18 + [("2 [/b]?", "2"), ("2 [/b]?", "3")]
+    lines = [json.dumps({"question": question, "final": answer}) for question, answer in rows]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    sources = ["builtin:arithmetic", str(tmp_path / "mine.jsonl")]
+    done = launch(
+        MAIN,
+        *(*SMALL, f"--recipe={DEFAULT_RUN}", "--rollout.stop", "</think>", "--preflight=warn"),
+        *("--steps=2", "--questions=16", "--data.train", *sources, "--data.train_weights", "1", "3"),
+        *("--data.test", *sources, "--data.columns", "answer", "final"),
+        *("--experience.ratio=0", "--evaluation.samples=2"),
+        f"--output.folder={tmp_path / 'runs'}",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = " ".join(done.stdout.split())
+    assert f"60 questions from {', '.join(sources)}" in printed
+    assert printed.count("1 question has different answers in different rows, such as '2 [/b]?' of 'mine': '2'") == 1
+    training = [record for record in records(tmp_path / "runs" / "small") if "reward" in record]
+    held_out = [record for record in records(tmp_path / "runs" / "small") if "test/pass_rate" in record]
+    for source, some in (("arithmetic", False), ("mine", True)):
+        assert any(record[f"reward/{source}"] > 0 for record in training) == some
+        assert any(record[f"test/{source}"] > 0 for record in held_out) == some
+    for record in held_out:
+        assert record["distinct_at/2"] >= record["pass_at/2"] >= record["test/pass_rate"]
+        assert {"distinct_at/2/error", "pass_at/2/error"} <= record.keys()
+
+
+@pytest.mark.parametrize("run", [1], ids=["1 rank"], indirect=True)
+def test_a_run_in_use_is_not_continued_by_another_process(run):
+    folder, _ = run
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != "in_use_by"}
+    with claim(folder):
+        done = launch(MAIN, f"--resume={folder}", "--steps=5")
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert f"{folder} is in use by another process (process {os.getpid()} on" in error
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_bad_input_is_one_clear_error_before_training(tmp_path):
+    arguments = (f"--recipe={DEFAULT_RUN}", "--data.train=missing.jsonl")
+    done = launch(MAIN, *SMALL, f"--output.folder={tmp_path}", *arguments, ranks=2)
+    assert done.returncode != 0
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert "missing.jsonl: there is no such file" in error
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,79 @@
+"""The check at the start of a run: it passes for equal weights and stops the run for others."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from exgrpo.train.common.errors import RolloutError, WeightMismatchError
+from exgrpo.train.common.records import Score
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.policy.tokenizer import DTYPES
+from exgrpo.train.rollout import TransformersEngine
+from exgrpo.train.run.weight_check import check_engine
+from tests.train import tiny
+from tests.train.fakes import LoneWorld
+
+
+class FullLogitPolicy:
+    """Scores by full logits of a plain model."""
+
+    def __init__(self, folder, dtype=torch.float32):
+        self.world = LoneWorld()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+    def weights(self):
+        return ((name, parameter.data) for name, parameter in self.model.named_parameters())
+
+    @torch.no_grad()
+    def score(self, batch, temperature):
+        log_probs = []
+        for row, group in enumerate(batch.group):
+            prompt, response = batch.prompt[group], torch.from_numpy(batch.token[batch.at(row)]).long()
+            tokens = torch.cat([torch.from_numpy(prompt), response])
+            logits = self.model(tokens[None, :-1]).logits[0, len(prompt) - 1 :].float()
+            log_probs.append((logits / temperature).log_softmax(-1).gather(1, response[:, None])[:, 0])
+        log_prob = torch.cat(log_probs).numpy()
+        return Score(log_prob, np.zeros_like(log_prob))
+
+    def gap(self, prompts, answers, temperature):
+        """Largest and mean difference of the answers' log-probs from a full forward, in nats."""
+        pairs = [(prompt, rollout) for prompt, rs in zip(prompts, answers, strict=True) for rollout in rs]
+        batch = StepBatch.of_answers(*zip(*pairs, strict=True))
+        of_tokens = np.abs(self.score(batch, temperature).log_prob - batch.engine_log_prob)
+        return float(of_tokens.max()), float(of_tokens.mean())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_check_tells_equal_from_unequal_weights(tmp_path, dtype):
+    tiny.save_model(tmp_path, tied=True)
+    engine = TransformersEngine(tiny.engine_settings(tmp_path, dtype, eos=(2,), batch_tokens=100), LoneWorld())
+    policy = FullLogitPolicy(tmp_path, DTYPES[dtype])
+
+    def check():
+        prompts = [tiny.prompt(question) for question in range(4)]
+        return check_engine(policy, engine, prompts, dtype=dtype, max_tokens=16, seed=0)
+
+    assert check() < {"fp32": 1e-5, "bf16": 3e-2}[dtype]
+    # One matrix of the last layer did not arrive.
+    policy.model.model.layers[-1].mlp.down_proj.weight.data.zero_()
+    lost = r"other weights on rank 0: model\.layers\.1\.mlp\.down_proj\.weight: rollouts"
+    with pytest.raises(WeightMismatchError, match=f"rollout engine's log-probs differ from the trainer's .* {lost}"):
+        check()
+
+
+class Lost(TransformersEngine):
+    def generate(self, requests):
+        raise RolloutError("no server is left")
+        yield
+
+
+def test_a_model_that_computes_something_else_and_an_engine_that_cannot_generate_are_refused(tmp_path):
+    tiny.save_model(tmp_path, tied=False)
+    policy, settings = FullLogitPolicy(tmp_path), tiny.engine_settings(tmp_path, eos=(2,), batch_tokens=100)
+    with pytest.raises(RolloutError, match="no server is left"):
+        check_engine(policy, Lost(settings, LoneWorld()), [tiny.prompt(0)], dtype="fp32", max_tokens=16, seed=0)
+    engine = TransformersEngine(settings, LoneWorld())
+    policy.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 2)
+    with pytest.raises(WeightMismatchError, match="No weight was found to differ"):
+        check_engine(policy, engine, [tiny.prompt(0)], dtype="fp32", max_tokens=16, seed=0)
