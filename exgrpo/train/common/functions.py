@@ -54,10 +54,13 @@ class Functions:
     @cached_property
     def names(self) -> list[str]:
         """The names of those that ship. Their module is read and not imported: it may import torch, and the options."""
-        spec = find_spec(self.module)
+        # The spec of a module is found by an import of the packages above it, so that of the uppermost one has to do.
+        package, *below = self.module.split(".")
+        spec = find_spec(package)
         assert spec is not None
-        assert spec.origin is not None
-        defined = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+        assert spec.submodule_search_locations is not None
+        file = Path(spec.submodule_search_locations[0]).joinpath(*below).with_suffix(".py")
+        defined = ast.parse(file.read_text(encoding="utf-8")).body
         names = (item.name for item in defined if isinstance(item, ast.FunctionDef))
         return sorted(name for name in names if not name.startswith("_"))
 
