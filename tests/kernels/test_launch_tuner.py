@@ -12,7 +12,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from exgrpo.kernels.triton_chunks import launch, tune
+from exgrpo.kernels import tune
+from exgrpo.kernels.triton_chunks import launch
 from exgrpo.kernels.triton_chunks.launch import Launch, Tile
 from exgrpo.kernels.tuning import launch_tuner
 from exgrpo.kernels.tuning.launch_tuner import Tuner
