@@ -5,6 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,7 +18,6 @@ import torch.multiprocessing
 from exgrpo.integrations import verl as integration
 from exgrpo.integrations.verl import linear_cross_entropy, patch_verl
 from tests.gloo import on_ranks
-from tests.kernels import peers
 
 TEMPERATURE = 1.5
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -193,12 +193,28 @@ def test_without_verl_the_remedy_is_named(monkeypatch):
         patch_verl()
 
 
+def without_its_packages(monkeypatch):
+    """Put empty packages in the place of verl's, of which one imports ray, and of its module that looks for a GPU."""
+    root = Path(find_spec("verl").submodule_search_locations[0])
+    for name in ("verl", "verl.utils", "verl.utils.kernel"):
+        package = ModuleType(name)
+        package.__path__ = [str(root.parent.joinpath(*name.split(".")))]
+        monkeypatch.setitem(sys.modules, name, package)
+    device = ModuleType("verl.utils.device")
+    device.is_cuda_available = False  # no tensor memory accelerator in the interpreter
+    device.get_device_name = device.get_device_capability = device.get_torch_device = None
+    monkeypatch.setitem(sys.modules, "verl.utils.device", device)
+    # It asserts that tensors are on a GPU, and marks ranges for a profiler of GPUs.
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: nullcontext())
+
+
 def check_against_the_triton_kernel(rank):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     hidden, weight, labels = head(32, 128, 1100, torch.float32)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        peers.verl_triton(monkeypatch)
+        without_its_packages(monkeypatch)
         theirs = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
         # "none" alone: its reduced values are added to memory that nothing has cleared.
         arguments = (hidden, weight, labels, TEMPERATURE, "none", None)
@@ -211,7 +227,9 @@ def check_against_the_triton_kernel(rank):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_its_triton_kernel_gives_the_same_in_the_interpreter(monkeypatch):
-    peers.require("verl", "triton")
+    for package in ("verl", "triton"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # heeded by a process that has not imported Triton yet
     torch.multiprocessing.spawn(check_against_the_triton_kernel, nprocs=1)
 
