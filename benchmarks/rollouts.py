@@ -32,8 +32,8 @@ from exgrpo.train.data.questions import load_questions
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import DTYPES, load_pretrained
 from exgrpo.train.rollout import Request, RolloutEngine, Sampling
+from exgrpo.train.rollout.engine import training_settings
 from exgrpo.train.rollout.registry import choose_engine, open_engine
-from exgrpo.train.rollout.settings import training_settings
 
 ENGINES = ("transformers", "vllm", "server")
 START_SECONDS = 300

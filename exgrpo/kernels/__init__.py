@@ -6,7 +6,7 @@ None of them holds the logits [tokens, vocabulary]. PyTorch is the only dependen
 from exgrpo.kernels import reference
 from exgrpo.kernels.api import linear_log_prob, linear_policy_loss, sequence_entropy
 from exgrpo.kernels.api_tokens import group_advantage, importance_ratio, policy_loss, shape_ratio
-from exgrpo.kernels.results import LogProb, PolicyLoss
+from exgrpo.kernels.inputs import LogProb, PolicyLoss
 
 __all__ = [
     "LogProb",

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels import arguments, checks, derivatives, dispatch, operators, reference
-from exgrpo.kernels.inputs import IGNORED, LEFT_OUT, compute_dtype
-from exgrpo.kernels.results import LogProb, PolicyLoss
+from exgrpo.kernels.inputs import IGNORED, LEFT_OUT, LogProb, PolicyLoss, compute_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

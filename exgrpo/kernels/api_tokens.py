@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels import arguments, checks, derivatives, dispatch, objective, operators
-from exgrpo.kernels.inputs import compute_dtype
-from exgrpo.kernels.results import PolicyLoss
+from exgrpo.kernels.inputs import PolicyLoss, compute_dtype
 
 
 def policy_loss(

@@ -9,8 +9,7 @@ both modes of autograd and by torch.func, are right.
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.inputs import IGNORED, PRESENT, compute_dtype
-from exgrpo.kernels.results import LogProb, PolicyLoss
+from exgrpo.kernels.inputs import IGNORED, PRESENT, LogProb, PolicyLoss, compute_dtype
 
 MAX_LOG_RATIO = 20.0
 

@@ -16,11 +16,11 @@ from exgrpo.train.metrics.soundness import IdleSteps
 from exgrpo.train.metrics.step import answer_metrics, mismatch, replay_metrics, time_metrics, update_metrics
 from exgrpo.train.metrics.utilisation import PhaseClock
 from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches, weigh_fresh
+from exgrpo.train.policy.flops import Reading, Work, together
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import Reference
 from exgrpo.train.policy.scores import FreshScorer
 from exgrpo.train.policy.update import UpdateStats
-from exgrpo.train.policy.work import Reading, Work, together
 from exgrpo.train.replay import MeanScores, Mixture, PlannedGroup, Replay, ReplayState, numbers_of, planned_from
 from exgrpo.train.replay.replayed import Weigher
 from exgrpo.train.rollout import Sampling, Stops

@@ -14,7 +14,7 @@ from exgrpo.tools.doctor.program import parse_options as doctor
 from exgrpo.tools.estimate.program import main as estimate
 from exgrpo.tools.evaluate.options import parse_options as evaluate
 from exgrpo.tools.experience.program import COMMANDS
-from exgrpo.tools.report.program import Options as ReportOptions
+from exgrpo.tools.report import Options as ReportOptions
 from exgrpo.train.config.command_line import options_of
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import parse_args

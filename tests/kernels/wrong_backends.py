@@ -6,7 +6,7 @@ import torch
 
 from exgrpo.kernels import dispatch, group_advantage, policy_loss, sequence_entropy
 from exgrpo.kernels.chunks.softmax import PolicyRows
-from exgrpo.kernels.results import LogProb
+from exgrpo.kernels.inputs import LogProb
 from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 
 from .support import make_case

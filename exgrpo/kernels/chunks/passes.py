@@ -11,9 +11,8 @@ from torch import Tensor
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.products import Products
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
-from exgrpo.kernels.inputs import PolicyTokens, ScoredTokens, Surrogate
+from exgrpo.kernels.inputs import LogProb, PolicyTokens, ScoredTokens, Surrogate
 from exgrpo.kernels.objective import TokenObjective
-from exgrpo.kernels.results import LogProb
 
 
 class Passes(Protocol):

@@ -16,9 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.inputs import PolicyTokens, Surrogate
+from exgrpo.kernels.inputs import LogProb, PolicyTokens, Surrogate
 from exgrpo.kernels.objective import policy_objective
-from exgrpo.kernels.results import LogProb
 
 UNDERFLOWN = -1e4
 """Stands for every d below it: exp is 0 in any dtype, and 0 * d must be 0 where d is -inf."""

@@ -12,8 +12,7 @@ from torch import Tensor
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, GradientSums, packing, positions
 from exgrpo.kernels.chunks.passes import Passes, PassesOf
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums, Upstream, row_factors
-from exgrpo.kernels.inputs import Gradients, Head, Needed, PolicyTerms, PolicyTokens
-from exgrpo.kernels.results import LogProb
+from exgrpo.kernels.inputs import Gradients, Head, LogProb, Needed, PolicyTerms, PolicyTokens
 
 
 def log_prob_forward(head: Head, passes_of: PassesOf) -> tuple[LogProb, Tensor]:

@@ -5,9 +5,8 @@ from torch import Tensor
 
 from exgrpo.kernels.chunks.softmax import PolicyRows, RowTerms, Statistics, Sums
 from exgrpo.kernels.extension import OPERATORS
-from exgrpo.kernels.inputs import PolicyTokens, ScoredTokens, Surrogate
+from exgrpo.kernels.inputs import LogProb, PolicyTokens, ScoredTokens, Surrogate
 from exgrpo.kernels.objective import TokenObjective
-from exgrpo.kernels.results import LogProb
 
 
 def finished(sums: Sums) -> tuple[Statistics, LogProb]:

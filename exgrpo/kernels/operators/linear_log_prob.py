@@ -8,9 +8,8 @@ from torch.library import custom_op
 
 from exgrpo.kernels import derivatives, dispatch
 from exgrpo.kernels.chunks import walks
-from exgrpo.kernels.inputs import Head, Needed, compute_dtype
+from exgrpo.kernels.inputs import Head, LogProb, Needed, compute_dtype
 from exgrpo.kernels.operators.schema import HEAD, WAITS, Schema, flat_head, head_of, without_autocast
-from exgrpo.kernels.results import LogProb
 from exgrpo.kernels.trials import LogProbTrial
 
 SCHEMA = Schema(f"{HEAD}, str backend", "(Tensor, Tensor, Tensor)")

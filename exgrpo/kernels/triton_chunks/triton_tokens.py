@@ -8,9 +8,8 @@ from torch import Tensor
 
 from exgrpo.kernels import objective
 from exgrpo.kernels.chunks.softmax import PolicyRows, RowTerms, Statistics, Sums
-from exgrpo.kernels.inputs import PolicyTokens, ScoredTokens, Surrogate
+from exgrpo.kernels.inputs import LogProb, PolicyTokens, ScoredTokens, Surrogate
 from exgrpo.kernels.objective import TokenObjective
-from exgrpo.kernels.results import LogProb
 from exgrpo.kernels.triton_chunks.token_kernels import (
     centre_groups_kernel,
     finish_kernel,

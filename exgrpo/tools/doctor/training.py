@@ -183,8 +183,8 @@ def check_vllm(given: Given) -> str:
     inputs, world = open_inputs(config, given.resources)
     from exgrpo.train.rollout import Sampling
     from exgrpo.train.rollout.answers import Answerer
+    from exgrpo.train.rollout.engine import training_settings
     from exgrpo.train.rollout.registry import Choice, open_engine
-    from exgrpo.train.rollout.settings import training_settings
     from exgrpo.train.rollout.vllm.availability import BUILDS, installed_version, obstacle
     from exgrpo.train.run.preflight import QUESTIONS, preflight
 
@@ -210,8 +210,8 @@ def check_weights(given: Given) -> str:
     """Push changed weights into the engine that a run would take, let it sleep and wake it."""
     config = tiny_run(given)
     inputs, world = open_inputs(config, given.resources)
+    from exgrpo.train.rollout.engine import training_settings
     from exgrpo.train.rollout.registry import choose_engine, open_engine
-    from exgrpo.train.rollout.settings import training_settings
 
     settings = training_settings(config, inputs.pretrained)
     choice = choose_engine(settings, world)

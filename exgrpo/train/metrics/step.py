@@ -9,9 +9,9 @@ import torch
 from exgrpo.train.common.step_batch import Ints, StepBatch
 from exgrpo.train.common.success import EPSILON
 from exgrpo.train.policy.batch import MiniBatch
+from exgrpo.train.policy.flops import Work
 from exgrpo.train.policy.scores import Scored
 from exgrpo.train.policy.update import BINS, UpdateStats, log_ratio_quantiles, mismatch_metrics
-from exgrpo.train.policy.work import Work
 from exgrpo.train.replay import Replay
 
 UPDATE_MEANS = (

@@ -13,8 +13,7 @@ from typing import Self
 import torch
 
 from exgrpo.train.common.distributed import World
-from exgrpo.train.policy.flops import ForwardFlops
-from exgrpo.train.policy.work import Work
+from exgrpo.train.policy.flops import ForwardFlops, Work
 
 FORWARD = ("select", "generate", "score")
 """Phases that cost a forward pass."""

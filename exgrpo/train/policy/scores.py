@@ -6,8 +6,8 @@ import numpy as np
 
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.config.options import Config
+from exgrpo.train.policy.flops import Reading, together
 from exgrpo.train.policy.policy import Policy
-from exgrpo.train.policy.work import Reading, together
 
 EXACT = 1e-5
 """Nats. An engine whose log-probs are as near to the trainer's on average knows the trainer's scores: a

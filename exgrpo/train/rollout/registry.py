@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.policy.check import check_positions
-from exgrpo.train.rollout.engine import RolloutEngine
+from exgrpo.train.rollout.engine import EngineSettings, RolloutEngine
 from exgrpo.train.rollout.server.engine import ServerEngine
-from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from exgrpo.train.rollout.vllm import availability
 from exgrpo.train.rollout.vllm.engine import VllmEngine

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from exgrpo.tools.report.program import open_server
+from exgrpo.tools.report import open_server
 from exgrpo.train.metrics.report.page import write_report
 from tests.tools.report.pages import held_out, make_run, training_record, whole_run
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from exgrpo.tools.report import program
-from exgrpo.tools.report.program import FollowedRuns, open_server
+from exgrpo.tools.report import FollowedRuns, open_server, program
 from tests.tools.report.pages import SHORT, make_run, training_record
 
 
@@ -37,7 +36,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 def test_the_module_runs_without_the_training_stack_and_its_page_follows_nothing(tmp_path):
     run = make_run(tmp_path / "one", SHORT)
     script = (
-        "import sys; from exgrpo.tools.report.program import main; code = main(sys.argv[1:]); "
+        "import sys; from exgrpo.tools.report import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules and 'matplotlib.pyplot' not in sys.modules; sys.exit(code)"
     )
     subprocess.run([sys.executable, "-c", script, str(run)], check=True, timeout=60)

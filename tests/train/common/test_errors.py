@@ -10,12 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from exgrpo.tools import serve
+from exgrpo.tools import report, serve
 from exgrpo.tools.estimate import program as estimate
 from exgrpo.tools.estimate import shape
 from exgrpo.tools.evaluate import evaluation
 from exgrpo.tools.evaluate import program as evaluate
-from exgrpo.tools.report import program as report
 from exgrpo.train import main as program
 from exgrpo.train.common import distributed, errors, process
 from exgrpo.train.common.distributed import ALONE

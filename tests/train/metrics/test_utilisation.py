@@ -9,7 +9,7 @@ import torch
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.metrics.utilisation import FROZEN_BACKWARD, Utilisation, matrix_rate
-from exgrpo.train.policy.work import Reading, together
+from exgrpo.train.policy.flops import Reading, together
 from tests.tools.estimate.shapes import SMALL
 from tests.train.batches import rows_of
 from tests.train.fakes import LoneWorld

@@ -18,8 +18,8 @@ from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe, parse_args, to_
 from exgrpo.train.policy.check import check_weights
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import load_pretrained
+from exgrpo.train.rollout.engine import training_settings
 from exgrpo.train.rollout.registry import Choice, open_engine
-from exgrpo.train.rollout.settings import training_settings
 from tests.train import tiny
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld

@@ -15,8 +15,8 @@ from exgrpo.train.config.options import RolloutConfig
 from exgrpo.train.config.recipe import load_recipe
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import load_pretrained
+from exgrpo.train.rollout.engine import training_settings
 from exgrpo.train.rollout.registry import ENGINES, choose_engine
-from exgrpo.train.rollout.settings import training_settings
 from exgrpo.train.rollout.vllm import availability
 from exgrpo.train.rollout.vllm.availability import TESTED_VERSION
 from tests.train import tiny

@@ -15,11 +15,10 @@ from exgrpo.train.common.limits import MOST_PROCESSES
 from exgrpo.train.config.pretrained import to_arguments
 from exgrpo.train.config.recipe import explain
 from exgrpo.train.policy.tokenizer import DTYPES
-from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.rollout.engine import EngineSettings, Sampling
 from exgrpo.train.rollout.server.client import ServerClient, host_and_port
 from exgrpo.train.rollout.server.guard import LOOPBACK
 from exgrpo.train.rollout.server.reply import ServerError, part
-from exgrpo.train.rollout.settings import EngineSettings
 from exgrpo.train.rollout.vllm.availability import TESTED_VERSION
 
 COMPARED = (

@@ -10,13 +10,12 @@ import torch
 from exgrpo.train.common.distributed import World, agree, on_main
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import EngineCounts
-from exgrpo.train.rollout.engine import Finished, Request
+from exgrpo.train.rollout.engine import EngineSettings, Finished, Request
 from exgrpo.train.rollout.server.check import FRESH
 from exgrpo.train.rollout.server.client import ServerClient, host_and_port
 from exgrpo.train.rollout.server.guard import server_token
 from exgrpo.train.rollout.server.pool import Job, ServerPool
 from exgrpo.train.rollout.server.sender import WeightSender
-from exgrpo.train.rollout.settings import EngineSettings
 
 BUCKET_BYTES = 2**28
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from exgrpo.train.common.errors import ConfigError, shown
+from exgrpo.train.rollout.engine import EngineSettings
 from exgrpo.train.rollout.server.channel import WeightChannel
 from exgrpo.train.rollout.server.check import INCOMPLETE, ServerFacts, check_server, end_update
 from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient
 from exgrpo.train.rollout.server.reply import ServerError, SilentServerError
-from exgrpo.train.rollout.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.records import EngineCounts
 from exgrpo.train.policy.attention import ONE_TOKEN
-from exgrpo.train.rollout.engine import Finished, Request
-from exgrpo.train.rollout.settings import EngineSettings
+from exgrpo.train.rollout.engine import EngineSettings, Finished, Request
 from exgrpo.train.rollout.transformers.decode import decode
 from exgrpo.train.rollout.transformers.draws import Noise
 

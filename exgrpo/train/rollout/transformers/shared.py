@@ -11,7 +11,7 @@ from exgrpo.train.config.options import Config
 from exgrpo.train.policy.attention import ONE_TOKEN
 from exgrpo.train.policy.engine import kept_whole
 from exgrpo.train.policy.policy import Policy
-from exgrpo.train.rollout.settings import EngineSettings
+from exgrpo.train.rollout.engine import EngineSettings
 from exgrpo.train.rollout.transformers.engine import TransformersEngine, attends_one_token
 
 

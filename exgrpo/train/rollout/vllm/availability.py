@@ -7,7 +7,7 @@ import torch
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.policy.source import ModelSource
-from exgrpo.train.rollout.settings import EngineSettings
+from exgrpo.train.rollout.engine import EngineSettings
 from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, one_line
 
 TESTED_VERSION = "0.32.0"

@@ -11,8 +11,7 @@ from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import EngineCounts, Rollout
 from exgrpo.train.common.seeds import derive_seed
-from exgrpo.train.rollout.engine import Finished, Request, Sampling
-from exgrpo.train.rollout.settings import EngineSettings
+from exgrpo.train.rollout.engine import EngineSettings, Finished, Request, Sampling
 from exgrpo.train.rollout.vllm.probe import differing
 from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, kept_process_group, one_line
 from exgrpo.train.rollout.vllm.sleep import Sleep

@@ -14,14 +14,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-from pydantic import BaseModel, ConfigDict, Field
+from exgrpo.extras import needs
 
-from exgrpo.train.common.errors import ConfigError, ExgrpoError, ReportError, print_error
-from exgrpo.train.config.command_line import options_of
-from exgrpo.train.metrics.log_files import METRICS, SAMPLES
-from exgrpo.train.metrics.report.page import named, page_about, write_report
-from exgrpo.train.metrics.report.runs import load_run
+with needs(__name__, "exgrpo[train]"):
+    import tyro
+    from pydantic import BaseModel, ConfigDict, Field
+
+    from exgrpo.train.common.errors import ConfigError, ExgrpoError, ReportError, print_error
+    from exgrpo.train.config.command_line import options_of
+    from exgrpo.train.metrics.log_files import METRICS, SAMPLES
+    from exgrpo.train.metrics.report.page import named, page_about, write_report
+    from exgrpo.train.metrics.report.runs import load_run
 
 PROGRAM = "python -m exgrpo.tools.report"
 ADDRESS = "127.0.0.1"
@@ -193,3 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Requests are not told."""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
