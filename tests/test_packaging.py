@@ -31,8 +31,8 @@ PROGRAM = """
 import importlib.metadata, importlib.resources, json
 import torch
 import exgrpo, exgrpo.heads, exgrpo.integrations, exgrpo.kernels
-from exgrpo.train.builtin import model_names
-from exgrpo.train.recipe import DEFAULT_RUN, load_recipe
+from exgrpo.train.common.builtin import model_names
+from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe
 hidden, weight = torch.eye(2), torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 3.0]])
 scored = exgrpo.kernels.linear_log_prob(hidden, weight, torch.tensor([1, 2]))
 print(json.dumps({

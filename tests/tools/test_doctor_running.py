@@ -101,8 +101,8 @@ def test_the_time_limit_is_that_of_the_clock():
 DOCTOR = """
 import sys
 from pathlib import Path
-from exgrpo.train.doctor.check import Check
-from exgrpo.train.doctor.running import run_check
+from exgrpo.tools.doctor.check import Check
+from exgrpo.tools.doctor.running import run_check
 from tests.train import broken_checks
 run_check(Check("hangs", broken_checks.hangs, 1, ""), *map(Path, sys.argv[1:]), timeout=600)
 """

@@ -14,12 +14,12 @@ WORKER = """
 import json, sys
 from pathlib import Path
 import torch
-from exgrpo.train.distributed import start
-from exgrpo.train.pretrained.source import find_model
+from exgrpo.train.common.distributed import start
+from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.policy import Policy
 from tests.train import tiny
 from tests.train.fakes import LoneWorld
-from exgrpo.train.config import ObjectiveConfig
+from exgrpo.train.config.options import ObjectiveConfig
 
 *_, folder, result, cases = sys.argv
 world = start(timeout_minutes=2)

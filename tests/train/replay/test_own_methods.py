@@ -12,7 +12,7 @@ from tests.train.configs import configured
 from tests.train.trainers import half, make, updated
 
 OWN = """
-from exgrpo.train.experience import Expired, PlannedGroup, Priority, Weighed, needs
+from exgrpo.train.replay import Expired, PlannedGroup, Priority, Weighed, needs
 
 def admit(batch, setting):
     return batch.fresh & (batch.reward < setting.success)

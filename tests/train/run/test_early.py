@@ -82,9 +82,9 @@ def test_the_first_look_imports_nothing_that_takes_seconds():
         import sys, json
         from contextlib import ExitStack
         from exgrpo.train import main as program
-        from exgrpo.train.estimate import program as estimate
-        from exgrpo.train.evaluate import program as evaluate
-        from exgrpo.train.evaluate.options import parse_options
+        from exgrpo.tools.estimate import program as estimate
+        from exgrpo.tools.evaluate import program as evaluate
+        from exgrpo.tools.evaluate.options import parse_options
         if __name__ == "__main__":
             with ExitStack() as resources:
                 config, _ = program.configure([])

@@ -35,7 +35,7 @@ def python(script: str, *arguments: str) -> subprocess.Popen[str]:
 
 STOPPED = """
 import time
-from exgrpo.train.process import stop_on_signals
+from exgrpo.train.common.process import stop_on_signals
 stop_on_signals()
 try:
     print("ready", flush=True)
@@ -61,7 +61,7 @@ def test_a_signal_stops_once(number):
 
 HANGING_CLEAN_UP = """
 import signal
-from exgrpo.train import process
+from exgrpo.train.common import process
 process.GRACE = 0.3
 process.stop_on_signals()
 try:
@@ -72,7 +72,7 @@ finally:
 """
 HANGING_IN_C = """
 import ctypes, threading
-from exgrpo.train import process
+from exgrpo.train.common import process
 process.GRACE = 0.3
 process.stop_on_signals()
 mutex = ctypes.create_string_buffer(64)  # of zeros: a lock that nobody holds, and no signal interrupts who waits for it
@@ -98,7 +98,7 @@ def test_a_stopped_process_that_hangs_says_where_and_ends(script):
 
 FORKING = """
 import os, signal, time
-from exgrpo.train import process
+from exgrpo.train.common import process
 process.GRACE = 0.3
 process.stop_on_signals()
 child = os.fork()
@@ -124,7 +124,7 @@ def test_a_signal_to_a_forked_process_is_none_to_its_parent():
 # A chain as DeepSpeed makes it: `deepspeed`, the launcher, a rank. The rank prints the ids of all three.
 RANK = """
 import os, sys, time
-from exgrpo.train import process
+from exgrpo.train.common import process
 process.LOOK_EVERY = 0.05
 process.end_with_launcher()
 print(os.getpid(), os.getppid(), process._parent(os.getppid()), flush=True)
@@ -163,7 +163,7 @@ def test_a_process_without_this_launcher_outlives_its_parent(tmp_path):
 # A server with an engine, and a worker under that, which says who they are.
 WORKER = """
 import os, sys, time
-from exgrpo.train import process
+from exgrpo.train.common import process
 process.LOOK_EVERY = 0.05
 engine = os.getppid()
 server = process._parent(engine)
@@ -186,7 +186,7 @@ def test_a_process_that_is_no_ancestor_is_not_waited_for():
     stranger = python("import time; print('ready', flush=True); time.sleep(60)")
     script = f"""
 import threading
-from exgrpo.train import process
+from exgrpo.train.common import process
 process.end_with_ancestor({stranger.pid})
 print(threading.active_count())
 """
@@ -197,7 +197,7 @@ print(threading.active_count())
 
 LEFT = """
 import atexit, sys
-from exgrpo.train.process import leave
+from exgrpo.train.common.process import leave
 class Late:
     def __del__(self):
         print("taken apart")
