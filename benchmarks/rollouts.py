@@ -31,8 +31,7 @@ from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import load_questions
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import DTYPES, load_pretrained
-from exgrpo.train.rollout import Request, RolloutEngine, Sampling
-from exgrpo.train.rollout.engine import training_settings
+from exgrpo.train.rollout.engine import Request, RolloutEngine, Sampling, training_settings
 from exgrpo.train.rollout.registry import choose_engine, open_engine
 
 ENGINES = ("transformers", "vllm", "server")

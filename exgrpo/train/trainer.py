@@ -23,8 +23,9 @@ from exgrpo.train.policy.scores import FreshScorer
 from exgrpo.train.policy.update import UpdateStats
 from exgrpo.train.replay import MeanScores, Mixture, PlannedGroup, Replay, ReplayState, numbers_of, planned_from
 from exgrpo.train.replay.replayed import Weigher
-from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.rollout.answers import Answerer, Produced
+from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.rollout.stops import Stops
 
 NONE = np.empty(0, np.int64)
 

@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import sampled_from as of
 
-from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.pool import Job, NoServerError, ServerPool
 from exgrpo.train.rollout.server.reply import LARGEST_ID, Reply, ServerError

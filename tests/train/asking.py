@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from exgrpo.train.common.records import TokenIds
-from exgrpo.train.rollout import Request, Sampling
+from exgrpo.train.rollout.engine import Request, Sampling
 
 
 def requests_for(

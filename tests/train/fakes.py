@@ -15,8 +15,8 @@ from exgrpo.train.policy.update import BINS, UpdateStats
 from exgrpo.train.replay.contract import Term
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.reward.worker import hashed
-from exgrpo.train.rollout import Finished, Request
 from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.engine import Finished, Request
 
 EOS = 1
 RIGHT = 7

@@ -10,7 +10,7 @@ from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.options import ObjectiveConfig
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.source import find_model
-from exgrpo.train.rollout import Sampling, collect
+from exgrpo.train.rollout.engine import Sampling, collect
 from exgrpo.train.rollout.server.engine import ServerEngine
 from exgrpo.train.run.weight_check import check_engine
 from tests.train import tiny

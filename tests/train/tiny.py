@@ -16,8 +16,7 @@ from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches
 from exgrpo.train.policy.reference import Reference
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import DTYPES
-from exgrpo.train.rollout import RolloutEngine, Sampling, collect
-from exgrpo.train.rollout.engine import EngineSettings
+from exgrpo.train.rollout.engine import EngineSettings, RolloutEngine, Sampling, collect
 from tests.train.asking import requests_for
 from tests.train.batches import Row, make_batch
 from tests.train.configs import configured

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from exgrpo.train.common.distributed import World
-    from exgrpo.train.rollout import RolloutEngine
+    from exgrpo.train.rollout.engine import RolloutEngine
 
 CASES = (
     ("math", r"<think>x</think>\boxed{\frac{1}{2}}", "0.5", 1.0),
@@ -181,9 +181,8 @@ def check_vllm(given: Given) -> str:
     """Answer questions with the small model, and see that some answers are right."""
     config = tiny_run(given, {"rollout.engine": "vllm"})
     inputs, world = open_inputs(config, given.resources)
-    from exgrpo.train.rollout import Sampling
     from exgrpo.train.rollout.answers import Answerer
-    from exgrpo.train.rollout.engine import training_settings
+    from exgrpo.train.rollout.engine import Sampling, training_settings
     from exgrpo.train.rollout.registry import Choice, open_engine
     from exgrpo.train.rollout.vllm.availability import BUILDS, installed_version, obstacle
     from exgrpo.train.run.preflight import QUESTIONS, preflight

@@ -38,10 +38,10 @@ from exgrpo.train.policy.tokenizer import DTYPES, Pretrained, load_pretrained
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader
-from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.rollout.answers import Answerer
-from exgrpo.train.rollout.engine import EngineSettings
+from exgrpo.train.rollout.engine import EngineSettings, Sampling
 from exgrpo.train.rollout.registry import choose_engine, open_engine
+from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.rollout.turns.conversations import conversations_of
 from exgrpo.train.run.validation_scores import LeftOut, SourceScore, Verdict, question_key, score
 

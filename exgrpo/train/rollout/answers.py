@@ -16,7 +16,8 @@ from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.contract import TURNS
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader, Grading
-from exgrpo.train.rollout import Finished, Request, RolloutEngine, Sampling, Stops, text_of, turns_of
+from exgrpo.train.rollout.engine import Finished, Request, RolloutEngine, Sampling
+from exgrpo.train.rollout.stops import Stops, text_of, turns_of
 from exgrpo.train.rollout.turns.conversations import Conversations
 
 

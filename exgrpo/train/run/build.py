@@ -31,9 +31,8 @@ from exgrpo.train.policy.reference import make_reference
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.tokenizer import Pretrained, load_pretrained
 from exgrpo.train.reward.pool import Grader
-from exgrpo.train.rollout import RolloutEngine
 from exgrpo.train.rollout.answers import Answerer
-from exgrpo.train.rollout.engine import EngineSettings, training_settings
+from exgrpo.train.rollout.engine import EngineSettings, RolloutEngine, training_settings
 from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
 from exgrpo.train.rollout.transformers.shared import SharedEngine, shares_policy
 from exgrpo.train.rollout.turns.conversations import conversations_of

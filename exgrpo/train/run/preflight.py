@@ -13,8 +13,8 @@ from exgrpo.train.data.questions import Question
 from exgrpo.train.metrics.soundness import remedy
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.names import absolute, reward_of
-from exgrpo.train.rollout import Sampling
 from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.engine import Sampling
 
 QUESTIONS = 32
 SHOWN_CHARACTERS = 300

@@ -17,7 +17,7 @@ from exgrpo.train.metrics.report.page import write_report
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.samples import Followed, Sample, SampledAnswer, Writer, read_samples, spread
 from exgrpo.train.metrics.trackers import open_trackers
-from exgrpo.train.rollout import parts_of
+from exgrpo.train.rollout.stops import parts_of
 from exgrpo.train.run.build import Parts
 from exgrpo.train.run.model_folder import BEST, EXPORTS, MODEL
 from exgrpo.train.trainer import StepResult

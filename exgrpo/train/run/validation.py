@@ -15,8 +15,9 @@ from exgrpo.train.config.options import Config, RewardConfig
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.names import reward_of
-from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.run.validation_scores import LeftOut, SourceScore, Verdict, question_key, score, score_all
 
 

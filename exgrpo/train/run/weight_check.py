@@ -10,7 +10,7 @@ from exgrpo.train.common.records import Rollout, TokenIds
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.policy.policy import Policy
-from exgrpo.train.rollout import Request, RolloutEngine, Sampling, collect
+from exgrpo.train.rollout.engine import Request, RolloutEngine, Sampling, collect
 
 # Mean absolute difference of token log-probs. Two right fp32 paths differ by about 1e-6 and two bf16 ones by about
 # 1e-2 (their logits are rounded to 8 bits of mantissa); a weight that did not arrive costs tenths and more.

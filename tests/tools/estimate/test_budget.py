@@ -25,7 +25,8 @@ from exgrpo.train.policy.layout import Padded
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.tokenizer import DTYPES
-from exgrpo.train.rollout import Sampling, TransformersEngine
+from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from tests.kernels.test_memory import PeakMemory
 from tests.tools.estimate.shapes import (
     ASSUMED,

@@ -12,7 +12,7 @@ from exgrpo.tools.evaluate.evaluation import answers_per_row
 from exgrpo.tools.evaluate.options import Options
 from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.data.questions import QuestionSet
-from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.run.validation import evaluate
 from exgrpo.train.run.validation_scores import LeftOut, Verdict, average, distinct_at_k, pass_at_k, score, score_all
 from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, marked, question_set

@@ -20,7 +20,7 @@ from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.data.questions import Question
 from exgrpo.train.metrics.report.runs import load_run
 from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.run.validation import evaluate, metrics
 from exgrpo.train.run.validation_scores import LeftOut, Verdict, effective_count, score, score_all, wilson
 from tests.train.fakes import ScriptedEngine, answerer, question_set

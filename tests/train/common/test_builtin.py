@@ -5,9 +5,9 @@ import textwrap
 
 import pytest
 
-from exgrpo.train import data
 from exgrpo.train.common.builtin import ASSETS, DEFAULT_TASK, find_module, model_names, module_names
 from exgrpo.train.config.recipe import DEFAULT_RUN
+from exgrpo.train.data import tasks
 from exgrpo.train.data.files import TASKS, read_rows
 from exgrpo.train.reward import builtin
 from exgrpo.train.reward.names import BUILTIN, beside, resolve_reward
@@ -31,7 +31,7 @@ def new_file(tmp_path, monkeypatch):
 
 def test_a_new_task_is_one_new_file(new_file):
     new_file(
-        data,
+        tasks,
         "counting",
         """
         from types import SimpleNamespace

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.tools.evaluate.options import defaults as of_evaluation
-from exgrpo.train import data
 from exgrpo.train.common.errors import ConfigError, DataError, ExgrpoError
 from exgrpo.train.config.recipe import load_recipe, parse_args, to_yaml
 from exgrpo.train.config.sources import settings_of, split_arguments
+from exgrpo.train.data import tasks
 from exgrpo.train.data.files import from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined, load_questions, question_set
@@ -39,9 +39,9 @@ def generate(
 @pytest.fixture
 def task(tmp_path, monkeypatch):
     (tmp_path / "given.py").write_text(textwrap.dedent(TASK))
-    monkeypatch.setattr(data, "__path__", [*data.__path__, str(tmp_path)])
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
     yield
-    sys.modules.pop("exgrpo.train.data.given", None)
+    sys.modules.pop("exgrpo.train.data.tasks.given", None)
 
 
 @pytest.mark.parametrize(

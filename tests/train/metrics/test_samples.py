@@ -10,7 +10,7 @@ import pytest
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.metrics.log_files import SAMPLES
 from exgrpo.train.metrics.samples import Followed, Sample, SampledAnswer, read_samples, spread, to_line
-from exgrpo.train.rollout import parts_of, text_of, turns_of
+from exgrpo.train.rollout.stops import parts_of, text_of, turns_of
 from exgrpo.train.run.recorder import Recorder
 from tests.train.fakes import LoneWorld
 from tests.train.trainers import half, make

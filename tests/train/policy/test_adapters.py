@@ -18,7 +18,7 @@ from exgrpo.train.policy.model import same_in_inference
 from exgrpo.train.policy.policy import Policy, WholeWeights
 from exgrpo.train.policy.reference import make_reference
 from exgrpo.train.policy.source import find_model
-from exgrpo.train.rollout import TransformersEngine
+from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from tests.train import tiny
 from tests.train.policy.test_policy import plain_loss, save_adapters, with_peft
 

@@ -12,8 +12,9 @@ from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import RewardError, RolloutError
 from exgrpo.train.common.records import Counts, EngineCounts, Failure, Rollout
 from exgrpo.train.reward.pool import Grades
-from exgrpo.train.rollout import Finished, Sampling, Stops
 from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.engine import Finished, Sampling
+from exgrpo.train.rollout.stops import Stops
 from tests.train.fakes import EOS, LoneWorld, question_set
 
 QUESTIONS = question_set(2).questions

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.transformers.draws import Noise, draw, invert
 
 

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import Rollout
-from exgrpo.train.rollout import NO_STOPS, Sampling, Stops, TransformersEngine, text_of
 from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.rollout.stops import NO_STOPS, Stops, text_of
+from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from exgrpo.train.trainer import Trainer
 from tests.train import pieces, tiny
 from tests.train.configs import configured

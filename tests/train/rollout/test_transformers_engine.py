@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exgrpo.train.rollout import Sampling, TransformersEngine, collect
+from exgrpo.train.rollout.engine import Sampling, collect
+from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from tests.integrations import tiny as models
 from tests.train import tiny
 from tests.train.asking import requests_for

@@ -8,7 +8,7 @@ import pytest
 
 from exgrpo.train.common.errors import RewardError
 from exgrpo.train.reward.pool import Grader
-from exgrpo.train.rollout import Finished, Sampling
+from exgrpo.train.rollout.engine import Finished, Sampling
 from exgrpo.train.run.preflight import QUESTIONS, preflight
 from tests.train.configs import configured
 from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, question_set

@@ -9,7 +9,7 @@ from exgrpo.train.common.errors import RolloutError, WeightMismatchError
 from exgrpo.train.common.records import Score
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.policy.tokenizer import DTYPES
-from exgrpo.train.rollout import TransformersEngine
+from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from exgrpo.train.run.weight_check import check_engine
 from tests.train import tiny
 from tests.train.fakes import LoneWorld

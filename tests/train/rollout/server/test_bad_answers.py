@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from exgrpo.train.rollout import Sampling
+from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server import client, pool
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.pool import NoServerError

@@ -12,11 +12,12 @@ import torch
 from exgrpo.tools import serve
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.policy.source import find_model
-from exgrpo.train.rollout import Sampling, Stops
+from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server.check import FRESH, check_server, model_facts
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.pool import Job, NoServerError, ServerPool
 from exgrpo.train.rollout.server.reply import ServerError
+from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.rollout.vllm.availability import TESTED_VERSION
 from tests.train import pieces, tiny
 from tests.train.rollout.server.fake_server import choice, reply

@@ -14,11 +14,12 @@ from exgrpo.train.common.errors import ConfigError, WeightMismatchError
 from exgrpo.train.config.pretrained import to_arguments
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import DTYPES
-from exgrpo.train.rollout import Sampling, Stops, collect
+from exgrpo.train.rollout.engine import Sampling, collect
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.engine import ServerEngine
 from exgrpo.train.rollout.server.guard import server_token
 from exgrpo.train.rollout.server.pool import NoServerError
+from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.run.weight_check import check_engine
 from tests.train import pieces, tiny
 from tests.train.asking import requests_for

@@ -10,7 +10,7 @@ import requests
 
 from exgrpo.tools import serve
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.rollout import Request
+from exgrpo.train.rollout.engine import Request
 from exgrpo.train.rollout.server import guard
 from exgrpo.train.rollout.server.check import FRESH, ServerFacts, check_server
 from exgrpo.train.rollout.server.client import ServerClient

@@ -11,7 +11,8 @@ from exgrpo.train.common.records import Rollout
 from exgrpo.train.config.environment import EnvironmentConfig
 from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.contract import Columns
-from exgrpo.train.rollout import Finished, Request, Sampling, Stops, collect, text_of
+from exgrpo.train.rollout.engine import Finished, Request, Sampling, collect
+from exgrpo.train.rollout.stops import Stops, text_of
 from exgrpo.train.rollout.turns.conversations import Conversations
 from exgrpo.train.rollout.turns.environments import Environment
 

@@ -12,8 +12,9 @@ from exgrpo.train.config.environment import EnvironmentConfig
 from exgrpo.train.config.recipe import load_recipe
 from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.names import resolve_reward
-from exgrpo.train.rollout import Sampling, Stops
 from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.rollout.turns.conversations import Conversations
 from exgrpo.train.rollout.turns.environments import find_environment
 from exgrpo.train.run.startup_checks import look

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from exgrpo.train.rollout import Sampling, collect
+from exgrpo.train.rollout.engine import Sampling, collect
 from exgrpo.train.rollout.vllm.engine import GIB, VllmEngine, _arguments
 from exgrpo.train.rollout.vllm.process import Guest
 from exgrpo.train.rollout.vllm.sleep import Sleep

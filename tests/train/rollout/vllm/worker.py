@@ -19,7 +19,8 @@ from exgrpo.train.common.distributed import start
 from exgrpo.train.common.errors import WeightMismatchError
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import DTYPES
-from exgrpo.train.rollout import Sampling, Stops, collect
+from exgrpo.train.rollout.engine import Sampling, collect
+from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.rollout.vllm.availability import refusal
 from exgrpo.train.rollout.vllm.engine import VllmEngine
 from exgrpo.train.rollout.vllm.process import KEPT
