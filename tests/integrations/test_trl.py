@@ -15,7 +15,7 @@ from datasets import IterableDataset
 from transformers import AutoModelForCausalLM
 
 from exgrpo.integrations import trl_loss
-from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
+from exgrpo.integrations.trl import EXPERIENCE, ExGRPOConfig, ExGRPOTrainer
 from exgrpo.integrations.trl_replay import STATE
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.step_batch import StepBatch
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_another_trainer_is_refused(
     run: tuple[ExGRPOTrainer, list[Any]], tmp_path: Path, model: Path
 ) -> None:
     checkpoint = Path(shutil.copytree(Path(run[0].args.output_dir) / "checkpoint-2", tmp_path / "checkpoint-2"))
-    (checkpoint / STATE).unlink()
+    (checkpoint / EXPERIENCE / STATE).unlink()
     with pytest.raises(ValueError, match="holds no experience"):
         exgrpo(tmp_path, model, max_steps=4).train(resume_from_checkpoint=str(checkpoint))
 
