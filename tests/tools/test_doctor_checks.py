@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from exgrpo.kernels import dispatch
+from exgrpo.kernels.chunks.products import Products
 from exgrpo.tools.doctor import machine, training
 from exgrpo.tools.doctor.check import CheckFailedError, Given, Skipped, tiny_run
 from exgrpo.tools.doctor.program import all_checks
@@ -44,6 +45,14 @@ def test_a_backend_that_is_not_there_is_skipped(given):
     assert set(machine.BACKENDS) == set(dispatch.BACKENDS)
     with pytest.raises(Skipped, match="GPU"):
         machine.check_backend("cuda", given())
+
+
+def test_a_backend_that_computes_wrongly_fails(given, monkeypatch):
+    right = Products.hidden_gradient
+    monkeypatch.setattr(Products, "hidden_gradient", lambda self, grad: 1.5 * right(self, grad))
+    monkeypatch.setenv("EXGRPO_SELF_TEST", "0")  # which would leave the backend out at its first call
+    with pytest.raises(CheckFailedError, match=r"gradients are wrong.*float32 [3-6]\.\de-01.*kernel_backend"):
+        machine.check_backend("torch", given())
 
 
 def test_a_backend_is_compared_with_the_products_in_the_recipes_dtype(given, monkeypatch):
