@@ -103,7 +103,7 @@ import sys
 from pathlib import Path
 from exgrpo.tools.doctor.check import Check
 from exgrpo.tools.doctor.running import run_check
-from tests.train import broken_checks
+from tests.tools import broken_checks
 run_check(Check("hangs", broken_checks.hangs, 1, ""), *map(Path, sys.argv[1:]), timeout=600)
 """
 

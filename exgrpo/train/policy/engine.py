@@ -4,14 +4,15 @@ ZeRO-3 with one process keeps three more copies of the weights, and fetches and 
 process that has the model whole does what DeepSpeed's engine does by itself.
 """
 
+import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.policy import OptimizerConfig
@@ -65,19 +66,28 @@ def make_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig)
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: Config) -> LRScheduler:
     """The schedule of an optimiser over the steps of a run."""
-    options = config.optimizer
-    above_zero: dict[str, tuple[str, dict[str, float]]] = {
-        "linear": ("polynomial", {"lr_end": options.min_lr, "power": 1.0}),
-        "cosine": ("cosine_with_min_lr", {"min_lr": options.min_lr}),
-    }
-    name, more = above_zero[options.schedule] if options.min_lr else (options.schedule, {})
-    return get_scheduler(
-        "constant_with_warmup" if name == "constant" else name,
-        optimizer,
-        num_warmup_steps=options.warmup_steps,
-        num_training_steps=max(1, config.steps * options.steps_per_batch),
-        scheduler_specific_kwargs=more,
-    )
+    last = max(1, config.steps * config.optimizer.steps_per_batch)
+    return LambdaLR(optimizer, partial(rate_factor, options=config.optimizer, last=last))
+
+
+def rate_factor(step: int, options: OptimizerConfig, last: int) -> float:
+    """What the learning rate is multiplied by in an optimiser's step (from 0): linear warm-up, then the schedule.
+
+    transformers has the same schedules (`get_scheduler`), but imports peft and all that belongs to it for them, if they
+    are installed: seconds of each start.
+
+    Args:
+        last: the step in which a linear or cosine schedule has come to its end.
+    """
+    if step < options.warmup_steps:
+        return step / options.warmup_steps
+    if options.schedule == "constant":
+        return 1.0
+    left = max(0, last - step) / max(1, last - options.warmup_steps)
+    if options.schedule == "cosine":
+        left = 0.5 * (1 - math.cos(math.pi * left))
+    end = options.min_lr / options.lr
+    return end + (1 - end) * left
 
 
 class WholeEngine:

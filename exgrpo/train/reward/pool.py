@@ -224,7 +224,8 @@ class Grader:
 
     def _start(self) -> ProcessPool:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["exgrpo.train.reward.worker", "math_verify"])
+        # Each process runs the main module again, as multiprocessing wants it: the server has its imports ready.
+        context.set_forkserver_preload(["exgrpo.train.reward.worker", "math_verify", "exgrpo.train.main"])
         pool = ProcessPool(
             max_workers=self._workers,
             initializer=start_worker,

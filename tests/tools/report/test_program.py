@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from exgrpo.tools.report import FollowedRuns, open_server, program
+from exgrpo.tools.report import FollowedRuns, main, open_server
 from tests.tools.report.pages import SHORT, make_run, training_record
 
 
@@ -20,13 +20,13 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     runs = [make_run(tmp_path / name, SHORT, seed=i) for i, name in enumerate("ab")]
     monkeypatch.chdir(tmp_path)
 
-    assert program.main([str(runs[0])]) == 0
-    assert program.main([*map(str, runs), "--output", "deep/both.html"]) == 0
-    assert program.main([*map(str, runs)]) == 0
+    assert main([str(runs[0])]) == 0
+    assert main([*map(str, runs), "--output", "deep/both.html"]) == 0
+    assert main([*map(str, runs)]) == 0
     assert all(Path(page).is_file() for page in ("a/report.html", "deep/both.html", "report.html"))
     assert "a/report.html" in capsys.readouterr().out
 
-    assert program.main(["missing"]) == 2
+    assert main(["missing"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
@@ -130,7 +130,7 @@ def test_mistakes_of_options_are_one_line(tmp_path, capsys, served):
         (["x", "--follow", "--port", "70000"], "port"),
         (["x", "--otput", "x.html"], "unknown option --otput; did you mean --output?"),
     ):
-        assert program.main(argv) == 2
+        assert main(argv) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ")
         assert message in error

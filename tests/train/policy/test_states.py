@@ -6,9 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import get_scheduler
 
 from exgrpo.train.common.errors import CheckpointError
-from exgrpo.train.policy.engine import WholeEngine
+from exgrpo.train.config.policy import OptimizerConfig
+from exgrpo.train.policy.engine import WholeEngine, rate_factor
 from exgrpo.train.policy.states import WholeStates, load_states, save_states, save_training
 from tests.train import tiny
 from tests.train.launch import ROOT, launch
@@ -143,3 +145,21 @@ def test_a_gradient_that_is_not_finite_moves_nothing(bad):
     assert engine.get_lr() == other.get_lr() == [0.1 * 0.5**3]
     for ours, theirs in zip(engine.module.parameters(), other.module.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "more"),
+    [
+        ({}, "constant_with_warmup", {}),
+        ({"schedule": "linear"}, "linear", {}),
+        ({"schedule": "linear", "min_lr": 2e-5}, "polynomial", {"lr_end": 2e-5, "power": 1.0}),
+        ({"schedule": "cosine"}, "cosine", {}),
+        ({"schedule": "cosine", "min_lr": 2e-5}, "cosine_with_min_lr", {"min_lr": 2e-5}),
+    ],
+)
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_the_rates_are_those_of_transformers(options, name, more, warmup):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    theirs = get_scheduler(name, optimizer, warmup, 10, more).lr_lambdas[0]
+    own = OptimizerConfig(lr=1e-3, warmup_steps=warmup, **options)
+    assert [rate_factor(step, own, 10) for step in range(11)] == pytest.approx(list(map(theirs, range(11))), rel=1e-12)
