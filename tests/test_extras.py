@@ -35,6 +35,7 @@ def with_torch_alone(*arguments, hidden=HIDDEN, **environment):
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.long
 def test_the_kernels_and_their_programs_need_torch_alone(tmp_path):
     done = with_torch_alone("exgrpo.kernels")
     assert done.returncode == 0, done.stderr
@@ -48,6 +49,7 @@ def test_the_kernels_and_their_programs_need_torch_alone(tmp_path):
     assert "full logits / fused" in done.stdout
 
 
+@pytest.mark.long
 def test_tritons_interpreter_without_numpy_is_not_available():
     pytest.importorskip("triton", reason="triton is not installed")
     done = with_torch_alone("exgrpo.kernels", hidden="numpy", TRITON_INTERPRET="1")

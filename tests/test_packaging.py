@@ -134,6 +134,7 @@ def test_the_metadata_says_who_wrote_it_what_it_is_and_what_it_needs(wheel):
     assert set(metadata.get_all("Provides-Extra")) == set(EXTRAS)
 
 
+@pytest.mark.long
 def test_the_installed_package_computes_and_has_its_recipes(python, tmp_path):
     done = started(python, tmp_path / "empty", "-W", "ignore", "-c", PROGRAM)
     assert done.returncode == 0, done.stderr
@@ -149,6 +150,7 @@ def test_the_installed_package_computes_and_has_its_recipes(python, tmp_path):
     assert found["steps"] == recipe["steps"]
 
 
+@pytest.mark.long
 def test_the_installed_program_is_there_and_says_what_was_left_out(python, tmp_path):
     done = started(python.with_name("exgrpo"), tmp_path / "one", "--version")
     assert done.stdout == f"{exgrpo.__version__}\n", done.stderr

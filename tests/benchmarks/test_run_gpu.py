@@ -39,6 +39,7 @@ def python(code):
     return [sys.executable, "-c", code]
 
 
+@pytest.mark.long
 def test_a_dry_run_leaves_everything_there_is_to_leave(tmp_path):
     done = program("--dry-run", "--output", str(tmp_path), "--minutes", "5")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -122,6 +122,7 @@ def test_hangs_ends_and_growth_are_found(tmp_path, name):
     assert isinstance(result, Summary) if name == "sound" else re.search(DEFECTS[name][1], result, re.DOTALL)
 
 
+@pytest.mark.long
 def test_a_short_run_finds_nothing(tmp_path):
     words = (sys.executable, "-m", "tests.hostile", "--seed=7", "--cases=40", f"--folder={tmp_path}")
     run = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)

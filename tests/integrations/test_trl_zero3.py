@@ -40,6 +40,7 @@ BESIDE = {
 """A method that leaves answers out, adds others, fills up, and scores what it replays."""
 
 
+@pytest.mark.long
 def test_zero_3_is_the_unsharded_run(tmp_path: Path) -> None:
     # Plain gradient descent: what comes out is linear in the gradients. The loss does not depend on how rows are
     # packed, so two ranks are two micro-batches.

@@ -14,6 +14,11 @@ INTERPRETING = bool(os.environ.get("TRITON_INTERPRET"))
 """Whether Triton's kernels are interpreted here, which takes a thousand times as long as on a GPU."""
 
 
+def fewer_interpreted(number: int) -> int:
+    """Tokens of a test: a quarter of them in Triton's interpreter, which has a program for each."""
+    return number // 4 if INTERPRETING else number
+
+
 def long_interpreted(value):
     """A test, or a value of a parametrisation, that is ``long`` in Triton's interpreter."""
     if not INTERPRETING:

@@ -12,7 +12,7 @@ from exgrpo.kernels.operators.linear_policy_loss import scale_gradient
 from exgrpo.kernels.operators.schema import flat_head
 from exgrpo.kernels.operators.tokens import token_objective
 
-from .support import make_case, make_tokens
+from .support import long_interpreted, make_case, make_tokens
 
 HEADS = {
     "plain": {},
@@ -26,6 +26,7 @@ def flat(case):
     return flat_head(head)
 
 
+@long_interpreted
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 def test_log_prob(options, backend, device):
     arguments = flat(make_case(20, 8, 30, torch.float64, device, **options))
@@ -37,6 +38,7 @@ def test_log_prob(options, backend, device):
     library.opcheck(linear_log_prob_backward, (*detached, backend, saved, upstream, None, needed, None))
 
 
+@long_interpreted
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_policy_loss(options, frozen, backend, device):

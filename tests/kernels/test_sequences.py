@@ -120,7 +120,9 @@ def test_means_lose_nothing_to_large_values(backend):
     assert operators.segment_mean(values, counted, torch.tensor([0, 4, 8]), backend).tolist() == [0.5, 0.0]
 
 
-@pytest.mark.parametrize("bounds", [[0, 10, 25, 60], [0, 60], [0, 0, 7, 7, 59, 60, 60], [0, *range(1, 61)]], ids=str)
+@pytest.mark.parametrize(
+    "bounds", [[0, 10, 25, 60], [0, 60], [0, 0, 7, 7, 59, 60, 60], long_interpreted([*range(61)])], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_sequence_entropy(bounds, dtype, backend, device):
     case = make_case(60, 24, 101, dtype, device, bias=True, softcap=5.0, temperature=0.7)

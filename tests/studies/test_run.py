@@ -177,6 +177,7 @@ def test_a_run_goes_on_where_it_has_a_checkpoint_and_else_begins_anew(tmp_path, 
 SMALL = {"steps": 2, "questions": 4, "data.train_limit": 50, "data.test_limit": 8, "evaluation.samples": 2}
 
 
+@pytest.mark.long
 def test_a_killed_study_leaves_no_runs_behind_and_goes_on(tmp_path):
     study = write(tmp_path, settings=SMALL)
     places = ["--results", tmp_path / "results.jsonl", "--runs", tmp_path / "runs"]

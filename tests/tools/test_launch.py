@@ -71,6 +71,7 @@ def test_a_run_that_loses_a_process_goes_on_by_itself_and_gives_the_same_metrics
     assert untimed(launcher.run) == untimed(tmp_path / "whole" / "small")
 
 
+@pytest.mark.long
 def test_a_run_that_was_not_saved_begins_anew_and_without_a_restart_left_the_end_is_one_line(tmp_path):
     launcher = Launcher(tmp_path, "--restarts=1")
     launcher.wait(lambda: (launcher.run / "config.yaml").exists())
@@ -85,6 +86,7 @@ def test_a_run_that_was_not_saved_begins_anew_and_without_a_restart_left_the_end
     assert "Traceback" not in said
 
 
+@pytest.mark.long
 def test_the_last_line_of_a_stopped_run_has_the_command_that_goes_on(tmp_path):
     launcher = Launcher(tmp_path / "with a space", "--processes=2", "--restarts=1")
     launcher.wait(lambda: launcher.saved(1))

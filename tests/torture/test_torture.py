@@ -68,6 +68,7 @@ def test_damage_is_found_and_named_and_the_checkpoint_before_is_loaded(run, tmp_
 
 
 @pytest.mark.parametrize("blind", ["_verify_share", "_set_damage_aside"])
+@pytest.mark.long
 def test_what_is_not_found_or_not_named_is_a_problem(run, tmp_path, monkeypatch, blind):
     monkeypatch.setattr(Checkpoints, blind, lambda *_: None)
     failed = [record.case for record in done(run, tmp_path, monkeypatch, 30) if record.problems]
@@ -75,6 +76,7 @@ def test_what_is_not_found_or_not_named_is_a_problem(run, tmp_path, monkeypatch,
     assert sorted(int(path.name) for path in (tmp_path / "failed").iterdir()) == failed
 
 
+@pytest.mark.long
 def test_the_program_finds_nothing_wrong(tmp_path):
     """Some damages, a run that is killed twice, and a damaged run that goes on; then one case more."""
     options = (f"--folder={tmp_path}", "--seed=58", "--minutes=9", "--kinds=plain-1")

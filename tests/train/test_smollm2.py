@@ -29,6 +29,7 @@ def model(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_the_recipe_takes_real_steps(model, tmp_path):
     """In float32: a processor without products of bfloat16 would need ten minutes."""
     if not GSM8K.exists():

@@ -180,6 +180,7 @@ def test_adapters_are_evaluated_beside_their_model(tmp_path, command):
 
 
 @real
+@pytest.mark.long
 def test_the_real_vllm_answers(tmp_path):
     told = arguments(tmp_path, "--rollout.engine=vllm", "--rollout.kv_cache_gib=0.1")
     done = launch_module("exgrpo.tools.evaluate", *told, vllm=True)

@@ -67,6 +67,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.long
 def test_the_run_ends_by_patience_and_keeps_the_best_model(run):
     folder, printed, _ = run
     found = evaluations(folder)

@@ -27,6 +27,7 @@ def two():
         yield made
 
 
+@pytest.mark.long
 def test_two_hosts_give_the_results_of_one(two, tmp_path):
     """With the defaults of a user."""
     first, second = two.torchrun(*SMALL, f"--output.folder={tmp_path / 'two'}")

@@ -140,6 +140,7 @@ def test_log_probs_are_those_of_a_full_forward_before_and_after_a_push(fleet, op
     assert engine.differing(policy.weights()) == expected
 
 
+@pytest.mark.long
 def test_a_changed_configuration_is_computed_with(fleet, opened, tmp_path):
     """Changed by options in server and trainer, the engine's policy is that of the edited copy and not the model's."""
     model, edited = fleet.models[True], tmp_path / "edited"
@@ -296,6 +297,7 @@ def test_weights_of_another_run_are_not_used(fleet, opened):
         sample(other)
 
 
+@pytest.mark.long
 def test_two_ranks_with_sharded_weights(fleet, tmp_path):
     urls = [fleet.first.ready(), fleet.second.ready()]
     worker = ROOT / "tests" / "train" / "ranks_worker.py"

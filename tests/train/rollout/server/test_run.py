@@ -41,6 +41,7 @@ def options(servers, folder):
     )
 
 
+@pytest.mark.long
 def test_two_ranks_ahead_of_their_updates_lose_no_step_with_a_server(servers, tmp_path):
     ahead = ("--rollout.behaviour=engine", "--rollout.ahead=True", "--steps=6", "--rollout.check_every=3")
     arguments = (*options(servers, tmp_path), *ahead)

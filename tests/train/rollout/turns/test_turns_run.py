@@ -19,7 +19,7 @@ from tests.train.run.test_run import SMALL
 CALCULATOR = f"--recipe={ROOT}/recipes/environments/calculator.yaml"
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids=["1 rank", "2 ranks"])
 def runs(request, tmp_path_factory):
     """A run, and one that went on from its middle."""
     root = tmp_path_factory.mktemp("runs")

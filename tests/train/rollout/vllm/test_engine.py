@@ -19,8 +19,6 @@ from tests.train.run.test_run import SMALL, records, untimed
 
 pytestmark = real
 WORKER = ROOT / "tests" / "train" / "rollout" / "vllm" / "worker.py"
-ALONE = ("tied,fp32", "untied,fp32", "tied,bf16")
-TOGETHER = ("tied,fp32",)
 
 
 @pytest.fixture(scope="module")
@@ -28,37 +26,39 @@ def observed(tmp_path_factory):
     """What was seen of an engine by its name, on each rank; observed when it is first asked for."""
     found = {}
 
-    def observe(ranks, names):
+    def observe(ranks, name):
         folder = tmp_path_factory.mktemp("models")
-        for name in names:
-            # Heads as wide as vLLM's attention needs; two of them share keys and values, which two ranks then repeat.
-            tiny.save_model(folder / name, tied=name.startswith("tied"), heads=2, head_width=32)
-        arguments = (str(folder), str(ranks), *names)
+        # Heads as wide as vLLM's attention needs; two of them share keys and values, which two ranks then repeat.
+        tiny.save_model(folder / name, tied=name.startswith("tied"), heads=2, head_width=32)
+        arguments = (str(folder), str(ranks), name)
         if ranks == 1:  # cold: this process is to stay as it was when vLLM is imported, too
             start = [sys.executable, str(WORKER), *arguments]
             done = subprocess.run(start, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
         else:
             done = launch(WORKER, *arguments, ranks=ranks, vllm=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        for name in names:
-            found[ranks, name] = [
-                json.loads((folder / name / f"seen.{rank}.json").read_text()) for rank in range(ranks)
-            ]
+        return [json.loads((folder / name / f"seen.{rank}.json").read_text()) for rank in range(ranks)]
 
     def of(ranks, name):
-        names = ALONE if ranks == 1 else TOGETHER
         if (ranks, name) not in found:
-            observe(ranks, names)
+            found[ranks, name] = observe(ranks, name)
         return found[ranks, name]
 
     return of
 
 
 @pytest.fixture(
-    params=[*((1, name) for name in ALONE), *((2, name) for name in TOGETHER)],
+    params=[
+        pytest.param((1, "tied,fp32")),
+        *(
+            pytest.param(engine, marks=pytest.mark.long)
+            for engine in ((1, "untied,fp32"), (1, "tied,bf16"), (2, "tied,fp32"))
+        ),
+    ],
     ids=lambda param: f"{param[1]},{param[0]}",
 )
 def seen(request, observed):
+    """Of an engine by the number of ranks that share it, and the model."""
     ranks, name = request.param
     return {"name": name, "world": ranks, **observed(ranks, name)[0]}
 
@@ -143,17 +143,17 @@ def test_weights_that_differ_are_named(seen):
     assert seen["differing"] == ["model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k_proj.weight"]
 
 
+@pytest.mark.long
 def test_ranks_that_share_an_engine_give_the_same_answers(observed):
-    (name,) = TOGETHER
-    first, second = observed(2, name)
+    first, second = observed(2, "tied,fp32")
     assert first["ranks"] == second["ranks"] == 2
     assert first["answers"] == second["answers"]
     assert first["first tokens"] == second["first tokens"]
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, ALONE[-1]), (2, TOGETHER[-1])])
-def test_what_it_cannot_do_is_named(observed, ranks, name):
-    for seen in observed(ranks, name):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_what_it_cannot_do_is_named(observed, ranks):
+    for seen in observed(ranks, "tied,fp32"):
         assert "kv_cache_gib (1e-05) does not suit sequences of 52 tokens" in seen["small cache"]
         assert "kv_cache_gib (16384) does not suit" in seen["large cache"]
         assert "max_prompt_tokens + max_tokens (2000 + 49) exceed the 2048 positions of" in seen["long"]
@@ -162,9 +162,9 @@ def test_what_it_cannot_do_is_named(observed, ranks, name):
         assert "(4000 + 97) exceed the 4096 positions" in seen["beyond scaled positions"]
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, "tied,fp32"), (1, "untied,fp32"), (2, "tied,fp32")])
-def test_a_changed_configuration_is_computed_with(observed, ranks, name):
-    for seen in observed(ranks, name):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_changed_configuration_is_computed_with(observed, ranks):
+    for seen in observed(ranks, "tied,fp32"):
         assert seen["gap to the edited copy"][0] < 1e-4
         assert seen["gap to the model"][0] > 1e-2
         assert seen["stretched"] is None
@@ -186,6 +186,7 @@ def check_gaps(story, steps):
     assert max(gaps.values()) < 1e-5
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_metrics(tmp_path):
     """With replies of an environment in its answers."""
     arguments = ("--steps=6", "--rollout.check_every=3", "--checkpoint.every=2", "--output.save_model=False")
@@ -207,6 +208,7 @@ def test_a_killed_run_goes_on_to_the_same_metrics(tmp_path):
     assert untimed(tmp_path / "killed" / "small") == untimed(tmp_path / "whole" / "small")
 
 
+@pytest.mark.long
 def test_two_ranks_train_with_one_engine_that_gets_their_adapters(tmp_path):
     adapters = ("--lora.rank=4", "--optimizer.lr=1e-2", "--rollout.check_every=1")
     arguments = ("--steps=2", "--rollout.tensor_parallel=2", "--output.save_model=False", *adapters)
