@@ -144,7 +144,7 @@ def with_predictions(record: Record) -> Record:
         return record
     from benchmarks.gpu_model.measured import prediction_of  # which imports triton
 
-    found = [prediction_of(record.machine.device, row["group"], row.get("row", "")) for row in record.rows]
+    found = [prediction_of(record.machine.device, row["group"], row.get("row", ""), record.date) for row in record.rows]
     rows = [{**row, "predicted": one and one.seconds} for row, one in zip(record.rows, found, strict=True)]
     return replace(record, rows=rows)
 

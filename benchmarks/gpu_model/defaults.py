@@ -1,4 +1,4 @@
-"""What the model says about the shipped defaults: is another path, tile or number of chunk rows faster?"""
+"""What the model says about the shipped defaults: is another path or tile faster?"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from benchmarks.gpu_model.prediction import FUSED, paths_of, predict, way_of
 from benchmarks.gpu_model.walk import CUDA, LIBRARY, TRITON, Size, Way
 from exgrpo.kernels import backend_choice
 from exgrpo.kernels.triton_chunks.launch import Tile, setting, shape_class
-from exgrpo.kernels.tuning.launch_tuner import CHUNK_ROWS, TILES
+from exgrpo.kernels.tuning.launch_tuner import TILES
 from exgrpo.tools.estimate.parts import Gpu
 
 
@@ -22,7 +22,7 @@ class Choice:
     def __str__(self) -> str:
         tile = self.way.plan.tile
         of_tile = f", tile {tile.rows}x{tile.columns}x{tile.depth}" if self.way.path == TRITON else ""
-        return f"{self.way.path}, {self.way.plan.chunk_rows} rows{of_tile}"
+        return f"{self.way.path}, {self.way.chunk_rows} rows{of_tile}"
 
 
 def shipped(gpu: Gpu, operation: str, size: Size, *, rested: bool = True) -> Choice:
@@ -40,13 +40,12 @@ def best(gpu: Gpu, operation: str, size: Size, *, rested: bool = True) -> Choice
 
 
 def ways(gpu: Gpu, size: Size) -> Iterator[Way]:
-    """Every path with the tuner's chunk rows, the Triton product with its tiles, as far as they fit."""
+    """Every path, the Triton product with the tuner's tiles, as far as they fit."""
     for path in paths_of(gpu):
-        for rows in CHUNK_ROWS:
-            way = way_of(gpu, path, size, {"chunk_rows": rows})
-            yield way
-            tiles = [Tile(**numbers) for numbers in TILES] if path == TRITON else []
-            yield from (replace(way, plan=replace(way.plan, tile=tile)) for tile in tiles if _fits(gpu, tile))
+        way = way_of(gpu, path, size)
+        yield way
+        tiles = [Tile(**numbers) for numbers in TILES] if path == TRITON else []
+        yield from (replace(way, plan=replace(way.plan, tile=tile)) for tile in tiles if _fits(gpu, tile))
 
 
 def _fits(gpu: Gpu, tile: Tile) -> bool:

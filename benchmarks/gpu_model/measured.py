@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.gpu_model import constants
 from benchmarks.gpu_model.prediction import Prediction, floor, gpu_of, paths_of, predict, way_of
@@ -13,6 +13,8 @@ from exgrpo.tools.estimate.parts import Gpu
 
 GROUP = re.compile(r"(\S+) bfloat16 (\d+)x(\d+)x(\d+)")
 """Of a head's benchmark where all tokens count."""
+BOUNDED, ROWS_BEFORE = "2026-11-25", 8192
+"""From that day on a call's memory is bounded; the records before it are of one GPU and dtype."""
 PATH_OF_ROW = {"exgrpo triton": TRITON, "exgrpo cuda": CUDA}
 
 
@@ -34,13 +36,16 @@ class Comparison:
 def comparisons(record: Record) -> Iterator[Comparison]:
     """The rows of a record that the model knows; none of a device without a data sheet."""
     for row in record.rows:
-        found = prediction_of(record.machine.device, row["group"], row.get("row", ""))
+        found = prediction_of(record.machine.device, row["group"], row.get("row", ""), record.date)
         if found:
             yield Comparison(row["group"], row["row"], found, row)
 
 
-def prediction_of(device: str, group: str, row: str) -> Prediction | None:
-    """What a row of a group should take on a device, by the launch table of today; None where the model knows none."""
+def prediction_of(device: str, group: str, row: str, date: str) -> Prediction | None:
+    """What a row of a group should take on a device, by the launch table of today; None where the model knows none.
+
+    Before `BOUNDED`, a date like the record's, a chunk had `ROWS_BEFORE` rows.
+    """
     parsed = GROUP.fullmatch(group)
     if device not in constants.DEVICES or not parsed or parsed[1] not in constants.LAUNCHES:
         return None
@@ -48,7 +53,12 @@ def prediction_of(device: str, group: str, row: str) -> Prediction | None:
     if row == "floor":
         return floor(gpu, operation, size)
     path = _path(gpu, row, size)
-    return predict(way_of(gpu, path, size), operation, size) if path in paths_of(gpu) else None
+    if path not in paths_of(gpu):
+        return None
+    way = way_of(gpu, path, size)
+    return predict(
+        replace(way, chunk_rows=ROWS_BEFORE, forward_rows=ROWS_BEFORE) if date < BOUNDED else way, operation, size
+    )
 
 
 def _path(gpu: Gpu, row: str, size: Size) -> str | None:

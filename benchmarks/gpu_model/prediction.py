@@ -1,14 +1,14 @@
 """Time, traffic, launches, waves and memory of a call, from its steps."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from benchmarks.gpu_model import constants
 from benchmarks.gpu_model.walk import (
     CUDA,
+    F32,
     LIBRARY,
     PATHS,
     Size,
@@ -16,11 +16,15 @@ from benchmarks.gpu_model.walk import (
     Way,
     floor_steps,
     launches,
+    partials_of,
     peak_bytes,
     steps,
 )
+from exgrpo.kernels.chunks import chunking
+from exgrpo.kernels.chunks.products import row_cost
 from exgrpo.kernels.cuda_chunks.binding import CAPABILITY
 from exgrpo.kernels.triton_chunks.launch import plan_from, setting, shape_class
+from exgrpo.kernels.triton_chunks.triton_passes import aligned_columns, rows_of
 from exgrpo.tools.estimate.parts import GPUS, Gpu
 
 FUSED, OPERAND = "fused", torch.bfloat16
@@ -74,11 +78,18 @@ def paths_of(gpu: Gpu) -> list[str]:
     return [path for path in PATHS if path != CUDA or gpu.architecture == f"sm_{major}{minor}"]
 
 
-def way_of(gpu: Gpu, path: str, size: Size, changes: Mapping[str, Any] | None = None) -> Way:
-    """A path as the launch table plans it, with ``changes`` to its settings."""
+def way_of(gpu: Gpu, path: str, size: Size) -> Way:
+    """A path as the launch table plans it."""
     entry = setting(gpu.architecture, "bfloat16", shape_class(size.width))
-    entry = {**entry, "logits": LIBRARY if path == LIBRARY else FUSED, **(changes or {})}
-    return Way(gpu, path, plan_from(entry, OPERAND, size.vocabulary, int(gpu.memory * 2**30)))
+    plan = plan_from({**entry, "logits": LIBRARY if path == LIBRARY else FUSED}, size.vocabulary, gpu.memory << 30)
+    # As the passes say it: exponentials are what the products would round, logits come beside it.
+    row = row_cost(OPERAND, size.width, size.vocabulary) + chunking.ROW_BYTES
+    row += F32 * aligned_columns(size.vocabulary) if path == LIBRARY else partials_of(path, plan, size.vocabulary)
+    alone = row if path == LIBRARY else row - OPERAND.itemsize * size.vocabulary
+    costs = (chunking.Cost(0, each, ()) for each in (row, alone))
+    return Way(
+        gpu, path, plan, *(rows_of(plan, None, size.tokens, size.width, cost, gpu.multiprocessors) for cost in costs)
+    )
 
 
 def predict(way: Way, operation: str, size: Size, *, rested: bool = True) -> Prediction:

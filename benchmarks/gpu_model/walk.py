@@ -8,8 +8,9 @@ from benchmarks.gpu_model.products import Product, cuda_product, library_product
 from benchmarks.heads import FORWARD, LOG_PROB, POLICY_LOSS, WITH_ENTROPY
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.cuda_chunks import cuda_fused
+from exgrpo.kernels.triton_chunks.fused_product import partial_bytes
 from exgrpo.kernels.triton_chunks.launch import Plan
-from exgrpo.kernels.triton_chunks.triton_passes import ALIGNED
+from exgrpo.kernels.triton_chunks.triton_passes import aligned_columns
 from exgrpo.tools.estimate.parts import Gpu
 
 LIBRARY, TRITON, CUDA = "library", "triton", "cuda"
@@ -49,27 +50,40 @@ class Step:
 
 @dataclass(frozen=True)
 class Way:
-    """A path with its plan, on a GPU."""
+    """A path with its plan, on a GPU.
+
+    Attributes:
+        chunk_rows: of a chunk at most, where gradients are formed.
+        forward_rows: where none are.
+    """
 
     gpu: Gpu
     path: str
     plan: Plan
+    chunk_rows: int
+    forward_rows: int
 
-    def chunks(self, tokens: int) -> list[int]:
+    def chunks(self, tokens: int, *, gradient: bool = True) -> list[int]:
         """Rows of the chunks."""
-        return [end - begin for begin, end in chunking.spans(tokens, self.plan.chunk_rows)]
+        rows = self.chunk_rows if gradient else self.forward_rows
+        return [end - begin for begin, end in chunking.spans(tokens, rows, chunking.TILE_ROWS)]
 
     def partials(self, rows: int, vocabulary: int) -> int:
-        """Bytes of the sums of column tiles that a fused product leaves; the CUDA one has two kinds of tiles."""
-        columns = [self.plan.tile.columns] + [cuda_fused.TILE_COLUMNS] * (self.path == CUDA)
-        return sum(2 * F32 * rows * -(-vocabulary // one) for one in columns)
+        """Bytes of the sums of column tiles that a fused product leaves."""
+        return rows * partials_of(self.path, self.plan, vocabulary)
+
+
+def partials_of(path: str, plan: Plan, vocabulary: int) -> int:
+    """Bytes of the sums of column tiles that a row leaves; the CUDA product has two kinds of tiles."""
+    columns = [plan.tile.columns] + [cuda_fused.TILE_COLUMNS] * (path == CUDA)
+    return sum(partial_bytes(vocabulary, one) for one in columns)
 
 
 def steps(way: Way, operation: str, size: Size) -> Iterator[Step]:
     """Everything that a call of an operation reads, multiplies and writes; vectors of tokens left out."""
     width, vocabulary, rows = size.width, size.vocabulary, way.chunks(size.tokens)
     if operation in (FORWARD, LOG_PROB):
-        for chunk in rows:
+        for chunk in way.chunks(size.tokens, gradient=False):
             yield from _logits(way, chunk, size, gradient=False)
             yield from _sums(way, chunk, size, written=0)
     if operation == FORWARD:
@@ -145,20 +159,23 @@ def _gradient_products(way: Way, rows: int, size: Size, *, first: bool, once: bo
 
 def launches(way: Way, operation: str, size: Size) -> int:
     """How many kernels a call launches."""
-    call, fused, library = constants.LAUNCHES[operation]
+    column = 2 if way.path == LIBRARY else 1
+    call, each = constants.LAUNCHES[operation][0], constants.LAUNCHES[operation][column]
+    alone = constants.LAUNCHES[FORWARD][column] * (operation in (FORWARD, LOG_PROB))
     count = len(way.chunks(size.tokens))
-    return call + count * (library if way.path == LIBRARY else fused) + (count > 1 and operation != FORWARD)
+    forward = alone * len(way.chunks(size.tokens, gradient=False))
+    return call + forward + count * (each - alone) + (count > 1 and operation != FORWARD)
 
 
 def peak_bytes(way: Way, operation: str, size: Size) -> int:
     """Bytes beyond the inputs at the fullest moment, gradients included; vectors of tokens left out."""
+    if operation == FORWARD:
+        return _forward_peak(way, size)
     chunks = way.chunks(size.tokens)
-    rows, held = max(chunks), min(way.plan.chunk_rows, size.tokens)
-    columns = -(-size.vocabulary // ALIGNED) * ALIGNED
+    rows, held = max(chunks), min(way.chunk_rows, size.tokens)
+    columns = aligned_columns(size.vocabulary)
     buffer = (F32 if way.path == LIBRARY else B16) * held * columns
     partials = 0 if way.path == LIBRARY else way.partials(rows, size.vocabulary)
-    if operation == FORWARD:
-        return buffer if way.path == LIBRARY else partials
     one, several = rows * size.width, len(chunks) > 1
     weight = (F32 if several else B16) * size.vocabulary * size.width
     gradients = F32 * size.tokens * size.width + weight
@@ -172,3 +189,10 @@ def peak_bytes(way: Way, operation: str, size: Size) -> int:
             formed += B16 * rows * columns
     results = B16 * size.tokens * size.width + (B16 * size.vocabulary * size.width if several else 0)
     return gradients + max(formed, multiplied, results)
+
+
+def _forward_peak(way: Way, size: Size) -> int:
+    """Bytes of a forward alone: raw products of the library, or the sums of tiles that a fused product leaves."""
+    if way.path == LIBRARY:
+        return F32 * min(way.forward_rows, size.tokens) * aligned_columns(size.vocabulary)
+    return way.partials(max(way.chunks(size.tokens, gradient=False)), size.vocabulary)

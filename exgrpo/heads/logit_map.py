@@ -20,10 +20,12 @@ class LogitMap(NamedTuple):
     Attributes:
         temperature: above 0.
         softcap: above 0, or None where nothing is capped.
+        memory: bytes that the kernels may take for it; None: as they think best.
     """
 
     temperature: float = 1.0
     softcap: float | None = None
+    memory: int | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
         """The map, elementwise."""
@@ -32,10 +34,10 @@ class LogitMap(NamedTuple):
 
     def options(self, temperature: float | Tensor) -> dict[str, Any]:
         """Arguments of the kernels for the model's logits divided by a temperature, a number or one of each token."""
-        return {"temperature": temperature * self.temperature, "softcap": self.softcap}
+        return {"temperature": temperature * self.temperature, "softcap": self.softcap, "memory": self.memory}
 
 
-def measure(model: Any, *, direct: bool) -> LogitMap:
+def measure(model: Any, *, direct: bool, memory: int | None = None) -> LogitMap:
     """The map between the head of a causal LM and its logits.
 
     The model's own forward runs on a few tokens while its decoder returns small numbers as hidden states, and its head
@@ -45,6 +47,7 @@ def measure(model: Any, *, direct: bool) -> LogitMap:
         model: causal LM of transformers, also one with adapters of peft. It is left as it was.
         direct: whether the caller gives the hidden states of the decoder to the head by itself. A model that changes
             them on the way is then refused.
+        memory: goes into the map.
 
     Returns:
         LogitMap: what the kernels need in order to have the model's own probabilities.
@@ -63,7 +66,7 @@ def measure(model: Any, *, direct: bool) -> LogitMap:
     logit_map = fitted(passage.sent, passage.received)
     if logit_map is None:
         raise ValueError(f"{name} does more with its logits than a softcap and a scale; {_REMEDY}")
-    return logit_map
+    return logit_map._replace(memory=memory)
 
 
 def probes(vocabulary: int, device: torch.device) -> Tensor:

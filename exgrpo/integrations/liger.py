@@ -41,6 +41,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vespo_lambda_pos: see there.
         vespo_k_neg: see there.
         vespo_lambda_neg: see there.
+        memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`; not of Liger's loss.
 
     Raises:
         ValueError: an option that this objective does not cover, by its name.
@@ -66,6 +67,8 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vespo_lambda_pos: float = 3.0,
         vespo_k_neg: float = 3.0,
         vespo_lambda_neg: float = 2.0,
+        *,
+        memory: int | None = None,
     ) -> None:
         super().__init__()
         if loss_type not in LOSS_TYPES:
@@ -75,6 +78,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         if delta is not None:
             raise _not_covered("delta", delta, "None")
         self.beta = beta
+        self.memory = memory
         self.use_ref_model = use_ref_model
         self.clip = (min(epsilon_low, 1.0), epsilon_high)  # no ratio is below 0
         self.loss_type = loss_type
@@ -142,9 +146,12 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
                 normalizer=normalizer,
                 bias=bias,
                 temperature=self.temperature,
+                memory=self.memory,
             )
             return result.loss, (self._clipped_share(result.ratio, advantages, mask),)
-        log_prob = linear_log_prob(_input, lin_weight, kept, bias=bias, temperature=self.temperature).log_prob
+        log_prob = linear_log_prob(
+            _input, lin_weight, kept, bias=bias, temperature=self.temperature, memory=self.memory
+        ).log_prob
         old = log_prob.detach() if old_per_token_logps is None else old_per_token_logps
         result = policy_loss(log_prob, old, weighted, clip=self.clip, normalizer=normalizer, mask=mask)
         clipped = self._clipped_share(result.ratio, advantages, mask)
@@ -185,7 +192,9 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         if hidden is None or weight is None:
             raise ValueError("ref_per_token_logps, or ref_input and ref_weight: use_ref_model is True, got None")
         with torch.no_grad():
-            return linear_log_prob(hidden, weight, target, bias=bias, temperature=self.temperature).log_prob
+            return linear_log_prob(
+                hidden, weight, target, bias=bias, temperature=self.temperature, memory=self.memory
+            ).log_prob
 
     def _divergence(self, log_prob: Tensor, old_log_prob: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
         """The k3 estimate of each token [B, L], 0 where left out."""

@@ -42,7 +42,7 @@ def log_probs_from_hidden(hidden: Tensor, weight: Tensor, labels: Tensor, temper
     return linear_log_prob(hidden, weight, labels, temperature=temperature).log_prob
 
 
-def patch_actor(actor: Any) -> Callable[[], None]:
+def patch_actor(actor: Any, *, memory: int | None = None) -> Callable[[], None]:
     """Makes an OpenRLHF ``Actor`` compute log-probabilities and entropies in its head, without logits.
 
     Its forward is called as before and returns what it returned: action log-probabilities, or all of them, and with
@@ -55,6 +55,7 @@ def patch_actor(actor: Any) -> Callable[[], None]:
     Args:
         actor: an ``openrlhf.models.Actor`` of a text model whose head is a plain ``torch.nn.Linear``, before or
             after DeepSpeed has wrapped its model.
+        memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`.
 
     Returns:
         Callable[[], None]: gives the actor its own forward back.
@@ -66,7 +67,7 @@ def patch_actor(actor: Any) -> Callable[[], None]:
     """
     model = _text_model(actor)
     head = _plain_head(model)
-    actor.forward = _ScoredActor(actor, head, measure(model, direct=False)).forward
+    actor.forward = _ScoredActor(actor, head, measure(model, direct=False, memory=memory)).forward
     open_head(head)
 
     def undo() -> None:

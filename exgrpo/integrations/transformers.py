@@ -64,7 +64,7 @@ class _PatchedModel:
     backend: str
 
 
-def patch_lm_head(model: nn.Module, *, backend: str = "auto") -> nn.Module:
+def patch_lm_head(model: nn.Module, *, backend: str = "auto", memory: int | None = None) -> nn.Module:
     """Makes a forward with labels return log-probabilities and entropies without logits. In place, and reversible.
 
     A forward with the keyword ``labels`` then returns a :class:`TokenOutput`: its ``loss`` is the model's own, its
@@ -82,6 +82,7 @@ def patch_lm_head(model: nn.Module, *, backend: str = "auto") -> nn.Module:
             before wrapping in DDP or ``torch.compile``; one that ZeRO-3 has partitioned while it was loaded only after
             ``deepspeed.initialize`` (``engine.module``).
         backend: backend of :mod:`exgrpo.kernels`.
+        memory: bytes that they may take, see :func:`exgrpo.kernels.linear_log_prob`.
 
     Returns:
         The same model.
@@ -105,7 +106,7 @@ def patch_lm_head(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     tokens = _compared_tokens(model)
     with _evaluating(model):
         logits = model(input_ids=tokens).logits
-        _install(model, head, measure(model, direct=False), backend)
+        _install(model, head, measure(model, direct=False, memory=memory), backend)
         try:
             result = model(input_ids=tokens, labels=tokens)
             _compare(LogProb(result.log_prob, result.entropy), logits, tokens, type(model).__name__)

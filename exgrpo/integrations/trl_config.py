@@ -14,7 +14,7 @@ with needs(__name__, "exgrpo[trl]"):
     from trl import GRPOConfig
 
     from exgrpo.train.common.errors import ConfigError
-    from exgrpo.train.config.options import ExperienceConfig, ObjectiveConfig, RewardConfig, Section
+    from exgrpo.train.config.options import ExperienceConfig, ObjectiveConfig, PolicyConfig, RewardConfig, Section
     from exgrpo.train.config.section import explain
     from exgrpo.train.replay import rules
     from exgrpo.train.replay.rehearsal import rehearse
@@ -84,10 +84,16 @@ class ExGRPOConfig(GRPOConfig):
     trigger: float = _objective("trigger")
     coefficient: float = _objective("coefficient")
     clip_with_replay: bool = _objective("clip_with_replay")
+    kernel_memory_gib: float | None = _of_recipe(PolicyConfig, "kernel_memory_gib")
 
     def __post_init__(self) -> None:
         check(self)
         super().__post_init__()
+
+    @property
+    def kernel_memory(self) -> int | None:
+        """Bytes that the kernels may take beside gradients; None: as they think best."""
+        return None if self.kernel_memory_gib is None else int(self.kernel_memory_gib * 2**30)
 
     @property
     def experience(self) -> ExperienceConfig:
@@ -119,6 +125,8 @@ def check(options: ExGRPOConfig) -> None:
     for name in ("success", "entropy_coef"):
         if not _is_number(getattr(options, name), -math.inf, math.inf):
             raise ConfigError(f"{name}: expected a finite number, got {getattr(options, name)!r}")
+    if options.kernel_memory_gib is not None and not _is_number(options.kernel_memory_gib, 2**-30, math.inf):
+        raise ConfigError(f"kernel_memory_gib: expected a number above 0, got {options.kernel_memory_gib!r}")
     for name in ("epsilon", "epsilon_high"):
         value = getattr(options, name)
         if not (_is_number(value, 0, math.inf) or (name == "epsilon_high" and value is None)):

@@ -71,7 +71,9 @@ class _FusedModel:
     fp32_head: bool
 
 
-def use_kernels(model: "PreTrainedModel", *, temperature: float, fp32_head: bool = False) -> None:
+def use_kernels(
+    model: "PreTrainedModel", *, temperature: float, fp32_head: bool = False, memory: int | None = None
+) -> None:
     """Let `model(..., labels=labels, fused_lm_head=True)` compute with the kernels; other calls stay as they are.
 
     The call returns TRL's output with `log_probs` and `entropy` [B, L-1]. With `objective`, an `Objective`, they are
@@ -81,11 +83,12 @@ def use_kernels(model: "PreTrainedModel", *, temperature: float, fp32_head: bool
         model: causal LM of transformers that has TRL's fused head, not wrapped.
         temperature: of the policy.
         fp32_head: multiply in fp32, outside autocast.
+        memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`.
 
     Raises:
         ValueError: the model's code does more between its decoder and its logits than its head, a softcap and a scale.
     """
-    logit_map = measure(model, direct=True)
+    logit_map = measure(model, direct=True, memory=memory)
     forward = replace_forward(model, _model_forward)
     vars(model)[MARK] = _FusedModel(forward, logit_map, temperature, fp32_head)
     open_head(model.get_output_embeddings())
@@ -196,7 +199,10 @@ class FusedLossMixin(GRPOTrainer):
         for model in (self.model, self.ref_model):
             if model is not None:
                 use_kernels(
-                    self._causal_lm(model), temperature=self.temperature, fp32_head=self.args.cast_lm_head_to_fp32
+                    self._causal_lm(model),
+                    temperature=self.temperature,
+                    fp32_head=self.args.cast_lm_head_to_fp32,
+                    memory=self.args.kernel_memory,
                 )
 
     def _causal_lm(self, model: Any) -> "PreTrainedModel":

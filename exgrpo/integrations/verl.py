@@ -20,6 +20,8 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     reduction: str = "none",
     dist_process_group: "ProcessGroup | None" = None,
+    *,
+    memory: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Log-probabilities of labels and entropies under a linear head: verl's function of this name.
 
@@ -36,6 +38,7 @@ def linear_cross_entropy(
             The mean is over all T tokens.
         dist_process_group: process group over whose ranks ``weight`` is split along V, in rank order. The other
             arguments and the results are the same on all ranks.
+        memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`; not of verl's function.
 
     Returns:
         tuple[Tensor, Tensor]: the log-probabilities ``[T]``, T being the number of labels whatever their shape
@@ -62,6 +65,7 @@ def linear_cross_entropy(
         labels.reshape(-1).long(),
         temperature=temperature,
         vocab_group=dist_process_group,
+        memory=memory,
     )
     if reduction.lower() != "none":
         log_prob = log_prob.sum() if reduction.lower() == "sum" else log_prob.mean()

@@ -22,6 +22,7 @@ def linear_log_prob(
     softcap: float | None = None,
     ignore_index: int = IGNORED,
     vocab_group: "ProcessGroup | None" = None,
+    memory: int | None = None,
     backend: str = "auto",
 ) -> LogProb:
     r"""Log-probability of each target under a linear head, and the entropy of each token's distribution.
@@ -46,6 +47,10 @@ def linear_log_prob(
             sizes (0 included). ``hidden`` and ``target`` (which indexes the whole vocabulary) are the same on all
             ranks, and so are the results. Each rank computes the same loss from them and calls backward: it
             gets the gradient of that one loss, whole for ``hidden``, its own part for ``weight`` and ``bias``.
+        memory: bytes that the call, and its backward, may allocate beside their inputs, their results and the
+            gradients, which are summed in float32: above all a chunk of logits or of their exponentials. None: on a
+            GPU 1 GiB, or what the launch table says (:mod:`exgrpo.kernels.tune`); on a CPU chunks of 128 MiB.
+            ``backend="reference"`` holds all logits, whatever is said here.
         backend: ``"auto"``, ``"torch"``, ``"triton"``, ``"cpu"``, ``"cuda"`` or ``"reference"``; see
             :mod:`exgrpo.kernels.dispatch`.
 
@@ -54,7 +59,8 @@ def linear_log_prob(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has the wrong shape, device or value, or there is no such backend. Values on a GPU
+        ValueError: an argument has the wrong shape, device or value, there is no such backend, or ``memory`` is too
+            small for one tile of the logits (the message names the least). Values on a GPU
             are checked without waiting for it, so there a bad target fails like one of
             ``torch.nn.functional.cross_entropy``; with ``EXGRPO_CHECK=1`` in the environment it is a ValueError.
         NotImplementedError: the call is differentiated otherwise than once by torch.autograd: in forward mode, by
@@ -85,7 +91,7 @@ def linear_log_prob(
         The log-probabilities of the importance ratio and the entropy of the trajectory selection in ExGRPO,
         arXiv 2510.02245.
     """
-    head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group)
+    head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group, memory)
     name = dispatch.requested(backend, hidden.device, vocab_group)
     if name == dispatch.REFERENCE:
         checks.real("hidden", hidden)
@@ -122,6 +128,7 @@ def linear_policy_loss(
     softcap: float | None = None,
     ignore_index: int = IGNORED,
     vocab_group: "ProcessGroup | None" = None,
+    memory: int | None = None,
     backend: str = "auto",
 ) -> PolicyLoss:
     r"""The ExGRPO loss of a batch of tokens straight from the hidden states.
@@ -156,6 +163,7 @@ def linear_policy_loss(
         ignore_index: targets with this value leave the position out, as in :func:`linear_log_prob`.
         vocab_group: process group over whose ranks ``weight`` and ``bias`` are split; all other arguments are the same
             on all ranks. Conventions as in :func:`linear_log_prob`.
+        memory: as in :func:`linear_log_prob`.
         backend: as in :func:`linear_log_prob`.
 
     Returns:
@@ -193,7 +201,7 @@ def linear_policy_loss(
     Source:
         Mixed-policy objective with policy shaping of ExGRPO, arXiv 2510.02245; constant normaliser of Dr.GRPO.
     """
-    head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group)
+    head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group, memory)
     name = dispatch.requested(backend, hidden.device, vocab_group)
     checks.alike("old_log_prob", old_log_prob, target, "target")
     if mask is not None:
@@ -239,6 +247,7 @@ def sequence_entropy(
     softcap: float | None = None,
     ignore_index: int = IGNORED,
     vocab_group: "ProcessGroup | None" = None,
+    memory: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
     r"""Mean token entropy of each packed sequence, over the targets that are not ignored. Forward only.
@@ -295,6 +304,7 @@ def sequence_entropy(
             softcap=softcap,
             ignore_index=ignore_index,
             vocab_group=vocab_group,
+            memory=memory,
             backend=backend,
         ).entropy
         name = dispatch.requested_for_tokens(target.device)

@@ -22,6 +22,7 @@ def head(
     softcap: float | None,
     ignore_index: int,
     vocab_group: "ProcessGroup | None",
+    memory: int | None,
 ) -> Head:
     """The checked arguments, tokens flattened."""
     operand = checks.head(hidden, weight, target, bias)
@@ -36,6 +37,7 @@ def head(
         softcap=None if softcap is None else checks.number("softcap", softcap, positive=True),
         operand=operand,
         shard=shard,
+        memory=None if memory is None else checks.index("memory", memory, positive=True),
     )
     kept = target.masked_fill(ignored, LEFT_OUT).reshape(-1)
     flat = hidden.reshape(target.numel(), hidden.shape[-1])

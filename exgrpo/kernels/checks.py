@@ -76,12 +76,15 @@ def number(
     return float(value)
 
 
-def index(name: str, value: object) -> None:
-    """A number that a tensor of int64 can hold."""
+def index(name: str, value: object, *, positive: bool = False) -> int:
+    """A number that a tensor of int64 can hold, above zero if asked for."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name}: expected an integer of 64 bits, got one of {value.bit_length()}")
+    if positive and value <= 0:
+        raise ValueError(f"{name}: expected an integer above 0, got {value}")
+    return value
 
 
 def values(name: str, value: Tensor, good: Tensor, expected: str, *numbers: int) -> Tensor:

@@ -35,6 +35,8 @@ class HeadOptions:
     """The dtype to which hidden states and weight are rounded: theirs, or that of autocast."""
     shard: VocabShard
     """The part of the vocabulary that is held here."""
+    memory: int | None = None
+    """Bytes that a call may allocate beside its inputs, its outputs and the gradients; None: the backend decides."""
 
 
 class Head(NamedTuple):

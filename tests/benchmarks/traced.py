@@ -105,9 +105,14 @@ class Kernel:
 
 
 def trace(
-    patch: pytest.MonkeyPatch, operation: str, shape: tuple[int, int, int], backend: str, plan: launch.Plan
+    patch: pytest.MonkeyPatch,
+    operation: str,
+    shape: tuple[int, int, int],
+    backend: str,
+    plan: launch.Plan,
+    chunk_rows: int,
 ) -> Trace:
-    """What a call in bf16 does by ``backend``, planned so."""
+    """What a call in bf16 does by ``backend``, planned so, in chunks of so many rows."""
     seen = Trace()
     for module, names in KERNELS.items():
         for name in names:
@@ -116,6 +121,7 @@ def trace(
     patch.setattr(dispatch, "unavailable", lambda *_: "")
     patch.setattr(products, "multiplies_into_float32", lambda *_: True)
     patch.setattr(triton_passes, "plan", lambda *_: plan)
+    patch.setattr(triton_passes.TritonPasses, "chunk_rows", lambda *_, **__: chunk_rows)
     patch.setattr(cuda_fused, "fits", lambda *_: True)
     patch.setattr(binding.Call, "launch", lambda self, device: seen.kernel(self.function)())
     patch.setattr(torch, "mm", seen.product)

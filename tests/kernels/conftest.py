@@ -97,8 +97,9 @@ def set_chunk_bytes(monkeypatch, chunk, block=None, tile=None):
         monkeypatch.setitem(chunking.BLOCK_BYTES, kind, block or chunk)
     monkeypatch.setattr(chunking, "TILE_BYTES", tile or chunk)
     monkeypatch.setattr(chunking, "LEAST_ROWS", 1)
-    if "triton" in BACKENDS:  # its chunks come from a launch table
-        monkeypatch.setattr(TritonPasses, "chunk_rows", lambda rows: chunk_rows_of(rows.head))
+    if "triton" in BACKENDS:  # its chunks are whole tiles, and of a size that a launch table says
+        monkeypatch.setattr(TritonPasses, "chunk_rows", lambda passes, **_: chunk_rows_of(passes.head))
+        monkeypatch.setattr(TritonPasses, "tile", 1)
 
 
 def chunk_rows_of(head):

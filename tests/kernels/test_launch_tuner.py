@@ -61,9 +61,9 @@ SHAPES = [Shape(6000, 16, 4096), Shape(6000, 2560, 4096)]
 
 
 def cost(plan):
-    """Best: blocks of 2048 and 4 warps, BEST_TILE, fused, chunks of 4096."""
+    """Best: blocks of 2048 and 4 warps, BEST_TILE, fused."""
     rows = abs(math.log2(plan.rows.block / 2048)) + plan.rows.warps / 4
-    return 1 + rows + 3 * (plan.tile != BEST_TILE) + 2 * (not plan.fused) + abs(plan.chunk_rows - 4096) / 4096
+    return 1 + rows + 3 * (plan.tile != BEST_TILE) + 2 * (not plan.fused)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_the_tuner_chooses_what_the_clock_says_and_its_table_reads_back(monkeypa
     with launch_tuner.laid_over(output):
         for shape in SHAPES:
             plan = launch.plan(GPU, torch.bfloat16, shape.width, VOCABULARY)
-            assert plan == launch.Plan(fused=True, chunk_rows=4096, rows=Launch(2048, 4), tile=BEST_TILE)
+            assert plan == launch.Plan(fused=True, memory=1 << 30, rows=Launch(2048, 4), tile=BEST_TILE)
     assert launch.ENVIRONMENT not in os.environ
     sections = launch.TABLE.read(output)["sm_90"]["bfloat16"]
     assert sections["narrow"] == sections["wide"]
@@ -138,27 +138,26 @@ def test_without_time_everything_stays(monkeypatch, tuned):
 def test_candidates_take_turns(monkeypatch, tuned):
     """One after the other within a round, so that a slow moment of the machine meets all of them."""
     order = []
-    values = [1024, 2048, 4096]
+    values = [256, 512, 1024]
     tuner = Tuner(GPU, lambda call: float(call()[0]), time.monotonic() + 600)
 
     def call():
-        rows = launch.plan(GPU, torch.float32, 64, VOCABULARY).chunk_rows
-        order.append(rows)
+        order.append(launch.plan(GPU, torch.float32, 64, VOCABULARY).memory >> 20)
         return (torch.tensor(1.0),)
 
     entry = launch.setting("sm_90", "float32", "narrow")
-    assert tuner.choose("chunk_rows", values, [call], "float32", entry) == 4096  # of equals the present one
-    assert order == [4096, 1024, 2048] * (1 + launch_tuner.MOST_ROUNDS)
+    assert tuner.choose("memory", values, [call], "float32", entry) == 1024  # of equals the present one
+    assert order == [1024, 256, 512] * (1 + launch_tuner.MOST_ROUNDS)
 
 
-@pytest.mark.parametrize(("gain", "chosen"), [(0.005, 4096), (0.02, 2048)])
+@pytest.mark.parametrize(("gain", "chosen"), [(0.005, 1024), (0.02, 512)])
 def test_noise_does_not_replace_the_present_value(gain, chosen):
     def seconds(call):
-        return 1.0 - gain * (launch.plan(GPU, torch.float32, 64, VOCABULARY).chunk_rows == 2048)
+        return 1.0 - gain * (launch.plan(GPU, torch.float32, 64, VOCABULARY).memory == 512 << 20)
 
     tuner = Tuner(GPU, seconds, time.monotonic() + 600)
     entry = launch.setting("sm_90", "float32", "narrow")
-    assert tuner.choose("chunk_rows", [2048], [lambda: (torch.ones(1),)], "float32", entry) == chosen
+    assert tuner.choose("memory", [512], [lambda: (torch.ones(1),)], "float32", entry) == chosen
 
 
 def run_tuner(*arguments, **environment):

@@ -1,6 +1,7 @@
 """The logits never exist whole: peak of the memory that tensors hold, counted operation by operation."""
 
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -13,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from exgrpo.kernels import dispatch, linear_log_prob, reference
 from exgrpo.kernels.chunks import chunking, walks
 
-from .support import Case
+from .conftest import BACKENDS, DEVICE
+from .support import Case, make_case
 
 CPU = torch.device("cpu")
 CPU_CHUNK = chunking.CHUNK_BYTES["cpu"]
 TOKENS, WIDTH, VOCABULARY = 2000, 16, 3000
 LOGITS = TOKENS * VOCABULARY * 4
-CHUNK, BLOCK = 100 * VOCABULARY * 4, 10 * VOCABULARY * 4
 WALKS = ("log_prob_forward", "log_prob_backward", "policy_loss_forward")
 
 
@@ -76,11 +77,6 @@ def case():
     return Case(hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, VOCABULARY, (TOKENS,)))
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(set_chunk):
-    set_chunk(CHUNK, BLOCK, BLOCK)
-
-
 def peak_of(case, operation):
     with PeakMemory() as memory:
         operation(case)
@@ -89,40 +85,58 @@ def peak_of(case, operation):
 
 def forward(case):
     with torch.no_grad():
-        case.log_prob(backend="torch")
+        case.log_prob()
 
 
 def log_prob(case):
-    result = case.log_prob(backend="torch")
+    result = case.log_prob()
     (result.log_prob.sum() + result.entropy.sum()).backward()
 
 
 def policy_loss(case, function=None, entropy_coef=0.01):
-    old, advantage = torch.full((TOKENS,), -8.0), torch.ones(TOKENS)
+    old, advantage = torch.full(case.target.shape, -8.0), torch.ones(case.target.shape)
     advantage[::3] = 0
-    more = {"function": function} if function else {"backend": "torch"}
+    more = {"function": function} if function else {}
     case.policy_loss(old, advantage, clip=None, entropy_coef=entropy_coef, **more).loss.backward()
 
 
+OPERATIONS = {
+    "forward": forward,
+    "log_prob": log_prob,
+    "policy_loss": policy_loss,
+    "policy_loss_without_entropy": partial(policy_loss, entropy_coef=0.0),
+}
+
+
+def outside(case):
+    """What the bound leaves out: results and what is saved with them, and gradients as sums and as results."""
+    sums = sum(leaf.numel() for leaf in case.leaves)
+    return 2 * 4 * sums + 10 * 4 * case.target.numel()
+
+
+def least_of(case):
+    """What the message says of a bound that no call can meet."""
+    with pytest.raises(ValueError, match=r"memory: .* needs \d+ bytes at least, got 1$") as raised:
+        case.log_prob(memory=1)
+    return int(re.search(r"needs (\d+)", str(raised.value))[1])
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 1000), (200, 1000), (70_000, 100)])
+@pytest.mark.parametrize("options", [{}, {"softcap": 10.0, "temperature": 0.7}], ids=["plain", "capped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("operation", "gradients"),
-    [(forward, 0), (log_prob, 1), (policy_loss, 1), (lambda case: policy_loss(case, entropy_coef=0.0), 1)],
-    ids=["forward", "log_prob", "policy_loss", "policy_loss_without_entropy"],
-)
-def test_one_chunk_and_its_scratch(operation, gradients, dtype, case):
-    """Below two chunks, beside the gradients (sum and result: two copies of each) and a few numbers per token."""
-    expected = CHUNK + 3 * BLOCK + 20 * TOKENS * 8
-    expected += gradients * 2 * (TOKENS + VOCABULARY) * WIDTH * 4
-    peak = peak_of(case.to(dtype), operation)
-    assert CHUNK <= peak <= expected
-    assert peak < 2 * CHUNK
-    assert peak < LOGITS / 10
-
-
-def test_softcap_takes_one_more_block(case):
-    case.options = {"softcap": 10.0}
-    assert peak_of(case, policy_loss) < 2 * CHUNK
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_call_allocates_what_it_may(backend, operation, dtype, options, tokens, vocabulary):
+    """As little as one tile needs, and several times that; a bound that is larger is used."""
+    case = make_case(tokens, 16, vocabulary, dtype, DEVICE, bias=bool(options), ignored=False, **options)
+    case.options["backend"] = backend
+    least = least_of(case)
+    chunk = min(tokens, 600) * vocabulary * 4
+    for memory in [least] * (tokens <= 200) + [least + 2 * chunk]:
+        case.options["memory"] = memory
+        peak = peak_of(case, OPERATIONS[operation])
+        assert peak <= memory + outside(case)
+    assert peak >= chunk * dtype.itemsize / 4 or operation == "forward"
 
 
 def test_plain_torch_holds_the_logits(case):

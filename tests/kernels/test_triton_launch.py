@@ -4,13 +4,18 @@ from itertools import product
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels.chunks import chunking
+from exgrpo.kernels.chunks.chunking import Cost
+from exgrpo.kernels.chunks.products import row_cost
 from exgrpo.kernels.tables import DEFAULT, DTYPES
 from exgrpo.kernels.triton_chunks import launch
 from exgrpo.kernels.triton_chunks.launch import Launch, Tile
+from exgrpo.kernels.triton_chunks.triton_passes import rows_of
 
 KNOWN = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 GPU = torch.device("cuda")
@@ -54,7 +59,7 @@ def test_every_machine_has_a_plan(machine, architecture):
         plan = launch.plan(GPU, getattr(torch, dtype), width, VOCABULARY)
         assert plan.fused == (architecture == "sm_90" and dtype in ("bfloat16", "float16"))  # no other was timed yet
         assert plan.rows.block.bit_count() == plan.rows.warps.bit_count() == 1
-        assert 1 <= plan.chunk_rows <= (8192 if plan.fused else 4096)
+        assert plan.memory == (16 << 20 if architecture == "cpu" else 1 << 30)
         assert all(number.bit_count() == 1 for number in (plan.tile.rows, plan.tile.columns, plan.tile.depth))
         operands = (plan.tile.rows + plan.tile.columns) * plan.tile.depth * 2 * plan.tile.stages
         assert operands <= SHARED_LIMIT.get(architecture, 48) << 10
@@ -64,8 +69,8 @@ def test_the_shipped_table_is_about_the_known_architectures():
     assert set(launch.TABLE.read(launch.SHIPPED)) == {DEFAULT, "cpu", *KNOWN}
 
 
-def test_estimates_know_the_default_chunk():
-    assert launch.TABLE.read(launch.SHIPPED)[DEFAULT]["chunk_rows"] == chunking.GPU_ROWS
+def test_estimates_know_the_default_memory():
+    assert launch.TABLE.read(launch.SHIPPED)[DEFAULT]["memory"] << 20 == chunking.GPU_MEMORY
 
 
 def test_unknown_gpus_get_the_default(machine):
@@ -82,9 +87,9 @@ def test_unknown_gpus_get_the_default(machine):
 def test_gpus_without_a_section_have_that_of_an_older_one_of_their_generation(name, older, own):
     for dtype, width_class in product(DTYPES, ("narrow", "wide")):
         assert launch.setting(name, dtype, width_class) == launch.setting(older, dtype, width_class)
-    own(f"[{name}.bfloat16]\nchunk_rows = 77\n")
-    assert launch.setting(name, "bfloat16", "wide") == launch.setting(older, "bfloat16", "wide") | {"chunk_rows": 77}
-    assert launch.setting(older, "bfloat16", "wide")["chunk_rows"] != 77
+    own(f"[{name}.bfloat16]\nmemory = 77\n")
+    assert launch.setting(name, "bfloat16", "wide") == launch.setting(older, "bfloat16", "wide") | {"memory": 77}
+    assert launch.setting(older, "bfloat16", "wide")["memory"] != 77
 
 
 @pytest.mark.parametrize(
@@ -95,27 +100,39 @@ def test_blocks_fit_the_vocabulary(vocabulary, block):
     assert launch.plan(GPU, torch.bfloat16, 64, vocabulary).rows.block == block
 
 
+def test_a_call_takes_a_sixteenth_of_the_memory_at_most(machine):
+    machine("sm_80", gibibytes=8)
+    assert launch.plan(GPU, torch.bfloat16, 64, VOCABULARY).memory == 1 << 29
+
+
 @pytest.mark.parametrize(
-    ("dtype", "row_bytes"), [(torch.bfloat16, 6), (torch.float16, 6), (torch.float32, 4), (torch.float64, 8)], ids=str
+    ("memory", "tokens", "rows"),
+    [
+        (None, 16384, 2816),  # 22 x 6 tiles of 128 x 256 are one wave of 132 multiprocessors
+        (1 << 29, 16384, 1408),  # no number of rows fills a wave: as many tiles as there is memory for
+        (1 << 33, 16384, 16384),
+        (None, 3000, 3000),
+        (None, 100, 100),
+        (1 << 27, 16384, 256),
+    ],
 )
-def test_a_chunk_takes_a_sixteenth_of_the_memory(machine, dtype, row_bytes):
-    """Logits, and beside those of 16-bit operands their exponentials."""
-    machine("sm_80", gibibytes=16)
-    rows = launch.plan(GPU, dtype, 64, VOCABULARY).chunk_rows
-    assert rows * VOCABULARY * row_bytes <= 1 << 30 < (rows + 1) * VOCABULARY * row_bytes
+def test_chunks_are_whole_waves_of_an_h100(memory, tokens, rows):
+    """At D = 1536, V = 151936 in bf16: a row's exponentials, their sums, its hidden states and their gradients."""
+    plan = launch.Plan(fused=True, memory=1 << 30, rows=Launch(4096, 16), tile=Tile(128, 256, 64, 8, 4))
+    row = row_cost(torch.bfloat16, 1536, VOCABULARY) + 12_000
+    found = rows_of(plan, memory, tokens, 1536, Cost(0, row, ()), 132)
+    assert min(found, tokens) == rows
+    assert found * row <= (memory or plan.memory)
 
 
-def test_a_fused_chunk_has_no_logits(machine, own):
-    own('[sm_90.bfloat16]\nlogits = "fused"')
-    machine("sm_90", gibibytes=16)
-    plan = launch.plan(GPU, torch.bfloat16, 64, VOCABULARY)
-    assert plan.fused
-    assert plan.chunk_rows == (1 << 30) // (2 * VOCABULARY)
-
-
-def test_even_one_row_too_large_is_a_chunk(machine):
-    machine("sm_90", gibibytes=0)
-    assert launch.plan(GPU, torch.bfloat16, 64, VOCABULARY).chunk_rows == 1
+@given(st.integers(0, 50_000), st.integers(1, 9_000), st.sampled_from([1, 2, 16, 132]), st.integers(128, 40_000))
+def test_spans_have_whole_tiles(length, width, processors, rows):
+    step = chunking.full_waves(rows, width, processors)
+    assert rows / 2 < step + 128
+    spans = list(chunking.spans(length, step, 128))
+    assert [a for a, _ in spans] + [length] * (length > 0) == [0] * (length > 0) + [b for _, b in spans]
+    assert all(0 < b - a <= step for a, b in spans)
+    assert all((b - a) % 128 == 0 for a, b in spans[:-1])
 
 
 def test_the_most_specific_section_decides(machine, own):
@@ -125,24 +142,24 @@ def test_the_most_specific_section_decides(machine, own):
         [default]
         rows = { warps = 2 }
         [sm_100]
-        chunk_rows = 1000
+        memory = 1000
         [sm_100.bfloat16]
-        chunk_rows = 2000
+        memory = 2000
         tile = { stages = 4 }
         [sm_100.bfloat16.wide]
         logits = "fused"
-        chunk_rows = 3000
+        memory = 3000
         [sm_89]
-        chunk_rows = 500
+        memory = 500
         """
     )
 
     def plan(dtype, width):
         return launch.plan(GPU, dtype, width, VOCABULARY)
 
-    assert plan(torch.float32, 4096).chunk_rows == 1000
-    assert plan(torch.bfloat16, 2559).chunk_rows == 2000
-    assert plan(torch.bfloat16, 2560).chunk_rows == 3000
+    assert plan(torch.float32, 4096).memory == 1000 << 20
+    assert plan(torch.bfloat16, 2559).memory == 2000 << 20
+    assert plan(torch.bfloat16, 2560).memory == 3000 << 20
     assert [plan(torch.bfloat16, width).fused for width in (2559, 2560)] == [False, True]
     shipped = launch.TABLE.read(launch.SHIPPED)["sm_100"]
     assert plan(torch.bfloat16, 64).tile == Tile(**{**shipped["tile"], "stages": 4})
@@ -153,14 +170,14 @@ def test_the_most_specific_section_decides(machine, own):
     ("text", "entry", "remedy"),
     [
         ("[sm_90", "", "expected a TOML file"),
-        ("[hopper]\nchunk_rows = 1", "hopper: unknown architecture", "default, cpu, sm_NN or gfxNNN"),
+        ("[hopper]\nmemory = 1", "hopper: unknown architecture", "default, cpu, sm_NN or gfxNNN"),
         ("sm_90 = 3", "sm_90: it is 3", "a section"),
         ("[sm_90.bfloat17]", "sm_90.bfloat17: unknown key", "bfloat16, float16, float32, float64"),
         ("[sm_90.bfloat16.huge]", "sm_90.bfloat16.huge: unknown key", "narrow, wide"),
-        ("[default.bfloat16]", "default.bfloat16: unknown key", "logits, chunk_rows, rows, tile"),
-        ("[sm_90]\nblock = 128", "sm_90.block: unknown key", "logits, chunk_rows, rows, tile"),
-        ("[sm_90]\nchunk_rows = 0", "sm_90.chunk_rows: it is 0", "a whole number from 1"),
-        ("[sm_90]\nchunk_rows = true", "sm_90.chunk_rows: it is True", "a whole number from 1"),
+        ("[default.bfloat16]", "default.bfloat16: unknown key", "logits, memory, rows, tile"),
+        ("[sm_90]\nblock = 128", "sm_90.block: unknown key", "logits, memory, rows, tile"),
+        ("[sm_90]\nmemory = 0", "sm_90.memory: it is 0", "a whole number from 1"),
+        ("[sm_90]\nmemory = true", "sm_90.memory: it is True", "a whole number from 1"),
         ("[sm_90]\nrows = 128", "sm_90.rows: it is 128", "block, warps"),
         ("[sm_90.float32]\nrows.block = 3000", "sm_90.float32.rows.block: it is 3000", "a power of two from 128"),
         ("[sm_90]\nrows = { warp = 8 }", "sm_90.rows.warp: unknown key", "block, warps"),

@@ -65,14 +65,14 @@ class ChunkedHead:
         self.head = head
         self.options = head.options
         self.shard = head.options.shard
-        self.products = Products(head.weight, self.options.operand)
+        self.products = Products(head.weight, self.options.operand, self.options.memory)
         self.dtype = self.products.compute
         self.order, self.count, self.active = _walk(head.target != LEFT_OUT, active)
         """Positions of the walk's tokens (None: all, in order), how many they are, and how many have a gradient."""
 
-    def chunks(self, start: int, end: int, step: int) -> Iterator[Chunk]:
-        """The tokens [start, end) of the walk, at most ``step`` at a time."""
-        for begin, stop in chunking.spans(end - start, step):
+    def chunks(self, start: int, end: int, step: int, tile: int) -> Iterator[Chunk]:
+        """The tokens [start, end) of the walk, at most ``step`` at a time, in whole tiles."""
+        for begin, stop in chunking.spans(end - start, step, tile):
             rows = slice(start + begin, start + stop)
             local, held = self.shard.locate(self.of_tokens(self.head.target)[rows].unsqueeze(1))
             temperature = self.options.temperature

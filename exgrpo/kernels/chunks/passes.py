@@ -27,8 +27,11 @@ class Passes(Protocol):
     products: Products
     """Those that make gradients of what `gradient` returns."""
 
-    def chunk_rows(self) -> int:
-        """Tokens of a chunk, at most."""
+    tile: int
+    """Tokens that the products compute together: a chunk has whole tiles of them."""
+
+    def chunk_rows(self, *, gradient_follows: bool) -> int:
+        """Tokens of a chunk, at most: as many as the memory of the call allows."""
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
         """The sums of each row over the whole vocabulary, and whether `gradient` follows, with an entropy's or not."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels.chunks import chunking
+from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.inputs import compute_dtype
 
 
@@ -62,22 +63,38 @@ HEADROOM = 2
 """Binary places between the largest upstream gradient and 1, where the range is narrow. A token's gradient times its
 hidden state must stay below 2^16, the end of float16, also where its importance ratio is large; beyond it, the gradient
 is infinite. It is also divided by Z, most often below 2^9, and keeps all of float16's digits down to 2^-14."""
+TILES = 2
+"""Of a converted weight, or of its gradient, that exist at once: one is rounded, then widened."""
 FARTHEST = 100
 """Binary places of a unit at most: float32 ends at 2^128."""
+
+
+def row_cost(operand: torch.dtype, width: int, vocabulary: int) -> int:
+    """Bytes that the products of a head allocate for each row.
+
+    Its hidden state, gathered, scaled and rounded, two parts of its gradient, and the gradient of its logits once more,
+    where the operands are narrower.
+    """
+    narrow, wide = operand.itemsize, compute_dtype(operand).itemsize
+    rounded = vocabulary * narrow if narrow < wide else 0
+    return rounded + width * (3 * narrow + 4 * wide)
 
 
 class Products:
     """The products of hidden states with one weight matrix [V, D].
 
-    ``operand`` is the dtype to which hidden states and weight are rounded: their own, or that of autocast.
+    ``operand`` is the dtype to which hidden states and weight are rounded: their own, or that of autocast. ``memory``
+    is that of the call.
     """
 
-    def __init__(self, weight: Tensor, operand: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, operand: torch.dtype, memory: int | None = None) -> None:
         self.operand = operand
+        self.memory = memory
         self.compute = compute_dtype(operand)
         self.mixed = operand != self.compute and multiplies_into_float32(weight.device.type, operand)
         """Whether 16-bit operands are multiplied into float32."""
-        self.weight = weight.to(operand) if self.mixed else weight
+        self.copied = self.mixed and weight.dtype != operand
+        self.weight = weight.to(operand) if self.copied else weight
         """[V, D], rounded once a call where the operands of every product are 16-bit ones."""
         rounds = self.mixed and weight.dtype == operand and not self.narrow_range
         self.written_once = operand if rounds else self.compute
@@ -102,6 +119,12 @@ class Products:
         largest = torch.cat([zero, *(values.to(zero.dtype).flatten() for values in given)]).abs().amax()
         exponent = torch.frexp(largest).exponent.clamp(-FARTHEST, FARTHEST)
         return torch.ldexp(torch.ones_like(largest), -exponent - HEADROOM)
+
+    def cost(self, vocabulary: int) -> Cost:
+        """What the products of a head over ``vocabulary`` entries allocate: the weight itself, where it is rounded."""
+        width = self.weight.shape[1]
+        copied = vocabulary * width * self.operand.itemsize if self.copied else 0
+        return Cost(copied, row_cost(self.operand, width, vocabulary), TILES * (chunking.TILE_BYTES,))
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """hidden [rows, D], rounded already, @ weight.T into ``out`` [rows, V]."""
@@ -150,7 +173,7 @@ class Products:
     def add_bias_gradient(self, grad_logits: Tensor, factor: Tensor, total: Tensor) -> None:
         """Adds grad_logits.T [V, rows] @ factor [rows] to ``total`` [V]."""
         rows, vocabulary = grad_logits.shape
-        for start, end in chunking.spans(vocabulary, max(1, chunking.TILE_BYTES // (max(1, rows) * 4))):
+        for start, end in chunking.spans(vocabulary, chunking.tile_rows(4 * rows, self.memory)):
             total[start:end].addmv_(grad_logits[:, start:end].t().to(self.compute), factor)
 
     def _converted(self, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
@@ -159,5 +182,5 @@ class Products:
         if self.weight.dtype == self.operand == dtype:
             yield 0, vocabulary, self.weight
             return
-        for start, end in chunking.spans(vocabulary, max(1, chunking.TILE_BYTES // (max(1, width) * 4))):
+        for start, end in chunking.spans(vocabulary, chunking.tile_rows(4 * width, self.memory)):
             yield start, end, self.weight[start:end].to(self.operand).to(dtype)

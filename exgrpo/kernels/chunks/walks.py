@@ -21,7 +21,7 @@ def log_prob_forward(head: Head, passes_of: PassesOf) -> tuple[LogProb, Tensor]:
     passes = passes_of(walk)
     statistics = head.weight.new_empty(4, walk.count, dtype=walk.dtype)
     results = head.weight.new_empty(2, walk.count, dtype=walk.dtype)
-    for chunk in walk.chunks(0, walk.count, passes.chunk_rows()):
+    for chunk in walk.chunks(0, walk.count, passes.chunk_rows(gradient_follows=False), passes.tile):
         found, result = passes.finished(passes.sums(chunk, gradient_follows=False))
         torch.stack(tuple(found), out=statistics[:, chunk.rows])
         torch.stack(tuple(result), out=results[:, chunk.rows])
@@ -45,8 +45,9 @@ def log_prob_backward(
     entropy = None if grad_entropy is None else walk.of_tokens(grad_entropy).to(walk.dtype)
     unit = passes.products.unit(log_prob, entropy)
     upstream = Upstream(log_prob, entropy).times(unit)
-    sums = GradientSums(walk, needed, passes.products, once=walk.active <= passes.chunk_rows(), unit=unit)
-    for chunk in walk.chunks(0, walk.active, passes.chunk_rows()):
+    most = passes.chunk_rows(gradient_follows=True)
+    sums = GradientSums(walk, needed, passes.products, once=walk.active <= most, unit=unit)
+    for chunk in walk.chunks(0, walk.active, most, passes.tile):
         own = statistics.select(chunk.rows)
         own_upstream = upstream.select(chunk.rows)
         factors = row_factors(chunk.temperature, head.options.softcap, own, own_upstream)
@@ -70,11 +71,12 @@ def policy_loss_forward(
     # In a unit, the gradients are gathered without the normaliser.
     divisor, unit = (normalizer, None) if unit is None else (1 / unit, unit * normalizer)
     row_terms = RowTerms(terms.surrogate, terms.entropy_coef, divisor, head.options.softcap)
-    gradients = GradientSums(walk, needed, passes.products, once=walk.active <= passes.chunk_rows(), unit=unit)
+    most = passes.chunk_rows(gradient_follows=True)
+    gradients = GradientSums(walk, needed, passes.products, once=walk.active <= most, unit=unit)
     results = head.weight.new_empty(5, walk.count, dtype=walk.dtype)
     active = walk.active if any(needed) else 0
     for start, end, with_gradient in ((0, active, True), (active, walk.count, False)):
-        for chunk in walk.chunks(start, end, passes.chunk_rows()):
+        for chunk in walk.chunks(start, end, most, passes.tile):
             sums = passes.sums(chunk, gradient_follows=with_gradient, with_entropy=everywhere)
             rows = passes.policy(sums, chunk, tokens.select(chunk.rows), row_terms)
             torch.stack(rows[:5], out=results[:, chunk.rows])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from exgrpo.kernels import debug
 from exgrpo.kernels.chunks import chunking
+from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.products import Products
 from exgrpo.kernels.chunks.softmax import LARGEST_SUM, Factors, Statistics, Sums
@@ -37,8 +38,13 @@ class TileProducts(Products):
     """Gradient products with bfloat16 operands and float32 sums, which one chunk alone rounds as it writes them."""
 
     def __init__(self, weight: Tensor, operand: torch.dtype) -> None:
-        super().__init__(weight, operand)
+        super().__init__(_unit_stride(weight), operand)
+        self.copied = self.weight is not weight
         self.written_once = operand
+
+    def cost(self, vocabulary: int) -> Cost:
+        """See `Products`: nothing is converted, nor rounded."""
+        return super().cost(vocabulary)._replace(row=self.weight.shape[1] * 10, scratch=())
 
     def hidden_gradient(self, grad_logits: Tensor) -> Tensor:
         """See `Products`."""
@@ -59,12 +65,23 @@ class FusedCpuPasses(CpuPasses):
         super().__init__(head)
         bias = head.head.bias
         self.bias = None if bias is None else bias.float().contiguous()
-        self.products = TileProducts(_unit_stride(head.head.weight), head.options.operand)
+        self.products = TileProducts(head.head.weight, head.options.operand)
+        self.products.copied |= bool(head.shard.group_name)  # as some rank may: all have the same rows
 
-    def chunk_rows(self) -> int:
+    def chunk_rows(self, *, gradient_follows: bool) -> int:
         """See `Passes`."""
-        rows = chunking.chunk_rows(self.head.shard.largest, torch.bfloat16, self.head.head.weight.device)
+        memory, shard = self.head.options.memory, self.head.shard
+        if memory is None:
+            rows = chunking.chunk_rows(shard.largest, torch.bfloat16, self.head.head.weight.device)
+        else:
+            rows = chunking.rows_within(memory, self.head.head.target.numel(), self.cost())
         return min(rows, MOST_ROWS)
+
+    def cost(self) -> Cost:
+        """What a walk allocates with these passes: one matrix of exponentials, and a bias in fp32."""
+        products, columns = self.products.cost(self.head.shard.largest), self.head.shard.largest
+        row = products.row + _row_stride(columns) * torch.bfloat16.itemsize + chunking.ROW_BYTES
+        return Cost(products.fixed + 4 * columns, row, products.scratch)
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
         """See `Passes`."""
@@ -124,7 +141,7 @@ class FusedCpuPasses(CpuPasses):
         return self._exponential
 
     def _memory(self, chunk: Chunk) -> Tensor:
-        rows, columns = min(self.chunk_rows(), self.head.count), self.head.shard.size
+        rows, columns = min(self.chunk_rows(gradient_follows=True), self.head.count), self.head.shard.size
         return chunk.hidden.new_empty(rows, _row_stride(columns))[:, :columns]
 
 

@@ -5,8 +5,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.cuda_chunks.binding import Call, ProductArguments
-from exgrpo.kernels.triton_chunks.fused_product import AnchoredRows, FusedProduct, Listed, Operands, aligned
+from exgrpo.kernels.triton_chunks.fused_product import (
+    AnchoredRows,
+    FusedProduct,
+    Listed,
+    Operands,
+    aligned,
+    partial_bytes,
+)
 from exgrpo.kernels.triton_chunks.launch import Tile
 from exgrpo.kernels.triton_chunks.triton_fused import FusedTritonPasses
 
@@ -33,6 +41,11 @@ class FusedCudaProduct(FusedProduct):
 
 class FusedCudaPasses(FusedTritonPasses):
     """`FusedTritonPasses` around this product where it can be, around the Triton kernels elsewhere."""
+
+    def cost(self, gradient_follows: bool) -> Cost:
+        """See `FusedTritonPasses`; the tiles of both products leave sums."""
+        cost = super().cost(gradient_follows)
+        return cost._replace(row=cost.row + partial_bytes(self.head.shard.largest, TILE_COLUMNS))
 
     def product(self, operands: Operands, out: Tensor | None) -> FusedProduct:
         """See `FusedTritonPasses`."""

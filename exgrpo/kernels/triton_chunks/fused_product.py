@@ -7,7 +7,6 @@ counted on the device, from their largest logit; where there are none, two empty
 """
 
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from exgrpo.kernels.chunks.softmax import LARGEST_SUM, Sums
 from exgrpo.kernels.triton_chunks.fused_kernels import exponentials_kernel, largest_kernel, target_logit_kernel
-from exgrpo.kernels.triton_chunks.launch import Tile, architecture
+from exgrpo.kernels.triton_chunks.launch import Tile, architecture, multiprocessors
 from exgrpo.kernels.vocab_parallel import VocabShard
 
 LARGEST_SUM_FLOAT16 = 2.0**9
@@ -213,7 +212,7 @@ class FusedProduct:
         if not tiles:
             return
         with torch.cuda.device_of(hidden):
-            kernel[(min(tiles, _multiprocessors(hidden.device)),)](
+            kernel[(min(tiles, multiprocessors(hidden.device)),)](
                 *arguments,
                 softcap=self.softcap,
                 rows=rows,
@@ -235,6 +234,11 @@ class FusedProduct:
         return self.traits.described and all(aligned(matrix) for matrix in matrices if matrix is not None)
 
 
+def partial_bytes(vocabulary: int, columns: int) -> int:
+    """Bytes of S and M of each tile that a row crosses."""
+    return 2 * 4 * -(-vocabulary // columns)
+
+
 def aligned(matrix: Tensor) -> bool:
     """Whether a descriptor can be made of it."""
     return (
@@ -246,10 +250,3 @@ def aligned(matrix: Tensor) -> bool:
 
 def _largest_sum(operand: torch.dtype) -> float:
     return LARGEST_SUM_FLOAT16 if operand == torch.float16 else LARGEST_SUM
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count

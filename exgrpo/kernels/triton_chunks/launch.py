@@ -19,7 +19,7 @@ CLASSES = ("narrow", "wide")
 WIDE = 2560
 LEAST_BLOCK = 128
 MEMORY_SHARE = 16
-"""One part of so many of the device's memory is what a chunk's buffers may take."""
+"""One part of so many of the device's memory is what a call takes at most where it says nothing."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Plan:
 
     Attributes:
         fused: whether logits are formed by the product whose epilogue is the softmax, else by the library's.
-        chunk_rows: tokens of a chunk.
+        memory: bytes that a call may allocate beside its inputs, its outputs and the gradients, where it says nothing.
         rows: of the row kernels.
         tile: of the fused product.
     """
 
     fused: bool
-    chunk_rows: int
+    memory: int
     rows: Launch
     tile: Tile
 
@@ -89,7 +89,7 @@ class _Whole(NamedTuple):
 
 _LOGITS = ("library", "fused")
 _WARPS = _Whole(1, 32)
-_NUMBERS: dict[str, _Whole] = {"chunk_rows": _Whole(1, 1 << 20, power_of_two=False)}
+_NUMBERS: dict[str, _Whole] = {"memory": _Whole(1, 1 << 20, power_of_two=False)}
 _TABLES: dict[str, dict[str, _Whole]] = {
     "rows": {"block": _Whole(LEAST_BLOCK, 1 << 16), "warps": _WARPS},
     "tile": {
@@ -113,16 +113,14 @@ def plan(device: torch.device, operand: torch.dtype, width: int, vocabulary: int
         ValueError: a table is malformed.
     """
     entry = setting(architecture(device), dtype_name(operand), shape_class(width))
-    return plan_from(entry, operand, vocabulary, _memory(device))
+    return plan_from(entry, vocabulary, _memory(device))
 
 
-def plan_from(entry: Mapping[str, Any], operand: torch.dtype, vocabulary: int, memory: int) -> Plan:
+def plan_from(entry: Mapping[str, Any], vocabulary: int, memory: int) -> Plan:
     """What every ``setting`` of a table says for a head of this vocabulary, on a device of ``memory`` bytes."""
-    fused = entry["logits"] == "fused"
-    row_bytes = max(1, vocabulary) * _bytes_per_logit(operand, fused)
     return Plan(
-        fused=fused,
-        chunk_rows=max(1, min(entry["chunk_rows"], memory // MEMORY_SHARE // row_bytes)),
+        fused=entry["logits"] == "fused",
+        memory=min(entry["memory"] << 20, memory // MEMORY_SHARE),
         rows=_fitted(entry, vocabulary),
         tile=Tile(**entry["tile"]),
     )
@@ -186,15 +184,17 @@ def _fitted(entry: Mapping[str, Any], vocabulary: int) -> Launch:
     return Launch(min(rows["block"], fitting_block(vocabulary)), rows["warps"])
 
 
-def _bytes_per_logit(operand: torch.dtype, fused: bool) -> int:
-    """Of a chunk's buffers: the logits in the compute dtype, and the exponentials of 16-bit operands in their own."""
-    narrow = operand.itemsize if operand.itemsize == 2 else 0
-    return narrow if fused and narrow else max(4, operand.itemsize) + narrow
-
-
 @cache
 def _memory(device: torch.device) -> int:
     """Bytes that the device has."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the device has; the interpreter takes two."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
-from exgrpo.kernels.triton_chunks.fused_product import FusedProduct, Operands, fused_sums
+from exgrpo.kernels.triton_chunks.fused_product import FusedProduct, Operands, fused_sums, partial_bytes
 from exgrpo.kernels.triton_chunks.launch import Plan
 from exgrpo.kernels.triton_chunks.row_kernels import entropy_kernel
-from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses
+from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses, aligned_columns
 
 
 class FusedTritonPasses(TritonPasses):
@@ -27,6 +28,17 @@ class FusedTritonPasses(TritonPasses):
             self._exponential = out
         operands = Operands(chunk.hidden.contiguous(), head.products.weight, self.bias)
         return fused_sums(self.product(operands, out), chunk.target.local(), chunk.temperature, head.shard, out)
+
+    def cost(self, gradient_follows: bool) -> Cost:
+        """What a walk allocates with these passes: exponentials instead of products, and the sums of tiles."""
+        cost, vocabulary = super().cost(gradient_follows), self.head.shard.largest
+        row = cost.row + partial_bytes(vocabulary, self.plan.tile.columns)
+        # Where the exponentials are narrow, they are what `Products` would round; a forward alone has none.
+        if self.products.mixed or not gradient_follows:
+            row -= aligned_columns(vocabulary) * self.head.dtype.itemsize
+        if not gradient_follows and self.products.operand != self.head.dtype:
+            row -= vocabulary * self.products.operand.itemsize
+        return cost._replace(row=row)
 
     def product(self, operands: Operands, out: Tensor | None) -> FusedProduct:
         """What computes a chunk's exponentials into ``out``."""

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels import debug
+from exgrpo.kernels.chunks import chunking
+from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.passes import ByFormulas
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
 from exgrpo.kernels.triton_chunks import triton_tokens
-from exgrpo.kernels.triton_chunks.launch import Plan, plan
+from exgrpo.kernels.triton_chunks.launch import Plan, multiprocessors, plan
 from exgrpo.kernels.triton_chunks.row_kernels import (
     LARGEST_SUM,
     gradient_kernel,
@@ -34,6 +36,19 @@ def plan_of(head: ChunkedHead) -> Plan:
     return replace(chosen, fused=fused)
 
 
+def rows_of(plan: Plan, memory: int | None, tokens: int, width: int, cost: Cost, processors: int) -> int:
+    """Tokens of a chunk: all, or whole tiles and whole waves of them.
+
+    Args:
+        memory: of the call; None: the plan's.
+        processors: of the device.
+    """
+    least = chunking.TILE_ROWS
+    given = plan.memory if memory is None else memory
+    rows = chunking.rows_within(given, tokens, cost, least, strict=memory is not None)
+    return rows if rows >= tokens else chunking.full_waves(rows, width, processors)
+
+
 class TritonPasses(ByFormulas):
     """Sums in one reading of the raw products; F in a second one, or during the first where it can be.
 
@@ -41,6 +56,7 @@ class TritonPasses(ByFormulas):
     """
 
     formulas = triton_tokens
+    tile = chunking.TILE_ROWS
     compacts = False
     """To know how many rows of a chunk have a gradient, the host would have to wait for the device."""
 
@@ -56,9 +72,21 @@ class TritonPasses(ByFormulas):
         self._logits = head.head.weight.new_empty(0)
         self._written: Tensor | None = None
 
-    def chunk_rows(self) -> int:
+    def chunk_rows(self, *, gradient_follows: bool) -> int:
         """See `Passes`."""
-        return self.plan.chunk_rows
+        weight, tokens, memory = self.head.head.weight, self.head.head.target.numel(), self.head.options.memory
+        return rows_of(
+            self.plan, memory, tokens, weight.shape[1], self.cost(gradient_follows), multiprocessors(weight.device)
+        )
+
+    def cost(self, gradient_follows: bool) -> Cost:
+        """What a walk allocates with these passes: the raw products, and what `Products` rounds."""
+        vocabulary, bias = self.head.shard.largest, self.head.head.bias
+        products = self.products.cost(vocabulary)
+        fixed = products.fixed + (0 if bias is None else 8 * vocabulary)
+        row = products.row + aligned_columns(vocabulary) * self.head.dtype.itemsize + chunking.ROW_BYTES
+        scratch = products.scratch if bias is not None or not self.products.mixed else ()
+        return Cost(fixed, row, scratch)
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
         """See `Passes`."""
@@ -158,8 +186,8 @@ class TritonPasses(ByFormulas):
     def _memory(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         """[rows, V] that the next chunk overwrites."""
         if self._buffer is None:
-            rows = min(self.chunk_rows(), self.head.count)
-            self._buffer = padded(rows, self.head.shard.size, chunk.hidden, dtype)
+            most = self.chunk_rows(gradient_follows=True)
+            self._buffer = padded(min(most, self.head.count), self.head.shard.size, chunk.hidden, dtype)
         return self._buffer[: len(chunk.hidden)]
 
     def _narrow_memory(self, logits: Tensor) -> Tensor:
@@ -218,7 +246,12 @@ class TritonPasses(ByFormulas):
 
 def padded(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """An uninitialised matrix whose row stride ALIGNED divides."""
-    return like.new_empty(rows, -(-columns // ALIGNED) * ALIGNED, dtype=dtype)[:, :columns]
+    return like.new_empty(rows, aligned_columns(columns), dtype=dtype)[:, :columns]
+
+
+def aligned_columns(columns: int) -> int:
+    """The next multiple of ALIGNED."""
+    return -(-columns // ALIGNED) * ALIGNED
 
 
 def _or(tensor: Tensor | None, otherwise: Tensor) -> Tensor:

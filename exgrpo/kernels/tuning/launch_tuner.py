@@ -43,9 +43,8 @@ TILES = [
     )
 ]
 """The most promising ones first: each takes a while to compile, and the time may not do for all."""
-CHUNK_ROWS = (1024, 2048, 4096, 8192, 16384)
-THIN = 64
-"""Width of the head that row kernels are timed on: its products take little beside them."""
+THIN, ROW_TOKENS = 64, 4096
+"""Width and most tokens of the head that row kernels are timed on: its products take little beside them."""
 LEAST_ROUNDS, MOST_ROUNDS = 3, 9
 NOISE = 0.01
 """A gain below this part of the time does not replace the present value."""
@@ -156,13 +155,10 @@ def tune_class(tuner: Tuner, dtype: str, shapes: Sequence[Shape]) -> Entry:
         RuntimeError: the row kernels cannot be run at all.
     """
     entry = launch.setting(launch.architecture(tuner.device), dtype, launch.shape_class(shapes[0].width))
-    most = max(shape.tokens for shape in shapes)
     block = max(launch.fitting_block(shape.vocabulary) for shape in shapes)
 
     thin = [
-        make_workload(
-            Shape(min(shape.tokens, entry["chunk_rows"]), THIN, shape.vocabulary), dtype, tuner.device, "triton"
-        )
+        make_workload(Shape(min(shape.tokens, ROW_TOKENS), THIN, shape.vocabulary), dtype, tuner.device, "triton")
         for shape in shapes
     ]
     calls = [call for work in thin for call in (work.loss, work.loss_with_entropy)]
@@ -180,10 +176,6 @@ def tune_class(tuner: Tuner, dtype: str, shapes: Sequence[Shape]) -> Entry:
         else:
             entry["tile"] = tile
             entry["logits"] = tuner.choose("logits", ("library", "fused"), calls, dtype, entry) or "library"
-    chunks = [value for value in CHUNK_ROWS if value <= most]
-    entry["chunk_rows"] = tuner.choose("chunk_rows", chunks, [work.loss for work in whole], dtype, entry)
-    if entry["chunk_rows"] is None:
-        raise RuntimeError(f"no call runs for {dtype}; the lines above say why")
     return entry
 
 
@@ -192,7 +184,7 @@ def tune(tuner: Tuner, dtypes: Sequence[str], shapes: Sequence[Shape], output: P
     of_class: dict[str, list[Shape]] = {}
     for shape in shapes:
         of_class.setdefault(launch.shape_class(shape.width), []).append(shape)
-    tuner.decisions = sum(len(of_class) * (4 if dtype in launch.FUSABLE else 2) for dtype in dtypes)
+    tuner.decisions = sum(len(of_class) * (3 if dtype in launch.FUSABLE else 1) for dtype in dtypes)
     header = [
         *origin(tuner.device, launch.architecture(tuner.device)),
         f"Shapes (T, D, V): {', '.join(map(str, shapes))}",

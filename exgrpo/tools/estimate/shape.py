@@ -123,7 +123,8 @@ class ModelShape(ForwardFlops):
         """
         kind = torch.device(device)
         if kind.type == "cuda":
-            chunk = min(tokens, chunking.GPU_ROWS) * (FP32 + (item if item < FP32 else 0))
+            row = FP32 + (item if item < FP32 else 0)
+            chunk = min(row * tokens, chunking.GPU_MEMORY // self.vocabulary)
         else:
             step = min(tokens, chunking.chunk_rows(self.vocabulary, torch.float32, kind))
             chunk = FP32 * (step + min(step, chunking.block_rows(self.vocabulary, torch.float32, kind)))

@@ -56,6 +56,14 @@ class PolicyConfig(Section):
         "sdpa", description="Attention implementation of transformers."
     )
     kernel_backend: str = Field("auto", description="Backend of exgrpo.kernels for the fused head.")
+    kernel_memory_gib: float | None = Field(
+        None, gt=0, description="GiB that a pass of the fused head may take beside gradients; none: 1 on a GPU."
+    )
+
+    @property
+    def kernel_memory(self) -> int | None:
+        """The same in bytes."""
+        return None if self.kernel_memory_gib is None else int(self.kernel_memory_gib * 2**30)
 
 
 Weight = Annotated[float, Field(ge=1e-6, le=1e6)]

@@ -32,16 +32,17 @@ class PolicyModel(nn.Module):
     Args:
         model: causal LM with `get_decoder()` and an output embedding; its parameters may be partitioned by ZeRO-3.
         backend: backend of exgrpo.kernels.
+        memory: bytes that they may take beside gradients; None: as they think best.
 
     Raises:
         ValueError: the model's code does more between its decoder and its logits than its head, a softcap and a scale.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: str = "auto") -> None:
+    def __init__(self, model: PreTrainedModel, backend: str = "auto", memory: int | None = None) -> None:
         super().__init__()
         self.model = model
         self.backend = backend
-        self.logit_map = measure(model, direct=True)
+        self.logit_map = measure(model, direct=True, memory=memory)
         # ZeRO-3 gathers a module's parameters around its own forward, so the fused call must happen inside it.
         open_head(model.get_output_embeddings())
 

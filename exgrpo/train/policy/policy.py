@@ -94,7 +94,7 @@ class Policy:
                     parameter.data = parameter.data.float()  # beside weights of another dtype
             if config.lora.path:
                 load_adapters(config.lora.path, model)
-        wrapped = PolicyModel(model, config.policy.kernel_backend)
+        wrapped = PolicyModel(model, config.policy.kernel_backend, config.policy.kernel_memory)
         optimizer = make_optimizer(trained(wrapped).values(), config.optimizer)
         scheduler = make_schedule(optimizer, config)
         self.engine: Any

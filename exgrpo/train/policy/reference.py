@@ -85,7 +85,8 @@ def make_reference(config: Config, source: ModelSource, policy: Policy) -> Refer
         return Reference(lambda batch: _as_kept(policy, start, batch))
     if config.lora.rank:
         return Reference(lambda batch: _without_adapters(policy, batch))
-    frozen = PolicyModel(load_model(config, source), config.policy.kernel_backend).requires_grad_(False)
+    model, options = load_model(config, source), config.policy
+    frozen = PolicyModel(model, options.kernel_backend, options.kernel_memory).requires_grad_(False)
     if kept_whole(config, policy.world.size):
         engine = frozen.to(policy.world.device)
     else:

@@ -52,6 +52,7 @@ def small_chunks(monkeypatch):
         for kind in ("cpu", "cuda"):
             monkeypatch.setitem(chunking.CHUNK_BYTES, kind, 32 * vocabulary * 4)
             monkeypatch.setitem(chunking.BLOCK_BYTES, kind, 8 * vocabulary * 4)
+        monkeypatch.setattr(chunking, "GPU_MEMORY", 32 * vocabulary * 4)
         monkeypatch.setattr(chunking, "TILE_BYTES", 8 * vocabulary * 4)
         monkeypatch.setattr(chunking, "LEAST_ROWS", 1)
 
