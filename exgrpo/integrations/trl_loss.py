@@ -202,7 +202,7 @@ class FusedLossMixin(GRPOTrainer):
                     self._causal_lm(model),
                     temperature=self.temperature,
                     fp32_head=self.args.cast_lm_head_to_fp32,
-                    memory=self.args.kernel_memory,
+                    memory=getattr(self.args, "kernel_memory", None),  # of ExGRPOConfig
                 )
 
     def _causal_lm(self, model: Any) -> "PreTrainedModel":

@@ -263,6 +263,7 @@ def sequence_entropy(
         softcap: caps the logits before the temperature.
         ignore_index: targets with this value are left out.
         vocab_group: process group over whose ranks ``weight`` and ``bias`` are split; see :func:`linear_log_prob`.
+        memory: as in :func:`linear_log_prob`.
         backend: as in :func:`linear_log_prob`.
 
     Returns:

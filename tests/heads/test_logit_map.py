@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from exgrpo.heads.logit_map import LogitMap, fitted, measure, probes
+from exgrpo.integrations.transformers import patch_lm_head, unpatch_lm_head
 from tests.integrations import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -124,7 +125,17 @@ def test_options_of_the_kernels_are_the_map_and_then_the_temperature():
     options = logit_map.options(0.7)
     capped = options["softcap"] * torch.tanh(logits / options["softcap"])
     torch.testing.assert_close(capped / options["temperature"], logit_map(logits) / 0.7)
-    assert LogitMap().options(0.7) == {"temperature": 0.7, "softcap": None}
+    assert LogitMap().options(0.7) == {"temperature": 0.7, "softcap": None, "memory": None}
+
+
+def test_too_little_memory_is_told_by_whoever_computes_with_the_map():
+    model = tiny.model("llama")
+    patch_lm_head(model, memory=1 << 30)
+    tokens = torch.arange(6)[None]
+    assert model(tokens, labels=tokens).log_prob.shape == (1, 6)
+    unpatch_lm_head(model)
+    with pytest.raises(ValueError, match=r"memory: a call on \d+ tokens .* needs \d+ bytes at least, got 10$"):
+        patch_lm_head(model, memory=10)
 
 
 def test_heads_need_torch_alone():

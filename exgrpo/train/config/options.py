@@ -57,7 +57,7 @@ class PolicyConfig(Section):
     )
     kernel_backend: str = Field("auto", description="Backend of exgrpo.kernels for the fused head.")
     kernel_memory_gib: float | None = Field(
-        None, gt=0, description="GiB that a pass of the fused head may take beside gradients; none: 1 on a GPU."
+        None, ge=0.25, description="GiB that a pass of the fused head may take beside gradients; none: 1 on a GPU."
     )
 
     @property
