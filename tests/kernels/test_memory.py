@@ -15,7 +15,7 @@ from exgrpo.kernels import dispatch, linear_log_prob, reference
 from exgrpo.kernels.chunks import chunking, walks
 
 from .conftest import BACKENDS, DEVICE
-from .support import Case, make_case
+from .support import INTERPRETING, Case, make_case
 
 CPU = torch.device("cpu")
 CPU_CHUNK = chunking.CHUNK_BYTES["cpu"]
@@ -121,7 +121,10 @@ def least_of(case):
     return int(re.search(r"needs (\d+)", str(raised.value))[1])
 
 
-@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 1000), (200, 1000), (70_000, 100)])
+MANY = pytest.param(70_000, 100, marks=[pytest.mark.long] * INTERPRETING)
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 1000), (200, 1000), MANY])
 @pytest.mark.parametrize("options", [{}, {"softcap": 10.0, "temperature": 0.7}], ids=["plain", "capped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("operation", OPERATIONS)
