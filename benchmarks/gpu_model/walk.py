@@ -90,7 +90,7 @@ def steps(way: Way, operation: str, size: Size) -> Iterator[Step]:
         return
     yield Step("gradient of hidden: zeros", 0, F32 * size.tokens * width)
     for i, chunk in enumerate(rows):
-        yield from _logits(way, chunk, size, gradient=True)
+        yield from _logits(way, chunk, size, gradient=True, known=operation == LOG_PROB)
         yield from _softmax_gradient(way, operation, chunk, size)
         yield from _gradient_products(way, chunk, size, first=i == 0, once=len(rows) == 1)
     yield Step("gradient of hidden: to bf16", F32 * size.tokens * width, B16 * size.tokens * width)
@@ -109,8 +109,11 @@ def floor_steps(gpu: Gpu, operation: str, size: Size) -> Iterator[Step]:
         yield Step("product", B16 * (m + n) * k, B16 * m * n, library_product(gpu, m, n, k))
 
 
-def _logits(way: Way, rows: int, size: Size, *, gradient: bool) -> Iterator[Step]:
-    """hidden @ weight.T of a chunk, into fp32 by the library, into exponentials by a fused product."""
+def _logits(way: Way, rows: int, size: Size, *, gradient: bool, known: bool = False) -> Iterator[Step]:
+    """hidden @ weight.T of a chunk, into fp32 by the library, into exponentials by a fused product.
+
+    ``known``: nobody reads the sums, which the forward has found.
+    """
     width, vocabulary = size.width, size.vocabulary
     read = B16 * (rows + vocabulary) * width
     if way.path == LIBRARY:
@@ -123,6 +126,8 @@ def _logits(way: Way, rows: int, size: Size, *, gradient: bool) -> Iterator[Step
     else:
         product = triton_product(way.gpu, rows, vocabulary, width, way.plan.tile)
     yield Step("logits", read, exponentials, product)
+    if known:
+        return
     # Of the sums, of the sums of rows done again, and of the largest logits of these: S, M; S, M; one of them.
     yield Step("sums of tiles", 2.5 * partials, partials)
 
@@ -151,7 +156,7 @@ def _gradient_products(way: Way, rows: int, size: Size, *, first: bool, once: bo
     product = library_product(way.gpu, rows, width, vocabulary)
     yield Step("gradient of hidden", exponentials + B16 * vocabulary * width, F32 * one, product)
     yield Step("gradient of hidden: row scales", F32 * one, F32 * one)
-    yield Step("hidden: row scales, to bf16", (B16 + F32) * one, (F32 + B16) * one)
+    yield Step("hidden: row scales", B16 * one, B16 * one)
     sums = (B16 if once else F32) * vocabulary * width
     product = library_product(way.gpu, vocabulary, width, rows)
     yield Step("gradient of weight", exponentials + B16 * one + (0 if first else sums), sums, product)
@@ -179,8 +184,8 @@ def peak_bytes(way: Way, operation: str, size: Size) -> int:
     one, several = rows * size.width, len(chunks) > 1
     weight = (F32 if several else B16) * size.vocabulary * size.width
     gradients = F32 * size.tokens * size.width + weight
-    # dH of the chunk before and after its row scales, and the scaled hidden states in fp32 and bf16.
-    multiplied = buffer + (F32 + F32 + B16) * one
+    # dH of the chunk before its row scales, and the scaled hidden states.
+    multiplied = buffer + (F32 + B16) * one
     formed = partials + buffer
     if way.path == LIBRARY:
         formed = buffer + B16 * rows * columns

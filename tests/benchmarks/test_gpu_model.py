@@ -82,8 +82,8 @@ def test_a_forward_is_its_product_its_traffic_and_its_launches(plain):
     logits, operands = 4 * 1280 * 256, 2 * (1280 + 256) * 64
     product = 2 * 128 * 256 * 64 / 1e13
     assert found.bytes == operands + 2 * logits
-    assert found.launches == 26
-    assert found.seconds == pytest.approx(product + 1.5 * logits / 1e12 + 26e-6)
+    assert found.launches == 27
+    assert found.seconds == pytest.approx(product + 1.5 * logits / 1e12 + 27e-6)
     bare = floor(SIMPLE, FORWARD, size)
     assert bare.seconds == pytest.approx(product + 0.5 * (logits / 2) / 1e12 + 1e-6)
 
@@ -164,7 +164,12 @@ def test_the_model_agrees_with_the_record_of_an_h100():
     # The interquartile ranges are up to 11 % of the medians; the CUDA rows that the power limit holds are 8 % off.
     for one in found:
         assert one.ratio == pytest.approx(1, abs=0.09 if one.row == "exgrpo cuda" else 0.045), one
-        assert one.predicted.peak == pytest.approx(one.measured["peak_bytes"], abs=2 << 20), one
+        # Where gradients are formed, the code of that day had the scaled hidden states of a chunk in float32, too.
+        operation, _, shape = one.group.split()
+        tokens, width, _ = map(int, shape.split("x"))
+        more = 0 if one.row == "floor" or operation == FORWARD else 4 * min(tokens, 8192) * width
+        saved = one.measured["peak_bytes"] - one.predicted.peak
+        assert -(2 << 20) <= saved <= more + (2 << 20), one
     assert sum(abs(one.ratio - 1) for one in found) / len(found) < 0.025
 
 
@@ -246,7 +251,7 @@ def test_the_command_prints_predictions(capsys, monkeypatch):
     assert "8192x1536x151936" in told
     for word in (*OPERATIONS, *PATHS, "floor / time", "waves", "traffic GB", "peak MiB"):
         assert word in told
-    assert "1,796" in told  # MiB of the policy loss
+    assert "1,784" in told  # MiB of the policy loss
     assert main(["--gpu", "L40S"]) == 0
     assert "cuda, " not in capsys.readouterr().out
 

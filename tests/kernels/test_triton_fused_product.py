@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
     pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
+from exgrpo.kernels.chunks.head import Targets
 from exgrpo.kernels.chunks.softmax import Sums
 from exgrpo.kernels.triton_chunks import fused_product
 from exgrpo.kernels.triton_chunks.fused_product import FusedProduct, Operands, fused_sums
@@ -32,7 +33,9 @@ def inputs(case):
 
 def run(hidden, weight, bias, target, *, temperature=None, softcap=None, shard=None, tile=TILE, out=None) -> Sums:
     product = FusedProduct(Operands(hidden, weight, bias), softcap, tile)
-    return fused_sums(product, target, temperature, shard or VocabShard.whole(weight.shape[0]), out)
+    held = None if shard is None else (target >= 0).unsqueeze(1)
+    targets = Targets(target.clamp(min=0).unsqueeze(1), held, torch.arange(len(target), device=target.device))
+    return fused_sums(product, targets, temperature, shard or VocabShard.whole(weight.shape[0]), out)
 
 
 def oracle(anchor, hidden, weight, bias, target, *, temperature=None, softcap=None):

@@ -12,14 +12,19 @@ from exgrpo.kernels.inputs import LEFT_OUT, Gradients, Head, Needed
 
 
 class Targets(NamedTuple):
-    """Local index of each row's target, [rows, 1], and whether this rank holds it (None: it holds all)."""
+    """The targets of some rows."""
 
     position: Tensor
+    """Local index of each, [rows, 1]."""
     held: Tensor | None
+    """Whether this rank holds it, [rows, 1]; None: it holds all."""
+    number: Tensor
+    """0, 1, 2, ..., [rows] int64."""
 
     def select(self, rows: Tensor | slice) -> "Targets":
         """Those of some of the rows."""
-        return Targets(self.position[rows], None if self.held is None else self.held[rows])
+        position = self.position[rows]
+        return Targets(position, None if self.held is None else self.held[rows], self.number[: len(position)])
 
     def local(self) -> Tensor:
         """The index of each target, [rows], -1 where another rank holds it."""
@@ -30,7 +35,7 @@ class Targets(NamedTuple):
         """Writes values [rows] at the targets of ``matrix`` [rows, V]."""
         if matrix.shape[1]:
             # Not scatter_: on a CPU that copies a matrix whose rows do not follow each other without a gap.
-            where = torch.arange(len(matrix), device=matrix.device), self.position.squeeze(1)
+            where = self.number, self.position.squeeze(1)
             if self.held is not None:
                 values = torch.where(self.held.squeeze(1), values, matrix[where])
             matrix[where] = values
@@ -69,17 +74,18 @@ class ChunkedHead:
         self.dtype = self.products.compute
         self.order, self.count, self.active = _walk(head.target != LEFT_OUT, active)
         """Positions of the walk's tokens (None: all, in order), how many they are, and how many have a gradient."""
+        number = torch.arange(self.count, device=head.target.device)
+        self.target = Targets(*self.shard.locate(self.of_tokens(head.target).unsqueeze(1)), number)
 
     def chunks(self, start: int, end: int, step: int, tile: int) -> Iterator[Chunk]:
         """The tokens [start, end) of the walk, at most ``step`` at a time, in whole tiles."""
         for begin, stop in chunking.spans(end - start, step, tile):
             rows = slice(start + begin, start + stop)
-            local, held = self.shard.locate(self.of_tokens(self.head.target)[rows].unsqueeze(1))
             temperature = self.options.temperature
             yield Chunk(
                 rows,
                 self.of_tokens(self.head.hidden, rows).to(self.options.operand),
-                Targets(local, held),
+                self.target.select(rows),
                 None if temperature is None else self.of_tokens(temperature, rows).to(self.dtype).contiguous(),
             )
 

@@ -159,12 +159,11 @@ class Products:
         in `written_once`, and then fresh.
         """
         beta = 0.0 if fresh else 1.0  # with 0 what stands in ``total`` is not even read
-        scaled = torch.mul(hidden, factor)
         if not self.mixed:
             with self.precision:
-                total.addmm_(grad_logits.t(), scaled, beta=beta)
+                total.addmm_(grad_logits.t(), torch.mul(hidden, factor), beta=beta)
             return
-        columns, scaled = grad_logits.t(), scaled.to(self.operand)
+        columns, scaled = grad_logits.t(), torch.mul(hidden, factor, out=torch.empty_like(hidden))
         if total.dtype == self.operand:
             torch.mm(columns, scaled, out=total)
         else:

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from exgrpo.kernels.chunks.head import Targets
 from exgrpo.kernels.chunks.softmax import LARGEST_SUM, Sums
 from exgrpo.kernels.triton_chunks.fused_kernels import exponentials_kernel, largest_kernel, target_logit_kernel
 from exgrpo.kernels.triton_chunks.launch import Tile, architecture, multiprocessors
@@ -29,7 +30,7 @@ ALIGNMENT = 16
 
 
 def fused_sums(
-    product: "FusedProduct", target: Tensor, temperature: Tensor | None, shard: VocabShard, out: Tensor | None
+    product: "FusedProduct", targets: Targets, temperature: Tensor | None, shard: VocabShard, out: Tensor | None
 ) -> Sums:
     """Writes the exponentials of a head's shifted logits, and returns their sums.
 
@@ -37,14 +38,14 @@ def fused_sums(
 
     Args:
         product: of the n rows of a chunk.
-        target: [n] int64, index into the weight; -1 where another rank holds it.
+        targets: of these rows.
         temperature: [n] fp32, contiguous; None: 1.
         shard: merges over the ranks.
         out: [n, V] bf16, fp16 or fp32, unit stride along V: receives exp(d_v), 0 at the target, with a softcap
             multiplied by its slope 1 - (z_v / softcap)^2. None: forward only. It is written fastest where 16 bytes
             divide its row stride, whatever V is; then all of the 16 bytes are written in which a row ends.
     """
-    hidden = product.operands.hidden
+    hidden, target = product.operands.hidden, targets.local()
     if not target.numel():
         empty = torch.empty(0, dtype=torch.float32, device=hidden.device)
         return Sums(empty, empty, empty, empty)
@@ -52,15 +53,15 @@ def fused_sums(
     product.exponentials(AnchoredRows(target, at_target, temperature), out, None)
     own = product.sums()
     rest, _ = shard.sum_of(*own)
-    # Beyond the limit, or overflown. Where the target's logit itself is NaN, nothing mends it.
+    # Beyond the limit, overflown, or NaN, which this mends but where the operands or the target's logit are NaN.
     # By the operands alone: with and without ``out`` the anchors are the same.
-    far = ~(rest <= _largest_sum(hidden.dtype)) & ~at_target.isnan()
-    listed = Listed.where(far)
+    far = ~(rest <= _largest_sum(hidden.dtype))
+    listed = Listed.where(far, targets.number)
     again = product.again()
     (largest,) = shard.largest_of(again.largest(listed))
     anchor = torch.where(far, largest, at_target)
     again.exponentials(AnchoredRows(target, anchor, temperature), out, listed)
-    rest, moment = shard.sum_of(*(torch.where(far, *pair) for pair in zip(again.sums(), own, strict=True)))
+    rest, moment = shard.sum_of(*torch.where(far, again.sums(), own))
     gap = at_target - anchor
     return Sums(anchor, gap if temperature is None else gap / temperature, rest, moment)
 
@@ -100,11 +101,10 @@ class Listed(NamedTuple):
     """[n] int64: how many of the first rows are among them; the last is how many there are."""
 
     @classmethod
-    def where(cls, condition: Tensor) -> "Listed":
-        """The rows of which a condition [n] is true."""
+    def where(cls, condition: Tensor, number: Tensor) -> "Listed":
+        """The rows of which a condition [n] is true; ``number``: 0, 1, 2, ..., [n] int64."""
         found = condition.cumsum(0)
-        number = torch.arange(1, found.numel() + 1, device=found.device)
-        return cls(torch.searchsorted(found, number), found)
+        return cls(torch.searchsorted(found, number, right=True), found)
 
 
 class Operands(NamedTuple):
@@ -193,9 +193,9 @@ class FusedProduct:
         """The product that does listed rows again; the sums of other rows are lost."""
         return self
 
-    def sums(self) -> tuple[Tensor, ...]:
-        """S and M [n], over the tiles."""
-        return self.partial.sum(1).unbind()
+    def sums(self) -> Tensor:
+        """S and M, [2, n], over the tiles."""
+        return self.partial.sum(1)
 
     def largest(self, listed: Listed) -> Tensor:
         """The largest logits [n] of the listed rows, anything for others; the sums are lost for the listed ones."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
-from exgrpo.kernels.triton_chunks.fused_product import FusedProduct, Operands, fused_sums, partial_bytes
+from exgrpo.kernels.triton_chunks.fused_product import AnchoredRows, FusedProduct, Operands, fused_sums, partial_bytes
 from exgrpo.kernels.triton_chunks.launch import Plan
 from exgrpo.kernels.triton_chunks.row_kernels import entropy_kernel
 from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses, aligned_columns
@@ -21,13 +21,18 @@ class FusedTritonPasses(TritonPasses):
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
         """See `Passes`."""
-        head, out = self.head, None
-        if gradient_follows:
-            dtype = head.options.operand if head.products.mixed else head.dtype
-            out = self._memory(chunk, dtype)
-            self._exponential = out
-        operands = Operands(chunk.hidden.contiguous(), head.products.weight, self.bias)
-        return fused_sums(self.product(operands, out), chunk.target.local(), chunk.temperature, head.shard, out)
+        out = self._matrix(chunk) if gradient_follows else None
+        product = self.product(self._operands(chunk), out)
+        return fused_sums(product, chunk.target, chunk.temperature, self.head.shard, out)
+
+    def _matrix(self, chunk: Chunk) -> Tensor:
+        """Where the chunk's exponentials go; the next chunk overwrites them."""
+        dtype = self.head.options.operand if self.products.mixed else self.head.dtype
+        self._exponential = self._memory(chunk, dtype)
+        return self._exponential
+
+    def _operands(self, chunk: Chunk) -> Operands:
+        return Operands(chunk.hidden.contiguous(), self.products.weight, self.bias)
 
     def cost(self, gradient_follows: bool) -> Cost:
         """What a walk allocates with these passes: exponentials instead of products, and the sums of tiles."""
@@ -45,8 +50,10 @@ class FusedTritonPasses(TritonPasses):
         return FusedProduct(operands, self.softcap, self.plan.tile)
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
-        """See `Passes`: the same product finds the same anchors again."""
-        self.sums(chunk, gradient_follows=True)
+        """See `Passes`."""
+        rows = AnchoredRows(chunk.target.local(), statistics.anchor.contiguous(), chunk.temperature)
+        out = self._matrix(chunk)
+        self.product(self._operands(chunk), out).exponentials(rows, out, None)
 
     def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
         """See `Passes`."""

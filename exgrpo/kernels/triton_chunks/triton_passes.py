@@ -101,7 +101,7 @@ class TritonPasses(ByFormulas):
         (at_target,) = shard.largest_of(self._target_logits(chunk))
         own = self._statistics(chunk, at_target)
         (rest,) = shard.sum_of(own.rest)
-        far = ~(rest <= LARGEST_SUM.value) & ~at_target.isnan()
+        far = ~(rest <= LARGEST_SUM.value)
         (largest,) = shard.largest_of(self._largest(far))
         anchor = torch.where(far, largest, at_target)
         again = self._statistics(chunk, anchor, far)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -139,8 +140,9 @@ def test_mistakes_of_options_are_one_line(tmp_path, capsys, served):
 
 def test_ctrl_c_ends_it_in_one_line(tmp_path):
     command = [sys.executable, "-m", "exgrpo.tools.report", "--follow", str(tmp_path / "one")]
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell starts what is in its background without
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ, preexec_fn=heeding
     ) as process:
         assert re.match(r"the report is at http://127\.0\.0\.1:\d+/ until Ctrl-C\n", process.stdout.readline())
         process.send_signal(signal.SIGINT)
