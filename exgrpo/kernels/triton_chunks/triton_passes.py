@@ -199,7 +199,7 @@ class TritonPasses(ByFormulas):
 
     def _target_logits(self, chunk: Chunk) -> Tensor:
         """The target's logit [rows]; -inf where this rank does not hold it."""
-        position, held = chunk.target
+        position, held, _ = chunk.target
         if not self._logits.shape[1] or held is None:
             return self._logits.new_full((len(position),), -torch.inf)
         found = self._logits.gather(1, position)
