@@ -50,7 +50,8 @@ check: $(READY) lint
 	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS) $(OWNERS)
 	$(BIN)/pytest $(FILES) -m "not slow"
 
-# What takes some minutes each, such as hosts with servers of their own, and thirty minutes of torture.
+# What takes a minute or more for one finding: runs on two hosts, packages in environments of their own, a pretrained
+# model, vLLM over two ranks, campaigns; the interpreter with all combinations; and thirty minutes of torture.
 test-long: $(READY)
 	$(BIN)/pytest $(FILES) --long -m long
 	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses 2 --dist load --long tests/kernels -W ignore::RuntimeWarning
