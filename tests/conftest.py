@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
-settings.load_profile("untimed")
-
+# A busy machine is no failure. What is drawn is the same in every run but those with --long: a change is not held up by
+# what it did not touch, and new draws are tried every night.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("new", deadline=None)
 
 SLOW = (
     *("benchmarks", "docs", "examples", "hostile", "integrations", "test_extras.py", "test_packaging.py", "torture"),
@@ -30,6 +31,10 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="run those tests, too, that take some minutes each")
 
 
+def pytest_configure(config):
+    settings.load_profile("new" if config.getoption("--long") else "same")
+
+
 def pytest_collection_modifyitems(config, items):
     """Files whose tests start programs come first: they take minutes, and one that came last would run alone."""
     items.sort(key=lambda item: not starts_programs(item))
@@ -39,6 +44,8 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="it takes some minutes: pytest --long runs it"))
     here = Path(__file__).parent
     for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.drawn)
         path = item.path.relative_to(here).as_posix()
         if starts_programs(item) or path.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
