@@ -130,7 +130,7 @@ class ModelShape(ForwardFlops):
             chunk = FP32 * (step + min(step, chunking.block_rows(self.vocabulary, torch.float32, kind)))
         gradients = self.width * (tokens if frozen else self.vocabulary + tokens)
         sums = FP32 * gradients
-        per_token = 16 * FP32 * tokens  # inputs in fp32, statistics and results
+        per_token = 20 * FP32 * tokens  # inputs in fp32, statistics and results, places of targets
         tiles = 1 if frozen else 2  # of the weight, and of its gradient
         forward = self.vocabulary * chunk + tiles * chunking.TILE_BYTES + sums
         scaled = item * gradients if item < FP32 else 0
