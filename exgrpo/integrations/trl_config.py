@@ -93,7 +93,7 @@ class ExGRPOConfig(GRPOConfig):
     @property
     def kernel_memory(self) -> int | None:
         """Bytes that the kernels may take beside gradients; None: as they think best."""
-        return None if self.kernel_memory_gib is None else int(self.kernel_memory_gib * 2**30)
+        return _section(PolicyConfig, {"path": "", "kernel_memory_gib": self.kernel_memory_gib}).kernel_memory
 
     @property
     def experience(self) -> ExperienceConfig:
@@ -125,8 +125,7 @@ def check(options: ExGRPOConfig) -> None:
     for name in ("success", "entropy_coef"):
         if not _is_number(getattr(options, name), -math.inf, math.inf):
             raise ConfigError(f"{name}: expected a finite number, got {getattr(options, name)!r}")
-    if options.kernel_memory_gib is not None and not _is_number(options.kernel_memory_gib, 0.25, math.inf):
-        raise ConfigError(f"kernel_memory_gib: expected a number of at least 0.25, got {options.kernel_memory_gib!r}")
+    _ = options.kernel_memory  # which checks it
     for name in ("epsilon", "epsilon_high"):
         value = getattr(options, name)
         if not (_is_number(value, 0, math.inf) or (name == "epsilon_high" and value is None)):

@@ -48,8 +48,9 @@ def linear_log_prob(
             ranks, and so are the results. Each rank computes the same loss from them and calls backward: it
             gets the gradient of that one loss, whole for ``hidden``, its own part for ``weight`` and ``bias``.
         memory: bytes that the call, and its backward, may allocate beside their inputs, their results and the
-            gradients, which are summed in float32: above all a chunk of logits or of their exponentials. None: on a
-            GPU 1 GiB, or what the launch table says (:mod:`exgrpo.kernels.tune`); on a CPU chunks of 128 MiB.
+            gradients, which are summed in float32: above all a chunk of logits or of their exponentials. None: 1 GiB by
+            ``"triton"`` and ``"cuda"``, or what the launch table says (:mod:`exgrpo.kernels.tune`); by the others
+            logits of 128 MiB on a CPU and of 1 GiB on a GPU, and what is beside them.
             ``backend="reference"`` holds all logits, whatever is said here.
         backend: ``"auto"``, ``"torch"``, ``"triton"``, ``"cpu"``, ``"cuda"`` or ``"reference"``; see
             :mod:`exgrpo.kernels.dispatch`.

@@ -199,7 +199,7 @@ def test_the_shipped_defaults_are_near_the_best_of_the_model(name, shape, rested
     assert now.way.path == CUDA
     assert fastest.seconds <= now.seconds <= 1.04 * fastest.seconds
     slowest = max(predict(way, POLICY_LOSS, size, rested=rested).seconds for way in ways(gpu, size))
-    assert slowest > 1.04 * now.seconds  # the others are not all alike
+    assert slowest > 1.06 * now.seconds  # the others are not all alike
 
 
 def test_only_hopper_has_the_cuda_product():
@@ -230,13 +230,13 @@ def test_a_call_takes_a_sixteenth_of_the_memory_at_most():
 @pytest.mark.parametrize(
     ("size", "loss", "peak"),
     [
-        (Size(16384, 1536, 151936), 1.05, 1.9),
+        (Size(16384, 1536, 151936), 1.04, 1.9),
         (Size(8192, 1536, 151936), 1.1, 1.9),
         (Size(8192, 3584, 152064), 1.1, 3.25),
     ],
 )
 def test_a_gibibyte_costs_little(size, loss, peak):
-    """Against chunks of 8192 rows, whose exponentials are 2.4 GiB; that of the weight in fp32 is .9 to 2 GiB."""
+    """Against chunks of 8192 rows, of 2.4 GiB; the fp32 gradient of the weight is .9 to 2 GiB of the peak."""
     way = way_of(H100, CUDA, size)
     before = predict(replace(way, chunk_rows=8192, forward_rows=8192), POLICY_LOSS, size)
     now = predict(way, POLICY_LOSS, size)

@@ -246,7 +246,7 @@ def test_refused(tmp_path: Path, model: Path, changes: dict[str, Any], message: 
         ({"admit": "solutions"}, "admit='solutions': "),
         ({"epsilon": "wide"}, "epsilon: expected a number of at least 0, got 'wide'"),
         ({"epsilon_high": -0.1}, r"epsilon_high: expected a number of at least 0, got -0\.1"),
-        ({"kernel_memory_gib": 0.1}, "kernel_memory_gib: expected a number of at least 0.25, got 0.1"),
+        ({"kernel_memory_gib": 0.1}, r"kernel_memory_gib: Input should be greater than or equal to 0\.25 \(got 0\.1\)"),
         ({"entropy_coef": float("nan")}, "entropy_coef: expected a finite number, got nan"),
         ({"temperature": 0}, "temperature: expected a number above 0, got 0"),
     ],

@@ -61,8 +61,9 @@ class Grader:
     process is replaced. A batch of a batched reward has the time of its answers together, and what happens to it
     happens to all of them. An answer of an asynchronous reward is given up, and only what blocks the process costs the
     answers in flight beside it. Equal answers in one call are graded once. Processes are forked from a small server,
-    never from this (possibly multi-threaded) process, and import the rewards only. They write no core, and no file of
-    more than 1 GiB. Where all rewards are of this package they have no network, if the system (Linux) allows that.
+    never from this (possibly multi-threaded) process, and import no torch unless a reward does. They write no core,
+    and no file of more than 1 GiB. Where all rewards are of this package they have no network, if the system (Linux)
+    allows that.
 
     Args:
         reward: name of the first reward, see `exgrpo.train.reward.names`.
