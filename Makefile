@@ -17,6 +17,8 @@ TASKS := reasoning-gym==0.1.25
 # is the rule, by tests/conftest.py, and where a test wants more, those that wait sleep soon.
 FILES := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 export GOMP_SPINCOUNT ?= 1000
+# The tests start hundreds of programs, which find their modules compiled even where the environment asks otherwise.
+unexport PYTHONDONTWRITEBYTECODE
 RECORD := benchmarks/results/latest.json
 
 .PHONY: train test check test-long test-processors bench docs lint clean

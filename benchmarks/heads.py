@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -207,7 +208,12 @@ class FullLogits(Implementation):
 
     def __init__(self, compiled: bool = False) -> None:
         self.name = "full logits, compiled" if compiled else "full logits"
-        self.function = torch.compile(full_logits, dynamic=False) if compiled else full_logits
+        self.compiled = compiled
+
+    @cached_property
+    def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Made when it is called first: torch's compiler takes seconds to import."""
+        return torch.compile(full_logits, dynamic=False) if self.compiled else full_logits
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.function(hidden, weight, target)

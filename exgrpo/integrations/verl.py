@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -72,7 +73,7 @@ def linear_cross_entropy(
     return log_prob, entropy
 
 
-def patch_verl() -> Callable[[], None]:
+def patch_verl(*, memory: int | None = None) -> Callable[[], None]:
     """Makes verl's fused kernels those of this package, in this process.
 
     With ``use_fused_kernels=True`` every backend that verl offers then computes by :mod:`exgrpo.kernels`: its
@@ -80,6 +81,9 @@ def patch_verl() -> Callable[[], None]:
     ``FusedLinearForPPO`` (backends ``torch`` and ``liger``), in modules that are loaded already and in those to come.
     The entropies of the latter are then float32, as those of the former are, not of the hidden states' dtype.
     Calling it again changes nothing. verl's workers are processes of their own: docs/verl.md says how to reach them.
+
+    Args:
+        memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`.
 
     Returns:
         Callable[[], None]: gives verl its own functions back.
@@ -93,7 +97,7 @@ def patch_verl() -> Callable[[], None]:
         originals = (kernel.linear_cross_entropy, fused_linear.forward)
     except (ImportError, AttributeError) as error:
         raise ImportError("patch_verl: verl's fused kernels cannot be imported; pip install verl==0.9.1") from error
-    ours = (linear_cross_entropy, _fused_linear_forward)
+    ours = _within(memory)
 
     def put(replaced: tuple[Any, Any], by: tuple[Any, Any]) -> None:
         modules = [module for name, module in sys.modules.items() if name.startswith("verl.")]
@@ -104,11 +108,17 @@ def patch_verl() -> Callable[[], None]:
     return lambda: put(ours, originals)
 
 
-def _fused_linear_forward(
-    self: object, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """The forward of verl's FusedLinearForPPO, whose results have the shape of ``input_ids``."""
-    return linear_log_prob(hidden_states, vocab_weights, input_ids.long(), temperature=temperature)
+@cache
+def _within(memory: int | None) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]:
+    """What takes the place of verl's functions: the same two for the same memory, so that a patch is known again."""
+
+    def forward(
+        self: object, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """The forward of verl's FusedLinearForPPO, whose results have the shape of ``input_ids``."""
+        return linear_log_prob(hidden_states, vocab_weights, input_ids.long(), temperature=temperature, memory=memory)
+
+    return (linear_cross_entropy if memory is None else partial(linear_cross_entropy, memory=memory)), forward
 
 
 def _shared(hidden: Tensor, ranks: int) -> Tensor:

@@ -188,6 +188,23 @@ def test_a_patch_reaches_every_module_and_is_undone(verl):
     assert fused_linear.forward is originals[1]
 
 
+def test_the_kernels_of_a_patch_have_the_memory_that_is_asked_for(verl):
+    hidden, weight, labels = uniform(5, 16), uniform(33, 16), torch.randint(33, (5,))
+    for memory in (1, 1 << 20):
+        undo = patch_verl(memory=memory)
+        calls = (
+            lambda: verl("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy(hidden, weight, labels),
+            lambda: verl("verl.utils.experimental.torch_functional").FusedLinearForPPO()(hidden, weight, labels),
+        )
+        for call in calls:
+            if memory == 1:
+                with pytest.raises(ValueError, match="memory: "):
+                    call()
+            else:
+                torch.testing.assert_close(call()[0], linear_cross_entropy(hidden, weight, labels)[0])
+        undo()
+
+
 def test_without_verl_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "verl", None)
     with pytest.raises(ImportError, match="pip install verl"):
