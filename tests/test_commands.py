@@ -75,7 +75,9 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, arguments, message):
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", ["train", *(pytest.param(n, marks=pytest.mark.long) for n in PROGRAMS if n != "train")]
+)
 def test_no_program_takes_an_option_that_it_does_not_know(name, tmp_path):
     command = [sys.executable, "-c", "from exgrpo.commands import main; main()", name, "--hlep"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -108,6 +110,7 @@ def test_bash_completes_programs_and_their_options(monkeypatch, capsys):
     assert completed("exgrpo", "completion", "z").split() == ["zsh"]
 
 
+@pytest.mark.long
 def test_the_script_that_is_shipped_has_the_options_that_there_are():
     assert SCRIPT.read_text() == completion.script(), "python -m tests.completion"
 

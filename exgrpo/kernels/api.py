@@ -23,6 +23,7 @@ def linear_log_prob(
     ignore_index: int = IGNORED,
     vocab_group: "ProcessGroup | None" = None,
     memory: int | None = None,
+    counts: tuple[int, int] | None = None,
     backend: str = "auto",
 ) -> LogProb:
     r"""Log-probability of each target under a linear head, and the entropy of each token's distribution.
@@ -52,6 +53,11 @@ def linear_log_prob(
             ``"triton"`` and ``"cuda"``, or what the launch table says (:mod:`exgrpo.kernels.tune`); by the others
             logits of 128 MiB on a CPU and of 1 GiB on a GPU, and what is beside them.
             ``backend="reference"`` holds all logits, whatever is said here.
+        counts: how many targets are not left out, and how many of them have a gradient at most (where it is not known:
+            as many), if the caller knows. A host that has to ask a GPU waits for it, once in the forward and once in
+            the backward; without that wait, a call by ``"triton"`` or ``"cuda"`` can be captured in a CUDA graph. Other
+            numbers than these are an error, as a bad target is. With ``vocab_group``, ranks exchange their sizes in any
+            case.
         backend: ``"auto"``, ``"torch"``, ``"triton"``, ``"cpu"``, ``"cuda"`` or ``"reference"``; see
             :mod:`exgrpo.kernels.dispatch`.
 
@@ -92,7 +98,7 @@ def linear_log_prob(
         The log-probabilities of the importance ratio and the entropy of the trajectory selection in ExGRPO,
         arXiv 2510.02245.
     """
-    head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group, memory)
+    head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group, memory, counts)
     name = dispatch.requested(backend, hidden.device, vocab_group)
     if name == dispatch.REFERENCE:
         checks.real("hidden", hidden)
@@ -130,6 +136,7 @@ def linear_policy_loss(
     ignore_index: int = IGNORED,
     vocab_group: "ProcessGroup | None" = None,
     memory: int | None = None,
+    counts: tuple[int, int] | None = None,
     backend: str = "auto",
 ) -> PolicyLoss:
     r"""The ExGRPO loss of a batch of tokens straight from the hidden states.
@@ -165,6 +172,7 @@ def linear_policy_loss(
         vocab_group: process group over whose ranks ``weight`` and ``bias`` are split; all other arguments are the same
             on all ranks. Conventions as in :func:`linear_log_prob`.
         memory: as in :func:`linear_log_prob`.
+        counts: as in :func:`linear_log_prob`. Tokens with advantage 0 have no gradient where ``entropy_coef`` is 0.
         backend: as in :func:`linear_log_prob`.
 
     Returns:
@@ -202,7 +210,7 @@ def linear_policy_loss(
     Source:
         Mixed-policy objective with policy shaping of ExGRPO, arXiv 2510.02245; constant normaliser of Dr.GRPO.
     """
-    head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group, memory)
+    head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group, memory, counts)
     name = dispatch.requested(backend, hidden.device, vocab_group)
     checks.alike("old_log_prob", old_log_prob, target, "target")
     if mask is not None:
@@ -249,6 +257,7 @@ def sequence_entropy(
     ignore_index: int = IGNORED,
     vocab_group: "ProcessGroup | None" = None,
     memory: int | None = None,
+    counts: tuple[int, int] | None = None,
     backend: str = "auto",
 ) -> Tensor:
     r"""Mean token entropy of each packed sequence, over the targets that are not ignored. Forward only.
@@ -265,6 +274,7 @@ def sequence_entropy(
         ignore_index: targets with this value are left out.
         vocab_group: process group over whose ranks ``weight`` and ``bias`` are split; see :func:`linear_log_prob`.
         memory: as in :func:`linear_log_prob`.
+        counts: as in :func:`linear_log_prob`; none has a gradient.
         backend: as in :func:`linear_log_prob`.
 
     Returns:
@@ -307,6 +317,7 @@ def sequence_entropy(
             ignore_index=ignore_index,
             vocab_group=vocab_group,
             memory=memory,
+            counts=counts,
             backend=backend,
         ).entropy
         name = dispatch.requested_for_tokens(target.device)

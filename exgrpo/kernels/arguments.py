@@ -23,6 +23,7 @@ def head(
     ignore_index: int,
     vocab_group: "ProcessGroup | None",
     memory: int | None,
+    counts: tuple[int, int] | None,
 ) -> Head:
     """The checked arguments, tokens flattened."""
     operand = checks.head(hidden, weight, target, bias)
@@ -38,6 +39,7 @@ def head(
         operand=operand,
         shard=shard,
         memory=None if memory is None else checks.index("memory", memory, positive=True),
+        counts=checks.counts(counts, target.numel()),
     )
     kept = target.masked_fill(ignored, LEFT_OUT).reshape(-1)
     flat = hidden.reshape(target.numel(), hidden.shape[-1])

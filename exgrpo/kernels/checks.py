@@ -87,6 +87,18 @@ def index(name: str, value: object, *, positive: bool = False) -> int:
     return value
 
 
+def counts(value: tuple[int, int] | None, tokens: int) -> tuple[int, int] | None:
+    """Numbers of tokens that take part and of those of them with a gradient, in descending order."""
+    if value is None:
+        return None
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"counts: expected a pair (that take part, with a gradient) or None, got {value!r}")
+    all_of, some = index("counts[0]", value[0]), index("counts[1]", value[1])
+    if not 0 <= some <= all_of <= tokens:
+        raise ValueError(f"counts: expected {tokens} (tokens) >= counts[0] >= counts[1] >= 0, got {(all_of, some)}")
+    return all_of, some
+
+
 def values(name: str, value: Tensor, good: Tensor, expected: str, *numbers: int) -> Tensor:
     """``value``, every entry of which is good, a bool tensor of the same shape; ``expected`` has ``{}`` for numbers.
 

@@ -37,6 +37,8 @@ class HeadOptions:
     """The part of the vocabulary that is held here."""
     memory: int | None = None
     """Bytes that a call may allocate beside its inputs, its outputs and the gradients; None: the backend decides."""
+    counts: tuple[int, int] | None = None
+    """Tokens that take part, and those of them that may have a gradient; None: the host reads them from the device."""
 
 
 class Head(NamedTuple):

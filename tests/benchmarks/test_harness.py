@@ -46,12 +46,22 @@ def case(operation: str, dtype=torch.float32, active=1.0) -> Case:
     return Case(operation, *SMALL, dtype, active)
 
 
+COMPILED = ("compiled", "Cut Cross-Entropy")
+"""In the names of rows that torch's compiler makes, which takes seconds: `make test-long` has them."""
+
+
+def compiles(row) -> bool:
+    return any(name in row.name for name in COMPILED)
+
+
 # Compiled rows differ by the compiler alone: one operation will do. Of others each operation is tried in one dtype.
 CLAIMED = [
     pytest.param(
         *(row, operation, dtype),
         id=f"{row.name}-{operation}-{dtype}",
-        marks=pytest.mark.long if (operation == row.operations[0]) == (dtype == torch.bfloat16) else (),
+        marks=pytest.mark.long
+        if compiles(row) or (operation == row.operations[0]) == (dtype == torch.bfloat16)
+        else (),
     )
     for row in ROWS
     for operation in (row.operations if "compiled" not in row.name else [LOG_PROB])
@@ -74,7 +84,7 @@ PARTLY = [
     pytest.param(
         *(row, operation),
         id=f"{row.name}-{operation}",
-        marks=pytest.mark.long if operation not in (LOG_PROB, CROSS_ENTROPY) else (),
+        marks=pytest.mark.long if compiles(row) or operation not in (LOG_PROB, CROSS_ENTROPY) else (),
     )
     for row in ROWS
     for operation in (FORWARD, LOG_PROB, CROSS_ENTROPY, WITH_ENTROPY)
@@ -271,6 +281,7 @@ BENCH = [sys.executable, "-m", "pytest", "benchmarks", "-p", "no:cacheprovider",
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_the_command_writes_a_record_that_becomes_a_page(tmp_path):
     record = tmp_path / "record.json"
     done = subprocess.run(

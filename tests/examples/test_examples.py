@@ -88,6 +88,7 @@ def test_the_bare_loop_learns(tmp_path):
     assert found["entropy"][-1] < found["entropy"][0]
 
 
+@pytest.mark.long
 def test_the_trainer_of_trl_replays(tmp_path):
     pytest.importorskip("trl", reason="trl is not installed")
     found = columns(printed(tmp_path, EXAMPLES / "trl_replay.py"))
@@ -112,6 +113,7 @@ def test_the_functions_of_the_own_method_prefer_and_forget():
     assert expired.rows.tolist() == [False, False, False, True]
 
 
+@pytest.mark.long
 def test_a_run_takes_the_own_method(tmp_path):
     place = EXAMPLES / "own_method.py"
     method = ["--experience.prioritise", f"{place}:hard_and_rare", "--experience.expire", f"{place}:worn_out"]
@@ -139,6 +141,7 @@ def served():
         server.communicate()
 
 
+@pytest.mark.long
 def test_a_run_is_graded_by_the_server(tmp_path):
     with served() as place:
         steps = training(

@@ -22,6 +22,7 @@ def test_the_notebook_is_stored_without_outputs():
     assert {*notebook.metadata} == {"kernelspec", "language_info"}
 
 
+@pytest.mark.long
 def test_the_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

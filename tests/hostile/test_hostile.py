@@ -82,6 +82,7 @@ BLIND = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("blindness", BLIND)
 def test_a_defect_of_the_project_is_found(tmp_path, monkeypatch, blindness):
     kind, planted = BLIND[blindness]

@@ -55,7 +55,15 @@ def imported(node):
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if MARK in page.read_text()], ids=lambda page: page.stem)
+def pages_to_run():
+    """The first pages that a reader sees in every run of the tests, all of them in the long one."""
+    for page in PAGES:
+        if MARK in page.read_text():
+            marks = () if page.stem in ("README", "kernels") else pytest.mark.long
+            yield pytest.param(page, marks=marks, id=page.stem)
+
+
+@pytest.mark.parametrize("page", pages_to_run())
 def test_the_examples_of_a_page_run(page, tmp_path):
     program = examples(page.read_text())
     if absent := missing(program):

@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_head_memory_shows_time_and_memory_saved(dtype):
     # More logits of answers than one chunk holds: the fused loss has one chunk of them in float32 at a time and, on a
     # processor that does not multiply 16-bit numbers into float32, a 16-bit copy of its gradients. Both together are

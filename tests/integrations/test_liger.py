@@ -204,6 +204,7 @@ def check_rank(rank):
     compare(call | {"num_items_in_batch": 70}, beta=0.0)
 
 
+@pytest.mark.long
 def test_processes_divide_by_their_common_number_of_tokens(tmp_path):
     liger()
     on_ranks(check_rank, 2, tmp_path)

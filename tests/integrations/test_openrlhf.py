@@ -117,8 +117,11 @@ def learn(actor, sequences, attention_mask, action_mask, upstream):
     return log_probs.detach(), entropy.detach(), *gradients
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+MIXED = [(True, False), (False, True)]
+ALIKE = [pytest.param(both, both, marks=pytest.mark.long) for both in (False, True)]
+
+
+@pytest.mark.parametrize(("tied", "packing"), MIXED + ALIKE)
 def test_a_patched_actor_gives_what_the_actor_gave(openrlhf, packing, tied):
     actor = make_actor(openrlhf, packing=packing, tie_word_embeddings=tied)
     batch, upstream = rollouts(), tuple(torch.randn(2, 3, 6))
@@ -250,5 +253,6 @@ def check_zero3(rank):
             actor.model.step()
 
 
+@pytest.mark.long
 def test_the_heads_weight_is_gathered_under_zero3(openrlhf, tmp_path):
     on_ranks(check_zero3, 1, tmp_path)

@@ -15,6 +15,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.long
 def test_two_ranks(tmp_path):
     missing = [name for name in CHECKS if find_spec(name) is None]
     checks = [check for name, of_package in CHECKS.items() for check in of_package if name not in missing]

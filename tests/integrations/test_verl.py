@@ -243,6 +243,7 @@ def check_against_the_triton_kernel(rank):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_its_triton_kernel_gives_the_same_in_the_interpreter(monkeypatch):
     for package in ("verl", "triton"):

@@ -22,7 +22,7 @@ HEADS = {
 
 def flat(case):
     options = {"temperature": 1.0, "softcap": None, **case.options}
-    head = arguments.head(case.hidden, case.weight, case.target, case.bias, *options.values(), -100, None, None)
+    head = arguments.head(case.hidden, case.weight, case.target, case.bias, *options.values(), -100, None, None, None)
     return flat_head(head)
 
 

@@ -59,6 +59,7 @@ class Launcher:
         return self.run.is_dir() and any(int(folder.name[-8:]) >= step for folder in folders(self.run))
 
 
+@pytest.mark.long
 def test_a_run_that_loses_a_process_goes_on_by_itself_and_gives_the_same_metrics(tmp_path):
     launcher = Launcher(tmp_path, "--processes=2", "--restarts=1")
     launcher.wait(lambda: launcher.saved(1) and len(launcher.ranks()) == 2)

@@ -59,6 +59,7 @@ def done(run, folder, monkeypatch, number):
     return [campaign.do(case) for case in loads[:number]]
 
 
+@pytest.mark.long
 def test_damage_is_found_and_named_and_the_checkpoint_before_is_loaded(run, tmp_path, monkeypatch):
     records = done(run, tmp_path, monkeypatch, 60)
     assert [record.problems for record in records] == [[]] * 60

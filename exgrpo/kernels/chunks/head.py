@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from exgrpo.kernels import checks
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.products import Products
 from exgrpo.kernels.inputs import LEFT_OUT, Gradients, Head, Needed
@@ -61,9 +62,9 @@ class Chunk(NamedTuple):
 class ChunkedHead:
     """A head whose logits exist one chunk of tokens at a time.
 
-    The walk goes through the tokens that take part, those with a gradient first. To know how many they are, the host
-    waits for the device, once a call: a product's size is the host's business. What it waits for is a sort of T small
-    numbers; tokens that were multiplied for nothing would cost more.
+    The walk goes through the tokens that take part, those with a gradient first. A product's size is the host's
+    business: the caller has said how many they are, or the host waits for the device, once a call. What it waits for is
+    a sort of T small numbers; tokens that were multiplied for nothing would cost more.
     """
 
     def __init__(self, head: Head, active: Tensor | None = None) -> None:
@@ -72,7 +73,7 @@ class ChunkedHead:
         self.shard = head.options.shard
         self.products = Products(head.weight, self.options.operand, self.options.memory)
         self.dtype = self.products.compute
-        self.order, self.count, self.active = _walk(head.target != LEFT_OUT, active)
+        self.order, self.count, self.active = _walk(head.target != LEFT_OUT, active, self.options.counts)
         """Positions of the walk's tokens (None: all, in order), how many they are, and how many have a gradient."""
         number = torch.arange(self.count, device=head.target.device)
         self.target = Targets(*self.shard.locate(self.of_tokens(head.target).unsqueeze(1)), number)
@@ -176,11 +177,17 @@ def packing(kept: Tensor) -> Tensor:
     return order
 
 
-def _walk(taking_part: Tensor, active: Tensor | None) -> tuple[Tensor | None, int, int]:
+def _walk(taking_part: Tensor, active: Tensor | None, counts: tuple[int, int] | None) -> tuple[Tensor | None, int, int]:
     """Order, length and number of active tokens of a walk; ``active`` [T] bool, None: all that take part."""
     first = taking_part if active is None else taking_part & active
-    place = 2 - taking_part.to(torch.int8) - first.to(torch.int8)
-    count, with_gradient = torch.stack((taking_part.sum(), first.sum())).tolist()
-    if count == len(place) and with_gradient in (0, count):
+    found = torch.stack((taking_part.sum(), first.sum()))
+    if counts is None:
+        count, with_gradient = found.tolist()
+    else:
+        count, with_gradient = counts[0], counts[0 if active is None else 1]
+        good = torch.stack((found[0] == count, found[1] <= with_gradient))
+        checks.values("counts", found, good, "{} targets that are not left out and at most {} with a gradient", *counts)
+    if count == len(taking_part) and with_gradient in (0, count):
         return None, count, with_gradient
+    place = 2 - taking_part.to(torch.int8) - first.to(torch.int8)
     return place.argsort(stable=True)[:count], count, with_gradient

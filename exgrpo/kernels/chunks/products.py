@@ -115,7 +115,7 @@ class Products:
         if not self.narrow_range:
             return None
         zero = self.weight.new_zeros(1, dtype=self.compute)
-        given = (torch.as_tensor(values, device=zero.device) for values in upstream if values is not None)
+        given = (v if isinstance(v, Tensor) else zero.new_full((), v) for v in upstream if v is not None)
         largest = torch.cat([zero, *(values.to(zero.dtype).flatten() for values in given)]).abs().amax()
         exponent = torch.frexp(largest).exponent.clamp(-FARTHEST, FARTHEST)
         return torch.ldexp(torch.ones_like(largest), -exponent - HEADROOM)

@@ -18,7 +18,7 @@ WAITS = (torch.Tag.cudagraph_unsafe,)
 
 HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? temperature, float? softcap, "
-    "ScalarType operand, SymInt[] shard, str group, SymInt? memory"
+    "ScalarType operand, SymInt[] shard, str group, SymInt? memory, SymInt[]? counts"
 )
 """The arguments of a head: see `flat_head`."""
 TOKENS = "Tensor old_log_prob, Tensor advantage, Tensor? replayed"
@@ -83,14 +83,16 @@ def flat_head(head: Head) -> tuple[Any, ...]:
     options, shard = head.options, head.options.shard
     sizes = [shard.size, shard.offset, shard.vocabulary, shard.largest]
     tensors = (head.hidden, head.weight, head.bias, head.target, options.temperature)
-    return (*tensors, options.softcap, options.operand, sizes, shard.group_name, options.memory)
+    counts = None if options.counts is None else list(options.counts)
+    return (*tensors, options.softcap, options.operand, sizes, shard.group_name, options.memory, counts)
 
 
 def head_of(given: Mapping[str, Any]) -> Head:
     """The head whose flat arguments were given."""
     size, offset, vocabulary, largest = given["shard"]
     shard = VocabShard(size, offset, vocabulary, largest, given["group"])
-    options = HeadOptions(given["temperature"], given["softcap"], given["operand"], shard, given["memory"])
+    counts = None if given["counts"] is None else (given["counts"][0], given["counts"][1])
+    options = HeadOptions(given["temperature"], given["softcap"], given["operand"], shard, given["memory"], counts)
     return Head(given["hidden"], given["weight"], given["bias"], given["target"], options)
 
 

@@ -49,11 +49,13 @@ class TokenBatch:
     Attributes:
         tokens: [B, L] or [1, N] int64 input ids.
         target: [B, L] or [T] int64, the response token that is predicted, -100 for none: pads and observations.
+        targets: how many targets there are.
         segments: where packed tokens belong; None: the batch is padded.
     """
 
     tokens: torch.Tensor
     target: torch.Tensor
+    targets: int
     segments: Segments | None = field(default=None, kw_only=True)
 
 
@@ -66,6 +68,7 @@ class MicroBatch(TokenBatch):
         advantage: fp32, shaped like the target.
         replayed: bool, shaped like the target.
         lengths: [N] int64, targets of each row, in their order.
+        active: how many targets have an advantage other than 0.
         reference_log_prob: fp32, shaped like the target; None: there is no reference.
     """
 
@@ -73,6 +76,7 @@ class MicroBatch(TokenBatch):
     advantage: torch.Tensor
     replayed: torch.Tensor
     lengths: torch.Tensor
+    active: int
     reference_log_prob: torch.Tensor | None = field(default=None, kw_only=True)
 
 

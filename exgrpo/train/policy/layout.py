@@ -60,10 +60,12 @@ class Layout(ABC):
         return MicroBatch(
             of_pass.tokens,
             of_pass.target,
+            of_pass.targets,
             by_target(batch.ratio_log_prob),
             by_target(advantage),
             by_target(replayed),
             _moved(batch.written, device),
+            int(np.count_nonzero(advantage[batch.own])),
             segments=of_pass.segments,
             reference_log_prob=reference,
         )
@@ -83,7 +85,7 @@ class Padded(Layout):
         for row, read in enumerate(_read(batch)):
             tokens[row, :read] = np.concatenate([batch.prompt[batch.group[row]], batch.token[batch.at(row)][:-1]])
         target.ravel()[self.places(batch)] = _target(batch)
-        return TokenBatch(_moved(tokens, device), _moved(target, device))
+        return TokenBatch(_moved(tokens, device), _moved(target, device), int(batch.own.sum()))
 
     def places(self, batch: StepBatch) -> Ints:
         """See `Layout`; the last token of a prompt predicts the first one of its response."""
@@ -132,7 +134,8 @@ class Packed(Layout):
                 length += own
         row_of_all = np.concatenate(tokens).astype(np.int64)[None]
         parts = segments(blocks, np.concatenate(source), device)
-        return TokenBatch(_moved(row_of_all, device), _moved(_target(batch), device), segments=parts)
+        target = _moved(_target(batch), device)
+        return TokenBatch(_moved(row_of_all, device), target, int(batch.own.sum()), segments=parts)
 
     def places(self, batch: StepBatch) -> Ints:
         """See `Layout`."""

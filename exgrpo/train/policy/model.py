@@ -79,6 +79,7 @@ class PolicyModel(nn.Module):
             head.weight,
             batch.target,
             bias=head.bias,
+            counts=(batch.targets, batch.targets),
             backend=self.backend,
             **self.logit_map.options(temperature),
         )
@@ -96,6 +97,7 @@ class PolicyModel(nn.Module):
             entropy_coef=terms.entropy_coef,
             normalizer=terms.normalizer,
             bias=head.bias,
+            counts=(batch.targets, batch.active),
             backend=self.backend,
             **self.logit_map.options(terms.settings.temperature),
         )

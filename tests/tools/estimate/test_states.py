@@ -3,6 +3,8 @@
 import json
 from importlib.util import find_spec
 
+import pytest
+
 from exgrpo.tools.estimate.budget import gpu_memory
 from exgrpo.tools.estimate.shape import read_shape
 from exgrpo.train.config.options import ObjectiveConfig
@@ -45,6 +47,7 @@ if world.is_main:
 """
 
 
+@pytest.mark.long
 def test_states_are_those_that_zero_3_keeps(tmp_path):
     """To the byte, on two ranks after a step."""
     cases = {"fp32": {"dtype": "fp32"}, "bf16": {"dtype": "bf16"}}

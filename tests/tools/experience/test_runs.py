@@ -1,6 +1,7 @@
 """The programs one after the other, as a user starts them: a run begins with what another has stored."""
 
 import numpy as np
+import pytest
 
 from exgrpo.tools.experience.program import main
 from exgrpo.tools.experience.sources import open_run
@@ -14,6 +15,7 @@ ARGUMENTS = (
 )
 
 
+@pytest.mark.long
 def test_a_run_begins_with_the_experience_of_another(tmp_path):
     source = make_run(tmp_path / "run", some())
     assert main(["export", str(source), str(tmp_path / "set")]) == 0

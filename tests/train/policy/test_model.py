@@ -35,10 +35,12 @@ def micro_batch(model, temperature):
     batch = MicroBatch(
         inputs["input_ids"],
         target,
+        int((target >= 0).sum()),
         torch.zeros(0),
         torch.tensor([0.7, -0.4])[:, None].expand(target.shape),
         torch.tensor([False, True])[:, None].expand(target.shape),
         (target >= 0).sum(1),
+        int((target >= 0).sum()),
     )
     log_prob = own_scores(model, batch, temperature)[0].detach()
     noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(3))

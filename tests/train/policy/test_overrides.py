@@ -207,6 +207,7 @@ def test_programs_beside_training_take_them(tmp_path, capsys):
     assert "has no 'rope_thetta'; did you mean 'rope_theta'?\n" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_run_is_that_of_the_edited_copy(tmp_path):
     """The same numbers to the last bit; what it saves needs no overrides."""
     shutil.copytree(ASSETS / "arithmetic", tmp_path / "plain")

@@ -76,6 +76,7 @@ def test_a_disk_that_is_full(disk, whole, seed):
     check_goes_on(disk.root, newest, metrics)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_disk_that_fails(disk, whole, seed):
     metrics, seconds, _ = whole

@@ -29,6 +29,9 @@ output: {{export_every: 1, push_to_hub: me/mine, trackers: []}}
 """
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder of the run, what it has printed, and the hub that it has uploaded to."""
@@ -67,7 +70,6 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.long
 def test_the_run_ends_by_patience_and_keeps_the_best_model(run):
     folder, printed, _ = run
     found = evaluations(folder)

@@ -121,7 +121,7 @@ def test_one_answer_that_earns_something_is_enough(tmp_path, rewards):
     assert found.problem(config) is None
 
 
-@pytest.mark.parametrize("preflight", ["stop", "warn"])
+@pytest.mark.parametrize("preflight", ["stop", pytest.param("warn", marks=pytest.mark.long)])
 def test_a_run_whose_answers_are_all_cut(tmp_path, preflight):
     arguments = ("--steps=1", "--rollout.max_tokens=3", f"--preflight={preflight}", f"--output.folder={tmp_path}")
     done = launch(MAIN, *SMALL, *arguments)

@@ -70,6 +70,7 @@ def test_two_ranks_ahead_of_their_updates_lose_no_step_with_a_server(servers, tm
     assert set(np.concatenate(of_trajectories)) == {BEHAVIOURS.index("engine")}
 
 
+@pytest.mark.long
 def test_servers_that_are_gone_are_one_error_before_training(servers, tmp_path):
     for server in servers:
         server.ready()
