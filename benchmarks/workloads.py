@@ -4,13 +4,17 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
+from benchmarks.growth import END, PROMPT, questions_of, write_model
 from benchmarks.programs import QUIET, ROOT
 from benchmarks.word_problems import word_problems
 
@@ -37,6 +41,9 @@ class Workload:
         pass_rows: sequences per forward pass of TRL.
         batch_tokens: tokens that exgrpo generates at once.
         warmup: rounds that are not counted: in them memory is taken, and the experience gets something to replay.
+        dtype: compute dtype, fp32 or bf16; masters stay fp32.
+        together: whether all programs are in memory at once and take turns; else they run one after the other.
+        options: further ones of exgrpo, by name.
     """
 
     name: str
@@ -53,6 +60,9 @@ class Workload:
     pass_rows: int
     batch_tokens: int
     warmup: int
+    dtype: str = "fp32"
+    together: bool = True
+    options: Mapping[str, object] = field(default_factory=dict)
 
     def write_questions(self, path: Path) -> None:
         """One object per line."""
@@ -63,6 +73,7 @@ class Workload:
         options = {
             "recipe": RECIPE,
             "policy.path": model,
+            "policy.dtype": self.dtype,
             "data.train": questions,
             "data.train_limit": QUESTIONS,
             "data.max_prompt_tokens": self.max_prompt_tokens,
@@ -77,6 +88,7 @@ class Workload:
             "optimizer.lr": self.lr,
             "output.folder": output,
             "output.name": "run",
+            **self.options,
             **changes,
         }
         return [*(str(part) for name, value in options.items() for part in (f"--{name}", value)), *QUIET]
@@ -94,6 +106,7 @@ class Workload:
             "updates": self.updates,
             "lr": self.lr,
             "pass-rows": self.pass_rows,
+            "dtype": self.dtype,
         }
         return [str(part) for name, value in options.items() for part in (f"--{name}", value)]
 
@@ -154,3 +167,77 @@ SMOLLM2 = Workload(
     batch_tokens=16384,
     warmup=1,
 )
+
+
+def qwen(shape: Mapping[str, int], folder: Path) -> Path:
+    """A model of the shape of a Qwen2.5, with random weights and a word for each entry of its vocabulary.
+
+    It is called a Llama, and lacks the biases of queries, keys and values: for a Qwen2, transformers would read the
+    tokenizer of words as one of bytes.
+    """
+    fixed = {"tie_word_embeddings": True, "bos_token_id": END, "eos_token_id": END, "pad_token_id": END}
+    write_model(LlamaConfig(**fixed, **shape), folder)
+    return folder
+
+
+def _qwen_workload(name: str, shape: Mapping[str, int], **sizes: Any) -> Workload:
+    """Answers never end: all have `max_tokens`, of every program. Half of them are taken for right ones."""
+    return Workload(
+        name=name,
+        model=partial(qwen, shape),
+        questions=partial(questions_of, shape["vocab_size"]),
+        max_prompt_tokens=PROMPT,
+        updates=2,
+        lr=1e-6,
+        reward="benchmarks.coin:score",
+        warmup=1,
+        together=False,
+        **sizes,
+    )
+
+
+QWEN_SHAPES = {
+    "Qwen2.5-0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "Qwen2.5-1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+}
+"""As in the configurations of these models; both have two heads of keys and values and a tied head of 151,936 words."""
+ON_GPU = tuple(
+    _qwen_workload(
+        name,
+        {**shape, "num_key_value_heads": 2, "vocab_size": 151936},
+        groups=16,
+        samples=8,
+        max_tokens=512,
+        pass_tokens=8 * (PROMPT + 512),
+        pass_rows=8,
+        batch_tokens=131072,
+        dtype="bf16",
+        options={"rollout.kv_cache_gib": 16},
+    )
+    for name, shape in QWEN_SHAPES.items()
+)
+TINY = _qwen_workload(
+    "tiny Qwen2.5",
+    {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+    },
+    groups=4,
+    samples=4,
+    max_tokens=8,
+    pass_tokens=1024,
+    pass_rows=8,
+    batch_tokens=4096,
+    options={"rollout.kv_cache_gib": 0.25},
+)
+
+
+def workloads(sizes: str) -> tuple[Workload, ...]:
+    """Those of `--sizes`: full is for a GPU where there is one."""
+    if sizes == "tiny":
+        return (TINY,)
+    return ON_GPU if sizes == "full" and torch.cuda.is_available() else (DEFAULT, SMOLLM2)

