@@ -22,6 +22,7 @@ import numpy as np
 import requests
 import torch
 
+from benchmarks.timing import wait
 from exgrpo.train.common.distributed import World, start
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.seeds import derive_seed
@@ -120,6 +121,7 @@ def one_round(
     clock = PhaseClock()
     with clock("push"):
         engine.push_weights(iter(weights))
+        wait(weights.model.device)
     with clock("wake"):
         engine.wake()
     with clock("generate"):
@@ -139,7 +141,7 @@ def one_round(
 
 @torch.no_grad()
 def weight_gap(engine: RolloutEngine, weights: Weights, prompts: list[np.ndarray], config: Config) -> float:
-    """Mean absolute difference, in nats, of the engine's log-probs and those of the model whose weights it was given."""
+    """Mean absolute difference, in nats, of the engine's log-probs and those of the model that it was pushed."""
     sampling = Sampling(min(GAP_TOKENS, config.rollout.max_tokens), log_prob=True)
     requests = [Request(prompt, 2, sampling, derive_seed(config.seed, "gap", i)) for i, prompt in enumerate(prompts)]
     engine.push_weights(iter(weights))

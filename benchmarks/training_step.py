@@ -31,7 +31,7 @@ def resized(config: Config, sizes: Facts) -> Config:
 
 
 def facts_of(result: StepResult | None, utilisation: Utilisation) -> Facts:
-    """What is reported of a step; the share of the matrix rate that each phase reaches, where the model computes in it."""
+    """What is reported of a step, with the share of the matrix rate that each phase of the model reaches."""
     assert result is not None, "every question is retired: fewer rounds, or more questions"
     metrics = result.metrics
     used = utilisation.metrics(result.work, metrics)

@@ -169,23 +169,40 @@ SMOLLM2 = Workload(
 )
 
 
-def qwen(shape: Mapping[str, int], folder: Path) -> Path:
+def qwen(shape: tuple[int, int, int, int], vocabulary: int, folder: Path) -> Path:
     """A model of the shape of a Qwen2.5, with random weights and a word for each entry of its vocabulary.
 
     It is called a Llama, and lacks the biases of queries, keys and values: for a Qwen2, transformers would read the
     tokenizer of words as one of bytes.
+
+    Args:
+        shape: as in QWENS.
+        vocabulary: its size.
+        folder: for the files; it is returned.
     """
-    fixed = {"tie_word_embeddings": True, "bos_token_id": END, "eos_token_id": END, "pad_token_id": END}
-    write_model(LlamaConfig(**fixed, **shape), folder)
+    width, between, layers, heads = shape
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=between,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=END,
+        eos_token_id=END,
+        pad_token_id=END,
+    )
+    write_model(config, folder)
     return folder
 
 
-def _qwen_workload(name: str, shape: Mapping[str, int], **sizes: Any) -> Workload:
+def _qwen_workload(name: str, shape: tuple[int, int, int, int], vocabulary: int, **sizes: Any) -> Workload:
     """Answers never end: all have `max_tokens`, of every program. Half of them are taken for right ones."""
     return Workload(
         name=name,
-        model=partial(qwen, shape),
-        questions=partial(questions_of, shape["vocab_size"]),
+        model=partial(qwen, shape, vocabulary),
+        questions=partial(questions_of, vocabulary),
         max_prompt_tokens=PROMPT,
         updates=2,
         lr=1e-6,
@@ -196,15 +213,16 @@ def _qwen_workload(name: str, shape: Mapping[str, int], **sizes: Any) -> Workloa
     )
 
 
-QWEN_SHAPES = {
-    "Qwen2.5-0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
-    "Qwen2.5-1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-}
-"""As in the configurations of these models; both have two heads of keys and values and a tied head of 151,936 words."""
+QWENS = {"Qwen2.5-0.5B": (896, 4864, 24, 14), "Qwen2.5-1.5B": (1536, 8960, 28, 12)}
+"""Width, width of the layers between, layers and heads of queries, as these models have them.
+
+Both have two heads of keys and values, and a tied head of 151,936 words.
+"""
 ON_GPU = tuple(
     _qwen_workload(
         name,
-        {**shape, "num_key_value_heads": 2, "vocab_size": 151936},
+        shape,
+        151936,
         groups=16,
         samples=8,
         max_tokens=512,
@@ -214,18 +232,12 @@ ON_GPU = tuple(
         dtype="bf16",
         options={"rollout.kv_cache_gib": 16},
     )
-    for name, shape in QWEN_SHAPES.items()
+    for name, shape in QWENS.items()
 )
 TINY = _qwen_workload(
     "tiny Qwen2.5",
-    {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-    },
+    (64, 128, 2, 2),
+    512,
     groups=4,
     samples=4,
     max_tokens=8,

@@ -143,7 +143,7 @@ PARTS = (
         title="Rollouts: vLLM in the process of the trainer, in bf16 and fp32",
         command=ROLLOUTS,
         day="--sizes=full",
-        rehearsal="--sizes=tiny",
+        rehearsal="--sizes=tiny -k fp32",
         least=4,
         most=10,
         result=".json",
