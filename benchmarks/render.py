@@ -153,7 +153,7 @@ def _parts(parts: list[dict[str, Any]]) -> list[str]:
     lines = ["", "## Parts", "", "| part | came to | date | revision | seconds |", "|---|---|---|---|---:|"]
     for part in parts:
         came_to = part["problem"] or "finished"
-        cells = [part["title"], came_to, part.get("date", ""), part.get("revision", "")[:10]]
+        cells = [part["title"], came_to, part.get("date", ""), part.get("revision", "")]
         lines.append(f"| {' | '.join(cells)} | {part.get('seconds', 0):.0f} |")
     return lines
 

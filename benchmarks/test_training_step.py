@@ -70,7 +70,7 @@ def results(turns: dict[str, list[Turn]]) -> Results:
             "replayed": statistics.mean(turn.facts.get("replayed", 0) for turn in of_row),
             "generated_tokens": statistics.mean(turn.facts["generated_tokens"] for turn in of_row),
             "seconds_per_token": statistics.median(map(per_token, of_row)),
-            "children_bytes": of_row[-1].peak.children,
+            "children_bytes": None if "device_bytes" in of_row[0].facts else of_row[-1].peak.children,
             "tokens_per_second": statistics.median(1 / per_token(turn) for turn in of_row),
         }
         if "mfu" in of_row[0].facts:
@@ -126,4 +126,6 @@ def test_training_step(benchmark, races, rounds, tmp_path, workload, row, reques
         for item in request.session.items
         if getattr(item, "callspec", None) and item.callspec.params.get("workload") == workload
     ]
-    races.run(f"training step: {workload.name}", row, lambda: measure(workload, chosen, tmp_path, rounds), benchmark)
+    order = "" if workload.together else ", one program after the other"
+    group = f"training step: {workload.name}{order}"
+    races.run(group, row, lambda: measure(workload, chosen, tmp_path, rounds), benchmark)

@@ -9,6 +9,7 @@ end within its limit, stops no other; it comes last in the next call. The exit s
 import argparse
 import datetime
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -91,7 +92,7 @@ def revision() -> str:
     """The commit of the working tree, with `+` where it has changes; empty where that is not known."""
     with suppress(OSError):
         done = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
+            ["git", "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+"],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -123,7 +124,7 @@ def parts_of(day: Day, chosen: Sequence[Part], named: bool) -> int:
         part.name: "; ".join(f"needs {need}: {reason}" for need in part.needs if (reason := missing_of(need, day.path)))
         for part in PARTS
     }
-    said = []
+    said, failed = [], False
     for part in chosen if named else order(chosen, done, day.device):
         least = 0 if day.rehearse else part.least
         if reasons[part.name]:
@@ -133,6 +134,7 @@ def parts_of(day: Day, chosen: Sequence[Part], named: bool) -> int:
         else:
             of_part = day.take(part)
             done.note(part.name, of_part)
+            failed = failed or bool(of_part.problem)
             said.append((part.name, of_part.seconds, of_part.problem or "finished"))
             page(day, done, reasons)
     written = page(day, done, reasons)
@@ -140,7 +142,7 @@ def parts_of(day: Day, chosen: Sequence[Part], named: bool) -> int:
     for name, took, words in said:
         day.log.say(f"{name:16}{seconds(took) if took else '':>10}   {words}")
     day.log.say(f"\n{written}")
-    return int(any(part.name in done.done and done.done[part.name].problem for part in chosen))
+    return int(failed)
 
 
 def page(day: Day, done: Parts, reasons: dict[str, str]) -> Path:
@@ -207,3 +209,6 @@ def main(argv: list[str]) -> int:
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            day.log.say("\nstopped: the next call goes on with this part")
+            return 128 + signal.SIGINT

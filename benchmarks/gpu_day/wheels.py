@@ -1,6 +1,6 @@
 """Wheels for a machine without a network: which are missing, how they are fetched elsewhere, and their pieces.
 
-On the machine with a network, `sh fetch.sh` in the folder fetches them and cuts what is larger than PIECE. The folder
+On the machine with a network, `sh fetch.sh 3.12` in the folder fetches them and cuts what is larger than PIECE. The folder
 then travels, and `--packages FOLDER` puts the pieces together and unpacks all wheels for the parts alone.
 """
 
@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import Distribution, PathDistribution
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
@@ -32,7 +32,7 @@ GLIBCS = (28, 27, 24, 17)
 """Names of platforms that wheels have: pip matches each exactly."""
 
 
-def missing(there: Mapping[str, str], folder: Path) -> dict[str, tuple[Requirement, str]]:
+def missing(there: Mapping[str, str], folder: Path, chosen: Sequence[str]) -> dict[str, tuple[Requirement, str]]:
     """What is wanted and not there, with the first that wants it, by canonical name; what those need is in it, too.
 
     Requirements of a package are read where it is installed on this machine or its wheel is in the folder.
@@ -40,10 +40,11 @@ def missing(there: Mapping[str, str], folder: Path) -> dict[str, tuple[Requireme
     Args:
         there: versions by canonical name.
         folder: of the wheels that were fetched already.
+        chosen: groups whose packages are wanted.
     """
     known: dict[str, Distribution] = {**installed(), **fetched(folder)}
     found: dict[str, tuple[Requirement, str]] = {}
-    wanted = [(one, group) for group in GROUPS for one in groups()[group]]
+    wanted = [(one, group) for group in chosen for one in groups()[group]]
     while wanted:
         one, by = wanted.pop(0)
         name = canonicalize_name(one.name)
@@ -85,16 +86,24 @@ def plan(folder: Path, listed: Path | None) -> str:
     """
     folder.mkdir(parents=True, exist_ok=True)
     there = {name: one.version for name, one in installed().items()} if listed is None else read_list(listed)
-    lacking, known = missing(there, folder), sizes(folder)
+    fits = there.get("torch", "").startswith(pins()["torch"])  # what vLLM is built for
+    lacking, known = missing(there, folder, [group for group in GROUPS if fits or group != "vllm"]), sizes(folder)
     lines = []
     for name, (one, by) in lacking.items():
-        size = f"{known[name] / 2**20:.1f} MiB" if name in known else "not fetched"
+        size = f"{known[name] / 2**20:.2f} MiB" if name in known else "not fetched"
         old = f", {there[name]} is there" if name in there else ""
         lines.append(f"{_pinned(one):40} {size:>12}   for {by}{old}")
     (folder / "fetch.sh").write_text(script(one for one, _ in lacking.values()), encoding="utf-8")
     lines.append(f"{len(lacking)} wheels, {sum(known.get(name, 0) for name in lacking) / 2**20:.1f} MiB fetched")
-    lines.append(f"On a machine with a network: sh {folder / 'fetch.sh'}; then --wheels again, for what these need.")
-    lines.append("torch and triton are not in the list: vLLM is built for one version of torch, and has to fit it.")
+    lines.append(
+        f"On a machine with a network: sh {folder / 'fetch.sh'} 3.12, for that version of Python; then --wheels"
+    )
+    lines.append("again, for what these need.")
+    if not fits:
+        has = there.get("torch", "none")
+        lines.append(
+            f"vllm is not in the list: its version here is built for torch {pins()['torch']}, and {has} is there."
+        )
     return "\n".join(lines)
 
 
@@ -112,18 +121,26 @@ def _pinned(one: Requirement) -> str:
 
 
 def script(wanted: Iterable[Requirement]) -> str:
-    """Commands that fetch wheels for this Python on x86-64 Linux, build what has none, and cut large ones."""
+    """Commands that fetch wheels for x86-64 Linux, build what has none, and cut large ones; its argument is Python's."""
     python = ".".join(platform.python_version_tuple()[:2])
-    platforms = " ".join(f"--platform manylinux_2_{number}_x86_64" for number in GLIBCS)
-    fetch = f"--no-deps --only-binary=:all: --python-version {python} --implementation cp {platforms} -d ."
-    lines = ["# Fetches wheels beside this file, and cuts those that are too large to travel.", 'cd "$(dirname "$0")"']
-    for one in sorted({_pinned(requirement) for requirement in wanted}):
-        word = shlex.quote(one)
-        lines.append(f"pip download -q {fetch} {word} || pip wheel -q --no-deps -w . {word}")
-    return "\n".join([*lines, CUT]) + "\n"
+    words = (shlex.quote(_pinned(one)) for one in wanted)
+    return SCRIPT.format(python=python, platforms=PLATFORMS, fetch="\n".join(f"fetch {word}" for word in sorted(words)))
 
 
+PLATFORMS = " ".join(f"--platform manylinux_2_{number}_x86_64" for number in GLIBCS)
 CUT = f"find . -name '*.whl' -size +{PIECE}M -exec split -b {PIECE}M -a 3 -d {{}} {{}}{MARK} \\; -exec rm {{}} \\;"
+SCRIPT = f"""\
+# Fetches wheels beside this file for a version of Python, `sh fetch.sh 3.12`, and cuts those that are too large to travel.
+cd "$(dirname "$0")" || exit
+python=${{{{1:-{{python}}}}}}
+fetch() {{{{
+    pip download -q --no-deps --only-binary=:all: --python-version "$python" --implementation cp {{platforms}} -d . "$1" ||
+        pip wheel -q --no-deps -w . "$1"
+}}}}
+{{fetch}}
+{CUT.replace("{", "{{").replace("}", "}}")}
+ls -l
+"""
 
 
 def joined(folder: Path, into: Path) -> list[Path]:
