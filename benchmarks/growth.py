@@ -24,7 +24,7 @@ END = 0
 """The token that ends an answer; its logit is hopeless."""
 STEADY = 8.0
 """A value that every hidden state has in its first place, whatever the token."""
-STEADY_TIED = 3.0
+STEADY_TIED = 4.0
 """That of models whose head is the embedding: it is a part of every logit, and large ones are coarse in bf16."""
 
 

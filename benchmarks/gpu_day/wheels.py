@@ -1,7 +1,7 @@
 """Wheels for a machine without a network: which are missing, how they are fetched elsewhere, and their pieces.
 
-On the machine with a network, `sh fetch.sh 3.12` in the folder fetches them and cuts what is larger than PIECE. The folder
-then travels, and `--packages FOLDER` puts the pieces together and unpacks all wheels for the parts alone.
+On the machine with a network, `sh fetch.sh 3.12` in the folder fetches them and cuts what is larger than PIECE. The
+folder then travels, and `--packages FOLDER` puts the pieces together and unpacks all wheels for the parts alone.
 """
 
 import platform
@@ -32,17 +32,16 @@ GLIBCS = (28, 27, 24, 17)
 """Names of platforms that wheels have: pip matches each exactly."""
 
 
-def missing(there: Mapping[str, str], folder: Path, chosen: Sequence[str]) -> dict[str, tuple[Requirement, str]]:
+def missing(
+    there: Mapping[str, str], known: Mapping[str, Distribution], chosen: Sequence[str]
+) -> dict[str, tuple[Requirement, str]]:
     """What is wanted and not there, with the first that wants it, by canonical name; what those need is in it, too.
-
-    Requirements of a package are read where it is installed on this machine or its wheel is in the folder.
 
     Args:
         there: versions by canonical name.
-        folder: of the wheels that were fetched already.
+        known: packages whose own requirements can be read, by canonical name.
         chosen: groups whose packages are wanted.
     """
-    known: dict[str, Distribution] = {**installed(), **fetched(folder)}
     found: dict[str, tuple[Requirement, str]] = {}
     wanted = [(one, group) for group in chosen for one in groups()[group]]
     while wanted:
@@ -58,13 +57,13 @@ def missing(there: Mapping[str, str], folder: Path, chosen: Sequence[str]) -> di
     return found
 
 
-def fetched(folder: Path) -> dict[str, Distribution]:
-    """The wheels of a folder, by canonical name; pieces are none."""
+def contents(wheels: Iterable[Path]) -> dict[str, Distribution]:
+    """What some wheels say of themselves, by canonical name."""
     found: dict[str, Distribution] = {}
-    for wheel in sorted(folder.glob("*.whl")):
+    for wheel in wheels:
         with ZipFile(wheel) as files:
-            (metadata,) = {name.split("/")[0] for name in files.namelist() if name.endswith(".dist-info/METADATA")}
-        found[canonicalize_name(wheel.name.split("-")[0])] = PathDistribution(InZip(wheel, f"{metadata}/"))  # type: ignore[arg-type]
+            (folder,) = {name.split("/")[0] for name in files.namelist() if name.endswith(".dist-info/METADATA")}
+        found[canonicalize_name(wheel.name.split("-")[0])] = PathDistribution(InZip(wheel, f"{folder}/"))  # type: ignore[arg-type]
     return found
 
 
@@ -87,23 +86,21 @@ def plan(folder: Path, listed: Path | None) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     there = {name: one.version for name, one in installed().items()} if listed is None else read_list(listed)
     fits = there.get("torch", "").startswith(pins()["torch"])  # what vLLM is built for
-    lacking, known = missing(there, folder, [group for group in GROUPS if fits or group != "vllm"]), sizes(folder)
-    lines = []
+    chosen = [group for group in GROUPS if fits or group != "vllm"]
+    with tempfile.TemporaryDirectory() as scratch:
+        lacking = missing(there, {**installed(), **contents(joined(folder, Path(scratch)))}, chosen)
+    lines, known = [], sizes(folder)
     for name, (one, by) in lacking.items():
         size = f"{known[name] / 2**20:.2f} MiB" if name in known else "not fetched"
         old = f", {there[name]} is there" if name in there else ""
         lines.append(f"{_pinned(one):40} {size:>12}   for {by}{old}")
     (folder / "fetch.sh").write_text(script(one for one, _ in lacking.values()), encoding="utf-8")
     lines.append(f"{len(lacking)} wheels, {sum(known.get(name, 0) for name in lacking) / 2**20:.1f} MiB fetched")
-    lines.append(
-        f"On a machine with a network: sh {folder / 'fetch.sh'} 3.12, for that version of Python; then --wheels"
-    )
-    lines.append("again, for what these need.")
+    lines.append(f"On a machine with a network, for Python 3.12 there: sh {folder / 'fetch.sh'} 3.12")
+    lines.append("Then this list again: it has what the new wheels need.")
     if not fits:
-        has = there.get("torch", "none")
-        lines.append(
-            f"vllm is not in the list: its version here is built for torch {pins()['torch']}, and {has} is there."
-        )
+        torch = there.get("torch", "none")
+        lines.append(f"vllm is not in the list: it would be built for torch {pins()['torch']}, and {torch} is there.")
     return "\n".join(lines)
 
 
@@ -120,34 +117,32 @@ def _pinned(one: Requirement) -> str:
     return f"{one.name}=={version}" if fits else f"{one.name}{one.specifier}"
 
 
-def script(wanted: Iterable[Requirement]) -> str:
-    """Commands that fetch wheels for x86-64 Linux, build what has none, and cut large ones; its argument is Python's."""
-    python = ".".join(platform.python_version_tuple()[:2])
-    words = (shlex.quote(_pinned(one)) for one in wanted)
-    return SCRIPT.format(python=python, platforms=PLATFORMS, fetch="\n".join(f"fetch {word}" for word in sorted(words)))
-
-
-PLATFORMS = " ".join(f"--platform manylinux_2_{number}_x86_64" for number in GLIBCS)
 CUT = f"find . -name '*.whl' -size +{PIECE}M -exec split -b {PIECE}M -a 3 -d {{}} {{}}{MARK} \\; -exec rm {{}} \\;"
-SCRIPT = f"""\
-# Fetches wheels beside this file for a version of Python, `sh fetch.sh 3.12`, and cuts those that are too large to travel.
+SCRIPT = """\
+# Fetches wheels for x86-64 Linux beside this file, builds what has none, and cuts what is too large to travel.
+# sh fetch.sh 3.12 is for that version of Python.
 cd "$(dirname "$0")" || exit
-python=${{{{1:-{{python}}}}}}
-fetch() {{{{
-    pip download -q --no-deps --only-binary=:all: --python-version "$python" --implementation cp {{platforms}} -d . "$1" ||
-        pip wheel -q --no-deps -w . "$1"
-}}}}
-{{fetch}}
-{CUT.replace("{", "{{").replace("}", "}}")}
-ls -l
+fetch() {
+    pip download -q --no-deps --only-binary=:all: --python-version "${python}" --implementation cp \\
+        PLATFORMS -d . "$1" || pip wheel -q --no-deps -w . "$1"
+}
 """
+
+
+def script(wanted: Iterable[Requirement]) -> str:
+    """The commands, for this version of Python if the script is given no other."""
+    platforms = " ".join(f"--platform manylinux_2_{number}_x86_64" for number in GLIBCS)
+    default = ".".join(platform.python_version_tuple()[:2])
+    lines = [SCRIPT.replace("PLATFORMS", platforms), f"python=${{1:-{default}}}"]
+    lines += [f"fetch {shlex.quote(word)}" for word in sorted(_pinned(one) for one in wanted)]
+    return "\n".join([*lines, CUT, "ls -l"]) + "\n"
 
 
 def joined(folder: Path, into: Path) -> list[Path]:
     """The wheels of a folder; those in pieces are put together in another folder.
 
     Raises:
-        ValueError: there is none, or a piece is missing.
+        ValueError: a piece is missing.
     """
     whole = sorted(folder.glob("*.whl"))
     for first in sorted(folder.glob(f"*{MARK}000")):
@@ -161,8 +156,6 @@ def joined(folder: Path, into: Path) -> list[Path]:
         except BadZipFile:
             raise ValueError(f"{wheel.name} is not whole: {len(pieces)} pieces in {folder}") from None
         whole.append(wheel)
-    if not whole:
-        raise ValueError(f"there is no wheel in {folder}")
     return whole
 
 
@@ -174,6 +167,8 @@ def install(folder: Path, target: Path, log: Log) -> None:
     """
     with tempfile.TemporaryDirectory() as scratch:
         wheels = joined(folder, Path(scratch))
+        if not wheels:
+            raise ValueError(f"there is no wheel in {folder}")
         options = ["--no-index", "--no-deps", "--upgrade", "--quiet", "--target", str(target)]
         words = [sys.executable, "-m", "pip", "install", *options, *map(str, wheels)]
         if problem := run(words, {}, 600, log).problem:

@@ -74,17 +74,20 @@ def test_a_version_that_does_not_fit_is_listed(tmp_path, wanted):
     assert "14.0.0 is there" in wheels.plan(tmp_path, there)
 
 
-def test_pieces_put_together_are_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(wheels, "CUT", wheels.CUT.replace(f"+{wheels.PIECE}M", "+1M").replace("60M", "1M"))
-    small, large = write_wheel(tmp_path, "small"), write_wheel(tmp_path, "large", size=(2 << 20) + 12345)
+def test_pieces_put_together_are_the_same_bytes(tmp_path, wanted):
+    small = write_wheel(tmp_path, "small")
+    large = write_wheel(tmp_path, "large", ["hjson"], size=(2 << 20) + 12345)
     before = {path.name: path.read_bytes() for path in (small, large)}
-    subprocess.run(["sh", "-c", wheels.CUT], cwd=tmp_path, check=True)
+    subprocess.run(["sh", "-c", wheels.CUT.replace(f"{wheels.PIECE}M", "1M")], cwd=tmp_path, check=True)
     assert [path.name for path in sorted(tmp_path.glob("large*"))] == [f"{large.name}.piece.00{i}" for i in range(3)]
     assert small.exists()
     assert wheels.sizes(tmp_path) == {name.split("-")[0]: len(content) for name, content in before.items()}
     into = tmp_path / "into"
     into.mkdir()
     assert {path.name: path.read_bytes() for path in wheels.joined(tmp_path, into)} == before
+    wanted(train=["large"])
+    (tmp_path / "there.txt").touch()
+    assert "hjson " in wheels.plan(tmp_path, tmp_path / "there.txt")  # what a wheel in pieces needs is read, too
     (tmp_path / f"{large.name}.piece.002").unlink()
     with pytest.raises(ValueError, match=f"{large.name} is not whole: 2 pieces"):
         wheels.joined(tmp_path, into)

@@ -161,8 +161,11 @@ def test_growth_rows_take_their_turns_by_axis(tmp_path):
     assert draw(reported, tmp_path / "plots.svg")
 
 
-def test_models_of_the_growth_benchmark_never_end_an_answer(tmp_path):
-    write_model(config_of(64), tmp_path)
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_of_the_benchmarks_never_end_an_answer(tied, tmp_path):
+    config = config_of(64)
+    config.tie_word_embeddings = tied
+    write_model(config, tmp_path)
     model, tokenizer = LlamaForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     prompt = " ".join(f"w{i}" for i in range(1, PROMPT + 1))
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
