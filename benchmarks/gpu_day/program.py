@@ -31,8 +31,8 @@ from benchmarks.render import seconds, write
 
 PACKAGES = "packages"
 """The folder in the output into which the wheels of --packages are unpacked."""
-REHEARSED = 1.5
-"""Minutes for a part of the rehearsal."""
+LEAST_REHEARSED, REHEARSED = 0.2, 1.5
+"""Minutes for a part of the rehearsal, as `Part.least` and `Part.most`."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,12 @@ def parts_of(day: Day, chosen: Sequence[Part], named: bool) -> int:
     }
     said, failed = [], False
     for part in chosen if named else order(chosen, done, day.device):
-        least = 0 if day.rehearse else part.least
+        least = LEAST_REHEARSED if day.rehearse else part.least
         if reasons[part.name]:
             said.append((part.name, 0.0, f"left out, {reasons[part.name]}"))
         elif day.left() <= least:
-            said.append((part.name, 0.0, f"not begun: it needs {part.least:g} minutes, and {day.left():.1f} are left"))
+            left = max(0.0, day.left())
+            said.append((part.name, 0.0, f"not begun: it needs {least:g} minutes, and {left:.1f} are left"))
         else:
             of_part = day.take(part)
             done.note(part.name, of_part)

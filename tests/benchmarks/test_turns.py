@@ -66,6 +66,13 @@ def test_a_program_that_ends_says_why(tmp_path):
         Program([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path / "log")
 
 
+def test_an_interrupt_does_not_wait_for_a_program_in_its_turn(tmp_path):
+    code = "import time\nfrom benchmarks.turns import Turns\nTurns().answer({})\nwhile True: time.sleep(1)"
+    with pytest.raises(KeyboardInterrupt), Program([sys.executable, "-c", code], tmp_path / "log") as program:
+        raise KeyboardInterrupt
+    assert program._process.returncode == -9  # it would not have ended by itself
+
+
 def test_the_peak_of_a_program_has_that_of_its_children():
     hold = "import sys; held = bytearray(64 << 20); del held; print('ready', flush=True); sys.stdin.read()"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}], check=True)"
