@@ -32,7 +32,7 @@ def started(*arguments):
         env={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
         check=False,
     )
 
@@ -59,8 +59,9 @@ def logged(day):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1000)
 def test_a_rehearsal_leaves_everything_there_is_to_leave(tmp_path):
-    done = started("--rehearse", "--output", str(tmp_path), "--minutes", "6")
+    done = started("--rehearse", "--output", str(tmp_path), "--minutes", "12")
     assert done.returncode == 0, done.stdout + done.stderr
     parts = Parts.read(tmp_path)
     finished = {part.name for part in PARTS if parts.finished(part.name, "cpu")}
