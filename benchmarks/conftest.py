@@ -28,6 +28,8 @@ VERSIONS = (
     "verl",
     "trl",
     "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "vllm",
 )
 
 
@@ -38,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The sizes of the heads, and the time to spend."""
     parser.addoption("--sizes", choices=tuple(BUDGET), default="small", help="full: models' real sizes as well.")
     parser.addoption("--rounds", type=int, default=5, help="Rounds of programs that take turns, such as trainers.")
+    parser.addoption("--in-a-row", type=int, default=1, help="Calls of a head one after another in each round.")
     parser.addoption("--minutes", type=float, default=math.inf, help="Begin no group after so many minutes.")
 
 
@@ -51,6 +54,12 @@ def sizes(request: pytest.FixtureRequest) -> str:
 def rounds(request: pytest.FixtureRequest) -> int:
     """What --rounds says."""
     return request.config.getoption("rounds")
+
+
+@pytest.fixture(scope="session")
+def in_a_row(request: pytest.FixtureRequest) -> int:
+    """What --in-a-row says."""
+    return request.config.getoption("in_a_row")
 
 
 @pytest.fixture
@@ -101,6 +110,12 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
         except metadata.PackageNotFoundError:
             continue
     machine_info["versions"] = versions
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict) -> None:
+    """Rows that did not run are named with the reason."""
+    output_json["left_out"] = config.stash[RACES].left_out()
 
 
 @pytest.hookimpl(trylast=True)

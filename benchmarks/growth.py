@@ -24,6 +24,8 @@ END = 0
 """The token that ends an answer; its logit is hopeless."""
 STEADY = 8.0
 """A value that every hidden state has in its first place, whatever the token."""
+STEADY_TIED = 4.0
+"""That of models whose head is the embedding: it is a part of every logit, and large ones are coarse in bf16."""
 
 
 @dataclass(frozen=True)
@@ -93,41 +95,52 @@ def parameters(width: int) -> int:
 
 
 @torch.no_grad()
-def write_model(width: int, folder: Path) -> None:
-    """A random model with a tokenizer of whole words.
+def write_model(config: LlamaConfig, folder: Path) -> None:
+    """A random model with a tokenizer of whole words, one for each of its vocabulary.
 
     The first place of its hidden states is the same positive number for every token, since no layer writes there; the
-    head reads it with a large negative weight for END alone.
+    head reads it with a large negative weight for END alone. Where the head is the embedding, the other words have that
+    number there, too, which moves all of their logits alike.
+
+    Args:
+        config: of a Llama; END has to end an answer.
+        folder: for the files.
     """
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config_of(width))
-    model.model.embed_tokens.weight[:, 0] = STEADY
+    model = LlamaForCausalLM(config)
+    tied = config.tie_word_embeddings
+    model.model.embed_tokens.weight[:, 0] = STEADY_TIED if tied else STEADY
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[0] = 0
         layer.mlp.down_proj.weight[0] = 0
-    model.lm_head.weight[:, 0] = 0
-    model.lm_head.weight[END] = 0
-    model.lm_head.weight[END, 0] = -100
+    if tied:
+        model.lm_head.weight[END, 0] = -STEADY_TIED
+    else:
+        model.lm_head.weight[:, 0] = 0
+        model.lm_head.weight[END] = 0
+        model.lm_head.weight[END, 0] = -100
     model.save_pretrained(folder)
-    words = {"<end>": END, **{f"w{i}": i for i in range(1, VOCABULARY)}}
+    words = {"<end>": END, **{f"w{i}": i for i in range(1, config.vocab_size)}}
     tokens = Tokenizer(WordLevel(words, unk_token="w1"))
     tokens.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokens, eos_token="<end>", pad_token="<end>", bos_token="<end>"
     )
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
     tokenizer.save_pretrained(folder)
 
 
-def write_questions(path: Path, count: int = 4000) -> None:
-    """Questions of PROMPT words."""
+def questions_of(vocabulary: int, count: int = 4000) -> Iterator[dict[str, str]]:
+    """Questions of PROMPT words of a vocabulary."""
     rng = random.Random(0)
+    for _ in range(count):
+        words = " ".join(f"w{rng.randrange(1, vocabulary)}" for _ in range(PROMPT))
+        yield {"question": words, "answer": "w1"}
 
-    def lines() -> Iterator[str]:
-        for _ in range(count):
-            words = " ".join(f"w{rng.randrange(1, VOCABULARY)}" for _ in range(PROMPT))
-            yield json.dumps({"question": words, "answer": "w1"}) + "\n"
 
-    path.write_text("".join(lines()), encoding="utf-8")
+def write_questions(path: Path) -> None:
+    """Questions for models of VOCABULARY, one object per line."""
+    path.write_text("".join(json.dumps(one) + "\n" for one in questions_of(VOCABULARY)), encoding="utf-8")
 
 
 def options(model: Path, questions: Path, output: Path) -> list[str]:

@@ -43,6 +43,11 @@ def _release_free_memory() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
+def device_peak() -> dict[str, int]:
+    """`device_bytes`: the most that the tensors of this process have taken on its GPU; nothing where it uses none."""
+    return {"device_bytes": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {}
+
+
 @dataclass(frozen=True)
 class Peak:
     """The most memory that a program has held at a time, in bytes.

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.growth import BASE, PROMPT, options, parameters, write_model, write_questions
+from benchmarks.growth import BASE, PROMPT, config_of, options, parameters, write_model, write_questions
 from benchmarks.network_model import Network, Ring, Traffic
 from benchmarks.programs import QUIET
 from tests.train.hosts import Hosts, missing
@@ -183,7 +183,7 @@ def main(argv: list[str]) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         model, questions = folder / "model", folder / "questions.jsonl"
-        write_model(WIDTH, model)
+        write_model(config_of(WIDTH), model)
         write_questions(questions)
         hosts = stack.enter_context(Hosts(TRAINERS + SERVERS, trainers=TRAINERS))
         limits = f"--max-tokens={PROMPT + BASE.max_tokens}", "--kv-cache-gib=0.2"

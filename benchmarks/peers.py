@@ -2,7 +2,8 @@
 
     pip install --no-deps liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0
 
-On GPUs their Triton kernels run; on a CPU those that have a path without Triton. quack-kernels needs more.
+On GPUs their Triton kernels run; on a CPU those that have a path without Triton. quack-kernels and Liger's kernels for
+Hopper need more: `python -m benchmarks.gpu_day --wheels` lists it.
 """
 
 import importlib
@@ -73,6 +74,8 @@ class TorchCrossEntropy(CrossEntropy):
     name, package, operations = "torch linear_cross_entropy", "torch", (FORWARD, CROSS_ENTROPY)
 
     def load(self) -> Callable[..., Any]:
+        if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+            raise ImportError(f"torch 2.13 or later has it, and this is {torch.__version__}")
         options = torch.nn.LinearCrossEntropyOptions()  # without them it is full logits
         return partial(torch.nn.functional.linear_cross_entropy, options=options)
 
@@ -120,11 +123,13 @@ class LigerPolicyLoss(Peer):
 
 
 class LigerScaledCrossEntropy(Peer):
-    """Liger's fused linear scaled cross-entropy: its SM90 kernel there, elsewhere the fallback of its own choice."""
+    """Liger's fused linear scaled cross-entropy: on Hopper its CuTe DSL kernels, else its own fallback."""
 
     name, package, needs_cuda, takes_ignored = "Liger FLSCE", "liger_kernel", True, True
 
     def load(self) -> Callable[..., Any]:
+        if torch.cuda.get_device_capability() == (9, 0):  # says what is missing, which it would say in the first call
+            importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")
         return importlib.import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction.apply
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -40,9 +40,15 @@ class Result:
 Results = dict[str, Result]
 
 
-def race(calls: dict[str, Call], device: torch.device, budget: float, facts: dict[str, dict[str, Any]]) -> Results:
-    """Time calls against each other, then take the peak memory of each."""
-    seconds, failed = interleave(calls, device, budget)
+def race(
+    calls: dict[str, Call],
+    device: torch.device,
+    budget: float,
+    facts: dict[str, dict[str, Any]],
+    in_a_row: int = 1,
+) -> Results:
+    """Time calls against each other, see `interleave`, then take the peak memory of each."""
+    seconds, failed = interleave(calls, device, budget, in_a_row)
     results = {name: Result(failure=failure) for name, failure in failed.items()}
     for name, of_row in seconds.items():
         results[name] = Result(tuple(of_row), peak_bytes=peak_bytes(calls[name], device), facts=facts.get(name, {}))
@@ -63,6 +69,16 @@ class Races:
         self.results: dict[str, Results] = {}
         self.rows: list[dict[str, Any]] = []
         """What was reported, in the form of `record.Record.rows`."""
+
+    def left_out(self) -> dict[str, list[str]]:
+        """Why rows did not run, by their names; what a row raised comes with its group."""
+        reasons: dict[str, list[str]] = {}
+        for group, results in self.results.items():
+            for row, result in results.items():
+                reason = result.reason or (f"{group}: {result.failure}" if result.failure else "")
+                if reason and reason not in reasons.get(row, []):
+                    reasons.setdefault(row, []).append(reason)
+        return reasons
 
     def run(self, group: str, row: str, measure: Callable[[], Results], benchmark: Any) -> None:
         """Report a row of a group to pytest-benchmark; `measure` gives the group's results where it is a new one.

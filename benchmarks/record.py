@@ -5,7 +5,7 @@ pytest-benchmark writes thousands of lines; `summarize` takes out of them what `
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,9 @@ class Record:
         machine: where it was measured.
         rows: one for each benchmark. Each has `group`, `row` (its name), `median` and `iqr` (the interquartile range)
             in seconds, and what the benchmark reported besides, such as `peak_bytes`.
+        left_out: why rows are not there, by their names.
+        parts: of a day on a GPU; each has `name`, `title`, `problem` (empty where it is finished) and, where it was
+            begun, `date`, `revision`, `seconds` and maybe a `text`.
     """
 
     date: str
@@ -55,6 +58,8 @@ class Record:
     dirty: bool
     machine: Machine
     rows: list[Row]
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+    parts: list[dict[str, Any]] = field(default_factory=list)
 
 
 def summarize(full: dict[str, Any]) -> Record:
@@ -72,6 +77,7 @@ def summarize(full: dict[str, Any]) -> Record:
             {"group": b["group"], "median": b["stats"]["median"], "iqr": b["stats"]["iqr"], **b["extra_info"]}
             for b in full["benchmarks"]
         ],
+        left_out=full.get("left_out", {}),
     )
 
 
@@ -97,6 +103,9 @@ def read(path: Path) -> Record:
 def write(record: Record, path: Path) -> None:
     """Write a record, one line for each row; fields of a row that are None or False are left out."""
     fields = asdict(record)
+    for name in ("left_out", "parts"):
+        if not fields[name]:
+            del fields[name]
     rows = [
         {key: _rounded(value) for key, value in row.items() if value is not None and value is not False}
         for row in fields.pop("rows")

@@ -19,6 +19,8 @@ from benchmarks.record import Record, Row, groups_of, read
 from benchmarks.record import write as write_record
 from exgrpo.kernels.dispatch import TRITON_INSTALLED
 
+FENCE = "````"
+"""Around texts, which may have fences of three signs."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -69,9 +71,13 @@ COLUMNS = (
     Column("time / transformers", "times_transformers", "{:.2f}".format),
     Column("tokens / s", "tokens_per_second", "{:,.0f}".format),
     Column("push", "push", seconds),
+    Column("wake", "wake", seconds),
+    Column("sleep", "sleep", seconds),
+    Column("weight gap in nats", "weight_gap", "{:.1e}".format),
     Column("replayed", "replayed", "{:.1f}".format),
     Column("generated tokens", "generated_tokens", "{:,.0f}".format),
     Column("by phase", "phases", lambda phases: ", ".join(f"{k} {seconds(v)}" for k, v in phases.items())),
+    Column("MFU", "mfu", lambda shares: ", ".join(f"{k} {v:.1%}" for k, v in shares.items())),
     Column("by size", "growth", lambda growth: ", ".join(f"{int(k):,}: {seconds(v)}" for k, v in growth.items())),
     Column("growth exponent", "exponent", "{:.2f}".format),
     Column("", "wrong", lambda wrong: "WRONG" if wrong else ""),
@@ -126,11 +132,30 @@ def markdown(record: Record) -> str:
         "[How it was measured](../../docs/benchmarks.md). The rows of one table took turns. Ratios are"
         " medians, over the rounds, of the ratio within a round. Errors are against float64 on the same inputs.",
     ]
+    lines += _parts(record.parts)
     for grid in grids(record.rows):
         lines += ["", f"## {grid.title}", "", f"| {' | '.join(grid.header)} |"]
         lines.append("|---" + "|---:" * (len(grid.header) - 1) + "|")
         lines += [f"| {' | '.join(line)} |" for line in grid.lines]
+    if record.left_out:
+        lines += ["", "## Left out", ""]
+        lines += [f"- {row}: {'; '.join(reasons)}" for row, reasons in record.left_out.items()]
+    for part in record.parts:
+        if text := part.get("text"):
+            lines += ["", f"## {part['title']}", "", FENCE, *text.rstrip().splitlines(), FENCE]
     return "\n".join(lines) + "\n"
+
+
+def _parts(parts: list[dict[str, Any]]) -> list[str]:
+    """The table of the parts of a day on a GPU."""
+    if not parts:
+        return []
+    lines = ["", "## Parts", "", "| part | came to | date | revision | seconds |", "|---|---|---|---|---:|"]
+    for part in parts:
+        came_to = part["problem"] or "finished"
+        cells = [part["title"], came_to, part.get("date", ""), part.get("revision", "")]
+        lines.append(f"| {' | '.join(cells)} | {part.get('seconds', 0):.0f} |")
+    return lines
 
 
 def with_predictions(record: Record) -> Record:

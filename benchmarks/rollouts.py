@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 import requests
 import torch
 
+from benchmarks.timing import wait
 from exgrpo.train.common.distributed import World, start
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.seeds import derive_seed
@@ -29,13 +30,16 @@ from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import load_questions
+from exgrpo.train.metrics.utilisation import PhaseClock
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import DTYPES, load_pretrained
-from exgrpo.train.rollout.engine import Request, RolloutEngine, Sampling, training_settings
+from exgrpo.train.rollout.engine import Request, RolloutEngine, Sampling, collect, training_settings
 from exgrpo.train.rollout.registry import choose_engine, open_engine
 
 ENGINES = ("transformers", "vllm", "server")
 START_SECONDS = 300
+GAP_PROMPTS, GAP_TOKENS = 4, 32
+"""Of the comparison of log-probs."""
 
 
 def start_server(config: Config, resources: ExitStack) -> str:
@@ -75,10 +79,12 @@ def stop_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def open_all(config: Config, world: World, resources: ExitStack) -> tuple[dict[str, RolloutEngine], dict[str, str]]:
-    """The engines that can run here, by name, and why the others cannot."""
+def open_all(
+    config: Config, world: World, resources: ExitStack, chosen: Sequence[str] = ENGINES
+) -> tuple[dict[str, RolloutEngine], dict[str, str]]:
+    """The chosen engines that can run here, by name, and why the others cannot."""
     engines, reasons = {}, {}
-    for name in ENGINES:
+    for name in chosen:
         try:
             servers = (start_server(config, resources),) if name == "server" else ()
             rollout = config.rollout.model_copy(update={"engine": name, "servers": servers})
@@ -93,11 +99,11 @@ def open_all(config: Config, world: World, resources: ExitStack) -> tuple[dict[s
 
 
 class Weights:
-    """A trained model's weights, to be pushed as a policy would."""
+    """A trained model's weights, to be pushed as a policy would from the same device."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, device: torch.device) -> None:
         source = find_model(config.policy.path, config.policy.overrides)
-        self.model = source.load(DTYPES[config.policy.dtype], config.policy.attention)
+        self.model = source.load(DTYPES[config.policy.dtype], config.policy.attention).to(device)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, parameter.data) for name, parameter in self.model.named_parameters())
@@ -106,40 +112,65 @@ class Weights:
 def one_round(
     engine: RolloutEngine, weights: Weights, prompts: list[np.ndarray], config: Config, seed: int
 ) -> dict[str, float]:
-    """Push, generate, count."""
+    """Push, wake, generate, sleep, count."""
     sampling = Sampling(config.rollout.max_tokens, config.rollout.temperature)
     requests = [
         Request(prompt, config.rollout.samples, sampling, derive_seed(seed, "prompt", i))
         for i, prompt in enumerate(prompts)
     ]
-    start = time.perf_counter()
-    engine.push_weights(iter(weights))
-    pushed = time.perf_counter()
-    engine.wake()
-    tokens = sum(len(answer.rollout.response) for answer in engine.generate(requests))
-    end = time.perf_counter()
-    engine.sleep()
+    clock = PhaseClock()
+    with clock("push"):
+        engine.push_weights(iter(weights))
+        wait(weights.model.device)
+    with clock("wake"):
+        engine.wake()
+    with clock("generate"):
+        tokens = sum(len(answer.rollout.response) for answer in engine.generate(requests))
+    with clock("sleep"):
+        engine.sleep()
     counted = engine.counts()
+    seconds = clock.seconds["wake"] + clock.seconds["generate"]
     return {
-        "seconds": end - pushed,
-        "push": pushed - start,
+        "seconds": seconds,
+        **{phase: clock.seconds[phase] for phase in ("push", "wake", "sleep")},
         "tokens": tokens,
-        "tokens_per_second": tokens / (end - pushed),
+        "tokens_per_second": tokens / seconds,
         "prefix_cache_hits": counted.cached_tokens / max(1, counted.prompt_tokens),
     }
 
 
-def measure(config: Config, rounds: int) -> dict[str, Any]:
+@torch.no_grad()
+def weight_gap(engine: RolloutEngine, weights: Weights, prompts: list[np.ndarray], config: Config) -> float:
+    """Mean absolute difference, in nats, of the engine's log-probs and those of the model that it was pushed."""
+    sampling = Sampling(min(GAP_TOKENS, config.rollout.max_tokens), log_prob=True)
+    requests = [Request(prompt, 2, sampling, derive_seed(config.seed, "gap", i)) for i, prompt in enumerate(prompts)]
+    engine.push_weights(iter(weights))
+    engine.wake()
+    answers = collect(requests, engine.generate(requests))
+    engine.sleep()
+    gaps = []
+    for prompt, rollouts in zip(prompts, answers, strict=True):
+        for rollout in rollouts:
+            response = torch.from_numpy(rollout.response.astype(np.int64))
+            ids = torch.cat([torch.from_numpy(prompt.astype(np.int64)), response])[None].to(weights.model.device)
+            logits = weights.model(ids).logits[0, len(prompt) - 1 : -1].float().cpu()
+            log_prob = logits.log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
+            gaps.append((log_prob - torch.from_numpy(rollout.log_prob)).abs())
+    return float(torch.cat(gaps).mean())
+
+
+def measure(config: Config, rounds: int, chosen: Sequence[str] = ENGINES) -> dict[str, Any]:
     """The numbers of `rounds` rounds of each engine after one of warm-up, and why others did not run."""
     with ExitStack() as resources:
         world = start(config.distributed.timeout_minutes)
-        engines, reasons = open_all(config, world, resources)
+        engines, reasons = open_all(config, world, resources, chosen)
         tokenizer = load_pretrained(config.policy.path, config.policy.overrides).tokenizer
         data, prompt_format = config.data, PromptFormat.of(config.data)
         source, limit = data.train[0], data.train_limit
         questions = load_questions(source, tokenizer, prompt_format, split=data.train_split, limit=limit)
         prompts = [np.array(q.prompt, np.int32) for q in questions.questions[: config.questions]]
-        weights = Weights(config)
+        weights = Weights(config, world.device)
+        gaps = {name: weight_gap(engine, weights, prompts[:GAP_PROMPTS], config) for name, engine in engines.items()}
         numbers: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
         for number in range(rounds + 1):
             for name in sorted(engines, reverse=bool(number % 2)):
@@ -147,7 +178,7 @@ def measure(config: Config, rounds: int) -> dict[str, Any]:
                 of_round = one_round(engines[name], weights, prompts, config, seed)
                 if number:
                     numbers[name].append(of_round)
-        return {"rounds": numbers, "reasons": reasons}
+        return {"rounds": numbers, "gaps": gaps, "reasons": reasons}
 
 
 def main(argv: list[str]) -> int:
@@ -155,8 +186,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     own, rest = parser.parse_known_args(argv)
-    numbers = measure(parse_args(rest), own.rounds)
+    numbers = measure(parse_args(rest), own.rounds, own.engines)
     if os.environ["RANK"] == "0":
         own.out.write_text(json.dumps(numbers), encoding="utf-8")
     return 0

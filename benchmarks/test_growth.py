@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.growth import AXES, BASE, TITLES, exponent, medians, options, points, write_model, write_questions
+from benchmarks.growth import (
+    AXES,
+    BASE,
+    TITLES,
+    config_of,
+    exponent,
+    medians,
+    options,
+    points,
+    write_model,
+    write_questions,
+)
 from benchmarks.programs import QUIET
 from benchmarks.races import Result, Results
 from benchmarks.timing import CLOCK
@@ -54,7 +65,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Results]:
     with ExitStack() as running:
         programs = {}
         for width in asked:
-            write_model(int(width), folder / width)
+            write_model(config_of(int(width)), folder / width)
             words = [*options(folder / width, questions, folder / f"run {width}"), *QUIET]
             program = Program(command("benchmarks.training_step", *words), folder / f"{width}.log")
             programs[width] = running.enter_context(program)

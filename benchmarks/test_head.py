@@ -71,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("case", "implementation"), pairs, ids=[f"{c}-{i.name}" for c, i in pairs])
 
 
-def measure(case: Case, rows: list[Implementation], device: torch.device, seconds: float) -> Results:
+def measure(case: Case, rows: list[Implementation], device: torch.device, seconds: float, in_a_row: int = 1) -> Results:
     """Errors, then times, then memory of all rows of a case."""
     problem = make_problem(case, device)
     some = first_tokens(problem)
@@ -95,12 +95,12 @@ def measure(case: Case, rows: list[Implementation], device: torch.device, second
                 "gradient_error": found.gradient,
                 "wrong": found.wrong(plain),
             }
-    return results | race(calls, device, seconds, facts)
+    return results | race(calls, device, seconds, facts, in_a_row)
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.benchmark(timer=CLOCK)
-def test_head(benchmark, races, sizes, device, case, implementation, request):
+def test_head(benchmark, races, sizes, device, case, implementation, in_a_row, request):
     if benchmark.disabled:
         small = Case(case.operation, 64, 32, 500, case.dtype, case.active)
         if reason := implementation.missing(device):
@@ -113,4 +113,6 @@ def test_head(benchmark, races, sizes, device, case, implementation, request):
         if getattr(item, "callspec", None) and item.callspec.params.get("case") == case
     ]
     rows = [row for row in ROWS if isinstance(row, Floor) or row in selected]
-    races.run(str(case), implementation.name, partial(measure, case, rows, device, budget(sizes, device)), benchmark)
+    group = f"{case}, {in_a_row} calls in a row" if in_a_row > 1 else str(case)
+    measured = partial(measure, case, rows, device, budget(sizes, device), in_a_row)
+    races.run(group, implementation.name, measured, benchmark)

@@ -1,6 +1,9 @@
 """What generates faster: transformers, vLLM in the process, or a vLLM server on this machine?"""
 
 import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +11,7 @@ import pytest
 from benchmarks.programs import QUIET, ROOT, answer_of
 from benchmarks.races import Result, Results
 from benchmarks.timing import CLOCK, paired_ratio
-from benchmarks.workloads import DEFAULT, SMOLLM2, smollm2
+from benchmarks.workloads import DEFAULT, SMOLLM2, Workload, smollm2, workloads
 
 TRANSFORMERS = "transformers"
 ROWS = (TRANSFORMERS, "vllm", "server")
@@ -31,25 +34,53 @@ def results(numbers: dict[str, Any]) -> Results:
     for name, rounds in numbers["rounds"].items():
         facts = {
             key: statistics.median(of_round[key] for of_round in rounds)
-            for key in ("tokens_per_second", "push", "prefix_cache_hits")
+            for key in ("tokens_per_second", "push", "wake", "sleep", "prefix_cache_hits")
         }
+        facts["weight_gap"] = numbers["gaps"][name]
         facts["times_transformers"] = paired_ratio(per_token[name], per_token[TRANSFORMERS])
         rows[name] = Result(tuple(of_round["seconds"] for of_round in rounds), facts=facts)
     return rows
 
 
+def of_smollm2(folder: Path) -> list[str]:
+    """The options of SmolLM2, which is unpacked into a folder."""
+    values = {**SMOLLM2_OPTIONS, "policy.path": str(smollm2(folder / "model"))}
+    return [*(part for name, value in values.items() for part in (f"--{name}", value)), *QUIET]
+
+
+def of_workload(workload: Workload, dtype: str, folder: Path) -> list[str]:
+    """The options of a workload. Its engines share one GPU, where a server has no place beside the others."""
+    questions = folder / "questions.jsonl"
+    workload.write_questions(questions)
+    options = workload.ours(workload.model(folder / "model"), questions, folder, **{"policy.dtype": dtype})
+    return ["--rounds", "3", "--engines", TRANSFORMERS, "vllm", *options]
+
+
+def models(sizes: str) -> dict[str, Callable[[Path], list[str]]]:
+    """The options of the program by name of the model, as functions of a folder."""
+    if workloads(sizes) == (DEFAULT, SMOLLM2):
+        return {DEFAULT.name: lambda _: list(QUIET), SMOLLM2.name: of_smollm2}
+    return {
+        f"{workload.name}, {dtype}": partial(of_workload, workload, dtype)
+        for workload in workloads(sizes)
+        for dtype in ("bf16", "fp32")
+    }
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The models of this machine, with the engines that are compared."""
+    if "options" in metafunc.fixturenames:
+        chosen = models(metafunc.config.getoption("sizes"))
+        rows = ROWS if DEFAULT.name in chosen else ROWS[:-1]
+        pairs = [(name, options, row) for name, options in chosen.items() for row in rows]
+        metafunc.parametrize(("model", "options", "row"), pairs, ids=[f"{row}-{name}" for name, _, row in pairs])
+
+
 @pytest.mark.usefixtures("real_steps")
 @pytest.mark.timeout(3600)
 @pytest.mark.benchmark(timer=CLOCK)
-@pytest.mark.parametrize("model", [DEFAULT.name, SMOLLM2.name])
-@pytest.mark.parametrize("row", ROWS)
-def test_rollouts(benchmark, races, tmp_path, model, row):
-
+def test_rollouts(benchmark, races, tmp_path, model, options, row):
     def measure() -> Results:
-        options = []
-        if model == SMOLLM2.name:
-            values = {**SMOLLM2_OPTIONS, "policy.path": str(smollm2(tmp_path / "model"))}
-            options = [part for name, value in values.items() for part in (f"--{name}", value)]
-        return results(answer_of("benchmarks.rollouts", tmp_path / "rounds.json", *options, *QUIET))
+        return results(answer_of("benchmarks.rollouts", tmp_path / "rounds.json", *options(tmp_path)))
 
     races.run(f"rollouts: {model}", row, measure, benchmark)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.races import Result, Results
 from benchmarks.timing import CLOCK, paired_ratio, paired_spread
 from benchmarks.turns import Program, ProgramError, Turn, command, take_turns
-from benchmarks.workloads import DEFAULT, SMOLLM2, Workload
+from benchmarks.workloads import Workload, workloads
 
 TRL, ON_POLICY, EXGRPO, VLLM = "trl", "on-policy", "exgrpo", "exgrpo with vllm"
 ROWS = (TRL, ON_POLICY, EXGRPO, VLLM)
@@ -52,7 +52,7 @@ def compared(turns: Sequence[Turn], others: Sequence[Turn], name: str) -> dict[s
     return {
         f"times_{name}": paired_spread(seconds, of_others),
         f"token_times_{name}": paired_spread(tokens, of_other_tokens),
-        f"memory_times_{name}": turns[-1].peak.total / others[-1].peak.total,
+        f"memory_times_{name}": peak_bytes(turns[-1]) / peak_bytes(others[-1]),
     }
 
 
@@ -70,37 +70,55 @@ def results(turns: dict[str, list[Turn]]) -> Results:
             "replayed": statistics.mean(turn.facts.get("replayed", 0) for turn in of_row),
             "generated_tokens": statistics.mean(turn.facts["generated_tokens"] for turn in of_row),
             "seconds_per_token": statistics.median(map(per_token, of_row)),
-            "children_bytes": of_row[-1].peak.children,
+            "children_bytes": None if "device_bytes" in of_row[0].facts else of_row[-1].peak.children,
+            "tokens_per_second": statistics.median(1 / per_token(turn) for turn in of_row),
         }
+        if "mfu" in of_row[0].facts:
+            shares = of_row[0].facts["mfu"]
+            facts["mfu"] = {p: statistics.median(turn.facts["mfu"].get(p, 0.0) for turn in of_row) for p in shares}
         if TRL in turns:
             facts |= compared(of_row, turns[TRL], "trl")
         if name != TRL and ON_POLICY in turns:
             facts["times_on_policy"] = paired_ratio([t.seconds for t in of_row], [t.seconds for t in turns[ON_POLICY]])
-        rows[name] = Result(tuple(turn.seconds for turn in of_row), peak_bytes=of_row[-1].peak.total, facts=facts)
+        rows[name] = Result(tuple(turn.seconds for turn in of_row), peak_bytes=peak_bytes(of_row[-1]), facts=facts)
     return rows
 
 
+def peak_bytes(turn: Turn) -> int:
+    """Memory of a program until a turn: of its GPU where it uses one, else of its processes."""
+    return turn.facts.get("device_bytes", turn.peak.total)
+
+
 def measure(workload: Workload, chosen: Sequence[str], folder: Path, rounds: int) -> Results:
-    """Steps of the chosen programs in turn; all of them are in memory at once."""
+    """Steps of the chosen programs in turn, all of them in memory at once; or one program after the other."""
     rows = {row: Result(reason=reason) for row, reason in missing().items()}
-    programs = {}
-    with ExitStack() as running:
-        for row, of_row in commands(workload, folder).items():
-            if row in rows or row not in chosen:
-                continue
-            try:
-                programs[row] = running.enter_context(Program(of_row, folder / f"{row}.log"))
-            except ProgramError as error:
-                if row not in NEEDS:
-                    raise
-                rows[row] = Result(failure=str(error))
-        return rows | results(take_turns(programs, workload.warmup, rounds))
+    wanted = {row: one for row, one in commands(workload, folder).items() if row in chosen and row not in rows}
+    turns: dict[str, list[Turn]] = {}
+    for group in [wanted] if workload.together else [{row: one} for row, one in wanted.items()]:
+        with ExitStack() as running:
+            programs = {}
+            for row, of_row in group.items():
+                try:
+                    programs[row] = running.enter_context(Program(of_row, folder / f"{row}.log"))
+                except ProgramError as error:
+                    if row not in NEEDS:
+                        raise
+                    rows[row] = Result(failure=str(error))
+            if programs:
+                turns |= take_turns(programs, workload.warmup, rounds)
+    return rows | results(turns)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The workloads of this machine."""
+    if "workload" in metafunc.fixturenames:
+        chosen = workloads(metafunc.config.getoption("sizes"))
+        metafunc.parametrize("workload", chosen, ids=[workload.name for workload in chosen])
 
 
 @pytest.mark.usefixtures("real_steps")
 @pytest.mark.timeout(10800)
 @pytest.mark.benchmark(timer=CLOCK)
-@pytest.mark.parametrize("workload", [DEFAULT, SMOLLM2], ids=lambda workload: workload.name)
 @pytest.mark.parametrize("row", ROWS)
 def test_training_step(benchmark, races, rounds, tmp_path, workload, row, request):
     chosen = [
@@ -108,4 +126,6 @@ def test_training_step(benchmark, races, rounds, tmp_path, workload, row, reques
         for item in request.session.items
         if getattr(item, "callspec", None) and item.callspec.params.get("workload") == workload
     ]
-    races.run(f"training step: {workload.name}", row, lambda: measure(workload, chosen, tmp_path, rounds), benchmark)
+    order = "" if workload.together else ", one program after the other"
+    group = f"training step: {workload.name}{order}"
+    races.run(group, row, lambda: measure(workload, chosen, tmp_path, rounds), benchmark)

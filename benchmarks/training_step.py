@@ -4,14 +4,17 @@ A turn is one training step; its answer has the seconds of its phases. A turn ma
 say: `questions`, `samples`, `max_tokens`.
 """
 
+import math
 import os
 import sys
 from contextlib import ExitStack
 
+from benchmarks.memory import device_peak
 from benchmarks.turns import Facts, Turns
 from exgrpo.train.common.distributed import start
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import parse_args
+from exgrpo.train.metrics.utilisation import FORWARD, Utilisation
 from exgrpo.train.run.build import read_inputs
 from exgrpo.train.run.loop import Run
 from exgrpo.train.run.startup_checks import look
@@ -27,11 +30,15 @@ def resized(config: Config, sizes: Facts) -> Config:
     return config.model_copy(update={**changes, "questions": sizes.get("questions", config.questions)})
 
 
-def facts_of(result: StepResult | None) -> Facts:
-    """What is reported of a step."""
+def facts_of(result: StepResult | None, utilisation: Utilisation) -> Facts:
+    """What is reported of a step, with the share of the matrix rate that each phase of the model reaches."""
     assert result is not None, "every question is retired: fewer rounds, or more questions"
     metrics = result.metrics
+    used = utilisation.metrics(result.work, metrics)
+    shares = {phase: used[f"mfu/{phase}"] for phase in (*FORWARD, "update")}
     return {
+        **device_peak(),
+        "mfu": {phase: share for phase, share in shares.items() if not math.isnan(share)},
         "phases": {phase: metrics[f"seconds/{phase}"] for phase in PHASES},
         "generated_tokens": int(result.batch.length[result.batch.fresh].sum()),
         "replayed": metrics["replayed"],
@@ -52,7 +59,7 @@ def main(argv: list[str]) -> int:
             step += 1
             if str(sizes) not in trainers:
                 trainers[str(sizes)] = Trainer(resized(config, sizes), run.train_set, run.policy, run.answerer)
-            turns.answer(facts_of(trainers[str(sizes)].step(step)))
+            turns.answer(facts_of(trainers[str(sizes)].step(step), run.utilisation))
     return 0
 
 

@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.memory import device_peak
 from benchmarks.turns import Facts, Turns
-from exgrpo.train.metrics.utilisation import PhaseClock
+from exgrpo.train.common.distributed import World
+from exgrpo.train.metrics.utilisation import PhaseClock, Utilisation, matrix_rate
+from exgrpo.train.policy.flops import Reading, forward_flops
 
 ENDLESS = 10**6
 """Optimiser steps; the driver ends the program."""
@@ -29,7 +32,8 @@ class TimedTrainer(GRPOTrainer):
 
     def start_turn(self) -> None:
         """Begin to count."""
-        self.clock, self.tokens, self.reward = PhaseClock(), 0, 0.0
+        self.clock, self.reward = PhaseClock(), 0.0
+        self.readings: list[Reading] = []
 
     def facts(self) -> Facts:
         """What is known of the turn. What is no generation is the update."""
@@ -37,12 +41,34 @@ class TimedTrainer(GRPOTrainer):
         score = seconds["answers"] - seconds["generate"] - seconds["grade"]
         update = seconds["turn"] - seconds["answers"]
         phases = {"generate": seconds["generate"], "grade": seconds["grade"], "score": score, "update": update}
-        return {"phases": phases, "generated_tokens": self.tokens, "reward": self.reward}
+        tokens = sum(reading.written for reading in self.readings)
+        return {
+            "phases": phases,
+            "generated_tokens": tokens,
+            "reward": self.reward,
+            "mfu": self._shares(phases),
+            **device_peak(),
+        }
+
+    def _shares(self, phases: Mapping[str, float]) -> dict[str, float]:
+        """The share of the matrix rate that each phase reaches; it scores where a batch has several optimiser steps."""
+        model = self.accelerator.unwrap_model(self.model)
+        world = World(0, 1, model.device, control=None)
+        if not hasattr(self, "rate"):
+            self.rate = matrix_rate(world, torch.bfloat16 if self.args.bf16 else torch.float32)
+        scored = self.readings if self.args.steps_per_generation > self.args.gradient_accumulation_steps else []
+        work = {"select": [], "generate": self.readings, "score": scored, "update": self.readings}
+        numbers = {**{f"seconds/{phase}": value for phase, value in phases.items()}, "seconds": sum(phases.values())}
+        used = Utilisation(forward_flops(model), self.rate).metrics(work, numbers)
+        return {phase: used[f"mfu/{phase}"] for phase in ("generate", "score", "update") if work[phase]}
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         with self.clock("answers"):
             output = super()._generate_and_score_completions(inputs)
-        self.tokens = int(output["completion_mask"].sum())
+        lengths = zip(output["prompt_mask"].sum(1).tolist(), output["completion_mask"].sum(1).tolist(), strict=True)
+        rows, each = list(lengths), self.num_generations
+        groups = (rows[start : start + each] for start in range(0, len(rows), each))
+        self.readings = [Reading(group[0][0], tuple(length for _, length in group)) for group in groups]
         return output
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +128,7 @@ def config_of(own: argparse.Namespace) -> GRPOConfig:
     return GRPOConfig(
         output_dir=str(own.output),
         model_init_kwargs={"dtype": "float32"},
-        bf16=False,
+        bf16=own.dtype == "bf16",
         use_cpu=not torch.cuda.is_available(),
         gradient_checkpointing=False,
         num_generations=own.samples,
@@ -132,6 +158,7 @@ def main(argv: list[str]) -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--reward", required=True)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the passes; weights are fp32")
     own = parser.parse_args(argv)
     turns = Turns()
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # as exgrpo does

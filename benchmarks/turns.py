@@ -105,7 +105,7 @@ class Program:
         try:
             self._answer()
         except BaseException:
-            self.close()
+            self.close(patience=0)
             raise
 
     def turn(self, asked: Facts) -> Turn:
@@ -132,13 +132,13 @@ class Program:
             raise ProgramError(f"{words} has ended with exit status {status}{killed}:\n{said}")
         return json.loads(line)
 
-    def close(self) -> None:
-        """Let it end, or else end it, with all that it started."""
+    def close(self, patience: float = PATIENCE) -> None:
+        """Let it end within so many seconds, or else end it, with all that it started."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(PATIENCE)
+            self._process.wait(patience)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -147,8 +147,8 @@ class Program:
     def __enter__(self) -> "Program":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(PATIENCE if kind is None else 0)  # an interrupt does not wait for a step to end
 
 
 def command(module: str, *options: str) -> list[str]:

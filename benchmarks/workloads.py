@@ -4,13 +4,17 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
+from benchmarks.growth import END, PROMPT, questions_of, write_model
 from benchmarks.programs import QUIET, ROOT
 from benchmarks.word_problems import word_problems
 
@@ -37,6 +41,9 @@ class Workload:
         pass_rows: sequences per forward pass of TRL.
         batch_tokens: tokens that exgrpo generates at once.
         warmup: rounds that are not counted: in them memory is taken, and the experience gets something to replay.
+        dtype: compute dtype, fp32 or bf16; masters stay fp32.
+        together: whether all programs are in memory at once and take turns; else they run one after the other.
+        options: further ones of exgrpo, by name.
     """
 
     name: str
@@ -53,6 +60,9 @@ class Workload:
     pass_rows: int
     batch_tokens: int
     warmup: int
+    dtype: str = "fp32"
+    together: bool = True
+    options: Mapping[str, object] = field(default_factory=dict)
 
     def write_questions(self, path: Path) -> None:
         """One object per line."""
@@ -63,6 +73,7 @@ class Workload:
         options = {
             "recipe": RECIPE,
             "policy.path": model,
+            "policy.dtype": self.dtype,
             "data.train": questions,
             "data.train_limit": QUESTIONS,
             "data.max_prompt_tokens": self.max_prompt_tokens,
@@ -77,6 +88,7 @@ class Workload:
             "optimizer.lr": self.lr,
             "output.folder": output,
             "output.name": "run",
+            **self.options,
             **changes,
         }
         return [*(str(part) for name, value in options.items() for part in (f"--{name}", value)), *QUIET]
@@ -94,6 +106,7 @@ class Workload:
             "updates": self.updates,
             "lr": self.lr,
             "pass-rows": self.pass_rows,
+            "dtype": self.dtype,
         }
         return [str(part) for name, value in options.items() for part in (f"--{name}", value)]
 
@@ -154,3 +167,89 @@ SMOLLM2 = Workload(
     batch_tokens=16384,
     warmup=1,
 )
+
+
+def qwen(shape: tuple[int, int, int, int], vocabulary: int, folder: Path) -> Path:
+    """A model of the shape of a Qwen2.5, with random weights and a word for each entry of its vocabulary.
+
+    It is called a Llama, and lacks the biases of queries, keys and values: for a Qwen2, transformers would read the
+    tokenizer of words as one of bytes.
+
+    Args:
+        shape: as in QWENS.
+        vocabulary: its size.
+        folder: for the files; it is returned.
+    """
+    width, between, layers, heads = shape
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=between,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=END,
+        eos_token_id=END,
+        pad_token_id=END,
+    )
+    write_model(config, folder)
+    return folder
+
+
+def _qwen_workload(name: str, shape: tuple[int, int, int, int], vocabulary: int, **sizes: Any) -> Workload:
+    """Answers never end: all have `max_tokens`, of every program. Half of them are taken for right ones."""
+    return Workload(
+        name=name,
+        model=partial(qwen, shape, vocabulary),
+        questions=partial(questions_of, vocabulary),
+        max_prompt_tokens=PROMPT,
+        updates=2,
+        lr=1e-6,
+        reward="benchmarks.coin:score",
+        warmup=1,
+        together=False,
+        **sizes,
+    )
+
+
+QWENS = {"Qwen2.5-0.5B": (896, 4864, 24, 14), "Qwen2.5-1.5B": (1536, 8960, 28, 12)}
+"""Width, width of the layers between, layers and heads of queries, as these models have them.
+
+Both have two heads of keys and values, and a tied head of 151,936 words.
+"""
+ON_GPU = tuple(
+    _qwen_workload(
+        name,
+        shape,
+        151936,
+        groups=16,
+        samples=8,
+        max_tokens=512,
+        pass_tokens=8 * (PROMPT + 512),
+        pass_rows=8,
+        batch_tokens=131072,
+        dtype="bf16",
+        options={"rollout.kv_cache_gib": 16},
+    )
+    for name, shape in QWENS.items()
+)
+TINY = _qwen_workload(
+    "tiny Qwen2.5",
+    (64, 128, 2, 2),
+    512,
+    groups=4,
+    samples=4,
+    max_tokens=8,
+    pass_tokens=1024,
+    pass_rows=8,
+    batch_tokens=4096,
+    options={"rollout.kv_cache_gib": 0.25},
+)
+
+
+def workloads(sizes: str) -> tuple[Workload, ...]:
+    """Those of `--sizes`: full is for a GPU where there is one."""
+    if sizes == "tiny":
+        return (TINY,)
+    return ON_GPU if sizes == "full" and torch.cuda.is_available() else (DEFAULT, SMOLLM2)

@@ -27,7 +27,7 @@ from benchmarks.heads import (
 )
 from benchmarks.inputs import make_inputs
 from benchmarks.memory import peak_bytes
-from benchmarks.peers import PEERS
+from benchmarks.peers import PEERS, TorchCrossEntropy
 from benchmarks.plots import draw
 from benchmarks.races import Races, Result
 from benchmarks.record import Machine, Record, read, summarize, write
@@ -186,6 +186,20 @@ def test_a_slow_row_shows_up_as_slow(taking):
     assert paired_ratio(seconds["slow"], seconds["floor"]) == 3.0
 
 
+def test_calls_in_a_row_are_one_turn_with_the_seconds_of_one_call(taking):
+    count = 0
+    half = taking(0.5)
+
+    def call():
+        nonlocal count
+        count += 1
+        half()
+
+    seconds, _ = interleave({"row": call}, CPU, 0.0, in_a_row=4)
+    assert seconds == {"row": [0.5] * 5}
+    assert count == 4 * (1 + 5)  # with the warm-up
+
+
 def test_rows_take_turns_and_each_goes_first():
     order = []
     calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
@@ -212,6 +226,16 @@ def test_a_peer_that_raises_is_skipped_and_one_of_ours_fails(row, outcome):
     races = Races(ours="exgrpo torch")
     with pytest.raises(outcome, match="RuntimeError: broken"):
         races.run("group", row, lambda: {row: Result(failure="RuntimeError: broken")}, benchmark=None)
+
+
+def test_rows_that_did_not_run_are_named_with_the_reason():
+    races = Races(ours="exgrpo torch")
+    absent = Result(reason="quack is not installed")
+    races.results = {
+        "one": {"floor": Result((1.0,)), "quack": absent, "trl": Result(failure="E: x")},
+        "two": {"floor": Result((1.0,)), "quack": absent, "trl": Result((2.0,))},
+    }
+    assert races.left_out() == {"quack": ["quack is not installed"], "trl": ["one: E: x"]}
 
 
 def test_no_group_begins_after_the_deadline():
@@ -275,6 +299,11 @@ def test_peers_say_what_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for peer in PEERS:
         assert peer().missing(CPU) == f"{peer.package} is not installed"
+
+
+def test_without_torchs_own_its_row_says_which_torch_has_it(monkeypatch):
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+    assert "torch 2.13 or later has it" in TorchCrossEntropy().missing(CPU)
 
 
 BENCH = [sys.executable, "-m", "pytest", "benchmarks", "-p", "no:cacheprovider", "-q"]

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from benchmarks import test_growth, test_training_step
-from benchmarks.growth import AXES, END, PROMPT, Sizes, exponent, medians, points, write_model, write_questions
+from benchmarks.growth import AXES, END, PROMPT, Sizes, config_of, exponent, medians, points, write_model
 from benchmarks.memory import Peak, peak_of
 from benchmarks.plots import draw
 from benchmarks.render import grids
@@ -64,6 +64,13 @@ def test_a_program_that_ends_says_why(tmp_path):
         Program([sys.executable, "-c", kill], tmp_path / "log")
     with pytest.raises(ProgramError, match="no such model"):
         Program([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path / "log")
+
+
+def test_an_interrupt_does_not_wait_for_a_program_in_its_turn(tmp_path):
+    code = "import time\nfrom benchmarks.turns import Turns\nTurns().answer({})\nwhile True: time.sleep(1)"
+    with pytest.raises(KeyboardInterrupt), Program([sys.executable, "-c", code], tmp_path / "log") as program:
+        raise KeyboardInterrupt
+    assert program._process.returncode == -9  # it would not have ended by itself
 
 
 def test_the_peak_of_a_program_has_that_of_its_children():
@@ -161,9 +168,11 @@ def test_growth_rows_take_their_turns_by_axis(tmp_path):
     assert draw(reported, tmp_path / "plots.svg")
 
 
-def test_models_of_the_growth_benchmark_never_end_an_answer(tmp_path):
-    write_model(64, tmp_path)
-    write_questions(tmp_path / "questions.jsonl", 3)
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_of_the_benchmarks_never_end_an_answer(tied, tmp_path):
+    config = config_of(64)
+    config.tie_word_embeddings = tied
+    write_model(config, tmp_path)
     model, tokenizer = LlamaForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     prompt = " ".join(f"w{i}" for i in range(1, PROMPT + 1))
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
