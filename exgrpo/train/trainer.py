@@ -134,12 +134,15 @@ class Trainer:
         with clock("score"):
             compared = self.reference.fill(batch) if self.reference else NONE
         self._next = self._begin_next(step + 1)
-        with clock("update"):
-            minibatches, updates = self._update(batch, keep_scores=not scored.known)
-        read = np.concatenate([NONE, *(one.rows for one in minibatches if one.has_advantage)])
+        minibatches = self._minibatches(batch)
+        taught = [one for one in minibatches if one.has_advantage]
         if not scored.known:
             with clock("score"):
-                scored = self.scorer.after(batch)
+                beside = self.scorer.beside(batch, taught[0].rows if taught else NONE)
+        with clock("update"):
+            updates = self._update(batch, taught, keep_scores=not scored.known)
+        if not scored.known:
+            scored = self.scorer.after(batch, beside)
             taken_in = self.replay.take_in(batch, step)
         with clock("rollout"):
             self._wait_for_next()  # the engine takes no weights while it generates
@@ -150,7 +153,7 @@ class Trainer:
             "select": self._read,
             "generate": together(batch, np.flatnonzero(batch.fresh)),
             "score": [*scored.read, *together(batch, compared)],
-            "update": together(batch, read),
+            "update": together(batch, np.concatenate([NONE, *(one.rows for one in taught)])),
         }
         metrics = {
             "step": step,
@@ -246,29 +249,35 @@ class Trainer:
         if self._next and self._next.produced:
             self._next.produced.exception()
 
-    def _update(self, batch: StepBatch, *, keep_scores: bool) -> tuple[list[MiniBatch], list[UpdateStats]]:
-        """One optimiser step per mini-batch that has an advantage; the batch gets the scores that it computes if asked.
-
-        Without an advantage, a mini-batch has only its entropy bonus. AdamW would make a full step of that, however
-        small its gradient is.
-        """
+    def _minibatches(self, batch: StepBatch) -> list[MiniBatch]:
+        """Those of all passes."""
         objective, optimizer, max_tokens = self.config.objective, self.config.optimizer, self.config.rollout.max_tokens
-        minibatches = [
+        return [
             minibatch
             for _ in range(optimizer.passes)
             for minibatch in build_minibatches(batch, optimizer.minibatches, self.batch_rng, objective, max_tokens)
         ]
+
+    def _update(self, batch: StepBatch, taught: Sequence[MiniBatch], *, keep_scores: bool) -> list[UpdateStats]:
+        """One optimiser step per mini-batch that has an advantage; the batch gets the scores of the first one if asked.
+
+        Without an advantage, a mini-batch has only its entropy bonus. AdamW would make a full step of that, however
+        small its gradient is.
+        """
         term = self.weigher.term
         replays = bool(batch.replayed[batch.rows_of(batch.trained)].any())
-        clip = objective.clip_with_replay or term == "clipped" or not replays
-        updates = []
-        for minibatch in filter(lambda one: one.has_advantage, minibatches):
-            update = self.policy.update(minibatch, clip=clip, term=term, keep_scores=keep_scores)
+        clip = self.config.objective.clip_with_replay or term == "clipped" or not replays
+        updates: list[UpdateStats] = []
+        for minibatch in taught:
+            asked = keep_scores and not updates
+            update = self.policy.update(minibatch, clip=clip, term=term, keep_scores=asked)
             if update.scores:
                 batch.put(minibatch.rows, log_prob=update.scores.log_prob, entropy=update.scores.entropy)
+                for later in taught[1:]:
+                    later.refer_to(batch)
             updates.append(update)
         self.skipped_updates += sum(not update.applied for update in updates)
-        return minibatches, updates
+        return updates
 
     def state(self) -> ReplayState:
         """The state between two steps, besides the policy.

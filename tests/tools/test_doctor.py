@@ -53,10 +53,10 @@ def test_a_whole_run_on_the_cpu(tmp_path, temporary):
         assert f"│ {check.name} " in done.stdout
         assert "| ok |" in rows[check.name] or "| skipped |" in rows[check.name]
     must_run = {"versions", "disk", "memory", "kernels_torch", "collectives", "grading", "agreement", "weights"}
-    for name in (*must_run, "zero3_one", "zero3_all"):
+    for name in (*must_run, "step_one", "step_all"):
         assert "| ok |" in rows[name]
     assert "gloo, 2 x cpu: right; " in rows["collectives"]
-    assert "2 x cpu, bf16" in rows["zero3_all"]
+    assert "2 x cpu, bf16" in rows["step_all"]
     assert str(tmp_path) not in told
     assert str(temporary) not in told
     assert list(home.iterdir()) == []
@@ -153,7 +153,7 @@ def test_the_program_needs_no_torch():
 
 FOUND = [
     Finding("kernels_cuda", "skipped", "it needs a GPU", 2.0),
-    Finding("zero3_all", "failed", "it ended | with [status] 1", 12.34, ("first line", "last line")),
+    Finding("step_all", "failed", "it ended | with [status] 1", 12.34, ("first line", "last line")),
 ]
 
 
@@ -162,15 +162,15 @@ def test_the_table_and_the_text_have_all_that_was_found(tmp_path):
     console.print(program.table(FOUND))
     told = console.export_text()
     assert "│ kernels_cuda │ skipped │ it needs a GPU " in told
-    assert "│ zero3_all    │ failed  │ it ended | with [status] 1 " in told
+    assert "│ step_all     │ failed  │ it ended | with [status] 1 " in told
     assert "12.3 │" in told
     told = program.text(FOUND, tmp_path)
     assert told.startswith("# exgrpo doctor: 0 ok, 1 failed, 1 skipped\n")
     names = ("python 3.", "torch ", "deepspeed ", "transformers ", "cores to use", "GiB of memory free", "nvidia-smi")
     assert [name for name in names if name not in told] == []
     assert "| kernels_cuda | skipped | it needs a GPU | 2.0 |\n" in told
-    assert "| zero3_all | failed | it ended \\| with [status] 1 | 12.3 |\n" in told
-    assert "Last output of zero3_all:\n\n```\nfirst line\nlast line\n```\n" in told
+    assert "| step_all | failed | it ended \\| with [status] 1 | 12.3 |\n" in told
+    assert "Last output of step_all:\n\n```\nfirst line\nlast line\n```\n" in told
 
 
 def test_the_text_names_no_user(tmp_path, monkeypatch):
@@ -179,7 +179,7 @@ def test_the_text_names_no_user(tmp_path, monkeypatch):
     monkeypatch.setattr(program, "_user", lambda: "alice")
     source = Path(exgrpo.__file__).parents[1]
     shown = {
-        f"{tmp_path}/zero3_all/run": "<scratch>/zero3_all/run",
+        f"{tmp_path}/step_all/run": "<scratch>/step_all/run",
         f'File "{source}/exgrpo/train/run/loop.py", line 3': 'File "<source>/exgrpo/train/run/loop.py", line 3',
         f"{sys.prefix}/lib/x.py": "<python>/lib/x.py",
         "cannot read /home/alice/recipes/secret.yaml": "cannot read ~/recipes/secret.yaml",

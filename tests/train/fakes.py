@@ -119,9 +119,10 @@ def fake_score(response: TokenIds, version: int, temperature: float = 1.0) -> Sc
 
 
 class RecordingPolicy:
-    """Scores by `fake_score` and keeps the mini-batches it was updated on."""
+    """Scores by `fake_score`, in updates at a temperature, and keeps the mini-batches it was updated on."""
 
-    def __init__(self) -> None:
+    def __init__(self, temperature: float = 1.0) -> None:
+        self.temperature = temperature
         self.world = LoneWorld()
         self.version = 0
         self.learning_rate = 1e-3
@@ -138,7 +139,7 @@ class RecordingPolicy:
     ) -> UpdateStats:
         self.updates.append((minibatch, clip))
         self.terms.append(term)
-        scores = fake_score(minibatch.batch.token, self.version) if keep_scores else None
+        scores = fake_score(minibatch.batch.token, self.version, self.temperature) if keep_scores else None
         self.version += 1
         counts = torch.zeros(2, BINS, dtype=torch.int64)
         return UpdateStats(0.0, 1.0, self.version % 3 != 0, 0.0, 1.0, 1.0, 1.0, 1.0, 0, counts, scores)

@@ -19,7 +19,9 @@ def make(skill: dict[int, float], *, free_log_prob: bool = False, **sections) ->
         "optimizer": {"minibatches": 2},
     }
     engine = ScriptedEngine(skill, free_log_prob=free_log_prob)
-    return Trainer(configured(values, sections), question_set(len(skill)), RecordingPolicy(), answerer(engine))
+    config = configured(values, sections)
+    policy = RecordingPolicy(config.rollout.temperature)
+    return Trainer(config, question_set(len(skill)), policy, answerer(engine))
 
 
 def half(count: int) -> dict[int, float]:

@@ -87,7 +87,7 @@ def chosen(checks: Sequence[Check], options: Options) -> list[Check]:
 def recipe_of(options: Options) -> Config:
     """The configuration of the run that the machine is meant for.
 
-    The default run computes in bf16 here: in fp32, one process trains without ZeRO-3.
+    The default run computes in bf16 here, as most runs on GPUs do.
 
     Raises:
         ConfigError: the recipe is wrong.

@@ -57,7 +57,7 @@ FACTOR = 1.5
 AGREEMENT_REMEDY = (
     "Try --rollout.engine transformers, --policy.kernel_backend torch and --policy.attention eager, one by one"
 )
-ZERO3_REMEDY = "Look at the rows above it first: kernels, collectives, grading; then at the last lines of its output"
+STEP_REMEDY = "Look at the rows above it first: kernels, collectives, grading; then at the last lines of its output"
 PROGRAM = Path(__file__).parents[2] / "train" / "main.py"
 
 
@@ -286,21 +286,22 @@ def check_agreement(given: Given) -> str:
     )
 
 
-def check_zero3(everywhere: bool, given: Given) -> str:
-    """Run the training program for one step as a user does, with the engine of transformers."""
+def check_step(everywhere: bool, given: Given) -> str:
+    """Run the training program for one step as a user does, with the engine of transformers.
+
+    Several processes train under ZeRO-3, and one without it.
+    """
     ranks = processes() if everywhere else 1
     if everywhere and ranks == 1:
-        raise Skipped("this machine has one GPU: zero3_one is the same")
-    # In fp32, one process does without ZeRO-3.
-    dtype = {} if everywhere else {"policy.dtype": "bf16"}
-    config = tiny_run(given, {"rollout.engine": "transformers", **dtype})
+        raise Skipped("this machine has one GPU: step_one is the same")
+    config = tiny_run(given, {"rollout.engine": "transformers"})
     recipe = given.folder / "tiny.yaml"
     recipe.write_text(to_yaml(config), encoding="utf-8")
-    launch(ranks, given.folder, [str(PROGRAM), "--recipe", str(recipe)], ZERO3_REMEDY)
+    launch(ranks, given.folder, [str(PROGRAM), "--recipe", str(recipe)], STEP_REMEDY)
     text = (given.folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
     step = next(record for record in map(json.loads, text.splitlines()) if "loss" in record)
     if problem := wrong_in(step):
-        raise CheckFailedError(f"{problem}. {ZERO3_REMEDY}")
+        raise CheckFailedError(f"{problem}. {STEP_REMEDY}")
     return (
         f"{ranks} x {device().type}, {config.policy.dtype}: a step in {step['seconds']:.1f} s, "
         f"loss {step['loss']:.3g}, gradient norm {step['grad_norm']:.3g}"
@@ -322,8 +323,8 @@ CHECKS = (
     Check("vllm", check_vllm, 1, VLLM_REMEDY),
     Check("weights", check_weights, 2, WEIGHTS_REMEDY),
     Check("agreement", check_agreement, 2, AGREEMENT_REMEDY),
-    Check("zero3_one", partial(check_zero3, False), 2, ZERO3_REMEDY),
-    Check("zero3_all", partial(check_zero3, True), 2, ZERO3_REMEDY),
+    Check("step_one", partial(check_step, False), 2, STEP_REMEDY),
+    Check("step_all", partial(check_step, True), 2, STEP_REMEDY),
 )
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from exgrpo.tools.estimate.parts import GIB, NF4_BYTES, Amount, Assumptions, Har
 from exgrpo.tools.estimate.shape import FP32, ModelShape
 from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config
-from exgrpo.train.policy.engine import deepspeed_settings, kept_whole
+from exgrpo.train.policy.engine import deepspeed_settings
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import RULES
@@ -46,18 +46,27 @@ def gpu_memory(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[M
 
 def _states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
     """What training keeps all the time, and what its optimiser step adds."""
-    return _whole_states(config, shape) if kept_whole(config, gpus) else _sharded_states(config, shape, gpus)
+    return _whole_states(config, shape) if gpus == 1 else _sharded_states(config, shape, gpus)
 
 
 def _whole_states(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
-    """What is trained is in fp32, beside the model's own weights where adapters are trained."""
+    """What a process that is alone keeps: 18 bytes of a parameter in bf16, and 16 in fp32, which is its own master.
+
+    Adapters are in fp32. A gradient is there beside the sums until it is added to them: that of a tied head for long.
+    """
     trained = FP32 * shape.trained(config.lora, 1)
+    adapters = trained if config.lora.rank else 0
     own = _own_weights(config, shape)
+    on_gpu = 0 if config.distributed.offload_optimizer else trained
+    copied = config.policy.dtype != "fp32" and not adapters
+    largest = 0 if adapters else DTYPES[config.policy.dtype].itemsize * max(shape.parameters)
     return (
-        _always("weights", (own if config.lora.rank else 0) + trained),
-        _always("AdamW moments", 2 * trained),
-        MemoryItem("gradients", loss=trained, backward=trained, step=trained),
-        _always("reference", _reference(config, own, trained)),
+        _always("weights", own + adapters),
+        _always("fp32 master weights", on_gpu if copied else 0),
+        _always("AdamW moments", 2 * on_gpu),
+        MemoryItem("gradients, fp32", loss=on_gpu, backward=on_gpu, step=on_gpu),
+        MemoryItem("gradient of one parameter", backward=largest),
+        _always("reference", _reference(config, own, on_gpu)),
     )
 
 
@@ -107,7 +116,7 @@ def _passes(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[Memo
     eager = longest_sequence(config) if config.policy.attention == "eager" else 0
     # ZeRO-3 keeps gathered what it needs again within this many elements.
     gathered = item * min(shape.total, int(_zero(config).max_reuse_distance) + max(shape.parameters))
-    if kept_whole(config, gpus):  # of weights in 4 bits, one layer's at a time is there as it is multiplied
+    if gpus == 1:  # of weights in 4 bits, one layer's at a time is there as it is multiplied
         gathered = item * shape.width * shape.mlp if config.lora.quantised != "none" else 0
     saved = tokens * shape.saved_bytes(item, checkpointing=checkpointing, eager_length=eager)
     again = shape.layer_bytes(item, eager_length=eager) if checkpointing else 0
@@ -141,8 +150,9 @@ def _zero(config: Config) -> DeepSpeedZeroConfig:
 
 def cpu_memory(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> tuple[Amount, ...]:
     """What all ranks together hold in CPU memory beside the program itself."""
-    # Masters, two moments, gradients as they arrive and as AdamW takes them.
-    offloaded = 5 * FP32 * shape.trained(config.lora, gpus) * gpus if config.distributed.offload_optimizer else 0
+    # Masters, two moments, gradients; of ZeRO-3 as they arrive and as AdamW takes them.
+    kept = (4 if gpus == 1 else 5) * FP32 * shape.trained(config.lora, gpus) * gpus
+    offloaded = kept if config.distributed.offload_optimizer else 0
     return (
         Amount("rollout engines asleep, their copies of the weights", asleep_bytes(config, shape, gpus)),
         Amount("offloaded masters, moments and gradients", offloaded),

@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from exgrpo.train.common.alone import collect_alone
 from exgrpo.train.common.errors import ConfigError, ExgrpoError
 from exgrpo.train.common.threads import Rank, Threads, choose, look
 
@@ -136,8 +135,6 @@ def start(timeout_minutes: float, threads: int | None = None, kept: Mapping[str,
         deepspeed.init_distributed(timeout=timeout, verbose=False)
     except (ValueError, OSError) as error:
         raise ConfigError(f"the processes of the run cannot join their group: {error}") from error
-    if on_cpu and dist.get_world_size() == 1:
-        collect_alone()
     world = World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),

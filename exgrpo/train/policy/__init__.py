@@ -1,1 +1,1 @@
-"""The trained model under ZeRO-3, and what it learns from."""
+"""The trained model, under ZeRO-3 or whole in one process, and what it learns from."""

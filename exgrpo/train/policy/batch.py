@@ -38,6 +38,11 @@ class MiniBatch:
         """Whether any row says what to learn; one that is not a number counts, so that it is noticed."""
         return bool((self.batch.advantage != 0).any())
 
+    def refer_to(self, batch: StepBatch) -> None:
+        """Have the ratios of fresh rows refer to the `log_prob` of the step's batch, which has become known."""
+        fresh = np.flatnonzero(self.batch.fresh)
+        self.batch.put(fresh, ratio_log_prob=batch.log_prob[batch.places(self.rows[fresh])])
+
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:

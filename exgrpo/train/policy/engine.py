@@ -1,7 +1,7 @@
 """What takes the optimiser steps: AdamW and its schedule, under DeepSpeed ZeRO-3 or in a process that is alone.
 
-ZeRO-3 with one process keeps three more copies of the weights, and fetches and releases every layer in each pass. So a
-process that has the model whole does what DeepSpeed's engine does by itself.
+ZeRO-3 with one process keeps more copies of the weights, and fetches and releases every layer in each pass. So a
+process that is alone has the model whole, and does what DeepSpeed's engine does by itself.
 """
 
 import math
@@ -9,23 +9,17 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import deepspeed
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.policy import OptimizerConfig
 
 
-def kept_whole(config: Config, ranks: int) -> bool:
-    """Whether the process that is alone trains without ZeRO-3: what is trained is fp32, its optimiser on its device."""
-    in_fp32 = config.policy.dtype == "fp32" or config.lora.rank > 0
-    return ranks == 1 and in_fp32 and not config.distributed.offload_optimizer
-
-
 def deepspeed_settings(config: Config) -> dict[str, Any]:
-    """The DeepSpeed configuration of a run."""
+    """The DeepSpeed configuration of a run with several processes."""
     zero: dict[str, Any] = {
         "stage": 3,
         "stage3_param_persistence_threshold": config.distributed.persistence_threshold,
@@ -90,23 +84,53 @@ def rate_factor(step: int, options: OptimizerConfig, last: int) -> float:
     return end + (1 - end) * left
 
 
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module that are trained, by name, with what ZeRO-3 has added to them."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def sharded_engine(module: nn.Module, config: Config) -> Any:
+    """DeepSpeed's, of a module that ZeRO-3 cuts."""
+    optimizer = make_optimizer(trained(module).values(), config.optimizer)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        lr_scheduler=make_schedule(optimizer, config),
+        config=deepspeed_settings(config),
+        dist_init_required=False,
+    )
+    return engine
+
+
 class WholeEngine:
-    """A module, its optimiser and its schedule; the part of `deepspeed.DeepSpeedEngine` that `Policy` needs.
+    """A whole module, its optimiser and its schedule; the part of `deepspeed.DeepSpeedEngine` that `Policy` needs.
+
+    The optimiser moves fp32 masters, since AdamW would lose small updates of 16-bit weights. A parameter that is in
+    fp32 where the optimiser is, is its own master. Any other has a copy, whose gradient is the fp32 sum of those of all
+    micro-batches: in bf16, weight, master, gradient and moments take 2 + 4 + 4 + 8 bytes a parameter.
 
     `scale_wrt_gas` is there for DeepSpeed's sake: what it switches off there does not exist here.
 
     Args:
-        module: in float32: AdamW would lose small updates of 16-bit weights.
-        optimizer: of its parameters.
-        scheduler: of the optimiser's rate.
-        clip: largest norm of the gradient; 0: any.
+        module: on its device.
+        config: of the run.
+
+    Attributes:
+        masters: [...] fp32 of what is trained, by name.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, clip: float) -> None:
+    def __init__(self, module: nn.Module, config: Config) -> None:
         self.module = module
-        self.optimizer = optimizer
-        self.lr_scheduler = scheduler
-        self.clip = clip
+        device = torch.device("cpu") if config.distributed.offload_optimizer else None
+        parameters = trained(module)
+        self.masters = {name: _master(parameter, device) for name, parameter in parameters.items()}
+        pairs = zip(parameters.values(), self.masters.values(), strict=True)
+        self._copied = [(parameter, master) for parameter, master in pairs if master is not parameter]
+        for parameter, master in self._copied:
+            parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
+        self.optimizer = make_optimizer(self.masters.values(), config.optimizer)
+        self.lr_scheduler = make_schedule(self.optimizer, config)
+        self.clip = config.optimizer.grad_clip
         self.skipped_steps = 0
         self._norm = 0.0
 
@@ -128,15 +152,22 @@ class WholeEngine:
 
     def step(self) -> None:
         """Clip the gradient, take an optimiser step and one of the schedule; none where the gradient is not finite."""
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip or float("inf"))
         self._norm = norm.item()
         if norm.isfinite():
             self.optimizer.step()
             self.lr_scheduler.step()
+            self.show_masters()
         else:
             self._norm = float("inf")
             self.skipped_steps += 1
         self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def show_masters(self) -> None:
+        """Have the module compute with the masters, rounded to its dtype."""
+        for parameter, master in self._copied:
+            parameter.copy_(master)
 
     def get_global_grad_norm(self) -> float:
         """The norm of the latest step's gradient, before it was clipped."""
@@ -145,3 +176,20 @@ class WholeEngine:
     def get_lr(self) -> list[float]:
         """The rates of the next step."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+
+def _master(parameter: nn.Parameter, device: torch.device | None) -> nn.Parameter:
+    """See `WholeEngine`; None: the optimiser is where the parameter is."""
+    weight = parameter.data
+    master = weight.to(device or weight.device, torch.float32)
+    return parameter if master is weight else nn.Parameter(master)
+
+
+def _hand_over(master: nn.Parameter, parameter: Tensor) -> None:
+    """Add the gradient of a micro-batch to the master's, and free it: beside the fp32 sums one is there at a time."""
+    assert parameter.grad is not None
+    if master.grad is None:
+        master.grad = parameter.grad.to(master)
+    else:
+        master.grad.add_(parameter.grad.to(master.device))
+    parameter.grad = None

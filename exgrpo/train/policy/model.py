@@ -111,6 +111,7 @@ def load_model(config: Config, source: ModelSource) -> PreTrainedModel:
     dtype = DTYPES[config.policy.dtype]
     model = source.load(dtype, config.policy.attention, quantisation(config, dtype))
     same_in_inference(model)
+    exact_frequencies(model)
     if config.policy.attention in PACKING and model._can_set_attn_implementation():
         model.set_attn_implementation(PACKING[config.policy.attention])
     return model
@@ -144,6 +145,18 @@ def same_in_inference(model: nn.Module) -> None:
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
+
+
+def exact_frequencies(model: PreTrainedModel) -> None:
+    """Compute the rotary frequencies of a model in fp32, where they are not.
+
+    While ZeRO-3 loads a model in bf16, new tensors are bf16, too. Frequencies that are off by 2^-9 are off by radians
+    at the position 4,000, and no rollout engine computes with them.
+    """
+    for module in model.modules():
+        rotary = "RotaryEmbedding" in type(module).__name__  # as transformers tells them
+        if rotary and any(buffer.dtype != torch.float32 for buffer in module.buffers()):
+            model._init_weights(module.float())
 
 
 def dense(parameter: nn.Parameter) -> Tensor:

@@ -30,7 +30,7 @@ from exgrpo.train.policy.adapters import (
 )
 from exgrpo.train.policy.attention import PACKING
 from exgrpo.train.policy.batch import MiniBatch
-from exgrpo.train.policy.engine import WholeEngine, deepspeed_settings, kept_whole, make_optimizer, make_schedule
+from exgrpo.train.policy.engine import WholeEngine, deepspeed_settings, sharded_engine, trained
 from exgrpo.train.policy.layout import Layout, Packed, Padded, Plan
 from exgrpo.train.policy.loss import LossSettings
 from exgrpo.train.policy.model import PolicyModel, dense, load_model
@@ -42,7 +42,6 @@ from exgrpo.train.policy.states import (
     load_states,
     save_states,
     save_training,
-    trained,
 )
 from exgrpo.train.policy.update import Tally, UpdateStats
 from exgrpo.train.replay.contract import Term
@@ -52,7 +51,7 @@ PACKED_GAP = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 
 
 class Policy:
-    """The trained model, its optimiser and its schedule: sharded by DeepSpeed ZeRO-3, or `kept_whole`.
+    """The trained model, its optimiser and its schedule: sharded by DeepSpeed ZeRO-3, or whole in a world of one.
 
     Args:
         config: the run.
@@ -67,17 +66,16 @@ class Policy:
         # A surrogate is looked for once: one of a user's own may keep a state.
         surrogate = SURROGATES.find(config.objective.surrogate)
         self.loss = LossSettings(config.objective, surrogate, self.temperature, world.size)
-        whole = kept_whole(config, world.size)
+        whole = world.size == 1
         if config.lora.quantised != "none" and not whole:
             raise ConfigError(
-                f"lora.quantised {config.lora.quantised}: ZeRO-3 does not cut weights in 4 bits; take one process "
-                "without distributed.offload_optimizer, or lora.quantised none"
+                f"lora.quantised {config.lora.quantised}: ZeRO-3 does not cut weights in 4 bits; take one process, "
+                "or lora.quantised none"
             )
-        settings = deepspeed_settings(config)
         # What a model with adapters is saved as. It is made while models still have their whole shapes.
         self.merged = source.empty() if config.lora.rank and config.lora.result == "merged" else None
         # Alive: from_pretrained then loads each rank its shard.
-        self._zero3 = None if whole else HfDeepSpeedConfig(settings)
+        self._zero3 = None if whole else HfDeepSpeedConfig(deepspeed_settings(config))
         model = load_model(config, source)
         if config.policy.gradient_checkpointing:
             try:
@@ -95,20 +93,14 @@ class Policy:
             if config.lora.path:
                 load_adapters(config.lora.path, model)
         wrapped = PolicyModel(model, config.policy.kernel_backend, config.policy.kernel_memory)
-        optimizer = make_optimizer(trained(wrapped).values(), config.optimizer)
-        scheduler = make_schedule(optimizer, config)
         self.engine: Any
+        self.states: States
         if whole:
-            self.engine = WholeEngine(wrapped.to(world.device), optimizer, scheduler, config.optimizer.grad_clip)
+            self.engine = WholeEngine(wrapped.to(world.device), config)
+            self.states = WholeStates(self.engine)
         else:
-            self.engine, *_ = deepspeed.initialize(
-                model=wrapped,
-                optimizer=optimizer,
-                lr_scheduler=scheduler,
-                config=settings,
-                dist_init_required=False,
-            )
-        self.states: States = WholeStates(wrapped, optimizer) if whole else ShardedStates(self.engine, world.rank)
+            self.engine = sharded_engine(wrapped, config)
+            self.states = ShardedStates(self.engine, world.rank)
         self.packs = self._packs()
         """Whether a pass reads rows without padding."""
         self.layout: Layout = Packed() if self.packs else Padded()

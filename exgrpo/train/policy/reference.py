@@ -13,7 +13,7 @@ from exgrpo.train.common.records import Score
 from exgrpo.train.common.step_batch import Ints, StepBatch
 from exgrpo.train.config.options import Config
 from exgrpo.train.policy.adapters import without_adapters
-from exgrpo.train.policy.engine import deepspeed_settings, kept_whole
+from exgrpo.train.policy.engine import deepspeed_settings
 from exgrpo.train.policy.model import PolicyModel, load_model
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.source import ModelSource
@@ -87,7 +87,7 @@ def make_reference(config: Config, source: ModelSource, policy: Policy) -> Refer
         return Reference(lambda batch: _without_adapters(policy, batch))
     model, options = load_model(config, source), config.policy
     frozen = PolicyModel(model, options.kernel_backend, options.kernel_memory).requires_grad_(False)
-    if kept_whole(config, policy.world.size):
+    if policy.world.size == 1:
         engine = frozen.to(policy.world.device)
     else:
         engine, *_ = deepspeed.initialize(model=frozen, config=deepspeed_settings(config), dist_init_required=False)

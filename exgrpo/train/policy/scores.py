@@ -20,7 +20,7 @@ class Scored(NamedTuple):
     """How the scores of a step's fresh answers became known.
 
     Attributes:
-        known: whether they are; else the update will know them.
+        known: whether they are; else the first optimiser step will know those of its rows.
         read: what the trainer has read for that.
         trainer: fp32 log-probs of the trainer, of the tokens that both it and the engine have scored.
         engine: those of the engine.
@@ -33,7 +33,7 @@ class Scored(NamedTuple):
 
 
 class FreshScorer:
-    """Takes scores from where they are known: the engine, the only optimiser step, or a pass of their own.
+    """Takes scores from where they are known: the engine, the first optimiser step, or a pass of their own.
 
     They are the columns `log_prob` and `entropy` of a batch; where the trainer is the writer, `old_log_prob`, too.
 
@@ -48,16 +48,10 @@ class FreshScorer:
         self.temperature = config.rollout.temperature
         self.same_arithmetic = config.policy.dtype == "fp32"
         self.by_trainer = config.rollout.behaviour == "trainer"
-        # The only optimiser step sees the policy before it, and where every row has a gradient it reads all of them.
-        # Weights by the engine's log-probs, and plans of steps ahead, need the scores before.
+        # The first optimiser step sees the policy before it. Weights by the engine's log-probs, plans of steps ahead,
+        # and a choice among the answers need the scores before.
         self.own_forward = (
-            all_trained
-            and config.optimizer.steps_per_batch == 1
-            and config.objective.entropy_coef > 0
-            and config.objective.train_on == "all"
-            and not config.objective.overlong_filter
-            and self.by_trainer
-            and not config.rollout.ahead
+            all_trained and config.objective.train_on == "all" and self.by_trainer and not config.rollout.ahead
         )
 
     def before(self, batch: StepBatch) -> Scored:
@@ -81,14 +75,22 @@ class FreshScorer:
             return Scored(False, [], nothing, nothing)
         return self._by_a_pass(batch, fresh)
 
-    def after(self, batch: StepBatch) -> Scored:
-        """Scores that were not known before the update, from the only optimiser step if there was one."""
+    def beside(self, batch: StepBatch, told: Ints) -> list[Reading]:
+        """Score the fresh answers that the first optimiser step will not tell, before it; what was read for that.
+
+        Args:
+            batch: of the step.
+            told: the numbers of the rows in that optimiser step.
+        """
+        left = np.setdiff1d(np.flatnonzero(batch.fresh), told)
+        return self._by_a_pass(batch, left).read if len(left) else []
+
+    def after(self, batch: StepBatch, read: list[Reading]) -> Scored:
+        """Scores that were not known before the update, once it has told its own; `read` is that of `beside`."""
         fresh = np.flatnonzero(batch.fresh)
-        if not batch.has("log_prob"):
-            return self._by_a_pass(batch, fresh)  # under the same weights
         at = batch.places(fresh)
         self._put(batch, fresh, batch.log_prob[at], batch.entropy[at])
-        return Scored(True, [], *_both(batch.take(fresh), batch.log_prob[at]))
+        return Scored(True, read, *_both(batch.take(fresh), batch.log_prob[at]))
 
     def _by_a_pass(self, batch: StepBatch, fresh: Ints) -> Scored:
         part = batch.take(fresh)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from exgrpo.train.common.errors import CheckpointError
+from exgrpo.train.policy.engine import WholeEngine, trained
 
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 TRAINING = "training.json"
@@ -42,7 +43,7 @@ class States(Protocol):
     """The states of the parameters that are trained, by name.
 
     Attributes:
-        parameters: those parameters, with what ZeRO-3 has added to them.
+        parameters: those parameters, with what ZeRO-3 has added to them, or their masters.
     """
 
     parameters: dict[str, Any]
@@ -70,22 +71,17 @@ class States(Protocol):
         """Have the model compute with the weights that were set; all ranks call it together."""
 
 
-def trained(module: nn.Module) -> dict[str, Any]:
-    """The parameters of a module that are trained, by name."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
 class WholeStates:
     """See `States`.
 
     Args:
-        module: whole and in fp32.
-        optimizer: AdamW of its parameters.
+        engine: its masters are the weights.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.parameters = trained(module)
-        self.optimizer = optimizer
+    def __init__(self, engine: WholeEngine) -> None:
+        self.engine = engine
+        self.parameters: dict[str, Any] = engine.masters
+        self.optimizer = engine.optimizer
 
     @property
     def steps(self) -> int:
@@ -114,7 +110,8 @@ class WholeStates:
         self.get(name, key).copy_(values)
 
     def apply(self) -> None:
-        """See `States`; there is one copy of the weights."""
+        """See `States`."""
+        self.engine.show_masters()
 
 
 class ShardedStates:
@@ -126,7 +123,7 @@ class ShardedStates:
     """
 
     def __init__(self, engine: Any, rank: int) -> None:
-        self.parameters = trained(engine.module)
+        self.parameters: dict[str, Any] = trained(engine.module)
         self.optimizer: torch.optim.Optimizer = engine.optimizer.optimizer
         # Each is a part of many parameters together: that is what AdamW sees.
         self.flat: list[Tensor] = engine.optimizer.fp32_partitioned_groups_flat

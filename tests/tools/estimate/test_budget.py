@@ -20,7 +20,6 @@ from exgrpo.train.common.records import Rollout, Trajectory
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.config.policy import LoraConfig
-from exgrpo.train.policy.engine import kept_whole
 from exgrpo.train.policy.layout import Padded
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.model import PolicyModel
@@ -132,8 +131,7 @@ def test_the_peak_of_real_generation(dtype, kv_heads, tmp_path):
     )
     found = sizes(gpu_memory(config, shape_like(model), HARDWARE_OF_ONE))
     weights = found.pop("rollout engine, weights")["rollout"]
-    shared = dtype == "fp32"  # by the policy itself
-    assert weights == (0 if shared else sum(p.numel() * p.itemsize for p in engine.model.parameters()))
+    assert weights == 0  # those of the policy itself
     counted = sum(found[f"rollout engine, {name}"]["rollout"] for name in ("key/value cache", "prompts and sampling"))
     assert measured.peak <= counted <= 1.4 * measured.peak
 
@@ -266,7 +264,7 @@ def never_more(less, more) -> bool:
 @given(RECIPE, st.integers(1, 64), st.integers(1, 64))
 def test_more_gpus_never_take_more_memory_each_nor_more_time(sections, gpus, more):
     config = recipe(**sections)
-    if not kept_whole(config, gpus):  # what one process does without, as DeepSpeed's buckets, may be more than a model
+    if gpus > 1:  # what one process does without, as DeepSpeed's buckets, may be more than a model
         assert never_more(peaks(config, gpus + more), peaks(config, gpus))
         assert seconds(config, gpus + more) <= seconds(config, gpus) * (1 + 1e-9)
 

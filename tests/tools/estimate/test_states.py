@@ -1,4 +1,4 @@
-"""What ZeRO-3 really keeps, against the estimate."""
+"""What training really keeps, under ZeRO-3 and in one process, against the estimate."""
 
 import json
 from importlib.util import find_spec
@@ -7,8 +7,11 @@ import pytest
 
 from exgrpo.tools.estimate.budget import gpu_memory
 from exgrpo.tools.estimate.shape import read_shape
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.config.options import ObjectiveConfig
-from tests.tools.estimate.shapes import HARDWARE, sizes
+from exgrpo.train.policy.policy import Policy
+from exgrpo.train.policy.source import find_model
+from tests.tools.estimate.shapes import HARDWARE, HARDWARE_OF_ONE, sizes
 from tests.train import tiny
 from tests.train.launch import launch
 
@@ -47,12 +50,17 @@ if world.is_main:
 """
 
 
+CASES = {
+    "fp32": {"dtype": "fp32"},
+    "bf16": {"dtype": "bf16"},
+    "adapters": {"dtype": "bf16", "lora": {"rank": 4, "targets": ["q_proj", "down_proj"], "head": True}},
+}
+
+
 @pytest.mark.long
 def test_states_are_those_that_zero_3_keeps(tmp_path):
     """To the byte, on two ranks after a step."""
-    cases = {"fp32": {"dtype": "fp32"}, "bf16": {"dtype": "bf16"}}
-    if find_spec("peft"):
-        cases["adapters"] = {"dtype": "bf16", "lora": {"rank": 4, "targets": ["q_proj", "down_proj"], "head": True}}
+    cases = {name: case for name, case in CASES.items() if name != "adapters" or find_spec("peft")}
     tiny.save_model(tmp_path, tied=False)
     (tmp_path / "worker.py").write_text(WORKER)
     done = launch(tmp_path / "worker.py", str(tmp_path), str(tmp_path / "held.json"), json.dumps(cases), ranks=2)
@@ -64,3 +72,37 @@ def test_states_are_those_that_zero_3_keeps(tmp_path):
         config = tiny.config(tmp_path, ObjectiveConfig(), **cases[case])
         counted = sizes(gpu_memory(config, shape, HARDWARE))
         assert {name: counted[name]["step"] for name in real} == real
+
+
+class Stopped(Exception):
+    """Before the optimiser step."""
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "adapters"])
+def test_states_are_those_that_one_process_keeps(name, tmp_path, monkeypatch):
+    """To the byte, when the gradients of a step are there: 16 bytes of a parameter in fp32, 18 in bf16."""
+    if name == "adapters":
+        pytest.importorskip("peft", reason="peft is not installed")
+    tiny.save_model(tmp_path, tied=name != "adapters")
+    config = tiny.config(tmp_path, ObjectiveConfig(), **CASES[name])
+    policy = Policy(config, find_model(str(tmp_path)), ALONE)
+    batches = tiny.minibatches(ObjectiveConfig())
+    policy.update(batches[0], clip=True)
+
+    def stop():
+        raise Stopped
+
+    monkeypatch.setattr(policy.engine, "step", stop)
+    with pytest.raises(Stopped):
+        policy.update(batches[1], clip=True)
+    parameters, masters = list(policy.model.parameters()), list(policy.engine.masters.values())
+    own = [master for master in masters if all(master is not parameter for parameter in parameters)]
+    gradients = [one.grad for one in (*parameters, *own) if one.grad is not None]
+    moments = [v for state in policy.engine.optimizer.state.values() for v in state.values() if v.dim()]
+    held = {"weights": parameters, "fp32 master weights": own, "AdamW moments": moments, "gradients, fp32": gradients}
+    real = {kind: sum(t.numel() * t.itemsize for t in tensors) for kind, tensors in held.items()}
+    shape = read_shape(str(tmp_path), tmp_path)
+    counted = sizes(gpu_memory(config, shape, HARDWARE_OF_ONE))
+    assert {kind: counted[kind]["step"] for kind in real} == real
+    if name != "adapters":
+        assert sum(real.values()) == {"fp32": 16, "bf16": 18}[name] * shape.total

@@ -20,7 +20,6 @@ CASES = {
     "fp32": {"optimizer": SCHEDULE},
     "adapters": {"lora": {"rank": 3, "alpha": 6}},
     "persistent": {"optimizer": SCHEDULE},
-    # Last: while it is there, its DeepSpeed has models loaded in parts, which one process in fp32 does without.
     "bf16": {"dtype": "bf16", "optimizer": SCHEDULE},
 }
 

@@ -1,5 +1,6 @@
 """Runs that train adapters: begun with saved ones, and beside base weights in 4 bits, against peft's own models."""
 
+import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -268,8 +269,8 @@ def test_what_is_saved_is_the_model_that_was_trained(folder, trained, tmp_path):
 
 def test_what_zero_3_would_have_to_cut_is_refused_and_weights_in_4_bits_alone_are(folder):
     config = tiny.config(folder, OBJECTIVE, lora=IN_4_BITS)
-    offloaded = config.distributed.model_copy(update={"offload_optimizer": True})
+    two = dataclasses.replace(ALONE, size=2)
     with pytest.raises(ConfigError, match=r"lora\.quantised nf4: ZeRO-3 does not cut weights in 4 bits"):
-        Policy(config.model_copy(update={"distributed": offloaded}), find_model(str(folder)), ALONE)
+        Policy(config, find_model(str(folder)), two)
     with pytest.raises(ValueError, match=r"quantised weights cannot be trained"):
         tiny.config(folder, OBJECTIVE, lora={"quantised": "nf4"})

@@ -264,6 +264,13 @@ def test_statistics_describe_the_first_step(outcomes, folders):
     assert stats["grad_norm"] > 0
 
 
+def test_rotary_frequencies_are_not_rounded(outcomes, folders):
+    config = AutoModelForCausalLM.from_pretrained(folders / "tied").config
+    powers = torch.arange(0, config.head_dim, 2) / config.head_dim
+    expected = 1 / config.rope_parameters["rope_theta"] ** powers
+    torch.testing.assert_close(outcomes["bf16"]["frequencies"], expected, rtol=1e-6, atol=0)
+
+
 def test_bf16_stays_near_fp32(outcomes, folders):
     losses, _ = plain_training(folders / "tied", "bf16")
     ours = [stats["loss"] for stats in outcomes["bf16"]["stats"]]

@@ -40,6 +40,7 @@ def main(result: Path, cases: list[dict]) -> None:
                 "sharded": sharded,
                 "weights": {name: weight.clone() for name, weight in policy.weights()},
                 "log_prob": torch.from_numpy(score.log_prob),
+                "frequencies": policy.model.get_decoder().rotary_emb.inv_freq,
                 "entropy": torch.from_numpy(score.entropy),
             }
         )

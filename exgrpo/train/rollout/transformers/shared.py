@@ -9,7 +9,6 @@ from torch import nn
 from exgrpo.train.common.distributed import World
 from exgrpo.train.config.options import Config
 from exgrpo.train.policy.attention import ONE_TOKEN
-from exgrpo.train.policy.engine import kept_whole
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.rollout.engine import EngineSettings
 from exgrpo.train.rollout.transformers.engine import TransformersEngine, attends_one_token
@@ -34,7 +33,7 @@ class SharedEngine(TransformersEngine):
     Args:
         settings: how to generate.
         world: the process that is alone.
-        policy: kept whole.
+        policy: of that process, whole.
     """
 
     def __init__(self, settings: EngineSettings, world: World, policy: Policy) -> None:
@@ -76,5 +75,5 @@ class SharedEngine(TransformersEngine):
 
 
 def shares_policy(config: Config, ranks: int) -> bool:
-    """Whether the policy itself generates: by transformers, where one process keeps it whole."""
-    return config.rollout.engine == "transformers" and kept_whole(config, ranks)
+    """Whether the policy itself generates: by transformers, where one process has it whole."""
+    return config.rollout.engine == "transformers" and ranks == 1
