@@ -19,7 +19,7 @@ from exgrpo.train.rollout.engine import EngineSettings, Sampling
 from exgrpo.train.rollout.server.client import ServerClient, host_and_port
 from exgrpo.train.rollout.server.guard import LOOPBACK
 from exgrpo.train.rollout.server.reply import ServerError, part
-from exgrpo.train.rollout.vllm.availability import TESTED_VERSION
+from exgrpo.train.rollout.vllm.availability import SERVERS
 
 COMPARED = (
     "model_type",
@@ -109,8 +109,8 @@ def check_server(client: ServerClient, settings: EngineSettings, device: torch.d
         version = part(answer, "version", str)
     except ServerError:
         raise refuse("is no vLLM server") from None
-    if version.partition("+")[0] != TESTED_VERSION:
-        raise refuse(f"runs vLLM {cut(version, SHOWN)}, and {TESTED_VERSION} was tested")
+    if version not in SERVERS:
+        raise refuse(f"runs vLLM {cut(version, SHOWN)}, and a server must be one from {SERVERS}")
     try:
         answers = client.call_workers("rollout_facts")
     except ServerError as error:

@@ -18,7 +18,6 @@ from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.pool import Job, NoServerError, ServerPool
 from exgrpo.train.rollout.server.reply import ServerError
 from exgrpo.train.rollout.stops import Stops
-from exgrpo.train.rollout.vllm.availability import TESTED_VERSION
 from tests.train import pieces, tiny
 from tests.train.rollout.server.fake_server import choice, reply
 
@@ -181,7 +180,7 @@ def proper(fake, settings):
         "sequences": 128,
     }
     fake.answers |= {
-        "version": {"version": f"{TESTED_VERSION}+cpu"},
+        "version": {"version": "0.32.0+cpu"},
         "collective_rpc": {"results": [facts]},
         "weight_info": {"weight_version": FRESH},
         "resume": {},
@@ -203,7 +202,7 @@ UNKNOWN = "has facts that are not understood: "
 @pytest.mark.parametrize(
     ("route", "answer", "message"),
     [
-        ("version", {"version": "0.31.0"}, "runs vLLM 0.31.0, and 0.32.0 was tested"),
+        ("version", {"version": "0.31.0"}, "runs vLLM 0.31.0, and a server must be one from 0.32 to 0.33"),
         ("version", ["what?"], "is no vLLM server"),
         ("version", {"version": 3}, "is no vLLM server"),
         ("collective_rpc", (404, {"detail": "Not Found"}), "has vLLM's development routes off"),

@@ -9,11 +9,11 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+from exgrpo.train.rollout.vllm.sleep import Sleep
 
 from exgrpo.train.rollout.engine import Sampling, collect
 from exgrpo.train.rollout.vllm.engine import GIB, VllmEngine, _arguments
 from exgrpo.train.rollout.vllm.process import Guest
-from exgrpo.train.rollout.vllm.sleep import Sleep
 from tests.train import tiny
 from tests.train.asking import requests_for
 
