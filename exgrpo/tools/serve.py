@@ -27,6 +27,7 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.policy.check import check_positions, check_weights
     from exgrpo.train.policy.source import ModelSource, find_model
     from exgrpo.train.policy.tokenizer import DTYPES
+    from exgrpo.train.rollout.server.check import GLOO, PACKED_NCCL
     from exgrpo.train.rollout.server.guard import NAMES, TOKEN, made_token, server_token
     from exgrpo.train.rollout.vllm.availability import INSTALL, SERVERS
     from exgrpo.train.rollout.vllm.engine import BLOCK_TOKENS, CPU_CACHE_GIB, gpu_precision
@@ -136,7 +137,7 @@ def _options(own: argparse.Namespace, source: ModelSource, *, on_cpu: bool) -> d
         "--dtype": str(DTYPES[own.dtype]).removeprefix("torch."),
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",  # of the policy that is sampled from, at its temperature
-        "--weight-transfer-config": json.dumps({"backend": "gloo" if on_cpu else "nccl"}),
+        "--weight-transfer-config": json.dumps({"backend": GLOO if on_cpu else PACKED_NCCL}),
         "--worker-extension-cls": "exgrpo.train.rollout.server.worker.RolloutWorker",
         "--middleware": "exgrpo.train.rollout.server.guard.Guard",
     }

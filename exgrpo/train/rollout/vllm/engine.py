@@ -77,10 +77,11 @@ class VllmEngine:
             raise RuntimeError("the rollout engine still generates for an earlier call: finish or close that first")
         asked = {f"{i}.{sample}": (i, sample) for i, one in enumerate(requests) for sample in range(one.count)}
         self._guest.seed(derive_seed(0, "call", *(request.seed for request in requests)))
+        with self._guest:
+            # What an earlier call has cached would change the shapes of the products, and so their rounding.
+            self._llm.forget_prompts()
         try:
             with self._guest:
-                # What an earlier call has cached would change the shapes of the products, and so their rounding.
-                self._llm.forget_prompts()
                 for name, (i, sample) in asked.items():
                     self._add(name, requests[i], sample)
             while self._llm.busy():
