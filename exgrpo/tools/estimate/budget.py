@@ -305,7 +305,7 @@ def _cache(config: Config) -> float:
 
 
 def _slots(config: Config, shape: ModelShape, gpus: int, prompt_tokens: float) -> int:
-    """Answers that a rank generates at once, at most."""
+    """Answers that a rank generates at once: transformers' in padded batches, vLLM's as its cache has room for them."""
     if engine_of(config) == "transformers":
         rows = max(1, int(config.rollout.batch_tokens // (prompt_tokens + config.rollout.max_tokens)))
     else:
@@ -315,12 +315,8 @@ def _slots(config: Config, shape: ModelShape, gpus: int, prompt_tokens: float) -
 
 
 def rows_at_once(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> int:
-    """Answers that a rank generates at once: transformers' in padded batches, vLLM's as its cache has room for them."""
-    if engine_of(config) == "transformers":
-        return _slots(config, shape, gpus, assumptions.prompt_tokens)
-    slots = _slots(config, shape, gpus, config.data.max_prompt_tokens)
-    held = shape.kv_bytes(DTYPES[config.policy.dtype].itemsize) * _mean_context(assumptions)
-    return max(1, min(slots, int(_cache(config) // held)))
+    """Answers that a rank generates at once with prompts of the length that is assumed."""
+    return _slots(config, shape, gpus, assumptions.prompt_tokens)
 
 
 def _mean_context(assumptions: Assumptions) -> float:
