@@ -261,6 +261,20 @@ def test_the_time_asleep_ends_with_a_push_or_a_wake(opened, level, monkeypatch):
     assert engine.counts().asleep_seconds == 0
 
 
+def test_the_level_may_change_between_sleeps(opened):
+    """As the doctor does, which measures both."""
+    engine = opened(2)
+    engine.sleep_level = 1
+    engine.push_weights(iter(Weights(5)))  # cannot be run through again
+    assert generated(engine) == 5
+    assert generated(engine) == 5
+    engine.wake()
+    engine.sleep_level = 2
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="dropped its weights"):
+        engine.wake()
+
+
 def test_what_vllm_is_told_on_gpus(module, opened, model):
     settings = tiny.engine_settings(model, kv_cache_gib=20, tensor_parallel=2, sleep_level=2)
     told = arguments(settings, GPU)
