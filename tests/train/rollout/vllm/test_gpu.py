@@ -1,4 +1,4 @@
-"""The engine on a GPU, with a stand-in for vLLM: CPUs have no memory to give back, so the real one cannot sleep here."""
+"""The engine on a GPU, with a stand-in for vLLM: CPUs have no memory to give back, so the real one does not sleep."""
 
 import dataclasses
 from contextlib import suppress
