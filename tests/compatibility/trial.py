@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from xml.etree import ElementTree
 
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from exgrpo.train.common.errors import ExgrpoError
@@ -67,7 +68,10 @@ def environment(target: Target, folder: Path) -> Path:
         return Path(sys.executable)
     overlay(folder)
     install = ["--no-deps", *listed(package, wanted)] if package.listed else [f"{package.installed}=={wanted}"]
-    run([sys.executable, "-m", "pip", "--python", str(python), "install", "--no-cache-dir", *install])
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-cache-dir"]
+    run([*pip, *install])
+    if package.listed and (torch := torch_of(package, folder)):
+        run([*pip, torch])
     copy_programs(Path(sys.executable).parent, folder / "bin")
     return python
 
@@ -107,6 +111,16 @@ def listed(package: Package, wanted: str) -> list[str]:
     lines = (ROOT / package.listed).read_text(encoding="utf-8").splitlines()
     pin = f"{package.installed}=="
     return [pin + wanted if line.startswith(pin) else line for line in lines if line and not line.startswith("#")]
+
+
+def torch_of(package: Package, folder: Path) -> str:
+    """The torch that a package in a folder is built for, for pip; "": this environment has it."""
+    (site,) = folder.glob("lib/python*/site-packages")
+    (found,) = distributions(name=package.installed, path=[str(site)])
+    needed = [need for text in found.requires or () if (need := Requirement(text)).name == "torch"]
+    exact = [str(need.specifier) for need in needed if need.marker is None or need.marker.evaluate()]
+    wanted = Version("".join(exact[:1]).removeprefix("==")).public
+    return "" if is_installed("torch", wanted) else f"torch=={wanted}"
 
 
 def run(command: list[str]) -> None:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -112,7 +113,8 @@ def serve(address: str, *modules: str) -> None:
     """Fork a rank for each request, until the standard input ends. In a rank it returns, when the script has ended."""
     before = dict(os.environ)
     for module in modules:
-        import_module(module)
+        with suppress(ModuleNotFoundError):  # vLLM 0.26 has not all of them
+            import_module(module)
     gc.freeze()  # a rank's collections pass over what it has from here, which they would look through and copy
     by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     with socket.socket(socket.AF_UNIX) as server:

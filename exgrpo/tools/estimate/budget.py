@@ -20,6 +20,7 @@ from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import RULES
 from exgrpo.train.rollout.transformers.decode import KEPT, grown
 from exgrpo.train.rollout.transformers.shared import shares_policy
+from exgrpo.train.rollout.vllm.engine import cache_gib, sequences
 
 TRAJECTORY_OVERHEAD = 700
 """Bytes of a stored trajectory beside its tokens: the object, two arrays, its place in a checkpoint."""
@@ -250,10 +251,10 @@ def rollout_memory(config: Config, shape: ModelShape, gpus: int) -> tuple[Memory
     if engine == "server":
         return ()
     item = DTYPES[config.policy.dtype].itemsize
-    rows = _slots(config, gpus, config.data.max_prompt_tokens)
+    rows = _slots(config, shape, gpus, config.data.max_prompt_tokens)
     if engine == "vllm":
         ranks = config.rollout.tensor_parallel
-        weights, cache = item * shape.total / ranks, config.rollout.kv_cache_gib * GIB
+        weights, cache = item * shape.total / ranks, _cache(config)
         prompts = PREFILL_TOKENS * shape.gradient_bytes(item)
     else:
         tokens = min(config.rollout.batch_tokens, _answers(config, gpus) * longest_sequence(config))
@@ -308,19 +309,24 @@ def _answers(config: Config, gpus: int) -> int:
     return math.ceil(config.questions / gpus) * config.rollout.samples
 
 
-def _slots(config: Config, gpus: int, prompt_tokens: float) -> int:
-    """Answers that a rank generates at once where the cache has room for them."""
-    rows = int(config.rollout.batch_tokens // (prompt_tokens + config.rollout.max_tokens))
-    return min(_answers(config, gpus), max(1, rows))
+def _cache(config: Config) -> float:
+    """Bytes of vLLM's cache; the program has set them where the configuration leaves them to the GPU."""
+    return cache_gib(config.rollout, None) * GIB
+
+
+def _slots(config: Config, shape: ModelShape, gpus: int, prompt_tokens: float) -> int:
+    """Answers that a rank generates at once: transformers' in padded batches, vLLM's as its cache has room for them."""
+    if engine_of(config) == "transformers":
+        rows = max(1, int(config.rollout.batch_tokens // (prompt_tokens + config.rollout.max_tokens)))
+    else:
+        per_token = shape.kv_bytes(DTYPES[config.policy.dtype].itemsize)
+        rows = sequences(config.rollout, config.data.max_prompt_tokens, _cache(config), per_token)
+    return min(_answers(config, gpus), rows)
 
 
 def rows_at_once(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> int:
-    """Answers that a rank generates at once: transformers' in padded batches, vLLM's as its cache has room for them."""
-    if engine_of(config) == "transformers":
-        return _slots(config, gpus, assumptions.prompt_tokens)
-    slots = _slots(config, gpus, config.data.max_prompt_tokens)
-    held = shape.kv_bytes(DTYPES[config.policy.dtype].itemsize) * _mean_context(assumptions)
-    return max(1, min(slots, int(config.rollout.kv_cache_gib * GIB // held)))
+    """Answers that a rank generates at once with prompts of the length that is assumed."""
+    return _slots(config, shape, gpus, assumptions.prompt_tokens)
 
 
 def _mean_context(assumptions: Assumptions) -> float:

@@ -127,8 +127,11 @@ def main(argv: Sequence[str]) -> int:
         assumptions = assumptions_of(options, config)
         # transformers and DeepSpeed: only for what can be right
         from exgrpo.tools.estimate.shape import read_shape
-        from exgrpo.tools.estimate.tables import show
+        from exgrpo.tools.estimate.tables import changed, show
+        from exgrpo.train.rollout.vllm.engine import cache_gib
 
+        cache = cache_gib(config.rollout, hardware.memory + options.reserve_gib * GIB)
+        config = changed(config, {"rollout.kv_cache_gib": round(cache, 1)})
         shape = read_shape(config.policy.path, options.config_json, config.policy.overrides)
     except ExgrpoError as error:
         return print_error(error)

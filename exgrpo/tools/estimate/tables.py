@@ -21,6 +21,8 @@ from exgrpo.tools.estimate.parts import GIB, MOMENTS, Amount, Assumptions, Hardw
 from exgrpo.tools.estimate.shape import ModelShape
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import merged, validate
+from exgrpo.train.policy.tokenizer import DTYPES
+from exgrpo.train.rollout.vllm.engine import cache_gib
 
 MOST_GPUS = 1024
 SMALLEST_CACHE_GIB = 0.25
@@ -216,15 +218,16 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
         yield {"rollout.sleep_level": 2}
     if not config.policy.gradient_checkpointing:
         yield {"policy.gradient_checkpointing": True}
+    on_vllm = engine_of(config) == "vllm"
     for key, size in (
         ("optimizer.micro_batch_tokens", config.optimizer.micro_batch_tokens),
-        ("rollout.batch_tokens", config.rollout.batch_tokens),
+        ("rollout.batch_tokens", 0 if on_vllm else config.rollout.batch_tokens),
     ):
         while size > longest:
             size = max(longest, size // 2)
             yield {key: size}
-    cache = config.rollout.kv_cache_gib
-    while engine_of(config) == "vllm" and cache > SMALLEST_CACHE_GIB:
+    cache = cache_gib(config.rollout, None)
+    while on_vllm and cache > SMALLEST_CACHE_GIB:
         cache = max(SMALLEST_CACHE_GIB, cache / 2)
         yield {"rollout.kv_cache_gib": cache}
     if not config.distributed.offload_optimizer:
@@ -254,10 +257,11 @@ def fastest_generation(
     They share the reading of the weights, until the traffic of their keys and values outweighs it.
     """
     best: dict[str, Any] = {}
-    best_seconds, values = rollout_seconds(config, shape, hardware, assumptions), _room(config)
+    best_seconds, (key, size, enough) = rollout_seconds(config, shape, hardware, assumptions), _room(config, shape)
     # Once all answers of a step are generated at once, no more tokens change anything.
-    while values["rollout.batch_tokens"] < config.questions * config.rollout.samples * longest_sequence(config):
-        values = {key: 2 * value for key, value in values.items()}
+    while size < enough:
+        size *= 2
+        values = {key: size}
         wider = changed(config, values)
         if peak(gpu_memory(wider, shape, hardware), "rollout") > hardware.memory:
             break
@@ -267,10 +271,13 @@ def fastest_generation(
     return best
 
 
-def _room(config: Config) -> dict[str, Any]:
-    """What limits the answers that are generated at once."""
-    room: dict[str, Any] = {"rollout.batch_tokens": config.rollout.batch_tokens}
-    return room | ({"rollout.kv_cache_gib": config.rollout.kv_cache_gib} if engine_of(config) == "vllm" else {})
+def _room(config: Config, shape: ModelShape) -> tuple[str, float, float]:
+    """What limits the answers that are generated at once: its key, its value, and the value that is enough for all."""
+    tokens = config.questions * config.rollout.samples * longest_sequence(config)
+    if engine_of(config) == "vllm":
+        kept = shape.kv_bytes(DTYPES[config.policy.dtype].itemsize)
+        return "rollout.kv_cache_gib", cache_gib(config.rollout, None), tokens * kept / GIB
+    return "rollout.batch_tokens", config.rollout.batch_tokens, tokens
 
 
 def beside_gpus(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> Iterator[str]:

@@ -114,7 +114,7 @@ class RolloutOptions(Section):
     engine: Literal["auto", "transformers", "vllm"] = Field(
         "auto", description="What generates; auto: vLLM where it can, else transformers."
     )
-    kv_cache_gib: float = as_in(RolloutConfig, "kv_cache_gib", default=1.0)
+    kv_cache_gib: float | None = as_in(RolloutConfig, "kv_cache_gib")
 
 
 class DistributedOptions(Section):

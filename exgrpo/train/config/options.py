@@ -169,14 +169,21 @@ class RolloutConfig(Section):
         (), description="Strings that end an answer: their tokens are trained on, but are no part of the graded text."
     )
     batch_tokens: int = Field(
-        65536, ge=1, le=MOST_TOKENS, description="Prompt + response tokens generated at once per rank."
+        65536,
+        ge=1,
+        le=MOST_TOKENS,
+        description="Prompt + response tokens generated at once per rank; vLLM on GPUs goes by its cache instead.",
     )
     engine: Literal["auto", "transformers", "vllm", "server"] = Field(
         "auto",
         description="What generates; auto: rollout.servers if any, on GPUs vLLM where it can, else transformers.",
     )
-    kv_cache_gib: float = Field(
-        4.0, gt=0, le=16384, description="vLLM: GiB per rank for keys and values; no machine has more than 16384."
+    kv_cache_gib: float | None = Field(
+        None,
+        gt=0,
+        le=16384,
+        description="vLLM: GiB per rank for keys and values, on GPUs of as many answers as have room there; None: 30 % "
+        "of the GPU's memory, on CPUs 1.",
     )
     tensor_parallel: int = Field(
         1, ge=1, le=MOST_PROCESSES, description="vLLM: so many neighbouring ranks make one engine."

@@ -42,7 +42,7 @@ def test_a_batch_lasts_as_long_as_its_longest_answer():
     assert found == pytest.approx(2 * longest * SMALL.layers, rel=0.02)
 
 
-VLLM = {"engine": "vllm", "samples": 4, "max_tokens": 84, "batch_tokens": 400}
+VLLM = {"engine": "vllm", "samples": 4, "max_tokens": 84, "batch_tokens": 100}
 
 
 @pytest.mark.parametrize("questions", [1, 2, 16, 200])
@@ -57,15 +57,16 @@ def test_vllm_fills_the_places_of_ended_answers(questions):
     slow = Hardware(1, 0, 1e18, 1e3)
     assumed = dataclasses.replace(ASSUMED, response_tokens=4, bandwidth_use=1, layer_launch=1.0)
     shape = dataclasses.replace(SMALL, heads=1, kv_heads=1, head_width=1)
-    config = recipe(questions=questions, rollout=VLLM, optimizer={"minibatches": 1})
+    places = {"kv_cache_gib": 4 * (16 + 84 / 2) * shape.kv_bytes(4) / 2**30}
+    config = recipe(questions=questions, rollout=VLLM | places, optimizer={"minibatches": 1})
     found = rollout_seconds(config, shape, slow, assumed) / (4 * shape.read_per_token / 1e3)
     # Both bounds of the estimate are lower ones; they are met where the places stay full, or one batch is enough.
     assert 0.7 * np.mean(simulated) <= found <= 1.02 * np.mean(simulated)
 
 
 def test_vllms_cache_limits_what_it_generates_at_once():
-    small = recipe(questions=64, rollout={**VLLM, "batch_tokens": 40000, "kv_cache_gib": 1e-4})
-    held = (16 + 20 / 2) * SMALL.kv_bytes(4)
+    small = recipe(questions=64, rollout={**VLLM, "kv_cache_gib": 1e-4})
+    held = (16 + 84 / 2) * SMALL.kv_bytes(4)
     assert rows_at_once(small, SMALL, 1, ASSUMED) == int(1e-4 * 2**30 // held) < 64 * 4
     (item,) = [item for item in rollout_memory(small, SMALL, 1) if "cache" in item.name]
     assert item.rollout == 1e-4 * 2**30

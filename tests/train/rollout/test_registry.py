@@ -18,7 +18,6 @@ from exgrpo.train.policy.tokenizer import load_pretrained
 from exgrpo.train.rollout.engine import training_settings
 from exgrpo.train.rollout.registry import ENGINES, choose_engine
 from exgrpo.train.rollout.vllm import availability
-from exgrpo.train.rollout.vllm.availability import TESTED_VERSION
 from tests.train import tiny
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
@@ -27,6 +26,7 @@ from tests.train.run.test_run import SMALL
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
+NEWEST = "0.33.0"
 
 
 def settings(**rollout):
@@ -57,7 +57,7 @@ def installed(monkeypatch):
 
 
 def test_auto_takes_vllm_on_gpus_where_it_can_and_says_otherwise_why_not(installed):
-    installed(TESTED_VERSION)
+    installed(NEWEST)
     assert str(chosen(settings(), GPU)) == "vllm"
     assert str(chosen(settings(engine="transformers"), GPU)) == "transformers"
     installed(None)
@@ -65,13 +65,13 @@ def test_auto_takes_vllm_on_gpus_where_it_can_and_says_otherwise_why_not(install
 
 
 def test_auto_takes_transformers_on_cpus(installed):
-    installed(TESTED_VERSION + "+cpu")
+    installed(NEWEST + "+cpu")
     assert str(chosen(settings())) == "transformers"
     assert str(chosen(settings(engine="vllm"))) == "vllm"
 
 
 def test_servers_that_are_named_are_taken(installed):
-    installed(TESTED_VERSION)
+    installed(NEWEST)
     for engine in ("auto", "server"):
         assert chosen(settings(engine=engine, servers=("http://localhost:8000",))).name == "server"
 
@@ -80,11 +80,12 @@ def test_servers_that_are_named_are_taken(installed):
     ("version", "error", "refusal", "device", "message"),
     [
         (None, None, None, CPU, "vLLM is not installed: `make train ENGINE=vllm` .*; or take the engine transformers"),
-        (None, None, None, GPU, "vLLM is not installed: `pip install vllm==0.32.0`"),
-        ("0.31.2", None, None, CPU, "vLLM 0.31.2 is installed and 0.32.0 was tested"),
-        (TESTED_VERSION, ImportError("no libnuma"), None, CPU, r"cannot be imported \(no libnuma\)"),
-        (TESTED_VERSION, None, "max_tokens exceed", CPU, "max_tokens exceed"),
-        (TESTED_VERSION, None, None, torch.device("xpu", 0), "vLLM was not tried on xpu"),
+        (None, None, None, GPU, "vLLM is not installed: `pip install 'exgrpo.vllm.'`.*0.26 is the one for torch 2.11"),
+        ("0.25.9", None, None, CPU, "vLLM 0.25.9 is installed, and it must be one from 0.26 to 0.33"),
+        ("0.34.0rc1", None, None, GPU, "vLLM 0.34.0rc1 is installed, and it must be one from 0.26 to 0.33"),
+        (NEWEST, ImportError("no libnuma"), None, CPU, r"cannot be imported \(no libnuma\)"),
+        (NEWEST, None, "max_tokens exceed", CPU, "max_tokens exceed"),
+        (NEWEST, None, None, torch.device("xpu", 0), "vLLM was not tried on xpu"),
     ],
 )
 def test_vllm_that_is_asked_for_and_cannot_be_had_is_an_error(installed, version, error, refusal, device, message):
@@ -95,7 +96,7 @@ def test_vllm_that_is_asked_for_and_cannot_be_had_is_an_error(installed, version
 
 
 def test_a_model_that_its_attention_on_cpus_does_not_have_is_named(installed, tmp_path):
-    installed(TESTED_VERSION)
+    installed(NEWEST)
     tiny.save_model(tmp_path, tied=True)
     narrow = dataclasses.replace(settings(engine="vllm"), source=find_model(str(tmp_path)))
     with pytest.raises(ConfigError, match="no heads of width 8"):
@@ -104,7 +105,7 @@ def test_a_model_that_its_attention_on_cpus_does_not_have_is_named(installed, tm
 
 
 def test_tensor_parallelism_must_divide_and_needs_vllm(installed):
-    installed(TESTED_VERSION)
+    installed(NEWEST)
     assert chosen(settings(tensor_parallel=2), size=4).name == "vllm"
     with pytest.raises(ConfigError, match=r"tensor_parallel \(2\) does not divide the 3 processes of this run"):
         chosen(settings(tensor_parallel=2), size=3)

@@ -1,6 +1,7 @@
 """Can a server generate for this run? Asked before training starts."""
 
 import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -19,7 +20,7 @@ from exgrpo.train.rollout.engine import EngineSettings, Sampling
 from exgrpo.train.rollout.server.client import ServerClient, host_and_port
 from exgrpo.train.rollout.server.guard import LOOPBACK
 from exgrpo.train.rollout.server.reply import ServerError, part
-from exgrpo.train.rollout.vllm.availability import TESTED_VERSION
+from exgrpo.train.rollout.vllm.availability import SERVERS
 
 COMPARED = (
     "model_type",
@@ -34,6 +35,8 @@ COMPARED = (
     "rope_parameters",
 )
 """What of a model's configuration has to be equal in the trainer and in a server."""
+GLOO, PACKED_NCCL = "gloo", "packed_nccl"
+"""The transports of weights to servers on CPUs and on GPUs, as `exgrpo.train.rollout.server.worker` registers them."""
 FRESH = "default"
 """What vLLM calls the weights with which a server starts."""
 INCOMPLETE = "incomplete"
@@ -70,6 +73,7 @@ class WorkerFacts(BaseModel):
     backend: str | None
     workers: Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
     sequences: PositiveInt
+    gpu: str
 
 
 def start_command(settings: EngineSettings, url: str) -> str:
@@ -109,18 +113,18 @@ def check_server(client: ServerClient, settings: EngineSettings, device: torch.d
         version = part(answer, "version", str)
     except ServerError:
         raise refuse("is no vLLM server") from None
-    if version.partition("+")[0] != TESTED_VERSION:
-        raise refuse(f"runs vLLM {cut(version, SHOWN)}, and {TESTED_VERSION} was tested")
+    if version not in SERVERS:
+        raise refuse(f"runs vLLM {cut(version, SHOWN)}, and a server must be one from {SERVERS}")
     try:
         answers = client.call_workers("rollout_facts")
     except ServerError as error:
         why = "has vLLM's development routes off" if error.status == 404 else "lacks this package's worker extension"
         raise refuse(f"{why} ({error})") from None
     try:
-        facts = WorkerFacts.model_validate(answers[0] if answers else None)
+        facts, *others = [WorkerFacts.model_validate(answer) for answer in answers or [None]]
     except ValidationError as error:
         raise refuse(f"has facts that are not understood: {explain(error, WorkerFacts, 'rollout_facts')}") from None
-    if problem := _differs(facts, settings, device):
+    if problem := _differs(facts, settings, device) or _collides([facts, *others], device):
         raise refuse(problem)
     try:
         label = client.weight_version()
@@ -162,11 +166,24 @@ def _differs(facts: WorkerFacts, settings: EngineSettings, device: torch.device)
         )
     if facts.logprobs_mode != "processed_logprobs":
         return f"gives {cut(facts.logprobs_mode, SHOWN)} instead of log-probs at the sampling temperature"
-    if facts.backend not in ("gloo", "nccl"):
-        return f"has no weight transfer by nccl or gloo but {cut(str(facts.backend), SHOWN)}"
-    if facts.backend == "nccl" and device.type != "cuda":
+    if facts.backend not in (GLOO, PACKED_NCCL):
+        return f"has no weight transfer by {PACKED_NCCL} or {GLOO} but {cut(str(facts.backend), SHOWN)}"
+    if facts.backend == PACKED_NCCL and device.type != "cuda":
         return "takes weights over NCCL, and the trainer has no GPU"
     return None
+
+
+def _collides(workers: Sequence[WorkerFacts], device: torch.device) -> str | None:
+    """NCCL joins no two processes on one GPU."""
+    gpu = gpu_of(device)
+    if gpu and gpu in {facts.gpu for facts in workers}:
+        return f"computes on the GPU of the trainer's first process, {gpu}: give it another by CUDA_VISIBLE_DEVICES"
+    return None
+
+
+def gpu_of(device: torch.device) -> str:
+    """What names a GPU on all machines; "" for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def model_facts(config: Any) -> dict[str, Any]:

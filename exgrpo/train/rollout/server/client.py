@@ -119,10 +119,19 @@ class ServerClient:
         """The label of the server's weights."""
         return part(self.get("weight_info"), "weight_version", str)
 
+    def paused(self) -> bool:
+        """Whether its engine waits for new weights, as far as it can be reached."""
+        with suppress(ServerError):
+            return self._paused()
+        return False
+
+    def _paused(self) -> bool:
+        return part(self._ask("GET", "is_paused", STATE_SECONDS), "is_paused", bool)
+
     def doing(self) -> str:
         """What its engine does, in words, for a message about a server that does not answer."""
         try:
-            paused = part(self._ask("GET", "is_paused", STATE_SECONDS), "is_paused", bool)
+            paused = self._paused()
         except SilentServerError:
             return "its engine is held up: it waits for weights, or a step of it takes long"
         except ServerError as error:

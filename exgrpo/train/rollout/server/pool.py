@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from queue import Empty, SimpleQueue
 
 from exgrpo.train.common.errors import RolloutError
@@ -24,6 +25,8 @@ ASSUMED_PACE = 1.0
 """Seconds per token of an answer, the wait for its turn included, until a server has given some."""
 PATIENCE = 5
 """How much slower than the slowest one so far an answer may be."""
+PAUSE_SECONDS = 0.5
+"""Between two questions to a server that takes new weights."""
 SHORT_ANSWER = 32
 """Tokens: what shorter answers take is not the time of their tokens."""
 
@@ -151,7 +154,7 @@ class ServerPool:
                 client.abort(names)
 
     def _answer(self, call: _Call, job: Job) -> Reply:
-        oldest = len(self._versions) - 1
+        oldest, end = len(self._versions) - 1, time.monotonic() + LONG_SECONDS
         while True:
             request = uuid.uuid4().hex
             member, asked = self._take(call, job, request)
@@ -165,7 +168,12 @@ class ServerPool:
             except SilentServerError as error:
                 self._drop(call, member, f"{error}, and {member.client.doing()}")
             except ServerError as error:
-                self._drop(call, member, str(error))
+                # From 0.33 on vLLM refuses requests while it is paused, as it is for new weights; before it kept them.
+                refused = error.status == HTTPStatus.SERVICE_UNAVAILABLE and time.monotonic() < end
+                if refused and member.client.paused():
+                    time.sleep(PAUSE_SECONDS)
+                else:
+                    self._drop(call, member, str(error))
             finally:
                 with self._lock:
                     member.outstanding -= job.count

@@ -12,7 +12,7 @@ import torch
 
 from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.rollout.engine import EngineSettings
-from exgrpo.train.rollout.server.channel import WeightChannel
+from exgrpo.train.rollout.server.channel import WeightChannel, pack
 from exgrpo.train.rollout.server.check import INCOMPLETE, ServerFacts, check_server, end_update
 from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient
 from exgrpo.train.rollout.server.reply import ServerError, SilentServerError
@@ -73,7 +73,7 @@ class WeightSender:
         self._receivers = [Receiver(client) for client in clients]
         # A server is told of a bucket in one thread while it is sent in another.
         self._threads = ThreadPoolExecutor(2 * len(clients), thread_name_prefix="weights")
-        self._layout = Layout()
+        self._layouts: list[Layout] = []
 
     def open(self) -> dict[str, ServerFacts]:
         """Check all servers and connect to their workers; what each is, by address.
@@ -119,15 +119,10 @@ class WeightSender:
         """
         problems: dict[str, str] = {}
         live = self._each(self._begin, self._receivers, problems)
-        self._layout = Layout()
-        for bucket in self._buckets(weights):
-            part = Layout()
-            for name, weight in bucket:
-                part.add(name, weight)
-                self._layout.add(name, weight)
-            live = self._each(
-                partial(self._update, part=part, tensors=[weight for _, weight in bucket]), live, problems
-            )
+        self._layouts = []
+        for layout, bucket in self._buckets(weights):
+            self._layouts.append(layout)
+            live = self._each(partial(self._update, layout=layout, bucket=bucket), live, problems)
         live = self._each(partial(self._finish, label=label), live, problems)
         return problems | {receiver.client.url: "" for receiver in live}
 
@@ -142,9 +137,9 @@ class WeightSender:
         client.post("update_weight_version", {"new_version": INCOMPLETE})
         client.post("start_weight_update")
 
-    def _update(self, receiver: Receiver, part: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        receiver.request = self._threads.submit(receiver.client.post, "update_weights", {"update_info": vars(part)})
-        self._send(receiver, tensors)
+    def _update(self, receiver: Receiver, layout: Layout, bucket: torch.Tensor) -> None:
+        receiver.request = self._threads.submit(receiver.client.post, "update_weights", {"update_info": vars(layout)})
+        self._send(receiver, bucket)
         _await_request(receiver)
 
     def _finish(self, receiver: Receiver, label: str) -> None:
@@ -154,14 +149,12 @@ class WeightSender:
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """Names of the weights that servers do not compute with; nothing before the first push."""
-        layout = self._layout
         problems: dict[str, str] = {}
-        live = [receiver for receiver in self._receivers if receiver.channel is not None and layout.names]
+        live = [receiver for receiver in self._receivers if receiver.channel is not None and self._layouts]
         for receiver in live:
-            arguments = layout.names, layout.dtype_names, layout.shapes
-            receiver.request = self._threads.submit(_differing_at, receiver.client, *arguments)
-        for bucket in self._buckets(weights):
-            live = self._each(partial(self._send, tensors=[weight for _, weight in bucket]), live, problems)
+            receiver.request = self._threads.submit(_differing_at, receiver.client, self._layouts)
+        for _, bucket in self._buckets(weights):  # the same buckets as those of the push
+            live = self._each(partial(self._send, bucket=bucket), live, problems)
         live = self._each(_await_request, live, problems)
         found: dict[str, list[str]] = {}
         for receiver in live:
@@ -175,12 +168,12 @@ class WeightSender:
             self._disconnect(receiver)
         self._threads.shutdown(wait=False)
 
-    def _send(self, receiver: Receiver, tensors: Sequence[torch.Tensor]) -> None:
+    def _send(self, receiver: Receiver, bucket: torch.Tensor) -> None:
         channel, request = receiver.channel, receiver.request
         assert channel is not None
         assert request is not None
         try:
-            channel.send(tensors, cancelled=lambda: request.done() and request.exception() is not None)
+            channel.send(bucket, cancelled=lambda: request.done() and request.exception() is not None)
         except RuntimeError:
             channel.close()  # the workers' part fails now, and says why
             request.result()
@@ -232,18 +225,18 @@ class WeightSender:
             receiver.channel.close()
         receiver.channel, receiver.label = None, ""
 
-    def _buckets(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Copies of the weights, each of which is valid only until the next one comes."""
-        bucket: list[tuple[str, torch.Tensor]] = []
-        size = 0
+    def _buckets(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[Layout, torch.Tensor]]:
+        """Copies of the weights, each of which is valid only until the next one comes, as buckets of bytes."""
+        layout, copies, size = Layout(), list[torch.Tensor](), 0
         for name, weight in weights:
-            bucket.append((name, weight.detach().clone(memory_format=torch.contiguous_format)))
+            layout.add(name, weight)
+            copies.append(weight.detach().clone(memory_format=torch.contiguous_format))
             size += weight.nbytes
             if size >= self._bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-        if bucket:
-            yield bucket
+                yield layout, pack(copies)
+                layout, copies, size = Layout(), [], 0
+        if copies:
+            yield layout, pack(copies)
 
 
 def _await_request(receiver: Receiver) -> None:
@@ -252,9 +245,9 @@ def _await_request(receiver: Receiver) -> None:
     receiver.request.result()
 
 
-def _differing_at(client: ServerClient, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[str]:
+def _differing_at(client: ServerClient, layouts: Sequence[Layout]) -> list[str]:
     """Names of the weights with which one of a server's workers does not compute."""
-    of_workers = client.call_workers("rollout_differing", names, dtypes, shapes)
+    of_workers = client.call_workers("rollout_differing", [vars(layout) for layout in layouts])
     for found in of_workers:
         if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
             raise ServerError(f"an answer that is not understood: names of weights are {shown(found)}")

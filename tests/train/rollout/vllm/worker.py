@@ -47,8 +47,8 @@ class Unpacked(VllmEngine):
     """
 
     def push_weights(self, weights):
-        self._llm.apply_model(copy_tied_head)
-        self._reload(weights)
+        self._llm.apply(copy_tied_head)
+        self._llm.reload(weights)
 
 
 def copy_tied_head(model):
@@ -115,7 +115,7 @@ def watch_stream(engine, sampling, seed):
         random.random()
         torch.rand(3)
         before = process_state()
-        unfinished.append(engine._engine.get_num_unfinished_requests())
+        unfinished.append(engine._llm.engine.get_num_unfinished_requests())
         finished.append(answer)
     return {
         "untouched by generate": all(untouched) and process_state() == before,
@@ -130,7 +130,7 @@ def stop_early(engine, sampling, seed):
     next(stream)
     second = refused(lambda: next(engine.generate(asked)))
     stream.close()
-    scheduler = engine._engine.engine_core.engine_core.scheduler
+    scheduler = engine._llm.engine.engine_core.engine_core.scheduler
     return {"second call": second, "left by a closed call": len(scheduler.requests)}
 
 
@@ -143,11 +143,11 @@ def stop(engine):
         for seed in range(40)
     ]
     together = plain(sample(engine, stopped, 1))
-    steps, step = [], engine._engine.step
-    engine._engine.step = lambda: steps.append("step") or step()
+    steps, step = [], engine._llm.engine.step
+    engine._llm.engine.step = lambda: steps.append("step") or step()
     sample(engine, Sampling(MAX_TOKENS, stop=Stops(tuple("abQ:x<\n\ufffdé→"), pieces.read)), 1, PROMPTS, [2] * 6)
-    engine._engine.step = step
-    left = len(engine._engine.engine_core.engine_core.scheduler.requests)
+    engine._llm.engine.step = step
+    left = len(engine._llm.engine.engine_core.engine_core.scheduler.requests)
     return {"stopped": one_by_one, "stopped together": together, "left by stops": left, "steps": len(steps)}
 
 
