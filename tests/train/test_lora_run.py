@@ -12,7 +12,7 @@ from exgrpo.train.common.errors import ConfigError, ModelError
 from exgrpo.train.config.policy import LoraConfig
 from exgrpo.train.config.pretrained import located
 from exgrpo.train.policy.adapters import add_adapters
-from tests.train.launch import MAIN, launch_by_deepspeed
+from tests.train.launch import MAIN, launch
 from tests.train.run.test_run import SMALL
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -23,12 +23,12 @@ def runs(tmp_path_factory):
     """A run that saves adapters, and one that went on from its middle and saved the model with them added."""
     root = tmp_path_factory.mktemp("runs")
     arguments = ("--lora.rank=4", "--optimizer.lr=1e-3", "--checkpoint.every=2", f"--output.folder={root}")
-    done = launch_by_deepspeed(MAIN, *SMALL, *arguments, ranks=2)
+    done = launch(MAIN, *SMALL, *arguments, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     straight, resumed = root / "small", root / "resumed"
     shutil.copytree(straight, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step_00000004")
-    done = launch_by_deepspeed(MAIN, f"--resume={resumed}", "--lora.result=merged", ranks=2)
+    done = launch(MAIN, f"--resume={resumed}", "--lora.result=merged", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     return straight, resumed
 

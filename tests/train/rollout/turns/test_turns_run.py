@@ -13,7 +13,7 @@ from exgrpo.train.checkpoint.listing import survey
 from exgrpo.train.metrics.log_files import SAMPLES
 from exgrpo.train.metrics.samples import read_samples
 from tests.tools.experience.runs import pretrained
-from tests.train.launch import MAIN, ROOT, launch_by_deepspeed
+from tests.train.launch import MAIN, ROOT, launch
 from tests.train.run.test_run import SMALL
 
 CALCULATOR = f"--recipe={ROOT}/recipes/environments/calculator.yaml"
@@ -25,12 +25,12 @@ def runs(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     recipe = (f"--recipe={ROOT}/exgrpo/assets/arithmetic/recipe.yaml", CALCULATOR)
     options = ("--checkpoint.every=2", "--objective.normalize=token", f"--output.folder={root}")
-    done = launch_by_deepspeed(MAIN, *recipe, *SMALL, *options, ranks=request.param)
+    done = launch(MAIN, *recipe, *SMALL, *options, ranks=request.param)
     assert done.returncode == 0, done.stdout + done.stderr
     straight, resumed = root / "small", root / "resumed"
     shutil.copytree(straight, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step_00000004")
-    done = launch_by_deepspeed(MAIN, f"--resume={resumed}", ranks=request.param)
+    done = launch(MAIN, f"--resume={resumed}", ranks=request.param)
     assert done.returncode == 0, done.stdout + done.stderr
     return straight, resumed
 
