@@ -44,7 +44,7 @@ def comparisons(record: Record) -> Iterator[Comparison]:
 def prediction_of(device: str, group: str, row: str, date: str) -> Prediction | None:
     """What a row of a group should take on a device, by the launch table of today; None where the model knows none.
 
-    Before `BOUNDED`, a date like the record's, a chunk had `ROWS_BEFORE` rows.
+    Before `BOUNDED`, a date like the record's, a chunk had `ROWS_BEFORE` rows, and a loss's gradient of 1 was a factor.
     """
     parsed = GROUP.fullmatch(group)
     if device not in constants.DEVICES or not parsed or parsed[1] not in constants.LAUNCHES:
@@ -56,9 +56,8 @@ def prediction_of(device: str, group: str, row: str, date: str) -> Prediction | 
     if path not in paths_of(gpu):
         return None
     way = way_of(gpu, path, size)
-    return predict(
-        replace(way, chunk_rows=ROWS_BEFORE, forward_rows=ROWS_BEFORE) if date < BOUNDED else way, operation, size
-    )
+    before = replace(way, chunk_rows=ROWS_BEFORE, forward_rows=ROWS_BEFORE, scales=True)
+    return predict(before if date < BOUNDED else way, operation, size)
 
 
 def _path(gpu: Gpu, row: str, size: Size) -> str | None:

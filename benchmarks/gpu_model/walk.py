@@ -55,6 +55,7 @@ class Way:
     Attributes:
         chunk_rows: of a chunk at most, where gradients are formed.
         forward_rows: where none are.
+        scales: whether the backward of a loss multiplies the gradients by 1.
     """
 
     gpu: Gpu
@@ -62,6 +63,7 @@ class Way:
     plan: Plan
     chunk_rows: int
     forward_rows: int
+    scales: bool = False
 
     def chunks(self, tokens: int, *, gradient: bool = True) -> list[int]:
         """Rows of the chunks."""
@@ -96,7 +98,7 @@ def steps(way: Way, operation: str, size: Size) -> Iterator[Step]:
     yield Step("gradient of hidden: to bf16", F32 * size.tokens * width, B16 * size.tokens * width)
     if len(rows) > 1:
         yield Step("gradient of weight: to bf16", F32 * vocabulary * width, B16 * vocabulary * width)
-    if operation != LOG_PROB:
+    if operation != LOG_PROB and way.scales:
         both = B16 * (size.tokens + vocabulary) * width
         yield Step("backward: gradients times that of the loss", both, both)
 

@@ -89,6 +89,11 @@ def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjectiv
     return TokenObjective(sums, torch.stack((log_prob, entropy, ratio, clipped.to(dtype))), coefficient)
 
 
+def scale(values: Tensor, factor: Tensor) -> None:
+    """Multiply values in place by a factor without dimensions; for 1 they stay as they are."""
+    values.mul_(factor)
+
+
 def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor) -> Tensor:
     """Mean of the counted values [T] (bool [T]) of each segment [offsets[i], offsets[i + 1]); 0 if it has none."""
     offsets = offsets.long()

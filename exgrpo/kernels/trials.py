@@ -25,6 +25,7 @@ from exgrpo.kernels.inputs import (
     PolicyTokens,
     ScoredTokens,
     Surrogate,
+    compute_dtype,
 )
 from exgrpo.kernels.vocab_parallel import VocabShard
 
@@ -250,6 +251,23 @@ class SegmentTrial(Trial):
         counted = torch.arange(TOKENS, device=self.device) % 7 != 0
         offsets = torch.tensor([0, 9, 9, 30, TOKENS], device=self.device)
         return {"mean": backend.segment_mean(values.to(EXACT) if exact else values, counted, offsets)}
+
+
+@dataclass(frozen=True)
+class ScaleTrial(Trial):
+    """Of gradients times that of the loss, by 1 and by another number."""
+
+    operation: ClassVar[str] = "the backward of linear_policy_loss"
+
+    def outcomes(self, backend: Backend, *, exact: bool = False) -> Outcomes:
+        """See `Trial`."""
+        values = torch.randn(TOKENS, VOCABULARY, generator=self.generator(), dtype=torch.float32, device="cpu")
+        found = {}
+        for number in (1.0, 0.3125):
+            scaled = values.to(self.device, self.operand).to(EXACT if exact else self.operand)
+            backend.scale(scaled, scaled.new_full((), number, dtype=EXACT if exact else compute_dtype(self.operand)))
+            found[f"{GRADIENT}the weight times {number}"] = scaled
+        return found
 
 
 def trial_width(width: int, device: torch.device) -> int:

@@ -26,7 +26,7 @@ KERNELS: dict[ModuleType, tuple[str, ...]] = {
     fused_product: ("exponentials_kernel", "largest_kernel", "target_logit_kernel"),
     triton_fused: ("entropy_kernel",),
     triton_passes: ("gradient_kernel", "statistics_kernel"),
-    triton_tokens: ("finish_kernel", "policy_rows_kernel"),
+    triton_tokens: ("finish_kernel", "policy_rows_kernel", "scale_kernel"),
 }
 
 

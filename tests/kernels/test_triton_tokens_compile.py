@@ -11,7 +11,7 @@ from exgrpo.kernels.triton_chunks import token_kernels, triton_tokens
 
 from .compiling import architectures, assert_runs_well, compile_kernel
 
-LENGTHS = ("rows", "tokens", "responses")  # not specialised for: nothing is known of them
+LENGTHS = ("rows", "tokens", "responses", "entries")  # not specialised for: nothing is known of them
 NUMBERS = ("clip_low", "clip_high", "log_beta", "entropy_coef")
 BLOCK = {"BLOCK": triton_tokens.BLOCK}
 TILE = dict(zip(("ROWS", "COLUMNS"), triton_tokens.GROUP_TILE, strict=True))
@@ -41,6 +41,8 @@ CASES = [
     (token_kernels.centre_groups_kernel, "fp32", {"group": "i64"}, {"SCALE_BY_STD": True, **TILE}),
     (token_kernels.centre_groups_kernel, "fp64", {"group": "i32"}, {"SCALE_BY_STD": True, **TILE}),
     (token_kernels.centre_groups_kernel, "u1", {"group": "i64"}, {"SCALE_BY_STD": True, **TILE}),
+    (token_kernels.scale_kernel, "bf16", {"factor": "fp32"}, {"BLOCK": triton_tokens.SCALE_BLOCK}),
+    (token_kernels.scale_kernel, "fp64", {}, {"BLOCK": triton_tokens.SCALE_BLOCK}),
     (token_kernels.segment_mean_kernel, "fp32", {"offsets": "i32"}, {"BLOCK": triton_tokens.SEGMENT_BLOCK}),
     (token_kernels.segment_mean_kernel, "fp64", {"offsets": "i64"}, {"BLOCK": triton_tokens.SEGMENT_BLOCK}),
 ]

@@ -68,6 +68,9 @@ class Backend(Protocol):
     def centre_groups(self, reward: Tensor, group: Tensor, scale_by_std: bool) -> Tensor:
         """Reward [N] minus the mean of its group in float64, divided by the sample deviation if asked for."""
 
+    def scale(self, values: Tensor, factor: Tensor) -> None:
+        """Multiplies contiguous values in place by a factor [] that is on their device."""
+
     def segment_mean(self, values: Tensor, counted: Tensor, offsets: Tensor) -> Tensor:
         """Mean of the counted values of each segment."""
 

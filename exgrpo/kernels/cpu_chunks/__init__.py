@@ -2,5 +2,6 @@
 
 from exgrpo.kernels.cpu_chunks.cpu_fused import passes_of
 from exgrpo.kernels.cpu_chunks.cpu_tokens import centre_groups, segment_mean, token_objective
+from exgrpo.kernels.objective import scale
 
-__all__ = ["centre_groups", "passes_of", "segment_mean", "token_objective"]
+__all__ = ["centre_groups", "passes_of", "scale", "segment_mean", "token_objective"]

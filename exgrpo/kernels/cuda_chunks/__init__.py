@@ -7,7 +7,7 @@ compute the rest.
 from exgrpo.kernels.chunks.head import ChunkedHead
 from exgrpo.kernels.cuda_chunks.cuda_fused import FusedCudaPasses
 from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses, plan_of
-from exgrpo.kernels.triton_chunks.triton_tokens import centre_groups, segment_mean, token_objective
+from exgrpo.kernels.triton_chunks.triton_tokens import centre_groups, scale, segment_mean, token_objective
 
 
 def passes_of(head: ChunkedHead) -> TritonPasses:
@@ -16,4 +16,4 @@ def passes_of(head: ChunkedHead) -> TritonPasses:
     return FusedCudaPasses(head, chosen) if chosen.fused else TritonPasses(head, chosen)
 
 
-__all__ = ["centre_groups", "passes_of", "segment_mean", "token_objective"]
+__all__ = ["centre_groups", "passes_of", "scale", "segment_mean", "token_objective"]

@@ -3,6 +3,7 @@
 It does so by `torch.ops.exgrpo.scale_gradient`, or in place.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from exgrpo.kernels.operators.schema import (
     terms_of,
     without_autocast,
 )
-from exgrpo.kernels.trials import PolicyLossTrial
+from exgrpo.kernels.trials import PolicyLossTrial, ScaleTrial
 
 SCHEMA = Schema(
     f"{HEAD}, {TOKENS}, {SURROGATE}, float entropy_coef, Tensor? normalizer, bool[] needed, bool in_place, str backend",
@@ -102,11 +103,13 @@ def _(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def scale_in_place(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def scale_in_place(gradient: Tensor, factor: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     """The same in the memory of ``gradient``, unless another backward of the graph will want it."""
     real = type(gradient) is Tensor  # a compiler traces with others, and reuses memory itself
     if real and gradient.dtype == dtype and not torch._C._autograd._get_current_graph_task_keep_graph():
-        return gradient.mul_(factor)
+        trial = ScaleTrial(gradient.device, gradient.dtype)
+        dispatch.take(backend, trial, gradient.numel()).scale(gradient, factor)
+        return gradient
     return scale_gradient(gradient, factor, dtype)
 
 
@@ -117,7 +120,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     kept = {name: gradient for name, gradient, want in needed if want}
     ctx.save_for_backward(*kept.values())
     ctx.dtypes = {name: given[name].dtype for name in kept}
-    ctx.in_place = given["in_place"]
+    ctx.in_place, ctx.backend = given["in_place"], given["backend"]
     ctx.mark_non_differentiable(per_token, *held)
     ctx.set_materialize_grads(False)
 
@@ -126,7 +129,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | No
     if grad_loss is None:
         return SCHEMA.gradients({})
     derivatives.check_first("linear_policy_loss")
-    scale = scale_in_place if ctx.in_place else scale_gradient
+    scale = partial(scale_in_place, backend=ctx.backend) if ctx.in_place else scale_gradient
     pairs = zip(ctx.saved_tensors, ctx.dtypes.items(), strict=True)
     return SCHEMA.gradients({name: scale(gradient, grad_loss, dtype) for gradient, (name, dtype) in pairs})
 

@@ -291,6 +291,22 @@ def centre_groups_kernel(
     tl.store(centred + row, result, mask=valid)
 
 
+@triton.jit(do_not_specialize=["entries"])
+def scale_kernel(
+    values,  # [entries], any floating dtype
+    factor,  # [], float32 or float64
+    entries,
+    BLOCK: tl.constexpr,
+):
+    """Multiplies the values; if the factor is 1, nothing is read or written. All programs go through them together."""
+    by = tl.load(factor)
+    if by != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, entries, tl.num_programs(0) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            value = tl.load(values + at, mask=at < entries, other=0.0)
+            tl.store(values + at, (value.to(by.dtype) * by).to(value.dtype), mask=at < entries)
+
+
 @triton.jit
 def segment_mean_kernel(
     values,  # [T], any floating dtype

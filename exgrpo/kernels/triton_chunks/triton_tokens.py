@@ -15,6 +15,7 @@ from exgrpo.kernels.triton_chunks.token_kernels import (
     finish_kernel,
     policy_objective_kernel,
     policy_rows_kernel,
+    scale_kernel,
     segment_mean_kernel,
 )
 
@@ -24,6 +25,8 @@ SEGMENT_BLOCK = 1024
 """Tokens of a segment that are read at once."""
 GROUP_TILE = (8, 256)
 """Responses of a program, and those they are compared with at once."""
+SCALE_BLOCK, MOST_PROGRAMS = 4096, 2048
+"""Entries that are scaled at once, and programs that do it: several for each multiprocessor."""
 MOST_PAIRED = 65_536
 """Responses of which all pairs are compared."""
 
@@ -123,6 +126,14 @@ def centre_groups(reward: Tensor, group: Tensor, scale_by_std: bool) -> Tensor:
             COLUMNS=columns,
         )
     return centred
+
+
+def scale(values: Tensor, factor: Tensor) -> None:
+    """Multiply contiguous values in place by a factor [], which the host does not ask for: 1 costs a launch alone."""
+    grid = (min(MOST_PROGRAMS, triton.cdiv(values.numel(), SCALE_BLOCK)),)
+    if values.numel():
+        with torch.cuda.device_of(values):
+            scale_kernel[grid](values, factor, values.numel(), BLOCK=SCALE_BLOCK)
 
 
 def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor) -> Tensor:
