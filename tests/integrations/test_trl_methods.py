@@ -141,6 +141,7 @@ def test_rows_that_fill_up_do_not_count(tmp_path: Path, model: Path, loss_type: 
     assert filled
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", rules.names("weigh"))
 def test_terms_of_replayed_answers_are_those_of_exgrpo_train(tmp_path: Path, model: Path, name: str) -> None:
     # Two optimiser steps a generation: then no pass can be spared. A trigger of 0.9 and a bound of 0.001 bite here.

@@ -90,7 +90,7 @@ def numbers_of(name, call):
     return {option: values[call] for option, values in NUMBERS[name].items()}
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", [name for name, numbers in NUMBERS.items() if numbers])
 def test_numbers_that_change(name, dynamic, device):
     """They are computed with, and compiled for at most twice: as they are, and as symbols."""

@@ -44,6 +44,7 @@ def wait_for_progress(folder, run, seconds):
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_run_killed_at_random_moments_gives_the_same_metrics(tmp_path, whole):
     arguments = (*SMALL, f"--output.folder={tmp_path}")
     rng, kills, run = random.Random(2), 0, tmp_path / "run"

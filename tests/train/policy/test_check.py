@@ -352,6 +352,7 @@ def broken(arithmetic):
     return folder, "NaN or infinity in model.layers.2.mlp.up_proj.weight"
 
 
+@pytest.mark.long
 def test_a_run_ends_before_it_begins(broken, tmp_path):
     folder, message = broken
     own = (f"--recipe={DEFAULT_RUN}", f"--policy.path={folder}", f"--output.folder={tmp_path / 'runs'}")

@@ -172,7 +172,7 @@ def test_units_are_drawn_one_after_the_other_by_their_weights(monkeypatch, wante
     monkeypatch.setattr(candidates, "ROUNDS", rounds)
     monkeypatch.setattr(candidates, "BLOCK", block)
     monkeypatch.setattr(candidates, "MOST", most)
-    exact, rng, times = successive(WEIGHTS, wanted), np.random.default_rng(6), 20_000
+    exact, rng, times = successive(WEIGHTS, wanted), np.random.default_rng(6), 5_000
     priority = Priority(np.log(WEIGHTS) + 700)
     observed = Counter(tuple(draw(rng, 4, wanted, priority).tolist()) for _ in range(times))
     assert set(observed) <= set(exact)

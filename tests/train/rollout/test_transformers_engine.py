@@ -76,7 +76,18 @@ def test_weights_that_are_missing_or_unknown_are_named(engine, folder):
         tiny.engine_settings(folder, eos=())
 
 
-@pytest.mark.parametrize("name", [name for name in models.ARCHITECTURES if name != "bert"])
+UNLIKE = ("llama", "gemma2", "mamba")
+"""Architectures that read a prompt each in its own way: the others are tried in `make test-long`."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in UNLIKE else pytest.mark.long)
+        for name in models.ARCHITECTURES
+        if name != "bert"
+    ],
+)
 def test_answers_depend_on_nothing_that_is_generated_beside_them(name, tmp_path):
     """Whatever the batch is, the answers are the same, and their scores those of a full forward."""
     models.model(name).save_pretrained(tmp_path)

@@ -51,6 +51,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_an_answer_has_its_time_whatever_the_clock_says(jumping, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     program = [sys.executable, "slow.py"]

@@ -122,6 +122,7 @@ print(time.perf_counter() - start)
 """
 
 
+@pytest.mark.long
 def test_limited_cables_take_their_time_and_lose_nothing(two):
     for limit, size, least in (
         ({"seconds": 0.05}, 1, 0.2),  # two cables on the way there, and two on the way back
