@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.products import row_cost
-from exgrpo.kernels.tables import DEFAULT, DTYPES
+from exgrpo.kernels.tables import DTYPES
 from exgrpo.kernels.triton_chunks import launch
 from exgrpo.kernels.triton_chunks.launch import Launch, Tile
 from exgrpo.kernels.triton_chunks.triton_passes import rows_of
@@ -63,21 +63,6 @@ def test_every_machine_has_a_plan(machine, architecture):
         assert all(number.bit_count() == 1 for number in (plan.tile.rows, plan.tile.columns, plan.tile.depth))
         operands = (plan.tile.rows + plan.tile.columns) * plan.tile.depth * 2 * plan.tile.stages
         assert operands <= SHARED_LIMIT.get(architecture, 48) << 10
-
-
-def test_the_shipped_table_is_about_the_known_architectures():
-    assert set(launch.TABLE.read(launch.SHIPPED)) == {DEFAULT, "cpu", *KNOWN}
-
-
-def test_estimates_know_the_default_memory():
-    assert launch.TABLE.read(launch.SHIPPED)[DEFAULT]["memory"] << 20 == chunking.GPU_MEMORY
-
-
-def test_unknown_gpus_get_the_default(machine):
-    machine("sm_75")
-    plan = launch.plan(GPU, torch.bfloat16, 4096, VOCABULARY)
-    shipped = launch.TABLE.read(launch.SHIPPED)[DEFAULT]
-    assert (plan.rows, plan.tile) == (Launch(**shipped["rows"]), Tile(**shipped["tile"]))
 
 
 @pytest.mark.parametrize(
