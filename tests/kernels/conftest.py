@@ -91,6 +91,22 @@ def set_chunk(monkeypatch):
     return partial(set_chunk_bytes, monkeypatch)
 
 
+@pytest.fixture
+def launch_table(monkeypatch, tmp_path):
+    """Lays a launch table over the shipped one."""
+    from exgrpo.kernels.triton_chunks import launch
+
+    def lay(text):
+        path = tmp_path / "launch.toml"
+        path.write_text(text, encoding="utf-8")
+        monkeypatch.setenv(launch.ENVIRONMENT, str(path))
+        launch.forget()
+        return path
+
+    yield lay
+    launch.forget()
+
+
 def set_chunk_bytes(monkeypatch, chunk, block=None, tile=None):
     for kind in ("cpu", "cuda"):
         monkeypatch.setitem(chunking.CHUNK_BYTES, kind, chunk)

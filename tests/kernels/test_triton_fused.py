@@ -17,16 +17,11 @@ from .support import coarsen, compare, error, fewer_interpreted, make_case, make
 
 
 @pytest.fixture(params=["bfloat16", "float16"])
-def dtype(request, tmp_path, monkeypatch):
+def dtype(request, launch_table):
     """A dtype whose products the table has fused, in small tiles."""
-    table = tmp_path / "launch.toml"
     tile = "tile = { rows = 32, columns = 32, depth = 32, warps = 4, stages = 2 }"
-    section = f'[{launch.architecture(DEVICE)}.{request.param}]\nlogits = "fused"\n{tile}\n'
-    table.write_text(section, encoding="utf-8")
-    monkeypatch.setenv(launch.ENVIRONMENT, str(table))
-    launch.forget()
-    yield getattr(torch, request.param)
-    launch.forget()
+    launch_table(f'[{launch.architecture(DEVICE)}.{request.param}]\nlogits = "fused"\n{tile}\n')
+    return getattr(torch, request.param)
 
 
 @pytest.fixture
@@ -143,4 +138,3 @@ def test_left_out_tokens_alone(dtype, device):
     result = linear_log_prob(case.hidden, case.weight, case.target, backend="triton")
     assert not any(values.any() for values in result)
     assert not any(gradient.any() for gradient in case.gradients(result.log_prob.sum()))
-    assert reference.linear_log_prob(case.hidden, case.weight, case.target).log_prob.eq(0).all()
