@@ -58,7 +58,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_values_and_gradients(shape, biased, dtype, device):
+def test_values_and_gradients(shape, biased, dtype, device, made):
     """As good as plain torch; and a product of 16-bit numbers is exact in float32, so values have the error of sums."""
     case = make_case(*shape, dtype, device, bias=biased, ignored=False)
     if biased:
@@ -75,6 +75,7 @@ def test_values_and_gradients(shape, biased, dtype, device):
     exact.bias = None if case.bias is None else case.bias.double()
     for mine, true in zip(call(case, "triton")[0], exact.log_prob(reference.linear_log_prob), strict=True):
         assert error(mine, true) <= 2e-5
+    assert set(made) == {triton_fused.FusedTritonPasses}
 
 
 def test_words_ruled_out_by_the_bias(dtype, device):
