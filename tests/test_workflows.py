@@ -66,14 +66,6 @@ def test_what_a_workflow_starts_is_there(file):
     assert not unknown(file.read_text())
 
 
-def test_what_is_not_there_is_found():
-    assert not unknown(
-        "make lint\nmake .venv/.ready\nmade: .venv/.vllm\ntests/kernels '.[docs]' python -m exgrpo.kernels"
-    )
-    wrong = "make tests\nmade: .venv/.none\ntests/none '.[none]' python -m exgrpo.none python -m tests.none"
-    assert unknown(wrong) == ["tests", ".venv/.none", "tests/none", "exgrpo.none", "tests.none", "none"]
-
-
 def test_the_tests_run_on_every_python_that_the_package_allows():
     (checks,) = (yaml.safe_load(file.read_text()) for file in WORKFLOWS if file.stem == "checks")
     first, last = map(int, re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups())

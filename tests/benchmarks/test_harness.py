@@ -1,7 +1,6 @@
 """The harness: rows compute the same thing, slow is shown as slow, wrong as wrong, and memory as it is."""
 
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.accuracy import Errors, errors, exact
+from benchmarks.accuracy import errors, exact
 from benchmarks.heads import (
     CROSS_ENTROPY,
     FORWARD,
@@ -22,18 +21,15 @@ from benchmarks.heads import (
     Case,
     Floor,
     FullLogits,
-    Implementation,
     make_problem,
 )
 from benchmarks.inputs import make_inputs
 from benchmarks.memory import peak_bytes
-from benchmarks.peers import PEERS, TorchCrossEntropy
-from benchmarks.plots import draw
 from benchmarks.races import Races, Result
 from benchmarks.record import Machine, Record, read, summarize, write
-from benchmarks.render import RESULTS, grids, main, markdown, seconds
+from benchmarks.render import RESULTS, grids, main, markdown
 from benchmarks.test_head import ROWS, measure
-from benchmarks.timing import CLOCK, interleave, paired_ratio, replay
+from benchmarks.timing import interleave, paired_ratio
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.inputs import IGNORED
 from tests.benchmarks.support import ENVIRONMENT
@@ -137,10 +133,6 @@ def test_a_wrong_row_is_shown_as_wrong_with_its_error(operation):
     assert max(results[wrong.name].facts[key] or 0 for key in ("log_prob_error", "gradient_error")) > 0.01
     rows = [{"group": "g", "row": wrong.name, "median": 1.0, **results[wrong.name].facts}]
     assert "WRONG" in grids(rows)[0].lines[0]
-
-
-def test_an_error_that_is_not_a_number_is_wrong():
-    assert Errors(math.nan, 0.0).wrong(Errors(1.0, 1.0))
 
 
 @pytest.mark.parametrize("active", [1.0, 0.5])
@@ -249,21 +241,6 @@ def test_pairing_cancels_what_the_machine_does_to_a_whole_round():
     assert paired_ratio([3 * x for x in load], load) == pytest.approx(3.0)
 
 
-def test_measured_times_reach_pytest_benchmark_exactly():
-    class Fixture:
-        def pedantic(self, target, setup, rounds):
-            self.times = []
-            for _ in range(rounds):
-                setup()
-                start = CLOCK()
-                target()
-                self.times.append(CLOCK() - start)
-
-    fixture = Fixture()
-    replay(fixture, [0.25, 1.5, 0.1])
-    assert fixture.times == [0.25, 1.5, 0.1]
-
-
 @pytest.mark.parametrize("mebibytes", [40, 200])
 def test_peak_memory_of_a_known_allocation(mebibytes):
     def allocate():
@@ -289,21 +266,6 @@ def test_inputs_are_as_sharp_as_a_language_model(shape):
     # Targets are sampled: their mean surprise is the mean entropy, within four standard errors.
     surprise = -log_prob.gather(-1, inputs.target[:, None]).squeeze(-1)
     assert abs(surprise.mean() - entropy.mean()) < 4 * surprise.std() / len(surprise) ** 0.5
-
-
-def test_seconds_have_three_digits_and_a_unit():
-    assert [seconds(x) for x in (12.345, 0.0123, 4.5e-5, 3e-9)] == ["12.3 s", "12.3 ms", "45 µs", "3 ns"]
-
-
-def test_peers_say_what_is_missing(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for peer in PEERS:
-        assert peer().missing(CPU) == f"{peer.package} is not installed"
-
-
-def test_without_torchs_own_its_row_says_which_torch_has_it(monkeypatch):
-    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
-    assert "torch 2.13 or later has it" in TorchCrossEntropy().missing(CPU)
 
 
 BENCH = [sys.executable, "-m", "pytest", "benchmarks", "-p", "no:cacheprovider", "-q"]
@@ -384,33 +346,3 @@ def test_a_file_that_is_no_record_is_refused(text, tmp_path, capsys):
     assert main([str(tmp_path / "other.json"), "--output", str(tmp_path / "results")]) == 2
     assert "other.json is no record of these benchmarks" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
-
-
-def test_plots_show_heads_scaling_and_phases(tmp_path):
-    head = {"group": "policy_loss float32 8x8x8", "gradient_error": 1e-6}
-    sweep = [
-        {"group": f"scaling of T: {n}", "row": row, "median": n / 1e3, "peak_bytes": n, "tokens": n}
-        for n in (8, 16)
-        for row in ("floor", "exgrpo torch")
-    ]
-    rows = [
-        *({**head, "row": row, "median": 1.0, "floor_over_time": 0.9} for row in ("exgrpo torch", "a peer", "floor")),
-        *sweep,
-        {
-            "group": "training step: x",
-            "row": "exgrpo",
-            "median": 1.0,
-            "times_on_policy": 1.01,
-            "phases": {"select": 1.0},
-        },
-    ]
-    assert draw(rows, tmp_path / "plots.svg")
-    assert (tmp_path / "plots.svg").read_text().count("<svg") == 1
-    assert not draw([{"group": "advantages", "row": "x", "median": 1.0}], tmp_path / "none.svg")
-
-
-def test_implementations_without_an_entropy_do_not_claim_it():
-    class OnlyCrossEntropy(Implementation):
-        name, operations = "x", (CROSS_ENTROPY,)
-
-    assert [operation for operation in OPERATIONS if operation in OnlyCrossEntropy().operations] == [CROSS_ENTROPY]

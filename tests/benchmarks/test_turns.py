@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from benchmarks import test_growth, test_training_step
-from benchmarks.growth import AXES, END, PROMPT, Sizes, config_of, exponent, medians, points, write_model
+from benchmarks.growth import AXES, END, PROMPT, Sizes, config_of, exponent, points, write_model
 from benchmarks.memory import Peak, peak_of
 from benchmarks.plots import draw
 from benchmarks.render import grids
@@ -134,10 +134,6 @@ def test_a_spread_has_the_quartiles_of_the_ratios():
 @pytest.mark.parametrize("power", [0.0, 0.7, 1.0, 2.0])
 def test_growth_exponents(power):
     assert exponent({size: 0.3 * size**power for size in (4, 8, 16, 64)}) == pytest.approx(power)
-
-
-def test_medians_are_in_the_order_of_sizes():
-    assert list(medians({8: [3, 1, 2], 4: [5]}).items()) == [(4, 5), (8, 2)]
 
 
 def test_growth_rows_take_their_turns_by_axis(tmp_path):

@@ -35,13 +35,3 @@ def all_templates():
 @pytest.mark.parametrize("quoted", QUOTED)
 def test_a_quoted_message_is_one_of_the_programs(quoted, all_templates):
     assert any(fits(quoted, template) for template in all_templates)
-
-
-def test_the_page_quotes_messages_and_a_message_that_is_gone_is_found():
-    assert len(QUOTED) > 20
-    program = 'raise E(f"{path}: no {kind} of " f"{name!r}, which the run needs")'
-    (template, *_) = templates(program)
-    assert template == "...: no ... of ..., which the run needs"
-    assert fits("...: no ... of ..., which", template)
-    assert not fits("...: no ... of ..., which nobody needs", template)
-    assert not fits("which the run needs: no", template)

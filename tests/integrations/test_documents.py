@@ -84,12 +84,6 @@ def test_the_examples_of_a_page_run(page, tmp_path):
     assert done.returncode == 0, f"{page.name}: {done.stdout}\n{done.stderr}"
 
 
-def test_examples_keep_their_lines_and_unmarked_ones_are_left_out():
-    page = f"text\n```python\n{MARK}\nx = 1\n```\n```python\nno python\n```\n```python\n{MARK}\ny = x\n```\n"
-    assert examples(page).splitlines() == ["", "", MARK, "x = 1", "", "", "", "", "", MARK, "y = x"]
-    assert missing("import torch.nn\nfrom exgrpo import kernels\nimport no_such_package.x") == ["no_such_package"]
-
-
 def unknown(text, folder):
     """What a page names that is not there: files it links to, options of training, modules that its commands run."""
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
@@ -105,13 +99,6 @@ def unknown(text, folder):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_files_options_and_modules_that_a_page_names_exist(page):
     assert not unknown(page.read_text(), page.parent)
-
-
-def test_files_options_and_modules_that_are_not_there_are_found():
-    right = "[x](docs/trl.md#y) [z](https://example.org) --policy.path M `python -m benchmarks.render`"
-    assert not unknown(right, ROOT)
-    wrong = "[x](docs/none.md#y) --policy.place M --rollout.samples 8 python -m exgrpo.train.nothing"
-    assert unknown(wrong, ROOT) == ["docs/none.md", "--policy.place", "exgrpo.train.nothing"]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)

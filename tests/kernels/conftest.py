@@ -30,7 +30,7 @@ if INTERPRETING:
     correct_bfloat16_dot()
     os.environ["EXGRPO_SELF_TEST"] = "0"  # a second for each kind of call, and these tests say more
     collect_ignore_glob = ["test_cpu_*", "test_cuda_[!b]*", "test_*compile*", "test_*_self_test.py"]
-INTERPRETED = ("test_triton_fused", "test_triton_row", "test_triton_token", "test_cuda_backend", "test_combinations")
+INTERPRETED = ("test_triton_fused", "test_triton_row", "test_cuda_backend", "test_combinations")
 INTERPRETED += ("test_vocab_group",)
 """Of the files of what is interpreted here: tests of a backend are everywhere."""
 if "triton" in BACKENDS:
@@ -89,6 +89,22 @@ def set_threads():
 def set_chunk(monkeypatch):
     """Sets the bytes of a chunk, a scratch block and a weight tile, on any device."""
     return partial(set_chunk_bytes, monkeypatch)
+
+
+@pytest.fixture
+def launch_table(monkeypatch, tmp_path):
+    """Lays a launch table over the shipped one."""
+    from exgrpo.kernels.triton_chunks import launch
+
+    def lay(text):
+        path = tmp_path / "launch.toml"
+        path.write_text(text, encoding="utf-8")
+        monkeypatch.setenv(launch.ENVIRONMENT, str(path))
+        launch.forget()
+        return path
+
+    yield lay
+    launch.forget()
 
 
 def set_chunk_bytes(monkeypatch, chunk, block=None, tile=None):

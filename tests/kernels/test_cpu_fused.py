@@ -11,12 +11,10 @@ if extension.MISSING:
 if extension.OPERATORS.product_unavailable():
     pytest.skip(extension.OPERATORS.product_unavailable(), allow_module_level=True)
 
-from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.cpu_chunks import cpu_fused, cpu_passes
 from tests.gloo import on_ranks
 
 from .support import assert_as_good, check_schema, error, make_case, make_tokens, relative_error
-from .test_memory import PeakMemory
 
 OPERATORS = extension.OPERATORS
 SHAPES = [(1, 1, 1), (5, 3, 15), (12, 33, 17), (24, 64, 32), (70, 100, 100), (30, 130, 1031)]
@@ -75,25 +73,6 @@ def test_sums(shape):
     without = OPERATORS.product_sums(hidden, weight, bias, target, anchor, temperature, None, None)
     assert torch.equal(without[0], rest)
     assert torch.equal(without[1], moment)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradient_products(shape):
-    """bfloat16 products are exact in float32: what is lost is lost by adding up."""
-    hidden, weight, *_ = make_operands(*shape)
-    gradient, memory = wide(shape[0], shape[2])
-    memory.fill_(torch.nan)
-    gradient.copy_(torch.randn(gradient.shape))
-    found = OPERATORS.product_hidden_gradient(gradient, weight)
-    assert relative_error(found, gradient.double() @ weight.double()) <= 16 * EPSILON
-    factor, before = torch.randn(shape[0]), torch.randn(shape[2], shape[1])
-    exact = gradient.double().t() @ (hidden.float() * factor.unsqueeze(1)).bfloat16().double()
-    total = before.clone()
-    OPERATORS.product_weight_gradient(gradient, hidden, factor, total, False)
-    assert error(total, before + exact) <= 64 * EPSILON * max(1.0, exact.abs().max().item())
-    total.fill_(torch.nan)
-    OPERATORS.product_weight_gradient(gradient, hidden, factor, total, True)
-    assert relative_error(total, exact) <= 16 * EPSILON
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": torch.linspace(0.5, 2.0, 45), "bias": True}], ids=["", "all"])
@@ -202,19 +181,6 @@ def test_split_vocabulary(tmp_path):
     on_ranks(check_shard, 3, tmp_path)
 
 
-def test_below_two_chunks_of_memory(monkeypatch):
-    """The exponentials of a chunk, and beside the gradients a few numbers per token."""
-    tokens, width, vocabulary, chunk = 2000, 16, 3001, 100
-    monkeypatch.setattr(cpu_fused, "MOST_ROWS", chunk)
-    case = make_case(tokens, width, vocabulary, torch.bfloat16, "cpu", bias=True, ignored=False)
-    monkeypatch.setattr(chunking, "TILE_BYTES", chunk * vocabulary // 4)
-    with PeakMemory() as memory:
-        result = case.policy_loss(torch.full((tokens,), -8.0), torch.ones(tokens), clip=None, backend="cpu")
-        result.loss.backward()
-    gradients = (tokens + vocabulary) * (width + 1) * (4 + 2)
-    assert memory.peak <= chunk * vocabulary * 3 + gradients + 20 * tokens * 8
-
-
 def test_operators():
     hidden, weight, bias, temperature, target = make_operands(6, 10, 40)
     anchor, out = torch.zeros(6), wide(6, 40)[0]
@@ -229,20 +195,6 @@ def test_operators():
     }
     for name, arguments in checks.items():
         check_schema(getattr(OPERATORS, name), *arguments, autograd=False)
-
-
-def test_errors_name_the_argument():
-    hidden, weight, _, _, target = make_operands(6, 10, 40)
-    with pytest.raises(RuntimeError, match="hidden: expected a bfloat16 matrix"):
-        OPERATORS.product_largest(hidden.float(), weight, None)
-    with pytest.raises(RuntimeError, match="weight: expected unit stride"):
-        OPERATORS.product_largest(hidden, weight.t().contiguous().t(), None)
-    with pytest.raises(RuntimeError, match="weight: expected rows as long"):
-        OPERATORS.product_largest(hidden, weight[:, :9], None)
-    with pytest.raises(RuntimeError, match="target: expected rows of the weight"):
-        OPERATORS.product_target_logits(hidden, weight, None, target + 40)
-    with pytest.raises(RuntimeError, match="rows: expected rows of out"):
-        OPERATORS.product_sums(hidden, weight, None, target, torch.zeros(6), None, wide(5, 40)[0], None)
 
 
 def test_the_environment_forbids_and_forces(monkeypatch, made):

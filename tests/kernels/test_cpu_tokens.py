@@ -62,9 +62,3 @@ def test_operators_keep_their_schemas(dtype):
     check_schema(OPERATORS.token_objective, old, None, *own, mask, None, None, 0.1)
     check_schema(OPERATORS.centre_groups, old.double(), replayed.long(), True)
     check_schema(OPERATORS.segment_mean, old, mask, bounds)
-
-
-@pytest.mark.parametrize("offsets", [[0, 8], [-1, 7], [0, 5, 3, 7]])
-def test_segments_beside_the_values(offsets):
-    with pytest.raises(RuntimeError, match="offsets: expected ascending positions among the values"):
-        OPERATORS.segment_mean(torch.zeros(7), torch.ones(7, dtype=torch.bool), torch.tensor(offsets))

@@ -42,15 +42,10 @@ def launched(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def fused(tmp_path, monkeypatch):
+def fused(launch_table):
     """A launch table that wants fused products in all 16-bit dtypes."""
-    table, section = tmp_path / "launch.toml", launch.architecture(DEVICE)
-    text = "".join(f'[{section}.{dtype}]\nlogits = "fused"\n' for dtype in ("bfloat16", "float16"))
-    table.write_text(text, encoding="utf-8")
-    monkeypatch.setenv(launch.ENVIRONMENT, str(table))
-    launch.forget()
-    yield
-    launch.forget()
+    section = launch.architecture(DEVICE)
+    launch_table("".join(f'[{section}.{dtype}]\nlogits = "fused"\n' for dtype in ("bfloat16", "float16")))
 
 
 @pytest.mark.parametrize("impossible", [False, True])

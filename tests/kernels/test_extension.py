@@ -10,9 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from exgrpo.kernels import dispatch, extension
+from exgrpo.kernels import extension
 
 pytest.importorskip("setuptools", reason="setuptools is not installed")
 
@@ -230,10 +229,3 @@ def test_the_source_folder_knows_of_an_installed_package_that_is_whole(tmp_path,
         f"exgrpo is imported from {source}, which has no _C.abi3.so, and the installed package in {site} has it; start "
         "Python in another folder, or use pip install --no-build-isolation --editable ."
     )
-
-
-def test_without_the_extension_there_is_torch(monkeypatch):
-    monkeypatch.setattr(extension, "MISSING", "it was not built")
-    assert dispatch.unavailable("cpu", torch.device("cpu")) == "it was not built"
-    monkeypatch.delenv("EXGRPO_BACKEND", raising=False)
-    assert dispatch.automatic(torch.device("cpu"), torch.float32, 1) == "torch"

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference
+from exgrpo.kernels import linear_log_prob, reference
 
 from .support import Case, assert_as_good, compare, error, make_case, relative_error
 
@@ -18,19 +18,20 @@ def head_of_logits(logits, target, dtype=torch.float32, device="cpu"):
     return Case(hidden.requires_grad_(), logits.T.contiguous().requires_grad_(), target)
 
 
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
 @pytest.mark.parametrize("gap", [1.0, 17.0, 20.0, 80.0])
-def test_certain_targets_keep_their_relative_precision(gap, backend, device):
+def test_certain_targets_keep_their_relative_precision(gap, dtype, rel, backend, device):
     """p(target) -> 1: log p, 1 - p and the entropy shrink to 1e-35 and each keeps its digits."""
-    case = head_of_logits([[gap, 0.0]], [0], device=device)
+    case = head_of_logits([[gap, 0.0]], [0], dtype, device=device)
     log_prob, entropy = case.log_prob(backend=backend)
     rest = math.exp(-gap)
-    assert log_prob.item() == pytest.approx(-math.log1p(rest), rel=1e-6)
-    assert entropy.item() == pytest.approx(math.log1p(rest) + gap * rest / (1 + rest), rel=1e-6)
+    assert log_prob.item() == pytest.approx(-math.log1p(rest), rel=rel, abs=0)
+    assert entropy.item() == pytest.approx(math.log1p(rest) + gap * rest / (1 + rest), rel=rel, abs=0)
     (_, slope) = torch.autograd.grad(log_prob.sum(), case.leaves, retain_graph=True)
-    assert slope.flatten().tolist() == pytest.approx([rest / (1 + rest), -rest / (1 + rest)], rel=1e-6)
+    assert slope.flatten().tolist() == pytest.approx([rest / (1 + rest), -rest / (1 + rest)], rel=rel, abs=0)
     (_, slope) = torch.autograd.grad(entropy.sum(), case.leaves)
     expected = gap * rest / (1 + rest) ** 2
-    assert slope.flatten().tolist() == pytest.approx([-expected, expected], rel=1e-5)
+    assert slope.flatten().tolist() == pytest.approx([-expected, expected], rel=10 * rel, abs=0)
 
 
 @pytest.mark.parametrize("depth", [88.0, 104.0, 1e4])
@@ -167,17 +168,3 @@ def test_what_is_broken_shows(dtype, backend, device):
         assert torch.equal(found[others], expected[others])
     assert loss.isnan()
     assert all(values.isnan().all() for values in everywhere)
-
-
-def test_unlikely_words_do_not_dominate_the_policy_loss(backend, device):
-    """One hopeless, one certain and one common token together, in one chunk."""
-    logits = [[0.0, -500.0, 1.0], [90.0, 0.0, 0.0], [0.1, 0.2, 0.3]]
-    case = head_of_logits(logits, [1, 0, 2], device=device)
-    old = torch.tensor([-501.0, -1e-6, -1.0], device=device)
-    advantage = torch.tensor([1.0, -0.5, 2.0], device=device)
-    ours = linear_policy_loss(case.hidden, case.weight, case.target, old, advantage, entropy_coef=0.01, backend=backend)
-    exact_case = case.to(torch.float64)
-    exact = exact_case.policy_loss(old, advantage, entropy_coef=0.01, function=reference.linear_policy_loss)
-    assert ours.loss.item() == pytest.approx(exact.loss.item(), rel=1e-4)
-    for mine, true in zip(case.gradients(ours.loss), exact_case.gradients(exact.loss), strict=True):
-        assert relative_error(mine, true) < 1e-4

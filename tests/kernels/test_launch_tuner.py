@@ -115,12 +115,6 @@ def test_candidates_that_fail_or_are_wrong_are_skipped_with_a_line(monkeypatch, 
     assert "skipped, RuntimeError: out of resource: shared memory\n" in shown
 
 
-def test_without_a_fused_product_the_library_stays(monkeypatch, tuned):
-    output = tuned(Machine(monkeypatch, cost, broken=lambda plan: plan.fused))
-    assert launch.TABLE.read(output)["sm_90"]["bfloat16"]["wide"]["logits"] == "library"
-    assert "no candidate runs" in output.read_text()
-
-
 def test_nothing_that_runs_is_an_error(monkeypatch, tuned):
     with pytest.raises(RuntimeError, match="no launch of the row kernels runs for bfloat16"):
         tuned(Machine(monkeypatch, cost, broken=lambda plan: True))
@@ -133,21 +127,6 @@ def test_without_time_everything_stays(monkeypatch, tuned):
     assert launch.TABLE.read(output)["sm_90"]["bfloat16"]["wide"] == before
     assert "no time left" in output.read_text()
     assert not machine.plans
-
-
-def test_candidates_take_turns(monkeypatch, tuned):
-    """One after the other within a round, so that a slow moment of the machine meets all of them."""
-    order = []
-    values = [256, 512, 1024]
-    tuner = Tuner(GPU, lambda call: float(call()[0]), time.monotonic() + 600)
-
-    def call():
-        order.append(launch.plan(GPU, torch.float32, 64, VOCABULARY).memory >> 20)
-        return (torch.tensor(1.0),)
-
-    entry = launch.setting("sm_90", "float32", "narrow")
-    assert tuner.choose("memory", values, [call], "float32", entry) == 1024  # of equals the present one
-    assert order == [1024, 256, 512] * (1 + launch_tuner.MOST_ROUNDS)
 
 
 @pytest.mark.parametrize(("gain", "chosen"), [(0.005, 1024), (0.02, 512)])
@@ -177,12 +156,6 @@ def test_without_a_gpu_the_program_says_so(tmp_path, monkeypatch, capsys):
     assert tune.main(["--output", str(tmp_path / "table.toml")]) == 2
     assert capsys.readouterr().err.startswith("error: nothing to tune here: it needs a GPU")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_bad_shape_is_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        tune.main(["--shapes", "8,16"])
-    assert "'8,16' is no shape; expected T,D,V" in capsys.readouterr().err
 
 
 @pytest.mark.long

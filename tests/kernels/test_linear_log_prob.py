@@ -51,20 +51,6 @@ def test_options(options, bias, dtype, backend, device):
     check(make_case(83, 40, 211, dtype, device, bias=bias, **options), backend)
 
 
-@pytest.mark.parametrize("softcap", [None, 4.0])
-def test_temperature_per_token(softcap, backend, device):
-    case = make_case((4, 21), 40, 211, torch.float32, device, bias=True)
-    case.options = {"temperature": 0.3 + torch.rand(4, 21, device=device), "softcap": softcap}
-    check(case, backend)
-
-
-def test_temperature_without_dimensions(backend, device):
-    case = make_case(50, 20, 90, torch.float32, device)
-    one = case.log_prob(temperature=0.7, backend=backend)
-    other = case.log_prob(temperature=torch.tensor(0.7, device=device), backend=backend)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "softcap": 8.0}], ids=str)
 def test_sixteen_bits(dtype, options, backend, device):

@@ -48,20 +48,15 @@ MM, ADDMM = torch.mm, torch.addmm
 
 
 @pytest.fixture(params=PATHS, ids="-".join)
-def path(request, tmp_path, monkeypatch):
+def path(request, monkeypatch):
     chosen = request.param
     if chosen.backend == "torch":
-        yield chosen
-        return
+        return chosen
     if chosen.backend == "cuda" and not ON_GPU:
         emulate_backend(monkeypatch)
-    table = tmp_path / "launch.toml"
-    section = f"[{launch.architecture(DEVICE)}.{chosen.dtype}]"
-    table.write_text(f'{section}\nlogits = "{chosen.logits}"\n', encoding="utf-8")
-    monkeypatch.setenv(launch.ENVIRONMENT, str(table))
-    launch.forget()
-    yield chosen
-    launch.forget()
+    launch_table = request.getfixturevalue("launch_table")
+    launch_table(f'[{launch.architecture(DEVICE)}.{chosen.dtype}]\nlogits = "{chosen.logits}"\n')
+    return chosen
 
 
 @pytest.fixture

@@ -13,18 +13,15 @@ from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference
 from exgrpo.kernels.triton_chunks import launch, triton_fused, triton_passes
 
 from .conftest import DEVICE
-from .support import coarsen, compare, make_case, make_tokens
+from .support import coarsen, compare, error, fewer_interpreted, make_case, make_tokens
 
 
 @pytest.fixture(params=["bfloat16", "float16"])
-def dtype(request, tmp_path, monkeypatch):
-    """A dtype whose products the table has fused."""
-    table = tmp_path / "launch.toml"
-    table.write_text(f'[{launch.architecture(DEVICE)}.{request.param}]\nlogits = "fused"\n', encoding="utf-8")
-    monkeypatch.setenv(launch.ENVIRONMENT, str(table))
-    launch.forget()
-    yield getattr(torch, request.param)
-    launch.forget()
+def dtype(request, launch_table):
+    """A dtype whose products the table has fused, in small tiles."""
+    tile = "tile = { rows = 32, columns = 32, depth = 32, warps = 4, stages = 2 }"
+    launch_table(f'[{launch.architecture(DEVICE)}.{request.param}]\nlogits = "fused"\n{tile}\n')
+    return getattr(torch, request.param)
 
 
 @pytest.fixture
@@ -49,6 +46,48 @@ def test_one_number_in_a_tensor_is_the_temperature_of_every_token(shape, dtype, 
     for mine, true in zip(case.log_prob(linear_log_prob, backend="triton"), right, strict=True):
         assert torch.equal(mine, true)
     assert set(made) == {triton_fused.FusedTritonPasses}
+
+
+SHAPES = {
+    "described": (40, 64, 104),
+    "odd": (37, 45, 75),  # through pointers, where 16 bytes do not divide a row
+    "nothing divides it": (fewer_interpreted(252), 507, 123),
+    "many row tiles": (600, 16, 72),  # more than share a stretch of the vocabulary
+}
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_values_and_gradients(shape, biased, dtype, device, made):
+    """As good as plain torch; and a product of 16-bit numbers is exact in float32, so values have the error of sums."""
+    case = make_case(*shape, dtype, device, bias=biased, ignored=False)
+    if biased:
+        case.bias = (case.bias.detach().float() / 3).requires_grad_()
+        case.options["temperature"] = torch.linspace(0.5, 2.0, shape[0], device=device)
+    upstream = torch.randn(2, shape[0], device=device)
+
+    def call(some, backend):
+        found = some.log_prob(linear_log_prob, backend=backend)
+        return [one.detach() for one in found], some.gradients((torch.stack(tuple(found)) * upstream).sum())
+
+    compare(call, case, "triton")
+    exact = case.to(torch.float64)
+    exact.bias = None if case.bias is None else case.bias.double()
+    for mine, true in zip(call(case, "triton")[0], exact.log_prob(reference.linear_log_prob), strict=True):
+        assert error(mine, true) <= 2e-5
+    assert set(made) == {triton_fused.FusedTritonPasses}
+
+
+def test_words_ruled_out_by_the_bias(dtype, device):
+    """As if they were not there."""
+    case = make_case(20, 32, 50, dtype, device, bias=True, ignored=False)
+    case.target.clamp_(max=40)
+    some = [values.detach()[:41] for values in (case.weight, case.bias)]
+    with torch.no_grad():
+        case.bias[41:] = -torch.inf
+    found = case.log_prob(linear_log_prob, backend="triton")
+    expected = linear_log_prob(case.hidden, some[0], case.target, bias=some[1], backend="triton")
+    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_impossible_targets_and_certain_ones(dtype, device):
@@ -100,4 +139,3 @@ def test_left_out_tokens_alone(dtype, device):
     result = linear_log_prob(case.hidden, case.weight, case.target, backend="triton")
     assert not any(values.any() for values in result)
     assert not any(gradient.any() for gradient in case.gradients(result.log_prob.sum()))
-    assert reference.linear_log_prob(case.hidden, case.weight, case.target).log_prob.eq(0).all()

@@ -1,6 +1,5 @@
 """The doctor as a user starts it, and what it tells."""
 
-import io
 import signal
 import subprocess
 import sys
@@ -9,11 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from rich.console import Console
 
 import exgrpo
 from exgrpo.tools.doctor import program
-from exgrpo.tools.doctor.check import Finding
 from exgrpo.tools.doctor.program import Options, all_checks, recipe_of
 from exgrpo.tools.doctor.running import members
 from exgrpo.train.common import process
@@ -149,28 +146,6 @@ def test_the_program_needs_no_torch():
     script = f"import sys, {PROGRAM}.program as p; p.all_checks(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-
-
-FOUND = [
-    Finding("kernels_cuda", "skipped", "it needs a GPU", 2.0),
-    Finding("step_all", "failed", "it ended | with [status] 1", 12.34, ("first line", "last line")),
-]
-
-
-def test_the_table_and_the_text_have_all_that_was_found(tmp_path):
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(program.table(FOUND))
-    told = console.export_text()
-    assert "│ kernels_cuda │ skipped │ it needs a GPU " in told
-    assert "│ step_all     │ failed  │ it ended | with [status] 1 " in told
-    assert "12.3 │" in told
-    told = program.text(FOUND, tmp_path)
-    assert told.startswith("# exgrpo doctor: 0 ok, 1 failed, 1 skipped\n")
-    names = ("python 3.", "torch ", "deepspeed ", "transformers ", "cores to use", "GiB of memory free", "nvidia-smi")
-    assert [name for name in names if name not in told] == []
-    assert "| kernels_cuda | skipped | it needs a GPU | 2.0 |\n" in told
-    assert "| step_all | failed | it ended \\| with [status] 1 | 12.3 |\n" in told
-    assert "Last output of step_all:\n\n```\nfirst line\nlast line\n```\n" in told
 
 
 def test_the_text_names_no_user(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from exgrpo.train.common.builtin import ASSETS
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.seeds import derive_seed, generator
-from exgrpo.train.metrics.display import COLUMNS, Display, fitting
+from exgrpo.train.metrics.display import COLUMNS, Display
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.samples import Sample, SampledAnswer, read_samples
 from exgrpo.train.policy.tokenizer import load_pretrained
@@ -88,37 +88,6 @@ def test_the_display_shows_every_column(terminal):
     assert all(title in shown for title in COLUMNS)
     assert "ETA" in shown
     assert "0.500" in shown
-
-
-@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
-def test_a_narrow_terminal_shows_fewer_columns_and_no_cut_numbers(width):
-    console = Console(file=io.StringIO(), force_terminal=True, width=width)
-    with Display(3, 0, console) as display:
-        record = {"step": 99999.0, **{key: 1234.5 if form == ".0f" else 0.5 for key, form in COLUMNS.values()}}
-        display.step({**record, "reward_failed_fraction": 0.0})
-    shown = console.file.getvalue()
-    assert "…" not in shown
-    titles = fitting(width)
-    assert all(title in shown for title in titles)
-    assert {"reward", "Pass@1", "s/step"} <= set(titles) or width == 60
-    assert titles == [title for title in COLUMNS if title != "failed"] or width < 160
-    assert "mfu" in titles or width < 120
-    assert "mfu" not in titles or width > 100
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_failed_answers_are_a_column_from_the_first_one_on(terminal):
-    shown = []
-    for failed in ([0.0, 0.0], [0.0, 0.25, 0.0]):
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=60)
-        with Display(3, 0, console) as display:
-            for step, fraction in enumerate(failed, 1):
-                record = {"step": float(step), **{key: 0.5 for key, _ in COLUMNS.values()}}
-                display.step({**record, "reward_failed_fraction": fraction})
-        shown.append(console.file.getvalue())
-    assert "failed" not in shown[0]
-    assert "25%" in shown[1]
-    assert terminal or shown[1].count("failed") == 2, "and it stays"
 
 
 def test_ranks_without_a_console_print_nothing(capsys):

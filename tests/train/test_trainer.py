@@ -330,12 +330,6 @@ def test_the_engine_wakes_generates_sleeps_and_then_takes_the_new_weights():
     assert list(trainer.answerer.engine.log) == ["wake", "generate", "sleep", "push"]
 
 
-def test_skipped_updates_are_counted():
-    trainer = make(half(30))
-    counts = [trainer.step(step).metrics["skipped_updates"] for step in (1, 2, 3)]
-    assert counts == [0, 1, 2]  # the recording policy skips every third
-
-
 def test_the_same_seed_takes_the_same_decisions():
     def story(seed: int) -> list:
         trainer = make(half(20), seed=seed)

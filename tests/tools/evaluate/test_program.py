@@ -56,13 +56,6 @@ def test_what_an_evaluation_shares_with_a_run_has_the_type_that_it_has_there():
             assert ours.annotation == runs.annotation, key
 
 
-def test_the_command_line_beats_the_recipe(tmp_path):
-    (tmp_path / "r.yaml").write_text("data.test: [a.jsonl]\nrollout: {temperature: 0.7, samples: 4}\n")
-    options = parse_options(["some/model", f"--recipe={tmp_path / 'r.yaml'}", "--rollout.samples", "2"])
-    asked = options.rollout
-    assert (options.model, options.data.test, asked.temperature, asked.samples) == ("some/model", ("a.jsonl",), 0.7, 2)
-
-
 def arguments(folder, *more):
     asked = ["builtin:arithmetic", "--data.test", "builtin:arithmetic", "--data.test_limit=20"]
     drawn = ["--rollout.samples=2", "--chunk=6"]

@@ -2,15 +2,13 @@
 
 import subprocess
 import sys
-from io import StringIO
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from exgrpo.tools.experience import program
 from exgrpo.tools.experience.export import export
-from exgrpo.tools.experience.show import Overview, bars, counts, different, show
+from exgrpo.tools.experience.show import counts
 from exgrpo.tools.experience.sources import FileExperience, open_run
 from tests.tools.experience.runs import QUESTIONS, make_run, questions, some
 
@@ -48,19 +46,6 @@ def test_columns_say_what_is_stored(tmp_path):
     assert found["solutions"].tolist() == [1, 1, 1]
 
 
-def test_the_table_fits_80_columns_with_large_numbers_also_where_it_is_piped():
-    wide, told = np.linspace(7, 654321.25, 40), StringIO()
-    numbers = dict.fromkeys(("age", "replays", "group accuracy", "tokens", "reward"), wide)
-    overview = Overview("many", None, None, np.arange(40), numbers, 1 / wide, {}, np.ones(40))
-    show(overview, Console(file=told, width=80))
-    table = told.getvalue().partition("min")[2].partition("age:")[0]
-    assert len(table.splitlines()) == 10
-    assert max(map(len, table.splitlines())) <= 80
-    assert "…" not in table
-    (row,) = [line.split() for line in table.splitlines() if line.startswith("tokens")]
-    assert row[1:7] == ["7", "65438", "327164", "588890", "654321", "327164"]
-
-
 def test_a_file_shows_what_the_run_shows(tmp_path):
     run = open_run(make_run(tmp_path / "run", some()))
     export(tmp_path / "run", tmp_path / "set")
@@ -76,20 +61,6 @@ def test_a_file_shows_what_the_run_shows(tmp_path):
         for one, other in zip(a.answers, b.answers, strict=True):
             assert one.label == other.label
             assert one.text == other.text
-
-
-def test_different_solutions_are_counted_by_question_and_no_key_is_none():
-    question, key = np.array([0, 0, 0, 1, 1, 2]), np.array([5, 5, 6, 0, 5, 0])
-    assert different(question, key).tolist() == [2, 1]
-
-
-def test_bars_have_the_heights_of_a_histogram():
-    assert bars(np.array([3.0, 3.0])) == "█"
-    drawn = bars(np.array([0.0] * 8 + [11.0] + [12.0] * 4))
-    assert len(drawn) == 12
-    assert drawn[0] == "█"
-    assert drawn[1:-1].strip() == ""
-    assert drawn[-1] == "▆"  # 5 of 8
 
 
 def test_the_program_prints_tables_and_the_answers_to_a_question_and_exports(tmp_path, say):

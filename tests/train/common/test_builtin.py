@@ -11,7 +11,6 @@ from exgrpo.train.data import tasks
 from exgrpo.train.data.files import TASKS, read_rows
 from exgrpo.train.reward import builtin
 from exgrpo.train.reward.names import BUILTIN, beside, resolve_reward
-from exgrpo.train.reward.pool import Grader
 
 
 @pytest.fixture
@@ -49,10 +48,6 @@ def test_a_new_task_is_one_new_file(new_file):
     assert module_names(TASKS, "generate") == ["arithmetic", "colouring", "countdown", "counting"]
 
 
-def test_a_task_brings_its_reward():
-    assert {row.reward for row in read_rows("builtin:arithmetic", split="test", limit=2, seed=5)} == {"math"}
-
-
 def test_a_new_reward_is_one_new_file(new_file):
     new_file(builtin, "echo", "def reward(response, gold):\n    return float(response == gold)\n")
     assert resolve_reward("echo")("a", "a") == 1.0
@@ -77,8 +72,3 @@ def test_the_default_run_lies_beside_its_model():
     assert DEFAULT_TASK in model_names()
     assert DEFAULT_RUN.is_file()
     assert DEFAULT_RUN.parent == ASSETS / DEFAULT_TASK
-
-
-def test_builtin_rewards_are_graded_by_their_names():
-    with Grader("math", workers=1, time_limit=30) as grader:
-        assert grader.grade([("<think>5</think>\\boxed{4}", "4"), ("\\boxed{4}", "4")]).reward == (1.0, 0.0)

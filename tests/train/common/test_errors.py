@@ -139,12 +139,6 @@ def test_a_file_that_may_not_be_read_is_named(forbidden):
         read_recipe(forbidden)
 
 
-def test_a_format_that_no_question_can_take_is_an_error_before_the_data_is_read():
-    for text in ("{question:d}", "{question!x}", "{question:{width}}"):
-        with pytest.raises(DataError, match="prompt_format"):
-            load_questions("missing.jsonl", None, PromptFormat(chat=False, prompt_format=text, max_prompt_tokens=1))
-
-
 def test_a_folder_that_may_not_be_looked_into_is_named(monkeypatch):
     monkeypatch.setattr(Path, "is_file", fail_with(PermissionError(13, "Permission denied", "/closed")))
     with pytest.raises(errors.ModelError, match=r"^policy.path: '/closed' cannot be read: Permission denied$"):

@@ -324,13 +324,3 @@ def test_real_data_sets(name, count, first_gold, sources):
     assert {question.source for question in loaded} == sources
     assert "####" not in "".join(question.gold for question in loaded)
     assert decoded(loaded[0]) == f"<user>{loaded[0].text}\n<assistant>"
-
-
-def test_a_progress_bar_on_request_where_there_is_a_terminal(tmp_path, capsys, monkeypatch):
-    prompt_of(tmp_path, progress=True)
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
-    prompt_of(tmp_path)
-    assert capsys.readouterr() == ("", "")
-    prompt_of(tmp_path, progress=True)
-    assert "Tokenising" in capsys.readouterr().err

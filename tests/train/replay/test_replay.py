@@ -10,33 +10,6 @@ from tests.train.batches import Row, make_batch
 from tests.train.replay.test_memory import group
 
 
-def test_replay_starts_after_the_step_that_passes_the_threshold():
-    replay = Replay(ExperienceConfig(start_pass_rate=0.35), questions=6, samples=2, seed=0)
-    assert replay.take_in(make_batch([group(0, [1.0, 0.0])]), 1) == (0.5, None)
-    assert replay.active
-    assert len(replay.memory) == 0  # what was written before is not kept
-    replay.take_in(make_batch([group(0, [1.0, 0.0])]), 2)
-    assert len(replay.memory) == 1
-
-
-def test_a_success_is_what_the_setting_says_and_a_misfit_is_told_once():
-    config = ExperienceConfig(start_pass_rate=0.3)
-    strict, fitting = (Replay(config, 300, 2, 0, success=s, success_option="the.option") for s in (1.0, 0.9))
-    groups = make_batch([group(question, [0.9, 0.1]) for question in range(150)])
-    assert fitting.take_in(groups, 1) == (0.5, None)
-    assert fitting.active
-    fitting.take_in(make_batch([group(0, [0.9, 0.1]), group(1, [0.9, 0.9])]), 2)
-    assert len(fitting.memory) == 1
-    assert fitting.memory.retired.tolist() == [False, True] + [False] * 298
-    pass_rate, note = strict.take_in(groups, 1)
-    assert pass_rate == 0
-    assert note is not None
-    assert "set the.option to it" in note
-    resumed = Replay(config, 300, 2, 0, success=1.0)
-    resumed.restore(strict.state())
-    assert resumed.take_in(groups, 2) == strict.take_in(groups, 2) == (0, None)
-
-
 @pytest.mark.parametrize("rule", ["lowest_nll", "lowest_entropy", "shortest", "random"])
 def test_candidates_of_all_questions_are_scored_together_and_only_if_the_rule_compares_scores(rule):
     replay = Replay(ExperienceConfig(start_pass_rate=0.0, trajectory=rule), 6, 4, seed=0)

@@ -12,7 +12,6 @@ import pytest
 from exgrpo.tools.evaluate import program as evaluate
 from exgrpo.train import main as program
 from exgrpo.train.common import process
-from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config import hub
 from exgrpo.train.config.recipe import DEFAULT_RUN
 from exgrpo.train.run import startup_checks as early
@@ -67,13 +66,6 @@ def test_a_run_that_exists_is_not_begun_again(start, tmp_path):
     status, said = start("--output.name=mine")
     assert status == 2
     assert f"{tmp_path / 'mine'} exists already: choose another output.name, go on with it by --resume" in said
-
-
-def test_a_malformed_row_is_named(start, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n{"question": "1 + 2"}\n')
-    status, said = start(f"--recipe={DEFAULT_RUN}", f"--data.train={tmp_path / 'rows.jsonl'}")
-    assert status == 2
-    assert "rows.jsonl line 2: has a question but neither answer nor solution" in said
 
 
 def test_the_first_look_imports_nothing_that_takes_seconds():
@@ -177,15 +169,6 @@ def test_offline_by_wish_asks_nobody(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     assert hub.offline_reason() == "HF_HUB_OFFLINE is set"
-
-
-def test_the_package_of_an_attention_is_looked_for(monkeypatch):
-    monkeypatch.setattr(early, "find_spec", lambda name: object() if name == "flash_attn" else None)
-    early.check_attention("flash_attention_2")
-    monkeypatch.setattr(early, "find_spec", lambda name: None)
-    early.check_attention("sdpa")
-    with pytest.raises(ConfigError, match="flash-attn"):
-        early.check_attention("flash_attention_2")
 
 
 def test_held_out_questions_do_not_depend_on_the_seed_of_a_run():
