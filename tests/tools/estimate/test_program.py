@@ -8,8 +8,7 @@ import pytest
 
 from exgrpo.tools.estimate import program
 from exgrpo.tools.estimate.parts import Hardware
-from exgrpo.tools.estimate.program import Options, hardware_of
-from exgrpo.tools.estimate.shape import read_shape
+from exgrpo.tools.estimate.program import Options, hardware_of, read_shape
 from exgrpo.tools.estimate.tables import estimate
 from exgrpo.train.config.recipe import load_recipe
 from tests.tools.estimate.shapes import ASSUMED, HARDWARE
