@@ -171,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
     except ExgrpoError as error:
         return print_error(error)
     console = Console()
-    console.print(plan, highlight=False)
+    console.print(str(plan), highlight=False)
     show(
         plan.config, shape, hardware, assumptions, options.reserve_gib, lambda one: console.print(one, highlight=False)
     )

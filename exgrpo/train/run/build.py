@@ -139,14 +139,13 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     pretrained = inputs.pretrained
     conversations = conversations_of(config.environment, pretrained)
     choice = choose_engine(training_settings(config, pretrained), world)
-    # The run keeps its engine and its plan: what is installed or free later changes nothing when it goes on.
-    config = changed(config, {"rollout.engine": choice.name})
-    config, memory = plan_run(config, pretrained.model, world)
-    settings = training_settings(config, pretrained)
     check_weights(pretrained.model, world)
     if config.lora.path:
         agree(world, lambda: check_adapters(config.lora, pretrained.model))
     check_head(pretrained.model)
+    # The run keeps its engine and its plan: what is installed or free later changes nothing when it goes on.
+    config, memory = plan_run(changed(config, {"rollout.engine": choice.name}), pretrained.model, world)
+    settings = training_settings(config, pretrained)
     settle_kernels(config.policy.kernel_backend, settings, world)
     utilisation = Utilisation(
         forward_flops(pretrained.model.empty()),

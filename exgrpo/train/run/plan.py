@@ -1,7 +1,7 @@
 """What a run takes of its GPUs' memory, decided at its start: the options that are not set and that memory bounds.
 
-Activations are kept or computed again, passes and the engine's cache are large or small. Of the values that fit by the
-arithmetic of `exgrpo.train.run.memory` the plan takes the fastest. A rank has no way to measure them beforehand.
+Activations are kept or computed again; passes, and the cache of vLLM in the process, are large or small. Of the values
+that fit by the arithmetic of `exgrpo.train.run.memory` the plan takes the fastest.
 """
 
 import math
@@ -182,9 +182,8 @@ def plan_run(config: Config, source: ModelSource, world: World) -> tuple[Config,
         return settled, None
     free = min(world.gather(torch.cuda.mem_get_info(world.device)[0]))
     try:
-        plan = make_plan(config, shape_of(source.config), world.size, free - RESERVED_GIB * GIB)
+        plan = make_plan(config, shape_of(source.config), world.size, max(0.0, free - RESERVED_GIB * GIB))
     except ModelError as error:
         return settled, f"no memory plan, since {error}: take less where memory runs out"
     plan.check()
-    plan = world.gather(plan)[0]
-    return plan.config, str(plan)
+    return world.gather((plan.config, str(plan)))[0]

@@ -138,6 +138,15 @@ def test_the_peak_of_real_generation(dtype, kv_heads, tmp_path):
     assert measured.peak <= counted <= 1.4 * measured.peak
 
 
+def test_what_the_head_may_take_is_counted():
+    """Of an expected 1 GiB, and of what is set, where the logits of a pass would fill both."""
+    passes = {"micro_batch_tokens": 2**22}
+    configs = [recipe(policy={"kernel_memory_gib": gib}, optimizer=passes) for gib in (None, 1.0, 0.25)]
+    default, same, less = (sizes(gpu_memory(one, SMALL, 1))["fused head"]["loss"] for one in configs)
+    assert default == same
+    assert default - less == pytest.approx(0.75 * 2**30, rel=1e-6)
+
+
 def test_offloaded_states_leave_the_gpu():
     shape = shape_like(llama())
     on, off = (recipe(policy={"dtype": "bf16"}, distributed={"offload_optimizer": o}) for o in (False, True))

@@ -31,6 +31,7 @@ def test_the_default_run_fits(capsys, monkeypatch):
     assert status == 0
     assert "It fits" in out
     assert "7 steps" in out
+    assert "memory plan: passes of 32768 tokens without activation checkpointing, a cache of 1 GiB for " in out
     assert "nothing here was measured" in out
     for name in ("AdamW moments", "key/value cache", "fused head", "checkpoints", "experience buffer", "Utilisation"):
         assert name in out
