@@ -14,8 +14,7 @@ import exgrpo
 from exgrpo.commands import PROGRAMS, SCRIPT, main, usage
 from exgrpo.tools import dry_run, launch
 from exgrpo.tools.estimate.parts import GIB, machine
-from exgrpo.tools.estimate.program import Options
-from exgrpo.tools.estimate.shape import read_shape
+from exgrpo.tools.estimate.program import Options, read_shape
 from exgrpo.train.config.command_line import _options as keys_of
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import RecipeArgument, parse_args, to_yaml
@@ -184,6 +183,9 @@ def test_a_dry_run_estimates_for_the_machine_that_is_named(monkeypatch, tmp_path
     assert "8 processes train " in printed.getvalue()
     assert "on 8 x H200. Estimates from data sheets" in printed.getvalue()
     assert "137.0 GiB usable per GPU" in printed.getvalue()
+    assert (
+        "memory plan: passes of 32768 tokens without activation checkpointing, a cache of 1 GiB" in printed.getvalue()
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exgrpo.tools.estimate.parts import GIB, Hardware
-from exgrpo.tools.estimate.program import Options, assumptions_of, hardware_of
+from exgrpo.tools.estimate.program import Options, assumptions_of, hardware_of, read_shape
 from exgrpo.train.checkpoint.resume import AUTO, begun_anew
 from exgrpo.train.config.options import Config
-from exgrpo.train.config.recipe import to_yaml
+from exgrpo.train.config.recipe import changed, to_yaml
 from exgrpo.train.run.startup_checks import Early
 
 if TYPE_CHECKING:
     import torch
 
-    from exgrpo.tools.estimate.shape import ModelShape
+    from exgrpo.train.policy.shape import ModelShape
 
 CPU_PROGRAM_GIB = 1.0
 """Of a process without its tensors: the libraries, and its share of the processes that grade."""
@@ -46,9 +46,8 @@ def show(
     for sentence in plan(config, early, resumed, processes):
         say(sentence)
     from exgrpo.tools.doctor.machine import device
-    from exgrpo.tools.estimate.shape import read_shape
-    from exgrpo.tools.estimate.tables import changed
     from exgrpo.tools.estimate.tables import show as estimate
+    from exgrpo.train.run.plan import make_plan
 
     say("")
     shape = read_shape(config.policy.path, None, config.policy.overrides)
@@ -63,6 +62,10 @@ def show(
             config = changed(config, {"rollout.engine": "transformers"})  # as it is chosen on CPUs
         options = Options(mfu=CPU_MFU, reserve_gib=CPU_PROGRAM_GIB)
         hardware = _measured_cpu(config, shape, processes, options)
+    if hardware.kind == "GPU":
+        planned = make_plan(config, shape, processes, hardware.memory)
+        config = planned.config
+        say(str(planned))
     estimate(config, shape, hardware, assumptions_of(options, config), options.reserve_gib, say)
 
 

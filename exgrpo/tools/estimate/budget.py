@@ -1,4 +1,4 @@
-"""What a recipe takes on given GPUs: memory by moment, CPU memory, disk, seconds by phase. Arithmetic, no measurement.
+"""What a recipe takes beside the memory of its GPUs: CPU memory, disk, seconds by phase. Arithmetic, no measurement.
 
 Pure functions of a configuration, a model shape, the hardware and stated assumptions. `rollout.engine` auto is taken
 for vLLM, which it is wherever vLLM is installed. Servers are taken to have as many GPUs as the trainer, of its kind.
@@ -6,21 +6,17 @@ for vLLM, which it is wherever vLLM is installed. Servers are taken to have as m
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-from exgrpo.tools.estimate.parts import GIB, NF4_BYTES, Amount, Assumptions, Hardware, MemoryItem, Phase, Work
-from exgrpo.tools.estimate.shape import FP32, ModelShape
+from exgrpo.tools.estimate.parts import Amount, Assumptions, Hardware, Phase, Work
 from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config
-from exgrpo.train.policy.engine import deepspeed_settings
+from exgrpo.train.policy.shape import FP32, ModelShape
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import RULES
-from exgrpo.train.rollout.transformers.decode import KEPT, grown
+from exgrpo.train.rollout.transformers.decode import KEPT
 from exgrpo.train.rollout.transformers.shared import shares_policy
-from exgrpo.train.rollout.vllm.engine import cache_gib, sequences
+from exgrpo.train.run.memory import NF4_BYTES, answers_of_rank, engine_of, frozen_head, slots
 
 TRAJECTORY_OVERHEAD = 700
 """Bytes of a stored trajectory beside its tokens: the object, two arrays, its place in a checkpoint."""
@@ -30,123 +26,14 @@ STORED: dict[str, Callable[[float], float]] = {
     "nothing": lambda success_rate: 0.0,
 }
 """Share of the fresh answers that a function `admit` keeps; of others, all."""
-PREFILL_TOKENS = 8192
-"""Prompt tokens that vLLM computes at once."""
 ADAPTED_LAUNCHES = 2
 """So many times the kernels of a layer are launched where its adapters are computed beside it."""
-
-
-def gpu_memory(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[MemoryItem, ...]:
-    """Every allocation of a rank on its GPU, in bytes."""
-    return (
-        *_states(config, shape, hardware.gpus),
-        *_passes(config, shape, hardware),
-        *rollout_memory(config, shape, hardware.gpus),
-    )
-
-
-def _states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
-    """What training keeps all the time, and what its optimiser step adds."""
-    return _whole_states(config, shape) if gpus == 1 else _sharded_states(config, shape, gpus)
-
-
-def _whole_states(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
-    """What a process that is alone keeps: 18 bytes of a parameter in bf16, and 16 in fp32, which is its own master.
-
-    Adapters are in fp32. A gradient is there beside the sums until it is added to them: that of a tied head for long.
-    """
-    trained = FP32 * shape.trained(config.lora, 1)
-    adapters = trained if config.lora.rank else 0
-    own = _own_weights(config, shape)
-    on_gpu = 0 if config.distributed.offload_optimizer else trained
-    copied = config.policy.dtype != "fp32" and not adapters
-    largest = 0 if adapters else DTYPES[config.policy.dtype].itemsize * max(shape.parameters)
-    return (
-        _always("weights", own + adapters),
-        _always("fp32 master weights", on_gpu if copied else 0),
-        _always("AdamW moments", 2 * on_gpu),
-        MemoryItem("gradients, fp32", loss=on_gpu, backward=on_gpu, step=on_gpu),
-        MemoryItem("gradient of one parameter", backward=largest),
-        _always("reference", _reference(config, own, on_gpu)),
-    )
-
-
-def _own_weights(config: Config, shape: ModelShape) -> float:
-    """Bytes of the whole model as it is loaded."""
-    quantised = shape.linear if config.lora.quantised != "none" else 0
-    return NF4_BYTES * quantised + DTYPES[config.policy.dtype].itemsize * (shape.total - quantised)
-
-
-def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
-    """What ZeRO-3 keeps all the time, and what its optimiser step adds."""
-    zero = _zero(config)
-    item = DTYPES[config.policy.dtype].itemsize
-    on_gpu = 0 if config.distributed.offload_optimizer else FP32 * shape.trained(config.lora, gpus)
-    whole = shape.whole(config.distributed.persistence_threshold)
-    shard = shape.sharded(gpus) + (shape.trained(config.lora, gpus) if config.lora.rank else 0)
-    # The gradients of a group of parameters are copied together, and AdamW makes one more tensor of their size.
-    group = 2 * min(on_gpu, FP32 * zero.sub_group_size)
-    return (
-        _always("weights, sharded", item * (shard + whole)),
-        _always("fp32 master weights, sharded", on_gpu),
-        _always("AdamW moments, sharded", 2 * on_gpu),
-        _always("gradients, fp32, sharded", on_gpu),
-        _always("gradient reduction bucket", item * zero.reduce_bucket_size),
-        MemoryItem("AdamW's own copies", step=group),
-        _always(
-            "reference, sharded",
-            _reference(config, item * (shape.sharded(gpus) + whole), FP32 * shape.trained(config.lora, gpus)),
-        ),
-    )
-
-
-def _reference(config: Config, model: float, adapters: float) -> float:
-    """Bytes of the reference of a divergence: a model, adapters of the start, or none for the policy without them."""
-    if config.objective.kl_coef == 0:
-        return 0
-    if not config.lora.rank:
-        return model
-    return adapters if config.lora.path else 0
-
-
-def _passes(config: Config, shape: ModelShape, hardware: Hardware) -> tuple[MemoryItem, ...]:
-    """What a micro-batch adds: gathered weights, activations, the head, a layer's backward."""
-    gpus, device = hardware.gpus, "cuda" if hardware.kind == "GPU" else "cpu"
-    item = DTYPES[config.policy.dtype].itemsize
-    tokens, checkpointing = config.optimizer.micro_batch_tokens, config.policy.gradient_checkpointing
-    eager = longest_sequence(config) if config.policy.attention == "eager" else 0
-    # ZeRO-3 keeps gathered what it needs again within this many elements.
-    gathered = item * min(shape.total, int(_zero(config).max_reuse_distance) + max(shape.parameters))
-    if gpus == 1:  # of weights in 4 bits, one layer's at a time is there as it is multiplied
-        gathered = item * shape.width * shape.mlp if config.lora.quantised != "none" else 0
-    saved = tokens * shape.saved_bytes(item, checkpointing=checkpointing, eager_length=eager)
-    again = shape.layer_bytes(item, eager_length=eager) if checkpointing else 0
-    generating = gathered if shares_policy(config, gpus) else 0
-    return (
-        MemoryItem("gathered weights", rollout=generating, loss=gathered, backward=gathered),
-        MemoryItem("saved activations", loss=saved, backward=saved),
-        MemoryItem("fused head", loss=shape.head_bytes(item, tokens, device, frozen=_frozen_head(config))),
-        MemoryItem("backward of one layer", backward=tokens * (again + shape.gradient_bytes(item))),
-    )
 
 
 def _fused_loss(config: Config) -> bool:
     """Whether the head forms its gradients in the forward, and need not compute its logits again."""
     surrogate = SURROGATES.find(config.objective.surrogate)
     return getattr(surrogate, "fused", False) and config.objective.kl_coef == 0
-
-
-def _frozen_head(config: Config) -> bool:
-    """Whether no gradient is formed of the head's weight."""
-    return config.lora.rank > 0 and not config.lora.head
-
-
-def _always(name: str, size: float) -> MemoryItem:
-    return MemoryItem(name, size, size, size, size)
-
-
-def _zero(config: Config) -> DeepSpeedZeroConfig:
-    return DeepSpeedZeroConfig(**deepspeed_settings(config)["zero_optimization"])
 
 
 def cpu_memory(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> tuple[Amount, ...]:
@@ -224,8 +111,8 @@ def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: A
     of_step = work(config, assumptions)
     # Forward once, backward twice that, and with checkpointing the layers forward once more. The head needs three
     # products in all: its gradients are formed during the forward. Frozen matrices have no gradient to form.
-    passes = (4 if config.policy.gradient_checkpointing else 3) - (config.lora.rank > 0)
-    products = (2 if _frozen_head(config) else 3) + (not _fused_loss(config))
+    passes = (4 if config.policy.checkpointing else 3) - (config.lora.rank > 0)
+    products = (2 if frozen_head(config) else 3) + (not _fused_loss(config))
     flops = {
         "select": of_step.candidates * (decoder + head),
         "score": of_step.fresh * (decoder + head) * (2 if config.objective.kl_coef else 1),
@@ -236,39 +123,6 @@ def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: A
     push = Phase("push", push_seconds(config, shape, hardware.gpus, assumptions))
     rollout = Phase("rollout", rollout_seconds(config, shape, hardware, assumptions))
     return (passes_of["select"], rollout, passes_of["score"], passes_of["update"], push)
-
-
-def engine_of(config: Config) -> Literal["transformers", "vllm", "server"]:
-    """The engine that is reckoned with."""
-    if config.rollout.servers:
-        return "server"
-    return "transformers" if config.rollout.engine == "transformers" else "vllm"
-
-
-def rollout_memory(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
-    """The engine's copy of the model, if it has one, and what generation adds, per GPU of the trainer."""
-    engine = engine_of(config)
-    if engine == "server":
-        return ()
-    item = DTYPES[config.policy.dtype].itemsize
-    rows = _slots(config, shape, gpus, config.data.max_prompt_tokens)
-    if engine == "vllm":
-        ranks = config.rollout.tensor_parallel
-        weights, cache = item * shape.total / ranks, _cache(config)
-        prompts = PREFILL_TOKENS * shape.gradient_bytes(item)
-    else:
-        tokens = min(config.rollout.batch_tokens, _answers(config, gpus) * longest_sequence(config))
-        held = _room(config) / longest_sequence(config) * shape.kv_bytes(item)
-        weights = 0 if shares_policy(config, gpus) else item * shape.total
-        cache = tokens * (held + shape.kv_working_bytes(item))
-        prompts = rows * config.data.max_prompt_tokens * shape.gradient_bytes(item)
-    asleep = weights if engine == "vllm" and config.rollout.sleep_level == 0 else 0
-    idle = asleep and cache
-    return (
-        MemoryItem("rollout engine, weights", weights, asleep, asleep, asleep),
-        MemoryItem("rollout engine, key/value cache", cache, idle, idle, idle),
-        MemoryItem("rollout engine, prompts and sampling", max(prompts, 3 * FP32 * rows * shape.vocabulary)),
-    )
 
 
 def asleep_bytes(config: Config, shape: ModelShape, gpus: int) -> float:
@@ -291,42 +145,9 @@ def _sleeps_in_cpu_memory(config: Config, gpus: int) -> bool:
     return engine_of(config) == "transformers" and not shares_policy(config, gpus)
 
 
-def longest_sequence(config: Config) -> int:
-    """Tokens of the longest prompt and response."""
-    return config.data.max_prompt_tokens + config.rollout.max_tokens
-
-
-def _room(config: Config) -> int:
-    """Tokens that a row of the cache has room for at the end of the longest answer."""
-    room = grown(config.data.max_prompt_tokens)
-    while room < longest_sequence(config):
-        room = grown(room + 1)
-    return room
-
-
-def _answers(config: Config, gpus: int) -> int:
-    """Answers that the busiest rank generates in a step."""
-    return math.ceil(config.questions / gpus) * config.rollout.samples
-
-
-def _cache(config: Config) -> float:
-    """Bytes of vLLM's cache; the program has set them where the configuration leaves them to the GPU."""
-    return cache_gib(config.rollout, None) * GIB
-
-
-def _slots(config: Config, shape: ModelShape, gpus: int, prompt_tokens: float) -> int:
-    """Answers that a rank generates at once: transformers' in padded batches, vLLM's as its cache has room for them."""
-    if engine_of(config) == "transformers":
-        rows = max(1, int(config.rollout.batch_tokens // (prompt_tokens + config.rollout.max_tokens)))
-    else:
-        per_token = shape.kv_bytes(DTYPES[config.policy.dtype].itemsize)
-        rows = sequences(config.rollout, config.data.max_prompt_tokens, _cache(config), per_token)
-    return min(_answers(config, gpus), rows)
-
-
 def rows_at_once(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> int:
     """Answers that a rank generates at once with prompts of the length that is assumed."""
-    return _slots(config, shape, gpus, assumptions.prompt_tokens)
+    return slots(config, shape, gpus, assumptions.prompt_tokens)
 
 
 def _mean_context(assumptions: Assumptions) -> float:
@@ -342,7 +163,7 @@ def rollout_seconds(config: Config, shape: ModelShape, hardware: Hardware, assum
     still takes as many steps as it has tokens. All read a prompt once for its answers.
     """
     rows = rows_at_once(config, shape, hardware.gpus, assumptions)
-    answers = _answers(config, hardware.gpus)
+    answers = answers_of_rank(config, hardware.gpus)
     tokens = answers * assumptions.response_tokens
     if engine_of(config) == "transformers":
         steps = math.ceil(answers / rows) * _longest(rows, config, assumptions)

@@ -1,14 +1,9 @@
-"""What an estimate is made of: GPUs by their data sheets, hardware, assumptions, amounts of memory and time."""
+"""What an estimate is made of: GPUs and models by their data sheets, hardware, assumptions, amounts and times."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 GIB = 1 << 30
-MOMENTS = ("rollout", "loss", "backward", "step")
-"""When memory peaks: generating; the head, after the last layer; a layer's backward; AdamW."""
-
-NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
-"""Of a weight in 4 bits: each block of 64 has a scale of 8 bits, and 256 scales share one of 32."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +42,34 @@ GPUS = {
 """NVIDIA's figures, of the SXM boards where there are several. A sheet's gigabytes of memory are taken as GiB."""
 
 
+def _sizes(family: str, width: int, mlp: int, layers: int, heads: tuple[int, int], vocabulary: int, tied: bool) -> Any:
+    """What a config.json says; `heads` are those of the queries, and of keys and values."""
+    return {
+        "model_type": family,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+
+
+QWEN_7B = _sizes("qwen2", 3584, 18944, 28, (28, 4), 152064, tied=False)
+LLAMA_8B = _sizes("llama", 4096, 14336, 32, (32, 8), 128256, tied=False)
+MODELS = {
+    "Qwen/Qwen2.5-7B-Instruct": QWEN_7B,
+    "Qwen/Qwen2.5-Math-1.5B": _sizes("qwen2", 1536, 8960, 28, (12, 2), 151936, tied=True),
+    "Qwen/Qwen2.5-Math-7B": QWEN_7B,
+    "meta-llama/Llama-3.1-8B": LLAMA_8B,
+    "meta-llama/Llama-3.1-8B-Instruct": LLAMA_8B,
+    "models/LUFFY-Qwen-Math-7B-Zero": QWEN_7B,
+    "runs/models/SmolLM2-135M-Instruct": _sizes("llama", 576, 1536, 30, (9, 3), 49152, tied=True),
+}
+"""The sizes of the models that the recipes name, as in their config.json: an estimate needs neither hub nor folder."""
+
+
 def machine(words: str) -> tuple[str, int | None]:
     """A GPU by its name, and how many there are (None: it is not said): h100x8, A100-80.
 
@@ -83,6 +106,11 @@ class Hardware:
     kind: Literal["GPU", "process"] = "GPU"
     words: str = field(default="", compare=False)
 
+    @property
+    def device(self) -> str:
+        """The kind of device, as torch calls it."""
+        return "cuda" if self.kind == "GPU" else "cpu"
+
 
 @dataclass(frozen=True)
 class Assumptions:
@@ -106,17 +134,6 @@ class Assumptions:
     bandwidth_use: float
     layer_launch: float
     host_bandwidth: float
-
-
-@dataclass(frozen=True)
-class MemoryItem:
-    """Bytes per GPU of one thing at each of the `MOMENTS`."""
-
-    name: str
-    rollout: float = 0
-    loss: float = 0
-    backward: float = 0
-    step: float = 0
 
 
 @dataclass(frozen=True)
@@ -149,8 +166,3 @@ class Work:
     fresh: int
     rows: int
     candidates: float
-
-
-def peak(items: tuple[MemoryItem, ...], moment: str) -> float:
-    """Bytes per GPU at a moment."""
-    return sum(float(getattr(item, moment)) for item in items)

@@ -6,19 +6,24 @@ Nothing is launched and no weights are read. Options of the configuration may fo
 Every number is an estimate from data sheets, the model's shape and stated assumptions; none was measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import tyro
 from pydantic import Field
 from rich.console import Console
 
-from exgrpo.tools.estimate.parts import GIB, GPUS, Assumptions, Hardware
-from exgrpo.train.common.errors import ConfigError, ExgrpoError, print_error
+from exgrpo.tools.estimate.parts import GIB, GPUS, MODELS, Assumptions, Hardware
+from exgrpo.train.common.errors import ConfigError, ExgrpoError, ModelError, print_error
+from exgrpo.train.common.limits import RESERVED_GIB
 from exgrpo.train.common.process import quiet
 from exgrpo.train.config.command_line import check_names, one_line
 from exgrpo.train.config.options import Config, Section
 from exgrpo.train.config.recipe import RecipeArgument, parse_args
+
+if TYPE_CHECKING:
+    from exgrpo.train.policy.shape import ModelShape
 
 PROGRAM = "python -m exgrpo.tools.estimate"
 
@@ -34,7 +39,9 @@ class Options(Section):
     )
     bandwidth: float | None = Field(None, gt=0, description="Its memory bandwidth in GB/s; None: likewise.")
     reserve_gib: float = Field(
-        4.0, ge=0, description="GiB of it that no tensor gets: CUDA context, NCCL, library workspaces, fragmentation."
+        RESERVED_GIB,
+        ge=0,
+        description="GiB of it that no tensor gets: CUDA context, NCCL, library workspaces, fragmentation.",
     )
     config_json: Path | None = Field(
         None, description="The model's config.json or its folder, where the model itself is not at hand."
@@ -113,6 +120,36 @@ def assumptions_of(options: Options, config: Config) -> Assumptions:
     )
 
 
+def read_shape(path: str, config_json: Path | None = None, overrides: Mapping[str, Any] | None = None) -> "ModelShape":
+    """The shape of a model; no weights are read.
+
+    Args:
+        path: folder or hub name of the model, or builtin:NAME. The models of the recipes need not be at hand.
+        config_json: its config.json or the folder that holds it, where the model itself is not at hand.
+        overrides: values of its configuration that are changed.
+
+    Raises:
+        ModelError: there is no such model, or it is not of the family that is counted here.
+        ConfigError: there is no such config.json, or an override does not suit it.
+    """
+    from transformers import AutoConfig
+
+    from exgrpo.train.policy.shape import shape_of
+    from exgrpo.train.policy.source import find_model, overridden, read_config
+
+    if config_json is not None:
+        return shape_of(read_config(config_json, overrides or {}))
+    shipped = MODELS.get(path)
+    if shipped and not Path(path).exists():
+        known = AutoConfig.for_model(**shipped)
+        return shape_of(overridden(known, shipped, overrides) if overrides else known)
+    try:
+        config = find_model(path, overrides).config
+    except ModelError as error:
+        raise ModelError(f"{error}; or give its config.json by --config_json") from None
+    return shape_of(config)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status."""
     quiet()
@@ -126,15 +163,16 @@ def main(argv: Sequence[str]) -> int:
         hardware = hardware_of(options, config.policy.dtype)  # a wrong name is told before a model is looked for
         assumptions = assumptions_of(options, config)
         # transformers and DeepSpeed: only for what can be right
-        from exgrpo.tools.estimate.shape import read_shape
-        from exgrpo.tools.estimate.tables import changed, show
-        from exgrpo.train.rollout.vllm.engine import cache_gib
+        from exgrpo.tools.estimate.tables import show
+        from exgrpo.train.run.plan import make_plan
 
-        cache = cache_gib(config.rollout, hardware.memory + options.reserve_gib * GIB)
-        config = changed(config, {"rollout.kv_cache_gib": round(cache, 1)})
         shape = read_shape(config.policy.path, options.config_json, config.policy.overrides)
+        plan = make_plan(config, shape, hardware.gpus, hardware.memory)
     except ExgrpoError as error:
         return print_error(error)
     console = Console()
-    show(config, shape, hardware, assumptions, options.reserve_gib, lambda value: console.print(value, highlight=False))
+    console.print(str(plan), highlight=False)
+    show(
+        plan.config, shape, hardware, assumptions, options.reserve_gib, lambda one: console.print(one, highlight=False)
+    )
     return 0

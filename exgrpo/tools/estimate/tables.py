@@ -9,20 +9,18 @@ from rich.table import Table
 from exgrpo.tools.estimate.budget import (
     cpu_memory,
     disk,
-    engine_of,
-    gpu_memory,
-    longest_sequence,
     phases,
     rollout_seconds,
     rows_at_once,
     work,
 )
-from exgrpo.tools.estimate.parts import GIB, MOMENTS, Amount, Assumptions, Hardware, MemoryItem, Phase, peak
-from exgrpo.tools.estimate.shape import ModelShape
+from exgrpo.tools.estimate.parts import GIB, Amount, Assumptions, Hardware, Phase
 from exgrpo.train.config.options import Config
-from exgrpo.train.config.recipe import merged, validate
+from exgrpo.train.config.recipe import changed
+from exgrpo.train.policy.shape import ModelShape
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.vllm.engine import cache_gib
+from exgrpo.train.run.memory import MOMENTS, MemoryItem, engine_of, gpu_memory, peak
 
 MOST_GPUS = 1024
 SMALLEST_CACHE_GIB = 0.25
@@ -65,7 +63,7 @@ class Estimate:
 def estimate(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> Estimate:
     """What the recipe takes on these GPUs."""
     return Estimate(
-        memory=gpu_memory(config, shape, hardware),
+        memory=gpu_memory(config, shape, hardware.gpus, hardware.device),
         available=hardware.memory,
         cpu=cpu_memory(config, shape, hardware.gpus, assumptions),
         disk=disk(config, shape, assumptions),
@@ -213,14 +211,14 @@ def advise(config: Config, shape: ModelShape, hardware: Hardware) -> str:
 
 def _changes(config: Config) -> Iterator[dict[str, Any]]:
     """Changes that lower the peak, by dotted key; those of a size end with the smallest that is valid."""
-    longest = longest_sequence(config)
+    longest = config.longest
     if engine_of(config) == "vllm" and config.rollout.sleep_level == 0:
         yield {"rollout.sleep_level": 2}
-    if not config.policy.gradient_checkpointing:
+    if not config.policy.checkpointing:
         yield {"policy.gradient_checkpointing": True}
     on_vllm = engine_of(config) == "vllm"
     for key, size in (
-        ("optimizer.micro_batch_tokens", config.optimizer.micro_batch_tokens),
+        ("optimizer.micro_batch_tokens", config.pass_tokens),
         ("rollout.batch_tokens", 0 if on_vllm else config.rollout.batch_tokens),
     ):
         while size > longest:
@@ -239,13 +237,8 @@ def as_options(values: dict[str, Any]) -> str:
     return " ".join(f"--{key} {value}" for key, value in values.items())
 
 
-def changed(config: Config, values: dict[str, Any]) -> Config:
-    """The configuration with other values, by dotted key."""
-    return validate(merged(config.model_dump(), values), "advice")
-
-
 def _peak_with(config: Config, values: dict[str, Any], shape: ModelShape, hardware: Hardware) -> float:
-    memory = gpu_memory(changed(config, values), shape, hardware)
+    memory = gpu_memory(changed(config, values), shape, hardware.gpus, hardware.device)
     return max(peak(memory, moment) for moment in MOMENTS)
 
 
@@ -263,7 +256,7 @@ def fastest_generation(
         size *= 2
         values = {key: size}
         wider = changed(config, values)
-        if peak(gpu_memory(wider, shape, hardware), "rollout") > hardware.memory:
+        if peak(gpu_memory(wider, shape, hardware.gpus, hardware.device), "rollout") > hardware.memory:
             break
         seconds = rollout_seconds(wider, shape, hardware, assumptions)
         if seconds < best_seconds:
@@ -273,7 +266,7 @@ def fastest_generation(
 
 def _room(config: Config, shape: ModelShape) -> tuple[str, float, float]:
     """What limits the answers that are generated at once: its key, its value, and the value that is enough for all."""
-    tokens = config.questions * config.rollout.samples * longest_sequence(config)
+    tokens = config.questions * config.rollout.samples * config.longest
     if engine_of(config) == "vllm":
         kept = shape.kv_bytes(DTYPES[config.policy.dtype].itemsize)
         return "rollout.kv_cache_gib", cache_gib(config.rollout, None), tokens * kept / GIB

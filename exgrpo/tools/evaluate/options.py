@@ -114,7 +114,12 @@ class RolloutOptions(Section):
     engine: Literal["auto", "transformers", "vllm"] = Field(
         "auto", description="What generates; auto: vLLM where it can, else transformers."
     )
-    kv_cache_gib: float | None = as_in(RolloutConfig, "kv_cache_gib")
+    kv_cache_gib: float | None = as_in(
+        RolloutConfig,
+        "kv_cache_gib",
+        description="vLLM: GiB per rank for keys and values, on GPUs of as many answers as have room there; None: 30 % "
+        "of the GPU's memory, on CPUs 1.",
+    )
 
 
 class DistributedOptions(Section):

@@ -10,8 +10,8 @@ from pathlib import Path
 from exgrpo.train.checkpoint.listing import DELETED, FOLDER, UNFINISHED, find, folders, survey
 from exgrpo.train.common.durable import LOCK, claim
 from exgrpo.train.common.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
-from exgrpo.train.config.options import Config
-from exgrpo.train.config.recipe import load_recipe, validate
+from exgrpo.train.config.options import PLANNED, Config
+from exgrpo.train.config.recipe import changed, load_recipe, validate
 from exgrpo.train.config.section import flat
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ CHANGEABLE = (
     "reward.concurrency",
     "reward.max_failed",
     "rollout.servers",
+    *PLANNED,
     "rollout.sleep_level",
     "rollout.check_every",
 )
@@ -157,24 +158,26 @@ def saved_config(run: Path) -> Config:
         if os.environ.get("RANK", "0") == "0":
             logger.warning("%s: the configuration is taken from %s", error, newest.folder)
         return copy
-    if changed := _changes(saved, copy):
+    if differing := _changes(saved, copy):
         raise ConfigError(
-            f"{path} is not what the run was saved with: {_told(changed)}; "
+            f"{path} is not what the run was saved with: {_told(differing)}; "
             "put it right, or remove it: the checkpoint has a copy"
         )
     return saved
 
 
 def continued(config: Config, saved: Config) -> Config:
-    """What a run goes on with, which has the engine that it began with where none is named.
+    """What a run goes on with, which has the engine and the plan of memory that it began with where none is named.
 
     Raises:
         ConfigError: it would be another run; the keys are named.
     """
-    if changed := _changes(config, saved):
-        raise ConfigError(f"resume: {_told(changed)}; a run goes on as it began: leave these out, or start a new run")
+    if differing := _changes(config, saved):
+        raise ConfigError(f"resume: {_told(differing)}; a run goes on as it began: leave these out, or start a new run")
     rollout = config.rollout.model_copy(update={"engine": saved.rollout.engine})
-    return config.model_copy(update={"rollout": rollout})
+    old, new = flat(saved), flat(config)
+    planned = {key: old[key] for key in PLANNED if new[key] is None}
+    return changed(config.model_copy(update={"rollout": rollout}), planned)
 
 
 def _changes(config: Config, saved: Config) -> list[str]:
@@ -182,8 +185,8 @@ def _changes(config: Config, saved: Config) -> list[str]:
     old, new = flat(saved), flat(config)
     if config.rollout.engine == "auto":  # a run saves the engine that this has meant
         new["rollout.engine"] = saved.rollout.engine
-    changed = [key for key in new if new[key] != old[key] and not key.startswith(CHANGEABLE)]
-    return [f"{key} was {shown(old[key])} and is now {shown(new[key])}" for key in changed]
+    differing = [key for key in new if new[key] != old[key] and not key.startswith(CHANGEABLE)]
+    return [f"{key} was {shown(old[key])} and is now {shown(new[key])}" for key in differing]
 
 
 def _told(changes: list[str]) -> str:

@@ -20,6 +20,8 @@ MOST_CALLS = 1000
 """In flight in one process: each has a connection, and many systems let a process open 1024 files."""
 MOST_GIB = 2**20
 """Memory of a process: no machine has so much."""
+RESERVED_GIB = 4.0
+"""Of a GPU, for what is no tensor of the run: the CUDA context, NCCL, workspaces of libraries, fragmentation."""
 MOST_PARTS = 100
 """Of a reward: each is a line of the metrics."""
 LARGEST_REWARD = 1e6

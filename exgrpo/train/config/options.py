@@ -27,12 +27,13 @@ from exgrpo.train.common.limits import (
 from exgrpo.train.config.environment import EnvironmentConfig
 from exgrpo.train.config.evaluation import EvaluationConfig
 from exgrpo.train.config.objective import ObjectiveConfig
-from exgrpo.train.config.policy import LoraConfig, OptimizerConfig
-from exgrpo.train.config.pretrained import Overrides
+from exgrpo.train.config.policy import DEFAULT_PASS, LoraConfig, OptimizerConfig, PolicyConfig
 from exgrpo.train.config.replay import ExperienceConfig
 from exgrpo.train.config.section import Section, Sources, StopString, Temperature
 from exgrpo.train.config.sources import ColumnNames, SourceConfigs
 
+PLANNED = ("policy.gradient_checkpointing", "optimizer.micro_batch_tokens", "rollout.kv_cache_gib")
+"""What is chosen at the start of a run on GPUs by their memory, where it is not set."""
 PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
 """Asks any model for what the reward math_no_think reads."""
 
@@ -40,30 +41,6 @@ PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into
 def as_in(section: type[Section], name: str, **changes: Any) -> Any:
     """A field with the constraints, the default and the description of a section's field, except for `changes`."""
     return FieldInfo.merge_field_infos(section.model_fields[name], **changes)
-
-
-class PolicyConfig(Section):
-    """The model that is trained."""
-
-    path: str = Field(description="Folder or hub name of a causal LM, or builtin:NAME.")
-    overrides: Overrides = Field(
-        default_factory=dict,
-        description="Values of the model's configuration to change: max_position_embeddings=16384 rope_theta=40000.",
-    )
-    dtype: Literal["fp32", "bf16"] = Field("bf16", description="Compute dtype; masters stay fp32.")
-    gradient_checkpointing: bool = Field(True, description="Recompute activations in the backward pass.")
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
-        "sdpa", description="Attention implementation of transformers."
-    )
-    kernel_backend: str = Field("auto", description="Backend of exgrpo.kernels for the fused head.")
-    kernel_memory_gib: float | None = Field(
-        None, ge=0.25, description="GiB that a pass of the fused head may take beside gradients; none: 1 on a GPU."
-    )
-
-    @property
-    def kernel_memory(self) -> int | None:
-        """The same in bytes."""
-        return None if self.kernel_memory_gib is None else int(self.kernel_memory_gib * 2**30)
 
 
 Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
@@ -182,8 +159,8 @@ class RolloutConfig(Section):
         None,
         gt=0,
         le=16384,
-        description="vLLM: GiB per rank for keys and values, on GPUs of as many answers as have room there; None: 30 % "
-        "of the GPU's memory, on CPUs 1.",
+        description="vLLM: GiB per rank for keys and values, on GPUs of as many answers as have room there; None: "
+        "chosen at the start from the GPU's memory, on CPUs 1.",
     )
     tensor_parallel: int = Field(
         1, ge=1, le=MOST_PROCESSES, description="vLLM: so many neighbouring ranks make one engine."
@@ -322,6 +299,16 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     output: OutputConfig = OutputConfig()
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and response."""
+        return self.data.max_prompt_tokens + self.rollout.max_tokens
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens per forward pass and rank: what is set or planned, else so many that the longest sequence fits."""
+        return self.optimizer.micro_batch_tokens or max(DEFAULT_PASS, self.longest)
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.optimizer.minibatches > self.questions:
@@ -334,14 +321,13 @@ class Config(Section):
                 f"questions ({self.questions}) * rollout.samples ({self.rollout.samples}) exceed {MOST_ANSWERS} "
                 "answers per step, which every rank holds in memory: lower one of them"
             )
-        longest = self.data.max_prompt_tokens + self.rollout.max_tokens
         for key, budget in (
-            ("optimizer.micro_batch_tokens", self.optimizer.micro_batch_tokens),
+            ("optimizer.micro_batch_tokens", self.pass_tokens),
             ("rollout.batch_tokens", self.rollout.batch_tokens),
         ):
-            if budget < longest:
+            if budget < self.longest:
                 raise ValueError(
-                    f"{key} ({budget}) is below data.max_prompt_tokens + rollout.max_tokens ({longest}): "
+                    f"{key} ({budget}) is below data.max_prompt_tokens + rollout.max_tokens ({self.longest}): "
                     "one sequence must fit"
                 )
         self._possible_rollout(self.rollout)

@@ -1,4 +1,4 @@
-"""What is trained of the policy, and by which steps; what saved adapters say of the run that begins with them.
+"""The policy, what is trained of it, and by which steps; what saved adapters say of the run that begins with them.
 
 Neither torch nor peft is imported here.
 """
@@ -11,12 +11,48 @@ from pydantic import Field, ValidationError, model_validator
 from exgrpo.train.common import plain
 from exgrpo.train.common.errors import ConfigError, os_errors_as, shown
 from exgrpo.train.common.limits import MOST_ANSWERS, MOST_STEPS, MOST_TOKENS
+from exgrpo.train.config.pretrained import Overrides
 from exgrpo.train.config.section import Section, explain
 
 ADAPTER_FILE = "adapter_config.json"
 """Of a folder of adapters as peft saves them."""
 HEAD = "lm_head"
 """What most models call their head."""
+DEFAULT_PASS = 16384
+"""Tokens of a forward pass where no plan chooses them."""
+
+
+class PolicyConfig(Section):
+    """The model that is trained."""
+
+    path: str = Field(description="Folder or hub name of a causal LM, or builtin:NAME.")
+    overrides: Overrides = Field(
+        default_factory=dict,
+        description="Values of the model's configuration to change: max_position_embeddings=16384 rope_theta=40000.",
+    )
+    dtype: Literal["fp32", "bf16"] = Field("bf16", description="Compute dtype; masters stay fp32.")
+    gradient_checkpointing: bool | None = Field(
+        None,
+        description="Recompute activations in the backward pass; None: chosen at the start from the GPU's memory, on "
+        "CPUs True.",
+    )
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        "sdpa", description="Attention implementation of transformers."
+    )
+    kernel_backend: str = Field("auto", description="Backend of exgrpo.kernels for the fused head.")
+    kernel_memory_gib: float | None = Field(
+        None, ge=0.25, description="GiB that a pass of the fused head may take beside gradients; none: 1 on a GPU."
+    )
+
+    @property
+    def kernel_memory(self) -> int | None:
+        """The same in bytes."""
+        return None if self.kernel_memory_gib is None else int(self.kernel_memory_gib * 2**30)
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether activations are recomputed: what is set or planned, else they are."""
+        return self.gradient_checkpointing is not False
 
 
 class LoraConfig(Section):
@@ -70,7 +106,13 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="Optimiser steps of linear warm-up.")
     minibatches: int = Field(2, ge=1, le=MOST_ANSWERS, description="Optimiser steps per pass over a step's answers.")
     passes: int = Field(1, ge=1, le=100, description="Passes over a step's answers, each in an order of its own.")
-    micro_batch_tokens: int = Field(16384, ge=1, le=MOST_TOKENS, description="Tokens per forward pass and rank.")
+    micro_batch_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_TOKENS,
+        description="Tokens per forward pass and rank; None: chosen at the start from the GPU's memory, on CPUs "
+        f"{DEFAULT_PASS}, or more where the longest sequence has more.",
+    )
 
     @property
     def steps_per_batch(self) -> int:

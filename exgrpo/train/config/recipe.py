@@ -35,6 +35,11 @@ def validate(values: dict[str, Any], origin: str) -> Config:
         raise ConfigError(explain(error, Config, origin)) from None
 
 
+def changed(config: Config, values: dict[str, Any]) -> Config:
+    """A configuration with other values, by dotted key."""
+    return validate(merged(config.model_dump(), values), ", ".join(values))
+
+
 def load_recipe(path: Path) -> Config:
     """Read a YAML recipe of a run; see `read_recipe`."""
     return validate(read_recipe(path), str(path))

@@ -61,7 +61,7 @@ class Policy:
 
     def __init__(self, config: Config, source: ModelSource, world: World) -> None:
         self.world = world
-        self.budget = config.optimizer.micro_batch_tokens
+        self.budget = config.pass_tokens
         self.temperature = config.rollout.temperature
         # A surrogate is looked for once: one of a user's own may keep a state.
         surrogate = SURROGATES.find(config.objective.surrogate)
@@ -77,7 +77,7 @@ class Policy:
         # Alive: from_pretrained then loads each rank its shard.
         self._zero3 = None if whole else HfDeepSpeedConfig(deepspeed_settings(config))
         model = load_model(config, source)
-        if config.policy.gradient_checkpointing:
+        if config.policy.checkpointing:
             try:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             except ValueError as error:

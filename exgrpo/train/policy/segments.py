@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_SIMILAR = 0.6
+SIMILAR = 0.6
 """Blocks are padded to the longest of those that have at least this fraction of its keys."""
 
 
@@ -144,7 +144,7 @@ def _moved(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor
 def _similar(blocks: Sequence[Block]) -> list[list[Block]]:
     groups: list[list[Block]] = []
     for block in sorted(blocks, key=lambda block: -block.prefix - block.length):
-        if groups and block.prefix + block.length >= _SIMILAR * (groups[-1][0].prefix + groups[-1][0].length):
+        if groups and block.prefix + block.length >= SIMILAR * (groups[-1][0].prefix + groups[-1][0].length):
             groups[-1].append(block)
         else:
             groups.append([block])

@@ -17,7 +17,7 @@ from exgrpo.train.common.errors import ConfigError, ModelError, is_first_rank, o
 from exgrpo.train.config.held_out import held_out_sets
 from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config
-from exgrpo.train.config.recipe import to_yaml
+from exgrpo.train.config.recipe import changed, to_yaml
 from exgrpo.train.config.sources import settings_of
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, joined, question_set
@@ -36,6 +36,7 @@ from exgrpo.train.rollout.engine import EngineSettings, RolloutEngine, training_
 from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
 from exgrpo.train.rollout.transformers.shared import SharedEngine, shares_policy
 from exgrpo.train.rollout.turns.conversations import conversations_of
+from exgrpo.train.run.plan import plan_run
 from exgrpo.train.run.startup_checks import Early
 from exgrpo.train.run.validation import check_best
 from exgrpo.train.trainer import Trainer
@@ -92,10 +93,11 @@ class Parts:
     """What a run consists of.
 
     Attributes:
-        config: the configuration, with the engine that was chosen.
+        config: the configuration, with the engine that was chosen and what was planned.
         world: the processes of the run.
         inputs: what it starts from.
         choice: the rollout engine's name, and why it was chosen.
+        memory: a line about the plan of the GPUs' memory; None: there is none.
         engine: the rollout engine; it sleeps.
         folder: of the results; this process holds its lock.
         policy: the trained model.
@@ -109,6 +111,7 @@ class Parts:
     world: World
     inputs: Inputs
     choice: Choice
+    memory: str | None
     engine: RolloutEngine
     folder: Path
     policy: Policy
@@ -135,14 +138,14 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     SURROGATES.find(config.objective.surrogate)  # one of a user's own may import torch, so not earlier
     pretrained = inputs.pretrained
     conversations = conversations_of(config.environment, pretrained)
-    settings = training_settings(config, pretrained)
-    choice = choose_engine(settings, world)
-    # The run keeps its engine: what is installed later changes nothing when it goes on.
-    config = _with_engine(config, choice)
+    choice = choose_engine(training_settings(config, pretrained), world)
     check_weights(pretrained.model, world)
     if config.lora.path:
         agree(world, lambda: check_adapters(config.lora, pretrained.model))
     check_head(pretrained.model)
+    # The run keeps its engine and its plan: what is installed or free later changes nothing when it goes on.
+    config, memory = plan_run(changed(config, {"rollout.engine": choice.name}), pretrained.model, world)
+    settings = training_settings(config, pretrained)
     settle_kernels(config.policy.kernel_backend, settings, world)
     utilisation = Utilisation(
         forward_flops(pretrained.model.empty()),
@@ -177,6 +180,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         world=world,
         inputs=inputs,
         choice=choice,
+        memory=memory,
         engine=engine,
         folder=folder,
         policy=policy,
@@ -222,10 +226,6 @@ def settle_kernels(backend: str, settings: EngineSettings, world: World) -> None
 
     for of_rank in world.gather(agree(world, find)):
         leave_out(of_rank)
-
-
-def _with_engine(config: Config, choice: Choice) -> Config:
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": choice.name})})
 
 
 def _make_folder(config: Config, world: World) -> Path:

@@ -245,7 +245,7 @@ class Run:
             f"{config.policy.path} ({config.policy.dtype}) on {parts.world.size} x {parts.world.device.type}, "
             f"{len(questions.questions)} questions from {', '.join(config.data.train)}{dropped}\n"
             f"rollouts by {parts.choice}{repeats}\n"
-            + (f"{parts.world.threads}\n" if parts.world.threads else "")
+            + "".join(f"{line}\n" for line in (parts.memory, parts.world.threads) if line)
             + f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
             f"matrix products run at {self.utilisation.rate / 1e12:.3g} TFLOP/s here; mfu is the share of that rate "
             "that training reaches"

@@ -6,8 +6,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from exgrpo.tools.estimate.parts import Assumptions, Hardware
-from exgrpo.tools.estimate.shape import ModelShape, shape_of
 from exgrpo.train.config.options import Config
+from exgrpo.train.policy.shape import ModelShape, shape_of
 from tests.train.configs import configured
 
 ROWS, LENGTH = 2, 40

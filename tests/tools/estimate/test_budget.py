@@ -13,19 +13,21 @@ from hypothesis import strategies as st
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.chunks import chunking
 from exgrpo.tools.estimate import budget
-from exgrpo.tools.estimate.budget import gpu_memory, phases
-from exgrpo.tools.estimate.parts import MOMENTS, Hardware, peak
-from exgrpo.tools.estimate.tables import advise, changed
+from exgrpo.tools.estimate.budget import phases
+from exgrpo.tools.estimate.parts import Hardware
+from exgrpo.tools.estimate.tables import advise
 from exgrpo.train.common.records import Rollout, Trajectory
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.config.policy import LoraConfig
+from exgrpo.train.config.recipe import changed
 from exgrpo.train.policy.layout import Padded
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.transformers.engine import TransformersEngine
+from exgrpo.train.run.memory import MOMENTS, gpu_memory, peak
 from tests.kernels.test_memory import PeakMemory
 from tests.tools.estimate.shapes import (
     ASSUMED,
@@ -88,7 +90,7 @@ def test_the_peak_of_a_real_micro_batch(dtype, checkpointing, small_chunks):
         optimizer={"micro_batch_tokens": batch.tokens.numel()},
     )
     shape = shape_like(model)
-    found = sizes(gpu_memory(config, shape, HARDWARE_OF_ONE))
+    found = sizes(gpu_memory(config, shape, HARDWARE_OF_ONE.gpus))
     layers = found["saved activations"]["backward"] + found["backward of one layer"]["backward"]
     head = found["saved activations"]["loss"] + shape.head_bytes(DTYPES[dtype].itemsize, batch.tokens.numel(), "cpu")
     counted = max(layers, head)
@@ -129,18 +131,27 @@ def test_the_peak_of_real_generation(dtype, kv_heads, tmp_path):
         data={"max_prompt_tokens": 20},
         rollout={"samples": 4, "max_tokens": 200, "batch_tokens": 8 * 220},
     )
-    found = sizes(gpu_memory(config, shape_like(model), HARDWARE_OF_ONE))
+    found = sizes(gpu_memory(config, shape_like(model), HARDWARE_OF_ONE.gpus))
     weights = found.pop("rollout engine, weights")["rollout"]
     assert weights == 0  # those of the policy itself
     counted = sum(found[f"rollout engine, {name}"]["rollout"] for name in ("key/value cache", "prompts and sampling"))
     assert measured.peak <= counted <= 1.4 * measured.peak
 
 
+def test_what_the_head_may_take_is_counted():
+    """Of an expected 1 GiB, and of what is set, where the logits of a pass would fill both."""
+    passes = {"micro_batch_tokens": 2**22}
+    configs = [recipe(policy={"kernel_memory_gib": gib}, optimizer=passes) for gib in (None, 1.0, 0.25)]
+    default, same, less = (sizes(gpu_memory(one, SMALL, 1))["fused head"]["loss"] for one in configs)
+    assert default == same
+    assert default - less == pytest.approx(0.75 * 2**30, rel=1e-6)
+
+
 def test_offloaded_states_leave_the_gpu():
     shape = shape_like(llama())
     on, off = (recipe(policy={"dtype": "bf16"}, distributed={"offload_optimizer": o}) for o in (False, True))
-    moved = peak(gpu_memory(on, shape, HARDWARE), "step") - peak(gpu_memory(off, shape, HARDWARE), "step")
-    copies = sizes(gpu_memory(on, shape, HARDWARE))["AdamW's own copies"]["step"]
+    moved = peak(gpu_memory(on, shape, HARDWARE.gpus), "step") - peak(gpu_memory(off, shape, HARDWARE.gpus), "step")
+    copies = sizes(gpu_memory(on, shape, HARDWARE.gpus))["AdamW's own copies"]["step"]
     shard = shape.sharded(HARDWARE.gpus)
     assert moved == 16 * shard + copies
     in_cpu = [sum(a.bytes for a in budget.cpu_memory(c, shape, HARDWARE.gpus, ASSUMED)) for c in (on, off)]
@@ -225,7 +236,7 @@ def test_the_reference_of_a_run_that_begins_with_adapters_is_these_adapters():
     lora = {"rank": 4, "path": "somewhere"}
     for options, kl_coef, expected in ((lora, 0.1, 4), ({"rank": 4}, 0.1, 0), (lora, 0.0, 0)):
         config = recipe(policy={"dtype": "bf16"}, lora=options, objective={"kl_coef": kl_coef})
-        found = sizes(gpu_memory(config, SMALL, HARDWARE_OF_ONE))
+        found = sizes(gpu_memory(config, SMALL, HARDWARE_OF_ONE.gpus))
         assert found["reference"]["loss"] == expected * SMALL.adapters(LoraConfig(rank=4))
 
 
@@ -249,7 +260,7 @@ RECIPE = mapping(
 
 
 def peaks(config, gpus=2) -> list[float]:
-    memory = gpu_memory(config, SMALL, Hardware(gpus, 1e9, 1e12, 1e12))
+    memory = gpu_memory(config, SMALL, gpus)
     return [peak(memory, moment) for moment in MOMENTS]
 
 

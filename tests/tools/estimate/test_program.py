@@ -8,8 +8,7 @@ import pytest
 
 from exgrpo.tools.estimate import program
 from exgrpo.tools.estimate.parts import Hardware
-from exgrpo.tools.estimate.program import Options, hardware_of
-from exgrpo.tools.estimate.shape import read_shape
+from exgrpo.tools.estimate.program import Options, hardware_of, read_shape
 from exgrpo.tools.estimate.tables import estimate
 from exgrpo.train.config.recipe import load_recipe
 from tests.tools.estimate.shapes import ASSUMED, HARDWARE
@@ -32,6 +31,7 @@ def test_the_default_run_fits(capsys, monkeypatch):
     assert status == 0
     assert "It fits" in out
     assert "7 steps" in out
+    assert "memory plan: passes of 32768 tokens without activation checkpointing, a cache of 1 GiB for " in out
     assert "nothing here was measured" in out
     for name in ("AdamW moments", "key/value cache", "fused head", "checkpoints", "experience buffer", "Utilisation"):
         assert name in out

@@ -10,16 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from exgrpo.tools.estimate.budget import (
     ADAPTED_LAUNCHES,
     asleep_bytes,
-    gpu_memory,
     phases,
-    rollout_memory,
     rollout_seconds,
     rows_at_once,
 )
-from exgrpo.tools.estimate.parts import NF4_BYTES, Hardware
+from exgrpo.tools.estimate.parts import Hardware
 from exgrpo.train.config.policy import LoraConfig
 from exgrpo.train.policy.adapters import add_adapters
 from exgrpo.train.policy.states import trained
+from exgrpo.train.run.memory import NF4_BYTES, gpu_memory, rollout_memory
 from tests.tools.estimate.shapes import ASSUMED, HARDWARE, HARDWARE_OF_ONE, SMALL, llama, recipe, shape_like, sizes
 
 
@@ -99,7 +98,7 @@ def test_where_a_sleeping_engine_keeps_its_weights():
 def test_a_policy_that_generates_has_no_second_model(lora, weights, dequantised):
     """One process has the weights once, and pushes nothing; two have copies, which sleep in CPU memory."""
     config = recipe(policy={"dtype": "bf16" if lora else "fp32"}, lora=lora)
-    found = sizes(gpu_memory(config, SMALL, HARDWARE_OF_ONE))
+    found = sizes(gpu_memory(config, SMALL, HARDWARE_OF_ONE.gpus))
     assert found["weights"]["rollout"] == weights
     assert found["rollout engine, weights"]["rollout"] == 0
     assert found["rollout engine, key/value cache"]["rollout"] > 0

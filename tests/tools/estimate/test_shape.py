@@ -1,16 +1,20 @@
 """What is counted against what is really there: parameters, FLOPs, saved tensors, caches."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import huggingface_hub.constants
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
-from exgrpo.tools.estimate.shape import MODELS, read_shape
-from tests.tools.estimate.shapes import LENGTH, ROWS, TOKENS, VOCABULARY, llama, shape_like
+from exgrpo.tools.estimate.parts import MODELS
+from exgrpo.tools.estimate.program import read_shape
+from exgrpo.train.policy.segments import Block, segments
+from tests.tools.estimate.shapes import LENGTH, ROWS, SMALL, TOKENS, VOCABULARY, llama, shape_like
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -38,7 +42,7 @@ def test_parameters_are_those_of_the_built_model(tied, tmp_path, monkeypatch):
 def test_parameters_of_the_recipes_models_are_known_without_the_models(name, published, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert read_shape(name).total == published
-    sizes = json.loads(MODELS.read_text())[name]
+    sizes = MODELS[name]
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     assert read_shape("", tmp_path).total == published
     assert read_shape(name, overrides={"num_hidden_layers": 1}).layers == 1
@@ -69,6 +73,34 @@ def test_the_cache_takes_what_a_real_one_does(dtype):
         model(torch.randint(0, VOCABULARY, (ROWS, LENGTH)), past_key_values=cache, use_cache=True)
     real = sum(t.numel() * t.itemsize for layer in cache.layers for t in (layer.keys, layer.values))
     assert TOKENS * shape_like(model).kv_bytes(dtype.itemsize) == real
+
+
+@pytest.mark.parametrize(("prompt", "answer", "answers"), [(1024, 2047, 8), (64, 80, 8), (512, 1024, 8)])
+@pytest.mark.parametrize("law", ["longest", "uniform", "exponential"])
+def test_packed_attention_holds_no_more_than_is_counted(law, prompt, answer, answers):
+    """The rows that a pass of 16 groups really gathers; one of fewer groups and very unequal lengths may take more."""
+    rng = np.random.default_rng(0)
+
+    def drawn(most):
+        uniform, exponential = int(rng.integers(1, most + 1)), int(np.clip(rng.exponential(most / 4), 1, most))
+        return {"longest": most, "uniform": uniform, "exponential": exponential}[law]
+
+    blocks, tokens = [], 0
+    for _ in range(16):
+        start, length = tokens, drawn(prompt)
+        blocks.append(Block(start, length, 0, 0))
+        tokens += length
+        for _ in range(answers):
+            blocks.append(Block(tokens, drawn(answer), start, length))
+            tokens += blocks[-1].length
+    held, of_heads = 0, 12 * 128
+    for bucket in segments(blocks, np.zeros(1, np.int64), torch.device("cpu")).buckets:
+        queries, keys = bucket.query.numel(), bucket.key.numel()
+        held += 2 * of_heads * (queries + keys) + (0 if bucket.causal else queries * bucket.key.shape[1])
+    shape = dataclasses.replace(SMALL, heads=12, kv_heads=2, head_width=128)
+    seen = (prompt + answers * (prompt + answer)) / (prompt + answers * answer)
+    counted = shape.packed_bytes(1, seen, prompt + answer) + 128 * (12 + 2 * 2)
+    assert held <= tokens * counted <= 2.5 * held
 
 
 def saved_for_backward(model) -> int:

@@ -5,12 +5,12 @@ from importlib.util import find_spec
 
 import pytest
 
-from exgrpo.tools.estimate.budget import gpu_memory
-from exgrpo.tools.estimate.shape import read_shape
+from exgrpo.tools.estimate.program import read_shape
 from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.config.options import ObjectiveConfig
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.source import find_model
+from exgrpo.train.run.memory import gpu_memory
 from tests.tools.estimate.shapes import HARDWARE, HARDWARE_OF_ONE, sizes
 from tests.train import tiny
 from tests.train.launch import launch
@@ -70,7 +70,7 @@ def test_states_are_those_that_zero_3_keeps(tmp_path):
     assert held.keys() == cases.keys()
     for case, real in held.items():
         config = tiny.config(tmp_path, ObjectiveConfig(), **cases[case])
-        counted = sizes(gpu_memory(config, shape, HARDWARE))
+        counted = sizes(gpu_memory(config, shape, HARDWARE.gpus))
         assert {name: counted[name]["step"] for name in real} == real
 
 
@@ -102,7 +102,7 @@ def test_states_are_those_that_one_process_keeps(name, tmp_path, monkeypatch):
     held = {"weights": parameters, "fp32 master weights": own, "AdamW moments": moments, "gradients, fp32": gradients}
     real = {kind: sum(t.numel() * t.itemsize for t in tensors) for kind, tensors in held.items()}
     shape = read_shape(str(tmp_path), tmp_path)
-    counted = sizes(gpu_memory(config, shape, HARDWARE_OF_ONE))
+    counted = sizes(gpu_memory(config, shape, HARDWARE_OF_ONE.gpus))
     assert {kind: counted[kind]["step"] for kind in real} == real
     if name != "adapters":
         assert sum(real.values()) == {"fp32": 16, "bf16": 18}[name] * shape.total

@@ -9,7 +9,7 @@ from exgrpo.train.checkpoint.listing import find
 from exgrpo.train.checkpoint.resume import FINISHED, begun_anew, continued, locate, saved_config
 from exgrpo.train.common.durable import LOCK, claim
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.config.recipe import DEFAULT_RUN, parse_args, to_yaml
+from exgrpo.train.config.recipe import DEFAULT_RUN, changed, parse_args, to_yaml
 from exgrpo.train.main import configure
 from tests.train.checkpoint.parts import saved_run
 from tests.train.configs import configured
@@ -91,14 +91,26 @@ def test_a_recipe_that_leaves_the_engine_open_goes_on_with_the_one_that_was_chos
     assert configure(options) == (begun, run)
 
 
+def test_a_run_keeps_its_plan_of_memory_and_other_values_may_be_given(tmp_path):
+    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(f"base: {DEFAULT_RUN}\npolicy.gradient_checkpointing: null\n")
+    options = [f"--recipe={recipe}", f"--output.folder={tmp_path}", "--resume=auto", "--rollout.engine=vllm"]
+    begun = changed(parse_args(options), {"policy.gradient_checkpointing": False, "optimizer.micro_batch_tokens": 9216})
+    saved_run(run, steps=(2,), config=begun.model_dump(mode="json"))
+    (run / "config.yaml").write_text(to_yaml(begun))
+    assert configure(options) == (begun, run)
+    less, _ = configure([*options, "--optimizer.micro_batch_tokens=4096", "--policy.gradient_checkpointing=True"])
+    assert (less.pass_tokens, less.policy.checkpointing) == (4096, True)
+
+
 def test_a_run_goes_on_as_it_began():
     saved = configured()
     continued(saved.model_copy(update={"steps": 100, "resume": "auto"}), saved)
     here, there = (configured({"rollout": {"servers": [url]}}) for url in ("http://a:8000", "http://b:8000"))
     continued(there, here)
-    changed = configured({"seed": 1, "experience": {"ratio": 0.25}})
+    another = configured({"seed": 1, "experience": {"ratio": 0.25}})
     with pytest.raises(ConfigError, match=r"seed was 0 and is now 1, experience.ratio was 0.5 and is now 0.25"):
-        continued(changed, saved)
+        continued(another, saved)
 
 
 def test_a_damaged_configuration_is_taken_from_the_checkpoint_and_a_sound_one_may_say_more_steps(tmp_path, caplog):

@@ -142,7 +142,8 @@ def test_the_resolved_configuration_is_a_recipe_that_repeats_the_run(tmp_path):
             "optimizer: {lr: 1.0e-5, min_lr: 1.0e-5, schedule: linear}",
             r"min_lr \(1e-05\): the schedule falls to it from lr",
         ),
-        ("rollout.max_tokens: 40000", "optimizer.micro_batch_tokens .* one sequence must fit"),
+        ("optimizer.micro_batch_tokens: 100", "optimizer.micro_batch_tokens .* one sequence must fit"),
+        ("rollout.max_tokens: 70000", "rollout.batch_tokens .* one sequence must fit"),
         ("data: {chat: false, system_prompt: hi}", "data.chat=False has no place for a system message"),
         (
             "objective.train_on: hard\nexperience.bucket_by: reward_deviation",

@@ -23,8 +23,7 @@ GIB = 2**30
 BLOCK_TOKENS = 32
 """Tokens of a cache block: prompts share whole blocks, and the CPU's attention wants a multiple of 32."""
 CACHE_SHARE = 0.3
-"""Of a GPU's memory, for the cache: on 80 GiB 24, where 438 answers of at most 2048 tokens to prompts of 1024 have room
-on average (Qwen2.5-1.5B in bf16). The rest is for the weights, the engine's and the trainer's."""
+"""Of a GPU's memory, for the cache where no plan of a run has chosen it: in evaluations, and of unusual models."""
 CPU_CACHE_GIB = 1.0
 MOST_SEQUENCES = 1024
 """As many as vLLM takes by itself on the largest GPUs: its sampler has buffers of a row of logits for each."""
@@ -246,7 +245,12 @@ def sequences(rollout: RolloutConfig, prompt_tokens: int, cache: float, per_toke
         cache: bytes of the cache.
         per_token: bytes of the keys and values of a token.
     """
-    return max(1, min(MOST_SEQUENCES, int(cache / (per_token * (prompt_tokens + rollout.max_tokens / 2)))))
+    return max(1, min(MOST_SEQUENCES, int(cache / sequence_bytes(rollout, prompt_tokens, per_token))))
+
+
+def sequence_bytes(rollout: RolloutConfig, prompt_tokens: int, per_token: float) -> float:
+    """Bytes of the keys and values of an answer that is half written; see `sequences`."""
+    return per_token * (prompt_tokens + rollout.max_tokens / 2)
 
 
 def token_bytes(settings: EngineSettings) -> float:

@@ -4,27 +4,23 @@ Counted for decoders of the Llama family (RMSNorm, rotary positions, gated MLP, 
 D width, F width of the MLP, H heads and G key/value heads of width d, V vocabulary.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from exgrpo.kernels.chunks import chunking
 from exgrpo.train.common.errors import ModelError
 from exgrpo.train.config.policy import LoraConfig
 from exgrpo.train.policy.flops import EXPERTS, ForwardFlops, forward_flops
-from exgrpo.train.policy.source import find_model, overridden, read_config
+from exgrpo.train.policy.segments import SIMILAR
 
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 FP32 = 4
-MODELS = Path(__file__).with_name("models.json")
-"""The sizes of the models that the recipes name, as in their config.json: an estimate needs neither hub nor folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +100,20 @@ class ModelShape(ForwardFlops):
             attention += FP32 * self.heads
         return norms + attention + 4 * item * self.mlp
 
+    def packed_bytes(self, item: int, keys: float, longest: int) -> float:
+        """Bytes per token that a layer saves on a GPU beyond `layer_bytes`, where rows share their prompts ("sdpa").
+
+        Queries, keys, values and results stand in rows that are padded to the longest of those that are similar, keys
+        and values once for each head of queries, and the mask of each row is there in the compute dtype.
+
+        Args:
+            item: bytes of an element.
+            keys: tokens that are seen, of all rows, per token of the pass.
+            longest: tokens that a row sees at most.
+        """
+        rows = self.head_width * self.heads * (2 + 2 * keys) + longest
+        return item * (rows / SIMILAR - self.head_width * (self.heads + 2 * self.kv_heads))
+
     def saved_bytes(self, item: int, *, checkpointing: bool, eager_length: int = 0) -> int:
         """Bytes per token that the decoder saves for its backward pass: of each layer all, or its input alone."""
         layer = item * self.width if checkpointing else self.layer_bytes(item, eager_length=eager_length)
@@ -114,17 +124,19 @@ class ModelShape(ForwardFlops):
         """Bytes per token of the gradients in flight inside a layer: three as wide as the MLP, two of width D."""
         return item * (3 * self.mlp + 2 * self.width)
 
-    def head_bytes(self, item: int, tokens: int, device: str = "cuda", *, frozen: bool = False) -> int:
+    def head_bytes(
+        self, item: int, tokens: int, device: str = "cuda", *, frozen: bool = False, memory: int | None = None
+    ) -> int:
         """Peak bytes of loss, forward and backward of the fused head when every token is a target.
 
-        In the forward a chunk of logits with its scratch (on a GPU their exponentials in 16 bits) and its tiles, and
-        the sums of both gradients in fp32. In the backward the sums, and in 16 bits their products with the upstream
-        gradient. There is none of the weight where that is ``frozen``.
+        In the forward a chunk of logits with its scratch (on a GPU their exponentials in 16 bits, within the call's
+        `memory`) and its tiles, and the sums of both gradients in fp32. In the backward the sums, and in 16 bits their
+        products with the upstream gradient. There is none of the weight where that is ``frozen``.
         """
         kind = torch.device(device)
         if kind.type == "cuda":
             row = FP32 + (item if item < FP32 else 0)
-            chunk = min(row * tokens, chunking.GPU_MEMORY // self.vocabulary)
+            chunk = min(row * tokens, (memory or chunking.GPU_MEMORY) // self.vocabulary)
         else:
             step = min(tokens, chunking.chunk_rows(self.vocabulary, torch.float32, kind))
             chunk = FP32 * (step + min(step, chunking.block_rows(self.vocabulary, torch.float32, kind)))
@@ -135,31 +147,6 @@ class ModelShape(ForwardFlops):
         forward = self.vocabulary * chunk + tiles * chunking.TILE_BYTES + sums
         scaled = item * gradients if item < FP32 else 0
         return per_token + max(forward, sums + scaled)
-
-
-def read_shape(path: str, config_json: Path | None = None, overrides: Mapping[str, Any] | None = None) -> ModelShape:
-    """The shape of a model; no weights are read.
-
-    Args:
-        path: folder or hub name of the model, or builtin:NAME. The models of the recipes need not be at hand.
-        config_json: its config.json or the folder that holds it, where the model itself is not at hand.
-        overrides: values of its configuration that are changed.
-
-    Raises:
-        ModelError: there is no such model, or it is not of the family that is counted here.
-        ConfigError: there is no such config.json, or an override does not suit it.
-    """
-    if config_json is not None:
-        return shape_of(read_config(config_json, overrides or {}))
-    shipped = json.loads(MODELS.read_text(encoding="utf-8")).get(path)
-    if shipped and not Path(path).exists():
-        known = AutoConfig.for_model(**shipped)
-        return shape_of(overridden(known, shipped, overrides) if overrides else known)
-    try:
-        config = find_model(path, overrides).config
-    except ModelError as error:
-        raise ModelError(f"{error}; or give its config.json by --config_json") from None
-    return shape_of(config)
 
 
 def shape_of(config: Any) -> ModelShape:

@@ -1,0 +1,189 @@
+"""What a run takes of its GPUs' memory, decided at its start: the options that are not set and that memory bounds.
+
+Activations are kept or computed again; passes, and the cache of vLLM in the process, are large or small. Of the values
+that fit by the arithmetic of `exgrpo.train.run.memory` the plan takes the fastest.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+
+from exgrpo.train.common.distributed import World
+from exgrpo.train.common.errors import ConfigError, ModelError
+from exgrpo.train.common.limits import RESERVED_GIB
+from exgrpo.train.config.options import PLANNED, Config
+from exgrpo.train.config.recipe import changed
+from exgrpo.train.config.section import flat
+from exgrpo.train.policy.shape import ModelShape, shape_of
+from exgrpo.train.policy.source import ModelSource
+from exgrpo.train.policy.tokenizer import DTYPES
+from exgrpo.train.rollout.vllm.engine import GIB, MOST_SEQUENCES, sequence_bytes
+from exgrpo.train.run.memory import MOMENTS, MemoryItem, answers_of_rank, engine_of, gpu_memory, peak, slots
+
+T = TypeVar("T")
+CHECKPOINTING, PASS, CACHE = PLANNED
+ENOUGH_TOKENS = 8192
+"""Tokens of a pass from which on it is worth more to keep activations than to have longer passes: products and the
+gathering of weights have reached their speed."""
+MOST_TOKENS, STEP_TOKENS = 32768, 1024
+"""Tokens of a pass beyond which nothing is gained, and the steps in which passes grow."""
+ENOUGH_SEQUENCES = 256
+"""Answers at once for which an engine that never sleeps takes memory from the trainer."""
+STEP_GIB = 0.25
+"""In which the cache grows."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What fits into the memory of a run's GPUs, by arithmetic.
+
+    Attributes:
+        config: with chosen values in the place of those that were not set.
+        chosen: dotted keys of these.
+        items: what a rank holds on its GPU, in bytes.
+        available: bytes of a GPU that tensors may take.
+        rows: answers that a rank generates at once, prompts being as long as they may be.
+    """
+
+    config: Config
+    chosen: tuple[str, ...]
+    items: tuple[MemoryItem, ...]
+    available: float
+    rows: int
+
+    @property
+    def moment(self) -> str:
+        """Of the `MOMENTS`, the one that takes most."""
+        return max(MOMENTS, key=lambda moment: peak(self.items, moment))
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is as much memory at any moment as is taken."""
+        return peak(self.items, self.moment) <= self.available
+
+    def __str__(self) -> str:
+        config = self.config
+        how = "with" if config.policy.checkpointing else "without"
+        cache = ""
+        if engine_of(config) == "vllm":
+            cache = f", a cache of {config.rollout.kv_cache_gib:g} GiB for {self.rows} answers at once"
+        taken, there = peak(self.items, self.moment) / GIB, self.available / GIB
+        return (
+            f"memory plan: passes of {config.pass_tokens} tokens {how} activation checkpointing"
+            f"{cache}. At most {taken:.1f} of {there:.1f} GiB are taken, at the moment "
+            f"{self.moment}, as predicted" + ("" if self.fits else ": this does not fit, and may run out of memory")
+        )
+
+    def check(self) -> None:
+        """Whether what was chosen fits; what others have chosen is tried as it is.
+
+        Raises:
+            ConfigError: it does not, with the least values there are.
+        """
+        if self.fits or not self.chosen:
+            return
+        largest = max(self.items, key=lambda item: float(getattr(item, self.moment)))
+        raise ConfigError(
+            f"this run does not fit into {self.available / GIB:.1f} GiB of a GPU: with the least "
+            f"{', '.join(self.chosen)} it takes {peak(self.items, self.moment) / GIB:.1f} GiB at the moment "
+            f"{self.moment}, most of it for {largest.name}. Take more GPUs, distributed.offload_optimizer True, "
+            "shorter answers, or less rollout.batch_tokens; `exgrpo estimate` says what fits"
+        )
+
+
+def make_plan(config: Config, shape: ModelShape, gpus: int, available: float) -> Plan:
+    """Choose what the configuration leaves open.
+
+    Each list of values goes up in speed and in memory, in the order of what is worth most, and the last value that fits
+    is taken. So more memory never gives less of anything. Where the first one does not fit, it is taken all the same.
+
+    Args:
+        config: of the run.
+        shape: of the model.
+        gpus: how many, one rank each.
+        available: bytes of each that tensors may take.
+    """
+    chosen = tuple(key for key in PLANNED if flat(config)[key] is None)
+    if engine_of(config) != "vllm":
+        chosen = tuple(key for key in chosen if key != CACHE)
+    passes, caches = _passes(config), _caches(config, shape, gpus, available)
+
+    def memory(values: dict[str, Any]) -> tuple[MemoryItem, ...]:
+        return gpu_memory(changed(config, values), shape, gpus)
+
+    def fits(values: dict[str, Any]) -> bool:
+        return all(peak(memory(values), moment) <= available for moment in MOMENTS)
+
+    if config.rollout.sleep_level == 0:  # passes and cache are there at once
+        first = _last(list(chain((passes[0] | cache for cache in caches), (one | caches[-1] for one in passes))), fits)
+    else:
+        first = _last([one | caches[0] for one in passes], fits)
+        first = _last([first | cache for cache in caches], fits)
+    config = changed(config, first)
+    rows = slots(config, shape, gpus, config.data.max_prompt_tokens)
+    return Plan(config, chosen, gpu_memory(config, shape, gpus), available, rows)
+
+
+def _last(rungs: Sequence[T], fits: Callable[[T], bool]) -> T:
+    """The last one that fits, of some of which each takes at least as much as the one before; else the first one."""
+    return rungs[max(0, bisect_left(rungs, True, key=lambda one: not fits(one)) - 1)]
+
+
+def _passes(config: Config) -> list[dict[str, Any]]:
+    """The passes of the trainer, by dotted key.
+
+    Activations are kept from `ENOUGH_TOKENS` on, and computed again in passes up to that, if both are open.
+    """
+    enough, most = (max(tokens, config.longest) for tokens in (ENOUGH_TOKENS, MOST_TOKENS))
+    own, kept = config.optimizer.micro_batch_tokens, config.policy.gradient_checkpointing
+    grown = [config.longest, *range(config.longest // STEP_TOKENS * STEP_TOKENS + STEP_TOKENS, most + 1, STEP_TOKENS)]
+    sizes = [own] if own else grown
+    if kept is not None:
+        return [{CHECKPOINTING: kept, PASS: size} for size in sizes]
+    return [
+        *({CHECKPOINTING: True, PASS: size} for size in sizes if own or size <= enough),
+        *({CHECKPOINTING: False, PASS: size} for size in sizes if own or size >= enough),
+    ]
+
+
+def _caches(config: Config, shape: ModelShape, gpus: int, available: float) -> list[dict[str, Any]]:
+    """The caches of vLLM, by dotted key: from room for the longest sequence to room for all answers of a step."""
+    if engine_of(config) != "vllm":
+        return [{}]
+    if config.rollout.kv_cache_gib is not None:
+        return [{CACHE: config.rollout.kv_cache_gib}]
+    per_token = shape.kv_bytes(DTYPES[config.policy.dtype].itemsize)
+    most = ENOUGH_SEQUENCES if config.rollout.sleep_level == 0 else MOST_SEQUENCES
+    answers = min(answers_of_rank(config, gpus), most)
+    longest = config.longest * per_token / min(config.rollout.tensor_parallel, shape.kv_heads)
+    all_of_them = answers * sequence_bytes(config.rollout, config.data.max_prompt_tokens, per_token)
+    least, largest = (math.ceil(size / GIB / STEP_GIB) for size in (longest, min(all_of_them, available)))
+    return [{CACHE: STEP_GIB * steps} for steps in range(least, max(least, largest) + 1)]
+
+
+def plan_run(config: Config, source: ModelSource, world: World) -> tuple[Config, str | None]:
+    """The configuration with which a run goes on, on all ranks the same, and a line about it; on CPUs there is none.
+
+    Args:
+        config: with the engine that was chosen. A run that goes on has its values, and they are kept.
+        source: the model.
+        world: the ranks; all of them call it together.
+
+    Raises:
+        ConfigError: nothing fits into the free memory of the GPU that has least.
+    """
+    settled = changed(config, {CHECKPOINTING: config.policy.checkpointing, PASS: config.pass_tokens})
+    if world.device.type != "cuda":
+        return settled, None
+    free = min(world.gather(torch.cuda.mem_get_info(world.device)[0]))
+    try:
+        plan = make_plan(config, shape_of(source.config), world.size, max(0.0, free - RESERVED_GIB * GIB))
+    except ModelError as error:
+        return settled, f"no memory plan, since {error}: take less where memory runs out"
+    plan.check()
+    return world.gather((plan.config, str(plan)))[0]

@@ -1,0 +1,173 @@
+"""The plan of a GPU's memory: what fits is the fastest, what is set is kept, and all ranks have the same."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GPT2Config
+
+from exgrpo.tools.estimate.parts import MODELS
+from exgrpo.tools.estimate.program import read_shape
+from exgrpo.train.common.distributed import World
+from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.limits import RESERVED_GIB
+from exgrpo.train.config.options import PLANNED
+from exgrpo.train.config.section import flat
+from exgrpo.train.policy.source import find_model
+from exgrpo.train.rollout.vllm.engine import GIB
+from exgrpo.train.run.memory import MOMENTS, gpu_memory, peak
+from exgrpo.train.run.plan import ENOUGH_SEQUENCES, ENOUGH_TOKENS, make_plan, plan_run
+from tests.tools.estimate.shapes import SMALL
+from tests.train.configs import configured
+from tests.train.fakes import LoneWorld
+
+OPEN = dict.fromkeys(PLANNED)
+LENGTHS = {"data.max_prompt_tokens": 1024, "rollout.max_tokens": 2048, "questions": 128, "policy.dtype": "bf16"}
+THREE = MODELS["Qwen/Qwen2.5-Math-1.5B"] | {
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+}
+SHAPES = {
+    "1.5B": lambda: read_shape("Qwen/Qwen2.5-Math-1.5B"),
+    "3B": lambda: read_shape("Qwen/Qwen2.5-Math-1.5B", overrides=THREE),
+    "7B": lambda: read_shape("Qwen/Qwen2.5-Math-7B"),
+}
+
+
+def asked(**values):
+    """The default options of a run on GPUs, with some of them set."""
+    return configured(OPEN, LENGTHS, {"rollout.engine": "vllm"}, values)
+
+
+def planned(config, shape, gpus, gib):
+    plan = make_plan(config, shape, gpus, gib * GIB)
+    assert plan.fits == all(peak(gpu_memory(plan.config, shape, gpus), moment) <= gib * GIB for moment in MOMENTS)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "gib", "kept", "tokens", "rows"),
+    [
+        ("1.5B", 1, 80, True, ENOUGH_TOKENS, ENOUGH_SEQUENCES),
+        ("1.5B", 1, 48, False, ENOUGH_TOKENS, ENOUGH_SEQUENCES),
+        ("1.5B", 1, 40, False, ENOUGH_TOKENS, 128),
+        ("3B", 1, 80, False, ENOUGH_TOKENS, ENOUGH_SEQUENCES),
+        ("3B", 1, 141, True, ENOUGH_TOKENS, ENOUGH_SEQUENCES),
+        ("7B", 4, 80, False, ENOUGH_TOKENS, 128),
+        ("7B", 8, 80, False, ENOUGH_TOKENS, 128),
+        ("7B", 8, 141, True, ENOUGH_TOKENS, 128),
+    ],
+)
+@pytest.mark.parametrize("level", [0, 2])
+def test_what_is_planned_for_known_models(model, gpus, gib, kept, tokens, rows, level):
+    """128 answers are all that one of eight GPUs generates."""
+    plan = planned(asked(**{"rollout.sleep_level": level}), SHAPES[model](), gpus, gib - RESERVED_GIB)
+    assert plan.fits or level == 0
+    if level:
+        assert plan.config.policy.checkpointing is not kept
+        assert plan.config.pass_tokens >= tokens
+        assert plan.rows >= rows
+
+
+def test_what_does_not_fit_is_one_line_and_what_was_set_is_tried():
+    plan = planned(asked(), SHAPES["7B"](), 1, 76)
+    with pytest.raises(ConfigError, match=r"does not fit into 76.0 GiB of a GPU: .* most of it for AdamW") as raised:
+        plan.check()
+    assert "\n" not in str(raised.value)
+    values = {"policy.gradient_checkpointing": True, "optimizer.micro_batch_tokens": 8192, "rollout.kv_cache_gib": 1.0}
+    plan = planned(asked(**values), SHAPES["7B"](), 1, 76)
+    plan.check()
+    assert str(plan).endswith("this does not fit, and may run out of memory")
+
+
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "policy.gradient_checkpointing": st.booleans(),
+        "optimizer.micro_batch_tokens": st.integers(4000, 50000),
+        "rollout.kv_cache_gib": st.sampled_from([0.1, 3.0]),
+    },
+)
+OTHERS = st.fixed_dictionaries(
+    {
+        "rollout.engine": st.sampled_from(["vllm", "transformers"]),
+        "rollout.sleep_level": st.sampled_from([0, 1, 2]),
+        "rollout.max_tokens": st.sampled_from([16, 2000, 2976]),
+        "policy.dtype": st.sampled_from(["fp32", "bf16"]),
+        "policy.kernel_memory_gib": st.sampled_from([None, 0.25, 4.0]),
+        "questions": st.sampled_from([64, 1000]),
+    }
+)
+SIZES = st.builds(
+    lambda width, layers, times: dataclasses.replace(
+        SMALL,
+        parameters=tuple(times * elements for elements in SMALL.parameters),
+        width=64 * width,
+        mlp=160 * width,
+        layers=layers,
+        vocabulary=97 * times,
+    ),
+    st.integers(1, 60),
+    st.integers(1, 60),
+    st.integers(1, 20000),
+)
+
+
+@given(VALUES, OTHERS, SIZES, st.integers(1, 8), st.floats(0.5, 150), st.floats(0, 50))
+def test_more_memory_never_gives_less_and_nothing_exceeds_it(values, others, shape, gpus, gib, more):
+    config = asked(**values, **others)
+    small, large = (planned(config, shape, gpus, amount) for amount in (gib, gib + more))
+    for plan in (small, large):
+        found = flat(plan.config)
+        assert {key: found[key] for key in values} == values
+        assert set(plan.chosen) == {key for key in PLANNED if key not in values} - (
+            {"rollout.kv_cache_gib"} if others["rollout.engine"] != "vllm" else set()
+        )
+        assert all(found[key] is not None for key in plan.chosen)
+        # Once more, it finds all it needs: a run that goes on has the same.
+        again = planned(plan.config, shape, gpus, gib)
+        assert (again.config, again.chosen) == (plan.config, ())
+    if small.fits:
+        assert large.fits
+        assert small.config.pass_tokens <= large.config.pass_tokens
+        assert (small.config.rollout.kv_cache_gib or 0) <= (large.config.rollout.kv_cache_gib or 0)
+        assert large.config.policy.checkpointing <= small.config.policy.checkpointing
+
+
+def test_cpus_have_the_defaults_that_they_always_had():
+    config, line = plan_run(asked(), find_model("builtin:arithmetic"), LoneWorld())
+    assert {key: flat(config)[key] for key in PLANNED} == dict(zip(PLANNED, (True, 16384, None), strict=True))
+    assert line is None
+    long = asked(**{"rollout.max_tokens": 30000})
+    assert plan_run(long, find_model("builtin:arithmetic"), LoneWorld())[0].pass_tokens == 31024
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Two ranks with a GPU each, of which the other one has less free memory: 10 GiB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
+
+    class Pair(World):
+        def gather(self, value):
+            return [value, 10 * GIB] if isinstance(value, int) else [value, value]
+
+    return Pair(0, 2, torch.device("cuda", 0), None)
+
+
+def test_ranks_plan_with_the_least_memory_that_is_free_on_any(pair):
+    source = find_model("builtin:arithmetic")
+    config, line = plan_run(asked(), source, pair)
+    assert line.startswith(f"memory plan: passes of {config.pass_tokens} tokens without activation checkpointing, a ca")
+    assert " of 6.0 GiB are taken" in line
+    assert plan_run(config, source, pair) == (config, line)
+
+
+def test_a_model_that_cannot_be_counted_is_not_planned(pair):
+    config, line = plan_run(asked(), SimpleNamespace(config=GPT2Config()), pair)
+    assert line.startswith("no memory plan, since model 'gpt2' has no intermediate_size")
+    assert (config.policy.checkpointing, config.pass_tokens, config.rollout.kv_cache_gib) == (True, 16384, None)
