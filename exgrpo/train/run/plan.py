@@ -6,10 +6,9 @@ that fit by the arithmetic of `exgrpo.train.run.memory` the plan takes the faste
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,8 +24,9 @@ from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.vllm.engine import GIB, MOST_SEQUENCES, sequence_bytes
 from exgrpo.train.run.memory import MOMENTS, MemoryItem, answers_of_rank, engine_of, gpu_memory, peak, slots
 
-T = TypeVar("T")
 CHECKPOINTING, PASS, CACHE = PLANNED
+GENERATING, TRAINING = MOMENTS[:1], MOMENTS[1:]
+"""The moments of the engine, which may sleep, and of the trainer."""
 ENOUGH_TOKENS = 8192
 """Tokens of a pass from which on it is worth more to keep activations than to have longer passes: products and the
 gathering of weights have reached their speed."""
@@ -80,20 +80,22 @@ class Plan:
         )
 
     def check(self) -> None:
-        """Whether what was chosen fits; what others have chosen is tried as it is.
+        """Whether what was chosen fits; what was set is tried as it is.
 
         Raises:
-            ConfigError: it does not, with the least values there are.
+            ConfigError: it does not at a moment that it bounds, with the least values there are.
         """
-        if self.fits or not self.chosen:
-            return
-        largest = max(self.items, key=lambda item: float(getattr(item, self.moment)))
-        raise ConfigError(
-            f"this run does not fit into {self.available / GIB:.1f} GiB of a GPU: with the least "
-            f"{', '.join(self.chosen)} it takes {peak(self.items, self.moment) / GIB:.1f} GiB at the moment "
-            f"{self.moment}, most of it for {largest.name}. Take more GPUs, distributed.offload_optimizer True, "
-            "shorter answers, or less rollout.batch_tokens; `exgrpo estimate` says what fits"
-        )
+        for moment in MOMENTS:
+            bounding = PLANNED if _awake(self.config) else (CACHE,) if moment in GENERATING else (CHECKPOINTING, PASS)
+            own, taken = [key for key in self.chosen if key in bounding], peak(self.items, moment)
+            if own and taken > self.available:
+                largest = max(self.items, key=lambda item: float(getattr(item, moment)))
+                raise ConfigError(
+                    f"this run does not fit into {self.available / GIB:.1f} GiB of a GPU: with the least "
+                    f"{', '.join(own)} it takes {taken / GIB:.1f} GiB at the moment {moment}, most of it for "
+                    f"{largest.name}. Take more GPUs, distributed.offload_optimizer True or shorter answers; "
+                    "`exgrpo estimate` says what fits"
+                )
 
 
 def make_plan(config: Config, shape: ModelShape, gpus: int, available: float) -> Plan:
@@ -113,25 +115,27 @@ def make_plan(config: Config, shape: ModelShape, gpus: int, available: float) ->
         chosen = tuple(key for key in chosen if key != CACHE)
     passes, caches = _passes(config), _caches(config, shape, gpus, available)
 
-    def memory(values: dict[str, Any]) -> tuple[MemoryItem, ...]:
-        return gpu_memory(changed(config, values), shape, gpus)
+    def best(rungs: Sequence[dict[str, Any]], moments: Sequence[str]) -> dict[str, Any]:
+        """The last that fits, of values that take at least as much as those before; else the first."""
 
-    def fits(values: dict[str, Any]) -> bool:
-        return all(peak(memory(values), moment) <= available for moment in MOMENTS)
+        def exceeds(values: dict[str, Any]) -> bool:
+            items = gpu_memory(changed(config, values), shape, gpus)
+            return any(peak(items, moment) > available for moment in moments)
 
-    if config.rollout.sleep_level == 0:  # passes and cache are there at once
-        first = _last(list(chain((passes[0] | cache for cache in caches), (one | caches[-1] for one in passes))), fits)
+        return rungs[max(0, bisect_left(rungs, True, key=exceeds) - 1)]
+
+    if _awake(config):  # passes and cache are there at once
+        first = [passes[0] | cache for cache in caches]
+        config = changed(config, best([*first, *(one | caches[-1] for one in passes)], MOMENTS))
     else:
-        first = _last([one | caches[0] for one in passes], fits)
-        first = _last([first | cache for cache in caches], fits)
-    config = changed(config, first)
+        config = changed(config, best(passes, TRAINING) | best(caches, GENERATING))
     rows = slots(config, shape, gpus, config.data.max_prompt_tokens)
     return Plan(config, chosen, gpu_memory(config, shape, gpus), available, rows)
 
 
-def _last(rungs: Sequence[T], fits: Callable[[T], bool]) -> T:
-    """The last one that fits, of some of which each takes at least as much as the one before; else the first one."""
-    return rungs[max(0, bisect_left(rungs, True, key=lambda one: not fits(one)) - 1)]
+def _awake(config: Config) -> bool:
+    """Whether the engine has its cache while the trainer updates."""
+    return engine_of(config) == "vllm" and config.rollout.sleep_level == 0
 
 
 def _passes(config: Config) -> list[dict[str, Any]]:
@@ -158,7 +162,7 @@ def _caches(config: Config, shape: ModelShape, gpus: int, available: float) -> l
     if config.rollout.kv_cache_gib is not None:
         return [{CACHE: config.rollout.kv_cache_gib}]
     per_token = shape.kv_bytes(DTYPES[config.policy.dtype].itemsize)
-    most = ENOUGH_SEQUENCES if config.rollout.sleep_level == 0 else MOST_SEQUENCES
+    most = ENOUGH_SEQUENCES if _awake(config) else MOST_SEQUENCES
     answers = min(answers_of_rank(config, gpus), most)
     longest = config.longest * per_token / min(config.rollout.tensor_parallel, shape.kv_heads)
     all_of_them = answers * sequence_bytes(config.rollout, config.data.max_prompt_tokens, per_token)

@@ -79,10 +79,11 @@ def test_what_does_not_fit_is_one_line_and_what_was_set_is_tried():
     with pytest.raises(ConfigError, match=r"does not fit into 76.0 GiB of a GPU: .* most of it for AdamW") as raised:
         plan.check()
     assert "\n" not in str(raised.value)
-    values = {"policy.gradient_checkpointing": True, "optimizer.micro_batch_tokens": 8192, "rollout.kv_cache_gib": 1.0}
-    plan = planned(asked(**values), SHAPES["7B"](), 1, 76)
+    values = {"policy.gradient_checkpointing": False, "optimizer.micro_batch_tokens": 32768}
+    plan = planned(asked(**values), SHAPES["1.5B"](), 1, 76)
     plan.check()
     assert str(plan).endswith("this does not fit, and may run out of memory")
+    assert plan.rows >= ENOUGH_SEQUENCES  # while the trainer's memory is not there
 
 
 VALUES = st.fixed_dictionaries(
@@ -113,7 +114,7 @@ SIZES = st.builds(
         vocabulary=97 * times,
     ),
     st.integers(1, 60),
-    st.integers(1, 60),
+    st.integers(2, 60),  # to compute the only layer again saves nothing
     st.integers(1, 20000),
 )
 
@@ -132,11 +133,10 @@ def test_more_memory_never_gives_less_and_nothing_exceeds_it(values, others, sha
         # Once more, it finds all it needs: a run that goes on has the same.
         again = planned(plan.config, shape, gpus, gib)
         assert (again.config, again.chosen) == (plan.config, ())
-    if small.fits:
-        assert large.fits
-        assert small.config.pass_tokens <= large.config.pass_tokens
-        assert (small.config.rollout.kv_cache_gib or 0) <= (large.config.rollout.kv_cache_gib or 0)
-        assert large.config.policy.checkpointing <= small.config.policy.checkpointing
+    assert small.fits <= large.fits
+    assert small.config.pass_tokens <= large.config.pass_tokens
+    assert (small.config.rollout.kv_cache_gib or 0) <= (large.config.rollout.kv_cache_gib or 0)
+    assert large.config.policy.checkpointing <= small.config.policy.checkpointing
 
 
 def test_cpus_have_the_defaults_that_they_always_had():
