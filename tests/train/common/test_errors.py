@@ -12,7 +12,6 @@ import pytest
 
 from exgrpo.tools import report, serve
 from exgrpo.tools.estimate import program as estimate
-from exgrpo.tools.estimate import shape
 from exgrpo.tools.evaluate import evaluation
 from exgrpo.tools.evaluate import program as evaluate
 from exgrpo.train import main as program
@@ -54,7 +53,7 @@ def programs(monkeypatch):
             evaluation,
             "load_pretrained",
         ),
-        "estimate": (lambda: estimate.main([]), shape, "read_shape"),
+        "estimate": (lambda: estimate.main([]), estimate, "read_shape"),
         "report": (lambda: report.main(["somewhere"]), page, "load_run"),
         "serve": (lambda: serve.main(["builtin:arithmetic"]), serve, "find_model"),
     }
