@@ -105,7 +105,8 @@ def _(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def scale_in_place(gradient: Tensor, factor: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     """The same in the memory of ``gradient``, unless another backward of the graph will want it."""
-    real = type(gradient) is Tensor  # a compiler traces with others, and reuses memory itself
+    # A compiler traces with other tensors, and reuses memory itself; those of the meta device have none.
+    real = type(gradient) is Tensor and not gradient.is_meta
     if real and gradient.dtype == dtype and not torch._C._autograd._get_current_graph_task_keep_graph():
         trial = ScaleTrial(gradient.device, gradient.dtype)
         dispatch.take(backend, trial, gradient.numel()).scale(gradient, factor)
