@@ -19,12 +19,16 @@ settings.register_profile("new", deadline=None)
 
 SLOW = (
     *("benchmarks", "docs", "examples", "hostile", "integrations", "test_extras.py", "test_packaging.py", "torture"),
-    *("train/reward/test_grading.py", "train/rollout/server/test_engine.py", "tools/report", "tools/test_"),
+    *("train/reward/test_grading.py", "train/rollout/server/test_engine.py", "tools/estimate", "tools/report"),
+    *("tools/test_", "train/data/test_gym.py", "train/data/test_tasks.py"),
+    *(f"train/replay/test_{name}.py" for name in ("memory", "rules_of_memory", "sampling")),
     *(f"train/run/test_{name}" for name in ("clock", "disks", "hosts")),
-    *(f"kernels/test_{name}.py" for name in ("cpu_fused", "cpu_passes", "cpu_sanitized", "cuda_compiles")),
-    *(f"kernels/test_{name}.py" for name in ("extension", "launch_tuner", "memory", "vocab_group", "autograd")),
+    *(f"kernels/test_{name}.py" for name in ("autograd", "backend_self_test", "backend_timing", "combinations")),
+    *(f"kernels/test_{name}.py" for name in ("compiled", "cpu_fused", "cpu_passes", "cpu_sanitized", "cuda_compiles")),
+    *(f"kernels/test_{name}.py" for name in ("cuda_fused", "dispatch", "extension", "launch_tuner", "memory")),
+    "kernels/test_vocab_group.py",
 )
-"""Files and folders that take more than about ten seconds each, besides those that start programs."""
+"""Files and folders that take more than about five seconds each, besides those that start programs."""
 
 
 def pytest_addoption(parser):
