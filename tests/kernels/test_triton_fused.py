@@ -10,7 +10,7 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
     pytest.skip("Triton kernels need a GPU, or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
 from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference
-from exgrpo.kernels.triton_chunks import launch, triton_fused, triton_passes
+from exgrpo.kernels.triton_chunks import launch, triton_fused, triton_passes, triton_tokens
 
 from .conftest import DEVICE
 from .support import coarsen, compare, error, fewer_interpreted, make_case, make_tokens
@@ -139,3 +139,17 @@ def test_left_out_tokens_alone(dtype, device):
     result = linear_log_prob(case.hidden, case.weight, case.target, backend="triton")
     assert not any(values.any() for values in result)
     assert not any(gradient.any() for gradient in case.gradients(result.log_prob.sum()))
+
+
+@pytest.mark.parametrize("entries", [1, 16, 33, 100])
+def test_few_programs_scale_all_entries_and_a_factor_of_one_touches_none(entries, device, monkeypatch):
+    monkeypatch.setattr(triton_tokens, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(triton_tokens, "SCALE_BLOCK", 16)
+    before = torch.randn(entries + 1, device=device)
+    values = before.clone()
+    triton_tokens.scale(values[:-1], torch.tensor(0.3, device=device))
+    assert torch.equal(values, torch.cat((before[:-1] * 0.3, before[-1:])))
+    # Any arithmetic would make a quiet NaN of a signalling one, multiplication by 1 too.
+    signalling = torch.full((entries,), 0x7F800001, dtype=torch.int32, device=device)
+    triton_tokens.scale(signalling.view(torch.float32), torch.tensor(1.0, device=device))
+    assert (signalling == 0x7F800001).all()

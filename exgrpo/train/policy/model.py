@@ -74,12 +74,13 @@ class PolicyModel(nn.Module):
         return nn.functional.embedding(parts.source, output.last_hidden_state[0])
 
     def _log_prob(self, batch: TokenBatch, temperature: float, head: HeadInputs) -> LogProb:
+        # Which tokens have a gradient, a composed loss will know: those without one are left out of its backward.
         return linear_log_prob(
             head.hidden,
             head.weight,
             batch.target,
             bias=head.bias,
-            counts=(batch.targets, batch.targets),
+            counts=None if torch.is_grad_enabled() else (batch.targets, 0),
             backend=self.backend,
             **self.logit_map.options(temperature),
         )
