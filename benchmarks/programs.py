@@ -12,12 +12,17 @@ QUIET = ("--data.test", "None", "--output.trackers", "--output.save_model", "Fal
 """Options of training for runs whose results nobody reads."""
 
 
+def python_path() -> str:
+    """PYTHONPATH of a program of these benchmarks: this checkout, then what the present environment names."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def answer_of(module: str, out: Path, *options: str) -> Any:
     """What `python -m MODULE OUT OPTIONS` writes to `out`, a JSON file."""
     done = subprocess.run(
         [sys.executable, "-m", module, str(out), *options],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         check=False,

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.memory import Peak, peak_of
-from benchmarks.programs import ROOT
+from benchmarks.programs import ROOT, python_path
 
 Facts = dict[str, Any]
 LAST_LINES = 15
@@ -93,7 +93,7 @@ class Program:
             self._process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**SPINS, **os.environ, "PYTHONPATH": str(ROOT), ANSWERS: str(writer)},
+                env={**SPINS, **os.environ, "PYTHONPATH": python_path(), ANSWERS: str(writer)},
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
