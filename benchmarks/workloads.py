@@ -37,7 +37,7 @@ class Workload:
         updates: optimiser steps per training step.
         lr: learning rate.
         reward: module:function of benchmarks.
-        pass_tokens: padded tokens per forward pass of exgrpo.
+        pass_tokens: padded tokens per forward pass of exgrpo; None: by its plan of the memory.
         pass_rows: sequences per forward pass of TRL.
         batch_tokens: tokens that exgrpo generates at once.
         warmup: rounds that are not counted: in them memory is taken, and the experience gets something to replay.
@@ -56,7 +56,7 @@ class Workload:
     updates: int
     lr: float
     reward: str
-    pass_tokens: int
+    pass_tokens: int | None
     pass_rows: int
     batch_tokens: int
     warmup: int
@@ -226,11 +226,11 @@ ON_GPU = tuple(
         groups=16,
         samples=8,
         max_tokens=512,
-        pass_tokens=8 * (PROMPT + 512),
-        pass_rows=8,
+        pass_tokens=None,
+        pass_rows=16,
         batch_tokens=131072,
         dtype="bf16",
-        options={"rollout.kv_cache_gib": 16},
+        options={"rollout.kv_cache_gib": None, "policy.gradient_checkpointing": None},
     )
     for name, shape in QWENS.items()
 )

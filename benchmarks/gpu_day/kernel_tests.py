@@ -16,6 +16,8 @@ from pathlib import Path
 from benchmarks.programs import ROOT
 
 TESTS = "tests/kernels"
+OF_HOST = ("test_cpu_*", "test_cuda_[!b]*", "test_triton*_compile*", "test_launch_tuner.py", "test_extension.py")
+"""Files that test no kernel on the device: they emulate it, or compile for several."""
 WORKERS = min(8, (os.cpu_count() or 2) // 2)
 
 
@@ -52,6 +54,7 @@ def command(path: Sequence[str], folder: Path, quick: bool) -> list[str]:
     """
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     words.append(f"{TESTS}/test_reference.py" if quick else TESTS)
+    words += [f"--ignore-glob={TESTS}/{files}" for files in OF_HOST]
     for file in sorted((ROOT / TESTS).glob("test_*.py")):
         if missing := missing_modules(file, path):
             print(f"skipped: {file.relative_to(ROOT)} needs {', '.join(sorted(missing))}", flush=True)

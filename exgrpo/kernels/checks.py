@@ -222,7 +222,7 @@ def sequence_bounds(value: Tensor, target: Tensor) -> Tensor:
         raise ValueError(f"cu_seqlens: expected shape [N + 1], got {list(value.shape)}")
     device("cu_seqlens", value, target, "target")
     tokens = target.numel()
-    after = torch.cat((value[1:], value.new_tensor([tokens])))
+    after = torch.cat((value[1:], value.new_full((1,), tokens)))
     good = value <= after
     good[0] &= value[0] == 0
     good[-1] &= value[-1] == tokens

@@ -1,6 +1,7 @@
 """The Triton backend with its own product, where the launch table says so: same results as with a library's product."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -34,6 +35,17 @@ def made(monkeypatch):
         triton_passes.TritonPasses, "__init__", lambda self, *rest: (seen.append(type(self)), forget(self, *rest))[1]
     )
     return seen
+
+
+def test_a_bound_that_the_backward_cannot_meet_is_refused_before_the_forward(dtype, device):
+    """The forward of the fused product has no exponentials, and could do with less."""
+    case = make_case(20, 32, 64, dtype, device)
+    with pytest.raises(ValueError, match=r"needs \d+ bytes at least, got 1$") as raised:
+        case.log_prob(backend="triton", memory=1)
+    least = int(re.search(r"needs (\d+)", str(raised.value))[1])
+    with pytest.raises(ValueError, match=f"needs {least} bytes at least"):
+        case.log_prob(backend="triton", memory=least - 1)
+    case.log_prob(backend="triton", memory=least).log_prob.sum().backward()
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])

@@ -73,8 +73,10 @@ class TritonPasses(ByFormulas):
         self._written: Tensor | None = None
 
     def chunk_rows(self, *, gradient_follows: bool) -> int:
-        """See `Passes`."""
+        """See `Passes`. What the backward needs a bound to be is asked for before the forward, which may need less."""
         weight, tokens, memory = self.head.head.weight, self.head.head.target.numel(), self.head.options.memory
+        if memory is not None:
+            chunking.rows_within(memory, tokens, self.cost(gradient_follows=True), chunking.TILE_ROWS)
         return rows_of(
             self.plan, memory, tokens, weight.shape[1], self.cost(gradient_follows), multiprocessors(weight.device)
         )

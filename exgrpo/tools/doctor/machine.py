@@ -112,7 +112,7 @@ def check_versions(given: Given) -> str:
 
     from exgrpo.train.common.distributed import ALONE, missing_gpu
 
-    if problem := missing_gpu(ALONE):
+    if device().type == "cpu" and (problem := missing_gpu(ALONE)):
         raise CheckFailedError(f"{problem}: install a build of torch for this driver (pytorch.org), or see nvidia-smi")
     if wrong := unsuitable():
         raise CheckFailedError(f"{'; '.join(wrong)}: pip install 'exgrpo[train]' again")

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# In one process, threads and cache size as the trainer sets them, and nothing told to anyone.
+# In one process, threads and cache size as the trainer sets them, and nothing told to anyone. FlashInfer's sampler is
+# never used where requests have seeds of their own, and without it nothing has to be compiled by nvcc.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 KEPT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 """What vLLM overwrites in the environment though it belongs to the launcher and to other programs."""
