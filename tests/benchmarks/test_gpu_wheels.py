@@ -57,13 +57,14 @@ def test_the_list_has_sizes_versions_and_what_wheels_need(tmp_path, wanted):
     assert subprocess.run(["sh", "-n", tmp_path / "fetch.sh"], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(("torch", "listed"), [("2.13.0+cu130", True), ("2.11.0+cu130", False)])
-def test_vllm_is_listed_where_torch_fits_it(torch, listed, tmp_path, wanted):
-    wanted(vllm=["vllm==0.32.0"])
+@pytest.mark.parametrize(("torch", "vllm"), [("2.13.0+cu130", "0.32.0"), ("2.11.0+cu130", "0.26.0"), ("2.12.0", "")])
+def test_the_vllm_of_the_torch_that_is_there_is_listed(torch, vllm, tmp_path, wanted):
+    wanted(vllm=["vllm>=0.26,<0.34"])
     (tmp_path / "there.txt").write_text(f"torch=={torch}\n")
     said = wheels.plan(tmp_path, tmp_path / "there.txt")
-    assert ("vllm==0.32.0 " in said) == listed
-    assert (f"built for torch 2.13.0, and {torch} is there" in said) != listed
+    assert re.findall(r"^vllm==(\S+) ", said, re.MULTILINE) == [vllm] * bool(vllm)
+    assert (f"vllm is not in the list: it is for torch 2.11, 2.13, 2.14, and {torch} is there" in said) != bool(vllm)
+    assert all(version in groups()["vllm"][0].specifier for version in wheels.VLLM_OF_TORCH.values())
 
 
 def test_a_version_that_does_not_fit_is_listed(tmp_path, wanted):
