@@ -3,16 +3,24 @@
 N tokens or rows, T tokens so far, H heads, G of them for each head of keys, D head width.
 """
 
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
-from exgrpo.train.policy.segments import Segments
+from exgrpo.train.common.errors import SHOWN, cut
+from exgrpo.train.policy.segments import Block, Segments, Varlen
+from exgrpo.train.policy.segments import segments as segments_of
 
 PACKED = "exgrpo_packed"
 """Name of the attention implementation; without segments it is "sdpa"."""
@@ -22,6 +30,12 @@ PACKING = {"sdpa": PACKED, "flash_attention_2": PACKED_FLASH}
 """What packs in the place of an attention implementation of transformers."""
 ONE_TOKEN = "exgrpo_one_token"
 """Name of the one for generation; it is "sdpa" where more than one token per row is new."""
+varlen: Callable[..., Any] = varlen_attn
+"""Torch's attention of variable lengths, without types: they are those of one version."""
+SHARES = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""How it is told that heads share keys; older versions see that by themselves."""
+ByBlock = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Varlen, float | None, int | None], torch.Tensor]
+"""Attention within blocks: queries [N, H, D], keys and values [M, H / G, D], blocks, scale, window; [N, H, D]."""
 _HARMLESS = frozenset(
     {"is_causal", "position_ids", "use_cache", "output_attentions", "cache_position", "sliding_window"}
 )
@@ -40,6 +54,8 @@ def attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Softmax(query key') value, where the tokens of a segment see those of their prompt and their own earlier ones.
+
+    On GPUs in 16 bits by attention of variable lengths, which needs no mask, elsewhere by padded rows with masks.
 
     Args:
         module: the layer.
@@ -61,6 +77,21 @@ def attend(
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     window = _window(kwargs)
+    if not dropout and _variable_lengths(query, key, value):
+        return _by_block(_of_torch, query, key, value, segments.varlen, scaling, window), None
+    return _masked(query, key, value, segments, dropout, scaling, window), None
+
+
+def _masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """`attend` by padded rows with masks, on any device and in any dtype."""
     heads, groups = query.shape[1], key.shape[1]
     # By token, so that an embedding's lookup takes the rows and its backward adds up what a prompt's answers give.
     flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
@@ -87,7 +118,94 @@ def attend(
             enable_gqa=k.shape[1] != heads,
         )
         results.append(result.transpose(1, 2).flatten(0, 1).flatten(1))
-    return F.embedding(segments.place, torch.cat(results)).unflatten(-1, (heads, -1))[None], None
+    return F.embedding(segments.place, torch.cat(results)).unflatten(-1, (heads, -1))[None]
+
+
+def _by_block(
+    kernel: ByBlock,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    parts: Varlen,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """`attend` by a kernel whose causal mask ends at the last query and the last key of each block; [1, N, H, D]."""
+    queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
+    keys, values = (
+        F.embedding(parts.key, states.flatten(1)).unflatten(-1, states.shape[1:]) for states in (keys, values)
+    )
+    return kernel(queries, keys, values, parts, scaling, window)[None]
+
+
+def _of_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    parts: Varlen,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    result: torch.Tensor = varlen(
+        query,
+        key,
+        value,
+        parts.query_ends,
+        parts.key_ends,
+        parts.most_queries,
+        parts.most_keys,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **SHARES,
+    )
+    return result
+
+
+def _variable_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch's attention of variable lengths takes such states: on GPUs, in 16 bits, and where it is right."""
+    if query.device.type != "cuda" or query.element_size() != 2 or query.shape[-1] != value.shape[-1]:
+        return False
+    return right_by_block(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[-1])
+
+
+@cache
+def right_by_block(device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int) -> bool:
+    """Whether torch's attention of variable lengths computes here what it should; tried once, else a warning says why.
+
+    Two blocks, of which the second one sees a prompt, are held against attention in fp32: results and gradients may
+    err twice as much as those of attention with masks in the same dtype. A mask that ends elsewhere errs by the whole.
+    """
+    parts = segments_of([Block(0, 5, 0, 0), Block(5, 7, 0, 5)], np.arange(12), device)
+    generator = torch.Generator(device).manual_seed(0)
+    counts = (heads, groups, groups)
+    states = [torch.randn(1, n, 12, width, generator=generator, device=device).to(dtype) for n in counts]
+    upstream = torch.randn(1, 12, heads, width, generator=generator, device=device).to(dtype)
+
+    def outcome(attention: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [one.detach().to(dtype, copy=True).requires_grad_() for one in states]
+        result = attention(*leaves)
+        return [result.detach(), *torch.autograd.grad(result, leaves, upstream.to(dtype))]
+
+    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _masked(q, k, v, parts, 0.0, None, None)
+
+    def by_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _by_block(_of_torch, q, k, v, parts.varlen, None, None)
+
+    try:
+        with torch.enable_grad():
+            exact, plain, found = outcome(masked, torch.float32), outcome(masked, dtype), outcome(by_block, dtype)
+    except Exception as error:  # of whatever kind: a GPU or a build of torch that lacks it
+        problem = f"it fails ({cut(str(error), SHOWN)})"
+    else:
+        errors = [[(x.float() - e).norm() / e.norm() for x, e in zip(of, exact, strict=True)] for of in (found, plain)]
+        wrong = [float(own) for own, other in zip(*errors, strict=True) if not own <= 2 * other]
+        problem = f"it errs by {max(wrong):.1e}" if wrong else ""
+    if problem:
+        warnings.warn(
+            f"attention has masks, as torch's attention of variable lengths cannot be used: {problem}", stacklevel=2
+        )
+    return not problem
 
 
 def attend_flash(
@@ -101,18 +219,31 @@ def attend_flash(
     segments: Segments | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`attend` by flash attention, whose causal mask ends at the last query and the last key of each block."""
+    """`attend` by the package flash-attn."""
     if segments is None:
         return flash_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    return _by_block(
+        partial(_of_flash_attn, dropout), query, key, value, segments.varlen, scaling, _window(kwargs)
+    ), None
+
+
+def _of_flash_attn(
+    dropout: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    parts: Varlen,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]  # only for GPUs
 
-    window, parts = _window(kwargs), segments.varlen
-    queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
-    result = flash_attn_varlen_func(
-        queries,
-        *(F.embedding(parts.key, states.flatten(1)).unflatten(-1, states.shape[1:]) for states in (keys, values)),
+    result: torch.Tensor = flash_attn_varlen_func(
+        query,
+        key,
+        value,
         parts.query_ends,
         parts.key_ends,
         parts.most_queries,
@@ -122,7 +253,7 @@ def attend_flash(
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
     )
-    return result[None], None
+    return result
 
 
 def attend_one(

@@ -104,7 +104,8 @@ class ModelShape(ForwardFlops):
         """Bytes per token that a layer saves on a GPU beyond `layer_bytes`, where rows share their prompts ("sdpa").
 
         Queries, keys, values and results stand in rows that are padded to the longest of those that are similar, keys
-        and values once for each head of queries, and the mask of each row is there in the compute dtype.
+        and values once for each head of queries, and the mask of each row is there in the compute dtype. Attention of
+        variable lengths takes less, which is not counted on: a GPU may lack it.
 
         Args:
             item: bytes of an element.

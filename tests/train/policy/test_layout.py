@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
-from exgrpo.train.policy import layout
+from exgrpo.train.policy import attention, layout
 from exgrpo.train.policy.attention import PACKED, PACKED_FLASH
 from exgrpo.train.policy.layout import Packed, Padded
 from exgrpo.train.policy.loss import LossSettings, LossTerms
@@ -124,9 +125,16 @@ def test_a_prompt_is_read_once_and_tokens_stand_where_they_belong():
     assert tensors.segments.source.tolist() == [2, 3, 4, 2, 2, 5]
 
 
-def varlen(q, k, v, query_ends, key_ends, most_queries, most_keys, *, dropout_p, softmax_scale, causal, window_size):
-    """What flash_attn_varlen_func is documented to compute, block by block; its causal mask is aligned at the end."""
+def of_flash_attn(q, k, v, *blocks, dropout_p, softmax_scale, causal, window_size):
+    """flash_attn_varlen_func; a window of (-1, -1) goes with `causal`."""
     assert (causal, dropout_p) == (True, 0.0)
+    return of_torch(q, k, v, *blocks, scale=softmax_scale, window_size=(window_size[0], 0))
+
+
+def of_torch(q, k, v, query_ends, key_ends, most_queries, most_keys, *, scale, window_size, enable_gqa=False, shift=0):
+    """What varlen_attn is documented to compute, block by block; its causal mask is aligned at the end."""
+    assert window_size[1] == 0
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     results = []
     for i in range(len(query_ends) - 1):
         rows, seen = slice(query_ends[i], query_ends[i + 1]), slice(key_ends[i], key_ends[i + 1])
@@ -134,25 +142,41 @@ def varlen(q, k, v, query_ends, key_ends, most_queries, most_keys, *, dropout_p,
         assert len(queries) <= most_queries
         assert len(keys) <= most_keys
         keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (keys, values))
-        at = torch.arange(len(queries))[:, None] + len(keys) - len(queries)
+        at = torch.arange(len(queries))[:, None] + len(keys) - len(queries) - shift
         distance = at - torch.arange(len(keys))
         hidden = distance < 0
         if window_size[0] >= 0:
             hidden |= distance > window_size[0]
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
         results.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values))
     return torch.cat(results)
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_flash_attention_gets_the_same_segments(monkeypatch, window):
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
+@pytest.mark.parametrize("kernel", ["flash-attn", "torch"])
+def test_attention_of_variable_lengths_gets_the_same_segments(kernel, window, monkeypatch):
     model = model_of("mistral")
     slide(model, window)
     batch = rows(np.random.default_rng(0), [4, 1, 9, 2, 13])
     expected = results(model, Packed(), batch, 10**6)
-    model.set_attn_implementation(PACKED_FLASH)
+    if kernel == "torch":
+        monkeypatch.setattr(attention, "varlen", of_torch)
+        monkeypatch.setattr(attention, "_variable_lengths", lambda *_: True)
+    else:
+        monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=of_flash_attn))
+        model.set_attn_implementation(PACKED_FLASH)
     assert_same(results(model, Packed(), batch, 10**6), expected)
+
+
+def test_torchs_attention_of_variable_lengths_is_used_where_a_trial_finds_it_right(monkeypatch):
+    monkeypatch.setattr(attention, "varlen", of_torch)
+    assert attention.right_by_block.__wrapped__(CPU, torch.bfloat16, 4, 2, 16)
+    monkeypatch.setattr(attention, "varlen", partial(of_torch, shift=1))  # a mask that ends one key earlier
+    with pytest.warns(UserWarning, match=r"attention has masks, .* cannot be used: it errs by"):
+        assert not attention.right_by_block.__wrapped__(CPU, torch.bfloat16, 4, 2, 16)
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="cannot be used: it fails"):  # on a CPU torch has none
+        assert not attention.right_by_block.__wrapped__(CPU, torch.bfloat16, 4, 2, 16)
 
 
 def test_long_answers_have_their_prompt_to_themselves(monkeypatch):
