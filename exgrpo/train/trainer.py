@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exgrpo.train.common.records import Score
+from exgrpo.train.common.records import Mask, Score
 from exgrpo.train.common.seeds import derive_seed, generator
-from exgrpo.train.common.step_batch import BEHAVIOURS, StepBatch
+from exgrpo.train.common.step_batch import BEHAVIOURS, Ints, StepBatch
 from exgrpo.train.config.objective import overlong_penalty
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.metrics.soundness import IdleSteps
 from exgrpo.train.metrics.step import answer_metrics, mismatch, replay_metrics, time_metrics, update_metrics
 from exgrpo.train.metrics.utilisation import PhaseClock
-from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches, weigh_fresh
+from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches
 from exgrpo.train.policy.flops import Reading, Work, together
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import Reference
-from exgrpo.train.policy.scores import FreshScorer
+from exgrpo.train.policy.scores import FreshScorer, Scored
 from exgrpo.train.policy.update import UpdateStats
 from exgrpo.train.replay import MeanScores, Mixture, PlannedGroup, Replay, ReplayState, numbers_of, planned_from
 from exgrpo.train.replay.replayed import Weigher
@@ -103,8 +103,7 @@ class Trainer:
             mixture=Mixture(questions.sizes, weights) if weights else None,
         )
         self.weigher = Weigher.of_run(config, lambda rows: self._score(rows, self.sampling.temperature).log_prob)
-        all_trained = not (self.replay.settles or config.rollout.refills)
-        self.scorer = FreshScorer(config, policy, all_trained=all_trained)
+        self.scorer = FreshScorer(config, policy, settles=self.replay.settles)
         self.batch_rng = generator(config.seed, "mini-batches")
         self.idle = IdleSteps()
         self.skipped_updates = 0
@@ -124,37 +123,39 @@ class Trainer:
             return None
         with clock("rollout"):
             batch = self._generate(planned, stored, step)
+        admitted = None if self.replay.needs_scores else self.replay.admitted(batch)
         with clock("score"):
-            scored = self.scorer.before(batch)
-        if scored.known:
-            taken_in = self.replay.take_in(batch, step)
+            scored = self.scorer.by_engine(batch)
+            if self.replay.settles:
+                scored = self._score_needed(batch, admitted, scored)
+        if self.replay.settles:
+            taken_in = self.replay.take_in(batch, step, admitted)
         with clock("select"):
             batch = self._settle(batch, step)
             self._weigh(batch)
         with clock("score"):
             compared = self.reference.fill(batch) if self.reference else NONE
-        self._next = self._begin_next(step + 1)
         minibatches = self._minibatches(batch)
         taught = [one for one in minibatches if one.has_advantage]
-        if not scored.known:
-            with clock("score"):
-                beside = self.scorer.beside(batch, taught[0].rows if taught else NONE)
+        trained = np.concatenate([NONE, *(one.rows for one in taught)])
+        told = self.scorer.told(taught, scored)
+        with clock("score"):
+            scored = self._score_needed(batch, admitted, scored, trained, told)
+        if not (self.replay.settles or len(told)):
+            taken_in = self.replay.take_in(batch, step, admitted)
+        self._next = self._begin_next(step + 1)
         with clock("update"):
-            updates = self._update(batch, taught, keep_scores=not scored.known)
-        if not scored.known:
-            scored = self.scorer.after(batch, beside)
-            taken_in = self.replay.take_in(batch, step)
+            updates = self._update(batch, taught, keep_scores=len(told) > 0)
+        if len(told):
+            scored = self.scorer.by_update(batch, told, scored)
+            taken_in = self.replay.take_in(batch, step, admitted)
         with clock("rollout"):
             self._wait_for_next()  # the engine takes no weights while it generates
         with clock("push"):
             self.answerer.engine.push_weights(self.policy.weights())
         self.generated_tokens += int(batch.written[batch.fresh].sum())
-        work = {
-            "select": self._read,
-            "generate": together(batch, np.flatnonzero(batch.fresh)),
-            "score": [*scored.read, *together(batch, compared)],
-            "update": together(batch, np.concatenate([NONE, *(one.rows for one in taught)])),
-        }
+        generated, score = together(batch, np.flatnonzero(batch.fresh)), [*scored.read, *together(batch, compared)]
+        work = {"select": self._read, "generate": generated, "score": score, "update": together(batch, trained)}
         metrics = {
             "step": step,
             **answer_metrics(batch, [self.questions[question].source for question in batch.question]),
@@ -166,7 +167,7 @@ class Trainer:
             "generated_tokens": self.generated_tokens,
             **time_metrics(clock.seconds, work, batch),
             "staleness": float(planned.produced is not None),
-            **mismatch(scored),
+            **mismatch(batch, scored),
         }
         notes = (taken_in.note, self.idle.observe(len(batch.trained) > 0 and not updates, batch))
         return StepResult(metrics, batch, work, tuple(filter(None, notes)), tuple(one.applied for one in updates))
@@ -202,16 +203,26 @@ class Trainer:
         return self._prompted(self.replay.settle(batch, among, self.config.questions, step))
 
     def _weigh(self, batch: StepBatch) -> None:
-        """Advantages, what importance ratios refer to, and which rows are learnt from.
+        """Advantages, what the ratios of replayed rows refer to, and which rows are learnt from.
 
         A step on one band of difficulty is the part of a whole step that this band contributes, not a smaller batch.
         """
         setting, objective = self.replay.setting, self.config.objective
         advantages(batch, scale_by_std=setting.scale_by_std, leave_one_out=setting.leave_one_out)
-        weigh_fresh(batch, self.config.rollout.mismatch_cap)
         self.weigher(batch)
         in_band = self.replay.in_band(batch, objective.train_on)[batch.group]
         batch.fill(learnt=in_band & (batch.finished | (not objective.overlong_filter)))
+
+    def _score_needed(
+        self, batch: StepBatch, admitted: Mask | None, scored: Scored, trained: Ints = NONE, told: Ints = NONE
+    ) -> Scored:
+        """Score the fresh rows that the memory or the update needs, but for those that the update will tell.
+
+        The memory needs those that it stores, or all (None) where a function of the method reads them.
+        """
+        stored = batch.fresh if admitted is None else admitted & self.scorer.by_trainer  # the engine knows its own
+        needed = np.union1d(np.flatnonzero(stored), trained[batch.fresh[trained]])
+        return self.scorer.by_a_pass(batch, np.setdiff1d(needed, told), scored)
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
         """Stored answers are compared at temperature 1, whatever the rollout temperature."""
@@ -270,11 +281,10 @@ class Trainer:
         updates: list[UpdateStats] = []
         for minibatch in taught:
             asked = keep_scores and not updates
+            minibatch.refer_to(None if asked else batch, self.config.rollout.mismatch_cap)
             update = self.policy.update(minibatch, clip=clip, term=term, keep_scores=asked)
             if update.scores:
                 batch.put(minibatch.rows, log_prob=update.scores.log_prob, entropy=update.scores.entropy)
-                for later in taught[1:]:
-                    later.refer_to(batch)
             updates.append(update)
         self.skipped_updates += sum(not update.applied for update in updates)
         return updates

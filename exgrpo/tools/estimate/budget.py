@@ -14,6 +14,7 @@ from exgrpo.train.policy.shape import FP32, ModelShape
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import RULES
+from exgrpo.train.replay.supply import settles
 from exgrpo.train.rollout.transformers.decode import KEPT
 from exgrpo.train.rollout.transformers.shared import shares_policy
 from exgrpo.train.run.memory import NF4_BYTES, answers_of_rank, engine_of, frozen_head, slots
@@ -104,8 +105,16 @@ def _weighed(config: Config, replayed: int) -> int:
     return replayed if present == "values" or (present and config.optimizer.steps_per_batch > 1) else 0
 
 
+def _settles(config: Config) -> bool:
+    """Whether what is trained on is decided when the memory has taken in the step."""
+    return settles(rules.find("compose", config.experience.compose)) is not None
+
+
 def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> tuple[Phase, ...]:
-    """Seconds of one step by phase; the optimiser's own arithmetic, grading and evaluations are not counted."""
+    """Seconds of one step by phase; the optimiser's own arithmetic, grading and evaluations are not counted.
+
+    Every answer is taken to be trained on: the first optimiser step scores its own, if it may, and a pass the others.
+    """
     sequence = assumptions.prompt_tokens + assumptions.response_tokens
     decoder, head = shape.decoder_flops(sequence), shape.head_flops(assumptions.response_tokens)
     of_step = work(config, assumptions)
@@ -113,9 +122,11 @@ def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: A
     # products in all: its gradients are formed during the forward. Frozen matrices have no gradient to form.
     passes = (4 if config.policy.checkpointing else 3) - (config.lora.rank > 0)
     products = (2 if frozen_head(config) else 3) + (not _fused_loss(config))
+    told = 1 / config.optimizer.minibatches if config.update_scores and not _settles(config) else 0
+    scored = of_step.fresh * (1 - told + (config.objective.kl_coef > 0))
     flops = {
         "select": of_step.candidates * (decoder + head),
-        "score": of_step.fresh * (decoder + head) * (2 if config.objective.kl_coef else 1),
+        "score": scored * (decoder + head),
         "update": of_step.rows * config.optimizer.passes * (passes * decoder + products * head),
     }
     speed = hardware.gpus * hardware.flops * assumptions.mfu

@@ -4,6 +4,7 @@ G groups of answers to one question each, N rows (answers), T response tokens of
 order of their groups, and the fresh ones of a group before the replayed ones.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, get_args
@@ -51,6 +52,8 @@ OF_TOKEN: dict[str, Any] = {
     "factor": np.float32,
 }
 COLUMNS = {**OF_GROUP, **OF_ROW, **OF_TOKEN}
+SCORES = ("old_log_prob", "log_prob", "entropy")
+"""Of fresh rows, what the trainer computes, and only for those whose numbers something needs."""
 
 
 class StepBatch:
@@ -93,8 +96,9 @@ class StepBatch:
         engine_log_prob: [T] fp32, the engine's own log-prob at the sampling temperature; NaN where it gave none.
         engine_entropy: [T] fp32, the entropy in nats that it saw; NaN where it gave none.
         old_log_prob: [T] fp32 of the policy that wrote the answer, at the sampling temperature; NaN until known.
-        log_prob: [T] fp32 of the policy before this step's update, at the same temperature; NaN until known.
-        entropy: [T] fp32, its entropy in nats; NaN until known.
+        log_prob: [T] fp32 of the policy before this step's update, at the same temperature; NaN until known, and of
+            rows that are neither trained on nor stored.
+        entropy: [T] fp32, its entropy in nats; NaN as `log_prob`.
         reference_log_prob: [T] fp32 of the policy that a divergence refers to; NaN: the row is not compared.
         ratio_log_prob: [T] fp32 of the policy that importance ratios refer to, or `weighing.PRESENT`.
         factor: [T] fp32, of the advantage.
@@ -189,6 +193,13 @@ class StepBatch:
             if name not in vars(self):
                 self.fill(**{name: self._or_nothing(name)})
             getattr(self, name)[places] = values
+
+    def without(self, *names: str) -> "StepBatch":
+        """These rows, without some columns, which cannot be read then."""
+        part = copy.copy(self)
+        for name in names:
+            vars(part).pop(name, None)
+        return part
 
     def _size(self, name: str) -> int:
         return self._sizes[0 if name in OF_GROUP else 1 if name in OF_ROW else 2]

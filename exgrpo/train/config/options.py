@@ -309,6 +309,16 @@ class Config(Section):
         """Tokens per forward pass and rank: what is set or planned, else so many that the longest sequence fits."""
         return self.optimizer.micro_batch_tokens or max(DEFAULT_PASS, self.longest)
 
+    @property
+    def update_scores(self) -> bool:
+        """Whether the first optimiser step may be the one that scores its fresh answers: it sees the policy before it.
+
+        Weights by the engine's log-probs, plans of steps ahead, and a choice among the answers need the scores before.
+        """
+        rollout = self.rollout
+        early = rollout.behaviour == "engine" or rollout.ahead or rollout.refills
+        return not early and self.objective.train_on == "all"
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.optimizer.minibatches > self.questions:

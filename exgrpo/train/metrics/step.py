@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from exgrpo.train.common.step_batch import Ints, StepBatch
+from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.common.success import EPSILON
 from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.flops import Work
-from exgrpo.train.policy.scores import Scored
+from exgrpo.train.policy.scores import Scored, compared
 from exgrpo.train.policy.update import BINS, UpdateStats, log_ratio_quantiles, mismatch_metrics
 from exgrpo.train.replay import Replay
 
@@ -27,20 +27,21 @@ UPDATE_MEANS = (
 
 
 def answer_metrics(batch: StepBatch, sources: Sequence[str]) -> dict[str, float]:
-    """Of the fresh answers of a step, whose scores are known.
+    """Of the fresh answers of a step; entropies are those that are known.
 
     Args:
         batch: the step.
         sources: [G] the data source of each group's question.
     """
     fresh = np.flatnonzero(batch.fresh)
-    counts, at = batch.counts, batch.places(fresh)
+    counts, at, entropy = batch.counts, batch.places(fresh), _entropies(batch)
+    known = entropy[at][batch.own[at] & ~np.isnan(entropy[at])]
     return {
         "reward": float(batch.reward[fresh].mean()),
         **_means("reward", zip(np.array(sources)[batch.group[fresh]].tolist(), batch.reward[fresh], strict=True)),
         **_means("reward_part", (item for parts in batch.parts[fresh] for item in parts.items())),
-        "entropy": float(batch.entropy[at][batch.own[at]].mean()),
-        "entropy_gap": _entropy_gap(batch),
+        "entropy": float(known.mean()) if len(known) else math.nan,
+        "entropy_gap": _entropy_gap(batch, entropy),
         "response_tokens": float(batch.written[fresh].mean()),
         **_of_turns(batch, fresh),
         "truncated": float(np.mean(~batch.finished[fresh])),
@@ -74,17 +75,28 @@ def _of_turns(batch: StepBatch, fresh: Ints) -> dict[str, float]:
     }
 
 
-def _entropy_gap(batch: StepBatch) -> float:
-    """Mean over groups with unequal fresh rewards: entropy of what is below their mean, less that of what is above."""
+def _entropies(batch: StepBatch) -> Floats:
+    """[T] of the policy before the update, by the trainer, or by the engine where only that one knows them; or NaN."""
+    if not batch.has("entropy"):
+        return batch.engine_entropy
+    return np.where(np.isnan(batch.entropy), batch.engine_entropy, batch.entropy)
+
+
+def _entropy_gap(batch: StepBatch, entropies: Floats) -> float:
+    """Mean over groups with unequal fresh rewards: entropy of what is below their mean, less that of what is above.
+
+    Answers without a known entropy do not count, nor do groups that have some on one side only.
+    """
     gaps = []
     for group in range(batch.groups):
         rows = batch.rows_of([group])
         rows = rows[batch.fresh[rows]]
         reward = batch.reward[rows]
         if len(rows) and np.ptp(reward) > EPSILON:
-            entropy = np.array([batch.of_row(row, batch.entropy).mean() for row in rows])
-            above = reward > reward.mean()
-            gaps.append(entropy[~above].mean() - entropy[above].mean())
+            entropy = np.array([batch.of_row(row, entropies).mean() for row in rows])
+            above, known = reward > reward.mean(), ~np.isnan(entropy)
+            if (above & known).any() and (~above & known).any():
+                gaps.append(entropy[~above & known].mean() - entropy[above & known].mean())
     return float(np.mean(gaps)) if gaps else math.nan
 
 
@@ -108,11 +120,12 @@ def replay_metrics(replay: Replay, batch: StepBatch, step: int) -> dict[str, flo
     }
 
 
-def mismatch(scored: Scored) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's; nothing where the engine gave none."""
-    if not len(scored.engine):
+def mismatch(batch: StepBatch, scored: Scored) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's; nothing where no answer is scored by both."""
+    trainer, engine = compared(batch, scored)
+    if not len(engine):
         return {}
-    numbers = mismatch_metrics(scored.trainer, scored.engine)
+    numbers = mismatch_metrics(trainer, engine)
     return {f"mismatch/{name}": value for name, value in numbers.items()}
 
 

@@ -38,10 +38,12 @@ class MiniBatch:
         """Whether any row says what to learn; one that is not a number counts, so that it is noticed."""
         return bool((self.batch.advantage != 0).any())
 
-    def refer_to(self, batch: StepBatch) -> None:
-        """Have the ratios of fresh rows refer to the `log_prob` of the step's batch, which has become known."""
+    def refer_to(self, batch: StepBatch | None, mismatch_cap: float) -> None:
+        """Weigh the fresh rows by the `log_prob` of the step's batch; None: this update itself computes them."""
         fresh = np.flatnonzero(self.batch.fresh)
-        self.batch.put(fresh, ratio_log_prob=batch.log_prob[batch.places(self.rows[fresh])])
+        if batch is not None and len(fresh):
+            self.batch.put(fresh, log_prob=batch.log_prob[batch.places(self.rows[fresh])])
+        weigh_fresh(self.batch, mismatch_cap)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,10 +114,9 @@ def advantages(batch: StepBatch, *, scale_by_std: bool = False, leave_one_out: b
 def weigh_fresh(batch: StepBatch, mismatch_cap: float = math.inf) -> None:
     """Put the log-probs that the ratios of fresh rows refer to, and their factors if there are any.
 
-    These log-probs are those of the policy that wrote the row, or `PRESENT` where only the update will know them: the
-    batch has no `log_prob` then. Where the engine computed them, ratios refer to the trainer's, and the step from the
-    engine that sampled to the trainer is weighed by truncated importance sampling: min(pi_trainer / pi_engine,
-    mismatch_cap).
+    These log-probs are those of the policy before the update, or `PRESENT` where only the update will know them: the
+    batch has no `log_prob` then. Where `old_log_prob` is the engine's, the step from the engine that sampled to the
+    trainer is weighed by truncated importance sampling: min(pi_trainer / pi_engine, mismatch_cap).
 
     Args:
         batch: its rows.
@@ -126,11 +127,11 @@ def weigh_fresh(batch: StepBatch, mismatch_cap: float = math.inf) -> None:
         batch.put(fresh, ratio_log_prob=np.full(batch.length[fresh].sum(), PRESENT))
         return
     of_engine = fresh[batch.behaviour[fresh] == ENGINE]
-    batch.put(fresh, ratio_log_prob=batch.old_log_prob[batch.places(fresh)])
+    batch.put(fresh, ratio_log_prob=batch.log_prob[batch.places(fresh)])
     if len(of_engine):
         places = batch.places(of_engine)
-        trainer, engine = batch.log_prob[places], batch.old_log_prob[places]
-        batch.put(of_engine, ratio_log_prob=trainer, factor=truncated_weight(trainer, engine, mismatch_cap))
+        factor = truncated_weight(batch.log_prob[places], batch.old_log_prob[places], mismatch_cap)
+        batch.put(of_engine, factor=factor)
 
 
 def truncated_weight(trainer: Floats, engine: Floats, cap: float) -> Floats:

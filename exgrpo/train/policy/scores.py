@@ -1,105 +1,109 @@
-"""Scores of fresh answers under the policy before the update, computed no more often than they must be."""
+"""Scores of fresh answers under the policy before the update: of no more answers than something needs."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.config.options import Config
+from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.flops import Reading, together
 from exgrpo.train.policy.policy import Policy
 
-EXACT = 1e-5
-"""Nats. An engine whose log-probs are as near to the trainer's on average knows the trainer's scores: a
-ratio is then wrong by a hundred thousandth, where it is clipped at a fifth."""
+EXACT = 1e-4
+"""Nats, of the mean difference up to which an engine knows the trainer's scores. A ratio is then wrong by 1e-4, a
+two-thousandth of where it is clipped (0.2). Right fp32 paths differ by about sqrt(V) 2^-24, the rounding of a sum over
+V tokens: 1.3e-5 for V = 49,152, 3.1e-5 for V = 262,144."""
 SAMPLED = 1 / 32
 """Share of a step's answers that the trainer scores itself to find out, at least two."""
+NONE = np.empty(0, np.int64)
 
 
 class Scored(NamedTuple):
-    """How the scores of a step's fresh answers became known.
+    """The fresh answers of a step whose scores are known.
 
     Attributes:
-        known: whether they are; else the first optimiser step will know those of its rows.
+        rows: their numbers, rising.
         read: what the trainer has read for that.
-        trainer: fp32 log-probs of the trainer, of the tokens that both it and the engine have scored.
-        engine: those of the engine.
+        sample: of an exact engine, the log-probs of the trainer and its own, of the tokens that both have scored; None:
+            all rows are scored by the trainer.
     """
 
-    known: bool
-    read: list[Reading]
-    trainer: Floats
-    engine: Floats
+    rows: Ints = NONE
+    read: tuple[Reading, ...] = ()
+    sample: tuple[Floats, Floats] | None = None
 
 
 class FreshScorer:
     """Takes scores from where they are known: the engine, the first optimiser step, or a pass of their own.
 
-    They are the columns `log_prob` and `entropy` of a batch; where the trainer is the writer, `old_log_prob`, too.
+    They are the columns `log_prob` and `entropy` of a batch; where the trainer is the writer, `old_log_prob`, too. Rows
+    for which nobody asks have NaN there.
 
     Args:
         config: the run.
         policy: scores.
-        all_trained: whether the update reads every fresh answer.
+        settles: whether a function chooses what is trained on when the memory has taken in the step.
     """
 
-    def __init__(self, config: Config, policy: Policy, *, all_trained: bool = True) -> None:
+    def __init__(self, config: Config, policy: Policy, *, settles: bool = False) -> None:
         self.policy = policy
         self.temperature = config.rollout.temperature
         self.same_arithmetic = config.policy.dtype == "fp32"
         self.by_trainer = config.rollout.behaviour == "trainer"
-        # The first optimiser step sees the policy before it. Weights by the engine's log-probs, plans of steps ahead,
-        # and a choice among the answers need the scores before.
-        self.own_forward = (
-            all_trained and config.objective.train_on == "all" and self.by_trainer and not config.rollout.ahead
-        )
+        self.own_forward = config.update_scores and not settles
 
-    def before(self, batch: StepBatch) -> Scored:
-        """Scores before the update.
+    def by_engine(self, batch: StepBatch) -> Scored:
+        """The scores of all fresh answers, if an engine with the trainer's arithmetic has computed them in sampling.
 
-        An engine with the trainer's arithmetic has computed them in sampling. Whether it has is looked at in each step,
-        on answers from all over the step.
+        Whether it has is looked at in each step, on answers from all over the step.
         """
         fresh = np.flatnonzero(batch.fresh)
         at = batch.places(fresh)
-        by_engine = batch.engine_log_prob[at], batch.engine_entropy[at]
-        if self.same_arithmetic and not np.isnan(by_engine).any():
-            places = np.linspace(0, len(fresh) - 1, max(2, int(SAMPLED * len(fresh)))).round().astype(int)
-            part = batch.take(fresh[places])
-            trainer, engine = _both(part, self.policy.score(part, self.temperature).log_prob)
-            if np.abs(trainer - engine).mean() <= EXACT:
-                self._put(batch, fresh, *by_engine)
-                return Scored(True, together(part), trainer, engine)
-        if self.own_forward:
-            nothing = np.empty(0, np.float32)
-            return Scored(False, [], nothing, nothing)
-        return self._by_a_pass(batch, fresh)
+        log_prob, entropy = batch.engine_log_prob[at], batch.engine_entropy[at]
+        if not self.same_arithmetic or np.isnan(log_prob).any() or np.isnan(entropy).any():
+            return Scored()
+        rows = fresh[np.linspace(0, len(fresh) - 1, max(2, int(SAMPLED * len(fresh)))).round().astype(int)]
+        part = batch.take(rows)
+        trainer, engine = _both(part, self.policy.score(part, self.temperature).log_prob)
+        if not np.abs(trainer - engine).mean() <= EXACT:
+            return Scored()
+        self._put(batch, fresh, log_prob, entropy)
+        return Scored(fresh, tuple(together(part)), (trainer, engine))
 
-    def beside(self, batch: StepBatch, told: Ints) -> list[Reading]:
-        """Score the fresh answers that the first optimiser step will not tell, before it; what was read for that.
-
-        Args:
-            batch: of the step.
-            told: the numbers of the rows in that optimiser step.
-        """
-        left = np.setdiff1d(np.flatnonzero(batch.fresh), told)
-        return self._by_a_pass(batch, left).read if len(left) else []
-
-    def after(self, batch: StepBatch, read: list[Reading]) -> Scored:
-        """Scores that were not known before the update, once it has told its own; `read` is that of `beside`."""
-        fresh = np.flatnonzero(batch.fresh)
-        at = batch.places(fresh)
-        self._put(batch, fresh, batch.log_prob[at], batch.entropy[at])
-        return Scored(True, read, *_both(batch.take(fresh), batch.log_prob[at]))
-
-    def _by_a_pass(self, batch: StepBatch, fresh: Ints) -> Scored:
-        part = batch.take(fresh)
+    def by_a_pass(self, batch: StepBatch, rows: Ints, scored: Scored) -> Scored:
+        """Score those of some fresh rows that are not known yet; no pass if all are."""
+        left = np.setdiff1d(rows, scored.rows)
+        if not len(left):
+            return scored
+        part = batch.take(left)
         score = self.policy.score(part, self.temperature)
-        self._put(batch, fresh, score.log_prob, score.entropy)
-        return Scored(True, together(part), *_both(part, score.log_prob))
+        self._put(batch, left, score.log_prob, score.entropy)
+        return scored._replace(rows=np.union1d(scored.rows, left), read=(*scored.read, *together(part)))
 
-    def _put(self, batch: StepBatch, fresh: Ints, log_prob: Floats, entropy: Floats) -> None:
-        batch.put(fresh, log_prob=log_prob, entropy=entropy, **({"old_log_prob": log_prob} if self.by_trainer else {}))
+    def told(self, taught: Sequence[MiniBatch], scored: Scored) -> Ints:
+        """The fresh rows whose scores the first of the optimiser steps will tell; none if they are needed before."""
+        if not taught or not self.own_forward or len(scored.rows):
+            return NONE
+        return taught[0].rows[taught[0].batch.fresh]
+
+    def by_update(self, batch: StepBatch, rows: Ints, scored: Scored) -> Scored:
+        """Take over what the first optimiser step has told of its fresh rows."""
+        at = batch.places(rows)
+        self._put(batch, rows, batch.log_prob[at], batch.entropy[at])
+        return scored._replace(rows=np.union1d(scored.rows, rows))
+
+    def _put(self, batch: StepBatch, rows: Ints, log_prob: Floats, entropy: Floats) -> None:
+        batch.put(rows, log_prob=log_prob, entropy=entropy, **({"old_log_prob": log_prob} if self.by_trainer else {}))
+
+
+def compared(batch: StepBatch, scored: Scored) -> tuple[Floats, Floats]:
+    """Log-probs of the trainer and of the engine, of the policy's tokens that both have scored."""
+    if scored.sample or not len(scored.rows):
+        return scored.sample or (np.empty(0, np.float32), np.empty(0, np.float32))
+    part = batch.take(scored.rows)
+    return _both(part, part.log_prob)
 
 
 def _both(part: StepBatch, log_prob: Floats) -> tuple[Floats, Floats]:

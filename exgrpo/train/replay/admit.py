@@ -1,7 +1,8 @@
 """Which rows of a graded batch are stored: functions `(batch, setting) -> [N] bool`; replayed rows never are.
 
 Of equal answers to a question the memory keeps the newest if the function says `needs(distinct="response")`, with
-"key" also of those with the same solution key. Otherwise it keeps all, so that a group stays as it was.
+"key" also of those with the same solution key. Otherwise it keeps all, so that a group stays as it was. A function that
+says `needs(scores=True)` may read the scores of fresh rows, which are computed for all of them then.
 """
 
 import numpy as np

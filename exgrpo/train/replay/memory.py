@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.errors import ConfigError, shown
-from exgrpo.train.common.records import Trajectory
-from exgrpo.train.common.step_batch import Doubles, Ints, StepBatch
+from exgrpo.train.common.records import Mask, Trajectory
+from exgrpo.train.common.step_batch import SCORES, Doubles, Ints, StepBatch
 from exgrpo.train.config.replay import Setting
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import Units
@@ -49,6 +49,7 @@ class ExperienceMemory:
         shown: [questions] success count by its latest group, in [0, K], whether or not anything is stored; or `NEVER`.
         earlier: [questions] the same by the group before; or `NEVER`.
         table: what is stored.
+        admits_by_scores: whether `admit` reads the scores of fresh answers.
     """
 
     def __init__(self, questions: int, setting: Setting) -> None:
@@ -65,6 +66,7 @@ class ExperienceMemory:
         self._buckets = BUCKETS[options.bucket_by]
         self._admit = rules.find("admit", options.admit)
         self._distinct = getattr(self._admit, "distinct", None)
+        self.admits_by_scores: bool = getattr(self._admit, "scores", False)
         # Plain GRPO stores nothing and retires nothing.
         self._expire = [rules.find("expire", name) for name in options.forgets if options.ratio > 0]
 
@@ -122,10 +124,16 @@ class ExperienceMemory:
             replays=self.times[questions] - 1,
         )
 
-    def update(self, batch: StepBatch, step: int, *, collect: bool) -> None:
+    def admitted(self, batch: StepBatch) -> Mask:
+        """[N] which rows of a graded step are stored: those that `admit` chooses, but for those without tokens."""
+        chosen = self._admit(batch if self.admits_by_scores else batch.without(*SCORES), self.setting)
+        return chosen & (batch.length > 0) & ~self.retired[batch.question][batch.group]
+
+    def update(self, batch: StepBatch, step: int, *, collect: bool, admitted: Mask | None = None) -> None:
         """Take in the graded groups of one training step, and forget what the functions of `expire` say.
 
-        Questions leave before the delayed start too; answers are stored only where `collect` (after it).
+        Questions leave before the delayed start too; answers are stored only where `collect` (after it). `admitted` is
+        what the method of that name has given; None: it is asked now.
         """
         evidence, question = self.evidence(batch), batch.question
         counts = self._buckets.counts(evidence, self.samples)
@@ -134,7 +142,7 @@ class ExperienceMemory:
             self.times[of_group] += 1
         self.asked[question] = step
         if collect:
-            self._store(batch, evidence)
+            self._store(batch, evidence, self.admitted(batch) if admitted is None else admitted)
         held = self.table.held[question] > 0
         self.count[question[held]] = np.clip(counts[held], 1, self.samples - 1)
         self._forget(step + 1, question[evidence.solved])
@@ -143,13 +151,13 @@ class ExperienceMemory:
         """What groups show about the current policy."""
         return count_successes(batch, self.setting.success, count_replayed=self.setting.options.count_replayed)
 
-    def _store(self, batch: StepBatch, evidence: Evidence) -> None:
+    def _store(self, batch: StepBatch, evidence: Evidence, admitted: Mask) -> None:
         table, most = self.table, self.setting.options.max_per_question
-        # Without tokens there is nothing to replay.
-        admitted = self._admit(batch, self.setting) & (batch.length > 0) & ~self.retired[batch.question][batch.group]
-        group = batch.group[admitted]
+        group, stored = batch.group[admitted], batch.take(admitted)
+        if np.isnan(stored.old_log_prob).any():
+            raise ValueError("old_log_prob: NaN of an answer that is to be stored")
         added = table.add(
-            batch.take(admitted),
+            stored,
             advantage=self._advantages(batch)[admitted],
             successes=evidence.successes[group],
             answers=evidence.rows[group],

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from exgrpo.train.common.records import Rollout
-from exgrpo.train.common.step_batch import Floats, StepBatch
+from exgrpo.train.common.step_batch import SCORES, Floats, StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.replay import ExperienceConfig, MeanScores, PlannedGroup, Replay
 from exgrpo.train.replay.replayed import Weigher
@@ -77,7 +77,7 @@ class _MadeUp:
             behaviour=np.zeros(rows),
             text=[""] * rows,
             parts=[{} for _ in range(rows)],
-            old_log_prob=self.log_probs(batch),
+            **{name: self.log_probs(batch) for name in SCORES},
         )
         return batch
 

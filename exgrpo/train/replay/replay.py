@@ -9,7 +9,7 @@ import numpy as np
 
 from exgrpo.train.common.records import Mask
 from exgrpo.train.common.seeds import generator
-from exgrpo.train.common.step_batch import Ints, StepBatch
+from exgrpo.train.common.step_batch import SCORES, Ints, StepBatch
 from exgrpo.train.common.success import RewardWatch
 from exgrpo.train.config.objective import Band
 from exgrpo.train.config.replay import ExperienceConfig, Setting
@@ -116,6 +116,11 @@ class Replay:
         """Whether what is trained on is decided after the answers are graded."""
         return self._settle is not None
 
+    @property
+    def needs_scores(self) -> bool:
+        """Whether a function of the method reads the scores of the fresh answers of a step."""
+        return (self.active and self.memory.admits_by_scores) or getattr(self._settle, "scores", False)
+
     def _supply(self, batch: int, step: int) -> Supply:
         ratio = self.config.ratio if self.active else 0.0
         return Supply(step, batch, ratio, self.setting, self.memory, self.pool, self._prioritise, self.rng)
@@ -193,7 +198,9 @@ class Replay:
         if self._settle is None:
             batch.fill(trained=among)
             return batch
-        settled = self._settle(batch.of_groups(among), self._supply(size, step))
+        graded = batch.of_groups(among)
+        graded = graded if getattr(self._settle, "scores", False) else graded.without(*SCORES)
+        settled = self._settle(graded, self._supply(size, step))
         late = [one for one in settled if isinstance(one, PlannedGroup)]
         numbers = iter(range(batch.groups, batch.groups + len(late)))
         trained = [next(numbers) if isinstance(one, PlannedGroup) else among[one] for one in settled]
@@ -211,10 +218,20 @@ class Replay:
         asked = np.bincount(batch.group[batch.fresh], minlength=batch.groups) > 0
         return ~asked | BANDS[band](success_counts(self.memory.evidence(batch), samples), samples)
 
-    def take_in(self, batch: StepBatch, step: int) -> TakenIn:
-        """Learn what the graded groups of a step show; what they open or close counts from the next step on."""
+    def admitted(self, batch: StepBatch) -> Mask:
+        """[N] which rows of the graded groups of a step `take_in` stores."""
+        return self.memory.admitted(batch) if self.active else np.zeros(len(batch), bool)
+
+    def take_in(self, batch: StepBatch, step: int, admitted: Mask | None = None) -> TakenIn:
+        """Learn what the graded groups of a step show; what they open or close counts from the next step on.
+
+        Args:
+            batch: of the step; the scores of what is stored are known.
+            step: its number.
+            admitted: [N] what `admitted` has given for them; None: it is asked now.
+        """
         success, rewards = self.setting.success, batch.reward[batch.fresh]
-        self.memory.update(batch, step, collect=self.active)
+        self.memory.update(batch, step, collect=self.active, admitted=admitted)
         self.latch.observe(self._progress(rewards, success))
         return TakenIn(pass_rate(rewards, success), self.watch.observe(rewards))
 

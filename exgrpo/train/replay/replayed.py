@@ -74,10 +74,9 @@ class Weigher:
 
     def _read(self, replayed: StepBatch) -> StepBatch:
         """With the log-probs of the policy before the update where the function needs them, and only there."""
-        if self._present is None:
-            vars(replayed).pop("log_prob", None)
-        elif self._present == "reference" and self._one_update:
+        replayed = replayed.without("log_prob", "entropy")
+        if self._present == "reference" and self._one_update:
             replayed.fill(log_prob=np.full(len(replayed.token), PRESENT))
-        else:
+        elif self._present is not None:
             replayed.fill(log_prob=self._score(replayed))
         return replayed

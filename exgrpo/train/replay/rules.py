@@ -19,6 +19,7 @@ from typing import Any
 
 from exgrpo.train.common.errors import ConfigError, MethodError, cause, nearest, place_in
 from exgrpo.train.common.functions import needs as needs
+from exgrpo.train.common.step_batch import SCORES
 from exgrpo.train.config.replay import KINDS, Kind
 from exgrpo.train.replay.contract import CHECKS
 
@@ -94,6 +95,8 @@ def _hint(error: Exception, kind: str) -> str:
     if isinstance(error, AttributeError) and type(error.obj).__module__.startswith("exgrpo."):
         if kind == "weigh" and error.name == "log_prob":
             return '; `log_prob` of the batch needs @needs(present="values")'
+        if kind in ("admit", "settle") and error.name in SCORES:
+            return f"; `{error.name}` of the batch needs @needs(scores=True)"
         there = [
             name for name in dir(error.obj) if not (name.startswith("_") or callable(getattr(type(error.obj), name, 0)))
         ]

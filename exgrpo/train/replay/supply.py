@@ -5,7 +5,7 @@ after the answers are graded says so by `needs(settle=function)`: `settle(batch,
 step, after the memory has taken them in, and gives numbers of groups, or planned groups of stored answers alone. If
 these are of one answer each, it says `needs(alone=True)`, for such a group has no advantage of its own. If they take
 the places of graded groups, it says `needs(fills=True)`: further questions (`rollout.refills`) would be asked for the
-same places.
+same places. If `settle` reads the scores of fresh rows, it says `needs(scores=True)`.
 """
 
 import dataclasses

@@ -203,8 +203,9 @@ def test_seconds_are_flops_over_speed():
     found = {phase.name: phase for phase in phases(config, shape, HARDWARE, ASSUMED)}
     assert list(found) == ["select", "rollout", "score", "update", "push"]
     forward = shape.decoder_flops(36) + shape.head_flops(20)
-    # Half of four questions are replayed: 14 fresh answers, two of 16 rows come from the buffer.
-    assert found["score"].flops == 14 * forward
+    # Half of four questions are replayed: 14 fresh answers, two of 16 rows come from the buffer. The first of the two
+    # optimiser steps scores its half itself.
+    assert found["score"].flops == 7 * forward
     assert found["select"].flops == 2 * 4 * forward
     assert found["update"].flops == 16 * (4 * shape.decoder_flops(36) + 3 * shape.head_flops(20))
     assert found["update"].seconds == pytest.approx(found["update"].flops / (2 * 1e12 * 0.4))
@@ -215,6 +216,24 @@ def test_seconds_are_flops_over_speed():
     adapted = config.model_copy(update={"lora": LoraConfig(rank=8)})
     (update,) = (phase for phase in phases(adapted, shape, HARDWARE, ASSUMED) if phase.name == "update")
     assert update.flops == 16 * (3 * shape.decoder_flops(36) + 2 * shape.head_flops(20))
+
+
+@pytest.mark.parametrize(
+    ("sections", "scored"),
+    [
+        ({"optimizer": {"minibatches": 1}}, 0),
+        ({"optimizer": {"minibatches": 4, "passes": 2}}, 12),
+        ({"optimizer": {"minibatches": 4}, "objective": {"kl_coef": 0.1}}, 12 + 16),
+        ({"optimizer": {"minibatches": 1}, "rollout": {"samples": 4, "behaviour": "engine"}}, 16),
+        ({"optimizer": {"minibatches": 1}, "objective": {"train_on": "hard"}}, 16),
+        ({"optimizer": {"minibatches": 1}, "experience": {"compose": "in_place", "ratio": 0.5}}, 16),
+    ],
+)
+def test_the_first_optimiser_step_scores_its_own_answers(sections, scored):
+    shape = shape_like(llama())
+    values = {"questions": 4, "rollout": {"samples": 4}, "experience": {"ratio": 0}, **sections}
+    found = {phase.name: phase for phase in phases(recipe(**values), shape, HARDWARE, ASSUMED)}
+    assert found["score"].flops == scored * (shape.decoder_flops(36) + shape.head_flops(20))
 
 
 def test_nothing_is_scored_to_choose_at_random():

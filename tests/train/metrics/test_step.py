@@ -22,6 +22,7 @@ from exgrpo.train.policy.update import (
     log_ratio_quantiles,
 )
 from tests.train.batches import Row, make_batch
+from tests.train.fakes import fake_score
 from tests.train.trainers import half, make
 
 NAMES = [f"q{percent:02}" for percent in PERCENT]
@@ -125,7 +126,8 @@ def test_quantiles_of_a_step_are_over_all_its_updates(monkeypatch):
     def update(minibatch, *, clip, term, keep_scores):
         updates.append(0.1 * (len(updates) + 1))
         counts = torch.stack([torch.from_numpy(counted([updates[-1]] * 9)), torch.zeros(BINS, dtype=torch.int64)])
-        return UpdateStats(0.0, 1.0, True, 0.0, 1.0, 1.0, math.nan, math.nan, 0, counts)
+        scores = fake_score(minibatch.batch.token, 0) if keep_scores else None
+        return UpdateStats(0.0, 1.0, True, 0.0, 1.0, 1.0, math.nan, math.nan, 0, counts, scores)
 
     monkeypatch.setattr(trainer.policy, "update", update)
     metrics = trainer.step(1).metrics

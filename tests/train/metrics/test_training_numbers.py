@@ -131,12 +131,17 @@ def test_the_fraction_of_tokens_with_a_gradient_is_of_fresh_and_replayed_ones(mo
 def test_the_entropy_gap_is_that_of_answers_to_the_same_question():
     def gap(*groups):
         rows = [(i, [Row(reward) for reward in rewards]) for i, (rewards, *_) in enumerate(groups)]
-        return _entropy_gap(make_batch(rows, entropy=np.ravel([entropies for _, *entropies in groups])))
+        entropy = np.ravel([entropies for _, *entropies in groups]).astype(np.float32)
+        return _entropy_gap(make_batch(rows), entropy)
 
     first = ((1, 0, 0), (0.1, 0.3), (0.5, 0.7), (0.9, 1.1))  # 0.2 of the right one, 0.8 of the wrong ones
     second = ((0, 0.4, 0.4), (0.2, 0.2), (0.4, 0.4), (0.6, 0.6))  # by the mean, whatever a success is
     alike = ((1, 1, 1), (9, 9), (9, 9), (9, 9))
     assert gap(first, alike) == pytest.approx(0.6)
+    without = ((1, 0, 0), (0.1, 0.3), (np.nan, np.nan), (0.9, 1.1))  # an answer that is not scored does not count
+    assert gap(without) == pytest.approx(0.8)
+    one_side = ((1, 0, 0), (np.nan, np.nan), (0.5, 0.7), (0.9, 1.1))
+    assert gap(first, one_side) == pytest.approx(0.6)
     assert gap(first, second, alike) == pytest.approx((0.6 - 0.3) / 2)
     assert np.isnan(gap(alike))
 

@@ -159,13 +159,13 @@ def test_log_probs_of_the_engine_make_weights_by_token_and_leave_the_advantage()
     torch.testing.assert_close(tensors.advantage[tensors.target != IGNORED], expected.float())
 
 
-def test_ratios_of_the_trainers_answers_refer_to_their_writer_or_to_the_policy_itself():
+def test_ratios_of_the_trainers_answers_refer_to_the_policy_before_the_update():
     batch = make_batch([(0, [row(2, 1.0), row(3, 0.0, replayed=True)])])
     weigh_fresh(batch)
     assert (batch.ratio_log_prob[:2] == PRESENT).all()
     batch.fill(log_prob=batch.old_log_prob - 1)
     weigh_fresh(batch)
-    np.testing.assert_array_equal(batch.ratio_log_prob, [-1, -2, np.nan, np.nan, np.nan])
+    np.testing.assert_array_equal(batch.ratio_log_prob, [-2, -3, np.nan, np.nan, np.nan])
     assert not batch.has("factor")
 
 

@@ -108,6 +108,30 @@ def test_an_unknown_name_is_told_with_the_near_one(key, name, near):
         configured({key: name})
 
 
+READS = "chosen = batch.by_token(batch.fresh)\n    assert not np.isnan(batch.COLUMN[chosen]).any()\n    "
+
+
+@pytest.mark.parametrize("column", ["old_log_prob", "log_prob", "entropy"])
+@pytest.mark.parametrize("kind", ["admit", "settle"])
+def test_scores_of_fresh_answers_are_there_for_a_function_that_needs_them(own, kind, column):
+    """They are those of all answers; without the declaration the column cannot be read."""
+    reads = OWN.replace("\nfrom", "\nimport numpy as np\nfrom", 1)
+    head = f"def {kind}(" + {"admit": "batch, setting):\n    ", "settle": "batch, supply):\n    "}[kind]
+    reads = reads.replace(head, head + READS.replace("COLUMN", column))
+    own.write_text(reads)
+    config = configured(places(own))
+    with pytest.raises(ConfigError, match=rf"{kind}: .*{column} .*needs @needs\(scores=True\)"):
+        early.check_method(config)
+    own.write_text(reads.replace(head, "@needs(scores=True)\n" + head))
+    early.check_method(config)
+    values = places(own)
+    values["objective"] |= {"entropy_coef": 0.0}
+    trainer = make({**half(12), 3: 0.0}, **values)
+    for step in (1, 2, 3):
+        batch = trainer.step(step).batch
+        assert not np.isnan(batch.entropy[batch.by_token(batch.fresh)]).any()
+
+
 def test_a_term_of_ones_own_advantage_may_have_any_sign(own):
     own.write_text(OWN.replace("old_log_prob, ", "old_log_prob, -(batch.old_log_prob**0), "))
     trainer = make(half(12), objective={"weigh": f"{own}:weigh"})
