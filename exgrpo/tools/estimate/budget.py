@@ -180,14 +180,14 @@ def rollout_seconds(config: Config, shape: ModelShape, hardware: Hardware, assum
         steps = math.ceil(answers / rows) * _longest(rows, config, assumptions)
         adapted = config.lora.rank and shares_policy(config, hardware.gpus)
         busy = min(rows, 2 * tokens / steps / (1 + KEPT))
-        launch = assumptions.layer_launch * (ADAPTED_LAUNCHES if adapted else 1)
+        launch, own = assumptions.layer_launch * (ADAPTED_LAUNCHES if adapted else 1), 0.0
     else:
         steps = max(tokens / rows, _longest(answers, config, assumptions))
-        busy, launch = tokens / steps, 0.0  # a whole step is one CUDA graph
+        busy, launch, own = tokens / steps, 0.0, assumptions.engine_step  # the layers of a step are one CUDA graph
     prompts = answers / config.rollout.samples
     prefill = prompts * shape.decoder_flops(assumptions.prompt_tokens) / (hardware.flops * assumptions.mfu)
     bound = _step_seconds(shape, busy, _mean_context(assumptions), config, hardware, assumptions)
-    return prefill + steps * max(bound, shape.layers * launch)
+    return prefill + steps * (own + max(bound, shape.layers * launch))
 
 
 def _longest(answers: int, config: Config, assumptions: Assumptions) -> float:

@@ -123,6 +123,7 @@ class Assumptions:
         mfu: share of the peak FLOP/s that passes through the model reach, communication included.
         bandwidth_use: share of the memory bandwidth that decoding reaches.
         layer_launch: seconds to launch the kernels of one layer in decoding.
+        engine_step: seconds of vLLM's own work for a step of decoding, in which the GPU waits.
         host_bandwidth: bytes per second between GPU and CPU memory.
     """
 
@@ -133,6 +134,7 @@ class Assumptions:
     mfu: float
     bandwidth_use: float
     layer_launch: float
+    engine_step: float
     host_bandwidth: float
 
 

@@ -176,7 +176,7 @@ def _assumptions(assumptions: Assumptions, kind: str, reserve_gib: float) -> Ite
     yield (
         f"Utilisation: {assumptions.mfu:g} of the peak FLOP/s (--mfu), {assumptions.bandwidth_use:g} of the memory "
         f"bandwidth (--bandwidth-use), {1e6 * assumptions.layer_launch:g} us per layer to launch a decoding step "
-        "(--launch-us), "
+        f"(--launch-us), {1e6 * assumptions.engine_step:g} us of vLLM's own work for one (--engine-us), "
         f"{host}{reserve_gib:g} GiB of each {kind} reserved."
     )
     yield (

@@ -22,6 +22,7 @@ ASSUMED = Assumptions(
     mfu=0.4,
     bandwidth_use=0.5,
     layer_launch=1e-4,
+    engine_step=0.0,
     host_bandwidth=1e10,
 )
 

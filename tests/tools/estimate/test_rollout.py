@@ -61,6 +61,8 @@ def test_vllm_fills_the_places_of_ended_answers(questions):
     found = rollout_seconds(config, shape, slow, assumed) / (4 * shape.read_per_token / 1e3)
     # Both bounds of the estimate are lower ones; they are met where the places stay full, or one batch is enough.
     assert 0.7 * np.mean(simulated) <= found <= 1.02 * np.mean(simulated)
+    own = rollout_seconds(config, shape, slow, dataclasses.replace(assumed, engine_step=1.0))
+    assert own - rollout_seconds(config, shape, slow, assumed) == pytest.approx(found, rel=0.01)
 
 
 def test_vllms_cache_limits_what_it_generates_at_once():
