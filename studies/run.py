@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from exgrpo.train.common.durable import claim
-from exgrpo.train.common.errors import ExgrpoError, OutputError, os_errors_as
+from exgrpo.train.common.errors import ConfigError, ExgrpoError, OutputError, os_errors_as
 from exgrpo.train.common.process import run_program
 from exgrpo.train.config.command_line import options_of
 from studies.left import left_of, table_of
@@ -39,6 +39,7 @@ class Options(BaseModel):
     results: Path = Field(RESULTS, description="File of results, of all studies: what is in it is not run again.")
     runs: Path = Field(RUNS, description="Folder of the runs.")
     plan: bool = Field(False, description="Show what is left, and stop.")
+    arms: tuple[str, ...] = Field((), description="Do only the runs of these arms; none: of all.")
     workers: int = Field(2, ge=1, description="Runs at a time, each on a core of its own.")
 
 
@@ -65,7 +66,8 @@ class Work:
     def waiting(self) -> list[Planned]:
         """Runs that are known to be needed and not begun, in their order."""
         begun = {run.planned.key for run in self.going.values()} | set(self.failed) | set(self.results.by_key)
-        return [run for run in self.study.known(self.height) if run.key not in begun]
+        arms = self.options.arms or self.study.plan.arms
+        return [run for run in self.study.known(self.height) if run.arm in arms and run.key not in begun]
 
     def height(self, key: str) -> float | None:
         """How good a run was."""
@@ -122,6 +124,8 @@ def main(argv: Sequence[str]) -> int:
     def work(resources: ExitStack) -> None:
         options = options_of(Options, PROGRAM, argv)
         study, results = load_study(options.study), ResultFile(options.results)
+        if unknown := set(options.arms) - study.plan.arms.keys():
+            raise ConfigError(f"--arms {', '.join(sorted(unknown))}: {study.path} has {', '.join(study.plan.arms)}")
         console = Console()
         todo = Work(study, results, options, Origin.here())
         console.print(table_of(study, left_of(study, results, todo.height), options.workers))
