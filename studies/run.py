@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from exgrpo.train.common.durable import claim
-from exgrpo.train.common.errors import ConfigError, ExgrpoError, OutputError, os_errors_as
+from exgrpo.train.common.errors import ExgrpoError, OutputError, os_errors_as
 from exgrpo.train.common.process import run_program
 from exgrpo.train.config.command_line import options_of
 from studies.left import left_of, table_of
@@ -31,7 +31,10 @@ RUNS = Path("runs") / "studies"
 
 
 class Options(BaseModel):
-    """Do the runs of a study that have not been done yet; a run that was stopped goes on where it stood."""
+    """Do the runs of a study that have not been done yet; a run that was stopped goes on where it stood.
+
+    `bench` in the place of a study judges a method of your own: see `bench --help`.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,7 +42,8 @@ class Options(BaseModel):
     results: Path = Field(RESULTS, description="File of results, of all studies: what is in it is not run again.")
     runs: Path = Field(RUNS, description="Folder of the runs.")
     plan: bool = Field(False, description="Show what is left, and stop.")
-    arms: tuple[str, ...] = Field((), description="Do only the runs of these arms; none: of all.")
+    tasks: tuple[str, ...] = Field((), description="Only the runs on these tasks; none: on all.")
+    arms: tuple[str, ...] = Field((), description="Only the runs of these arms; none: of all.")
     workers: int = Field(2, ge=1, description="Runs at a time, each on a core of its own.")
 
 
@@ -66,8 +70,7 @@ class Work:
     def waiting(self) -> list[Planned]:
         """Runs that are known to be needed and not begun, in their order."""
         begun = {run.planned.key for run in self.going.values()} | set(self.failed) | set(self.results.by_key)
-        arms = self.options.arms or self.study.plan.arms
-        return [run for run in self.study.known(self.height) if run.arm in arms and run.key not in begun]
+        return [run for run in self.study.known(self.height) if run.key not in begun]
 
     def height(self, key: str) -> float | None:
         """How good a run was."""
@@ -118,27 +121,38 @@ def cores(wanted: int) -> list[int]:
     return sorted(os.sched_getaffinity(0))[:wanted]
 
 
+def do(study: Study, results: ResultFile, options: Options, resources: ExitStack) -> None:
+    """Say what is left of a study, and do it.
+
+    Raises:
+        ExgrpoError: a run has failed, or a folder cannot be written.
+    """
+    console = Console()
+    todo = Work(study, results, options, Origin.here())
+    console.print(table_of(study, left_of(study, results, todo.height), options.workers))
+    if options.plan:
+        return
+    with os_errors_as(OutputError, f"{options.runs} cannot be written"):
+        options.runs.mkdir(parents=True, exist_ok=True)
+    resources.enter_context(claim(options.runs))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        todo.do(progress)
+    if todo.failed:
+        raise RunFailedError("; ".join(todo.failed.values()))
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status."""
+    if argv[:1] == ["bench"]:
+        from studies.bench import main as bench
+
+        return bench(argv[1:])
 
     def work(resources: ExitStack) -> None:
         options = options_of(Options, PROGRAM, argv)
-        study, results = load_study(options.study), ResultFile(options.results)
-        if unknown := set(options.arms) - study.plan.arms.keys():
-            raise ConfigError(f"--arms {', '.join(sorted(unknown))}: {study.path} has {', '.join(study.plan.arms)}")
-        console = Console()
-        todo = Work(study, results, options, Origin.here())
-        console.print(table_of(study, left_of(study, results, todo.height), options.workers))
-        if options.plan:
-            return
-        with os_errors_as(OutputError, f"{options.runs} cannot be written"):
-            options.runs.mkdir(parents=True, exist_ok=True)
-        resources.enter_context(claim(options.runs))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as progress:
-            todo.do(progress)
-        if todo.failed:
-            raise RunFailedError("; ".join(todo.failed.values()))
+        study = load_study(options.study).only(options.tasks, options.arms)
+        do(study, ResultFile(options.results), options, resources)
 
     return run_program(work, "stopped: the same command goes on where it stood")
 

@@ -220,6 +220,19 @@ class Study:
         """Of the file, without its ending."""
         return self.path.stem
 
+    def only(self, tasks: Sequence[str] = (), arms: Sequence[str] = ()) -> "Study":
+        """The study with some of its tasks and arms; none: with all.
+
+        Raises:
+            ConfigError: it has no such task or arm.
+        """
+        parts: dict[str, Any] = {}
+        for name, wanted, of in (("tasks", tasks, self.plan.tasks), ("arms", arms, self.plan.arms)):
+            if unknown := set(wanted) - of.keys():
+                raise ConfigError(f"--{name} {', '.join(sorted(unknown))}: {self.path} has {', '.join(of)}")
+            parts[name] = {one: of[one] for one in of if not wanted or one in wanted}
+        return Study(self.path, self.plan.model_copy(update=parts))
+
     def planned(self, task: str, arm: str, seed: int, chosen: Mapping[str, Any]) -> Planned:
         """A run.
 
@@ -344,6 +357,20 @@ class Study:
         lines = self.plan.lines_of(arm)
         return [*climb(self.start(task, arm), lines, sum(map(len, lines.values())), lambda *_: False).tried]
 
+    def check(self) -> None:
+        """Whether its runs are possible.
+
+        Raises:
+            ConfigError: one is not; the message names its arm and task.
+        """
+        for task, arm in itertools.product(self.plan.tasks, self.plan.arms):
+            for chosen in self.choices(task, arm):
+                run = self.planned(task, arm, self.plan.seeds[0], chosen)
+                try:
+                    check_method(run.config)
+                except ConfigError as error:
+                    raise ConfigError(f"{self.path}, arm {arm} on {task}: {error}") from None
+
 
 def _heights(runs: Sequence[Planned], height: Height) -> list[float] | None:
     """How good each run was; None where one has not been done."""
@@ -367,13 +394,7 @@ def load_study(path: Path) -> Study:
         raise ConfigError(explain(error, Plan, str(path))) from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    for task, arm in itertools.product(study.plan.tasks, study.plan.arms):
-        for chosen in study.choices(task, arm):
-            run = study.planned(task, arm, study.plan.seeds[0], chosen)
-            try:
-                check_method(run.config)
-            except ConfigError as error:
-                raise ConfigError(f"{path}, arm {arm} on {task}: {error}") from None
+    study.check()
     return study
 
 

@@ -97,6 +97,8 @@ def test_some_arms_alone(tmp_path, scripted, capsys):
     assert [arm for arm, *_ in scripted.done] == ["with", "with"]
     assert run(tmp_path, write(tmp_path), "--arms", "wiht") == 2
     assert "--arms wiht: " in capsys.readouterr().err
+    assert run(tmp_path, write(tmp_path), "--tasks", "chess") == 2
+    assert "--tasks chess: " in capsys.readouterr().err
 
 
 def test_a_function_that_has_changed_is_run_again(tmp_path, scripted):
