@@ -9,7 +9,7 @@ _exgrpo() {
         experience) words='--help --question' ;;
         doctor) words='--help --only --output --recipe --skip --timeout' ;;
         kernels) words='--help' ;;
-        study) words='--help --no_plan --plan --results --runs --workers' ;;
+        study) words='--arms --help --no_plan --plan --results --runs --tasks --workers' ;;
         completion) words='bash zsh' ;;
     esac
     COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))

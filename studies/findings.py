@@ -20,7 +20,7 @@ from studies.statistics import (
     improvement,
     interval_of,
 )
-from studies.study import Claim, Counted, Study
+from studies.study import Claim, Planned, Study
 
 Value = Callable[[Result], float]
 SCORES = {"pass_at_1": "Pass@1", "pass_at_k": "Pass@{k}", "distinct_at_k": "distinct@{k}"}
@@ -35,12 +35,14 @@ class Arm:
         name: of the arm.
         runs: by task, one of each seed.
         chosen: by task, what its search has chosen.
+        cut: the tasks on which its trials were at their end before the search was.
         seeds: of the runs, in their order.
     """
 
     name: str
     runs: Mapping[str, Sequence[Result]]
     chosen: Mapping[str, Mapping[str, Any]]
+    cut: Sequence[str]
     seeds: Sequence[int]
 
     def values(self, value: Value, tasks: Sequence[str]) -> list[FloatArray]:
@@ -71,8 +73,7 @@ class Findings:
         """
         plan = study.plan
         names = sorted(plan.arms, key=lambda name: name != plan.baseline)
-        counted = study.counted(lambda key: height(results.by_key.get(key)))
-        arms = [arm for name in names if (arm := _arm(study, name, counted, results.by_key))]
+        arms = [arm for name in names if (arm := _arm(study, name, results.by_key))]
         missing = [name for name in names if name not in {arm.name for arm in arms}]
         if plan.baseline in missing:
             raise ReportError(
@@ -175,13 +176,19 @@ class Findings:
         return difference(ours, theirs)
 
 
-def _arm(study: Study, name: str, counted: Counted, done: Mapping[str, Result]) -> Arm | None:
+def _arm(study: Study, name: str, done: Mapping[str, Result]) -> Arm | None:
     """An arm with the seeds that have been run on all tasks; None where there are none."""
-    planned = {
-        task: {run.seed: run for run in counted[task, name] or () if run.key in done} for task in study.plan.tasks
-    }
+    planned: dict[str, dict[int, Planned]] = {}
+    cut = []
+    for task in study.plan.tasks:
+        _, search = study.searched(task, name, lambda key: height(done.get(key)))
+        if search.best is None:
+            return None
+        runs = [study.planned(task, name, seed, search.best) for seed in study.plan.seeds_of(name)]
+        planned[task] = {run.seed: run for run in runs if run.key in done}
+        cut += [task] * search.cut
     seeds = [seed for seed in study.plan.seeds_of(name) if all(seed in runs for runs in planned.values())]
     if not seeds:
         return None
-    runs = {task: [done[of_task[seed].key] for seed in seeds] for task, of_task in planned.items()}
-    return Arm(name, runs, {task: of_task[seeds[0]].chosen for task, of_task in planned.items()}, seeds)
+    found = {task: [done[of_task[seed].key] for seed in seeds] for task, of_task in planned.items()}
+    return Arm(name, found, {task: of_task[seeds[0]].chosen for task, of_task in planned.items()}, cut, seeds)

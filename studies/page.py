@@ -162,7 +162,8 @@ def _costs(findings: Findings, task: str) -> Table:
     for arm in findings.arms:
         ratios = ["" if arm is base else _ratio(findings.cost_ratio(arm, cost, task)) for cost in COUNTED]
         chosen = ", ".join(f"{key} {value:g}" for key, value in arm.chosen[task].items())
-        rows.append([arm.name, *(f"{findings.spent(arm, cost, task):,.0f}" for cost in COUNTED), *ratios, chosen])
+        cut = " (its trials were at their end)" if task in arm.cut else ""
+        rows.append([arm.name, *(f"{findings.spent(arm, cost, task):,.0f}" for cost in COUNTED), *ratios, chosen + cut])
     text = (
         f"“To its end”: what the arm spends until its mean Pass@1 is the last one of {base.name}, divided by what "
         f"{base.name} spends in all; in bold if the interval is below 1."

@@ -31,9 +31,27 @@ class Options(BaseModel):
 
     study: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")] = Field(description="The study.")
     results: Path = Field(RESULTS, description="File of results.")
+    tasks: tuple[str, ...] = Field((), description="Only these tasks; none: all.")
+    arms: tuple[str, ...] = Field((), description="Only these arms and the baseline; none: all.")
     output: Path | None = Field(
         None, description="Folder of the three files; None: that of the results. They are named as the study."
     )
+
+
+def write(findings: Findings, folder: Path) -> None:
+    """Print the findings in short, and write the three files.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    Console().print(*summary(findings))
+    Console().print(headline(findings), markup=False, highlight=False, soft_wrap=True)
+    for ending, text in ((".html", page(findings)), (".md", table(findings)), (".svg", figure(findings))):
+        path = folder / f"{findings.study.name}{ending}"
+        with os_errors_as(OutputError, f"{path} cannot be written"):
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        print(path)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,16 +60,8 @@ def main(argv: Sequence[str]) -> int:
     def work(_: ExitStack) -> None:
         options = options_of(Options, PROGRAM, argv)
         study = load_study(options.study)
-        findings = Findings.of(study, ResultFile(options.results))
-        folder = options.output or options.results.parent
-        Console().print(*summary(findings))
-        Console().print(headline(findings), markup=False, highlight=False, soft_wrap=True)
-        for ending, text in ((".html", page(findings)), (".md", table(findings)), (".svg", figure(findings))):
-            path = folder / f"{study.name}{ending}"
-            with os_errors_as(OutputError, f"{path} cannot be written"):
-                folder.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
-            print(path)
+        study = study.only(options.tasks, options.arms and (study.plan.baseline, *options.arms))
+        write(Findings.of(study, ResultFile(options.results)), options.output or options.results.parent)
 
     return run_program(work, "stopped")
 

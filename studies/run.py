@@ -31,7 +31,10 @@ RUNS = Path("runs") / "studies"
 
 
 class Options(BaseModel):
-    """Do the runs of a study that have not been done yet; a run that was stopped goes on where it stood."""
+    """Do the runs of a study that have not been done yet; a run that was stopped goes on where it stood.
+
+    `bench` in the place of a study judges a method of your own: see `bench --help`.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,6 +42,8 @@ class Options(BaseModel):
     results: Path = Field(RESULTS, description="File of results, of all studies: what is in it is not run again.")
     runs: Path = Field(RUNS, description="Folder of the runs.")
     plan: bool = Field(False, description="Show what is left, and stop.")
+    tasks: tuple[str, ...] = Field((), description="Only the runs on these tasks; none: on all.")
+    arms: tuple[str, ...] = Field((), description="Only the runs of these arms; none: of all.")
     workers: int = Field(2, ge=1, description="Runs at a time, each on a core of its own.")
 
 
@@ -116,25 +121,38 @@ def cores(wanted: int) -> list[int]:
     return sorted(os.sched_getaffinity(0))[:wanted]
 
 
+def do(study: Study, results: ResultFile, options: Options, resources: ExitStack) -> None:
+    """Say what is left of a study, and do it.
+
+    Raises:
+        ExgrpoError: a run has failed, or a folder cannot be written.
+    """
+    console = Console()
+    todo = Work(study, results, options, Origin.here())
+    console.print(table_of(study, left_of(study, results, todo.height), options.workers))
+    if options.plan:
+        return
+    with os_errors_as(OutputError, f"{options.runs} cannot be written"):
+        options.runs.mkdir(parents=True, exist_ok=True)
+    resources.enter_context(claim(options.runs))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        todo.do(progress)
+    if todo.failed:
+        raise RunFailedError("; ".join(todo.failed.values()))
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status."""
+    if argv[:1] == ["bench"]:
+        from studies.bench import main as bench
+
+        return bench(argv[1:])
 
     def work(resources: ExitStack) -> None:
         options = options_of(Options, PROGRAM, argv)
-        study, results = load_study(options.study), ResultFile(options.results)
-        console = Console()
-        todo = Work(study, results, options, Origin.here())
-        console.print(table_of(study, left_of(study, results, todo.height), options.workers))
-        if options.plan:
-            return
-        with os_errors_as(OutputError, f"{options.runs} cannot be written"):
-            options.runs.mkdir(parents=True, exist_ok=True)
-        resources.enter_context(claim(options.runs))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as progress:
-            todo.do(progress)
-        if todo.failed:
-            raise RunFailedError("; ".join(todo.failed.values()))
+        study = load_study(options.study).only(options.tasks, options.arms)
+        do(study, ResultFile(options.results), options, resources)
 
     return run_program(work, "stopped: the same command goes on where it stood")
 

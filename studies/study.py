@@ -3,7 +3,8 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -17,12 +18,14 @@ from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import merged, read_recipe, recipe_path, validate
 from exgrpo.train.config.section import explain, flat
 from exgrpo.train.run.startup_checks import check_method
+from studies.climb import Choice, Climb, climb
 from studies.results import CURVES
 from studies.sources import by_source, found_from
 
 NO_PART = ("output.", "checkpoint.", "resume", "reward.workers")
 """The beginnings of options that say where and how a run is done, not what it computes."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Values = Annotated[tuple[Any, ...], Field(min_length=1)]
 
 
 class Part(BaseModel):
@@ -46,9 +49,34 @@ class ArmPart(Part):
 
     Attributes:
         seeds: in place of those of the study: the same arm twice shows what seeds alone do.
+        search: values of options, beside or in place of those of `search.over`.
+        trials: in place of `search.trials`.
+        asks: answers that a step generates, divided by questions * rollout.samples: a budget of answers needs it.
     """
 
     seeds: tuple[Seed, ...] = ()
+    search: dict[str, Values] = {}
+    trials: int | None = Field(None, ge=1)
+    asks: float = Field(1.0, gt=0)
+
+
+class Budget(BaseModel):
+    """What a run generates, in place of a number of steps.
+
+    Attributes:
+        answers: in all; the steps follow from what a step asks.
+        evaluations: after the one before the first step, at equal distances.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    answers: int = Field(ge=1)
+    evaluations: int = Field(ge=1)
+
+    def options(self, config: Config, asks: float) -> dict[str, int]:
+        """The options that spend it."""
+        steps = max(1, round(self.answers / (asks * config.questions * config.rollout.samples)))
+        return {"steps": steps, "evaluation.every": math.ceil(steps / self.evaluations)}
 
 
 class Claim(BaseModel):
@@ -75,18 +103,18 @@ class Search(BaseModel):
     """What each arm may choose for itself on each task, before the seeds that count.
 
     Attributes:
-        over: values of each option; all combinations are tried.
+        over: values of each option, in their order.
+        trials: of combinations at most, by `studies.climb` from the arm's own values; None: all are tried.
         seeds: of the runs that are only searched with.
+        budget: of these runs; None: that of the others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    over: dict[str, tuple[Any, ...]] = Field(min_length=1)
+    over: dict[str, Values] = Field(min_length=1)
+    trials: int | None = Field(None, ge=1)
     seeds: tuple[Seed, ...] = Field(min_length=1)
-
-    def choices(self) -> list[dict[str, Any]]:
-        """All combinations of values."""
-        return [dict(zip(self.over, values, strict=True)) for values in itertools.product(*self.over.values())]
+    budget: Budget | None = None
 
 
 class Plan(BaseModel):
@@ -100,6 +128,7 @@ class Plan(BaseModel):
         arms: by name.
         baseline: the arm that the others are compared with.
         seeds: of the runs that count.
+        budget: of each run, in place of steps.
         search: what is chosen before.
         claims: to be held against the runs.
         next: what a reader of the page may do then.
@@ -114,6 +143,7 @@ class Plan(BaseModel):
     arms: dict[str, ArmPart] = Field(min_length=1)
     baseline: str
     seeds: tuple[Seed, ...] = Field(min_length=1)
+    budget: Budget | None = None
     search: Search | None = None
     claims: tuple[Claim, ...] = ()
     next: tuple[str, ...] = ()
@@ -134,6 +164,18 @@ class Plan(BaseModel):
     def seeds_of(self, arm: str) -> tuple[int, ...]:
         """The seeds of an arm's runs that count."""
         return self.arms[arm].seeds or self.seeds
+
+    def budget_of(self, seed: int) -> Budget | None:
+        """What a run of a seed generates; None: its settings say that."""
+        return (self.search and seed in self.search.seeds and self.search.budget) or self.budget
+
+    def trials_of(self, arm: str, all_of_them: int) -> int:
+        """How many choices an arm may try."""
+        return (self.search and self.search.trials and (self.arms[arm].trials or self.search.trials)) or all_of_them
+
+    def lines_of(self, arm: str) -> dict[str, Values]:
+        """The values among which an arm chooses; empty without a search."""
+        return {**self.search.over, **self.arms[arm].search} if self.search else {}
 
 
 @dataclass(frozen=True)
@@ -159,6 +201,8 @@ class Planned:
 
 Counted = dict[tuple[str, str], list[Planned] | None]
 """The runs that count, by task and arm; None: the arm has not chosen yet."""
+Trials = list[tuple[Choice, list[Planned]]]
+"""What an arm has tried on a task or tries now, and the runs by which that is judged."""
 Height = Callable[[str], float | None]
 """How good the run of a key was; None: it has not been run."""
 
@@ -175,6 +219,19 @@ class Study:
     def name(self) -> str:
         """Of the file, without its ending."""
         return self.path.stem
+
+    def only(self, tasks: Sequence[str] = (), arms: Sequence[str] = ()) -> "Study":
+        """The study with some of its tasks and arms; none: with all.
+
+        Raises:
+            ConfigError: it has no such task or arm.
+        """
+        parts: dict[str, Any] = {}
+        for name, wanted, of in (("tasks", tasks, self.plan.tasks), ("arms", arms, self.plan.arms)):
+            if unknown := set(wanted) - of.keys():
+                raise ConfigError(f"--{name} {', '.join(sorted(unknown))}: {self.path} has {', '.join(of)}")
+            parts[name] = {one: of[one] for one in of if not wanted or one in wanted}
+        return Study(self.path, self.plan.model_copy(update=parts))
 
     def planned(self, task: str, arm: str, seed: int, chosen: Mapping[str, Any]) -> Planned:
         """A run.
@@ -194,7 +251,10 @@ class Study:
         layers = [read_recipe(recipe) for recipe in recipes]
         settings = [plan.settings, *(part.settings for part in parts), dict(chosen), {"seed": seed}]
         origin = f"{self.path}, arm {arm} on {task}"
-        config = validate(merged(*layers, *(found_from(layer, self.path.parent) for layer in settings)), origin)
+        values = merged(*layers, *(found_from(layer, self.path.parent) for layer in settings))
+        config = validate(values, origin)
+        if budget := plan.budget_of(seed):
+            config = validate(merged(values, budget.options(config, plan.arms[arm].asks)), origin)
         samples = config.evaluation.samples
         if config.data.test is None or samples < 2 or samples.bit_count() > 1:
             raise ConfigError(
@@ -203,24 +263,65 @@ class Study:
             )
         return Planned(task, arm, seed, chosen, config, key_of(config))
 
-    def searched(self, task: str, arm: str) -> list[tuple[dict[str, Any], list[Planned]]]:
-        """Each choice of an arm on a task, and the runs that it is judged by; empty without a search."""
-        search = self.plan.search
+    def searched(self, task: str, arm: str, height: Height) -> tuple[Trials, Climb]:
+        """What an arm tries on a task, and what came of it so far; with a search over all values, all at once."""
+        search, lines = self.plan.search, self.plan.lines_of(arm)
         if search is None:
-            return []
-        return [
-            (chosen, [self.planned(task, arm, seed, chosen) for seed in search.seeds]) for chosen in search.choices()
-        ]
+            return [], Climb([], {})
+        if search.trials is None:
+            choices = [dict(zip(lines, values, strict=True)) for values in itertools.product(*lines.values())]
+            trials = [(one, [self.planned(task, arm, seed, one) for seed in search.seeds]) for one in choices]
+            heights = [_heights(runs, height) for _, runs in trials]
+            known = [np.mean(of) for of in heights if of is not None]
+            return trials, Climb(choices, choices[int(np.argmax(known))] if len(known) == len(choices) else None)
+        needed: dict[str, tuple[Choice, dict[str, Planned]]] = {}
+
+        def runs_of(choice: Choice, seeds: Sequence[int]) -> list[Planned]:
+            runs = [self.planned(task, arm, seed, choice) for seed in seeds]
+            _, of_choice = needed.setdefault(json.dumps(choice), (choice, {}))
+            of_choice.update({run.key: run for run in runs})
+            return runs
+
+        def beats(one: Choice, other: Choice) -> bool | None:
+            for count in range(1, len(search.seeds) + 1):
+                ours, theirs = (_heights(runs_of(of, search.seeds[:count]), height) for of in (one, other))
+                if ours is None or theirs is None:
+                    return None
+                if np.mean(ours) <= np.mean(theirs):
+                    return False
+            return True
+
+        start = self.start(task, arm)
+        found = climb(start, lines, self.plan.trials_of(arm, 0), beats, self._possible(task, arm))
+        return [(choice, list(runs.values())) for choice, runs in needed.values()], found
+
+    def start(self, task: str, arm: str) -> Choice:
+        """The values with which an arm comes into the search.
+
+        Raises:
+            ConfigError: one is none of those that are searched.
+        """
+        own = flat(self.planned(task, arm, self.plan.seeds[0], {}).config)
+        lines = self.plan.lines_of(arm)
+        for name, values in lines.items():
+            if own.get(name) not in values:
+                value = f"is {own[name]}" if name in own else "is no option"
+                raise ConfigError(f"{self.path}, arm {arm} on {task}: {name} {value}, none of those searched over")
+        return {name: own[name] for name in lines}
+
+    def _possible(self, task: str, arm: str) -> Callable[[Choice], bool]:
+        def possible(choice: Choice) -> bool:
+            try:
+                self.planned(task, arm, self.plan.seeds[0], choice)
+            except ConfigError:
+                return False
+            return True
+
+        return possible
 
     def chosen(self, task: str, arm: str, height: Height) -> dict[str, Any] | None:
-        """What an arm has chosen on a task: the best mean height; None where a run of its search is missing."""
-        tried = self.searched(task, arm)
-        if not tried:
-            return {}
-        heights = [[height(run.key) for run in runs] for _, runs in tried]
-        if any(one is None for of_choice in heights for one in of_choice):
-            return None
-        return tried[int(np.argmax(np.mean(np.array(heights, np.float64), axis=1)))][0]
+        """What an arm has chosen on a task; None where a run of its search is missing."""
+        return self.searched(task, arm, height)[1].best
 
     def counted(self, height: Height) -> Counted:
         """The runs that count, by task and arm; None where the arm has not chosen yet."""
@@ -233,16 +334,48 @@ class Study:
         return found
 
     def known(self, height: Height) -> Iterator[Planned]:
-        """All runs that are known to be needed, each once: those of the searches, then seed by seed."""
-        runs = [
-            run
-            for task, arm in itertools.product(self.plan.tasks, self.plan.arms)
-            for _, of_choice in self.searched(task, arm)
-            for run in of_choice
-        ]
-        counted = [of for of in self.counted(height).values() if of is not None]
-        runs += [run for of_seed in itertools.zip_longest(*counted) for run in of_seed if run is not None]
+        """All runs that are known to be needed, each once, task by task.
+
+        With a search arm by arm: its search, then its seeds. Without one seed by seed.
+        """
+        counted, runs = self.counted(height), []
+        for task in self.plan.tasks:
+            of_task = [counted[task, arm] or [] for arm in self.plan.arms]
+            if self.plan.search is None:
+                runs += [run for of_seed in itertools.zip_longest(*of_task) for run in of_seed if run is not None]
+                continue
+            for arm, of_arm in zip(self.plan.arms, of_task, strict=True):
+                trials, _ = self.searched(task, arm, height)
+                runs += [*(run for _, of_choice in trials for run in of_choice), *of_arm]
         yield from {run.key: run for run in runs}.values()
+
+    def choices(self, task: str, arm: str) -> list[Choice]:
+        """What has to be possible before the first run: all choices, or the first one and its neighbours."""
+        search = self.plan.search
+        if search is None or search.trials is None:
+            return [choice for choice, _ in self.searched(task, arm, lambda _: None)[0]] or [{}]
+        lines = self.plan.lines_of(arm)
+        return [*climb(self.start(task, arm), lines, sum(map(len, lines.values())), lambda *_: False).tried]
+
+    def check(self) -> None:
+        """Whether its runs are possible.
+
+        Raises:
+            ConfigError: one is not; the message names its arm and task.
+        """
+        for task, arm in itertools.product(self.plan.tasks, self.plan.arms):
+            for chosen in self.choices(task, arm):
+                run = self.planned(task, arm, self.plan.seeds[0], chosen)
+                try:
+                    check_method(run.config)
+                except ConfigError as error:
+                    raise ConfigError(f"{self.path}, arm {arm} on {task}: {error}") from None
+
+
+def _heights(runs: Sequence[Planned], height: Height) -> list[float] | None:
+    """How good each run was; None where one has not been done."""
+    found = [height(run.key) for run in runs]
+    return [one for one in found if one is not None] if None not in found else None
 
 
 def load_study(path: Path) -> Study:
@@ -261,13 +394,7 @@ def load_study(path: Path) -> Study:
         raise ConfigError(explain(error, Plan, str(path))) from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    for task, arm in itertools.product(study.plan.tasks, study.plan.arms):
-        for chosen, _ in study.searched(task, arm) or [({}, [])]:
-            run = study.planned(task, arm, study.plan.seeds[0], chosen)
-            try:
-                check_method(run.config)
-            except ConfigError as error:
-                raise ConfigError(f"{path}, arm {arm} on {task}: {error}") from None
+    study.check()
     return study
 
 

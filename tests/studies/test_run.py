@@ -68,10 +68,11 @@ def run(folder, study, *options):
 
 def test_the_search_comes_first_and_decides(tmp_path, scripted):
     assert run(tmp_path, write(tmp_path, search=SEARCH)) == 0
-    assert {seed for _, seed, _, _ in scripted.done[:4]} == {100}
-    assert sorted((arm, seed, lr) for arm, seed, lr, _ in scripted.done[4:]) == [
-        (arm, seed, 3e-4) for arm in ("with", "without") for seed in (0, 1)
-    ]
+    for name in ("with", "without"):
+        of_arm = [(seed, lr) for arm, seed, lr, _ in scripted.done if arm == name]
+        assert {seed for seed, _ in of_arm[:2]} == {100}
+        assert sorted(of_arm[2:]) == [(0, 3e-4), (1, 3e-4)]
+    assert scripted.done[0][0] == "without", "arm by arm"
     assert scripted.most == 2
     assert {core for *_, core in scripted.done} == {0, 1}
     assert len(scripted.tidied) == 8
@@ -89,6 +90,15 @@ def test_a_plan_runs_nothing_and_nothing_is_run_twice(tmp_path, scripted, capsys
         (arm, seed) for arm in ("with", "without") for seed in (0, 1)
     ]
     assert "4 of 4 runs are done" in capsys.readouterr().out
+
+
+def test_some_arms_alone(tmp_path, scripted, capsys):
+    assert run(tmp_path, write(tmp_path), "--arms", "with") == 0
+    assert [arm for arm, *_ in scripted.done] == ["with", "with"]
+    assert run(tmp_path, write(tmp_path), "--arms", "wiht") == 2
+    assert "--arms wiht: " in capsys.readouterr().err
+    assert run(tmp_path, write(tmp_path), "--tasks", "chess") == 2
+    assert "--tasks chess: " in capsys.readouterr().err
 
 
 def test_a_function_that_has_changed_is_run_again(tmp_path, scripted):

@@ -107,11 +107,11 @@ def test_an_arm_chooses_the_best_mean_over_the_seeds_of_the_search(tmp_path):
     assert len(searched) == 2 * 2 * 2
     heights = {}
     for arm, of_arm in (("without", ((0.9, 0.1), (0.6, 0.7))), ("with", ((0.5, 0.6), (0.8, 0.2)))):
-        for (_, runs), of_choice in zip(study.searched("countdown", arm), of_arm, strict=True):
+        for (_, runs), of_choice in zip(study.searched("countdown", arm, nothing)[0], of_arm, strict=True):
             heights |= {run.key: height for run, height in zip(runs, of_choice, strict=True)}
     assert study.chosen("countdown", "without", heights.get) == {"optimizer.lr": 3e-4}
     assert study.chosen("countdown", "with", heights.get) == {"optimizer.lr": 1e-4}
-    del heights[study.searched("countdown", "with")[0][1][0].key]
+    del heights[study.searched("countdown", "with", nothing)[0][0][1][0].key]
     assert study.chosen("countdown", "with", heights.get) is None
     counted = [run for run in study.known(heights.get) if run.seed < 100]
     assert [(run.arm, run.seed, dict(run.chosen)) for run in counted] == [

@@ -1,0 +1,169 @@
+"""`exgrpo study bench METHOD`: a verdict about a method against the best GRPO, whose runs are there already."""
+
+import shlex
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from pydantic import BaseModel, ConfigDict, Field
+
+from exgrpo.train.common.errors import ConfigError, ReportError
+from exgrpo.train.common.process import run_program
+from exgrpo.train.config.command_line import options_of
+from exgrpo.train.config.recipe import merged, read_recipe, recipe_path
+from exgrpo.train.config.replay import KINDS, Kind
+from exgrpo.train.config.section import flat
+from studies import report, run
+from studies.findings import Findings
+from studies.origin import ROOT
+from studies.results import ResultFile
+from studies.sources import found_from
+from studies.statistics import height
+from studies.study import ArmPart, Study, load_study
+from studies.verdict import costs, verdict, warnings
+
+PROGRAM = "exgrpo study bench"
+PROTOCOL = ROOT / "studies" / "strongest.yaml"
+FOLDER = Path("runs") / "bench"
+PRESET = "recommended"
+QUICK = ("colouring", "countdown")
+QUICK_TRIALS = 3
+METHOD = ("experience.", "objective.", "optimizer.", "questions", "rollout.samples", "rollout.refills")
+"""The beginnings of options that are a method's own."""
+IGNORED = ("steps", "seed", "output.", "checkpoint.", "evaluation.every")
+"""The beginnings of options that the protocol sets."""
+
+
+class Options(BaseModel):
+    """Judge a method against the best GRPO and the recommended recipe, at equal generated tokens: docs/referee.md."""
+
+    model_config = ConfigDict(frozen=True)
+
+    method: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="METHOD")] = Field(
+        min_length=1, description="Recipes, and functions as FILE.py:FUNCTION; later ones win."
+    )
+    kind: Kind = Field("prioritise", description="Which of the five functions of a method a function is.")
+    asks: float = Field(
+        1.0,
+        gt=0,
+        description="Answers that a step generates, divided by questions * rollout.samples: efficient has 0.3.",
+    )
+    quick: bool = Field(
+        False, description="Two tasks and three learning rates; else all tasks and the whole search, for hours."
+    )
+    name: str = Field("mine", pattern=r"^[\w.-]+$", description="Of the method, and of its files.")
+    output: Path = Field(FOLDER, description="Folder of results, runs and pages.")
+    workers: int = Field(2, ge=1, description="Runs at a time, each on a core of its own.")
+    plan: bool = Field(False, description="Show what is left, and stop.")
+
+
+def method_of(options: Options, folder: Path) -> dict[str, Any]:
+    """The options of a method; its paths are from a folder, that in which the program is started.
+
+    Raises:
+        ConfigError: a recipe is wrong, or sets what is no part of a method.
+    """
+    layers = []
+    for name in options.method:
+        file = name.rpartition(":")[0]
+        if file.endswith(".py"):
+            value: Any = (name,) if options.kind == "expire" else name
+            layers.append({KINDS[options.kind].option: value})
+        else:
+            layers.append(read_recipe(recipe_path(Path(name), folder)))
+    values = {name: value for name, value in flat(merged(*layers)).items() if not name.startswith(IGNORED)}
+    if foreign := [name for name in values if not name.startswith(METHOD)]:
+        raise ConfigError(
+            f"{', '.join(options.method)}: the protocol has its own models, questions, rewards and evaluations: "
+            f"leave out {', '.join(foreign)}"
+        )
+    return found_from(values, folder)
+
+
+def match(study: Study, options: Options, done: ResultFile, folder: Path) -> Study:
+    """The study of a method against the arms that stand, on the tasks where these have been run.
+
+    Raises:
+        ConfigError: the method is wrong.
+        ReportError: there are no runs of the baseline.
+    """
+    plan = study.plan
+    if options.name in plan.arms:
+        raise ConfigError(f"--name {options.name}: the protocol has an arm of this name; take another one")
+    judged = {key: height(result) for key, result in done.by_key.items()}
+    against = [name for name in (plan.baseline, PRESET) if name in plan.arms]
+
+    def stands(task: str, arm: str) -> bool:
+        chosen = study.chosen(task, arm, judged.get)
+        seeds = plan.seeds_of(arm)
+        return chosen is not None and all(study.planned(task, arm, seed, chosen).key in judged for seed in seeds)
+
+    tasks = [task for task in plan.tasks if all(stands(task, arm) for arm in against)]
+    tasks = [task for task in tasks if task in QUICK] if options.quick else tasks
+    if not tasks:
+        needed = " and ".join(against)
+        raise ReportError(f"{done.path} has no complete runs of {needed}: python -m studies.run {study.path}")
+    values = method_of(options, folder)
+    lines = {name: _with(line, values.get(name)) for name, line in plan.lines_of(plan.baseline).items()}
+    mine = ArmPart(
+        settings=values,
+        text=" ".join(options.method),
+        asks=options.asks,
+        search={name: line for name, line in lines.items() if plan.search and name in plan.search.over},
+        trials=QUICK_TRIALS if options.quick else None,
+    )
+    parts = {"arms": {**{name: plan.arms[name] for name in against}, options.name: mine}, "claims": ()}
+    whole = Study(study.path, plan.model_copy(update=parts)).only(tasks)
+    whole.check()
+    return whole
+
+
+def _with(line: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    """A line of values with a method's own one in its place."""
+    return line if value is None or value in line else tuple(sorted({*line, value}))
+
+
+def judge(study: Study, options: Options, results: ResultFile) -> list[str]:
+    """Write the page and the tables; returns the verdict, and what is to be known beside it.
+
+    Raises:
+        ReportError: no seed of the method has been run.
+        OutputError: the folder cannot be written.
+    """
+    findings = Findings.of(study, results)
+    arms = {arm.name: arm for arm in findings.arms}
+    if options.name not in arms:
+        raise ReportError(f"{options.name} has no seed that has been run on all tasks: the same command goes on")
+    mine = arms[options.name]
+    said = [verdict(findings, mine), *warnings(findings, mine, options.asks), *costs(findings, mine)]
+    plan = study.plan
+    said.append(
+        f"{len(mine.seeds)} seeds on {len(study.plan.tasks)} tasks; {results.path} has the runs. Of methods that "
+        "change nothing, about one in twenty would be called better or worse: docs/referee.md."
+    )
+    title = f"Referee: {options.name} against {plan.baseline}"
+    plan = plan.model_copy(update={"title": title, "text": " ".join(said)})
+    shown = Study(options.output / f"{options.name}.yaml", plan)
+    report.write(replace(findings, study=shown), options.output)
+    return said
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; returns its exit status."""
+
+    def work(resources: ExitStack) -> None:
+        options = options_of(Options, PROGRAM, argv)
+        standing, results = ResultFile(run.RESULTS), ResultFile(options.output / f"{options.name}.jsonl")
+        study = match(load_study(PROTOCOL), options, standing, Path.cwd())
+        results.by_key = {**standing.by_key, **results.by_key}
+        work_options = run.Options(
+            study=study.path, runs=options.output / "runs", workers=options.workers, plan=options.plan
+        )
+        run.do(study, results, work_options, resources)
+        if not options.plan:
+            print("\n".join(judge(study, options, results)))
+
+    return run_program(work, f"stopped: the same command goes on: {PROGRAM} {shlex.join(argv)}")

@@ -1,0 +1,124 @@
+"""Searches by trials on heights in closed form."""
+
+import math
+
+import pytest
+
+from exgrpo.train.common.errors import ConfigError
+from studies.climb import climb
+from studies.left import left_of
+from studies.results import ResultFile
+from studies.study import load_study
+from tests.studies.plans import result, write
+
+RATES = tuple(2.0**i for i in range(-10, 11))
+COUNTS = tuple(range(1, 33))
+
+
+def search(height, start, lines, trials=1000, **options):
+    return climb(start, lines, trials, lambda one, other: height(one) > height(other), **options)
+
+
+@pytest.mark.parametrize("start", [(-10, 1), (10, 32), (0, 8), (3, 17)])
+def test_it_finds_the_top_of_a_hill_and_has_tried_its_neighbours(start):
+    def height(choice):
+        return -((math.log2(choice["lr"]) - 3) ** 2) - (choice["count"] - 17) ** 2 / 50
+
+    found = search(height, {"lr": 2.0 ** start[0], "count": start[1]}, {"lr": RATES, "count": COUNTS})
+    assert found.best == {"lr": 8.0, "count": 17}
+    assert not found.cut
+    for near in ({"lr": 4.0}, {"lr": 16.0}, {"count": 16}, {"count": 18}):
+        assert {**found.best, **near} in found.tried
+    assert len(found.tried) == len({tuple(one.items()) for one in found.tried}), "nothing is tried twice"
+
+
+def test_a_ridge_between_two_options_is_climbed_if_it_is_broad():
+    # The best count is twice the rate: neither option alone gets there.
+    found = search(
+        lambda choice: choice["lr"] - 10 * abs(math.log2(choice["count"] / choice["lr"]) - 1),
+        {"lr": 1.0, "count": 2},
+        {"lr": (1.0, 1.5, 2.0, 3.0, 4.0), "count": (2, 3, 4, 6, 8)},
+    )
+    assert found.best == {"lr": 1.0, "count": 2}, "a search of single options ends on a narrow ridge"
+    found = search(
+        lambda choice: choice["lr"] - 0.5 * abs(math.log2(choice["count"] / choice["lr"]) - 1),
+        {"lr": 1.0, "count": 2},
+        {"lr": (1.0, 2.0, 3.0, 4.0), "count": (2, 4, 6, 8)},
+    )
+    assert found.best == {"lr": 4.0, "count": 8}
+
+
+def test_it_ends_with_its_trials_and_says_so():
+    found = search(lambda choice: choice["lr"], {"lr": RATES[0]}, {"lr": RATES}, trials=4)
+    assert (found.best, len(found.tried), found.cut) == ({"lr": RATES[3]}, 4, True)
+    found = search(lambda choice: choice["lr"], {"lr": RATES[0]}, {"lr": RATES[:4]}, trials=4)
+    assert (found.best, found.cut) == ({"lr": RATES[3]}, False), "the line has no more values"
+
+
+def test_what_is_impossible_is_no_trial():
+    lines = {"lr": RATES, "count": COUNTS}
+    found = search(
+        lambda choice: choice["count"] + choice["lr"] / 100,
+        {"lr": 1.0, "count": 1},
+        lines,
+        possible=lambda choice: choice["count"] <= choice["lr"],
+    )
+    assert found.best == {"lr": RATES[-1], "count": 32}
+    assert all(choice["count"] <= choice["lr"] for choice in found.tried)
+
+
+SEARCH = {"over": {"optimizer.lr": [1e-4, 2e-4, 4e-4, 8e-4]}, "trials": 4, "seeds": [100, 101]}
+BUDGET = {"budget": {"answers": 640, "evaluations": 4}, "settings": {"questions": 8, "evaluation.samples": 4}}
+
+
+def test_a_trial_has_its_second_seed_only_if_it_is_better_with_the_first(tmp_path):
+    arms = {"one": {"settings": {"optimizer.lr": 2e-4}}}
+    study = load_study(write(tmp_path, search=SEARCH, arms=arms, baseline="one"))
+    heights, order = {}, []
+    of = {1e-4: (0.1, 0.9), 2e-4: (0.4, 0.3), 4e-4: (0.5, 0.4), 8e-4: (0.6, 0.2)}
+    while missing := [run for run in study.known(heights.get) if run.key not in heights and run.seed >= 100]:
+        run = missing[0]
+        order.append((run.config.optimizer.lr, run.seed))
+        heights[run.key] = of[run.config.optimizer.lr][run.seed - 100]
+    assert order == [
+        *((4e-4, 100), (2e-4, 100), (4e-4, 101), (2e-4, 101)),  # better with both
+        *((8e-4, 100), (8e-4, 101)),  # better with the first, but not in the mean
+    ]
+    trials, found = study.searched("countdown", "one", heights.get)
+    assert found.best == study.chosen("countdown", "one", heights.get) == {"optimizer.lr": 4e-4}
+    assert {run.seed for run in study.known(heights.get)} == {0, 1, 100, 101}
+    assert len(trials) == 3
+
+
+def test_steps_follow_from_a_budget_and_what_a_step_asks(tmp_path):
+    arms = {"one": {}, "fewer": {"asks": 0.25}, "larger": {"settings": {"questions": 16}}}
+    search = {**SEARCH, "over": {"optimizer.minibatches": [1, 2]}, "budget": {"answers": 320, "evaluations": 2}}
+    study = load_study(write(tmp_path, **BUDGET, search=search, arms=arms, baseline="one"))
+
+    def spent(arm, seed):
+        config = study.planned("countdown", arm, seed, {}).config
+        return config.steps, config.evaluation.every
+
+    assert [spent(arm, 0) for arm in arms] == [(10, 3), (40, 10), (5, 2)]
+    assert [spent(arm, 100) for arm in arms] == [(5, 3), (20, 10), (2, 1)]
+
+
+def test_what_is_left_counts_a_run_for_each_trial(tmp_path):
+    arms = {"one": {"settings": {"optimizer.lr": 2e-4}, "seeds": [1, 2, 3], "trials": 3}}
+    search = {**SEARCH, "budget": {"answers": 320, "evaluations": 2}}
+    study = load_study(write(tmp_path, **BUDGET, search=search, arms=arms, baseline="one"))
+    results = ResultFile(tmp_path / "results.jsonl")
+    assert left_of(study, results, results.by_key.get).left == 2 + 1 + 3
+    first = next(study.known(results.by_key.get))
+    results.add(result(first.key, 0.1, seconds=2.0))
+    left = left_of(study, results, lambda key: 0.1 if key in results.by_key else None)
+    assert left.of == {("one", "countdown"): (1, 6)}
+    assert left.seconds == pytest.approx(2 * 10 + 3 * 20), "runs that count generate twice as much"
+
+
+def test_an_arm_begins_with_values_that_are_searched(tmp_path):
+    with pytest.raises(ConfigError, match=r"arm without on countdown: optimizer.lr is .*, none of those searched over"):
+        load_study(write(tmp_path, search={**SEARCH, "over": {"optimizer.lr": [1.0]}}))
+    arms = {"without": {"settings": {"optimizer.lr": 2e-4}, "search": {"optimizer.lrr": [1]}}}
+    with pytest.raises(ConfigError, match="optimizer.lrr"):
+        load_study(write(tmp_path, search=SEARCH, arms=arms))
