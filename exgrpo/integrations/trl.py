@@ -4,10 +4,13 @@ K answers per question (`num_generations`), B questions per generation (`generat
 tokens, N rows of this process.
 """
 
+import copy
 import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,12 @@ with needs(__name__, "exgrpo[trl]"):
 
     from exgrpo.integrations.trl_batch import deal, group_advantages, places, rebuild
     from exgrpo.integrations.trl_config import ExGRPOConfig, check
-    from exgrpo.integrations.trl_replay import load_replay, placed, plan_generation, save_replay
+    from exgrpo.integrations.trl_replay import load_replay, placed, plan_generation, refill, save_replay, start_replay
     from exgrpo.train.common.records import Score
     from exgrpo.train.common.step_batch import StepBatch
     from exgrpo.train.replay import MeanScores, PlannedGroup, Replay
     from exgrpo.train.replay.replayed import Weigher
+    from exgrpo.train.run.traces import check_traces
 
 __all__ = ["ExGRPOConfig", "ExGRPOTrainer", "FusedLossMixin"]
 
@@ -86,24 +90,62 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
+        if self.generation == 0 and (started := start_replay(self)) and self.accelerator.is_main_process:
+            print(started, flush=True)
         samples, processes = self.num_generations, self.accelerator.num_processes
         questions = len(inputs) * processes // samples
-        plan = plan_generation(self.replay, questions, self.generation, processes // math.gcd(processes, samples))
+        multiple = processes // math.gcd(processes, samples)
+        plan = plan_generation(self.replay, questions, self.generation, multiple)
         stored = self.replay.select(plan.groups, self._mean_scores)
         output, batch = self._answer(plan.groups, stored)
+        batch = self._refilled(batch, questions, multiple)
         taken_in = self.replay.take_in(batch, self.generation)
         left_out = np.isin(batch.question, list(plan.fillers)) & self.replay.settles
-        batch = self.replay.settle(batch, np.flatnonzero(~left_out), questions, self.generation)
+        among = np.flatnonzero(~left_out)
+        if self.args.refills:
+            teaching = among[batch.teaches[among]]
+            among = (teaching if len(teaching) else among)[:questions]
+        refilled = batch.groups - len(plan.groups)
+        batch = self.replay.settle(batch, among, questions, self.generation)
         output = self._trained_batch(output, batch, len(plan.groups))
         self.generation += 1
         if taken_in.note and self.accelerator.is_main_process:
             warnings.warn(taken_in.note, stacklevel=2)
-        self._log_experience(taken_in.pass_rate, int(batch.replayed.sum()))
+        self._log_experience(taken_in.pass_rate, int(batch.replayed.sum()), refilled)
         self.control.should_training_stop |= self.replay.finished
         return output
 
-    def _answer(self, groups: Sequence[PlannedGroup], stored: StepBatch) -> tuple[dict[str, Tensor], StepBatch]:
-        """TRL's batch of K rows for each planned group, and the graded answers of all processes."""
+    def _refilled(self, batch: StepBatch, questions: int, multiple: int) -> StepBatch:
+        """The batch, and behind it groups of further questions while too few have a gradient."""
+        for _ in range(self.args.refills):
+            more = refill(self.replay, batch, questions, self.generation, multiple)
+            if not more:
+                break
+            with self._uncounted():
+                _, further = self._answer(more, self.replay.select(more, self._mean_scores), behind=True)
+            batch = batch.behind(further)
+        return batch
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """TRL's metrics and its table of completions stay those of the first draw; tokens count wherever they come."""
+        metrics, logs = self._metrics, self._logs
+        self._metrics = {mode: defaultdict(list) for mode in metrics}
+        self._logs = copy.deepcopy(logs)
+        try:
+            yield
+            metrics["train"]["num_tokens"] = self._metrics["train"]["num_tokens"]
+        finally:
+            self._metrics, self._logs = metrics, logs
+
+    def _answer(
+        self, groups: Sequence[PlannedGroup], stored: StepBatch, *, behind: bool = False
+    ) -> tuple[dict[str, Tensor], StepBatch]:
+        """TRL's batch of K rows for each planned group, and the graded answers of all processes.
+
+        With `behind`, these answers come behind TRL's batch of another call, which has no importance ratios of them:
+        here these are factors.
+        """
         place = placed(groups, stored, self.num_generations)
         self._mixed = bool((place >= 0).any())
         of_row = np.repeat([group.question for group in groups], self.num_generations)
@@ -115,7 +157,11 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         output = super()._generate_and_score_completions([self.train_dataset[question] for question in questions])
         if "old_per_token_logps" not in output:
             output["old_per_token_logps"] = self._log_probs(output)
-        parts = gather_object([self._written(output, first)])
+        written = self._written(output, first)
+        if behind and "importance_sampling_ratio" in output:
+            mask = output["completion_mask"].bool()
+            written["factor"] = output["importance_sampling_ratio"].expand(mask.shape)[mask].float().cpu().numpy()
+        parts = gather_object([written])
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         return output, StepBatch(stored.question, **columns).beside(stored)
 
@@ -248,11 +294,12 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             inputs[f"{name}_mask"] = pad([torch.ones_like(one) for one in ids], padding_value=0, **whole)
         return {name: tensor.to(self.accelerator.device) for name, tensor in inputs.items()}
 
-    def _log_experience(self, pass_rate: float, replayed: int) -> None:
+    def _log_experience(self, pass_rate: float, replayed: int, refilled: int) -> None:
         memory = self.replay.memory
         numbers = {
             "pass_rate": pass_rate,
             "replayed": replayed,
+            "refilled": refilled,
             "replay_open": float(self.replay.latch.open),
             "buffer_questions": len(memory),
             "buffer_trajectories": memory.trajectory_count,
@@ -279,6 +326,8 @@ def _check(given: Mapping[str, Any]) -> None:
     if not isinstance(args, ExGRPOConfig):
         raise TypeError(f"args: expected an ExGRPOConfig, got {type(args).__name__}")
     check(args)  # its fields may have been set since it was made
+    if args.experience.start:
+        check_traces(args.experience.start)
     if not isinstance(train_dataset, Dataset):
         raise TypeError(
             f"train_dataset: expected a datasets.Dataset, got {type(train_dataset).__name__}: experience "

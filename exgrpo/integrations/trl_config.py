@@ -14,7 +14,14 @@ with needs(__name__, "exgrpo[trl]"):
     from trl import GRPOConfig
 
     from exgrpo.train.common.errors import ConfigError
-    from exgrpo.train.config.options import ExperienceConfig, ObjectiveConfig, PolicyConfig, RewardConfig, Section
+    from exgrpo.train.config.options import (
+        ExperienceConfig,
+        ObjectiveConfig,
+        PolicyConfig,
+        RewardConfig,
+        RolloutConfig,
+        Section,
+    )
     from exgrpo.train.config.section import explain
     from exgrpo.train.replay import rules
     from exgrpo.train.replay.rehearsal import rehearse
@@ -77,6 +84,9 @@ class ExGRPOConfig(GRPOConfig):
     max_age: int | None = _experience("max_age")
     max_uses: int | None = _experience("max_uses")
     capacity: int | None = _experience("capacity")
+    start: str | None = _experience("start")
+    start_log_prob: str = _experience("start_log_prob")
+    refills: int = _of_recipe(RolloutConfig, "refills")
     success: float = _of_recipe(RewardConfig, "success")
     weigh: str = _objective("weigh")
     replay_beta: float = _objective("beta")
@@ -126,6 +136,7 @@ def check(options: ExGRPOConfig) -> None:
         if not _is_number(getattr(options, name), -math.inf, math.inf):
             raise ConfigError(f"{name}: expected a finite number, got {getattr(options, name)!r}")
     _ = options.kernel_memory  # which checks it
+    _section(RolloutConfig, {"refills": options.refills})
     for name in ("epsilon", "epsilon_high"):
         value = getattr(options, name)
         if not (_is_number(value, 0, math.inf) or (name == "epsilon_high" and value is None)):
@@ -149,15 +160,21 @@ def _check_method(options: ExGRPOConfig, experience: ExperienceConfig, objective
             f"admit={options.admit!r}: compares answers by the keys of their solutions, and rewards in TRL give none; "
             "use admit='successes'"
         )
+    if options.refills and getattr(rules.find("compose", experience.compose), "fills", False):
+        raise ConfigError(
+            f"refills={options.refills}: asks further questions in the place of groups without a gradient, and "
+            f"compose={options.compose!r} puts stored groups there; leave one of them out"
+        )
     rehearse(experience, objective, options.num_generations, options.success)
-    if options.compose in AS_GENERATED and options.advantage == "group":
+    if options.compose in AS_GENERATED and options.advantage == "group" and not options.refills:
         return
     of_whole = {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}
     if given := [f"{name}={value!r}" for name, value in of_whole.items() if getattr(options, name) == value]:
         raise ConfigError(
             f"{', '.join(given)}: divides by a deviation over all answers of a generation, and with "
-            f"compose={options.compose!r} and advantage={options.advantage!r} there are answers of other generations; "
-            "use scale_rewards 'none' or 'group' and multi_objective_aggregation='sum_then_normalize'"
+            f"compose={options.compose!r}, advantage={options.advantage!r} and refills={options.refills} the answers "
+            "that are trained on are others; use scale_rewards 'none' or 'group' and "
+            "multi_objective_aggregation='sum_then_normalize'"
         )
 
 
