@@ -1,7 +1,7 @@
 """The options of ExGRPO in TRL: those of GRPOConfig, and those of a recipe of `exgrpo.train`."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from exgrpo.extras import needs
 from exgrpo.integrations.trl_loss import beyond_kernel
 
 with needs(__name__, "exgrpo[trl]"):
+    from datasets import Dataset
     from pydantic import ValidationError
     from trl import GRPOConfig
 
@@ -25,7 +26,10 @@ with needs(__name__, "exgrpo[trl]"):
     from exgrpo.train.config.section import explain
     from exgrpo.train.replay import rules
     from exgrpo.train.replay.rehearsal import rehearse
+    from exgrpo.train.run.traces import check_traces
 
+IN_PLACE = ("mixed", "traced")
+"""Functions `compose` that put stored answers in the places of fresh ones."""
 AS_GENERATED = ("mixed", "traced", "again")
 """Functions `compose` that train on the groups that TRL knows."""
 BETAS = (1e-6, 1e6)
@@ -151,6 +155,42 @@ def check(options: ExGRPOConfig) -> None:
     if beyond := beyond_kernel(options):
         raise ConfigError(f"{', '.join(beyond)}: not part of the objective with replay; leave it at its default")
     _check_method(options, options.experience, options.objective)
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """The arguments of `ExGRPOTrainer`, before a model is loaded; it says what they raise."""
+    args, train_dataset = given.get("args"), given.get("train_dataset")
+    if not isinstance(args, ExGRPOConfig):
+        raise TypeError(f"args: expected an ExGRPOConfig, got {type(args).__name__}")
+    check(args)  # its fields may have been set since it was made
+    if args.experience.start:
+        check_traces(args.experience.start)
+    if not isinstance(train_dataset, Dataset):
+        raise TypeError(
+            f"train_dataset: expected a datasets.Dataset, got {type(train_dataset).__name__}: experience "
+            "belongs to questions by index; a streamed one can be made a Dataset by Dataset.from_generator"
+        )
+    questions = args.generation_batch_size // args.num_generations
+    if len(train_dataset) < questions:
+        raise ValueError(
+            f"train_dataset: a generation takes {questions} different questions and there are "
+            f"{len(train_dataset)}; lower generation_batch_size"
+        )
+    if {"image", "images"} & set(train_dataset.column_names):
+        raise ValueError("train_dataset: has images, and replay is of text; use GRPOTrainer with FusedLossMixin")
+    acting = [name for name in ("tools", "environment_factory") if given.get(name)]
+    if acting and args.compose in IN_PLACE:
+        raise ValueError(in_place_of_turns(", ".join(acting), args.compose))
+    if args.start and "environment_factory" in acting:
+        raise ValueError("start: the prompts of its questions are not known before the environment is; leave one out")
+
+
+def in_place_of_turns(acting: str, compose: str) -> str:
+    """Why stored answers cannot take the places of fresh ones where tools or environments take part, in a line."""
+    return (
+        f"{acting}: compose={compose!r} puts stored answers in the places of fresh ones, which the tools or "
+        "environments of those never saw; use a composition that adds stored answers, such as 'appended'"
+    )
 
 
 def _check_method(options: ExGRPOConfig, experience: ExperienceConfig, objective: ObjectiveConfig) -> None:

@@ -4,8 +4,11 @@ and the state in a checkpoint.
 It imports no TRL.
 """
 
+import copy
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +68,44 @@ def plan_generation(replay: Replay, batch: int, step: int, multiple: int = 1) ->
     groups = [*planned, *(PlannedGroup(question, replay.memory.samples) for question in fillers)]
     # The order does not matter to what is settled before an answer joins.
     return Plan(sorted(groups, key=lambda group: group.choose > 0), frozenset(fillers))
+
+
+@contextmanager
+def uncounted(trainer: Any) -> Iterator[None]:
+    """Within it, TRL's metrics and table of completions stay as they are; tokens count wherever they come."""
+    metrics, logs = trainer._metrics, trainer._logs
+    trainer._metrics = {mode: defaultdict(list) for mode in metrics}
+    trainer._logs = copy.deepcopy(logs)
+    try:
+        yield
+        metrics["train"]["num_tokens"] = trainer._metrics["train"]["num_tokens"]
+    finally:
+        trainer._metrics, trainer._logs = metrics, logs
+
+
+class Prompts:
+    """The prompts of questions where a rollout function or an environment makes them.
+
+    Attributes:
+        ids: token ids by question.
+    """
+
+    def __init__(self) -> None:
+        self.ids: dict[int, list[int]] = {}
+
+    def learn(self, asked: Iterable[tuple[int, list[int]]]) -> None:
+        """Remember what questions were asked with.
+
+        Raises:
+            ValueError: a question has had another prompt, behind which stored answers to it were written.
+        """
+        for question, ids in asked:
+            if self.ids.setdefault(question, ids) != ids:
+                raise ValueError(
+                    f"train_dataset: row {question} has another prompt than before, and stored answers are scored "
+                    "behind the prompt of their question; let rollout_func, or reset of the environment, make it from "
+                    "the row alone, as the chat template does"
+                )
 
 
 def refill(replay: Replay, batch: StepBatch, questions: int, step: int, multiple: int = 1) -> list[PlannedGroup]:
@@ -159,7 +200,11 @@ def start_replay(trainer: Any) -> Started | None:
         eos=tuple(sorted(trainer.eos_token_ids, key=lambda eos: eos != own)),
         vocabulary=trainer._causal_lm(trainer.model).config.get_text_config().vocab_size,
     )
-    return start_experience(run, encoding)
+    started = start_experience(run, encoding)
+    if started and trainer.rollout_func is not None:
+        held = set(trainer.replay.memory.table.column("question").tolist())
+        trainer.prompts.learn((of.index, list(of.prompt)) for of in run.questions if of.index in held)
+    return started
 
 
 def _questions(trainer: Any) -> list[Question]:
@@ -182,9 +227,14 @@ def _text(prompt: str | list[dict[str, str]]) -> str:
     return said[0].content if len(said) == 1 else as_text(said)
 
 
-def save_replay(folder: Path, replay: Replay, generation: int) -> None:
-    """Write the state of a replay, and the number of generations so far, to a folder, which is made."""
+def save_replay(folder: Path, replay: Replay, generation: int, prompts: Prompts | None = None) -> None:
+    """Write the state of a replay, and the number of generations so far, to a folder, which is made.
+
+    Of the prompts, those of questions with stored answers are written.
+    """
     state = replay.state()
+    held = set(replay.memory.table.column("question").tolist())
+    kept = {question: ids for question, ids in prompts.ids.items() if question in held} if prompts else {}
     index = ExperienceStore(folder).save(state.trajectories)
     saved = {
         "arrays": write_checked(folder, {**index, **state.arrays}),
@@ -193,12 +243,13 @@ def save_replay(folder: Path, replay: Replay, generation: int) -> None:
         "rewards_seen": state.values["rewards_seen"],
         "pool_position": state.values["pool_position"],
         **state.values["generators"],
+        **({"prompts": kept} if kept else {}),
     }
     (folder / STATE).write_text(json.dumps(saved), encoding="utf-8")
 
 
-def load_replay(folder: Path, replay: Replay) -> int:
-    """Let a replay go on from a saved state.
+def load_replay(folder: Path, replay: Replay, prompts: Prompts | None = None) -> int:
+    """Let a replay go on from a saved state, with the prompts in it.
 
     Returns:
         the number of generations that are in it.
@@ -230,6 +281,8 @@ def load_replay(folder: Path, replay: Replay) -> int:
         "pool_position": saved["pool_position"],
         "generators": {"pool": saved["pool"], "replay": saved["replay"]},
     }
+    if prompts is not None:
+        prompts.ids = {int(question): ids for question, ids in saved.get("prompts", {}).items()}
     trajectories = ExperienceStore(folder).load(arrays)
     replay.restore(ReplayState(values, arrays, trajectories))
     return int(saved["generation"])

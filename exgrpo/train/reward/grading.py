@@ -101,7 +101,7 @@ def math_no_think_form(response: str, gold: str) -> float:
     """
     content = boxed_answer(response)
     if content is None and tagged_answer(response) is not None:
-        content = final_answer(response).startswith("\\boxed{") or ""
+        return float(final_answer(response).startswith("\\boxed{"))
     if content is not None:
         return float(content != "")
     stated = _stated_answer(response) or ""
