@@ -7,7 +7,7 @@ tokens, N rows of this process.
 import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,22 @@ from exgrpo.integrations.trl_loss import FusedLossMixin, Objective, at_temperatu
 with needs(__name__, "exgrpo[trl]"):
     import numpy as np
     from accelerate.utils import gather_object
-    from datasets import Dataset
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
     from trl import GRPOTrainer
     from trl.trainer.utils import pad
 
-    from exgrpo.integrations.trl_batch import deal, group_advantages, places, rebuild
-    from exgrpo.integrations.trl_config import ExGRPOConfig, check
-    from exgrpo.integrations.trl_replay import load_replay, placed, plan_generation, save_replay
+    from exgrpo.integrations.trl_batch import deal, group_advantages, places, rebuild, with_stored
+    from exgrpo.integrations.trl_config import ExGRPOConfig, check_arguments, in_place_of_turns
+    from exgrpo.integrations.trl_replay import (
+        Prompts,
+        load_replay,
+        placed,
+        plan_generation,
+        refill,
+        save_replay,
+        start_replay,
+        uncounted,
+    )
     from exgrpo.train.common.records import Score
     from exgrpo.train.common.step_batch import StepBatch
     from exgrpo.train.replay import MeanScores, PlannedGroup, Replay
@@ -42,16 +50,17 @@ EXPERIENCE = "experience"
 class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     """GRPOTrainer that replays earlier successes beside fresh answers.
 
-    Takes the arguments of `trl.GRPOTrainer` except `rollout_func`, `tools` and `environment_factory`. An answer is a
-    success if the sum of its weighted rewards is at least `success` (see `bucket_by` for continuous rewards); where no
-    answer is one, or every one, although rewards differ, a warning says so. The data loader only says how many steps
-    there are: which rows of `train_dataset` make a generation is decided by the experience, so that questions give way
-    to replayed ones and solved ones leave. Training stops once all are solved.
+    Takes the arguments of `trl.GRPOTrainer`; tools and environments go with compositions that add stored answers to
+    fresh ones. An answer is a success if the sum of its weighted rewards is at least `success` (see `bucket_by` for
+    continuous rewards); where no answer is one, or every one, although rewards differ, a warning says so. The data
+    loader only says how many steps there are: which rows of `train_dataset` make a generation is decided by the
+    experience, so that questions give way to replayed ones and solved ones leave. Training stops once all are solved.
 
     Attributes:
         replay: what is stored, which questions are solved, and whether replay has begun.
         generation: number of generations taken in so far. What is a training step to `exgrpo.train` is one here, so
             this is the step of a trajectory, and what `max_age` counts.
+        prompts: what questions were asked with, where `rollout_func` or an environment makes it.
 
     Raises:
         TypeError: `args` is no ExGRPOConfig, or `train_dataset` no `datasets.Dataset`.
@@ -59,7 +68,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _check(dict(zip(inspect.signature(GRPOTrainer).parameters, args, strict=False)) | kwargs)
+        check_arguments(dict(zip(inspect.signature(GRPOTrainer).parameters, args, strict=False)) | kwargs)
         super().__init__(*args, **kwargs)
         self.replay = Replay(
             self.args.experience,
@@ -77,6 +86,10 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             one_update=self.args.gradient_accumulation_steps % micro_batches == 0,
         )
         self.generation = 0
+        self.prompts = Prompts()
+        self._rollout_func: Any = self.rollout_func
+        self.rollout_func: Any = self._rollout_func and self._roll_out
+        self._questions: list[int] = []  # of the rows of this process, while a generation is made
         self._stored: dict[int, list[int]] = {}  # tokens by row of this process, while a generation is made
         self._rewards = np.empty(0)  # of all rows of all processes in that generation
         self._mixed = False  # whether any process has a stored answer in the place of a fresh one in it
@@ -86,24 +99,50 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
+        if self.generation == 0 and (started := start_replay(self)) and self.accelerator.is_main_process:
+            print(started, flush=True)
         samples, processes = self.num_generations, self.accelerator.num_processes
         questions = len(inputs) * processes // samples
-        plan = plan_generation(self.replay, questions, self.generation, processes // math.gcd(processes, samples))
+        multiple = processes // math.gcd(processes, samples)
+        plan = plan_generation(self.replay, questions, self.generation, multiple)
         stored = self.replay.select(plan.groups, self._mean_scores)
         output, batch = self._answer(plan.groups, stored)
+        batch = self._refilled(batch, questions, multiple)
         taken_in = self.replay.take_in(batch, self.generation)
         left_out = np.isin(batch.question, list(plan.fillers)) & self.replay.settles
-        batch = self.replay.settle(batch, np.flatnonzero(~left_out), questions, self.generation)
+        among = np.flatnonzero(~left_out)
+        if self.args.refills:
+            teaching = among[batch.teaches[among]]
+            among = (teaching if len(teaching) else among)[:questions]
+        refilled = batch.groups - len(plan.groups)
+        batch = self.replay.settle(batch, among, questions, self.generation)
         output = self._trained_batch(output, batch, len(plan.groups))
         self.generation += 1
         if taken_in.note and self.accelerator.is_main_process:
             warnings.warn(taken_in.note, stacklevel=2)
-        self._log_experience(taken_in.pass_rate, int(batch.replayed.sum()))
+        self._log_experience(taken_in.pass_rate, int(batch.replayed.sum()), refilled)
         self.control.should_training_stop |= self.replay.finished
         return output
 
-    def _answer(self, groups: Sequence[PlannedGroup], stored: StepBatch) -> tuple[dict[str, Tensor], StepBatch]:
-        """TRL's batch of K rows for each planned group, and the graded answers of all processes."""
+    def _refilled(self, batch: StepBatch, questions: int, multiple: int) -> StepBatch:
+        """The batch, and behind it groups of further questions while too few have a gradient."""
+        for _ in range(self.args.refills):
+            more = refill(self.replay, batch, questions, self.generation, multiple)
+            if not more:
+                break
+            with uncounted(self):
+                _, further = self._answer(more, self.replay.select(more, self._mean_scores), behind=True)
+            batch = batch.behind(further)
+        return batch
+
+    def _answer(
+        self, groups: Sequence[PlannedGroup], stored: StepBatch, *, behind: bool = False
+    ) -> tuple[dict[str, Tensor], StepBatch]:
+        """TRL's batch of K rows for each planned group, and the graded answers of all processes.
+
+        With `behind`, these answers come behind TRL's batch of another call, which has no importance ratios of them:
+        here these are factors.
+        """
         place = placed(groups, stored, self.num_generations)
         self._mixed = bool((place >= 0).any())
         of_row = np.repeat([group.question for group in groups], self.num_generations)
@@ -111,11 +150,21 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         first = self.accelerator.process_index * rows
         mine = np.flatnonzero((place >= first) & (place < first + rows))
         self._stored = {int(place[i]) - first: stored.token[stored.at(i)].tolist() for i in mine.tolist()}
-        questions = of_row[first : first + rows].tolist()
-        output = super()._generate_and_score_completions([self.train_dataset[question] for question in questions])
+        self._questions = of_row[first : first + rows].tolist()
+        if self._mixed and (self.tools or self.environment_factories):  # a function of one's own composes
+            raise ValueError(in_place_of_turns("tools, environment_factory", self.args.compose))
+        output = super()._generate_and_score_completions([self.train_dataset[one] for one in self._questions])
         if "old_per_token_logps" not in output:
             output["old_per_token_logps"] = self._log_probs(output)
-        parts = gather_object([self._written(output, first)])
+        written = self._written(output, first)
+        if behind and "importance_sampling_ratio" in output:
+            mask = output["completion_mask"].bool()
+            written["factor"] = output["importance_sampling_ratio"].expand(mask.shape)[mask].float().cpu().numpy()
+        if self.rollout_func is not None or self.environment_factories is not None:
+            prompts = zip(self._questions, output["prompt_ids"], output["prompt_mask"], strict=True)
+            asked = [(question, ids[mask.bool()].tolist()) for question, ids, mask in prompts]
+            self.prompts.learn(pair for pairs in gather_object([asked]) for pair in pairs)
+        parts = gather_object([written])
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         return output, StepBatch(stored.question, **columns).beside(stored)
 
@@ -124,6 +173,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         rows = np.array([i for i in range(len(output["completion_ids"])) if i not in self._stored], np.int64)
         names = ("completion_ids", "completion_mask", "old_per_token_logps")
         ids, mask, log_probs = (output[name].cpu()[rows] for name in names)
+        own = output["tool_mask"].cpu()[rows] if "tool_mask" in output else torch.ones_like(mask)
         inside, length = mask.bool(), mask.sum(1).numpy()
         last = ids.numpy()[np.arange(len(rows)), length - 1]
         return {
@@ -135,7 +185,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             "penalty": np.zeros(len(rows)),
             "step": np.full(len(rows), self.generation),
             "token": ids[inside].numpy(),
-            "own": np.ones(length.sum(), bool),
+            "own": own[inside].bool().numpy(),
             "old_log_prob": log_probs[inside].float().numpy(),
         }
 
@@ -157,7 +207,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         # Losses that are means over rows or over tokens of a generation do not count those that fill up. (bnpo is a
         # mean over the tokens of each micro-batch, which has them by its mask.)
         self._rows = max(1, len(rows)) / (processes * steps)
-        output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], int(batch.length[rows].sum()))
+        output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], int(batch.written[rows].sum()))
         mine = dealt[index]
         return rebuild(output, batch.take(mine), place[mine] - index * per_process, size, self._collate)
 
@@ -168,19 +218,43 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         generate = super()._generate_single_turn
         if not (self.model.training and self._mixed):
             return generate(prompt_ids, images, multimodal_fields, num_generations, **kwargs)
-        fresh = [i for i in range(len(prompt_ids)) if i not in self._stored]
-        most = int(self.accelerator.gather(torch.tensor([len(fresh)], device=self.accelerator.device)).max())
-        # Processes generate together, so all do the same number of rows.
-        rows = [*fresh, *([0] * (most - len(fresh)))]
+        rows = self._fresh_rows(len(prompt_ids))
         fields = {name: [values[i] for i in rows] for name, values in multimodal_fields.items()}
         completions, log_probs = generate([prompt_ids[i] for i in rows], images, fields, 1, **kwargs)
-        by_row = self._stored | dict(zip(fresh, completions, strict=False))
-        completions = [by_row[i] for i in range(len(prompt_ids))]
-        if log_probs is not None:
-            # To TRL None is a token whose sampling probability is unknown: its importance weight is 1.
-            of_fresh = dict(zip(fresh, log_probs, strict=False))
-            log_probs = [of_fresh.get(i, [None] * len(ids)) for i, ids in enumerate(completions)]
-        return completions, log_probs
+        # To TRL None is a token whose sampling probability is unknown: its importance weight is 1.
+        return with_stored(rows, completions, self._stored), log_probs and with_stored(rows, log_probs, self._unknown())
+
+    def _roll_out(self, prompts: list, trainer: Any) -> dict[str, Any]:
+        """What the rollout function gives, which is not asked for rows that are replayed."""
+        if not (self.model.training and self._mixed):
+            return self._rollout_func(prompts, trainer)
+        rows = self._fresh_rows(len(prompts))
+        given = dict(self._rollout_func([prompts[i] for i in rows], trainer))
+        if extra := sorted(given.keys() - {"prompt_ids", "completion_ids", "logprobs", "env_mask"}):
+            raise ValueError(
+                f"rollout_func: gives {', '.join(extra)} for rewards, which stored answers in the places of fresh ones "
+                f"do not have; use a composition that adds stored answers, such as 'appended', for "
+                f"compose={self.args.compose!r}"
+            )
+        prompt_ids = dict(zip(self._stored, self._prompt_ids([self._questions[i] for i in self._stored]), strict=True))
+        output = {
+            "prompt_ids": with_stored(rows, given["prompt_ids"], prompt_ids),
+            "completion_ids": with_stored(rows, given["completion_ids"], self._stored),
+            "logprobs": given["logprobs"] and with_stored(rows, given["logprobs"], self._unknown()),
+        }
+        if "env_mask" in given:  # that of stored answers is in the batch
+            ones = {i: [1] * len(ids) for i, ids in self._stored.items()}
+            output["env_mask"] = with_stored(rows, given["env_mask"], ones)
+        return output
+
+    def _unknown(self) -> dict[int, list[None]]:
+        return {i: [None] * len(ids) for i, ids in self._stored.items()}
+
+    def _fresh_rows(self, count: int) -> list[int]:
+        """The rows of this process that are generated. Processes generate together, so all have the same number."""
+        fresh = [i for i in range(count) if i not in self._stored]
+        most = int(self.accelerator.gather(torch.tensor([len(fresh)], device=self.accelerator.device)).max())
+        return [*fresh, *([0] * (most - len(fresh)))]
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         of_function = super()._calculate_rewards(*args, **kwargs)
@@ -201,7 +275,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return (log_probs, entropies) if entropy else log_probs
 
     def _objective(self, inputs: dict[str, Any]) -> Objective:
-        objective = super()._objective({name: value for name, value in inputs.items() if name != "tool_mask"})
+        objective = super()._objective({**inputs, "tool_mask": inputs["own"]})
         term = self.weigher.term
         clip = objective.clip if self.args.clip_with_replay or term == "clipped" or not self._replays else None
         replayed = None if term == "clipped" else inputs["replayed"]
@@ -236,9 +310,8 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
 
     def _collate(self, batch: StepBatch) -> dict[str, Tensor]:
         questions = batch.question[batch.group].tolist()
-        prompts, _, _ = self._tokenize_prompts([self.train_dataset[question]["prompt"] for question in questions])
         sides = {
-            "prompt": ([torch.tensor(ids) for ids in prompts], "left"),
+            "prompt": ([torch.tensor(ids) for ids in self._prompt_ids(questions)], "left"),
             "completion": ([torch.from_numpy(batch.token[batch.at(i)]).long() for i in range(len(batch))], "right"),
         }
         inputs = {}
@@ -248,11 +321,20 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             inputs[f"{name}_mask"] = pad([torch.ones_like(one) for one in ids], padding_value=0, **whole)
         return {name: tensor.to(self.accelerator.device) for name, tensor in inputs.items()}
 
-    def _log_experience(self, pass_rate: float, replayed: int) -> None:
+    def _prompt_ids(self, questions: Sequence[int]) -> list[list[int]]:
+        """The token ids of the prompts of questions."""
+        known = dict(self.prompts.ids)
+        if lacking := [question for question in dict.fromkeys(questions) if question not in known]:
+            prompts, _, _ = self._tokenize_prompts([self.train_dataset[question]["prompt"] for question in lacking])
+            known.update(zip(lacking, prompts, strict=True))
+        return [known[question] for question in questions]
+
+    def _log_experience(self, pass_rate: float, replayed: int, refilled: int) -> None:
         memory = self.replay.memory
         numbers = {
             "pass_rate": pass_rate,
             "replayed": replayed,
+            "refilled": refilled,
             "replay_open": float(self.replay.latch.open),
             "buffer_questions": len(memory),
             "buffer_trajectories": memory.trajectory_count,
@@ -264,36 +346,10 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.args.should_save:  # first, so that a checkpoint with a trainer state has its experience
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            save_replay(folder / EXPERIENCE, self.replay, self.generation)
+            save_replay(folder / EXPERIENCE, self.replay, self.generation, self.prompts)
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.generation = load_replay(Path(checkpoint) / EXPERIENCE, self.replay)
-
-
-def _check(given: Mapping[str, Any]) -> None:
-    """The arguments of `ExGRPOTrainer`, before a model is loaded."""
-    args, train_dataset = given.get("args"), given.get("train_dataset")
-    if not isinstance(args, ExGRPOConfig):
-        raise TypeError(f"args: expected an ExGRPOConfig, got {type(args).__name__}")
-    check(args)  # its fields may have been set since it was made
-    if not isinstance(train_dataset, Dataset):
-        raise TypeError(
-            f"train_dataset: expected a datasets.Dataset, got {type(train_dataset).__name__}: experience "
-            "belongs to questions by index; a streamed one can be made a Dataset by Dataset.from_generator"
-        )
-    questions = args.generation_batch_size // args.num_generations
-    if len(train_dataset) < questions:
-        raise ValueError(
-            f"train_dataset: a generation takes {questions} different questions and there are "
-            f"{len(train_dataset)}; lower generation_batch_size"
-        )
-    if any(given.get(name) for name in ("rollout_func", "tools", "environment_factory")):
-        raise ValueError(
-            "rollout_func, tools, environment_factory: replay stores answers of one turn; use GRPOTrainer with "
-            "FusedLossMixin for these"
-        )
-    if {"image", "images"} & set(train_dataset.column_names):
-        raise ValueError("train_dataset: has images, and replay is of text; use GRPOTrainer with FusedLossMixin")
+            self.generation = load_replay(Path(checkpoint) / EXPERIENCE, self.replay, self.prompts)

@@ -8,7 +8,8 @@ without a token fill up.
 It needs no TRL. K answers per question, N rows of this process, P prompt and C completion tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,18 @@ from exgrpo.train.policy.batch import advantages
 Batch = dict[str, Tensor]
 OF_TOKENS = ("completion_ids", "completion_mask", "old_per_token_logps", "sampling_per_token_logps")
 """[N, C] tensors of a batch; `importance_sampling_ratio` is [N, C] or [N, 1]."""
+
+
+def with_stored(rows: Sequence[int], values: Sequence[Any], stored: Mapping[int, Any]) -> list[Any]:
+    """The values of all rows of this process.
+
+    Args:
+        rows: those that were generated; the first one comes again at the end to fill up.
+        values: of each of them.
+        stored: those of the other rows, by row.
+    """
+    by_row = {**dict(zip(reversed(rows), reversed(values), strict=True)), **stored}
+    return [by_row[i] for i in range(len(by_row))]
 
 
 def places(batch: StepBatch, planned: int, samples: int, before: Ints | int = 0) -> Ints:
@@ -87,7 +100,7 @@ def rebuild(output: Batch, mine: StepBatch, place: Ints, size: int, collate: Cal
     """
     kept = place[place >= 0]
     index = torch.from_numpy(np.pad(kept, (0, size - len(kept)))).to(output["completion_ids"].device)
-    batch = {name: tensor[index] if tensor.dim() else tensor for name, tensor in output.items()}
+    batch = {name: tensor[index] if tensor.dim() else tensor for name, tensor in output.items() if name != "tool_mask"}
     if len(kept) < len(mine):
         _put(batch, collate(mine.take(place < 0)), len(kept))
     batch["completion_mask"][len(mine) :] = 0
@@ -119,7 +132,7 @@ def _by_token(batch: Batch) -> bool:
 
 
 def _put_terms(batch: Batch, mine: StepBatch) -> None:
-    """Advantages, the log-probs that ratios refer to, and which rows are replayed."""
+    """Advantages, the log-probs that ratios refer to, which rows are replayed, and which tokens the policy wrote."""
     mask, old = batch["completion_mask"], batch["old_per_token_logps"]
     length, replayed, advantage = (
         torch.from_numpy(np.pad(values, (0, len(mask) - len(mine)))).to(mask.device)
@@ -132,5 +145,7 @@ def _put_terms(batch: Batch, mine: StepBatch) -> None:
         advantage[inside] *= torch.from_numpy(mine.factor).to(advantage)
     batch["advantages"] = advantage
     batch["replayed"] = replayed
-    # TRL's entropies and clip ratios are means over the tokens that this mask leaves: the fresh ones.
-    batch["tool_mask"] = torch.ones_like(mask) * ~replayed[:, None]
+    batch["own"] = torch.ones_like(mask)
+    batch["own"][inside] = torch.from_numpy(mine.own).to(mask)
+    # TRL's entropies and clip ratios are means over the tokens that this mask leaves: the policy's fresh ones.
+    batch["tool_mask"] = batch["own"] * ~replayed[:, None]

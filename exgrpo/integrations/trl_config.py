@@ -1,7 +1,7 @@
 """The options of ExGRPO in TRL: those of GRPOConfig, and those of a recipe of `exgrpo.train`."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -10,15 +10,26 @@ from exgrpo.extras import needs
 from exgrpo.integrations.trl_loss import beyond_kernel
 
 with needs(__name__, "exgrpo[trl]"):
+    from datasets import Dataset
     from pydantic import ValidationError
     from trl import GRPOConfig
 
     from exgrpo.train.common.errors import ConfigError
-    from exgrpo.train.config.options import ExperienceConfig, ObjectiveConfig, PolicyConfig, RewardConfig, Section
+    from exgrpo.train.config.options import (
+        ExperienceConfig,
+        ObjectiveConfig,
+        PolicyConfig,
+        RewardConfig,
+        RolloutConfig,
+        Section,
+    )
     from exgrpo.train.config.section import explain
     from exgrpo.train.replay import rules
     from exgrpo.train.replay.rehearsal import rehearse
+    from exgrpo.train.run.traces import check_traces
 
+IN_PLACE = ("mixed", "traced")
+"""Functions `compose` that put stored answers in the places of fresh ones."""
 AS_GENERATED = ("mixed", "traced", "again")
 """Functions `compose` that train on the groups that TRL knows."""
 BETAS = (1e-6, 1e6)
@@ -77,6 +88,9 @@ class ExGRPOConfig(GRPOConfig):
     max_age: int | None = _experience("max_age")
     max_uses: int | None = _experience("max_uses")
     capacity: int | None = _experience("capacity")
+    start: str | None = _experience("start")
+    start_log_prob: str = _experience("start_log_prob")
+    refills: int = _of_recipe(RolloutConfig, "refills")
     success: float = _of_recipe(RewardConfig, "success")
     weigh: str = _objective("weigh")
     replay_beta: float = _objective("beta")
@@ -126,6 +140,7 @@ def check(options: ExGRPOConfig) -> None:
         if not _is_number(getattr(options, name), -math.inf, math.inf):
             raise ConfigError(f"{name}: expected a finite number, got {getattr(options, name)!r}")
     _ = options.kernel_memory  # which checks it
+    _section(RolloutConfig, {"refills": options.refills})
     for name in ("epsilon", "epsilon_high"):
         value = getattr(options, name)
         if not (_is_number(value, 0, math.inf) or (name == "epsilon_high" and value is None)):
@@ -142,6 +157,42 @@ def check(options: ExGRPOConfig) -> None:
     _check_method(options, options.experience, options.objective)
 
 
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """The arguments of `ExGRPOTrainer`, before a model is loaded; it says what they raise."""
+    args, train_dataset = given.get("args"), given.get("train_dataset")
+    if not isinstance(args, ExGRPOConfig):
+        raise TypeError(f"args: expected an ExGRPOConfig, got {type(args).__name__}")
+    check(args)  # its fields may have been set since it was made
+    if args.experience.start:
+        check_traces(args.experience.start)
+    if not isinstance(train_dataset, Dataset):
+        raise TypeError(
+            f"train_dataset: expected a datasets.Dataset, got {type(train_dataset).__name__}: experience "
+            "belongs to questions by index; a streamed one can be made a Dataset by Dataset.from_generator"
+        )
+    questions = args.generation_batch_size // args.num_generations
+    if len(train_dataset) < questions:
+        raise ValueError(
+            f"train_dataset: a generation takes {questions} different questions and there are "
+            f"{len(train_dataset)}; lower generation_batch_size"
+        )
+    if {"image", "images"} & set(train_dataset.column_names):
+        raise ValueError("train_dataset: has images, and replay is of text; use GRPOTrainer with FusedLossMixin")
+    acting = [name for name in ("tools", "environment_factory") if given.get(name)]
+    if acting and args.compose in IN_PLACE:
+        raise ValueError(in_place_of_turns(", ".join(acting), args.compose))
+    if args.start and "environment_factory" in acting:
+        raise ValueError("start: the prompts of its questions are not known before the environment is; leave one out")
+
+
+def in_place_of_turns(acting: str, compose: str) -> str:
+    """Why stored answers cannot take the places of fresh ones where tools or environments take part, in a line."""
+    return (
+        f"{acting}: compose={compose!r} puts stored answers in the places of fresh ones, which the tools or "
+        "environments of those never saw; use a composition that adds stored answers, such as 'appended'"
+    )
+
+
 def _check_method(options: ExGRPOConfig, experience: ExperienceConfig, objective: ObjectiveConfig) -> None:
     """`experience` and `objective` are those of the options; making them has checked their values."""
     if getattr(rules.find("admit", experience.admit), "distinct", None) == "key":
@@ -149,15 +200,21 @@ def _check_method(options: ExGRPOConfig, experience: ExperienceConfig, objective
             f"admit={options.admit!r}: compares answers by the keys of their solutions, and rewards in TRL give none; "
             "use admit='successes'"
         )
+    if options.refills and getattr(rules.find("compose", experience.compose), "fills", False):
+        raise ConfigError(
+            f"refills={options.refills}: asks further questions in the place of groups without a gradient, and "
+            f"compose={options.compose!r} puts stored groups there; leave one of them out"
+        )
     rehearse(experience, objective, options.num_generations, options.success)
-    if options.compose in AS_GENERATED and options.advantage == "group":
+    if options.compose in AS_GENERATED and options.advantage == "group" and not options.refills:
         return
     of_whole = {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}
     if given := [f"{name}={value!r}" for name, value in of_whole.items() if getattr(options, name) == value]:
         raise ConfigError(
             f"{', '.join(given)}: divides by a deviation over all answers of a generation, and with "
-            f"compose={options.compose!r} and advantage={options.advantage!r} there are answers of other generations; "
-            "use scale_rewards 'none' or 'group' and multi_objective_aggregation='sum_then_normalize'"
+            f"compose={options.compose!r}, advantage={options.advantage!r} and refills={options.refills} the answers "
+            "that are trained on are others; use scale_rewards 'none' or 'group' and "
+            "multi_objective_aggregation='sum_then_normalize'"
         )
 
 

@@ -1,19 +1,27 @@
-"""What a run in TRL needs besides :mod:`exgrpo.train.replay`: plans of generations, and the state in a checkpoint.
+"""What a run in TRL needs besides :mod:`exgrpo.train.replay`: plans of generations, experience from files at the start,
+and the state in a checkpoint.
 
-It needs no TRL.
+It imports no TRL.
 """
 
+import copy
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from exgrpo.integrations.trl_batch import places
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
-from exgrpo.train.common.step_batch import Ints, StepBatch
+from exgrpo.train.common.distributed import World
+from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
+from exgrpo.train.data.questions import Question
+from exgrpo.train.data.rows import Message, as_text
 from exgrpo.train.replay import PlannedGroup, Replay, ReplayState
+from exgrpo.train.run.start_experience import Answer, Beginning, Encoding, Started, start_experience
 
 STATE = "state.json"
 
@@ -62,6 +70,61 @@ def plan_generation(replay: Replay, batch: int, step: int, multiple: int = 1) ->
     return Plan(sorted(groups, key=lambda group: group.choose > 0), frozenset(fillers))
 
 
+@contextmanager
+def uncounted(trainer: Any) -> Iterator[None]:
+    """Within it, TRL's metrics and table of completions stay as they are; tokens count wherever they come."""
+    metrics, logs = trainer._metrics, trainer._logs
+    trainer._metrics = {mode: defaultdict(list) for mode in metrics}
+    trainer._logs = copy.deepcopy(logs)
+    try:
+        yield
+        metrics["train"]["num_tokens"] = trainer._metrics["train"]["num_tokens"]
+    finally:
+        trainer._metrics, trainer._logs = metrics, logs
+
+
+class Prompts:
+    """The prompts of questions where a rollout function or an environment makes them.
+
+    Attributes:
+        ids: token ids by question.
+    """
+
+    def __init__(self) -> None:
+        self.ids: dict[int, list[int]] = {}
+
+    def learn(self, asked: Iterable[tuple[int, list[int]]]) -> None:
+        """Remember what questions were asked with.
+
+        Raises:
+            ValueError: a question has had another prompt, behind which stored answers to it were written.
+        """
+        for question, ids in asked:
+            if self.ids.setdefault(question, ids) != ids:
+                raise ValueError(
+                    f"train_dataset: row {question} has another prompt than before, and stored answers are scored "
+                    "behind the prompt of their question; let rollout_func, or reset of the environment, make it from "
+                    "the row alone, as the chat template does"
+                )
+
+
+def refill(replay: Replay, batch: StepBatch, questions: int, step: int, multiple: int = 1) -> list[PlannedGroup]:
+    """Groups of fresh answers to further questions, as many as lack a gradient; empty: none do, or none are left.
+
+    Args:
+        replay: decides.
+        batch: the graded groups so far.
+        questions: B, groups that are to have a gradient.
+        step: number of the generation.
+        multiple: see `plan_generation`; the number is rounded up to one, and down where too few questions are left.
+    """
+    missing = questions - int(batch.teaches.sum())
+    if missing <= 0:
+        return []
+    more = replay.more(missing + -missing % multiple, step, batch.question.tolist())
+    return more[: len(more) // multiple * multiple]
+
+
 def _retired(replay: Replay, wanted: int) -> list[int]:
     """Questions that have left for good."""
     if not wanted:
@@ -88,9 +151,90 @@ def placed(groups: Sequence[PlannedGroup], stored: StepBatch, samples: int) -> I
     return places(stored, len(groups), samples, fresh[stored.group])
 
 
-def save_replay(folder: Path, replay: Replay, generation: int) -> None:
-    """Write the state of a replay, and the number of generations so far, to a folder, which is made."""
+def start_replay(trainer: Any) -> Started | None:
+    """Fill the experience of a new run with what the option `start` names; all processes call it together.
+
+    Args:
+        trainer: an ExGRPOTrainer before its first generation.
+
+    Returns:
+        what was stored; None: the option is not given.
+
+    Raises:
+        DataError: the file cannot be read, or nothing of it can be used.
+    """
+    data, accelerator, own = trainer.train_dataset, trainer.accelerator, trainer._tokenizer.eos_token_id
+
+    def grade(answers: Sequence[Answer]) -> list[tuple[float, int]]:
+        # TRL gathers rewards, so all processes grade as many answers.
+        count = -(-len(answers) // accelerator.num_processes)
+        places = (np.arange(count) + count * accelerator.process_index).clip(max=len(answers) - 1)
+        mine = [answers[place] for place in places.tolist()]
+        inputs = [data[answer.question.index] for answer in mine]
+        prompts = [row["prompt"] for row in inputs]
+        texts: list[Any] = [
+            answer.text if isinstance(prompt, str) else [{"role": "assistant", "content": answer.text}]
+            for answer, prompt in zip(mine, prompts, strict=True)
+        ]
+        trainer._calculate_rewards(inputs, prompts, texts, [answer.tokens.tolist() for answer in mine])
+        trainer._pending_extra_logs.clear()  # they are of no generation
+        trainer._pending_metrics.clear()
+        return [(reward, 0) for reward in trainer._rewards[: len(answers)].tolist()]
+
+    def score(batch: StepBatch) -> Floats:
+        return trainer._scores(batch, trainer.temperature).log_prob
+
+    run = Beginning(
+        options=trainer.args.experience,
+        questions=_questions(trainer) if trainer.args.start else (),
+        replay=trainer.replay,
+        max_tokens=trainer.max_completion_length,
+        model=trainer.model.config._name_or_path,
+        world=World(accelerator.process_index, accelerator.num_processes, accelerator.device, control=None),
+        grade=grade,
+        score=score,
+    )
+    encoding = Encoding(
+        encode=lambda texts: trainer._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [],
+        decode=trainer._tokenizer.decode,
+        eos=tuple(sorted(trainer.eos_token_ids, key=lambda eos: eos != own)),
+        vocabulary=trainer._causal_lm(trainer.model).config.get_text_config().vocab_size,
+    )
+    started = start_experience(run, encoding)
+    if started and trainer.rollout_func is not None:
+        held = set(trainer.replay.memory.table.column("question").tolist())
+        trainer.prompts.learn((of.index, list(of.prompt)) for of in run.questions if of.index in held)
+    return started
+
+
+def _questions(trainer: Any) -> list[Question]:
+    """The rows of a data set of TRL; the gold answer is in the column `answer`, behind the last "####"."""
+    data = trainer.train_dataset
+    prompts = list(data["prompt"])
+    ids, _, _ = trainer._tokenize_prompts(prompts)
+    golds = data["answer"] if "answer" in data.column_names else [""] * len(data)
+    return [
+        Question(i, tuple(ids[i]), _text(prompt), str(gold).rpartition("####")[2].strip(), "train_dataset")
+        for i, (prompt, gold) in enumerate(zip(prompts, golds, strict=True))
+    ]
+
+
+def _text(prompt: str | list[dict[str, str]]) -> str:
+    """The question as people read it, without a system message."""
+    if isinstance(prompt, str):
+        return prompt
+    said = [Message(one["role"], one["content"]) for one in prompt if one["role"] != "system"]
+    return said[0].content if len(said) == 1 else as_text(said)
+
+
+def save_replay(folder: Path, replay: Replay, generation: int, prompts: Prompts | None = None) -> None:
+    """Write the state of a replay, and the number of generations so far, to a folder, which is made.
+
+    Of the prompts, those of questions with stored answers are written.
+    """
     state = replay.state()
+    held = set(replay.memory.table.column("question").tolist())
+    kept = {question: ids for question, ids in prompts.ids.items() if question in held} if prompts else {}
     index = ExperienceStore(folder).save(state.trajectories)
     saved = {
         "arrays": write_checked(folder, {**index, **state.arrays}),
@@ -99,12 +243,13 @@ def save_replay(folder: Path, replay: Replay, generation: int) -> None:
         "rewards_seen": state.values["rewards_seen"],
         "pool_position": state.values["pool_position"],
         **state.values["generators"],
+        **({"prompts": kept} if kept else {}),
     }
     (folder / STATE).write_text(json.dumps(saved), encoding="utf-8")
 
 
-def load_replay(folder: Path, replay: Replay) -> int:
-    """Let a replay go on from a saved state.
+def load_replay(folder: Path, replay: Replay, prompts: Prompts | None = None) -> int:
+    """Let a replay go on from a saved state, with the prompts in it.
 
     Returns:
         the number of generations that are in it.
@@ -136,6 +281,8 @@ def load_replay(folder: Path, replay: Replay) -> int:
         "pool_position": saved["pool_position"],
         "generators": {"pool": saved["pool"], "replay": saved["replay"]},
     }
+    if prompts is not None:
+        prompts.ids = {int(question): ids for question, ids in saved.get("prompts", {}).items()}
     trajectories = ExperienceStore(folder).load(arrays)
     replay.restore(ReplayState(values, arrays, trajectories))
     return int(saved["generation"])

@@ -272,5 +272,5 @@ def test_other_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     config = ExGRPOConfig(**options(tmp_path, max_steps=1))
     with pytest.raises(TypeError, match=r"Dataset\.from_generator"):
         ExGRPOTrainer(str(model), reward, config, stream, processing_class=tokenizer())
-    with pytest.raises(ValueError, match="rollout_func, tools"):
-        ExGRPOTrainer(str(model), reward, config, questions(), processing_class=tokenizer(), rollout_func=lambda *_: {})
+    with pytest.raises(ValueError, match="tools: compose='mixed' puts stored answers in the places of fresh ones"):
+        ExGRPOTrainer(str(model), reward, config, questions(), processing_class=tokenizer(), tools=[len])

@@ -37,8 +37,6 @@ NOT_HERE = {
     "scale_by_std": "scale_rewards of TRL",
     "normalize": "loss_type of TRL",
     "folder": "stored answers of TRL's trainer are in RAM",
-    "start": "reads runs and files whose questions are those of data.train; here questions are a data set's rows",
-    "start_log_prob": "says how answers of start are read",
     "surrogate": "loss_type and importance_sampling_level of TRL",
     "dual_clip": "delta of TRL",
     "baseline": "of a trainer of its own in TRL",

@@ -45,10 +45,17 @@ class Written(NamedTuple):
 
 
 class Recorded(ExGRPOTrainer, WrittenAnswers):
-    """Written answers; what was written in each generation, and what came to the loss, are kept."""
+    """Written answers; what was written in each generation, and what came to the loss, are kept.
 
-    def _answer(self, groups: Sequence[PlannedGroup], stored: StepBatch) -> tuple[dict[str, Any], StepBatch]:
-        output, batch = super()._answer(groups, stored)
+    Attributes:
+        history: the groups of each generation, those of refills behind the others.
+        losses: the micro-batches of each generation, with their log-probs and losses.
+    """
+
+    def _answer(
+        self, groups: Sequence[PlannedGroup], stored: StepBatch, *, behind: bool = False
+    ) -> tuple[dict[str, Any], StepBatch]:
+        output, batch = super()._answer(groups, stored, behind=behind)
         self.log_probs = getattr(self, "log_probs", {})
         written = []
         for number, group in enumerate(groups):
@@ -56,6 +63,9 @@ class Recorded(ExGRPOTrainer, WrittenAnswers):
             answers = [(group.question, tuple(batch.token[batch.at(row)].tolist())) for row in rows]
             self.log_probs |= {one: batch.old_log_prob[batch.at(row)] for one, row in zip(answers, rows, strict=True)}
             written.append(Written(group.question, answers, reward([list(ids) for _, ids in answers])))
+        if behind:  # of the same generation
+            self.history[-1] += written
+            return output, batch
         self.history = [*getattr(self, "history", []), written]
         self.losses = [*getattr(self, "losses", []), []]
         return output, batch

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
@@ -73,14 +74,18 @@ def grpo(kind: type[GRPOTrainer], folder: Path, model: Path, **changes: Any) -> 
 
 
 class WrittenAnswers(GRPOTrainer):
-    """Answers are a function of the question, of how often it was asked before in the call, and of the step."""
+    """Answers are a function of the question, of how often it was asked before in the call, and of the step.
+
+    The processes of a call are taken in their order, so that it does not matter how many there are.
+    """
 
     asked: int = 0
     log_prob: float | None = None  # what the sampler says of every token
 
     def _generate_single_turn(self, prompt_ids: list, *_: Any, **__: Any) -> tuple[list, list | None]:
         self.asked += len(prompt_ids)
-        before: Counter = Counter()
+        earlier = gather_object([prompt_ids])[: self.accelerator.process_index]
+        before: Counter = Counter(tuple(ids) for of_process in earlier for ids in of_process)
         answers = []
         for ids in prompt_ids:
             before[tuple(ids)] += 1

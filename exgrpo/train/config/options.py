@@ -78,7 +78,8 @@ class DataConfig(Section):
     keep_system: bool = Field(False, description="Use the data row's own system message.")
     prompt_format: str = Field(
         PROMPT_FORMAT,
-        description="Format string around every question; literal braces are doubled.",
+        description="Format string around every question; literal braces are doubled. Or the name of a prompt: "
+        "reasoning_gym, verl_gsm8k, verl_math, open_r1.",
     )
     answer_prefix: str = Field(
         "",
@@ -100,6 +101,11 @@ class RewardConfig(Section):
         min_length=1,
         description="math, math_no_think, package.module:function or file.py:function, for all questions; None: what "
         "their source brings, else math_no_think.",
+    )
+    form: Literal["auto", "boxed", "tags", "hashes", "line"] = Field(
+        "auto",
+        description="Where the answer stands: \\boxed{}, <answer> tags, '#### 12' or 'Answer: 12'; auto: where the "
+        "source of the question has it by convention.",
     )
     success: float = Field(
         1.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD, description="A reward of at least this is a success."

@@ -1,12 +1,15 @@
-"""What can be said of answers besides their rewards: whether they have the needed form, and whether one is found."""
+"""What can be said of answers besides their rewards: whether they have the needed form, whether one is found, and
+whether the right one stands in another form than the one that is read."""
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from exgrpo.train.common.distributed import World, on_main
 from exgrpo.train.config.options import RewardConfig
-from exgrpo.train.reward.names import Kind, beside
+from exgrpo.train.reward.grading import AUTO, FORMS
+from exgrpo.train.reward.names import DEFAULT, Kind, beside, decisive_part_of, is_own
 from exgrpo.train.reward.pool import Grader
 
 
@@ -39,10 +42,7 @@ def tell(kind: Kind, config: RewardConfig, answers: Sequence[Graded], world: Wor
         asked = list(dict.fromkeys(function for function in functions.values() if function is not None))
         if not asked:
             return [None] * len(answers)
-        # One process: another one might still be starting when the last answer is told, and would end in a traceback.
-        with Grader(
-            *asked, workers=1, time_limit=config.time_limit, memory_gib=config.memory_gib, network=config.network
-        ) as grader:
+        with _one_process(asked, config, config.form) as grader:
             grading = grader.begin()
             for answer in answers:
                 if function := functions[answer.reward]:
@@ -54,3 +54,46 @@ def tell(kind: Kind, config: RewardConfig, answers: Sequence[Graded], world: Wor
         return [None if functions[answer.reward] is None else next(told) > 0 for answer in answers]
 
     return world.gather(on_main(world, ask))[0] or []
+
+
+def elsewhere(config: RewardConfig, answers: Sequence[Graded], world: World) -> tuple[str, int]:
+    """The form in which most of rank 0's wrong answers hold the right value all the same, and how many do so.
+
+    Each answer is graded again as it stands in each of `grading.FORMS`, unless that is what has been graded: by its
+    reward, and by math_no_think in the place of a reward of the user's own. All ranks call it together and get the
+    same; ("", 0) where there is none.
+    """
+
+    def ask() -> tuple[str, int]:
+        texts = []
+        for answer in answers:
+            reward = DEFAULT if is_own(answer.reward) else answer.reward
+            read = decisive_part_of(answer.reward, config.form)(answer.response)
+            for name, form in FORMS.items():
+                alone = form.alone(answer.response)
+                if alone is not None and decisive_part_of(reward)(alone) != read:
+                    texts.append((name, alone, answer.gold, reward))
+        if not texts:
+            return "", 0
+        rewards = list(dict.fromkeys(reward for *_, reward in texts))
+        with _one_process(rewards, config, AUTO) as grader:
+            grading = grader.begin()
+            for _, alone, gold, reward in texts:
+                grading.add(alone, gold, reward=reward)
+            grades = grading.finish()
+        right = Counter(name for (name, *_), reward in zip(texts, grades.reward, strict=True) if reward >= 1.0)
+        return max(right.items(), key=lambda one: one[1], default=("", 0))
+
+    return world.gather(on_main(world, ask))[0] or ("", 0)
+
+
+def _one_process(rewards: Sequence[str], config: RewardConfig, form: str) -> Grader:
+    # One process: another one might still be starting when the last answer is told, and would end in a traceback.
+    return Grader(
+        *rewards,
+        workers=1,
+        time_limit=config.time_limit,
+        memory_gib=config.memory_gib,
+        network=config.network,
+        form=form,
+    )

@@ -5,9 +5,11 @@ Reading a response
     is worth 0, so a truncated one is too). `math_no_think` takes the whole response.
     In that text the last \boxed{...} (or \fbox{...}) is the answer. Boxes directly before it, joined by a comma, a
     semicolon, "and" or "or", belong to it: "\boxed{1} and \boxed{2}" is the answer "1, 2". A last box that is never
-    closed is no answer. In text without any box the answer is what the last "the answer is ...", "Answer: ..." or
-    "#### ..." states up to the end of its sentence, else the text itself if it is nothing but a formula. What is left
-    goes to Math-Verify's own search (the last formula, the last number).
+    closed is no answer. In text without any box, only the content of the last <answer> tags counts, if there are any.
+    The answer is what the last "the answer is ...", "Answer: ..." or "#### ..." states up to the end of its sentence,
+    else the text itself if it is nothing but a formula, or the few words in tags. What is left goes to Math-Verify's
+    own search (the last formula, the last number).
+    `FORMS` are the places in which an answer is looked for where `reward.form` names one of them.
 
 Reading a gold answer
     It is read as the content of a box, so "72", "1,000", "3/4", "\frac{3}{4}", "$69$, $84$", "[0, 1)" or "50\%"
@@ -29,14 +31,22 @@ into C does not heed and threads cannot use, so they are off, and exgrpo.train.r
 """
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from exgrpo.train.reward.equality import equal, math_verify
 from exgrpo.train.reward.notation import closing_brace, qualified, understand
 
 END_OF_THINKING = "</think>"
+AUTO = "auto"
+"""The value of `reward.form` with which each reward looks where its source has the answer by convention."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _CONNECTOR = re.compile(r"[\s$]*(?:[,;]|(?:,\s*)?(?:\\text\{\s*)?(?:and|or)(?:\s*\})?)[\s$]*")
+_OPEN, _CLOSE = "<answer>", "</answer>"
+_HASHES = re.compile(r"#### (-?[0-9.,]+)")
+_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+_LAST_CHARACTERS = 300  # verl looks for "####" and "Answer:" in these alone
 _INTEGER = re.compile(r"-?[0-9]{1,1000}")
 _STATEMENT = re.compile(r"(?i)(?:\banswers?\b\**[^.:=\n]{0,60}?(?:\b(?:is|are|be)\b|[:=])|####)[\s:*]*")
 _FORMULA = r"(?:\$\$.+?\$\$|(?<!\\)\$(?:(?![.!?]\s+[A-Z])(?:\\\$|[^$\n]))+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\])"
@@ -85,11 +95,13 @@ def math_form(response: str, gold: str) -> float:
 
 
 def math_no_think_form(response: str, gold: str) -> float:
-    """1.0 when `response` has an answer in a closed box, or states one shortly ("the answer is ..."), else 0.0.
+    """1.0 when `response` has an answer in a closed box, in tags or in a few words ("the answer is ..."), else 0.0.
 
     `gold` is not looked at: the form of a wrong answer is as good.
     """
     content = boxed_answer(response)
+    if content is None and tagged_answer(response) is not None:
+        return float(final_answer(response).startswith("\\boxed{"))
     if content is not None:
         return float(content != "")
     stated = _stated_answer(response) or ""
@@ -119,10 +131,12 @@ def final_answer(text: str) -> str:
 
     Empty when the last box is not closed. final_answer(final_answer(t)) == final_answer(t).
     """
-    content = boxed_answer(text)
+    content, most_words = boxed_answer(text), 0
+    if content is None and (tagged := tagged_answer(text)) is not None:
+        text, most_words = tagged, _MOST_WORDS
     if content is None:
         content = _stated_answer(text)
-    if content is None and not _WORD.search(text) and "\n" not in text.strip():
+    if content is None and len(_WORD.findall(text)) <= most_words and "\n" not in text.strip():
         content = text.strip()
     if content is None:
         return text.strip()
@@ -146,6 +160,61 @@ def boxed_answer(text: str) -> str | None:
         contents.append(text[box.end() : end].strip())
         start = box.start()
     return ", ".join(dict.fromkeys(reversed(contents))).strip()
+
+
+def tagged_answer(text: str) -> str | None:
+    """Content of the last <answer> tags of `text`, stripped; None without a closed pair. As reasoning-gym reads it."""
+    content, end = None, 0
+    while (start := text.find(_OPEN, end)) >= 0 and (close := text.find(_CLOSE, start)) >= 0:
+        content, end = text[start + len(_OPEN) : close].strip(), close + len(_CLOSE)
+    return content
+
+
+def own_answer(response: str) -> str | None:
+    """What the last box after the thinking of `response` holds, else the last <answer> tags; None without both."""
+    text = response.rpartition(END_OF_THINKING)[2]
+    boxed = boxed_answer(text)
+    return tagged_answer(text) if boxed is None else boxed
+
+
+@dataclass(frozen=True)
+class Form:
+    """A place in which an answer is written.
+
+    Attributes:
+        shown: how messages call it.
+        read: takes what follows the thinking; the answer in it, None where there is none in this form.
+    """
+
+    shown: str
+    read: Callable[[str], str | None]
+
+    def alone(self, response: str) -> str | None:
+        """The thinking's end, if there is one, and the answer in this form as all rewards find it; None without one."""
+        _, tag, text = response.rpartition(END_OF_THINKING)
+        answer = self.read(text)
+        if not answer:
+            return None
+        return f"{tag}\\boxed{{{answer}}}" if self.read is boxed_answer else f"{tag}{_OPEN}{answer}{_CLOSE}"
+
+
+def _after_hashes(text: str) -> str | None:
+    found = _HASHES.findall(text[-_LAST_CHARACTERS:])
+    return found[-1].replace(",", "") if found else None
+
+
+def _on_line(text: str) -> str | None:
+    found = _LINE.findall(text[-_LAST_CHARACTERS:])
+    return found[-1].strip() if found else None
+
+
+FORMS = {
+    "boxed": Form("\\boxed{}", boxed_answer),
+    "tags": Form("<answer> tags", tagged_answer),
+    "hashes": Form('"#### 12"', _after_hashes),
+    "line": Form('"Answer: 12"', _on_line),
+}
+"""By the values of `reward.form`: MATH; reasoning-gym and open-r1; GSM8K; DAPO."""
 
 
 def _stated_answer(text: str) -> str | None:

@@ -24,6 +24,7 @@ from exgrpo.train.common.builtin import find_module, module_names
 from exgrpo.train.common.errors import MissingRewardError, RewardError, shown
 from exgrpo.train.common.functions import load_function, load_place
 from exgrpo.train.reward.contract import contract_of
+from exgrpo.train.reward.grading import AUTO, FORMS
 
 Reward = Callable[..., Any]
 
@@ -90,9 +91,23 @@ def beside(name: str, kind: Kind) -> str | None:
     return f"{name}_{kind}" if callable(getattr(module, f"{name.rpartition(':')[2]}_{kind}", None)) else None
 
 
-def decisive_part_of(name: str) -> Callable[[str], str | None]:
-    """The function that takes from a response the part on which its grade depends; None: the grade is 0."""
-    return getattr(builtin_reward(name), "decisive_part", _whole)
+def decisive_part_of(name: str, form: str = AUTO) -> Callable[[str], str | None]:
+    """The function that takes from a response the part on which its grade depends; None: the grade is 0.
+
+    Args:
+        name: of the reward.
+        form: a name in `grading.FORMS`: only the answer in this form counts; a reward of the user's own gets the
+            whole response all the same.
+    """
+    part: Callable[[str], str | None] = getattr(builtin_reward(name), "decisive_part", _whole)
+    if form == AUTO or is_own(name):
+        return part
+
+    def in_form(response: str) -> str | None:
+        answer = FORMS[form].alone(response)
+        return None if answer is None else part(answer)
+
+    return in_form
 
 
 def _whole(response: str) -> str:

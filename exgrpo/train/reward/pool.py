@@ -20,7 +20,7 @@ from pebble.pool import process as of_pebble
 from exgrpo.train.common.errors import DataError, GraderError, RewardError, shown
 from exgrpo.train.common.records import Failure, by_kind
 from exgrpo.train.reward.contract import Columns, Contract, Outcome
-from exgrpo.train.reward.names import absolute, decisive_part_of
+from exgrpo.train.reward.names import AUTO, absolute, decisive_part_of, is_own
 from exgrpo.train.reward.worker import GIB, TOO_MUCH_KEPT, Bounds, Started, Task, grade, start_report, start_worker
 
 _Call = tuple[Task, ...]
@@ -75,6 +75,7 @@ class Grader:
         memory_gib: GiB that a process may take for a call, and keep of all calls together; an answer that takes more
             fails.
         network: whether functions of the user's own may use the network.
+        form: in which the rewards of this package look for the answer, see `exgrpo.train.reward.grading.FORMS`.
 
     Raises RewardError for a reward that cannot be resolved and GraderError when the processes do not start or cannot be
     kept from the network as asked, both at construction.
@@ -90,12 +91,14 @@ class Grader:
         parts: Mapping[str, float] | None = None,
         memory_gib: float = 4.0,
         network: bool = True,
+        form: str = AUTO,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         if not (math.isfinite(time_limit) and time_limit > 0):
             raise ValueError(f"time_limit must be a positive number of seconds, got {time_limit}")
         self._default = reward
+        self._form = form
         self._rewards = {name: absolute(name) for name in (reward, *others)}
         self._workers = workers
         self._bounds = Bounds(time_limit, int(memory_gib * GIB), network)
@@ -110,15 +113,25 @@ class Grader:
 
     @classmethod
     def of(cls, rewards: Iterable[str], options: Any) -> Self:
-        """A grader with these rewards, at least one, and the options of a `RewardConfig`."""
+        """A grader with these rewards, at least one, and the options of a `RewardConfig`.
+
+        Raises RewardError as the constructor does, and where a form is set that none of the rewards would read.
+        """
+        names = list(dict.fromkeys(rewards))
+        if options.form != AUTO and all(map(is_own, names)):
+            raise RewardError(
+                f"reward.form={options.form} tells the rewards of this package where the answer stands; "
+                f"{shown(names[0])} reads the whole response by itself: leave the option out"
+            )
         return cls(
-            *dict.fromkeys(rewards),
+            *names,
             workers=options.workers,
             time_limit=options.time_limit,
             concurrency=options.concurrency,
             parts=options.parts,
             memory_gib=options.memory_gib,
             network=options.network,
+            form=options.form,
         )
 
     def __enter__(self) -> "Grader":
@@ -146,7 +159,7 @@ class Grader:
         """Begin to grade answers that come one by one. Raises ValueError after close()."""
         if self._closed:
             raise ValueError("the grader is closed")
-        return Grading(self, self._rewards, self._default)
+        return Grading(self, self._rewards, self._default, self._form)
 
     def columns(self, reward: str) -> Columns:
         """The columns of a row that one of the rewards takes."""
@@ -256,11 +269,11 @@ class Grading:
     uses the grader otherwise.
     """
 
-    def __init__(self, grader: Grader, rewards: dict[str, str], default: str) -> None:
+    def __init__(self, grader: Grader, rewards: dict[str, str], default: str, form: str) -> None:
         self._grader = grader
         self._rewards = rewards
         self._default = default
-        self._decisive_part = {name: decisive_part_of(name) for name in rewards}
+        self._decisive_part = {name: decisive_part_of(name, form) for name in rewards}
         self._tasks: list[Task | None] = []
         self._names: list[str] = []
         self._questions: list[str] = []

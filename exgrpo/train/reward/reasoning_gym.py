@@ -1,6 +1,7 @@
 r"""The reward of questions of reasoning-gym: the package's own verifier, on the answer in the response.
 
-The answer is the last \boxed{...} of what follows the last "</think>", or all of that, stripped, where it has no box.
+The answer is what the last <answer> tags hold of what follows the last "</think>", as the package itself has it. Where
+there are none it is the last \boxed{...} of that, else all of it, stripped.
 """
 
 import ast
@@ -9,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from exgrpo.extras import needs
-from exgrpo.train.reward.grading import END_OF_THINKING, boxed_answer
+from exgrpo.train.reward.grading import END_OF_THINKING, boxed_answer, tagged_answer
 
 with needs(__name__, "exgrpo[tasks]"):
     from reasoning_gym.factory import create_dataset
@@ -39,8 +40,10 @@ def reward_key(response: str, gold: str) -> str:
 def answer(response: str) -> str:
     """The answer in a response; "" where there is none."""
     text = response.rpartition(END_OF_THINKING)[2]
-    boxed = boxed_answer(text)
-    return text.strip() if boxed is None else boxed
+    for found in (tagged_answer(text), boxed_answer(text)):
+        if found is not None:
+            return found
+    return text.strip()
 
 
 @lru_cache(maxsize=64)

@@ -28,7 +28,7 @@ from exgrpo.train.run.build import Inputs, build, read_inputs
 from exgrpo.train.run.model_folder import BEST, MODEL, Cards, export_folder, write_model
 from exgrpo.train.run.preflight import QUESTIONS, preflight
 from exgrpo.train.run.recorder import Recorder
-from exgrpo.train.run.start_experience import Encoding, Started, start_experience
+from exgrpo.train.run.start_experience import Beginning, Encoding, Started, start_experience
 from exgrpo.train.run.startup_checks import Early
 from exgrpo.train.run.validation import Course
 from exgrpo.train.run.weight_check import check_engine
@@ -115,7 +115,7 @@ class Run:
 
     def _start_experience(self) -> Started | None:
         encoding = Encoding.of(self.parts.inputs.pretrained, self.config.rollout.stop)
-        return start_experience(self.parts.trainer, encoding)
+        return start_experience(Beginning.of(self.parts.trainer), encoding)
 
     def _restore(self) -> dict[str, int]:
         """Go back to the newest sound checkpoint; returns where the log stood."""

@@ -11,8 +11,9 @@ from exgrpo.train.common.success import is_success
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import Question
 from exgrpo.train.metrics.soundness import remedy
-from exgrpo.train.reward.form import Graded, tell
-from exgrpo.train.reward.names import absolute, reward_of
+from exgrpo.train.reward.form import Graded, elsewhere, tell
+from exgrpo.train.reward.grading import FORMS
+from exgrpo.train.reward.names import absolute, is_own, reward_of
 from exgrpo.train.rollout.answers import Answerer
 from exgrpo.train.rollout.engine import Sampling
 
@@ -33,6 +34,9 @@ class Preflight:
         rewards: how many answers each reward has graded, by its name.
         failures: of the rewards, by kind.
         example: how the first answer ends.
+        form: the form in which most wrong answers hold the right value where the reward does not look, a name in
+            `grading.FORMS`.
+        hidden: how many of them do so.
     """
 
     answers: int
@@ -43,13 +47,27 @@ class Preflight:
     rewards: dict[str, int]
     failures: tuple[Failure, ...]
     example: str
+    form: str = ""
+    hidden: int = 0
 
     def __str__(self) -> str:
         form = "" if self.formed is None else f", {self.formed} have the form that the reward needs"
         count = sum(failure.count for failure in self.failures)
         failed = f", on {count} the reward failed" if count else ""
+        hidden = f"; {self._hidden}" if self.hidden else ""
         return (
             f"preflight: of {self.answers} answers {self.finished} are finished{form}, {self.right} are right{failed}"
+            f"{hidden}"
+        )
+
+    @property
+    def _hidden(self) -> str:
+        """What is to be known of right values that are not read."""
+        own = [name for name in self.rewards if is_own(name)]
+        read = "" if len(own) == len(self.rewards) else f"; reward.form={self.form} reads them there"
+        return (
+            f"{self.hidden} of {self.answers} answers hold the right value in {FORMS[self.form].shown}, where "
+            f"{', '.join(self.rewards)} does not look{read}"
         )
 
     def problem(self, config: Config) -> str | None:
@@ -60,6 +78,11 @@ class Preflight:
                 return _broken(reward, failures)
         if self.right or not self.equal:
             return None
+        if self.hidden:
+            return (
+                f"none of {self.answers} answers earns a reward, but {self._hidden}, or ask for the form that is read "
+                f"in data.prompt_format. One answer ends: {self.example!r}"
+            )
         if self.finished == 0:
             return (
                 f"all {self.answers} answers were cut at rollout.max_tokens ({config.rollout.max_tokens}), and none is "
@@ -99,14 +122,19 @@ def preflight(config: Config, answerer: Answerer, questions: Sequence[Question],
         Graded(text, question.gold, reward_of(question.reward, config.reward.function))
         for text, question in zip(batch.text, asked, strict=True)
     ]
-    formed = [form for form in tell("form", config.reward, given, answerer.world) if form is not None]
+    right = is_success(batch.reward, config.reward.success)
+    wrong = [answer for answer, is_right in zip(given, right.tolist(), strict=True) if not is_right]
+    form, hidden = elsewhere(config.reward, wrong, answerer.world)
+    formed = [told for told in tell("form", config.reward, given, answerer.world) if told is not None]
     return Preflight(
         answers=len(asked),
         finished=int(batch.finished.sum()),
         formed=sum(formed) if len(formed) == len(given) else None,
-        right=int(is_success(batch.reward, config.reward.success).sum()),
+        right=int(right.sum()),
         equal=len(set(batch.reward.tolist())) == 1,
         rewards=Counter(answer.reward for answer in given),
         failures=batch.counts.failures,
         example=given[0].response[-SHOWN_CHARACTERS:],
+        form=form,
+        hidden=hidden,
     )

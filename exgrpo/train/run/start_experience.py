@@ -5,58 +5,84 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.common.records import Rollout, TokenIds, Trajectory
-from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.common.step_batch import Floats, StepBatch
 from exgrpo.train.common.success import is_success
-from exgrpo.train.config.replay import Setting
+from exgrpo.train.config.replay import ExperienceConfig, Setting
 from exgrpo.train.data.questions import Question
-from exgrpo.train.replay import rules
+from exgrpo.train.replay import Replay, rules
 from exgrpo.train.replay.table import Origin
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.rollout.stops import text_of
-from exgrpo.train.run.traces import Trace, read_traces
+from exgrpo.train.run.traces import Questions, Trace, read_traces
 from exgrpo.train.trainer import Trainer
 
 CHUNK = 1024
 """Traces that are encoded, graded or scored at once."""
 
 
-class Questions:
-    """Finds the training question of a trace: by its text and gold answer, else by the token ids of its prompt.
+class Answer(NamedTuple):
+    """An answer without a reward: its question, its text without what ended it, and its tokens [R]."""
 
-    Where a trace has no gold answer, its text is enough. Of equal questions the first one is found.
+    question: Question
+    text: str
+    tokens: TokenIds
 
-    Args:
-        questions: of the run.
+
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    """A run before its first step, whichever trainer does it.
+
+    Attributes:
+        options: of the experience.
+        questions: those that are trained on.
+        replay: its memory is filled.
+        max_tokens: of an answer.
+        model: name or path of the policy that the run starts with.
+        world: the processes of the run.
+        grade: gives all ranks the rewards and keys of answers in their order; all ranks call it together.
+        score: [T] log-probs of the answers of a batch at the sampling temperature; its questions have their numbers.
     """
 
-    def __init__(self, questions: Sequence[Question]) -> None:
-        self._by_gold: dict[tuple[str, str], Question] = {}
-        self._by_text: dict[str, Question] = {}
-        self._by_prompt: dict[tuple[int, ...], Question] = {}
-        for question in questions:
-            self._by_gold.setdefault((question.text, question.gold), question)
-            self._by_text.setdefault(question.text, question)
-            self._by_prompt.setdefault(question.prompt, question)
+    options: ExperienceConfig
+    questions: Sequence[Question]
+    replay: Replay
+    max_tokens: int
+    model: str
+    world: World
+    grade: Callable[[Sequence[Answer]], Sequence[tuple[float, int]]]
+    score: Callable[[StepBatch], Floats]
 
-    def find(self, trace: Trace) -> Question | None:
-        """The question of a trace; None: it is not among them, or has another gold answer."""
-        if trace.question is not None:
-            by_text = (
-                self._by_text.get(trace.question)
-                if trace.gold is None
-                else self._by_gold.get((trace.question, trace.gold))
-            )
-            if by_text is not None:
-                return by_text
-        by_prompt = None if trace.prompt is None else self._by_prompt.get(tuple(trace.prompt.tolist()))
-        return by_prompt if by_prompt and trace.gold in (None, by_prompt.gold) else None
+    @classmethod
+    def of(cls, trainer: Trainer) -> Self:
+        """That of a run of `exgrpo.train`."""
+        config, answerer = trainer.config, trainer.answerer
+
+        def grade(answers: Sequence[Answer]) -> Sequence[tuple[float, int]]:
+            share = answerer.world.split(answers)
+            grading = answerer.grader.begin()
+            for _, (of, text, _) in share:
+                grading.add(text, of.gold, of.text, reward_of(of.reward, answerer.reward), of.columns)
+            grades = agree(answerer.world, grading.finish)
+            graded = zip(share, grades.reward, grades.key, strict=True)
+            return answerer.world.join([(place, (reward, key)) for (place, _), reward, key in graded])
+
+        return cls(
+            options=config.experience,
+            questions=trainer.questions,
+            replay=trainer.replay,
+            max_tokens=config.rollout.max_tokens,
+            model=config.policy.path,
+            world=answerer.world,
+            grade=grade,
+            score=lambda batch: trainer.policy.score(batch, trainer.sampling.temperature).log_prob,
+        )
 
 
 @dataclass(frozen=True)
@@ -127,7 +153,7 @@ class Started:
         stored: trajectories.
         questions: how many questions they belong to.
         unknown: left out, since their question is not among the training questions.
-        long: left out, since they have more than rollout.max_tokens tokens.
+        long: left out, since they have more tokens than an answer may have.
         empty: left out, since they have no token.
         observing: left out, since an environment wrote some of their tokens, which are not those of this model.
         repeated: left out, since the same answer comes again later.
@@ -159,7 +185,7 @@ class Started:
         """How many were left out, and why."""
         return self._counted(
             ("unknown", "to questions that are not trained on"),
-            ("long", "longer than rollout.max_tokens"),
+            ("long", "longer than an answer may be"),
             ("empty", "without a token"),
             ("observing", "with replies of an environment in tokens of another model"),
             ("repeated", "repeated"),
@@ -192,14 +218,14 @@ class _Row:
         self.reward, self.key = self.trace.reward, self.trace.key
 
 
-def start_experience(trainer: Trainer, encoding: Encoding) -> Started | None:
+def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
     """Fill the experience of a new run with the traces that `experience.start` names; all ranks call it together.
 
     Everything in the file is stored that belongs to a training question and fits, whatever its reward; of equal answers
     the last one, unless the method stores whole groups. All of it counts as written before the first step.
 
     Args:
-        trainer: of the run, before its first step.
+        run: before its first step.
         encoding: of its model.
 
     Returns:
@@ -209,38 +235,37 @@ def start_experience(trainer: Trainer, encoding: Encoding) -> Started | None:
         DataError: on every rank, where the file cannot be read or nothing of it can be used.
         RewardError: on every rank, where the reward of an answer is no number.
     """
-    options, world = trainer.config.experience, trainer.answerer.world
+    options, setting = run.options, run.replay.setting
     if options.start is None:
         return None
     started = Started(str(options.start))
-    rows = agree(world, lambda: _read(trainer, encoding, started))
-    _check_alike(world, rows, started)
-    _grade(trainer, rows, started)
+    rows = agree(run.world, lambda: _read(run, encoding, started))
+    _check_alike(run.world, rows, started)
+    _grade(run, rows, started)
     rows = _distinct(rows, getattr(rules.find("admit", options.admit), "distinct", None), started)
     started.encoded = sum(not row.own_tokens for row in rows)
-    trajectories = _trajectories(trainer, rows, started)
-    counts = success_counts(trajectories, [row.trace for row in rows], trainer.replay.setting)
+    trajectories = _trajectories(run, rows, started)
+    counts = success_counts(trajectories, [row.trace for row in rows], setting)
     origins = [
-        _origin(trajectory, row.trace, counts[trajectory.question], trainer.replay.setting)
+        _origin(trajectory, row.trace, counts[trajectory.question], setting)
         for trajectory, row in zip(trajectories, rows, strict=True)
     ]
-    trainer.replay.memory.fill(trajectories, origins, counts)
+    run.replay.memory.fill(trajectories, origins, counts)
     started.stored, started.questions = len(rows), len(counts)
     return started
 
 
-def _read(trainer: Trainer, encoding: Encoding, started: Started) -> list[_Row]:
+def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
     """The traces that can be used, in the order of the file."""
-    config = trainer.config
-    questions = Questions(trainer.questions)
+    questions = Questions(run.questions)
     rows: list[_Row] = []
-    traces = read_traces(config.experience.start) if config.experience.start else iter(())
+    traces = read_traces(run.options.start) if run.options.start else iter(())
     while chunk := list(islice(traces, CHUNK)):
         started.read += len(chunk)
         for row in _encoded(chunk, questions, encoding, started):
             if not len(row.tokens):
                 started.empty += 1
-            elif len(row.tokens) > config.rollout.max_tokens:
+            elif len(row.tokens) > run.max_tokens:
                 started.long += 1
             else:
                 rows.append(row)
@@ -275,21 +300,13 @@ def _check_alike(world: World, rows: Sequence[_Row], started: Started) -> None:
         raise DataError(f"experience.start: the processes have read different rows from {started.source}")
 
 
-def _grade(trainer: Trainer, rows: Sequence[_Row], started: Started) -> None:
-    """Give rewards to the rows without one; each rank grades a share."""
-    answerer = trainer.answerer
+def _grade(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
+    """Give rewards to the rows without one."""
     missing = [row for row in rows if row.reward is None]
     started.graded = len(missing)
     for first in range(0, len(missing), CHUNK):
         chunk = missing[first : first + CHUNK]
-        share = answerer.world.split(chunk)
-        grading = answerer.grader.begin()
-        for _, row in share:
-            of = row.question
-            grading.add(row.trace.response, of.gold, of.text, reward_of(of.reward, answerer.reward), of.columns)
-        grades = agree(answerer.world, grading.finish)
-        graded = zip(share, grades.reward, grades.key, strict=True)
-        found = answerer.world.join([(place, (reward, key)) for (place, _), reward, key in graded])
+        found = run.grade([Answer(row.question, row.trace.response, row.tokens) for row in chunk])
         for row, (reward, key) in zip(chunk, found, strict=True):
             row.reward, row.key = reward, key
 
@@ -307,9 +324,9 @@ def _distinct(rows: list[_Row], distinct: str | None, started: Started) -> list[
     return list(kept.values())
 
 
-def _trajectories(trainer: Trainer, rows: Sequence[_Row], started: Started) -> list[Trajectory]:
+def _trajectories(run: Beginning, rows: Sequence[_Row], started: Started) -> list[Trajectory]:
     """The rows with their rewards and the log-probs that the options ask for."""
-    rule, model = trainer.config.experience.start_log_prob, trainer.config.policy.path
+    rule = run.options.start_log_prob
     trajectories = []
     for row in rows:
         trace = row.trace
@@ -326,7 +343,7 @@ def _trajectories(trainer: Trainer, rows: Sequence[_Row], started: Started) -> l
             written=trace.written,
         )
         known = row.own_tokens and trace.log_prob is not None and trace.behaviour != "unknown"
-        if known and (rule == "keep" or (rule == "recompute" and trace.model == model)):
+        if known and (rule == "keep" or (rule == "recompute" and trace.model == run.model)):
             assert trace.log_prob is not None
             one = replace(one, log_prob=trace.log_prob, behaviour=trace.behaviour or "engine")
         trajectories.append(one)
@@ -341,7 +358,8 @@ def _trajectories(trainer: Trainer, rows: Sequence[_Row], started: Started) -> l
             [np.array(rows[i].question.prompt, np.int32) for i in chunk],
             [Rollout(rows[i].tokens, rows[i].finished, written=rows[i].trace.written) for i in chunk],
         )
-        log_prob = trainer.policy.score(batch, trainer.sampling.temperature).log_prob
+        batch.fill(question=[rows[i].question.index for i in chunk])
+        log_prob = run.score(batch)
         for place, i in enumerate(chunk):
             trajectories[i] = replace(trajectories[i], log_prob=log_prob[batch.at(place)], behaviour="trainer")
     return trajectories

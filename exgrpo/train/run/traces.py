@@ -11,7 +11,7 @@ Every column but the first may be missing, and a cell may be empty. Other column
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from exgrpo.train.common import jsonl
 from exgrpo.train.common.errors import DataError, MissingDataError, os_errors_as, shown
 from exgrpo.train.common.records import Behaviour, Mask, TokenIds
+from exgrpo.train.data.questions import Question
 
 SUFFIXES = (".parquet", ".jsonl")
 NAMES_QUESTION = ("question", "problem", "prompt_ids")
@@ -78,6 +79,36 @@ class Trace:
     answers: int = 0
     replays: int = 0
     key: int = 0
+
+
+class Questions:
+    """Finds the training question of a trace: by its text and gold answer, else by the token ids of its prompt.
+
+    Where a trace or the questions have no gold answers, its text is enough. Of equal questions the first one is found.
+
+    Args:
+        questions: of the run.
+    """
+
+    def __init__(self, questions: Sequence[Question]) -> None:
+        self._golds = any(question.gold for question in questions)
+        self._by_gold: dict[tuple[str, str], Question] = {}
+        self._by_text: dict[str, Question] = {}
+        self._by_prompt: dict[tuple[int, ...], Question] = {}
+        for question in questions:
+            self._by_gold.setdefault((question.text, question.gold), question)
+            self._by_text.setdefault(question.text, question)
+            self._by_prompt.setdefault(question.prompt, question)
+
+    def find(self, trace: Trace) -> Question | None:
+        """The question of a trace; None: it is not among them, or has another gold answer."""
+        gold = trace.gold if self._golds else None
+        if trace.question is not None:
+            by_text = self._by_text.get(trace.question) if gold is None else self._by_gold.get((trace.question, gold))
+            if by_text is not None:
+                return by_text
+        by_prompt = None if trace.prompt is None else self._by_prompt.get(tuple(trace.prompt.tolist()))
+        return by_prompt if by_prompt and gold in (None, by_prompt.gold) else None
 
 
 def trace_files(source: Path) -> list[Path]:

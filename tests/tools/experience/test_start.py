@@ -15,7 +15,7 @@ from exgrpo.train.common.records import Trajectory
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.replay.table import OF_ORIGIN
 from exgrpo.train.rollout.answers import Answerer
-from exgrpo.train.run.start_experience import Encoding, start_experience
+from exgrpo.train.run.start_experience import Beginning, Encoding, start_experience
 from exgrpo.train.trainer import Trainer
 from tests.tools.experience import runs
 from tests.tools.experience.runs import K, config, make_run, pretrained, same, some, with_reply
@@ -50,7 +50,7 @@ def begin(source, count: int = 8, **values):
     """A trainer of scripted questions with what a file or folder holds, and what was said of it."""
     of_run = config({"experience.start": str(source), "rollout.max_tokens": 8}, values)
     trainer = trainer_of(of_run, question_set(count), PRINTED)
-    return trainer, start_experience(trainer, PRINTED)
+    return trainer, start_experience(Beginning.of(trainer), PRINTED)
 
 
 def write(path, *rows):
@@ -70,7 +70,7 @@ def arithmetic(tmp_path, source, **values) -> Trainer:
     """A trainer of the default task, with the trajectories of a source; its policy is no real one."""
     encoding = Encoding.of(pretrained(), ())
     trainer = trainer_of(config({"experience.start": str(source)}, values), runs.questions(), encoding)
-    start_experience(trainer, encoding)
+    start_experience(Beginning.of(trainer), encoding)
     return trainer
 
 
@@ -147,7 +147,7 @@ def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thr
     of_run = config({"experience.start": str(source), "rollout.temperature": 0.7})
     answerer = Answerer(ScriptedEngine({}), ScriptedGrader(), encoding.decode, ALONE)
     trainer = Trainer(of_run, runs.questions(), Policy(of_run, pretrained().model, ALONE), answerer)
-    assert start_experience(trainer, encoding).scored == len(some())
+    assert start_experience(Beginning.of(trainer), encoding).scored == len(some())
     model = AutoModelForCausalLM.from_pretrained(pretrained().model.path, dtype=torch.float32)
     for one in stored(trainer):
         prompt = runs.questions()[one.question].prompt
@@ -260,7 +260,7 @@ def test_what_does_not_fit_and_what_comes_again_is_left_out_and_told(tmp_path):
     assert [one.reward for one in stored(trainer)][1] == 0.25
     told = str(started)
     assert told.startswith(f"the experience starts with 3 answers to 2 questions from {path}; ")
-    assert told.endswith("left out: 1 longer than rollout.max_tokens, 1 without a token, 1 repeated")
+    assert told.endswith("left out: 1 longer than an answer may be, 1 without a token, 1 repeated")
 
 
 def test_where_solutions_are_stored_once_so_they_are_here(tmp_path):

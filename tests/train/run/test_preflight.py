@@ -133,6 +133,36 @@ def test_a_run_whose_answers_are_all_cut(tmp_path, preflight):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("right", [0, 3])
+def test_right_values_in_another_form_than_the_one_that_is_read_are_told(tmp_path, right):
+    asked = answerer(ScriptedEngine(dict.fromkeys(range(40), 0.0)))
+    texts = {100 + i: "<answer>gold</answer>" for i in range(7)} | {107 + i: "\\boxed{gold}" for i in range(right)}
+    asked.decode = lambda ids: texts.get(ids[0], "\\boxed{silver}")
+    config = configured({"reward": {"function": "math_no_think", "form": "boxed"}})
+    with Grader.of(["math_no_think"], config.reward) as asked.grader:
+        found = preflight(config, asked, question_set(40).questions, Sampling(max_tokens=8))
+    told = (
+        "7 of 32 answers hold the right value in <answer> tags, where math_no_think does not look; reward.form=tags "
+        "reads them there"
+    )
+    assert str(found) == (
+        f"preflight: of 32 answers 32 are finished, 25 have the form that the reward needs, {right} are right; {told}"
+    )
+    problem = found.problem(config)
+    assert (problem is None) if right else problem.startswith(f"none of 32 answers earns a reward, but {told}, or ask")
+
+
+def test_right_values_that_an_own_reward_does_not_read_are_told(tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    asked = answerer(ScriptedEngine(dict.fromkeys(range(4), 0.0)))
+    asked.grader, asked.decode = ScriptedGrader(lambda text: 0.0), lambda ids: f"{ids[0]}\n#### 12"
+    config = configured({"reward": {"function": f"{tmp_path}/reward.py:formless"}})
+    questions = [dataclasses.replace(question, gold="12") for question in question_set(4).questions]
+    problem = preflight(config, asked, questions, Sampling(max_tokens=8)).problem(config)
+    assert 'but 4 of 4 answers hold the right value in "#### 12", where ' in problem
+    assert "reward.py:formless does not look, or ask for the form that is read in data.prompt_format" in problem
+
+
 def graded(tmp_path, name, count=4, **sections):
     """A preflight on scripted answers and a reward of `BROKEN`, which processes grade."""
     (tmp_path / "mine.py").write_text(BROKEN)

@@ -20,7 +20,7 @@ from itertools import combinations
 from exgrpo.train.common.builtin import ASSETS
 from exgrpo.train.common.errors import DataError, shown
 from exgrpo.train.data.generation import Split, check_difficulty, different_problems
-from exgrpo.train.reward.grading import END_OF_THINKING, boxed_answer
+from exgrpo.train.reward.grading import own_answer
 
 MODEL_FOLDER = ASSETS / "colouring"
 """The pretrained model and its tokenizer, in Hugging Face format."""
@@ -132,7 +132,7 @@ def reward_form(response: str, gold: str) -> float:
 
 def _colouring(response: str) -> dict[str, str]:
     """The colour of each node in the answer; empty where there is no answer, or a node has two colours."""
-    content = boxed_answer(response.rpartition(END_OF_THINKING)[2])
+    content = own_answer(response)
     if not content or len(content) > _LONGEST or not _COLOURING.fullmatch(content):
         return {}
     pairs = _COLOUR.findall(content)

@@ -19,7 +19,7 @@ from exgrpo.train.common.builtin import ASSETS
 from exgrpo.train.common.errors import DataError, shown
 from exgrpo.train.data.expressions import Node, combine, key_of, parse, write
 from exgrpo.train.data.generation import Split, check_difficulty, different_problems
-from exgrpo.train.reward.grading import END_OF_THINKING, boxed_answer
+from exgrpo.train.reward.grading import own_answer
 
 MODEL_FOLDER = ASSETS / "countdown"
 """The pretrained model and its tokenizer, in Hugging Face format."""
@@ -121,7 +121,7 @@ def reward_form(response: str, gold: str) -> float:
 
 
 def _expression(response: str) -> Node | None:
-    content = boxed_answer(response.rpartition(END_OF_THINKING)[2])
+    content = own_answer(response)
     return parse(content) if content else None
 
 

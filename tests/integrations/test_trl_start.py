@@ -1,0 +1,183 @@
+"""A run in TRL begins with experience from files, goes on exactly, and is the same in two processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,<2'", exc_type=ImportError)
+
+from transformers import AutoModelForCausalLM
+
+from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
+from exgrpo.train.common.errors import DataError
+from exgrpo.train.common.records import Trajectory
+from tests.integrations import trl_worker
+from tests.integrations.trl_trainers import WrittenAnswers, options, questions, reward, tokenizer
+from tests.train.launch import launch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXPERT = ["3+4=7", "1 + 2 = 3", "12", "\\boxed{5}", "7-2=5", "2*3=6"]
+RUN = {
+    "start_pass_rate": 0.0,
+    "per_device_train_batch_size": 16,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "max_steps": 4,
+    "lr_scheduler_type": "constant",
+    "refills": 2,
+}
+
+
+class Written(ExGRPOTrainer, WrittenAnswers):
+    """ExGRPO on written answers."""
+
+
+def trainer_of(folder: Path, model: Path, **changes: Any) -> Written:
+    config = ExGRPOConfig(**options(folder, **{**RUN, **changes}))
+    return Written(str(model), reward, config, questions(), processing_class=tokenizer())
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def expert(path: Path) -> str:
+    """Answers as text, without rewards; the last row is of another question."""
+    prompts = list(questions()["prompt"])
+    rows = [{"question": prompts[i], "answer": "1", "response": text} for i, text in enumerate(EXPERT)]
+    return write(path, *rows, {"question": "another one", "response": "1"})
+
+
+def stored(trainer: ExGRPOTrainer) -> list[Trajectory]:
+    return list(trainer.replay.memory.all_trajectories())
+
+
+def begun(trainer: Written) -> dict[int, Trajectory]:
+    """What is stored when the first generation begins, by question."""
+    found: dict[int, Trajectory] = {}
+    plan = trainer.replay.plan
+
+    def watched(*args: Any) -> Any:
+        found.update({one.question: one for one in stored(trainer)} if not trainer.generation else {})
+        return plan(*args)
+
+    trainer.replay.plan = watched
+    trainer.train()
+    return found
+
+
+def test_answers_of_an_expert_are_encoded_graded_and_scored(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trainer_of(tmp_path, model, start=expert(tmp_path / "expert.jsonl"), max_steps=1, temperature=0.7)
+    found = begun(trainer)
+    assert (
+        f"the experience starts with 6 answers to 6 questions from {tmp_path}/expert.jsonl; 6 encoded from text, "
+        "6 graded, 6 with log-probs of this run's policy; left out: 1 to questions that are not trained on"
+    ) in capsys.readouterr().out
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    for i, text in enumerate(EXPERT):
+        ids = [*tokenizer()(text, add_special_tokens=False)["input_ids"], tokenizer().eos_token_id]
+        assert found[i].response.tolist() == ids
+        assert found[i].reward == reward([ids])[0]
+        prompt = tokenizer()(questions()[i]["prompt"])["input_ids"]
+        with torch.no_grad():
+            logits = plain(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1] / 0.7
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        np.testing.assert_allclose(found[i].log_prob, expected.numpy(), atol=5e-5)
+    assert trainer.state.log_history[0]["experience/replayed"] == 2  # at once: half of four questions
+
+
+def test_own_experience_keeps_its_tokens_rewards_and_log_probs(tmp_path: Path, model: Path) -> None:
+    rows = []
+    for i, text in enumerate(EXPERT[:3]):
+        ids = [*tokenizer()(text, add_special_tokens=False)["input_ids"], tokenizer().eos_token_id]
+        prompt = tokenizer()(questions()[i]["prompt"])["input_ids"]
+        log_prob = [-0.25 * (place + 1) for place in range(len(ids))]
+        known = {"response": text, "response_ids": ids, "log_prob": log_prob, "reward": 1.0, "behaviour": "trainer"}
+        rows.append({"prompt_ids": prompt, "model": str(model), **known})
+    source = write(
+        tmp_path / "own.jsonl", *rows, {**rows[2], "model": "another", "response_ids": None, "log_prob": None}
+    )
+    found = begun(trainer_of(tmp_path, model, start=source, start_log_prob="keep", max_steps=1))
+    for i, row in enumerate(rows[:2]):
+        assert found[i].response.tolist() == row["response_ids"]
+        np.testing.assert_array_equal(found[i].log_prob, np.float32(row["log_prob"]))
+        assert found[i].reward == 1.0
+    assert len(found) == 3
+    assert not np.array_equal(found[2].log_prob, np.float32(rows[2]["log_prob"])), "of equal answers the last one"
+
+
+def test_a_resumed_run_goes_on_exactly_and_starts_from_no_file(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = expert(tmp_path / "expert.jsonl")
+    whole = trainer_of(tmp_path / "whole", model, start=source)
+    whole.train()
+    capsys.readouterr()
+    resumed = trainer_of(tmp_path / "resumed", model, start=source)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert "the experience starts" not in capsys.readouterr().out
+    for log, other in zip(resumed.state.log_history[2:4], whole.state.log_history[2:4], strict=True):
+        for name in ("loss", "grad_norm", "num_tokens", "experience/replayed", "experience/refilled"):
+            assert log[name] == pytest.approx(other[name], abs=1e-6), name
+    for one, other in zip(stored(resumed), stored(whole), strict=True):
+        np.testing.assert_array_equal(one.response, other.response)
+        np.testing.assert_allclose(one.log_prob, other.log_prob, atol=1e-6)
+    for name, values in whole.replay.memory.arrays().items():
+        np.testing.assert_array_equal(resumed.replay.memory.arrays()[name], values, err_msg=name)
+
+
+def test_gold_answers_tell_questions_apart(tmp_path: Path, model: Path) -> None:
+    source = write(tmp_path / "two.jsonl", *({"question": "Say it.", "answer": "2", "response": "2"},))
+    data = questions().select(range(6)).add_column("answer", ["x #### 1", "2", "3", "4", "5", "6"])
+    data = data.map(lambda row, i: {"prompt": "Say it." if i < 2 else row["prompt"]}, with_indices=True)
+    config = ExGRPOConfig(**options(tmp_path, **{**RUN, "max_steps": 1, "start": source}))
+    trainer = Written(str(model), reward, config, data, processing_class=tokenizer())
+    assert list(begun(trainer)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("start", "ratio", "message"),
+    [
+        ("nowhere.jsonl", 0.5, "there is no such file or folder of traces"),
+        ("others.jsonl", 0.5, r"nothing in .*others\.jsonl can be used: of its 1 rows, 1 to questions that are not"),
+        ("others.jsonl", 0.0, "ratio=0 never replays"),
+    ],
+)
+def test_refused(tmp_path: Path, model: Path, start: str, ratio: float, message: str) -> None:
+    write(tmp_path / "others.jsonl", {"question": "another one", "response": "1"})
+    with pytest.raises((DataError, ValueError), match=message):
+        trainer_of(tmp_path, model, start=str(tmp_path / start), ratio=ratio).train()
+
+
+@pytest.mark.long
+def test_two_processes_are_the_run_of_one(tmp_path: Path, model: Path) -> None:
+    """Each has a micro-batch of the generation; K = 6 is no multiple of 2, so groups are asked for in pairs."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install 'exgrpo[train]'")
+    common = {
+        "start": expert(tmp_path / "expert.jsonl"),
+        "start_pass_rate": 0.0,
+        "refills": 2,
+        "max_steps": 3,
+        "optim": "sgd",
+        "learning_rate": 1.0,
+        "entropy_coef": 0.0,
+    }
+    for ranks, changes in ((1, {"gradient_accumulation_steps": 2}), (2, {})):
+        run = (str(model), str(tmp_path / str(ranks)), {**common, **changes})
+        finished = launch(Path(trl_worker.__file__), json.dumps([run]), ranks=ranks)
+        assert finished.returncode == 0, finished.stderr[-4000:]
+    one, two = (json.loads((tmp_path / ranks / "result.json").read_text())["log"][:3] for ranks in ("1", "2"))
+    for log, other in zip(one, two, strict=True):
+        for name in ("loss", "num_tokens", "reward", "experience/replayed", "experience/refilled"):
+            assert log[name] == pytest.approx(other[name], abs=1e-6), name
+        assert log["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+    assert one[0]["experience/replayed"]
+    assert any(log["experience/refilled"] for log in one)
