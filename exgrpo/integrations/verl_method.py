@@ -1,4 +1,4 @@
-"""A method of replay in verl's trainer: its options, those of verl that follow from them, and its loss.
+"""A method of replay in verl: its options, those of verl that follow, the columns of a stored answer, and the loss.
 
 Only the loss needs verl.
 """
@@ -21,6 +21,8 @@ with needs(__name__, *PACKAGES):
     import yaml  # noqa: F401
 
     from exgrpo.train.common.errors import ConfigError
+    from exgrpo.train.common.records import TokenIds
+    from exgrpo.train.common.step_batch import StepBatch
     from exgrpo.train.config.options import Config
     from exgrpo.train.config.recipe import merged, read_recipe, unfinished
     from exgrpo.train.config.section import flat
@@ -91,11 +93,8 @@ def _options(config: Any, given: dict[str, Any]) -> Config:
             raise ConfigError(f"{KEY}: {key}: {ELSEWHERE[key]}")
         if not key.startswith(HERE):
             raise ConfigError(f"{KEY}: {key}: only {', '.join(HERE)} count here, the rest are options of verl")
-    rollout, actor, batch = (
-        config.actor_rollout_ref.rollout,
-        config.actor_rollout_ref.actor,
-        config.data.train_batch_size,
-    )
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    batch = config.data.train_batch_size
     of_verl = {
         "questions": batch,
         "rollout.samples": rollout.n,
@@ -148,6 +147,21 @@ def _check(config: Any) -> None:
         if holds:
             name = option.partition("=")[0]
             raise ConfigError(f"{option}: excludes replay; {remedy.get(name, 'leave it at its default')}")
+
+
+def answer_columns(batch: StepBatch, row: int, prompt: TokenIds) -> dict[str, Tensor]:
+    """A stored answer as tensors of a row of verl: [P] of its prompt, [R] of its response, and [P + R]."""
+    at = batch.at(row)
+    question, answer, own = (torch.from_numpy(values).long() for values in (prompt, batch.token[at], batch.own[at]))
+    whole, old = torch.cat([question, answer]), torch.from_numpy(batch.old_log_prob[at])
+    reward = torch.zeros(len(answer))
+    reward[-1] = batch.reward[row]
+    of_prompt = {"prompts": question}
+    of_response = {"responses": answer, "response_mask": own, "loss_mask": own, "rm_scores": reward}
+    # With the same log-probs of both policies, verl's correction for its rollout leaves the row as it is.
+    of_response |= {"old_log_probs": old, "rollout_log_probs": old, "entropy": torch.zeros_like(old)}
+    of_all = {"input_ids": whole, "attention_mask": torch.ones_like(whole), "position_ids": torch.arange(len(whole))}
+    return of_prompt | of_response | of_all | {"log_probs": torch.zeros(len(whole))}
 
 
 def replay_loss(

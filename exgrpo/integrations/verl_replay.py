@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from exgrpo.extras import needs
-from exgrpo.integrations.verl_method import KEY, PACKAGES, UNCLIPPED, configure, replay_loss
+from exgrpo.integrations.verl_method import KEY, PACKAGES, UNCLIPPED, answer_columns, configure, replay_loss
 
 with needs(__name__, *PACKAGES):
     import numpy as np
@@ -142,8 +142,7 @@ class ExGRPOTrainer(PPOTrainerSync):
             warnings.warn(taken_in.note, stacklevel=2)
         every = np.arange(self._batch.groups)
         self._batch = self.replay.settle(self._batch, every, self.options.questions, self.global_steps)
-        held = self.replay.memory.table.held
-        now = set(self._batch.question.tolist())
+        held, now = self.replay.memory.table.held, set(self._batch.question.tolist())
         self._prompts = {one: ids for one, ids in self._prompts.items() if one in now or held[one]}
         numbers = {"pass_rate": taken_in.pass_rate, **replay_metrics(self.replay, self._batch, self.global_steps)}
         metrics.update({f"experience/{name}": value for name, value in numbers.items()})
@@ -155,9 +154,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         for key, tag in zip(batch.keys, batch.tags, strict=True):
             uid, session, output = key.rsplit("_", 2)
             if output != "0":
-                raise ConfigError(
-                    "an agent loop has given several outputs of one session, and replay is of single ones"
-                )
+                raise ConfigError("an agent loop has given several outputs of a session, and replay is of single ones")
             if not tag.get("is_padding"):
                 rows.append((group_of[uid], int(session), key, tag))
         groups, _, keys, tags = zip(*sorted(rows, key=lambda row: row[:2]), strict=True)
@@ -177,10 +174,7 @@ class ExGRPOTrainer(PPOTrainerSync):
             np.array([group.question for group in self._groups]),
             np.array(groups),
             length,
-            replayed=nothing,
-            replays=nothing,
-            key=nothing,
-            behaviour=nothing,
+            **dict.fromkeys(("replayed", "replays", "key", "behaviour"), nothing),
             step=np.full(len(keys), self.global_steps),
             finished=(length < longest) | (np.array(last) == self.tokenizer.eos_token_id),
             reward=[float(scores.sum()) for scores in columns["rm_scores"]],
@@ -206,34 +200,24 @@ class ExGRPOTrainer(PPOTrainerSync):
         kept = [key for key in keys if self._row[key] in trained]
         if left := list(set(batch.keys) - set(kept)):
             tq.kv_clear(keys=left, partition_id=batch.partition_id)
-        batch = KVBatchMeta(
-            keys=kept + added.keys,
-            tags=[tags[key] for key in kept] + added.tags,
-            partition_id=batch.partition_id,
-            fields=batch.fields,
-            extra_info=batch.extra_info,
-        )
-        return self._balance_batch(batch, metrics)
+        all_tags = [tags[key] for key in kept] + added.tags
+        both = KVBatchMeta(kept + added.keys, all_tags, batch.partition_id, batch.fields, batch.extra_info)
+        return self._balance_batch(both, metrics)
 
     def _put(self, batch: StepBatch, rows: Ints, uids: Sequence[str], partition: str) -> KVBatchMeta:
-        """Put rows of stored answers beside those of verl."""
+        """Put stored answers as rows beside those of verl."""
         keys, fields, tags = [], [], []
+        names, tag = set(self._template) - {"tag"}, self._template["tag"]
         for row, uid in zip(rows.tolist(), uids, strict=True):
-            at, question = batch.at(row), int(batch.question[batch.group[row]])
-            prompt, answer = (torch.from_numpy(ids).long() for ids in (self._prompts[question], batch.token[at]))
-            ids, own = torch.cat([prompt, answer]), torch.from_numpy(batch.own[at]).long()
-            old, reward = torch.from_numpy(batch.old_log_prob[at]), torch.zeros(len(answer))
-            reward[-1] = batch.reward[row]
-            tensors = {"prompts": prompt, "responses": answer, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            tensors |= {"position_ids": torch.arange(len(ids)), "response_mask": own, "loss_mask": own}
-            tensors |= {"rm_scores": reward, "old_log_probs": old, "rollout_log_probs": old}
-            tensors |= {"entropy": torch.zeros_like(old), "log_probs": torch.zeros(len(ids))}
-            values = self._template | self.train_dataset[question] | tensors | {"uid": uid}
-            fields.append({name: values[name] for name in self._template if name != "tag"})
+            question = int(batch.question[batch.group[row]])
+            columns = answer_columns(batch, row, self._prompts[question])
+            values = self._template | self.train_dataset[question] | columns | {"uid": uid}
+            fields.append({name: values[name] for name in names})
             keys.append(f"{uid}_{row}_0")  # sessions of fresh rows have smaller numbers
+            prompt, answer = len(columns["prompts"]), len(columns["responses"])
+            lengths = {"prompt_len": prompt, "response_len": answer, "seq_len": prompt + answer}
             written = int(batch.step[row]) - 1
-            lengths = {"prompt_len": len(prompt), "response_len": len(answer), "seq_len": len(ids)}
-            tags.append(self._template["tag"] | lengths | {"min_global_steps": written, "max_global_steps": written})
+            tags.append(tag | lengths | {"min_global_steps": written, "max_global_steps": written})
         if keys:
             tq.kv_batch_put(keys=keys, partition_id=partition, fields=list_of_dict_to_tensordict(fields), tags=tags)
         return KVBatchMeta(keys=keys, tags=tags, partition_id=partition)

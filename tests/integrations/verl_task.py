@@ -12,12 +12,17 @@ WORDS = ["<pad>", "<s>", "</s>", "<unk>", " ", *"0123456789", "+", "="]
 CHAT = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **more):
-    return float(len(solution_str) % 2)
+    return float({reward})
 """
 
 
-def write_task(folder: Path) -> Path:
-    """The files model/, questions.parquet and reward.py in a folder, which is made; all questions have the index 0."""
+def write_task(folder: Path, reward: str) -> Path:
+    """The files model/, questions.parquet and reward.py in a folder, which is made; all questions have the index 0.
+
+    Args:
+        folder: see above.
+        reward: an expression of `solution_str`.
+    """
     folder.mkdir(exist_ok=True)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
@@ -41,5 +46,5 @@ def write_task(folder: Path) -> Path:
         for b in range(2)
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "questions.parquet")
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(REWARD.format(reward=reward))
     return folder
