@@ -260,7 +260,7 @@ def load_replay(folder: Path, replay: Replay, prompts: Prompts | None = None) ->
     if not (folder / STATE).is_file():
         raise ValueError(
             f"{folder} holds no experience: that checkpoint is not from ExGRPOTrainer; to start from its weights, "
-            "give it as the model and leave resume_from_checkpoint out"
+            "give it as the model and do not resume"
         )
     saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
     arrays = read_checked(folder, saved["arrays"])
@@ -273,7 +273,7 @@ def load_replay(folder: Path, replay: Replay, prompts: Prompts | None = None) ->
     if lacking := set(replay.memory.arrays()) - set(arrays):
         raise ValueError(
             f"{folder} is of an earlier version, which did not keep {', '.join(sorted(lacking))}: to start from the "
-            "weights of that checkpoint, give it as the model and leave resume_from_checkpoint out"
+            "weights of that checkpoint, give it as the model and do not resume"
         )
     values = {
         "replay_open": saved["open"],

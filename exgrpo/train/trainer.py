@@ -13,7 +13,7 @@ from exgrpo.train.config.objective import overlong_penalty
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.metrics.soundness import IdleSteps
-from exgrpo.train.metrics.step import answer_metrics, mismatch, replay_metrics, time_metrics, update_metrics
+from exgrpo.train.metrics.step import answer_metrics, mismatch, time_metrics, update_metrics
 from exgrpo.train.metrics.utilisation import PhaseClock
 from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches
 from exgrpo.train.policy.flops import Reading, Work, together
@@ -21,7 +21,16 @@ from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import Reference
 from exgrpo.train.policy.scores import FreshScorer, Scored
 from exgrpo.train.policy.update import UpdateStats
-from exgrpo.train.replay import MeanScores, Mixture, PlannedGroup, Replay, ReplayState, numbers_of, planned_from
+from exgrpo.train.replay import (
+    MeanScores,
+    Mixture,
+    PlannedGroup,
+    Replay,
+    ReplayState,
+    numbers_of,
+    planned_from,
+    replay_metrics,
+)
 from exgrpo.train.replay.replayed import Weigher
 from exgrpo.train.rollout.answers import Answerer, Produced
 from exgrpo.train.rollout.engine import Sampling

@@ -12,7 +12,6 @@ from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.flops import Work
 from exgrpo.train.policy.scores import Scored, compared
 from exgrpo.train.policy.update import BINS, UpdateStats, log_ratio_quantiles, mismatch_metrics
-from exgrpo.train.replay import Replay
 
 UPDATE_MEANS = (
     "loss",
@@ -98,26 +97,6 @@ def _entropy_gap(batch: StepBatch, entropies: Floats) -> float:
             if (above & known).any() and (~above & known).any():
                 gaps.append(entropy[~above & known].mean() - entropy[above & known].mean())
     return float(np.mean(gaps)) if gaps else math.nan
-
-
-def replay_metrics(replay: Replay, batch: StepBatch, step: int) -> dict[str, float]:
-    """What is replayed, and of what kind it is, NaN of what does not exist; and the experience after the step."""
-    memory, replayed = replay.memory, batch.replayed
-    entropies = batch.chosen_entropy[replayed]
-    entropies = entropies[~np.isnan(entropies)]
-    ages, replays = step - batch.step[replayed], batch.replays[replayed]
-    return {
-        "replayed": len(ages),
-        "replayed_entropy": float(entropies.mean()) if len(entropies) else math.nan,
-        "replayed_age": float(ages.mean()) if len(ages) else math.nan,
-        "replayed_times": float(replays.mean()) if len(replays) else math.nan,
-        "replayed_times_max": int(replays.max()) if len(replays) else math.nan,
-        "replay_open": float(replay.latch.open),
-        "buffer_questions": len(memory),
-        "buffer_trajectories": memory.trajectory_count,
-        "retired": int(memory.retired.sum()),
-        **{f"bucket/{k}": int(size) for k, size in enumerate(memory.bucket_sizes()) if 0 < k < memory.samples},
-    }
 
 
 def mismatch(batch: StepBatch, scored: Scored) -> dict[str, float]:

@@ -10,7 +10,7 @@ from exgrpo.train.config.replay import ExperienceConfig, Setting
 from exgrpo.train.replay.candidates import Expired, MeanScores, Priority, Units, draw
 from exgrpo.train.replay.contract import PlannedGroup, Weighed
 from exgrpo.train.replay.memory import ExperienceMemory
-from exgrpo.train.replay.replay import Replay, ReplayState, TakenIn, numbers_of, planned_from
+from exgrpo.train.replay.replay import Replay, ReplayState, TakenIn, numbers_of, planned_from, replay_metrics
 from exgrpo.train.replay.rules import needs
 from exgrpo.train.replay.supply import DelayedStart, FreshQuestions, Mixture, Supply
 
@@ -35,4 +35,5 @@ __all__ = [
     "needs",
     "numbers_of",
     "planned_from",
+    "replay_metrics",
 ]

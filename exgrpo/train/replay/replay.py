@@ -1,5 +1,6 @@
 """Experience replay as one object: what a run remembers of earlier steps, and what it decides from that."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -271,3 +272,23 @@ def numbers_of(planned: Sequence[PlannedGroup]) -> list[list[int]]:
 def planned_from(numbers: Sequence[Sequence[int]]) -> list[PlannedGroup]:
     """The planned groups of `numbers_of`."""
     return [PlannedGroup(question, fresh, choose, tuple(rows)) for question, fresh, choose, *rows in numbers]
+
+
+def replay_metrics(replay: Replay, batch: StepBatch, step: int) -> dict[str, float]:
+    """What is replayed, and of what kind it is, NaN of what does not exist; and the experience after the step."""
+    memory, replayed = replay.memory, batch.replayed
+    entropies = batch.chosen_entropy[replayed]
+    entropies = entropies[~np.isnan(entropies)]
+    ages, replays = step - batch.step[replayed], batch.replays[replayed]
+    return {
+        "replayed": len(ages),
+        "replayed_entropy": float(entropies.mean()) if len(entropies) else math.nan,
+        "replayed_age": float(ages.mean()) if len(ages) else math.nan,
+        "replayed_times": float(replays.mean()) if len(replays) else math.nan,
+        "replayed_times_max": int(replays.max()) if len(replays) else math.nan,
+        "replay_open": float(replay.latch.open),
+        "buffer_questions": len(memory),
+        "buffer_trajectories": memory.trajectory_count,
+        "retired": int(memory.retired.sum()),
+        **{f"bucket/{k}": int(size) for k, size in enumerate(memory.bucket_sizes()) if 0 < k < memory.samples},
+    }

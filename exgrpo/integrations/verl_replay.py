@@ -1,0 +1,300 @@
+"""Experience replay in verl's own trainer: `trainer.v1.trainer_mode=exgrpo`; docs/verl.md has the command.
+
+B questions per step (`data.train_batch_size`), K answers per question (`rollout.n`), G groups, N rows. Rows of verl lie
+in its TransferQueue under keys `{uid}_{session}_{output}`, where a uid is that of a group.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from exgrpo.extras import needs
+from exgrpo.integrations.verl_method import KEY, PACKAGES, UNCLIPPED, answer_columns, configure, replay_loss
+
+with needs(__name__, *PACKAGES):
+    import numpy as np
+    import torch
+    import transfer_queue as tq
+    from omegaconf import DictConfig, OmegaConf
+    from tensordict import TensorDict
+    from transfer_queue import KVBatchMeta
+    from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+    from verl.workers.utils.padding import response_from_nested
+
+    from exgrpo.integrations.trl_replay import load_replay, plan_generation, save_replay
+    from exgrpo.train.common.errors import ConfigError
+    from exgrpo.train.common.records import Score
+    from exgrpo.train.common.step_batch import Ints, StepBatch
+    from exgrpo.train.config.objective import overlong_penalty
+    from exgrpo.train.policy.batch import advantages
+    from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, replay_metrics
+    from exgrpo.train.replay.replayed import Weigher
+
+EXPERIENCE, PROMPTS = "experience", "prompts.npz"
+"""Folder of the experience in a checkpoint, and the prompts of its questions there."""
+SCORED = "exgrpo"
+"""Partition of the TransferQueue for rows that are only scored."""
+
+
+@register_trainer("exgrpo")
+class ExGRPOTrainer(PPOTrainerSync):
+    """verl's synchronous trainer, in which `exgrpo.train.replay` decides what is asked, joined and trained on.
+
+    Its options are those of a recipe of `exgrpo.train`, under the key `exgrpo` of verl's configuration; see
+    `verl_method.configure`.
+
+    Attributes:
+        options: the configuration of `exgrpo.train` that they make.
+        replay: what is stored, which questions are solved, and whether replay has begun.
+
+    Raises:
+        ConfigError: an option is wrong, or one of verl excludes replay; one line.
+    """
+
+    total_training_steps: int  # of verl
+
+    def __init__(self, config: DictConfig) -> None:
+        self.options = configure(config, OmegaConf.to_container(config.get(KEY) or OmegaConf.create()))
+        super().__init__(config)
+        temperature = self.options.rollout.temperature
+        self.weigher = Weigher.of_run(self.options, lambda rows: self._scores(rows, temperature).log_prob)
+        self._prompts: dict[int, np.ndarray] = {}  # of questions with stored answers, and of those of this step
+        self._groups: list[PlannedGroup] = []
+        self._uids: list[str] = []  # of the planned groups
+        self._template: dict[str, Any] = {}  # a row of verl, for columns that are no tensors of an answer
+        self._row: dict[str, int] = {}  # by key, rows of the batch
+        self._trained = 0  # rows that are trained on; 0 until they are known
+
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()
+        options, objective = self.options, self.options.objective
+        self.replay = Replay(
+            options.experience,
+            len(self.train_dataset),
+            options.rollout.samples,
+            options.seed,
+            success=options.reward.success,
+            success_option="exgrpo.reward.success",
+            scale_by_std=objective.scale_by_std,
+            leave_one_out=objective.baseline == "leave_one_out",
+        )
+
+    def on_init_end(self) -> None:
+        """Give the workers the loss."""
+        actor, objective = self.config.actor_rollout_ref.actor, self.options.objective
+        own, unclipped = (omega_conf_to_dataclass(OmegaConf.merge(actor, more)) for more in ({}, UNCLIPPED))
+        loss = partial(replay_loss, config=own, unclipped=unclipped, term=self.weigher.term, beta=objective.beta)
+        self.actor_rollout_wg.set_loss_fn(loss)
+        super().on_init_end()
+
+    def on_step_end(self) -> None:
+        """End the training once all questions are solved."""
+        if self.replay.finished and self.global_steps < self.total_training_steps:
+            self.total_training_steps = self.global_steps
+            if self.config.trainer.save_freq > 0 and self.global_steps % self.config.trainer.save_freq:
+                self._save_checkpoint()
+        super().on_step_end()
+
+    def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
+        """The questions that are asked, as verl's own loader would give them."""
+        self._trained = 0
+        self._groups = plan_generation(self.replay, self.options.questions, self.global_steps).groups
+        asked = [group for group in self._groups if group.fresh]
+        if not asked:
+            raise ConfigError(f"compose={self.options.experience.compose!r}: verl needs a fresh answer in every step")
+        rows = self.train_dataloader.collate_fn([self.train_dataset[group.question] for group in asked])
+        rows["__rollout_n__"] = np.array([group.fresh for group in asked], object)
+        self.train_dataloader_it = iter([rows])
+        batch = super()._next_train_batch()
+        uids = iter(batch["uid"])
+        self._uids = [str(next(uids) if group.fresh else uuid4()) for group in self._groups]
+        return batch
+
+    def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
+        return super()._step_once(metrics, timing_raw, sum(group.fresh > 0 for group in self._groups))
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """As many optimiser steps as for a whole batch, whatever the number of rows that are trained on."""
+        names = ("actor.ppo_micro_batch_size_per_gpu", "rollout.log_prob_micro_batch_size_per_gpu")
+        part = self.config.actor_rollout_ref
+        fixed = () if part.actor.use_dynamic_bsz else (*names, "ref.log_prob_micro_batch_size_per_gpu")
+        whole = math.lcm(dp_size, *(dp_size * (OmegaConf.select(part, name) or 1) for name in fixed))
+        if not self._trained:
+            return whole
+        samples, steps = self.options.rollout.samples, self.options.optimizer.minibatches
+        unit = whole // math.gcd(whole, samples)
+        part.actor.ppo_mini_batch_size = unit * math.ceil(self._trained / (steps * samples * unit))
+        return super()._get_required_batch_multiple(dp_size)
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """With verl's log-probs of the fresh rows all is known that decides on what is trained."""
+        batch = super()._compute_old_log_prob(batch, metrics)
+        fresh, keys = self._fresh(batch)
+        self._batch = fresh.beside(self.replay.select(self._groups, self._mean_scores))
+        taken_in = self.replay.take_in(self._batch, self.global_steps)
+        if taken_in.note:
+            warnings.warn(taken_in.note, stacklevel=2)
+        every = np.arange(self._batch.groups)
+        self._batch = self.replay.settle(self._batch, every, self.options.questions, self.global_steps)
+        held, now = self.replay.memory.table.held, set(self._batch.question.tolist())
+        self._prompts = {one: ids for one, ids in self._prompts.items() if one in now or held[one]}
+        numbers = {"pass_rate": taken_in.pass_rate, **replay_metrics(self.replay, self._batch, self.global_steps)}
+        metrics.update({f"experience/{name}": value for name, value in numbers.items()})
+        return self._to_train(batch, keys, metrics)
+
+    def _fresh(self, batch: KVBatchMeta) -> tuple[StepBatch, list[str]]:
+        """The graded rows of verl, in the order of their groups, and their keys."""
+        group_of, rows = {uid: group for group, uid in enumerate(self._uids)}, []
+        for key, tag in zip(batch.keys, batch.tags, strict=True):
+            uid, session, output = key.rsplit("_", 2)
+            if output != "0":
+                raise ConfigError("an agent loop has given several outputs of a session, and replay is of single ones")
+            if not tag.get("is_padding"):
+                rows.append((group_of[uid], int(session), key, tag))
+        groups, _, keys, tags = zip(*sorted(rows, key=lambda row: row[:2]), strict=True)
+        whole = tq.kv_batch_get(keys=list(keys[:1]), partition_id=batch.partition_id)[0]
+        self._template = {name: whole[name] for name in list(whole.keys())} | {"tag": tags[0]}
+        if self._template.get("multi_modal_inputs"):
+            raise ConfigError("data.train_files: the questions have images, videos or sounds, and replay is of text")
+        names = ["prompts", "responses", "response_mask", "rm_scores", "old_log_probs"]
+        data = tq.kv_batch_get(keys=list(keys), partition_id=batch.partition_id, select_fields=names)
+        columns = {name: [values.numpy() for values in data[name].unbind()] for name in names}
+        for group, prompt in zip(groups, columns["prompts"], strict=True):
+            self._prompts[self._groups[group].question] = prompt.astype(np.int32)
+        length = np.array([len(answer) for answer in columns["responses"]])
+        longest, last = self.config.data.max_response_length, [answer[-1] for answer in columns["responses"]]
+        nothing = np.zeros(len(keys))
+        return StepBatch(
+            np.array([group.question for group in self._groups]),
+            np.array(groups),
+            length,
+            **dict.fromkeys(("replayed", "replays", "key", "behaviour"), nothing),
+            step=np.full(len(keys), self.global_steps),
+            finished=(length < longest) | (np.array(last) == self.tokenizer.eos_token_id),
+            reward=[float(scores.sum()) for scores in columns["rm_scores"]],
+            penalty=[overlong_penalty(n, longest, self.options.objective) for n in length.tolist()],
+            token=np.concatenate(columns["responses"]),
+            own=np.concatenate(columns["response_mask"]),
+            old_log_prob=np.concatenate(columns["old_log_probs"]),
+        ), list(keys)
+
+    def _to_train(self, batch: KVBatchMeta, keys: Sequence[str], metrics: dict) -> KVBatchMeta:
+        """verl's rows of what is trained on; without anything, they stay as they are, and nothing is updated."""
+        whole = self._batch
+        rows = whole.rows_of(whole.trained)
+        self._trained, replayed = len(rows), rows[whole.replayed[rows]]
+        self._row = dict(zip(keys, np.flatnonzero(whole.fresh).tolist(), strict=True))
+        if not self._trained:
+            return batch
+        uids = [*self._uids, *(str(uuid4()) for _ in range(whole.groups - len(self._uids)))]
+        of_replayed = [uids[group] for group in whole.group[replayed].tolist()]
+        added = self._put(whole, replayed, of_replayed, batch.partition_id)
+        self._row |= dict(zip(added.keys, replayed.tolist(), strict=True))
+        tags, trained = dict(zip(batch.keys, batch.tags, strict=True)), set(rows.tolist())
+        kept = [key for key in keys if self._row[key] in trained]
+        if left := list(set(batch.keys) - set(kept)):
+            tq.kv_clear(keys=left, partition_id=batch.partition_id)
+        all_tags = [tags[key] for key in kept] + added.tags
+        both = KVBatchMeta(kept + added.keys, all_tags, batch.partition_id, batch.fields, batch.extra_info)
+        return self._balance_batch(both, metrics)
+
+    def _put(self, batch: StepBatch, rows: Ints, uids: Sequence[str], partition: str) -> KVBatchMeta:
+        """Put stored answers as rows beside those of verl."""
+        keys, fields, tags = [], [], []
+        names, tag = set(self._template) - {"tag"}, self._template["tag"]
+        for row, uid in zip(rows.tolist(), uids, strict=True):
+            question = int(batch.question[batch.group[row]])
+            columns = answer_columns(batch, row, self._prompts[question])
+            values = self._template | self.train_dataset[question] | columns | {"uid": uid}
+            fields.append({name: values[name] for name in names})
+            keys.append(f"{uid}_{row}_0")  # sessions of fresh rows have smaller numbers
+            prompt, answer = len(columns["prompts"]), len(columns["responses"])
+            lengths = {"prompt_len": prompt, "response_len": answer, "seq_len": prompt + answer}
+            written = int(batch.step[row]) - 1
+            tags.append(tag | lengths | {"min_global_steps": written, "max_global_steps": written})
+        if keys:
+            tq.kv_batch_put(keys=keys, partition_id=partition, fields=list_of_dict_to_tensordict(fields), tags=tags)
+        return KVBatchMeta(keys=keys, tags=tags, partition_id=partition)
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """verl's, whose advantages and old log-probs give way to those of `exgrpo.train`."""
+        result = super()._compute_advantage(batch, metrics)
+        whole, setting, objective = self._batch, self.replay.setting, self.options.objective
+        if not self._trained:
+            return result
+        advantages(whole, scale_by_std=setting.scale_by_std, leave_one_out=setting.leave_one_out)
+        whole.fill(ratio_log_prob=whole.old_log_prob.copy(), factor=np.ones(len(whole.token)))
+        self.weigher(whole)
+        learnt = self.replay.in_band(whole, objective.train_on)[whole.group]
+        learnt &= whole.finished | (not objective.overlong_filter)
+        of_token = whole.by_token(np.where(learnt, whole.advantage, 0)) * whole.factor * whole.own
+        names = ["old_log_probs", "advantages"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        old, advantage = (list(data[name].unbind()) for name in names)
+        replayed = torch.zeros(len(batch), dtype=torch.bool)
+        for i, row in enumerate(map(self._row.get, batch.keys)):
+            if row is None:  # it fills up, as a copy of a longer one
+                old[i] = torch.zeros_like(advantage[i])
+                continue
+            at, replayed[i] = whole.at(row), bool(whole.replayed[row])
+            old[i] = torch.from_numpy(whole.ratio_log_prob[at])
+            advantage[i] = torch.from_numpy(of_token[at].astype(np.float32))
+        nested = {
+            name: torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+            for name, rows in zip(names, (old, advantage), strict=True)
+        }
+        fields = TensorDict({**nested, "replayed": replayed}, batch_size=len(batch))
+        result = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        clip = objective.clip_with_replay or self.weigher.term == "clipped" or not replayed.any()
+        of_step = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.options.rollout.samples
+        result.extra_info |= {"clip": bool(clip), "rows": self._trained * of_step / len(batch)}
+        return result
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        return super()._update_actor(batch, metrics) if self._trained else batch
+
+    def _mean_scores(self, candidates: StepBatch) -> MeanScores:
+        """Stored answers are compared at temperature 1, whatever the temperature of sampling."""
+        return MeanScores.of(candidates, self._scores(candidates, 1.0))
+
+    def _scores(self, batch: StepBatch, temperature: float) -> Score:
+        """Of the tokens of stored answers under the current policy, by the workers."""
+        trained, self._trained = self._trained, 0  # only an update needs whole mini-batches
+        rows = self._put(batch, np.arange(len(batch)), [str(uuid4())] * len(batch), SCORED)
+        padded = self._balance_batch(rows, {})
+        padded.extra_info = {"calculate_entropy": True, "compute_loss": False, "temperature": temperature}
+        self.actor_rollout_wg.compute_log_prob(padded)
+        names = ["log_probs", "entropy", "response_mask"]
+        data = tq.kv_batch_get(keys=rows.keys, partition_id=SCORED, select_fields=names)
+        of_answers = [response_from_nested(data[name], data["response_mask"]).values().numpy() for name in names[:2]]
+        tq.kv_clear(keys=padded.keys, partition_id=SCORED)
+        self._trained = trained
+        return Score(*of_answers)
+
+    def _save_checkpoint(self) -> None:
+        """First the experience, so that a checkpoint that verl takes for whole has it."""
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / EXPERIENCE
+        save_replay(folder, self.replay, self.global_steps)
+        questions, prompts = list(self._prompts), list(self._prompts.values())
+        token = np.concatenate([np.empty(0, np.int32), *prompts])
+        np.savez(folder / PROMPTS, question=questions, length=[*map(len, prompts)], token=token)
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.global_steps:
+            trainer, name = self.config.trainer, f"global_step_{self.global_steps}"
+            named = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+            folder = Path(named or Path(trainer.default_local_dir) / name) / EXPERIENCE
+            load_replay(folder, self.replay)
+            with np.load(folder / PROMPTS) as saved:
+                parts = np.split(saved["token"], np.cumsum(saved["length"], dtype=np.int64)[:-1])
+                self._prompts = dict(zip(saved["question"].astype(int).tolist(), parts, strict=False))
+            if self.replay.finished:
+                self.total_training_steps = self.global_steps

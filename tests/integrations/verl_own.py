@@ -1,0 +1,13 @@
+"""A method's own function, as a user would write it."""
+
+import numpy as np
+
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.replay import Weighed, needs
+from exgrpo.train.replay.contract import PRESENT, WeighOptions
+
+
+@needs(term="ratio")
+def doubled(batch: StepBatch, options: WeighOptions) -> Weighed:
+    """Twice the gradient of the log-probability, times the advantage."""
+    return Weighed(np.full_like(batch.old_log_prob, PRESENT), np.full_like(batch.old_log_prob, 2))
