@@ -71,7 +71,7 @@ class Options(Section):
     engine_us: float = Field(
         3500.0,
         ge=0,
-        description="Microseconds of vLLM's own work for a step of decoding (measured on an H100, 120 answers at once).",
+        description="Microseconds of vLLM's own work for a step of decoding (measured: an H100, 120 answers).",
     )
     host_gbs: float = Field(10.0, gt=0, description="GB/s between GPU and CPU memory (pageable, as the engine sleeps).")
 
