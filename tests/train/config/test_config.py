@@ -190,7 +190,7 @@ def test_a_missing_recipe_is_named(tmp_path):
         (["--rollout.sample=3"], "unknown option --rollout.sample; did you mean --rollout.samples?"),
         (["--max-tokens", "3"], "unknown option --max_tokens; did you mean --rollout.max_tokens?"),
         (["--recip", "r.yaml"], "unknown option --recip; did you mean --recipe?"),
-        (["--reward", "math"], "--reward is a section: give one of its options, --reward.function, --reward.success, "),
+        (["--reward", "math"], "--reward is a section: give one of its options, --reward.function, --reward.form, "),
         (["--optimizer.lr", "fast"], "--optimizer.lr"),
         (["--optimizer.lr=-1"], "command line: optimizer.lr: Input should be greater than 0"),
         (["--optimizer.minibatches", "65"], "exceeds questions"),
