@@ -37,9 +37,7 @@ PROGRAMS = {
     "experience": Program("exgrpo.tools.experience", "show or export what a run has stored"),
     "doctor": Program("exgrpo.tools.doctor", "what works on this machine"),
     "kernels": Program("exgrpo.kernels", "the kernels' backends of this machine"),
-    "study": Program(
-        "studies.run", "compare methods, or judge one by `study bench`; in a checkout of the project"
-    ),
+    "study": Program("studies.run", "compare methods, or judge one by `study bench`; in a checkout of the project"),
 }
 COMPLETION = "completion"
 SCRIPT = Path(__file__).with_name("completion.bash")
