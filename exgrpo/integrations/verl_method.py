@@ -35,7 +35,7 @@ METHODS = Path(__file__).parents[2] / "recipes" / "replay"
 """Recipes by name, where this package is a checkout."""
 LOOSE = 1e9
 """A bound of ratios that none reaches: verl's are at most e^20."""
-UNCLIPPED = {"clip_ratio_low": 1.0, "clip_ratio_high": LOOSE, "clip_ratio_c": LOOSE}
+UNCLIPPED = {"clip_ratio_low": 1.0, "clip_ratio_high": LOOSE}
 """Options of an actor by which the ratios of fresh tokens are not clipped."""
 AGGREGATED = {"constant": "seq-mean-token-sum-norm", "token": "token-mean", "sequence": "seq-mean-token-mean"}
 """verl's loss_agg_mode, by objective.normalize."""

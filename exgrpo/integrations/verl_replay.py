@@ -293,7 +293,7 @@ class ExGRPOTrainer(PPOTrainerSync):
             named = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
             folder = Path(named or Path(trainer.default_local_dir) / name) / EXPERIENCE
             load_replay(folder, self.replay)
-            with np.load(folder / PROMPTS) as saved:
+            with np.load(folder / PROMPTS, allow_pickle=False) as saved:
                 parts = np.split(saved["token"], np.cumsum(saved["length"], dtype=np.int64)[:-1])
                 self._prompts = dict(zip(saved["question"].astype(int).tolist(), parts, strict=False))
             if self.replay.finished:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from exgrpo.integrations.verl_method import METHODS, PACKAGES, UNCLIPPED, configure
 from exgrpo.kernels import reference
@@ -272,6 +273,24 @@ def check_step(of_step: dict[str, Any], *, term: str = "shaped") -> None:
     assert metrics["experience/replayed"] == replayed.sum()
 
 
+def check_choice(of_step: dict[str, Any], model: LlamaForCausalLM) -> int:
+    """Each replayed answer has the lowest entropy of its candidates; how many there were to choose from."""
+    columns, scored = of_step["columns"], of_step["scored"]
+    for group, uid in enumerate(of_step["uids"]):
+        candidates = [(entropy, answer) for of_group, answer, entropy in scored if of_group == group]
+        (rows,) = np.nonzero((columns["uid"] == uid) & columns["replayed"])
+        assert len(rows) == bool(candidates)
+        for row in rows:
+            assert list(columns["responses"][row]) == min(candidates)[1]
+            for entropy, answer in candidates:
+                ids = torch.tensor([[*columns["prompts"][row], *answer]])
+                with torch.no_grad():
+                    log_probs = model(ids).logits[0, -len(answer) - 1 : -1].log_softmax(-1)
+                # A learning rate of 1e-6 leaves the model almost as it was.
+                assert entropy == pytest.approx(-(log_probs.exp() * log_probs).sum(-1).mean().item(), abs=1e-3)
+    return len(scored)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_two_workers_train_and_a_resumed_run_has_the_same_plan(python: Path, tmp_path: Path) -> None:
@@ -279,8 +298,12 @@ def test_two_workers_train_and_a_resumed_run_has_the_same_plan(python: Path, tmp
     options = ("+exgrpo.recipe=exgrpo", "+exgrpo.experience.start_pass_rate=0", "trainer.save_freq=2")
     told = train(python, folder, *options, workers=2, steps=4)
     assert sorted(told) == [1, 2, 3, 4]
+    model = LlamaForCausalLM.from_pretrained(folder / "task" / "model").double()
+    candidates = 0
     for of_step in told.values():
         check_step(of_step)
+        candidates += check_choice(of_step, model)
+    assert candidates > sum(of_step["columns"]["replayed"].sum() for of_step in told.values())
     assert sum(of_step["columns"]["replayed"].sum() for of_step in told.values()) > 0
     assert any(not of_step["columns"]["clip"] for of_step in told.values())
     resumed = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/checkpoints/global_step_2")

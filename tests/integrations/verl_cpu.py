@@ -144,7 +144,15 @@ RolloutReplicaRegistry.register("cpu", lambda: Replica)
 
 
 class Traced(ExGRPOTrainer):
-    """Writes the plan of each step, what the update gets, and what it says."""
+    """Writes the plan of each step, what was scored, what the update gets, and what it says."""
+
+    scored: tuple[Any, ...] = ()
+
+    def _mean_scores(self, candidates: Any) -> Any:
+        scores, groups = super()._mean_scores(candidates), candidates.group.tolist()
+        answers = [candidates.token[candidates.at(row)].tolist() for row in range(len(candidates))]
+        self.scored = tuple(zip(groups, answers, scores.entropy.tolist(), strict=True))
+        return scores
 
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
         folder, step = Path(os.environ[TRACE]), self.global_steps
@@ -152,7 +160,8 @@ class Traced(ExGRPOTrainer):
         if self._trained:  # the policy before the update, as the workers see it
             batch.extra_info |= {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0}
             self.actor_rollout_wg.compute_log_prob(batch)
-            names = ["uid", "log_probs", "old_log_probs", "advantages", "response_mask", "responses", "rm_scores"]
+            names = ["uid", "log_probs", "old_log_probs", "advantages", "response_mask", "prompts", "responses"]
+            names.append("rm_scores")
             data = tq.kv_batch_get(batch.keys, batch.partition_id, [*names, "replayed"])
             columns = {name: np.array([v.tolist() for v in data[name].unbind()], object) for name in names[1:]}
             columns |= {"uid": np.array(list(data["uid"])), "replayed": data["replayed"].numpy()}
@@ -160,7 +169,9 @@ class Traced(ExGRPOTrainer):
             np.savez(folder / f"{step}.npz", clip=batch.extra_info["clip"], rows=batch.extra_info["rows"], **columns)
         result = super()._update_actor(batch, metrics)
         numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
-        (folder / f"{step}.json").write_text(json.dumps({"plan": plan, "metrics": numbers}))
+        told = {"plan": plan, "uids": self._uids, "scored": self.scored, "metrics": numbers}
+        (folder / f"{step}.json").write_text(json.dumps(told))
+        self.scored = ()
         return result
 
 
