@@ -23,6 +23,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class Kept(NamedTuple):
+    """The sets of vocabulary ids over which the tokens' softmaxes are."""
+
+    ids: Tensor
+    """[M] int32, over the whole vocabulary, those of a token in any order."""
+    offsets: Tensor
+    """[T + 1] int64: token t has ids [offsets[t], offsets[t + 1]); none of them stand for the whole vocabulary."""
+
+
 @dataclass(frozen=True)
 class HeadOptions:
     """How a linear head scores tokens: logits = cap(hidden @ weight.T + bias) / temperature."""
@@ -39,6 +48,8 @@ class HeadOptions:
     """Bytes that a call may allocate beside its inputs, its outputs and the gradients; None: the backend decides."""
     counts: tuple[int, int] | None = None
     """Tokens that take part, and those of them that may have a gradient; None: the host reads them from the device."""
+    kept: Kept | None = None
+    """None: each softmax is over the whole vocabulary."""
 
 
 class Head(NamedTuple):
@@ -128,7 +139,8 @@ class LogProb(NamedTuple):
 
     Attributes:
         log_prob: log-probability of each target in nats, shaped like ``target``; 0 at ignored positions.
-        entropy: Shannon entropy of each token's distribution over the whole vocabulary in nats, same shape.
+        entropy: Shannon entropy of each token's distribution, over the whole vocabulary or its kept set, in nats, same
+            shape.
     """
 
     log_prob: Tensor

@@ -3,5 +3,17 @@
 from exgrpo.kernels.cpu_chunks.cpu_fused import passes_of
 from exgrpo.kernels.cpu_chunks.cpu_tokens import centre_groups, segment_mean, token_objective
 from exgrpo.kernels.objective import scale
+from exgrpo.kernels.torch_chunks.torch_kept import KEPT_PART
+from exgrpo.kernels.torch_chunks.torch_kept import KeptPasses as kept_passes_of
+from exgrpo.kernels.torch_chunks.torch_kept import MaskedPasses as masked_passes_of
 
-__all__ = ["centre_groups", "passes_of", "scale", "segment_mean", "token_objective"]
+__all__ = [
+    "KEPT_PART",
+    "centre_groups",
+    "kept_passes_of",
+    "masked_passes_of",
+    "passes_of",
+    "scale",
+    "segment_mean",
+    "token_objective",
+]

@@ -8,7 +8,7 @@ their largest logit. See csrc/cpu/product.h for the products.
 import torch
 from torch import Tensor
 
-from exgrpo.kernels import debug
+from exgrpo.kernels import backend_choice
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
@@ -29,8 +29,10 @@ def passes_of(head: ChunkedHead) -> CpuPasses:
     readable = weight.stride(1) == 1 or bool(head.shard.group_name)
     # The exponentials of a capped logit do not tell how steep the cap is there.
     fused = bfloat16 and readable and options.softcap is None and not OPERATORS.product_unavailable()
-    if debug.wanted():
-        debug.say(f"{options.operand} head of width {weight.shape[1]}: {'its own' if fused else 'the library'} product")
+    if backend_choice.talkative():
+        backend_choice.say(
+            f"{options.operand} head of width {weight.shape[1]}: {'its own' if fused else 'the library'} product"
+        )
     return FusedCpuPasses(head) if fused else CpuPasses(head)
 
 

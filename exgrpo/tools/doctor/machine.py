@@ -264,7 +264,7 @@ def _beside(recipe: Config, shape: "ModelShape", ranks: int) -> Iterator[Room]:
 def check_backend(backend: str, given: Given) -> str:
     """Compare a small policy loss with float64, and time a larger one in the recipe's dtype."""
     from exgrpo.kernels import dispatch
-    from exgrpo.kernels.self_check import TOLERANCES, self_check
+    from exgrpo.kernels.__main__ import TOLERANCES, self_check
     from exgrpo.kernels.tables import dtype_name
     from exgrpo.kernels.tuning.workload import Shape, make_workload
 
