@@ -73,16 +73,10 @@ class KeptPasses(ByFormulas, Products):
 
     def begin(self, chunk: Chunk) -> Tensor:
         """The logits of a chunk's pairs; -inf for the words of other ranks."""
-        self.sets = sets = sets_of(self.head, chunk)
-        kept, shard = self.head.options.kept, self.head.shard
-        assert kept is not None
-        sizes = sets.bounds.diff()
-        self.row = torch.repeat_interleave(sizes)
-        """Of each pair, in the chunk."""
-        ids = kept.ids[torch.arange(len(self.row), device=sizes.device) + (sets.starts - sets.bounds[:-1])[self.row]]
-        target = self.head.of_tokens(self.head.head.target, chunk.rows)
-        self.at_target = (ids == target[self.row]).nonzero().squeeze(1)
-        self.word, self.held = shard.locate(ids.long())
+        self.sets = sets_of(self.head, chunk)
+        self.target = self.head.of_tokens(self.head.head.target, chunk.rows)
+        ids = self.find_pairs()
+        self.at_target = (ids == self.target[self.row]).nonzero().squeeze(1)
         logits = self._dots(chunk.hidden)
         bias, softcap = self.head.head.bias, self.head.options.softcap
         if bias is not None and len(bias):
@@ -90,6 +84,19 @@ class KeptPasses(ByFormulas, Products):
         if softcap is not None:
             logits.div_(softcap).tanh_().mul_(softcap)
         return logits if self.held is None else logits.masked_fill_(~self.held, -torch.inf)
+
+    def find_pairs(self) -> Tensor:
+        """The words [P] of the pairs; finds rows and places, too."""
+        kept = self.head.options.kept
+        assert kept is not None
+        sizes = self.sets.bounds.diff()
+        self.row = torch.repeat_interleave(sizes)
+        """Of each pair, in the chunk."""
+        shift = self.sets.starts - self.sets.bounds[:-1]
+        ids = kept.ids[torch.arange(len(self.row), device=sizes.device) + shift[self.row]]
+        self.word, self.held = self.head.shard.locate(ids.long())
+        """Of each pair, a row of the weight, and whether it is in this rank's part."""
+        return ids
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
         """See `Passes`."""
