@@ -15,9 +15,9 @@ from exgrpo.kernels.inputs import (
     PolicyTerms,
     PolicyTokens,
     Surrogate,
+    VocabShard,
     compute_dtype,
 )
-from exgrpo.kernels.vocab_parallel import VocabShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -26,9 +26,9 @@ from exgrpo.kernels.inputs import (
     PolicyTokens,
     ScoredTokens,
     Surrogate,
+    VocabShard,
     compute_dtype,
 )
-from exgrpo.kernels.vocab_parallel import VocabShard
 
 TOKENS, VOCABULARY = 33, 161
 CPU_COLUMNS = 256

@@ -97,7 +97,9 @@ def test_the_reference_is_a_softmax_over_the_set(device):
     assert found.log_prob[2] == found.entropy[2] == 0
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=fewer_interpreted(32), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_sets(data, backend, device):
     vocabulary = data.draw(st.integers(1, 40), "vocabulary")

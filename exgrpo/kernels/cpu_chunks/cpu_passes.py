@@ -1,4 +1,4 @@
-"""The passes over a chunk's rows, or over the pairs of its sets, as compiled kernels: see csrc/cpu/rows.h and kept.h."""
+"""The passes over a chunk's rows, or over the pairs of its sets, as compiled kernels: csrc/cpu/rows.h and kept.h."""
 
 import torch
 from torch import Tensor

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.inputs import Head, HeadOptions, Kept, PolicyTerms, PolicyTokens, Surrogate
-from exgrpo.kernels.vocab_parallel import VocabShard
+from exgrpo.kernels.inputs import Head, HeadOptions, Kept, PolicyTerms, PolicyTokens, Surrogate, VocabShard
 
 WAITS = (torch.Tag.cudagraph_unsafe,)
 """Of an operator whose host waits for the device: `torch.compile` keeps it out of its CUDA graphs."""

@@ -73,10 +73,9 @@ class KeptPasses(ByFormulas, Products):
 
     def begin(self, chunk: Chunk) -> Tensor:
         """The logits of a chunk's pairs; -inf for the words of other ranks."""
-        self.sets = sets_of(self.head, chunk)
-        self.target = self.head.of_tokens(self.head.head.target, chunk.rows)
-        ids = self.find_pairs()
-        self.at_target = (ids == self.target[self.row]).nonzero().squeeze(1)
+        ids = self.prepare(chunk)
+        target = self.head.of_tokens(self.head.head.target, chunk.rows)
+        self.at_target = (ids == target[self.row]).nonzero().squeeze(1)
         logits = self._dots(chunk.hidden)
         bias, softcap = self.head.head.bias, self.head.options.softcap
         if bias is not None and len(bias):
@@ -85,8 +84,13 @@ class KeptPasses(ByFormulas, Products):
             logits.div_(softcap).tanh_().mul_(softcap)
         return logits if self.held is None else logits.masked_fill_(~self.held, -torch.inf)
 
+    def prepare(self, chunk: Chunk) -> Tensor:
+        """The pairs of a chunk: their words [P], over the whole vocabulary."""
+        self.sets = sets_of(self.head, chunk)
+        return self.find_pairs()
+
     def find_pairs(self) -> Tensor:
-        """The words [P] of the pairs; finds rows and places, too."""
+        """Those of the sets at hand."""
         kept = self.head.options.kept
         assert kept is not None
         sizes = self.sets.bounds.diff()
