@@ -5,7 +5,7 @@
 namespace exgrpo::EXGRPO_VARIANT {
 namespace {
 
-constexpr int accumulators = 4;
+constexpr int chains = 4;  // of additions
 
 typedef uint16_t Halves __attribute__((vector_size(EXGRPO_VECTOR_BYTES / 2)));
 
@@ -47,12 +47,12 @@ inline uint16_t narrowed(float value, uint16_t) {
 
 template <class E, class T>
 T dot(const E* a, const E* b, int64_t size) {
-  constexpr int64_t step = accumulators * lanes<T>;
-  Vector<T> sums[accumulators] = {};
+  constexpr int64_t step = chains * lanes<T>;
+  Vector<T> sums[chains] = {};
   int64_t i = 0;
   for (; i + step <= size; i += step) {
 #pragma GCC unroll 4
-    for (int k = 0; k < accumulators; ++k) {
+    for (int k = 0; k < chains; ++k) {
       sums[k] += widened(a + i + k * lanes<T>) * widened(b + i + k * lanes<T>);
     }
   }

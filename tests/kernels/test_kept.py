@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference, sequence_entropy
 
-from .support import Case, assert_as_good, error, fewer_interpreted, make_case, make_tokens, relative_error
+from .support import Case, assert_as_good, draw, error, fewer_interpreted, make_case, make_tokens, relative_error
 
 OPTIONS = [
     {},
@@ -23,20 +23,6 @@ SIZES = {
     "large": (100, 150),
     "every kind": (1, 0, 2, 211, 9, 1, 40, 17, 3),
 }
-
-
-def draw(case: Case, sizes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sets of these sizes in turn, in random order, with the targets somewhere among them."""
-    vocabulary, ids, offsets = len(case.weight), [], [0]
-    for i, target in enumerate(case.target.view(-1).tolist()):
-        size = min(sizes[i % len(sizes)], vocabulary)
-        words = torch.randperm(vocabulary)[:size]
-        if size and target >= 0 and target not in words.tolist():
-            words[torch.randint(size, ())] = target
-        ids += words.tolist()
-        offsets.append(len(ids))
-    device = case.target.device
-    return torch.tensor(ids, dtype=torch.int32, device=device), torch.tensor(offsets, device=device)
 
 
 def everything(case: Case, tokens, log_prob, policy_loss, entropy_coef=0.1, **more):
@@ -62,9 +48,7 @@ def check(case: Case, backend: str, factor=2.0, **more):
 
 
 def kept_case(sizes, dtype, device, tokens=60, width=40, vocabulary=211, **options) -> Case:
-    case = make_case(tokens, width, vocabulary, dtype, device, **options)
-    case.options["kept"] = draw(case, sizes)
-    return case
+    return make_case(tokens, width, vocabulary, dtype, device, kept=sizes, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")

@@ -64,6 +64,10 @@ class CpuPasses(TorchPasses):
         return memory
 
 
+KEPT_PART = 16
+"""On a 2-core CPU, width 256 and 896, bf16 and fp32: from a 10th to an 18th of the words on, all logits are faster."""
+
+
 def kept_passes_of(head: ChunkedHead) -> KeptPasses:
     """The passes over kept sets: compiled where the weight is stored as it is multiplied."""
     compiled = head.head.weight.dtype == head.options.operand != torch.float16

@@ -17,6 +17,7 @@ from exgrpo.kernels.triton_chunks.kept_kernels import (
 )
 
 KEPT_PART = 256
+"""By arithmetic alone: the three products of a token with all words on an H100, and three readings of a row a pair."""
 PAIRS, DEPTH, WARPS = 8, 256, 4
 """Pairs, and entries of their rows, that a program multiplies at once."""
 BLOCK = 128
