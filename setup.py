@@ -70,6 +70,7 @@ VARIANTS = {
 """Flags of each instruction set. Where the compiler knows them, HAVE_<NAME> is defined for all sources."""
 
 SOURCES = {
+    "csrc/cpu/kept.cpp": ("baseline", "avx2", "avx512"),
     "csrc/cpu/product.cpp": ("avx512bf16", "amx"),
     "csrc/cpu/rows.cpp": ("baseline", "avx2", "avx512"),
     "csrc/cpu/tokens.cpp": ("baseline", "avx2", "avx512"),

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from exgrpo import __version__
 from exgrpo.kernels import backend_choice, dispatch, extension, linear_policy_loss
@@ -28,7 +29,7 @@ def self_check(backend: str, device: torch.device, dtype: torch.dtype) -> float:
     advantage = torch.randn(count, generator=generator).to(device)
     old = torch.full_like(advantage, -6.0)
 
-    def gradients(dtype: torch.dtype, name: str) -> list[torch.Tensor]:
+    def gradients(dtype: torch.dtype, name: str) -> list[Tensor]:
         states, head = (values.to(dtype, copy=True).requires_grad_() for values in operands)
         result = linear_policy_loss(states, head, target, old, advantage, clip=None, entropy_coef=0.01, backend=name)
         return [gradient.double() for gradient in torch.autograd.grad(result.loss, (states, head))]

@@ -20,6 +20,7 @@ def linear_log_prob(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
     vocab_group: "ProcessGroup | None" = None,
     memory: int | None = None,
@@ -42,6 +43,14 @@ def linear_log_prob(
         bias: ``[V]``, any of these floating dtypes.
         temperature: :math:`\tau > 0`, a number or a tensor shaped like ``target`` (or with no dimensions). Constant.
         softcap: caps the logits to ``softcap * tanh(logits / softcap)`` before the temperature, as Gemma 2 does.
+        kept: the sets of words that the tokens were sampled from (top-p, top-k, min-p): ``(ids, offsets)``, int32
+            ``[M]`` and int64 ``[T + 1]``, where T is the number of targets. The softmax of token t, in the order of
+            ``target.flatten()``, is over the words ``ids[offsets[t]:offsets[t + 1]]``, and so is the entropy. They are
+            different words in any order, the target among them; no word at all stands for the whole vocabulary.
+            Constant. A token with one word has log-probability 0, entropy 0 and no gradient, and enters no product. For
+            the others a call takes one small product for each word of a set, and the host waits for a GPU; where a set
+            is a large part of the vocabulary, a token costs what it costs without one. None: every softmax is over the
+            whole vocabulary.
         ignore_index: targets with this value are left out: their results are 0, they get no gradient, and they
             enter no matrix product.
         vocab_group: process group over whose ranks ``weight`` and ``bias`` are split along V, in rank order, in any
@@ -70,12 +79,14 @@ def linear_log_prob(
             small for one tile of the logits (the message names the least). Values on a GPU
             are checked without waiting for it, so there a bad target fails like one of
             ``torch.nn.functional.cross_entropy``; with ``EXGRPO_CHECK=1`` in the environment it is a ValueError.
+            That a set of ``kept`` has a word twice, or lacks its target, is seen on a GPU only then.
         NotImplementedError: the call is differentiated otherwise than once by torch.autograd: in forward mode, by
             torch.func, or with ``create_graph=True``. With ``backend="reference"`` it may be.
 
     Shape:
         - hidden: ``[..., D]``, weight: ``[V, D]``, bias: ``[V]``
         - target, temperature: ``[...]``
+        - kept: ``[M]``, ``[T + 1]``
         - log_prob, entropy: ``[...]``
 
         D is the hidden size, V the vocabulary. ``...`` is any number of dimensions, ``[T]`` or ``[B, L]`` for instance;
@@ -99,6 +110,7 @@ def linear_log_prob(
         arXiv 2510.02245.
     """
     head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group, memory, counts)
+    head = arguments.keep(head, kept)
     name = dispatch.requested(backend, hidden.device, vocab_group)
     if name == dispatch.REFERENCE:
         checks.real("hidden", hidden)
@@ -109,6 +121,7 @@ def linear_log_prob(
             bias=bias,
             temperature=temperature,
             softcap=softcap,
+            kept=kept,
             ignore_index=ignore_index,
         )
     else:
@@ -133,6 +146,7 @@ def linear_policy_loss(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
     vocab_group: "ProcessGroup | None" = None,
     memory: int | None = None,
@@ -168,6 +182,7 @@ def linear_policy_loss(
         bias: ``[V]``.
         temperature: a number or a tensor shaped like ``target``.
         softcap: caps the logits before the temperature.
+        kept: as in :func:`linear_log_prob`. A token with one word counts in the loss and has no gradient.
         ignore_index: targets with this value leave the position out, as in :func:`linear_log_prob`.
         vocab_group: process group over whose ranks ``weight`` and ``bias`` are split; all other arguments are the same
             on all ranks. Conventions as in :func:`linear_log_prob`.
@@ -187,6 +202,7 @@ def linear_policy_loss(
     Shape:
         - hidden: ``[..., D]``, weight: ``[V, D]``, bias: ``[V]``
         - target, old_log_prob, mask, temperature: ``[...]``
+        - kept: ``[M]``, ``[T + 1]``
         - advantage, replayed: ``[...]``, or ``[B]`` where ``...`` is ``[B, L]``
         - loss: ``[]``, and log_prob, entropy, ratio, clipped: ``[...]``
 
@@ -216,6 +232,7 @@ def linear_policy_loss(
     if mask is not None:
         checks.alike("mask", mask, target, "target", (torch.bool,))
         head = head._replace(target=head.target.masked_fill(~mask.reshape(-1), LEFT_OUT))
+    head = arguments.keep(head, kept)
     flat = checks.written(old_log_prob.detach().reshape(-1), lambda: head.target == LEFT_OUT)
     tokens = arguments.policy_tokens(flat, advantage, replayed, target, "target")
     terms = arguments.policy_terms(tokens, clip, beta, entropy_coef, normalizer)
@@ -239,6 +256,7 @@ def linear_policy_loss(
             bias=bias,
             temperature=temperature,
             softcap=softcap,
+            kept=kept,
             ignore_index=ignore_index,
         )
         per_token = torch.stack(whole)
@@ -254,6 +272,7 @@ def sequence_entropy(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
     vocab_group: "ProcessGroup | None" = None,
     memory: int | None = None,
@@ -271,6 +290,7 @@ def sequence_entropy(
         bias: ``[V]``.
         temperature: a number or a tensor shaped like ``target``.
         softcap: caps the logits before the temperature.
+        kept: as in :func:`linear_log_prob`; the targets have to be in the sets here, too.
         ignore_index: targets with this value are left out.
         vocab_group: process group over whose ranks ``weight`` and ``bias`` are split; see :func:`linear_log_prob`.
         memory: as in :func:`linear_log_prob`.
@@ -289,6 +309,7 @@ def sequence_entropy(
     Shape:
         - hidden: ``[T, D]``, weight: ``[V, D]``, bias: ``[V]``
         - target, temperature: ``[T]``
+        - kept: ``[M]``, ``[T + 1]``
         - cu_seqlens: ``[N + 1]``, result: ``[N]``
 
     Example::
@@ -314,6 +335,7 @@ def sequence_entropy(
             bias=bias,
             temperature=temperature,
             softcap=softcap,
+            kept=kept,
             ignore_index=ignore_index,
             vocab_group=vocab_group,
             memory=memory,

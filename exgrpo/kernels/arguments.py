@@ -1,13 +1,23 @@
 """From the arguments of the public functions to the checked inputs of the backends."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from exgrpo.kernels import checks
-from exgrpo.kernels.inputs import LEFT_OUT, Head, HeadOptions, PolicyTerms, PolicyTokens, Surrogate, compute_dtype
-from exgrpo.kernels.vocab_parallel import VocabShard
+from exgrpo.kernels.inputs import (
+    LEFT_OUT,
+    Head,
+    HeadOptions,
+    Kept,
+    PolicyTerms,
+    PolicyTokens,
+    Surrogate,
+    VocabShard,
+    compute_dtype,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,6 +54,15 @@ def head(
     kept = target.masked_fill(ignored, LEFT_OUT).reshape(-1)
     flat = hidden.reshape(target.numel(), hidden.shape[-1])
     return Head(flat, weight, bias, kept, options)
+
+
+def keep(head: Head, kept: tuple[Tensor, Tensor] | None) -> Head:
+    """The head over kept sets, which are checked; None: over the whole vocabulary."""
+    if kept is None:
+        return head
+    options = head.options
+    sets = Kept(*checks.kept(kept, head.target, options.shard.vocabulary))
+    return head._replace(options=replace(options, kept=sets))
 
 
 def policy_tokens(

@@ -1,12 +1,19 @@
-"""The order in which ``auto`` tries the backends: backend_choice.toml, measured, under a table of the user's own."""
+"""The order in which ``auto`` tries the backends: backend_choice.toml, measured, under a table of the user's own.
 
+What calls are computed by is said on request (EXGRPO_DEBUG=1), or where it is not what it should be.
+"""
+
+import os
+import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from exgrpo.kernels.tables import Complaint, Table, Where, architecture, dtype_name
 
+DEBUG = "EXGRPO_DEBUG"
 SHIPPED = Path(__file__).with_name("backend_choice.toml")
 CLASSES = ("small", "large")
 LARGE = 1 << 20
@@ -27,6 +34,17 @@ def order(device: torch.device, operand: torch.dtype, logits: int) -> list[str]:
 def size_class(logits: int) -> str:
     """The class of calls with so many logits."""
     return "large" if logits > LARGE else "small"
+
+
+def talkative() -> bool:
+    """Whether the environment asks to be told what computes each kind of call."""
+    return os.environ.get(DEBUG, "0") not in ("", "0")
+
+
+@cache
+def say(line: str) -> None:
+    """Prints a line, the first time that it is said."""
+    print(f"exgrpo: {line}", file=sys.stderr, flush=True)
 
 
 def _check(where: Where, key: str, value: object) -> Iterator[Complaint]:

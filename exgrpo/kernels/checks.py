@@ -221,12 +221,44 @@ def sequence_bounds(value: Tensor, target: Tensor) -> Tensor:
     if value.dim() != 1 or value.numel() == 0:
         raise ValueError(f"cu_seqlens: expected shape [N + 1], got {list(value.shape)}")
     device("cu_seqlens", value, target, "target")
-    tokens = target.numel()
-    after = torch.cat((value[1:], value.new_full((1,), tokens)))
+    return _ascending("cu_seqlens", value, target.numel())
+
+
+def _ascending(name: str, value: Tensor, end: int) -> Tensor:
+    """Bounds from 0 to ``end``."""
+    after = torch.cat((value[1:], value.new_full((1,), end)))
     good = value <= after
     good[0] &= value[0] == 0
-    good[-1] &= value[-1] == tokens
-    return values("cu_seqlens", value, good, "bounds ascending from 0 to {}", tokens)
+    good[-1] &= value[-1] == end
+    return values(name, value, good, "bounds ascending from 0 to {}", end)
+
+
+def kept(value: object, target: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """(ids [M] int32, offsets [T + 1] int64): sets of different ids of the vocabulary, the tokens' targets in them.
+
+    ``target`` [T] is below 0 where a token is left out. On a GPU the last two are checks for EXGRPO_CHECK=1 alone: they
+    would take a sort.
+    """
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"kept: expected a pair (ids, offsets) or None, got {type(value).__name__}")
+    ids, offsets = tensor("kept[0]", value[0], (torch.int32,)), tensor("kept[1]", value[1], (torch.int64,))
+    if ids.dim() != 1:
+        raise ValueError(f"kept[0]: expected shape [M], the ids of all tokens, got {list(ids.shape)}")
+    shape("kept[1]", offsets, (target.numel() + 1,))
+    device("kept[0]", ids, target, "target")
+    device("kept[1]", offsets, target, "target")
+    offsets = _ascending("kept[1]", offsets, ids.numel())
+    ids = values("kept[0]", ids, (ids >= 0) & (ids < vocabulary), "ids in [0, {})", vocabulary)
+    if ids.is_cuda and os.environ.get("EXGRPO_CHECK", "0") == "0":
+        return ids, offsets
+    token = torch.searchsorted(offsets, torch.arange(ids.numel(), device=ids.device), right=True) - 1
+    ordered, place = (token * vocabulary + ids).sort(stable=True)
+    different = torch.ones_like(ids, dtype=torch.bool)
+    different[place[1:]] = ordered[1:] != ordered[:-1]
+    ids = values("kept[0]", ids, different, "different ids in the set of each token")
+    found = torch.cat((offsets.new_zeros(1), (ids == target[token]).cumsum(0)))[offsets].diff()
+    values("target", target, (target < 0) | (offsets.diff() == 0) | (found > 0), "ids of the tokens' kept sets")
+    return ids, offsets
 
 
 def temperature(value: float | Tensor, target: Tensor) -> float | Tensor:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from exgrpo.kernels import backend_choice, debug, extension, self_test
+from exgrpo.kernels import backend_choice, extension, self_test
 from exgrpo.kernels.chunks.passes import Backend
 from exgrpo.kernels.inputs import Head
 from exgrpo.kernels.trials import HeadTrial, Trial
@@ -132,10 +132,14 @@ def take(name: str, trial: Trial, logits: int, group: "ProcessGroup | None" = No
     else:
         taken, wrong = _first_sound(trial, logits, group)
         for other, why in wrong.items():
-            debug.say(f"the {taken} backend computes on {trial.device.type}, as {other} is not available: {why}")
-    if debug.wanted():
+            backend_choice.say(
+                f"the {taken} backend computes on {trial.device.type}, as {other} is not available: {why}"
+            )
+    if backend_choice.talkative():
         size = backend_choice.size_class(logits)
-        debug.say(f"{trial.operation}, {size}, {trial.operand} on {trial.device.type}: {taken} ({name} requested)")
+        backend_choice.say(
+            f"{trial.operation}, {size}, {trial.operand} on {trial.device.type}: {taken} ({name} requested)"
+        )
     return load(taken)
 
 

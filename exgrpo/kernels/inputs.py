@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-
-from exgrpo.kernels.vocab_parallel import VocabShard
 
 PRESENT = math.inf
 """As an old log-probability: that of the present policy, whatever it is."""
@@ -21,6 +20,75 @@ LEFT_OUT = -1
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of logits, statistics, sums and results for inputs of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Rows [offset, offset + size) of a weight [V, D], and what the ranks of its group have to agree on."""
+
+    size: int
+    """Rows held here; any number, 0 included."""
+    offset: int
+    vocabulary: int
+    """V, the sum of all ranks' sizes."""
+    largest: int
+    """The largest size of any rank: the ranks' chunks must have the same rows."""
+    group_name: str = ""
+    """Of the process group; empty: there is none."""
+
+    @classmethod
+    def whole(cls, size: int) -> "VocabShard":
+        """The shard that is everything."""
+        return cls(size, 0, size, size)
+
+    @property
+    def group(self) -> "dist.ProcessGroup | None":
+        """The process group by its name: an operator's schema has names only."""
+        resolve: Any = dist.distributed_c10d._resolve_process_group
+        return resolve(self.group_name) if self.group_name else None
+
+    @classmethod
+    @torch._disable_dynamo  # a graph break: sizes of other ranks are no constants of a graph
+    def exchange(cls, size: int, group: "dist.ProcessGroup", device: torch.device) -> "VocabShard":
+        """Learns the other ranks' sizes; a collective call that waits for its result."""
+        mine = torch.tensor([size], dtype=torch.int64, device=device)
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, mine, group=group)
+        sizes = torch.cat(gathered).tolist()
+        rank = dist.get_rank(group)
+        return cls(size, sum(sizes[:rank]), sum(sizes), max(sizes), group.group_name)
+
+    def locate(self, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Local index of each target, clamped into range, and where it lies on this rank (None: everywhere)."""
+        if not self.group_name:
+            return target.clamp(0, self.size - 1), None
+        local = target - self.offset
+        held = (local >= 0) & (local < self.size)
+        return local.clamp(0, max(0, self.size - 1)), held
+
+    def largest_of(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Elementwise maximum over the ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX if self.group_name else None)
+
+    def sum_of(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Elementwise sum over the ranks."""
+        return self._reduce(values, dist.ReduceOp.SUM if self.group_name else None)
+
+    def _reduce(self, values: tuple[Tensor, ...], operation: object) -> tuple[Tensor, ...]:
+        if not self.group_name:
+            return values
+        joined = torch.stack(values)
+        dist.all_reduce(joined, op=operation, group=self.group)
+        return joined.unbind()
+
+
+class Kept(NamedTuple):
+    """The sets of vocabulary ids over which the tokens' softmaxes are."""
+
+    ids: Tensor
+    """[M] int32, over the whole vocabulary, those of a token in any order."""
+    offsets: Tensor
+    """[T + 1] int64: token t has ids [offsets[t], offsets[t + 1]); none of them stand for the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +107,8 @@ class HeadOptions:
     """Bytes that a call may allocate beside its inputs, its outputs and the gradients; None: the backend decides."""
     counts: tuple[int, int] | None = None
     """Tokens that take part, and those of them that may have a gradient; None: the host reads them from the device."""
+    kept: Kept | None = None
+    """None: each softmax is over the whole vocabulary."""
 
 
 class Head(NamedTuple):
@@ -128,7 +198,8 @@ class LogProb(NamedTuple):
 
     Attributes:
         log_prob: log-probability of each target in nats, shaped like ``target``; 0 at ignored positions.
-        entropy: Shannon entropy of each token's distribution over the whole vocabulary in nats, same shape.
+        entropy: Shannon entropy of each token's distribution, over the whole vocabulary or its kept set, in nats, same
+            shape.
     """
 
     log_prob: Tensor

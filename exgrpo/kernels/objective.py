@@ -91,7 +91,8 @@ def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjectiv
 
 def scale(values: Tensor, factor: Tensor) -> None:
     """Multiply values in place by a factor without dimensions; for 1 they stay as they are."""
-    values.mul_(factor)
+    if values.device.type != "cpu" or factor != 1:
+        values.mul_(factor)
 
 
 def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor) -> Tensor:

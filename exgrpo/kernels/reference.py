@@ -22,6 +22,7 @@ def linear_log_prob(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
 ) -> LogProb:
     """See :func:`exgrpo.kernels.linear_log_prob`."""
@@ -35,7 +36,10 @@ def linear_log_prob(
         logits = softcap * torch.tanh(logits / softcap)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(dtype).expand(target.shape).reshape(-1)[active].unsqueeze(-1)
-    log_probs = torch.log_softmax(logits / temperature, -1)
+    logits = logits / temperature
+    if kept is not None:
+        logits = logits.masked_fill(~_allowed(kept, weight.shape[0])[active], -torch.inf)
+    log_probs = torch.log_softmax(logits, -1)
     probs = log_probs.exp()
     # p log p is 0 at p = 0, where log p may be -inf.
     entropy = -(probs * log_probs.masked_fill(probs == 0, 0)).sum(-1)
@@ -60,6 +64,7 @@ def linear_policy_loss(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
 ) -> PolicyLoss:
     """See :func:`exgrpo.kernels.linear_policy_loss`."""
@@ -71,6 +76,7 @@ def linear_policy_loss(
         bias=bias,
         temperature=temperature,
         softcap=softcap,
+        kept=kept,
         ignore_index=ignore_index,
     )
     return policy_loss(
@@ -160,6 +166,7 @@ def sequence_entropy(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
 ) -> Tensor:
     """See :func:`exgrpo.kernels.sequence_entropy`."""
@@ -171,6 +178,7 @@ def sequence_entropy(
             bias=bias,
             temperature=temperature,
             softcap=softcap,
+            kept=kept,
             ignore_index=ignore_index,
         ).entropy
     means = []
@@ -178,6 +186,15 @@ def sequence_entropy(
         active = target[start:end] != ignore_index
         means.append(entropy[start:end][active].sum() / active.sum().clamp(min=1))
     return torch.stack(means) if means else entropy.new_zeros(0)
+
+
+def _allowed(kept: tuple[Tensor, Tensor], vocabulary: int) -> Tensor:
+    """The words over which each token's softmax is, bool [T, V]."""
+    ids, offsets = kept
+    sizes = offsets.diff()
+    allowed = (sizes == 0).unsqueeze(1).repeat(1, vocabulary)
+    allowed[torch.repeat_interleave(sizes), ids.long()] = True
+    return allowed
 
 
 def _per_token(values: Tensor, like: Tensor) -> Tensor:

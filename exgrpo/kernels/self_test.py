@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exgrpo.kernels import debug
+from exgrpo.kernels import backend_choice
 from exgrpo.kernels.chunks.passes import Backend
 from exgrpo.kernels.inputs import compute_dtype
 from exgrpo.kernels.trials import GRADIENT, Outcomes, Trial
@@ -110,7 +110,7 @@ def _compared(name: str, trial: Trial, load: Callable[[str], Backend]) -> str:
     try:
         exact, plain = (fetched(trial.outcomes(load(PLAIN), exact=wide)) for wide in (True, False))
     except Exception as error:
-        debug.say(f"the {name} backend goes untested, as plain torch cannot compute {trial}: {_told(error)}")
+        backend_choice.say(f"the {name} backend goes untested, as plain torch cannot compute {trial}: {_told(error)}")
         return ""
     try:
         ours = fetched(trial.outcomes(load(name)))

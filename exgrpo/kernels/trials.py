@@ -20,14 +20,15 @@ from exgrpo.kernels.inputs import (
     PRESENT,
     Head,
     HeadOptions,
+    Kept,
     Needed,
     PolicyTerms,
     PolicyTokens,
     ScoredTokens,
     Surrogate,
+    VocabShard,
     compute_dtype,
 )
-from exgrpo.kernels.vocab_parallel import VocabShard
 
 TOKENS, VOCABULARY = 33, 161
 CPU_COLUMNS = 256
@@ -37,6 +38,8 @@ UNLIKELY = 1
 SPREAD = 8.0
 """Of its logits, in nats; its share of the gradients is so much smaller that it is like another token's."""
 CLIP, BETA = (0.2, 0.2), 0.1
+SET_SIZES = (3, 0, 8, 1, 5)
+"""Of the kept sets of the tokens in turn; 0: the whole vocabulary."""
 LOG_RATIOS = (-0.6, -0.1, 0.1, 0.6)
 """Of the tokens in turn: clipped at either side or at none, and far from the bounds, where rounding would decide."""
 ENTROPY_COEF = 0.05
@@ -77,6 +80,7 @@ class HeadTrial(Trial):
     bias: torch.dtype | None = None
     temperature: bool = False
     softcap: bool = False
+    kept: bool = False
 
     @classmethod
     def of(cls, head: Head, **more: bool) -> Self:
@@ -90,6 +94,7 @@ class HeadTrial(Trial):
             None if bias is None else bias.dtype,
             options.temperature is not None,
             options.softcap is not None,
+            options.kept is not None,
             **more,
         )
 
@@ -107,6 +112,7 @@ class HeadTrial(Trial):
         target[::7] = LEFT_OUT
         temperature = torch.arange(4, 4 + TOKENS, dtype=torch.float32, device="cpu") / 16 if self.temperature else None
         bias = None if self.bias is None else self._rounded(normal(VOCABULARY), self.bias, exact)
+        kept = _kept(target, generator) if self.kept else None
         return Head(
             self._rounded(hidden, self.operand, exact),
             self._rounded(weight.to(self.stored).to(self.operand), self.stored, exact),
@@ -117,6 +123,7 @@ class HeadTrial(Trial):
                 softcap=5.0 if self.softcap else None,
                 operand=EXACT if exact else self.operand,
                 shard=VocabShard.whole(VOCABULARY),
+                kept=None if kept is None else Kept(*(values.to(self.device) for values in kept)),
             ),
         )
 
@@ -139,12 +146,12 @@ class LogProbTrial(HeadTrial):
     def outcomes(self, backend: Backend, *, exact: bool = False) -> Outcomes:
         """See `Trial`."""
         head = self.head(exact=exact)
-        result, saved = walks.log_prob_forward(head, backend.passes_of)
+        result, saved = walks.log_prob_forward(head, backend)
         found = result._asdict()
         upstream = torch.linspace(-1, 1, TOKENS, dtype=result.log_prob.dtype, device=self.device)
         upstream[UNLIKELY] /= SPREAD
         for entropy, label in ((None, ""), (upstream.flip(0), " with entropy")):
-            gradients = walks.log_prob_backward(head, saved, upstream, entropy, self.needed, backend.passes_of)
+            gradients = walks.log_prob_backward(head, saved, upstream, entropy, self.needed, backend)
             found |= _named_gradients(gradients._asdict(), label)
         return found
 
@@ -173,12 +180,12 @@ class PolicyLossTrial(HeadTrial):
 
     def outcomes(self, backend: Backend, *, exact: bool = False) -> Outcomes:
         """See `Trial`."""
-        known, _ = walks.log_prob_forward(self.head(exact=True), torch_chunks.passes_of)
+        known, _ = walks.log_prob_forward(self.head(exact=True), torch_chunks)
         surrogate = Surrogate(CLIP if self.clip else None, BETA if self.beta else None)
         tokens = _policy_tokens(known.log_prob, self.replayed, self.generator())
         terms = PolicyTerms(tokens, surrogate, ENTROPY_COEF if self.entropy else 0.0, None)
         head = self.head(exact=exact)
-        loss, per_token, gradients = walks.policy_loss_forward(head, terms, self.needed, backend.passes_of)
+        loss, per_token, gradients = walks.policy_loss_forward(head, terms, self.needed, backend)
         return _named_tokens(per_token) | {"loss": loss} | _named_gradients(gradients._asdict())
 
 
@@ -279,6 +286,15 @@ def head_trials(device: torch.device, dtype: torch.dtype, width: int) -> tuple[H
     """Those of a training whose head has weights of a dtype and no bias, cap or temperature."""
     shape = device, dtype, trial_width(width, device), dtype
     return LogProbTrial(*shape), PolicyLossTrial(*shape)
+
+
+def _kept(target: Tensor, generator: torch.Generator) -> Kept:
+    """Sets of SET_SIZES words, the targets among them."""
+    sizes = torch.tensor(SET_SIZES, device="cpu").repeat(TOKENS)[:TOKENS]
+    drawn = torch.rand(TOKENS, VOCABULARY, generator=generator, dtype=torch.float32, device="cpu")
+    order = drawn.scatter(1, target.clamp(min=0).unsqueeze(1), -1).argsort(1)  # the targets first
+    words = order[torch.arange(VOCABULARY, device="cpu") < sizes.unsqueeze(1)]
+    return Kept(words.int(), torch.cat((sizes.new_zeros(1), sizes.cumsum(0))))
 
 
 def _policy_tokens(log_prob: Tensor, replayed: bool, generator: torch.Generator) -> PolicyTokens:

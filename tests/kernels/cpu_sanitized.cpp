@@ -1,10 +1,11 @@
-// Runs the row and token kernels on memory that ends where their arguments end, for the sanitizers to watch.
+// Runs the kernels of rows, kept sets and tokens on memory that ends where their arguments end, for the sanitizers to watch.
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
 #include <limits>
 #include <memory>
 
+#include "../../csrc/cpu/kept.cpp"
 #include "../../csrc/cpu/rows.cpp"
 #include "../../csrc/cpu/tokens.cpp"
 
@@ -53,6 +54,29 @@ void rows(int64_t size) {
   }
 }
 
+template <class E, class T>
+void kept(int64_t size) {
+  const KeptKernels<E, T> run = kept_kernels<E, T>();
+  const Array<E> a(new E[size]), b(new E[size]);
+  const Array<T> total = numbers<T>(size, -1, 1);
+  T expected = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const T value = static_cast<T>(i % 7) - 3;  // which bfloat16 has
+    run.put(a.get() + i, &value, 1);
+    run.put(b.get() + i, &value, 1);
+    total[i] = 1;
+    expected += value * value;
+  }
+  run.add(total.get(), a.get(), T(2), size);
+  bool right = run.dot(a.get(), b.get(), size) == expected;
+  for (int64_t i = 0; i < size; ++i) {
+    right = right && total[i] == 1 + 2 * (static_cast<T>(i % 7) - 3);
+  }
+  if (!right) {
+    std::puts("wrong");
+  }
+}
+
 template <class T>
 void tokens(int64_t count) {
   const TokenKernels<T> run = token_kernels<T>();
@@ -79,6 +103,9 @@ int main() {
   for (int64_t size = 0; size < 150; ++size) {
     rows<float>(size);
     rows<double>(size);
+    kept<uint16_t, float>(size);
+    kept<float, float>(size);
+    kept<double, double>(size);
     tokens<float>(size);
     tokens<double>(size);
   }

@@ -61,10 +61,12 @@ class Case:
         return list(torch.autograd.grad(loss, self.leaves))
 
 
-def make_case(tokens, width, vocabulary, dtype, device, *, bias=False, ignored=True, spread=3.0, **options) -> Case:
+def make_case(
+    tokens, width, vocabulary, dtype, device, *, bias=False, ignored=True, spread=3.0, kept=None, **options
+) -> Case:
     """Logits like a language model's: a few nats wide, with the target mostly among the likely words.
 
-    Every seventh target is ignored. ``tokens`` may be a shape.
+    Every seventh target is ignored. ``tokens`` may be a shape; ``kept`` has the sizes of kept sets, see `draw`.
     """
     shape = (tokens,) if isinstance(tokens, int) else tokens
     weight = torch.randn(vocabulary, width, dtype=torch.float64) / width**0.5
@@ -81,6 +83,8 @@ def make_case(tokens, width, vocabulary, dtype, device, *, bias=False, ignored=T
             setattr(case, name, value.detach().to(device).requires_grad_())
     case.target = target.to(device)
     case.options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
+    if kept is not None:
+        case.options["kept"] = draw(case, kept)
     return case
 
 
@@ -94,6 +98,20 @@ def coarsen(hidden: Tensor, weight: Tensor) -> None:
     with torch.no_grad():
         for values, step in ((hidden, 1 / 8), (weight, 1 / 32)):
             values.copy_((values / step).round() * step)
+
+
+def draw(case: Case, sizes) -> tuple[Tensor, Tensor]:
+    """Sets of these sizes in turn, in random order, with the targets somewhere among them."""
+    vocabulary, ids, offsets = len(case.weight), [], [0]
+    for i, target in enumerate(case.target.view(-1).tolist()):
+        size = min(sizes[i % len(sizes)], vocabulary)
+        words = torch.randperm(vocabulary)[:size]
+        if size and target >= 0 and target not in words.tolist():
+            words[torch.randint(size, ())] = target
+        ids += words.tolist()
+        offsets.append(len(ids))
+    device = case.target.device
+    return torch.tensor(ids, dtype=torch.int32, device=device), torch.tensor(offsets, device=device)
 
 
 def make_tokens(case: Case, *, ratio_spread=0.3, replayed_share=0.3) -> tuple[Tensor, Tensor, Tensor]:

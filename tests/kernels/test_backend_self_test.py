@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.func import vmap
 
 from exgrpo.kernels import (
-    debug,
+    backend_choice,
     dispatch,
     extension,
     group_advantage,
@@ -56,7 +56,7 @@ def fresh(monkeypatch):
 
 def forget():
     self_test.forget()
-    debug.say.cache_clear()
+    backend_choice.say.cache_clear()
 
 
 def seeded(call, **more):

@@ -28,6 +28,7 @@ SHARED = [
     "test_cpu_passes.py",
     "test_extremes.py",
     "test_cpu_tokens.py",
+    "test_kept.py",
     "test_linear_log_prob.py",
     "test_linear_policy_loss.py",
     "test_policy_loss.py",

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import exgrpo
-from exgrpo.kernels import debug, dispatch, extension, linear_log_prob, linear_policy_loss
+from exgrpo.kernels import backend_choice, dispatch, extension, linear_log_prob, linear_policy_loss
 
 from .support import make_case, make_tokens
 
 
 def test_the_debug_switch_says_what_was_taken_once(monkeypatch, capfd):
     case = make_case((3, 8), 16, 30, torch.float32, "cpu")
-    debug.say.cache_clear()
+    backend_choice.say.cache_clear()
     case.log_prob(backend="torch")
     assert not capfd.readouterr().err
     monkeypatch.setenv("EXGRPO_DEBUG", "1")
@@ -26,7 +26,7 @@ def test_the_debug_switch_says_what_was_taken_once(monkeypatch, capfd):
 def test_a_fallback_is_said_once(monkeypatch, capfd):
     monkeypatch.delenv("EXGRPO_BACKEND", raising=False)
     monkeypatch.setattr(extension, "MISSING", "it was not built")
-    debug.say.cache_clear()
+    backend_choice.say.cache_clear()
     case = make_case((3, 8), 16, 30, torch.float32, "cpu")
     case.log_prob(backend="torch")
     assert not capfd.readouterr().err
@@ -35,7 +35,7 @@ def test_a_fallback_is_said_once(monkeypatch, capfd):
         case.policy_loss(*make_tokens(case)[:2])
     line = "exgrpo: the torch backend computes on cpu, as cpu is not available: it was not built"
     assert capfd.readouterr().err.splitlines() == [line]
-    debug.say.cache_clear()
+    backend_choice.say.cache_clear()
 
 
 def test_a_line_for_each_backend(monkeypatch):

@@ -16,14 +16,16 @@ from .support import long_interpreted, make_case, make_tokens
 
 HEADS = {
     "plain": {},
+    "kept": {"kept": (3, 0, 1, 12)},
     "everything": {"bias": True, "softcap": 5.0, "temperature": torch.linspace(0.5, 2, 20, dtype=torch.float64)},
 }
 
 
 def flat(case):
     options = {"temperature": 1.0, "softcap": None, **case.options}
+    kept = options.pop("kept", None)
     head = arguments.head(case.hidden, case.weight, case.target, case.bias, *options.values(), -100, None, None, None)
-    return flat_head(head)
+    return flat_head(arguments.keep(head, kept))
 
 
 @long_interpreted

@@ -8,13 +8,21 @@ from functools import cache
 from itertools import product
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels.tables import DEFAULT
 from exgrpo.kernels.triton_chunks import launch as launching
+from exgrpo.kernels.triton_chunks import triton_kept
 from exgrpo.kernels.triton_chunks.fused_kernels import exponentials_kernel, largest_kernel, target_logit_kernel
 from exgrpo.kernels.triton_chunks.fused_product import half_tile, traits
+from exgrpo.kernels.triton_chunks.kept_kernels import (
+    kept_gradient_kernel,
+    kept_sums_kernel,
+    pair_logits_kernel,
+    segment_kernel,
+)
 from exgrpo.kernels.triton_chunks.row_kernels import gradient_kernel, listed_largest_kernel, statistics_kernel
 
 from .compiling import SHARED_LIMIT, TARGETS, architectures, assert_runs_well, compile_kernel
@@ -226,3 +234,55 @@ def test_the_kernels_beside_the_product(architecture):
     assert PRODUCT[architecture] in machine.code
     machine = compiled_product(architecture, target_logit_kernel, None, {"BLOCK": 1024}, bias="bf16")
     assert_runs_well(architecture, machine)
+
+
+# Kept sets: hidden states and weight, numbers, bias, and the switches.
+KEPT = [
+    (pair_logits_kernel, operand, numbers, bias, {"HAS_SOFTCAP": softcap})
+    for (operand, numbers), bias, softcap in (
+        (("bf16", "fp32"), None, False),
+        (("fp16", "fp32"), "bf16", True),
+        (("fp32", "fp32"), "fp32", False),
+        (("fp64", "fp64"), "fp64", True),
+    )
+]
+KEPT += [
+    (kept_sums_kernel, None, numbers, None, {"GIVEN": given}) for numbers, given in (("fp32", False), ("fp64", True))
+]
+KEPT += [
+    (kept_gradient_kernel, None, "fp32", None, {"HAS_SOFTCAP": False, "PLAIN": True}),
+    (kept_gradient_kernel, None, "fp64", None, {"HAS_SOFTCAP": True, "PLAIN": False}),
+]
+KEPT += [
+    (segment_kernel, operand, numbers, out, {"ADD": add})
+    for operand, numbers, out, add in (
+        ("bf16", "fp32", "bf16", False),
+        ("bf16", "fp32", "fp32", True),
+        ("fp32", "fp32", "fp32", False),
+        ("fp64", "fp64", "fp64", True),
+    )
+]
+
+
+@pytest.mark.parametrize("architecture", architectures())
+@pytest.mark.parametrize(("kernel", "operand", "numbers", "other", "switches"), KEPT, ids=name)
+def test_kernels_of_kept_sets_do_not_spill(architecture, kernel, operand, numbers, other, switches):
+    """``other`` is the dtype of the bias, or of what a segment's sum is written into."""
+    dtypes = {"hidden": operand, "weight": operand, "matrix": operand, "bias": other or numbers, "out": other}
+    dtypes |= dict.fromkeys(("rows", "words", "index"), "i32")
+    dtypes |= dict.fromkeys(("bounds", "target", "begins", "ends", "places"), "i64")
+    lengths = ("pairs", "width", "hidden_stride", "weight_stride", "matrix_stride", "out_stride")
+    types = {x: "i32" if x in lengths else "*" + (dtypes.get(x) or numbers) for x in kernel.arg_names}
+    constants = {**switches, "PAIRS": triton_kept.PAIRS, "DEPTH": triton_kept.DEPTH, "BLOCK": triton_kept.BLOCK}
+    if kernel is pair_logits_kernel:
+        constants["HAS_BIAS"] = other is not None
+    if kernel is segment_kernel:
+        torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[operand]
+        constants["OPERAND"] = triton_kept.DTYPES[torch_dtype]
+    constants = {x: value for x, value in constants.items() if x in kernel.arg_names}
+    machine = compile_kernel(
+        architecture, kernel, types, constants, unaligned=("pairs",), large=("weight", "matrix"), num_warps=4
+    )
+    assert_runs_well(architecture, machine)
+    if operand and numbers == "fp32":
+        assert machine.wide >= 1  # rows are read by whole vectors

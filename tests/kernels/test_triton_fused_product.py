@@ -11,10 +11,10 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
 
 from exgrpo.kernels.chunks.head import Targets
 from exgrpo.kernels.chunks.softmax import Sums
+from exgrpo.kernels.inputs import VocabShard
 from exgrpo.kernels.triton_chunks import fused_product
 from exgrpo.kernels.triton_chunks.fused_product import FusedProduct, Operands, fused_sums
 from exgrpo.kernels.triton_chunks.launch import Tile
-from exgrpo.kernels.vocab_parallel import VocabShard
 
 from .support import coarsen, make_case
 

@@ -14,7 +14,7 @@ from .support import long_interpreted, make_case, make_tokens
 
 FOUR = [[30, 0, 51, 20], [25, 25, 25, 26]]
 PAIRS = [[[60, 41], [1, 100]], [[0, 101]]]
-OPTIONS = [{}, {"temperature": 0.7, "softcap": 5.0}]
+OPTIONS = [{}, {"temperature": 0.7, "softcap": 5.0}, {"kept": (1, 6, 0, 30, 3)}]
 
 
 def check_split(rank, sizes, group, backend, options, dtype):
@@ -55,11 +55,15 @@ def check_split(rank, sizes, group, backend, options, dtype):
     compare(result, exact)
     compare_gradients(result.loss, exact.loss)
 
+    for more in (where, exact_where) if "kept" in options else ():
+        ids, offsets = case.options["kept"]
+        more["kept"] = ids[: offsets[16]], offsets[:17]
     packed, bounds = slice(0, 1), torch.tensor([0, 4, 16])
     found = sequence_entropy(hidden[packed].squeeze(0), weight, case.target[0], bounds, **where)
     exact = reference.sequence_entropy(whole.hidden[0], whole.weight, case.target[0], bounds, **exact_where)
     compare([found], [exact])
 
+    where.pop("kept", None)
     case.target[0, 3] = sum(sizes)
     with pytest.raises(ValueError, match=rf"\[0, {sum(sizes)}\).*the first is {sum(sizes)} at position 3"):
         linear_log_prob(hidden, weight, case.target, **where)

@@ -16,7 +16,8 @@ TORCH = dispatch.load("torch")
 
 def install(monkeypatch, **functions):
     """Makes the cpu backend one that is plain torch but for some functions."""
-    names = ("passes_of", "token_objective", "centre_groups", "scale", "segment_mean")
+    names = ("KEPT_PART", "passes_of", "kept_passes_of", "masked_passes_of", "token_objective", "centre_groups")
+    names += ("scale", "segment_mean")
     backend = SimpleNamespace(**{name: getattr(TORCH, name) for name in names} | functions)
     monkeypatch.setattr(dispatch, "load", lambda name: backend if name == "cpu" else TORCH)
 

@@ -70,7 +70,12 @@ def chunk_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int
 
 def block_rows(vocabulary: int, dtype: torch.dtype, device: torch.device, memory: int | None = None) -> int:
     """Rows of a scratch block over ``vocabulary`` entries."""
-    return max(1, _within(of_device(BLOCK_BYTES, device), memory) // _row_bytes(vocabulary, dtype))
+    return block_rows_of(_row_bytes(vocabulary, dtype), device, memory)
+
+
+def block_rows_of(row_bytes: int, device: torch.device, memory: int | None) -> int:
+    """Rows of a scratch block whose rows have so many bytes."""
+    return max(1, _within(of_device(BLOCK_BYTES, device), memory) // row_bytes)
 
 
 def tile_rows(row_bytes: int, memory: int | None) -> int:

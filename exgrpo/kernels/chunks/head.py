@@ -1,6 +1,7 @@
 """One call's walk through its tokens, a chunk at a time, and the gradients gathered on the way."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from exgrpo.kernels import checks
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.products import Products
-from exgrpo.kernels.inputs import LEFT_OUT, Gradients, Head, Needed
+from exgrpo.kernels.inputs import LEFT_OUT, Gradients, Head, Needed, compute_dtype
 
 
 class Targets(NamedTuple):
@@ -71,12 +72,16 @@ class ChunkedHead:
         self.head = head
         self.options = head.options
         self.shard = head.options.shard
-        self.products = Products(head.weight, self.options.operand, self.options.memory)
-        self.dtype = self.products.compute
+        self.dtype = compute_dtype(self.options.operand)
         self.order, self.count, self.active = _walk(head.target != LEFT_OUT, active, self.options.counts)
         """Positions of the walk's tokens (None: all, in order), how many they are, and how many have a gradient."""
         number = torch.arange(self.count, device=head.target.device)
         self.target = Targets(*self.shard.locate(self.of_tokens(head.target).unsqueeze(1)), number)
+
+    @cached_property
+    def products(self) -> Products:
+        """Made when it is needed first: it may hold a rounded copy of the weight."""
+        return Products(self.head.weight, self.options.operand, self.options.memory)
 
     def chunks(self, start: int, end: int, step: int, tile: int) -> Iterator[Chunk]:
         """The tokens [start, end) of the walk, at most ``step`` at a time, in whole tiles."""
@@ -89,6 +94,11 @@ class ChunkedHead:
                 self.target.select(rows),
                 None if temperature is None else self.of_tokens(temperature, rows).to(self.dtype).contiguous(),
             )
+
+    @staticmethod
+    def check_counts(taking_part: Tensor, active: Tensor | None, counts: tuple[int, int]) -> None:
+        """As a walk over all tokens [T] checks what the caller has said."""
+        _walk(taking_part, active, counts)
 
     def of_tokens(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
         """The entries of per-token values [T, ...] in the order of the walk."""
@@ -106,23 +116,29 @@ class ChunkedHead:
 class GradientSums:
     """Gradients in the compute dtype, gathered chunk by chunk; those that are not needed are never formed.
 
-    ``once``: there is one chunk at most, and the gradient of the weight may be rounded as it is written. ``unit``: what
-    all that is added has been multiplied by, see `Products.unit`.
+    ``unit``: what all that is added has been multiplied by, see `products.unit_of`. `enter` says whose chunks follow.
     """
 
-    def __init__(
-        self, head: ChunkedHead, needed: Needed, products: Products, *, once: bool, unit: Tensor | None = None
-    ) -> None:
-        weight = head.head.weight
-        self.head = head
-        self.products = products
-        self.hidden = weight.new_zeros(head.head.hidden.shape, dtype=head.dtype) if needed.hidden else None
+    def __init__(self, head: Head, needed: Needed, unit: Tensor | None = None) -> None:
+        dtype = compute_dtype(head.options.operand)
+        weight = head.weight
+        self.needed = needed
+        self.hidden = weight.new_zeros(head.hidden.shape, dtype=dtype) if needed.hidden else None
         """[T, D]"""
-        written = products.written_once if once else head.dtype
-        self.weight = weight.new_empty(weight.shape, dtype=written) if needed.weight else None
-        self.bias = weight.new_zeros(weight.shape[:1], dtype=head.dtype) if needed.bias else None
+        self.weight: Tensor | None = None
+        self.bias = weight.new_zeros(weight.shape[:1], dtype=dtype) if needed.bias else None
         self.unit = unit
         self.begun = False
+
+    def enter(self, head: ChunkedHead, products: Products, *, once: bool) -> None:
+        """Chunks of this walk, by these products, are next.
+
+        ``once``: there is one chunk at most in all, and the gradient of the weight may be rounded as it is written.
+        """
+        self.head, self.products = head, products
+        if self.needed.weight and self.weight is None:
+            weight = head.head.weight
+            self.weight = weight.new_empty(weight.shape, dtype=products.written_once if once else head.dtype)
 
     def add(self, chunk: Chunk, rows: Tensor | slice, grad_logits: Tensor, scale: Tensor) -> None:
         """Adds the gradients of a chunk whose raw products have gradient scale[:, None] * grad_logits [rows, V].

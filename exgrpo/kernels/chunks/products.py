@@ -16,7 +16,7 @@ from torch import Tensor
 
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
-from exgrpo.kernels.inputs import compute_dtype
+from exgrpo.kernels.inputs import Head, compute_dtype
 
 
 @functools.cache
@@ -80,6 +80,26 @@ def row_cost(operand: torch.dtype, width: int, vocabulary: int) -> int:
     return rounded + width * (3 * narrow + 4 * wide)
 
 
+def unit_of(head: Head, *upstream: Tensor | float | None) -> Tensor | None:
+    """What the gradients with respect to log-probs and entropies are multiplied by; None: 1.
+
+    Where gradients of a token mean, around 1e-7, are beyond the range of the operands of their products, it is the
+    power of two that brings the largest of ``upstream`` near 2^-HEADROOM. All that is made of them has that unit then.
+    """
+    if not has_narrow_range(head.weight, head.options.operand):
+        return None
+    zero = head.weight.new_zeros(1, dtype=compute_dtype(head.options.operand))
+    given = (v if isinstance(v, Tensor) else zero.new_full((), v) for v in upstream if v is not None)
+    largest = torch.cat([zero, *(values.to(zero.dtype).flatten() for values in given)]).abs().amax()
+    exponent = torch.frexp(largest).exponent.clamp(-FARTHEST, FARTHEST)
+    return torch.ldexp(torch.ones_like(largest), -exponent - HEADROOM)
+
+
+def has_narrow_range(weight: Tensor, operand: torch.dtype) -> bool:
+    """Whether the products' operands are float16."""
+    return operand == torch.float16 and multiplies_into_float32(weight.device.type, operand)
+
+
 class Products:
     """The products of hidden states with one weight matrix [V, D].
 
@@ -96,29 +116,10 @@ class Products:
         self.copied = self.mixed and weight.dtype != operand
         self.weight = weight.to(operand) if self.copied else weight
         """[V, D], rounded once a call where the operands of every product are 16-bit ones."""
-        rounds = self.mixed and weight.dtype == operand and not self.narrow_range
+        rounds = self.mixed and weight.dtype == operand and operand != torch.float16
         self.written_once = operand if rounds else self.compute
         """The dtype of a weight gradient that no chunk is added to: the product itself rounds its float32 sums."""
         self.precision = ROUNDED if operand == torch.bfloat16 and weight.device.type == "cpu" else nullcontext()
-
-    @property
-    def narrow_range(self) -> bool:
-        """Whether gradients of a token mean, around 1e-7, are beyond the range of the operands of their products."""
-        return self.mixed and self.operand == torch.float16
-
-    def unit(self, *upstream: Tensor | float | None) -> Tensor | None:
-        """What the gradients with respect to log-probs and entropies are multiplied by; None: 1.
-
-        Where the range is narrow, it is the power of two that brings the largest of ``upstream`` near 2^-HEADROOM. All
-        that is made of them is in that unit then.
-        """
-        if not self.narrow_range:
-            return None
-        zero = self.weight.new_zeros(1, dtype=self.compute)
-        given = (v if isinstance(v, Tensor) else zero.new_full((), v) for v in upstream if v is not None)
-        largest = torch.cat([zero, *(values.to(zero.dtype).flatten() for values in given)]).abs().amax()
-        exponent = torch.frexp(largest).exponent.clamp(-FARTHEST, FARTHEST)
-        return torch.ldexp(torch.ones_like(largest), -exponent - HEADROOM)
 
     def cost(self, vocabulary: int) -> Cost:
         """What the products of a head over ``vocabulary`` entries allocate: the weight itself, where it is rounded."""

@@ -6,26 +6,74 @@ coefficient is known as soon as its log-probability is. That is three products o
 recomputing the logits takes four.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, GradientSums, packing, positions
-from exgrpo.kernels.chunks.passes import Passes, PassesOf
+from exgrpo.kernels.chunks.passes import Backend, Passes, PassesOf
+from exgrpo.kernels.chunks.products import unit_of
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums, Upstream, row_factors
-from exgrpo.kernels.inputs import Gradients, Head, LogProb, Needed, PolicyTerms, PolicyTokens
+from exgrpo.kernels.inputs import LEFT_OUT, Gradients, Head, LogProb, Needed, PolicyTerms, PolicyTokens
 
 
-def log_prob_forward(head: Head, passes_of: PassesOf) -> tuple[LogProb, Tensor]:
+class Part(NamedTuple):
+    """Tokens of a call that are computed alike."""
+
+    walk: ChunkedHead
+    passes_of: PassesOf
+
+
+def parts_of(head: Head, backend: Backend, active: Tensor | None) -> list[Part]:
+    """The tokens of a call by how they are computed; those with a gradient are ``active`` [T] bool, None: all.
+
+    Where a kept set is a small part of the vocabulary, a product for each pair of a token and a word of its set is all
+    there is. Where it is a large part, or where there is none, a product of matrices is faster.
+    """
+    options = head.options
+    if options.kept is None:
+        return [Part(ChunkedHead(head, active), backend.passes_of)]
+    sizes = options.kept.offsets.diff()
+    taking, learning = head.target != LEFT_OUT, sizes != 1  # one word alone has probability 1
+    if options.counts is not None:
+        ChunkedHead.check_counts(taking, active, options.counts)
+    large = sizes > max(1, options.shard.vocabulary // backend.KEPT_PART)
+    of_whole, of_large = (taking & (sizes == 0)), taking & large
+    whole, wide, count = torch.stack((of_whole.sum(), of_large.sum(), taking.sum())).tolist()
+    options = replace(options, counts=None)
+    found = [
+        (count - whole - wide, taking & (sizes > 0) & ~large, options, backend.kept_passes_of),
+        (whole, of_whole, replace(options, kept=None), backend.passes_of),
+        (wide, of_large, options, backend.masked_passes_of),
+    ]
+    learning = learning if active is None else learning & active
+    parts = []
+    for number, where, own, passes_of in found:
+        if number:
+            target = head.target if number == count else head.target.masked_fill(~where, LEFT_OUT)
+            parts.append(Part(ChunkedHead(head._replace(target=target, options=own), learning), passes_of))
+    if not parts:
+        return [Part(ChunkedHead(head._replace(options=replace(options, kept=None)), active), backend.passes_of)]
+    return parts
+
+
+def log_prob_forward(head: Head, backend: Backend) -> tuple[LogProb, Tensor]:
     """Log-probability and entropy of each token [T], and the statistics [4, T] that the backward wants saved."""
-    walk = ChunkedHead(head)
-    passes = passes_of(walk)
-    statistics = head.weight.new_empty(4, walk.count, dtype=walk.dtype)
-    results = head.weight.new_empty(2, walk.count, dtype=walk.dtype)
-    for chunk in walk.chunks(0, walk.count, passes.chunk_rows(gradient_follows=False), passes.tile):
-        found, result = passes.finished(passes.sums(chunk, gradient_follows=False))
-        torch.stack(tuple(found), out=statistics[:, chunk.rows])
-        torch.stack(tuple(result), out=results[:, chunk.rows])
-    return LogProb(*(walk.all_tokens(values) for values in results)), walk.all_tokens(statistics)
+    found = []
+    for walk, passes_of in parts_of(head, backend, None):
+        passes = passes_of(walk)
+        statistics = head.weight.new_empty(4, walk.count, dtype=walk.dtype)
+        results = head.weight.new_empty(2, walk.count, dtype=walk.dtype)
+        for chunk in walk.chunks(0, walk.count, passes.chunk_rows(gradient_follows=False), passes.tile):
+            sums, result = passes.finished(passes.sums(chunk, gradient_follows=False))
+            torch.stack(tuple(sums), out=statistics[:, chunk.rows])
+            torch.stack(tuple(result), out=results[:, chunk.rows])
+        found.append([walk.all_tokens(values) for values in (*results, statistics)])
+    log_prob, entropy, saved = map(_together, zip(*found, strict=True))
+    return LogProb(log_prob, entropy), saved
 
 
 def log_prob_backward(
@@ -34,58 +82,85 @@ def log_prob_backward(
     grad_log_prob: Tensor | None,
     grad_entropy: Tensor | None,
     needed: Needed,
-    passes_of: PassesOf,
+    backend: Backend,
 ) -> Gradients:
     """Gradients from those of the two outputs [T]; None stands for zero. Tokens without gradient are skipped."""
-    upstream = Upstream(torch.zeros_like(saved[0]) if grad_log_prob is None else grad_log_prob, grad_entropy)
-    walk = ChunkedHead(head, upstream.active)
-    passes = passes_of(walk)
-    statistics = Statistics(*walk.of_tokens(saved.t()).t())
-    log_prob = walk.of_tokens(upstream.log_prob).to(walk.dtype)
-    entropy = None if grad_entropy is None else walk.of_tokens(grad_entropy).to(walk.dtype)
-    unit = passes.products.unit(log_prob, entropy)
-    upstream = Upstream(log_prob, entropy).times(unit)
-    most = passes.chunk_rows(gradient_follows=True)
-    sums = GradientSums(walk, needed, passes.products, once=walk.active <= most, unit=unit)
-    for chunk in walk.chunks(0, walk.active, most, passes.tile):
-        own = statistics.select(chunk.rows)
-        own_upstream = upstream.select(chunk.rows)
-        factors = row_factors(chunk.temperature, head.options.softcap, own, own_upstream)
-        passes.recall(chunk, own)
-        sums.add(chunk, chunk.rows, passes.gradient(chunk, own, factors), factors.scale)
+    given = Upstream(torch.zeros_like(saved[0]) if grad_log_prob is None else grad_log_prob, grad_entropy)
+    parts = parts_of(head, backend, given.active)
+    own_upstreams = [_of_walk(part.walk, given) for part in parts]
+    unit = unit_of(head, *(values for upstream in own_upstreams for values in upstream))
+    sums = GradientSums(head, needed, unit)
+    for (walk, passes_of), upstream in zip(parts, own_upstreams, strict=True):
+        passes = passes_of(walk)
+        statistics = Statistics(*walk.of_tokens(saved.t()).t())
+        upstream = upstream.times(unit)
+        most = passes.chunk_rows(gradient_follows=True)
+        sums.enter(walk, passes.products, once=len(parts) == 1 and walk.active <= most)
+        for chunk in walk.chunks(0, walk.active, most, passes.tile):
+            own = statistics.select(chunk.rows)
+            own_upstream = upstream.select(chunk.rows)
+            factors = row_factors(chunk.temperature, head.options.softcap, own, own_upstream)
+            passes.recall(chunk, own)
+            sums.add(chunk, chunk.rows, passes.gradient(chunk, own, factors), factors.scale)
     return sums.finish()
 
 
 def policy_loss_forward(
-    head: Head, terms: PolicyTerms, needed: Needed, passes_of: PassesOf
+    head: Head, terms: PolicyTerms, needed: Needed, backend: Backend
 ) -> tuple[Tensor, Tensor, Gradients]:
     """The loss, log-probability, entropy, ratio and clipped [4, T], and the gradients."""
     everywhere = bool(terms.entropy_coef)
-    walk = ChunkedHead(head, None if everywhere else terms.tokens.advantage != 0)
-    passes = passes_of(walk)
+    active = None if everywhere else terms.tokens.advantage != 0
+    parts = parts_of(head, backend, active)
     normalizer = terms.normalizer
     if normalizer is None:
-        normalizer = head.weight.new_full((), max(1, walk.count), dtype=torch.float64)
-    tokens = _in_order(walk, terms.tokens)
-    unit = passes.products.unit(tokens.advantage, terms.entropy_coef)
+        count = sum(part.walk.count for part in parts)
+        normalizer = head.weight.new_full((), max(1, count), dtype=torch.float64)
+    own_tokens = [_in_order(part.walk, terms.tokens) for part in parts]
+    unit = unit_of(head, *(tokens.advantage for tokens in own_tokens), terms.entropy_coef)
     # In a unit, the gradients are gathered without the normaliser.
     divisor, unit = (normalizer, None) if unit is None else (1 / unit, unit * normalizer)
     row_terms = RowTerms(terms.surrogate, terms.entropy_coef, divisor, head.options.softcap)
-    most = passes.chunk_rows(gradient_follows=True)
-    gradients = GradientSums(walk, needed, passes.products, once=walk.active <= most, unit=unit)
-    results = head.weight.new_empty(5, walk.count, dtype=walk.dtype)
-    active = walk.active if any(needed) else 0
+    gradients = GradientSums(head, needed, unit)
+    losses, found = [], []
+    for (walk, passes_of), tokens in zip(parts, own_tokens, strict=True):
+        passes = passes_of(walk)
+        most = passes.chunk_rows(gradient_follows=True)
+        gradients.enter(walk, passes.products, once=len(parts) == 1 and walk.active <= most)
+        results = _policy_results(walk, passes, tokens, row_terms, gradients, most)
+        value, _, entropies, *_ = results
+        losses.append(-(value.sum() + terms.entropy_coef * entropies.sum()) / normalizer)
+        found.append(walk.all_tokens(results[1:]))
+    return _together(losses).to(results.dtype), _together(found), gradients.finish()
+
+
+def _policy_results(
+    walk: ChunkedHead, passes: Passes, tokens: PolicyTokens, terms: RowTerms, gradients: GradientSums, most: int
+) -> Tensor:
+    """Objective, log-probability, entropy, ratio and clipped of the tokens of a walk, [5, count]."""
+    results = walk.head.weight.new_empty(5, walk.count, dtype=walk.dtype)
+    active = walk.active if any(gradients.needed) else 0
     for start, end, with_gradient in ((0, active, True), (active, walk.count, False)):
         for chunk in walk.chunks(start, end, most, passes.tile):
-            sums = passes.sums(chunk, gradient_follows=with_gradient, with_entropy=everywhere)
-            rows = passes.policy(sums, chunk, tokens.select(chunk.rows), row_terms)
+            sums = passes.sums(chunk, gradient_follows=with_gradient, with_entropy=bool(terms.entropy_coef))
+            rows = passes.policy(sums, chunk, tokens.select(chunk.rows), terms)
             torch.stack(rows[:5], out=results[:, chunk.rows])
             if with_gradient:
-                upstream = Upstream(rows.coefficient, row_terms.entropy_upstream(rows.coefficient))
+                upstream = Upstream(rows.coefficient, terms.entropy_upstream(rows.coefficient))
                 _add_gradients(gradients, passes, chunk, sums, rows, upstream)
-    value, _, entropies, *_ = results
-    loss = -(value.sum() + terms.entropy_coef * entropies.sum()) / normalizer
-    return loss.to(walk.dtype), walk.all_tokens(results[1:]), gradients.finish()
+    return results
+
+
+def _together(found: Sequence[Tensor]) -> Tensor:
+    """Values of all tokens from those of each part, which are 0 where a token is in another one."""
+    return sum(found[1:], found[0])
+
+
+def _of_walk(walk: ChunkedHead, upstream: Upstream) -> Upstream:
+    """The walk's tokens, in its order and dtype."""
+    log_prob, entropy = upstream
+    entropy = None if entropy is None else walk.of_tokens(entropy).to(walk.dtype)
+    return Upstream(walk.of_tokens(log_prob).to(walk.dtype), entropy)
 
 
 def _in_order(walk: ChunkedHead, tokens: PolicyTokens) -> PolicyTokens:

@@ -8,13 +8,13 @@ their largest logit. See csrc/cpu/product.h for the products.
 import torch
 from torch import Tensor
 
-from exgrpo.kernels import debug
+from exgrpo.kernels import backend_choice
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.products import Products
 from exgrpo.kernels.chunks.softmax import LARGEST_SUM, Factors, Statistics, Sums
-from exgrpo.kernels.cpu_chunks.cpu_passes import CpuPasses
+from exgrpo.kernels.cpu_chunks.cpu_passes import CpuPasses, unit_stride
 from exgrpo.kernels.extension import OPERATORS
 
 MOST_ROWS = 2048
@@ -29,8 +29,10 @@ def passes_of(head: ChunkedHead) -> CpuPasses:
     readable = weight.stride(1) == 1 or bool(head.shard.group_name)
     # The exponentials of a capped logit do not tell how steep the cap is there.
     fused = bfloat16 and readable and options.softcap is None and not OPERATORS.product_unavailable()
-    if debug.wanted():
-        debug.say(f"{options.operand} head of width {weight.shape[1]}: {'its own' if fused else 'the library'} product")
+    if backend_choice.talkative():
+        backend_choice.say(
+            f"{options.operand} head of width {weight.shape[1]}: {'its own' if fused else 'the library'} product"
+        )
     return FusedCpuPasses(head) if fused else CpuPasses(head)
 
 
@@ -38,7 +40,7 @@ class TileProducts(Products):
     """Gradient products with bfloat16 operands and float32 sums, which one chunk alone rounds as it writes them."""
 
     def __init__(self, weight: Tensor, operand: torch.dtype) -> None:
-        super().__init__(_unit_stride(weight), operand)
+        super().__init__(unit_stride(weight), operand)
         self.copied = self.weight is not weight
         self.written_once = operand
 
@@ -55,7 +57,7 @@ class TileProducts(Products):
     ) -> None:
         """See `Products`."""
         factor = factor.squeeze(1).contiguous()
-        OPERATORS.product_weight_gradient(grad_logits, _unit_stride(hidden), factor, total, fresh)
+        OPERATORS.product_weight_gradient(grad_logits, unit_stride(hidden), factor, total, fresh)
 
 
 class FusedCpuPasses(CpuPasses):
@@ -86,7 +88,7 @@ class FusedCpuPasses(CpuPasses):
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
         """See `Passes`."""
         shard, weight = self.head.shard, self.products.weight
-        hidden, target, temperature = _unit_stride(chunk.hidden), chunk.target.local(), chunk.temperature
+        hidden, target, temperature = unit_stride(chunk.hidden), chunk.target.local(), chunk.temperature
         at_target = OPERATORS.product_target_logits(hidden, weight, self.bias, target)
         (at_target,) = shard.largest_of(at_target)
         out = self._matrix(chunk) if gradient_follows else None
@@ -122,7 +124,7 @@ class FusedCpuPasses(CpuPasses):
     ) -> tuple[Tensor, ...]:
         """S and sum of exp(d) d of a chunk's rows over all shards; exp(d) into ``out``, there into the rows named."""
         sums = OPERATORS.product_sums(
-            _unit_stride(chunk.hidden),
+            unit_stride(chunk.hidden),
             self.products.weight,
             self.bias,
             chunk.target.local(),
@@ -143,10 +145,6 @@ class FusedCpuPasses(CpuPasses):
     def _memory(self, chunk: Chunk) -> Tensor:
         rows, columns = min(self.chunk_rows(gradient_follows=True), self.head.count), self.head.shard.size
         return chunk.hidden.new_empty(rows, _row_stride(columns))[:, :columns]
-
-
-def _unit_stride(matrix: Tensor) -> Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def _row_stride(columns: int) -> int:

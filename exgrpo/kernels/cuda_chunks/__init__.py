@@ -6,6 +6,9 @@ compute the rest.
 
 from exgrpo.kernels.chunks.head import ChunkedHead
 from exgrpo.kernels.cuda_chunks.cuda_fused import FusedCudaPasses
+from exgrpo.kernels.torch_chunks.torch_kept import MaskedPasses as masked_passes_of
+from exgrpo.kernels.triton_chunks.triton_kept import KEPT_PART
+from exgrpo.kernels.triton_chunks.triton_kept import TritonKeptPasses as kept_passes_of
 from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses, plan_of
 from exgrpo.kernels.triton_chunks.triton_tokens import centre_groups, scale, segment_mean, token_objective
 
@@ -16,4 +19,13 @@ def passes_of(head: ChunkedHead) -> TritonPasses:
     return FusedCudaPasses(head, chosen) if chosen.fused else TritonPasses(head, chosen)
 
 
-__all__ = ["centre_groups", "passes_of", "scale", "segment_mean", "token_objective"]
+__all__ = [
+    "KEPT_PART",
+    "centre_groups",
+    "kept_passes_of",
+    "masked_passes_of",
+    "passes_of",
+    "scale",
+    "segment_mean",
+    "token_objective",
+]

@@ -16,7 +16,7 @@ SCHEMA = Schema(f"{HEAD}, str backend", "(Tensor, Tensor, Tensor)")
 BACKWARD = Schema(
     f"{HEAD}, str backend, Tensor saved, Tensor? grad_log_prob, Tensor? grad_entropy, bool[] needed", "Tensor[]"
 )
-SAVED = ("hidden", "weight", "bias", "target", "temperature", "traced")
+SAVED = ("hidden", "weight", "bias", "target", "temperature", "kept_ids", "kept_offsets", "traced")
 """The tensors of a call. The weight is saved as it is: a sharding engine may gather it anew for the backward."""
 
 
@@ -34,7 +34,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     head = head_of(given)
     with without_autocast(head.hidden):
         taken = dispatch.take_for_head(given["backend"], LogProbTrial.of(head), head)
-        result, saved = walks.log_prob_forward(head, taken.passes_of)
+        result, saved = walks.log_prob_forward(head, taken)
     return result.log_prob, result.entropy, saved
 
 
@@ -54,7 +54,7 @@ def backward(*arguments: Any) -> list[Tensor]:
         taken = dispatch.take_for_head(given["backend"], LogProbTrial.of(head), head)
         upstream = (given["grad_log_prob"], given["grad_entropy"])
         needed = Needed(*given["needed"])
-        gradients = walks.log_prob_backward(head, given["saved"], *upstream, needed, taken.passes_of)
+        gradients = walks.log_prob_backward(head, given["saved"], *upstream, needed, taken)
     pairs = zip(gradients, (head.hidden, head.weight, head.bias), strict=True)
     return [gradient.to(tensor.dtype) for gradient, tensor in pairs if gradient is not None and tensor is not None]
 

@@ -55,7 +55,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
     head, terms, needed = head_of(given), terms_of(given), Needed(*given["needed"])
     with without_autocast(head.hidden):
         taken = dispatch.take_for_head(given["backend"], PolicyLossTrial.of_loss(head, terms), head)
-        results = walks.policy_loss_forward(head, terms, needed, taken.passes_of)
+        results = walks.policy_loss_forward(head, terms, needed, taken)
     loss, per_token, gradients = results
     pairs = zip(gradients, (head.hidden, head.weight, head.bias), strict=True)
     held = (

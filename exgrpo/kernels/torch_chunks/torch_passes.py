@@ -13,7 +13,7 @@ from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, Targets
 from exgrpo.kernels.chunks.passes import ByFormulas, Formulas
 from exgrpo.kernels.chunks.softmax import UNDERFLOWN, Factors, Statistics, Sums
-from exgrpo.kernels.vocab_parallel import VocabShard
+from exgrpo.kernels.inputs import VocabShard
 
 BLOCKS = 5
 """Scratch blocks that exist at once, where logits are capped and tempered; fewer otherwise."""

@@ -16,9 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from exgrpo.kernels.chunks.head import Targets
 from exgrpo.kernels.chunks.softmax import LARGEST_SUM, Sums
+from exgrpo.kernels.inputs import VocabShard
 from exgrpo.kernels.triton_chunks.fused_kernels import exponentials_kernel, largest_kernel, target_logit_kernel
 from exgrpo.kernels.triton_chunks.launch import Tile, architecture, multiprocessors
-from exgrpo.kernels.vocab_parallel import VocabShard
 
 LARGEST_SUM_FLOAT16 = 2.0**9
 """The same limit as `softmax.LARGEST_SUM` for exponentials in fp16: p_y is 2e-3. They end at 2^16, and what multiplies

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exgrpo.kernels import debug
+from exgrpo.kernels import backend_choice
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
@@ -31,8 +31,10 @@ def plan_of(head: ChunkedHead) -> Plan:
     chosen = plan(weight.device, operand, weight.shape[1], head.shard.largest)
     # The exponentials of a capped logit do not tell how steep the cap is there.
     fused = chosen.fused and head.options.softcap is None and weight.dtype == operand
-    if debug.wanted():
-        debug.say(f"{operand} head of width {weight.shape[1]}: {'its own' if fused else 'the library'} product")
+    if backend_choice.talkative():
+        backend_choice.say(
+            f"{operand} head of width {weight.shape[1]}: {'its own' if fused else 'the library'} product"
+        )
     return replace(chosen, fused=fused)
 
 

@@ -1,0 +1,92 @@
+"""The policy loss over kept sets, forward and backward, beside the whole vocabulary and beside a dense mask."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.heads import POLICY_LOSS, Case, Problem, default_backend, make_problem, plain_loss
+from benchmarks.races import Results, race
+from benchmarks.timing import CLOCK, budget
+from exgrpo import kernels
+
+OURS = f"exgrpo {default_backend()}"
+ROWS = (OURS, f"{OURS}, whole vocabulary", "full logits, dense mask")
+ALONE, CENTRE, SPREAD, MOST = 0.45, 1.9, 1.19, 2000
+"""Of the sizes of sets: the part of tokens with one word; mean and deviation of the others' logarithms; the largest.
+
+The mean is 8, the median 2, and one token of a hundred has more than about 80 words: what prime-rl reports of p = 0.97
+(its pull request 3431).
+"""
+SHAPES = {"tiny": (64, 64, 1000), "small": (512, 896, 32000), "full": (2048, 896, 49152)}
+FULL_GPU = (8192, 1536, 151936)
+ROUNDS = 256
+
+
+def make_sets(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The likeliest words of each token, the target among them; the same every time."""
+    hidden, weight, target = (x.detach() for x in problem[:3])
+    count, device = len(target), target.device
+    generator = torch.Generator(device).manual_seed(2)
+    drawn = torch.randn(count, generator=generator, device=device).mul(SPREAD).add(CENTRE).exp()
+    sizes = drawn.round().clamp(2, min(MOST, len(weight))).long()
+    sizes[torch.rand(count, generator=generator, device=device) < ALONE] = 1
+    found = []
+    for start in range(0, count, ROUNDS):
+        rows = slice(start, start + ROUNDS)
+        logits = (hidden[rows] @ weight.T).float()
+        logits.scatter_(1, target[rows].unsqueeze(1), torch.inf)  # the target first
+        words = logits.topk(int(sizes[rows].max())).indices
+        found.append(words[torch.arange(words.shape[1], device=device) < sizes[rows].unsqueeze(1)])
+    return torch.cat(found).int(), torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
+
+
+def masked(hidden: Tensor, weight: Tensor, target: Tensor, kept: tuple[Tensor, Tensor]) -> Tensor:
+    """Log-probs by all logits and a mask [T, V], as slime has it."""
+    ids, offsets = kept
+    logits = (hidden @ weight.T).float()
+    allowed = torch.zeros_like(logits, dtype=torch.bool)
+    allowed[torch.repeat_interleave(offsets.diff()), ids.long()] = True
+    log_prob = logits.masked_fill(~allowed, -torch.inf).log_softmax(-1)
+    return log_prob.gather(-1, target[:, None]).squeeze(-1)
+
+
+def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seconds: float) -> Results:
+    """The gradients of both that keep sets against each other, then the times and the memory of all."""
+    problem = make_problem(Case(POLICY_LOSS, *shape, dtype), device)
+    kept = make_sets(problem)
+    hidden, weight, target = problem[:3]
+
+    def log_prob() -> Tensor:
+        return masked(hidden, weight, target, kept)
+
+    with torch.no_grad():
+        problem = problem._replace(old_log_prob=log_prob() + 0.05 * torch.randn_like(problem.old_log_prob))
+
+    def ours(kept: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+        tokens = target, problem.old_log_prob, problem.advantage
+        loss = kernels.linear_policy_loss(hidden, weight, *tokens, normalizer=len(target), kept=kept).loss
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    def plain() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(plain_loss(log_prob(), None, problem, 0.0), (hidden, weight))
+
+    for mine, theirs in zip(ours(kept), plain(), strict=True):
+        tolerance = 1e-3 if dtype == torch.float32 else 0.1  # theirs are of logits that were rounded
+        assert (mine - theirs).float().norm() < tolerance * theirs.float().norm()
+    facts = {"pairs": len(kept[0]), "alone": (kept[1].diff() == 1).float().mean().item()}
+    calls = {ROWS[0]: partial(ours, kept), ROWS[1]: partial(ours, None), ROWS[2]: plain}
+    return race(calls, device, seconds, dict.fromkeys(ROWS, facts))
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.benchmark(timer=CLOCK)
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_kept(benchmark, races, sizes, device, dtype, row):
+    if benchmark.disabled:
+        pytest.skip("its rows check each other when they are timed")
+    shape = FULL_GPU if sizes == "full" and device.type == "cuda" else SHAPES[sizes]
+    group = f"policy loss over kept sets {str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
+    races.run(group, row, partial(measure, shape, dtype, device, budget(sizes, device)), benchmark)

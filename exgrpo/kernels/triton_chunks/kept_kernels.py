@@ -1,0 +1,169 @@
+"""Triton kernels over kept sets. A pair is one of a token of a chunk and a word of its set; each entry of a result is
+written by one program, which adds up in a fixed order.
+
+z is a logit, y the target, a the row's anchor, d = (z - a) / tau.
+"""
+
+import triton
+import triton.language as tl
+
+from exgrpo.kernels.triton_chunks.row_kernels import UNDERFLOWN
+
+
+@triton.jit
+def pair_logits_kernel(
+    hidden,  # [rows, D], rounded to the operands' dtype
+    weight,  # [V, D]
+    bias,  # [V]; unused without HAS_BIAS
+    rows,  # [P] int32, of each pair
+    words,  # [P] int32, local; -1 where another rank holds it
+    logits,  # [P] fp32 or fp64, result: capped, -inf where the word is not held
+    cap,  # [1]; unused without HAS_SOFTCAP
+    pairs,
+    width,  # D
+    hidden_stride,  # between rows
+    weight_stride,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The logits of some pairs."""
+    dtype = logits.dtype.element_ty
+    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    word = tl.load(words + pair, mask=pair < pairs, other=-1).to(tl.int64)
+    row = tl.load(rows + pair, mask=pair < pairs, other=0).to(tl.int64)
+    held = word >= 0
+    total = tl.zeros([PAIRS, DEPTH], dtype)
+    for start in range(0, width, DEPTH):
+        depth = start + tl.arange(0, DEPTH)
+        mask = held[:, None] & (depth < width)[None, :]
+        h = tl.load(hidden + row[:, None] * hidden_stride + depth[None, :], mask=mask, other=0.0)
+        w = tl.load(weight + word[:, None] * weight_stride + depth[None, :], mask=mask, other=0.0)
+        total += h.to(dtype) * w.to(hidden.dtype.element_ty).to(dtype)
+    z = tl.sum(total, 1)
+    if HAS_BIAS:
+        z += tl.load(bias + word, mask=held, other=0.0).to(dtype)
+    if HAS_SOFTCAP:
+        # tanh by one exponential, which may overflow: the quotient is 0 then.
+        softcap = tl.load(cap)
+        z = softcap - 2.0 * softcap / (1.0 + tl.exp(z * (2.0 / softcap)))
+    tl.store(logits + pair, tl.where(held, z, float("-inf")), mask=pair < pairs)
+
+
+@triton.jit
+def kept_sums_kernel(
+    logits,  # [P] fp32 or fp64; all per-row numbers have its dtype
+    words,  # [P] int32, local; -1 where another rank holds it
+    bounds,  # [rows + 1] int64
+    target,  # [rows] int64, local; -1 where another rank holds it
+    temperature,  # [rows]
+    given,  # [rows], anchors; unused without GIVEN
+    anchors,  # [rows], result
+    gaps,  # [rows], result: d_y
+    rests,  # [rows], result: S
+    moments,  # [rows], result: M
+    GIVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sums of a row; 0 where it has no pairs, for its set is the target alone."""
+    dtype = logits.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    begin, end, y = tl.load(bounds + row), tl.load(bounds + row + 1), tl.load(target + row)
+    largest = tl.full([BLOCK], float("-inf"), dtype)
+    at_target = tl.full([BLOCK], float("-inf"), dtype)
+    for start in range(begin, end, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        z = tl.load(logits + pair, mask=pair < end, other=float("-inf"))
+        is_target = tl.load(words + pair, mask=pair < end, other=-1) == y
+        largest = tl.maximum(largest, z, propagate_nan=tl.PropagateNan.ALL)
+        at_target = tl.where(is_target & (y >= 0) & (pair < end), z, at_target)
+    anchor = tl.load(given + row) if GIVEN else tl.max(largest)
+    anchor = tl.where(end > begin, anchor, 0.0).to(dtype)
+    tau = tl.load(temperature + row)
+    rest, moment = tl.zeros([BLOCK], dtype), tl.zeros([BLOCK], dtype)
+    for start in range(begin, end, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        z = tl.load(logits + pair, mask=pair < end, other=float("-inf"))
+        is_target = (tl.load(words + pair, mask=pair < end, other=-1) == y) & (y >= 0)
+        d = tl.maximum((z - anchor) / tau, UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)
+        e = tl.where(is_target | (pair >= end), 0.0, tl.exp(d))
+        rest += e
+        moment += e * d
+    tl.store(anchors + row, anchor)
+    tl.store(gaps + row, tl.where(end > begin, (tl.max(at_target) - anchor) / tau, 0.0))
+    tl.store(rests + row, tl.sum(rest))
+    tl.store(moments + row, tl.sum(moment))
+
+
+@triton.jit
+def kept_gradient_kernel(
+    values,  # [P] fp32 or fp64: logits, which F takes the place of; all per-row numbers have its dtype
+    words,  # [P] int32, local; -1 where another rank holds it
+    bounds,  # [rows + 1] int64
+    target,  # [rows] int64, local; -1 where another rank holds it
+    temperature,  # [rows]
+    anchors,  # [rows]
+    means,  # [rows]: U
+    at_targets,  # [rows]: F at the target but for the slope of the cap
+    log_prob,  # [rows]: c; unused if PLAIN
+    entropy,  # [rows]: h; unused if PLAIN
+    cap,  # [1]; unused without HAS_SOFTCAP
+    HAS_SOFTCAP: tl.constexpr,
+    PLAIN: tl.constexpr,  # F is exp(d) but at the target
+    BLOCK: tl.constexpr,
+):
+    """F of a row's pairs; 0 where the word is not held."""
+    row = tl.program_id(0).to(tl.int64)
+    begin, end, y = tl.load(bounds + row), tl.load(bounds + row + 1), tl.load(target + row)
+    anchor, tau, at_target = tl.load(anchors + row), tl.load(temperature + row), tl.load(at_targets + row)
+    for start in range(begin, end, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        z = tl.load(values + pair, mask=pair < end, other=float("-inf"))
+        word = tl.load(words + pair, mask=pair < end, other=-1)
+        d = tl.maximum((z - anchor) / tau, UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)
+        f = tl.exp(d)
+        if not PLAIN:
+            f *= tl.load(log_prob + row) + tl.load(entropy + row) * (d - tl.load(means + row))
+        f = tl.where(word == y, at_target, f)
+        if HAS_SOFTCAP:
+            capped = tl.where(word >= 0, z, 0.0) / tl.load(cap)
+            f *= 1.0 - capped * capped
+        tl.store(values + pair, tl.where(word >= 0, f, 0.0), mask=pair < end)
+
+
+@triton.jit
+def segment_kernel(
+    matrix,  # [rows, D]
+    index,  # [P] int32, a row of the matrix; -1: none
+    factors,  # [P] fp32 or fp64
+    begins,  # [segments] int64, where each segment of pairs begins
+    ends,  # [segments] int64
+    places,  # [segments] int64, the row of ``out`` of each
+    out,  # [.., D], results
+    width,  # D
+    matrix_stride,  # between rows
+    out_stride,
+    ADD: tl.constexpr,  # to what is there
+    OPERAND: tl.constexpr,  # to which the matrix is rounded
+    PAIRS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Some columns of the sum of a segment's rows, times their factors."""
+    dtype = factors.dtype.element_ty
+    segment = tl.program_id(0).to(tl.int64)
+    depth = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
+    begin, end = tl.load(begins + segment), tl.load(ends + segment)
+    total = tl.zeros([PAIRS, DEPTH], dtype)
+    for start in range(begin, end, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        row = tl.load(index + pair, mask=pair < end, other=-1).to(tl.int64)
+        factor = tl.load(factors + pair, mask=pair < end, other=0.0)
+        mask = (row >= 0)[:, None] & (depth < width)[None, :]
+        m = tl.load(matrix + row[:, None] * matrix_stride + depth[None, :], mask=mask, other=0.0)
+        total += factor[:, None] * m.to(OPERAND).to(dtype)
+    found = tl.sum(total, 0)
+    out += tl.load(places + segment) * out_stride + depth
+    if ADD:
+        found += tl.load(out, mask=depth < width, other=0.0)
+    tl.store(out, found.to(out.dtype.element_ty), mask=depth < width)

@@ -1,0 +1,274 @@
+"""Softmaxes over kept sets against full logits that are -inf beside the sets, in float64."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference, sequence_entropy
+
+from .support import Case, assert_as_good, draw, error, fewer_interpreted, make_case, make_tokens, relative_error
+
+OPTIONS = [
+    {},
+    {"temperature": 0.6, "bias": True},
+    {"softcap": 5.0},
+    {"softcap": 5.0, "temperature": torch.linspace(0.5, 2, 60, dtype=torch.float64), "bias": True},
+]
+SIZES = {
+    "few": (2, 8, 3, 1, 1, 5),
+    "alone": (1,),
+    "whole": (0,),
+    "all words": (211,),
+    "large": (100, 150),
+    "every kind": (1, 0, 2, 211, 9, 1, 40, 17, 3),
+}
+
+
+def everything(case: Case, tokens, log_prob, policy_loss, entropy_coef=0.1, **more):
+    """Results and gradients of both functions."""
+    old, advantage, replayed = tokens
+    loss = case.policy_loss(
+        old, advantage, function=policy_loss, replayed=replayed, clip=None, entropy_coef=entropy_coef, **more
+    )
+    found = case.log_prob(log_prob, **more)
+    value = (found.log_prob * advantage).sum() + entropy_coef * found.entropy.sum()
+    results = [loss.loss, loss.log_prob, loss.entropy, *found]
+    return results, case.gradients(loss.loss) + case.gradients(value)
+
+
+def check(case: Case, backend: str, factor=2.0, **more):
+    tokens = make_tokens(case)
+    ours, gradients = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend, **more)
+    plainly = {"log_prob": reference.linear_log_prob, "policy_loss": reference.linear_policy_loss, **more}
+    plain, plain_gradients = everything(case, tokens, **plainly)
+    exact, exact_gradients = everything(case.to(torch.float64), tokens, **plainly)
+    assert_as_good(ours, plain, exact, factor=factor)
+    assert_as_good(gradients, plain_gradients, exact_gradients, factor=factor, measure=relative_error)
+
+
+def kept_case(sizes, dtype, device, tokens=60, width=40, vocabulary=211, **options) -> Case:
+    return make_case(tokens, width, vocabulary, dtype, device, kept=sizes, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_options(options, dtype, backend, device):
+    check(kept_case(SIZES["every kind"], dtype, device, **options), backend)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_sizes(sizes, entropy_coef, backend, device):
+    check(kept_case(sizes, torch.float64, device, bias=True), backend, entropy_coef=entropy_coef)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype, backend, device):
+    case = kept_case(SIZES["every kind"], dtype, device, tokens=fewer_interpreted(240), width=507, bias=True)
+    check(case, backend, factor=1.0)
+
+
+def test_the_reference_is_a_softmax_over_the_set(device):
+    case = kept_case((3, 0, 1), torch.float64, device, tokens=3, ignored=False)
+    found = case.log_prob(reference.linear_log_prob)
+    logits = case.hidden @ case.weight.T
+    ids = case.options["kept"][0]
+    own = logits[0, ids[:3].long()]
+    torch.testing.assert_close(found.log_prob[0], logits[0, case.target[0]] - own.logsumexp(0))
+    torch.testing.assert_close(found.log_prob[1], logits[1].log_softmax(0)[case.target[1]])
+    torch.testing.assert_close(found.entropy[0], -(own.softmax(0) * own.log_softmax(0)).sum())
+    assert found.log_prob[2] == found.entropy[2] == 0
+
+
+@settings(
+    max_examples=fewer_interpreted(32), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_sets(data, backend, device):
+    vocabulary = data.draw(st.integers(1, 40), "vocabulary")
+    tokens = data.draw(st.integers(0, 12), "tokens")
+    sizes = data.draw(st.lists(st.integers(0, vocabulary), min_size=tokens, max_size=tokens), "sizes")
+    torch.manual_seed(data.draw(st.integers(0, 9), "seed"))
+    case = kept_case(sizes or (0,), torch.float64, device, tokens, 7, vocabulary, ignored=data.draw(st.booleans()))
+    if tokens and data.draw(st.booleans(), "all rows alike"):
+        with torch.no_grad():
+            case.hidden.copy_(case.hidden[:1].expand(tokens, -1))
+        case.target.fill_(int(case.target[-1]))
+        case.options["kept"] = draw(case, [sizes[0]])
+    check(case, backend)
+
+
+def test_sets_of_all_words_are_as_none(backend, device):
+    case = kept_case((211,), torch.float32, device, bias=True, softcap=7.0)
+    tokens = make_tokens(case)
+    given = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
+    del case.options["kept"]
+    without = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
+    for results, others in zip(given, without, strict=True):
+        for value, other in zip(results, others, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_with_one_word(backend, device):
+    """Exactly 0, whatever their hidden states are."""
+    case = kept_case((1, 4), torch.float32, device, ignored=False)
+    with torch.no_grad():
+        case.hidden[::2] = torch.inf
+    found = case.log_prob(backend=backend)
+    hidden, weight = case.gradients(found.log_prob.sum() + found.entropy.sum())
+    assert not found.log_prob[::2].any()
+    assert not found.entropy[::2].any()
+    assert not hidden[::2].any()
+    assert hidden[1::2].any(1).all()
+    assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_on_every_run(dtype, backend, device):
+    case = kept_case(SIZES["every kind"], dtype, device, tokens=fewer_interpreted(400), bias=True)
+    case.hidden.data.copy_(case.hidden.data[:7].repeat(100, 1)[: len(case.hidden)])
+    tokens = make_tokens(case)
+    first = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
+    for _ in range(3):
+        again = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
+        assert all(torch.equal(*pair) for both in zip(first, again, strict=True) for pair in zip(*both, strict=True))
+
+
+def test_many_chunks(backend, device, set_chunk):
+    """What one chunk gives, up to the order of sums."""
+    case = kept_case(SIZES["every kind"], torch.float64, device, bias=True, temperature=0.7)
+    tokens = make_tokens(case)
+    whole = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
+    set_chunk(2000)
+    parts = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
+    for results, others in zip(whole, parts, strict=True):
+        for value, other in zip(results, others, strict=True):
+            torch.testing.assert_close(value, other)
+
+
+def test_memory(backend, device):
+    case = kept_case(SIZES["few"], torch.float64, device)
+    tokens = make_tokens(case)
+    without = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
+    within = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend, memory=1 << 16)
+    for results, others in zip(within, without, strict=True):
+        for value, other in zip(results, others, strict=True):
+            torch.testing.assert_close(value, other)
+    with pytest.raises(ValueError, match=r"memory: a call on 60 tokens with this head needs \d+ bytes at least, got 9"):
+        case.log_prob(backend=backend, memory=9)
+
+
+def test_counts(backend, device):
+    case = kept_case(SIZES["every kind"], torch.float64, device)
+    count = int((case.target >= 0).sum())
+    given, without = case.log_prob(backend=backend, counts=(count, count)), case.log_prob(backend=backend)
+    assert torch.equal(given.log_prob, without.log_prob)
+    with pytest.raises(ValueError, match=f"counts: expected {count - 1} targets that are not left out"):
+        case.log_prob(backend=backend, counts=(count - 1, count - 1))
+
+
+def test_left_out_tokens_may_lack_their_targets(backend, device):
+    case = kept_case((3,), torch.float64, device)
+    ids = case.options["kept"][0]
+    mask = torch.arange(60, device=device) % 2 == 0
+    target = case.target.view(-1)
+    lacking = (~mask).nonzero().squeeze(1)
+    ids.view(-1, 3)[lacking] = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+    target[lacking] = 5
+    old, advantage, replayed = make_tokens(kept_case((0,), torch.float64, device))
+    more = {"replayed": replayed, "mask": mask}
+    ours = case.policy_loss(old, advantage, backend=backend, **more)
+    exact = case.policy_loss(old, advantage, function=reference.linear_policy_loss, **more)
+    torch.testing.assert_close(ours.loss, exact.loss)
+
+
+def test_entropy_of_sequences(backend, device):
+    case = kept_case(SIZES["every kind"], torch.float64, device, temperature=0.7)
+    bounds = torch.tensor([0, 20, 20, 60], device=device)
+    ours = sequence_entropy(case.hidden, case.weight, case.target, bounds, backend=backend, **case.options)
+    exact = reference.sequence_entropy(case.hidden, case.weight, case.target, bounds, **case.options)
+    assert error(ours, exact) < 1e-10
+
+
+def test_autocast(backend, device):
+    case = kept_case(SIZES["every kind"], torch.float32, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        ours = case.log_prob(backend=backend)
+        gradients = case.gradients(ours.log_prob.sum())
+    rounded = case.to(torch.bfloat16).to(torch.float64)
+    exact = rounded.log_prob(reference.linear_log_prob)
+    torch.testing.assert_close(ours.log_prob.double(), exact.log_prob, rtol=1e-4, atol=1e-4)
+    for mine, true in zip(gradients, rounded.gradients(exact.log_prob.sum()), strict=True):
+        assert relative_error(mine, true) < 1e-2
+
+
+def wrong(kept, target, how):
+    """The sets with one thing wrong, and the error that says so."""
+    ids, offsets = kept[0].clone(), kept[1].clone()
+    own, first = int((ids[:3] == target[0]).nonzero()), offsets[:1]
+    others = torch.tensor([word for word in range(9) if word != target[0]][:3], dtype=torch.int32)
+    ascending, between = r"kept\[1\]: expected bounds ascending from 0 to 1", r"kept\[0\]: expected ids in \[0, 211\)"
+    return {
+        "no pair": (ids, TypeError, r"kept: expected a pair \(ids, offsets\) or None, got Tensor"),
+        "ids of int64": ((ids.long(), offsets), TypeError, r"kept\[0\]: expected dtype torch.int32, got torch.int64"),
+        "offsets of int32": ((ids, offsets.int()), TypeError, r"kept\[1\]: expected dtype torch.int64, got torch.int3"),
+        "ids [M, 1]": ((ids[:, None], offsets), ValueError, r"kept\[0\]: expected shape \[M\]"),
+        "offsets [T]": ((ids, offsets[:-1]), ValueError, r"kept\[1\]: expected shape \[5\], got \[4\]"),
+        "not ascending": ((ids, offsets[[0, 2, 1, 3, 4]]), ValueError, ascending),
+        "not from 0": ((ids, offsets.clamp(min=1)), ValueError, ascending),
+        "not to M": ((ids[:-1], offsets), ValueError, ascending),
+        "below 0": ((ids.index_fill(0, first, -1), offsets), ValueError, between),
+        "above V": ((ids.index_fill(0, first, 211), offsets), ValueError, between),
+        "twice": (
+            (torch.cat((ids[[own, own, own]], ids[3:])), offsets),
+            ValueError,
+            r"kept\[0\]: expected different ids in the set of each token; 2 of 12 are not",
+        ),
+        "target": (
+            (torch.cat((others, ids[3:])), offsets),
+            ValueError,
+            r"target: expected ids of the tokens' kept sets; 1 of 4 are not, the first is \d+ at position 0",
+        ),
+    }[how]
+
+
+HOW = ("no pair", "ids of int64", "offsets of int32", "ids [M, 1]", "offsets [T]", "not ascending", "not from 0")
+HOW += ("not to M", "below 0", "above V", "twice", "target")
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", ["auto", "reference"])
+def test_wrong_sets(how, name):
+    case = kept_case((3,), torch.float32, torch.device("cpu"), tokens=4, ignored=False)
+    case.options["kept"], kind, message = wrong(case.options["kept"], case.target, how)
+    with pytest.raises(kind, match=message):
+        case.log_prob(backend=name)
+    with pytest.raises(kind, match=message):
+        case.policy_loss(torch.zeros(4), torch.ones(4), backend=name)
+
+
+def test_compiled(backend, device):
+    case = kept_case(SIZES["every kind"], torch.float32, device, tokens=30)
+    tokens = make_tokens(case)
+    eager = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
+
+    def call(hidden, weight, target, kept):
+        return linear_policy_loss(
+            hidden,
+            weight,
+            target,
+            *tokens[:2],
+            replayed=tokens[2],
+            clip=None,
+            entropy_coef=0.1,
+            kept=kept,
+            backend=backend,
+        ).loss
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    found = compiled(case.hidden, case.weight, case.target, case.options["kept"])
+    torch.testing.assert_close(found, eager[0][0])
+    ids, offsets = case.options["kept"]
+    with pytest.raises(ValueError, match=r"kept\[0\]: expected ids in"):
+        compiled(case.hidden, case.weight, case.target, (ids + 211, offsets))
