@@ -31,7 +31,7 @@ PROGRAM = """
 import importlib.metadata, importlib.resources, json
 import torch
 import exgrpo, exgrpo.heads, exgrpo.integrations, exgrpo.kernels
-from exgrpo.train.common.builtin import model_names
+from exgrpo.train.common.functions import model_names
 from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe
 hidden, weight = torch.eye(2), torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 3.0]])
 scored = exgrpo.kernels.linear_log_prob(hidden, weight, torch.tensor([1, 2]))

@@ -14,7 +14,7 @@ from hypothesis.strategies import sampled_from as of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from exgrpo.train.common.builtin import ASSETS, DEFAULT_TASK
+from exgrpo.train.common.functions import ASSETS, DEFAULT_TASK
 from exgrpo.train.policy.check import check_weights
 from exgrpo.train.policy.tokenizer import load_pretrained
 from tests.hostile.judge import Trial

@@ -13,7 +13,7 @@ import pyarrow.parquet
 from hypothesis import strategies as st
 from hypothesis.strategies import sampled_from as of
 
-from exgrpo.train.common.builtin import ASSETS, DEFAULT_TASK
+from exgrpo.train.common.functions import ASSETS, DEFAULT_TASK
 from exgrpo.train.data.files import Row, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import question_set

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exgrpo.train.common.builtin import ASSETS
 from exgrpo.train.common.errors import ConfigError, ModelError
+from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.config.policy import LoraConfig
 from exgrpo.train.config.pretrained import located
 from exgrpo.train.policy.adapters import add_adapters

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from transformers import AutoModelForCausalLM
 
-from exgrpo.train.common.builtin import ASSETS, model_names
+from exgrpo.train.common.functions import ASSETS, model_names
 from recipes import pretraining
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoTokenizer, GenerationConfig
 
-from exgrpo.train.common.builtin import ASSETS
 from exgrpo.train.common.distributed import World
+from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.common.seeds import derive_seed, generator
 from exgrpo.train.metrics.display import COLUMNS, Display
 from exgrpo.train.metrics.run_log import RunLog

@@ -1,4 +1,8 @@
-"""Functions that a run takes by their name: those of a module that ships, and a user's own by their place.
+"""What a run takes by its name: tasks, rewards and models that ship, and functions, a user's own by their place.
+
+A new thing that ships needs no edit elsewhere. A task NAME is the module exgrpo.train.data.tasks.NAME, which has a
+function `generate`; its model, tokenizer and recipe lie in exgrpo/assets/NAME. A reward NAME is the module
+exgrpo.train.reward.builtin.NAME, which has a function `reward`.
 
 A name is that of a function of the module, whose own name is that of the kind; a function of one's own is named by its
 place, "package.module:function" or "path/to/file.py:function". Grading processes import this module, and not pydantic.
@@ -6,6 +10,7 @@ place, "package.module:function" or "path/to/file.py:function". Grading processe
 
 import ast
 import difflib
+import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +26,31 @@ from exgrpo.train.common.errors import ConfigError, ExgrpoError, nearest, os_err
 if TYPE_CHECKING:
     from pydantic import AfterValidator
 
+PREFIX = "builtin:"
+"""Begins the name of a task or a model where other sources may be named too."""
+ASSETS = Path(__file__).parents[2] / "assets"
+DEFAULT_TASK = "arithmetic"
+"""The task of the default run."""
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def find_module(package: str, name: str, function: str) -> ModuleType | None:
+    """The module of this name in a package; None where there is none, or it lacks the function."""
+    if not name.isidentifier() or find_spec(f"{package}.{name}") is None:
+        return None
+    module = import_module(f"{package}.{name}")
+    return module if callable(getattr(module, function, None)) else None
+
+
+def module_names(package: str, function: str) -> list[str]:
+    """The names that `find_module` knows."""
+    names = sorted(module.name for module in pkgutil.iter_modules(import_module(package).__path__))
+    return [name for name in names if find_module(package, name, function)]
+
+
+def model_names() -> list[str]:
+    """The names of the models in `ASSETS`."""
+    return sorted(config.parent.name for config in ASSETS.glob("*/config.json"))
 
 
 def needs(**what: Any) -> Callable[[F], F]:

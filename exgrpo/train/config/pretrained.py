@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from pydantic import Field, StrictBool, StrictInt
 from tyro.constructors import PrimitiveConstructorSpec
 
-from exgrpo.train.common.builtin import ASSETS, PREFIX, model_names
 from exgrpo.train.common.errors import ConfigError, ModelError, os_errors_as, shown
+from exgrpo.train.common.functions import ASSETS, PREFIX, model_names
 from exgrpo.train.common.plain import parse_yaml
 
 # In this order: what reads as a number is one (YAML takes 1e6 for a text).

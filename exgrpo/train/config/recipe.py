@@ -9,8 +9,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from tyro.conf import UseAppendAction, arg
 
-from exgrpo.train.common.builtin import ASSETS, DEFAULT_TASK, PREFIX, model_names
 from exgrpo.train.common.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
+from exgrpo.train.common.functions import ASSETS, DEFAULT_TASK, PREFIX, model_names
 from exgrpo.train.common.plain import LONGEST, parse_yaml
 from exgrpo.train.config.command_line import check_names, names, one_line
 from exgrpo.train.config.evaluation import HeldOutSet

@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from exgrpo.train.common import jsonl, plain
-from exgrpo.train.common.builtin import PREFIX, find_module, module_names
 from exgrpo.train.common.errors import SHOWN, DataError, MissingDataError, cut, os_errors_as, shown
+from exgrpo.train.common.functions import PREFIX, find_module, module_names
 from exgrpo.train.config.sources import checked, parameters, split_arguments
 from exgrpo.train.data import gym
 from exgrpo.train.data.rows import ANSWERS, COLUMNS, NO_COLUMNS, QUESTIONS, REMEDY, Reading, Row, parse_row

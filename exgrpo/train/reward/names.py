@@ -20,9 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, cast
 
-from exgrpo.train.common.builtin import find_module, module_names
 from exgrpo.train.common.errors import MissingRewardError, RewardError, shown
-from exgrpo.train.common.functions import load_function, load_place
+from exgrpo.train.common.functions import find_module, load_function, load_place, module_names
 from exgrpo.train.reward.contract import contract_of
 from exgrpo.train.reward.grading import AUTO, FORMS
 

@@ -19,8 +19,8 @@ from exgrpo.tools.evaluate import program
 from exgrpo.tools.evaluate.evaluation import engine_settings, fitted
 from exgrpo.tools.evaluate.options import AS_TRAINED, Options, defaults, parse_options
 from exgrpo.train.common import distributed, process
-from exgrpo.train.common.builtin import ASSETS
 from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import DEFAULT_RUN, to_yaml
 from exgrpo.train.config.section import known_keys

@@ -7,8 +7,8 @@ import pytest
 import scipy.stats
 import yaml
 
-from exgrpo.train.common.builtin import ASSETS
 from exgrpo.train.common.errors import ReportError
+from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.metrics.report.figures import MAX_POINTS, Curve, mean_curve, student_t, thin
 from exgrpo.train.metrics.report.page import write_report
 from exgrpo.train.metrics.report.runs import ABSENT, group_runs, load_run

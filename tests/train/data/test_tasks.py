@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from exgrpo.train.common.builtin import ASSETS, find_module, model_names, module_names
 from exgrpo.train.common.errors import DataError
+from exgrpo.train.common.functions import ASSETS, find_module, model_names, module_names
 from exgrpo.train.config.recipe import load_recipe
 from exgrpo.train.data import generation
 from exgrpo.train.data.files import TASKS

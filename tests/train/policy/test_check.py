@@ -12,9 +12,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from exgrpo.tools import serve
 from exgrpo.tools.evaluate.evaluation import run as run_evaluation
 from exgrpo.tools.evaluate.options import Options
-from exgrpo.train.common.builtin import ASSETS
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import ConfigError, ModelError
+from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.config.recipe import DEFAULT_RUN
 from exgrpo.train.policy.check import check_weights
 from exgrpo.train.policy.source import find_model

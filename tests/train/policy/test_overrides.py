@@ -12,8 +12,8 @@ from exgrpo.tools.estimate import program as estimate
 from exgrpo.tools.evaluate.evaluation import engine_settings, fitted
 from exgrpo.tools.evaluate.options import parse_options
 from exgrpo.train.checkpoint.resume import continued
-from exgrpo.train.common.builtin import ASSETS
 from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe, parse_args, to_yaml
 from exgrpo.train.policy.check import check_weights
 from exgrpo.train.policy.source import find_model

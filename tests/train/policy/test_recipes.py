@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exgrpo.train.common import builtin
+from exgrpo.train.common import functions
 from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.policy.reference import Reference
 from tests.train.batches import Row, make_batch, rows_of
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parents[3] / "recipes" / "objectives"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-@pytest.mark.parametrize("task", builtin.model_names())
+@pytest.mark.parametrize("task", functions.model_names())
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_objective_goes_with_every_task(name, task):
     config = parse_args(["--recipe", f"builtin:{task}", "--recipe", str(FOLDER / f"{name}.yaml")])

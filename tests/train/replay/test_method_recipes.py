@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exgrpo.train.common import builtin
+from exgrpo.train.common import functions
 from exgrpo.train.common.records import Trajectory
 from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.replay.table import Origin
@@ -25,7 +25,7 @@ def of_method(name: str, task: str = "arithmetic", *options: str):
     return parse_args([*recipes, *options])
 
 
-@pytest.mark.parametrize("task", builtin.model_names())
+@pytest.mark.parametrize("task", functions.model_names())
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_goes_with_every_task(name, task):
     config = of_method(name, task)

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from exgrpo.train.common.builtin import ASSETS
+from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.data.generation import Split, check_difficulty, different_problems, split_of_key
 
 REWARD = "math"

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from exgrpo.train.common.builtin import ASSETS
 from exgrpo.train.common.errors import DataError, shown
+from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.data.generation import Split, check_difficulty, different_problems
 from exgrpo.train.reward.grading import own_answer
 

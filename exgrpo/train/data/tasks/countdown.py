@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from exgrpo.train.common.builtin import ASSETS
 from exgrpo.train.common.errors import DataError, shown
+from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.data.expressions import Node, combine, key_of, parse, write
 from exgrpo.train.data.generation import Split, check_difficulty, different_problems
 from exgrpo.train.reward.grading import own_answer

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from jinja2 import BaseLoader, Environment, FileSystemLoader, StrictUndefined, Template
 
 from exgrpo.extras import needs
-from exgrpo.train.common.builtin import ASSETS
+from exgrpo.train.common.functions import ASSETS
 
 FloatArray = npt.NDArray[np.float64]
 Columns = dict[str, FloatArray]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from exgrpo.train.common.builtin import ASSETS
 from exgrpo.train.common.errors import ReportError
+from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.metrics.report.draw import Fan, Panel, Plot, PlotGroup, Stack, draw_fan, draw_lines, draw_stacks
 from exgrpo.train.metrics.report.figures import MAX_POINTS, Columns, as_json, colour, key, readable, rounded, template
 from exgrpo.train.metrics.report.runs import (

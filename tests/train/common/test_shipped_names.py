@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from exgrpo.train.common.builtin import ASSETS, DEFAULT_TASK, find_module, model_names, module_names
+from exgrpo.train.common.functions import ASSETS, DEFAULT_TASK, find_module, model_names, module_names
 from exgrpo.train.config.recipe import DEFAULT_RUN
 from exgrpo.train.data import tasks
 from exgrpo.train.data.files import TASKS, read_rows
