@@ -107,6 +107,11 @@ def _options(config: Any, given: dict[str, Any]) -> Config:
         raise ConfigError(
             f"{KEY}: objective.surrogate={options.objective.surrogate!r}: in verl it is clipped or dual_clip"
         )
+    if options.experience.admit == "nothing" and options.experience.ratio > 0:
+        raise ConfigError(
+            f"{KEY}: experience.admit='nothing': verl's trainer starts with an empty experience, so that nothing would be "
+            "replayed; use successes"
+        )
     if getattr(rules.find("admit", options.experience.admit), "distinct", None) == "key":
         raise ConfigError(
             f"{KEY}: experience.admit={options.experience.admit!r}: compares answers by the keys of their solutions, "
