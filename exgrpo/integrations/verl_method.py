@@ -107,12 +107,18 @@ def _options(config: Any, given: dict[str, Any]) -> Config:
         raise ConfigError(
             f"{KEY}: objective.surrogate={options.objective.surrogate!r}: in verl it is clipped or dual_clip"
         )
-    if getattr(rules.find("admit", options.experience.admit), "distinct", None) == "key":
+    experience = options.experience
+    if experience.admit == "nothing" and experience.compose in ("traced", "appended"):
         raise ConfigError(
-            f"{KEY}: experience.admit={options.experience.admit!r}: compares answers by the keys of their solutions, "
+            f"{KEY}: experience.admit='nothing': compose={experience.compose!r} then waits for answers of "
+            "experience.start, and verl's trainer starts without any; use successes"
+        )
+    if getattr(rules.find("admit", experience.admit), "distinct", None) == "key":
+        raise ConfigError(
+            f"{KEY}: experience.admit={experience.admit!r}: compares answers by the keys of their solutions, "
             "and rewards in verl give none; use successes"
         )
-    rehearse(options.experience, options.objective, options.rollout.samples, options.reward.success)
+    rehearse(experience, options.objective, options.rollout.samples, options.reward.success)
     return options
 
 

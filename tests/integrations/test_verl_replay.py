@@ -32,6 +32,7 @@ NOT_IN_VERL = {
     "dynamic_sampling": "rollout.refills",
     "luffy": "experience.start_log_prob",
     "redr": "experience.admit='solutions'",
+    "rlep": "experience.admit='nothing'",
 }
 """Recipes that are refused, and the option that is why."""
 
@@ -106,7 +107,12 @@ def test_a_recipe_of_a_method_sets_the_options_of_verl(name: str) -> None:
 
 
 def test_options_beside_a_recipe_win() -> None:
-    given = {"recipe": "rlep", "experience": {"ratio": 0.25}, "reward": {"success": 0.5}, "seed": 3}
+    given = {
+        "recipe": "rlep",
+        "experience": {"admit": "successes", "ratio": 0.25},
+        "reward": {"success": 0.5},
+        "seed": 3,
+    }
     options = configure(of_verl(), given)
     assert (options.experience.ratio, options.reward.success, options.seed) == (0.25, 0.5, 3)
     assert options.experience.compose == "appended"
