@@ -42,14 +42,15 @@ def climb(
         lines: the values of each option.
         trials: how many choices are tried at most, the first one included.
         beats: whether one choice is better than another; None: not known yet.
-        possible: whether a choice can be run; others are no trials.
+        possible: whether a choice can be run. In the place of one that cannot, the next lower value of another option
+            is taken with it, if that helps: fewer questions have room for fewer mini-batches. Else it is no trial.
     """
     tried, best, moved = [start], start, True
     while moved:
         moved = False
-        for option, values in lines.items():
+        for option in lines:
             for way in (1, -1):
-                while (near := _neighbour(best, option, values, way)) and near not in tried and possible(near):
+                while (near := _possible_neighbour(best, option, lines, way, possible)) and near not in tried:
                     if len(tried) == trials:
                         return Climb(tried, best, cut=True)
                     tried.append(near)
@@ -60,6 +61,16 @@ def climb(
                         break
                     best, moved = near, True
     return Climb(tried, best)
+
+
+def _possible_neighbour(
+    choice: Choice, option: str, lines: Lines, way: int, possible: Callable[[Choice], bool]
+) -> Choice | None:
+    near = _neighbour(choice, option, lines[option], way)
+    if near is None or possible(near):
+        return near
+    lower = [_neighbour(near, other, line, -1) for other, line in lines.items() if other != option]
+    return next((one for one in lower if one is not None and possible(one)), None)
 
 
 def _neighbour(choice: Choice, option: str, values: Sequence[Any], way: int) -> Choice | None:

@@ -67,6 +67,17 @@ def test_what_is_impossible_is_no_trial():
     assert all(choice["count"] <= choice["lr"] for choice in found.tried)
 
 
+def test_an_option_that_stands_in_the_way_of_another_goes_down_with_it():
+    found = search(
+        lambda choice: -abs(choice["questions"] - 2) - 0.1 * abs(choice["batches"] - 2),
+        {"questions": 16, "batches": 8},
+        {"questions": (2, 4, 8, 16), "batches": (1, 2, 4, 8)},
+        possible=lambda choice: choice["batches"] <= choice["questions"],
+    )
+    assert found.best == {"questions": 2, "batches": 2}
+    assert all(choice["batches"] <= choice["questions"] for choice in found.tried)
+
+
 SEARCH = {"over": {"optimizer.lr": [1e-4, 2e-4, 4e-4, 8e-4]}, "trials": 4, "seeds": [100, 101]}
 BUDGET = {"budget": {"answers": 640, "evaluations": 4}, "settings": {"questions": 8, "evaluation.samples": 4}}
 
