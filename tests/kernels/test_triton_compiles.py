@@ -21,6 +21,7 @@ from exgrpo.kernels.triton_chunks.kept_kernels import (
     kept_gradient_kernel,
     kept_sums_kernel,
     pair_logits_kernel,
+    pairs_kernel,
     segment_kernel,
 )
 from exgrpo.kernels.triton_chunks.row_kernels import gradient_kernel, listed_largest_kernel, statistics_kernel
@@ -237,7 +238,8 @@ def test_the_kernels_beside_the_product(architecture):
 
 
 # Kept sets: hidden states and weight, numbers, bias, and the switches.
-KEPT = [
+KEPT = [(pairs_kernel, None, "i32", None, {})]
+KEPT += [
     (pair_logits_kernel, operand, numbers, bias, {"HAS_SOFTCAP": softcap})
     for (operand, numbers), bias, softcap in (
         (("bf16", "fp32"), None, False),
@@ -270,8 +272,8 @@ def test_kernels_of_kept_sets_do_not_spill(architecture, kernel, operand, number
     """``other`` is the dtype of the bias, or of what a segment's sum is written into."""
     dtypes = {"hidden": operand, "weight": operand, "matrix": operand, "bias": other or numbers, "out": other}
     dtypes |= dict.fromkeys(("rows", "words", "index"), "i32")
-    dtypes |= dict.fromkeys(("bounds", "target", "begins", "ends", "places"), "i64")
-    lengths = ("pairs", "width", "hidden_stride", "weight_stride", "matrix_stride", "out_stride")
+    dtypes |= dict.fromkeys(("starts", "bounds", "target", "begins", "ends", "places"), "i64")
+    lengths = ("first", "vocabulary", "pairs", "width", "hidden_stride", "weight_stride", "matrix_stride", "out_stride")
     types = {x: "i32" if x in lengths else "*" + (dtypes.get(x) or numbers) for x in kernel.arg_names}
     constants = {**switches, "PAIRS": triton_kept.PAIRS, "DEPTH": triton_kept.DEPTH, "BLOCK": triton_kept.BLOCK}
     if kernel is pair_logits_kernel:
@@ -281,7 +283,7 @@ def test_kernels_of_kept_sets_do_not_spill(architecture, kernel, operand, number
         constants["OPERAND"] = triton_kept.DTYPES[torch_dtype]
     constants = {x: value for x, value in constants.items() if x in kernel.arg_names}
     machine = compile_kernel(
-        architecture, kernel, types, constants, unaligned=("pairs",), large=("weight", "matrix"), num_warps=4
+        architecture, kernel, types, constants, unaligned=("pairs", "first"), large=("weight", "matrix"), num_warps=4
     )
     assert_runs_well(architecture, machine)
     if operand and numbers == "fp32":

@@ -37,24 +37,24 @@ def parts_of(head: Head, backend: Backend, active: Tensor | None) -> list[Part]:
     if options.kept is None:
         return [Part(ChunkedHead(head, active), backend.passes_of)]
     sizes = options.kept.offsets.diff()
-    taking, learning = head.target != LEFT_OUT, sizes != 1  # one word alone has probability 1
+    taking = head.target != LEFT_OUT
     if options.counts is not None:
         ChunkedHead.check_counts(taking, active, options.counts)
-    large = sizes > max(1, options.shard.vocabulary // backend.KEPT_PART)
-    of_whole, of_large = (taking & (sizes == 0)), taking & large
-    whole, wide, count = torch.stack((of_whole.sum(), of_large.sum(), taking.sum())).tolist()
+    whole, large = taking & (sizes == 0), taking & (sizes > max(1, options.shard.vocabulary // backend.KEPT_PART))
+    of_whole, of_large, count = torch.stack((whole.sum(), large.sum(), taking.sum())).tolist()
     options = replace(options, counts=None)
     found = [
-        (count - whole - wide, taking & (sizes > 0) & ~large, options, backend.kept_passes_of),
-        (whole, of_whole, replace(options, kept=None), backend.passes_of),
-        (wide, of_large, options, backend.masked_passes_of),
+        (count - of_whole - of_large, None, options, backend.kept_passes_of),
+        (of_whole, whole, replace(options, kept=None), backend.passes_of),
+        (of_large, large, options, backend.masked_passes_of),
     ]
-    learning = learning if active is None else learning & active
     parts = []
     for number, where, own, passes_of in found:
         if number:
-            target = head.target if number == count else head.target.masked_fill(~where, LEFT_OUT)
-            parts.append(Part(ChunkedHead(head._replace(target=target, options=own), learning), passes_of))
+            target = head.target
+            if number < count:
+                target = target.masked_fill(whole | large if where is None else ~where, LEFT_OUT)
+            parts.append(Part(ChunkedHead(head._replace(target=target, options=own), active), passes_of))
     if not parts:
         return [Part(ChunkedHead(head._replace(options=replace(options, kept=None)), active), backend.passes_of)]
     return parts

@@ -74,7 +74,8 @@ class KeptPasses(ByFormulas, Products):
 
     def begin(self, chunk: Chunk) -> Tensor:
         """The logits of a chunk's pairs; -inf for the words of other ranks."""
-        ids = self.prepare(chunk)
+        self.sets = sets_of(self.head, chunk)
+        ids = self.find_pairs()
         target = self.head.of_tokens(self.head.head.target, chunk.rows)
         is_target = ids == target[self.row]
         self.at_target = (is_target if self.held is None else is_target & self.held).nonzero().squeeze(1)
@@ -86,13 +87,8 @@ class KeptPasses(ByFormulas, Products):
             logits.div_(softcap).tanh_().mul_(softcap)
         return logits if self.held is None else logits.masked_fill_(~self.held, -torch.inf)
 
-    def prepare(self, chunk: Chunk) -> Tensor:
-        """The pairs of a chunk: their words [P], over the whole vocabulary."""
-        self.sets = sets_of(self.head, chunk)
-        return self.find_pairs()
-
     def find_pairs(self) -> Tensor:
-        """Those of the sets at hand."""
+        """The pairs of the sets at hand: their words [P], over the whole vocabulary."""
         kept = self.head.options.kept
         assert kept is not None
         sizes = self.sets.bounds.diff()

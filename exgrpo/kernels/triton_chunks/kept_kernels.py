@@ -11,6 +11,29 @@ from exgrpo.kernels.triton_chunks.row_kernels import UNDERFLOWN
 
 
 @triton.jit
+def pairs_kernel(
+    ids,  # [M] int32, over the whole vocabulary
+    starts,  # [rows] int64, where each row's set begins among them
+    bounds,  # [rows + 1] int64: a row has the pairs [bounds[row], bounds[row + 1])
+    rows,  # [P] int32, result: the row of each pair
+    words,  # [P] int32, result: local; -1 where another rank holds it
+    first,  # word that this rank holds
+    vocabulary,  # number of words that it holds
+    BLOCK: tl.constexpr,
+):
+    """The pairs of a row."""
+    row = tl.program_id(0)
+    begin, end, own = tl.load(bounds + row), tl.load(bounds + row + 1), tl.load(starts + row)
+    for start in range(0, end - begin, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        valid = place < end - begin
+        word = tl.load(ids + own + place, mask=valid, other=-1) - first
+        held = (word >= 0) & (word < vocabulary)
+        tl.store(rows + begin + place, tl.zeros([BLOCK], tl.int32) + row, mask=valid)
+        tl.store(words + begin + place, tl.where(held, word, -1), mask=valid)
+
+
+@triton.jit
 def pair_logits_kernel(
     hidden,  # [rows, D], rounded to the operands' dtype
     weight,  # [V, D]

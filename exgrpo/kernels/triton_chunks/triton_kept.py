@@ -7,12 +7,13 @@ from torch import Tensor
 
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
-from exgrpo.kernels.torch_chunks.torch_kept import KeptPasses
+from exgrpo.kernels.torch_chunks.torch_kept import KeptPasses, sets_of
 from exgrpo.kernels.triton_chunks import triton_tokens
 from exgrpo.kernels.triton_chunks.kept_kernels import (
     kept_gradient_kernel,
     kept_sums_kernel,
     pair_logits_kernel,
+    pairs_kernel,
     segment_kernel,
 )
 
@@ -51,15 +52,25 @@ class TritonKeptPasses(KeptPasses):
 
     def begin(self, chunk: Chunk) -> Tensor:
         """See `KeptPasses`."""
-        self.prepare(chunk)
-        self.local = chunk.target.local()
-        column = self.word if self.held is None else self.word.masked_fill(~self.held, -1)
-        self.column, self.rows = column.int(), self.row.int()
+        self.sets, self.local = sets_of(self.head, chunk), chunk.target.local()
+        pairs, kept, shard = int(self.sets.bounds[-1]), self.head.options.kept, self.head.shard
+        assert kept is not None
         hidden = chunk.hidden.contiguous()
-        logits = hidden.new_empty(len(column), dtype=self.compute)
-        if len(column):
+        self.rows, self.column = hidden.new_empty(2, pairs, dtype=torch.int32)
+        logits = hidden.new_empty(pairs, dtype=self.compute)
+        if pairs:
             with torch.cuda.device_of(logits):
-                pair_logits_kernel[(triton.cdiv(len(column), PAIRS),)](
+                pairs_kernel[(len(self.local),)](
+                    kept.ids.contiguous(),
+                    *self.sets,
+                    self.rows,
+                    self.column,
+                    shard.offset,
+                    shard.size,
+                    BLOCK=BLOCK,
+                    num_warps=WARPS,
+                )
+                pair_logits_kernel[(triton.cdiv(pairs, PAIRS),)](
                     hidden,
                     self.weight,
                     self.weight if self.bias is None else self.bias,
@@ -67,7 +78,7 @@ class TritonKeptPasses(KeptPasses):
                     self.column,
                     logits,
                     self.cap,
-                    len(column),
+                    pairs,
                     hidden.shape[1],
                     hidden.stride(0),
                     self.weight.stride(0),
@@ -138,7 +149,7 @@ class TritonKeptPasses(KeptPasses):
         found, counts = word.unique_consecutive(return_counts=True)
         ends = counts.cumsum(0)
         begins = ends - counts
-        if self.held is not None:
+        if self.head.shard.group_name:
             own = found >= 0
             found, counts, begins, ends = found[own], counts[own], begins[own], ends[own]
         found = found.long()
@@ -160,6 +171,11 @@ class TritonKeptPasses(KeptPasses):
             self._add_segments(partial, places.int(), ones, *bounds, found[which], total, add=not fresh)
             found, begins, ends = found[~long], begins[~long], ends[~long]
         self._add_segments(hidden, row, factors, begins, ends, found, total, add=not fresh)
+
+    def add_bias_gradient(self, grad_logits: Tensor, factor: Tensor, total: Tensor) -> None:
+        """See `Products`."""
+        self.find_pairs()
+        super().add_bias_gradient(grad_logits, factor, total)
 
     def _add_segments(
         self,
