@@ -26,26 +26,32 @@ class Climb:
 
 
 def climb(
-    start: Choice,
+    starts: Sequence[Choice],
     lines: Lines,
     trials: int,
     beats: Callable[[Choice, Choice], bool | None],
     possible: Callable[[Choice], bool] = lambda _: True,
 ) -> Climb:
-    """Search from a choice: every option in turn, up and down its line, until no neighbour is better.
+    """Search from the best of some choices: every option in turn, up and down its line, until no neighbour is better.
 
     So the best choice of a search that is not cut has no value on an edge: the next values on both sides have been
     tried and are worse, or are impossible, or the line has no more of them.
 
     Args:
-        start: the first choice; each value is one of its line.
+        starts: the first choices; each value is one of its line.
         lines: the values of each option.
-        trials: how many choices are tried at most, the first one included.
+        trials: how many choices are tried at most, the first ones included.
         beats: whether one choice is better than another; None: not known yet.
         possible: whether a choice can be run. In the place of one that cannot, the next lower value of another option
             is taken with it, if that helps: fewer questions have room for fewer mini-batches. Else it is no trial.
     """
-    tried, best, moved = [start], start, True
+    tried, best, moved = [starts[0]], starts[0], True
+    for start in starts[1:]:
+        tried.append(start)
+        better = beats(start, best)
+        if better is None:
+            return Climb(tried, None)
+        best = start if better else best
     while moved:
         moved = False
         for option in lines:

@@ -50,12 +50,14 @@ class ArmPart(Part):
     Attributes:
         seeds: in place of those of the study: the same arm twice shows what seeds alone do.
         search: values of options, beside or in place of those of `search.over`.
+        starts: values with which a search by trials begins beside the arm's own ones.
         trials: in place of `search.trials`.
         asks: answers that a step generates, divided by questions * rollout.samples: a budget of answers needs it.
     """
 
     seeds: tuple[Seed, ...] = ()
     search: dict[str, Values] = {}
+    starts: tuple[dict[str, Any], ...] = ()
     trials: int | None = Field(None, ge=1)
     asks: float = Field(1.0, gt=0)
 
@@ -291,23 +293,24 @@ class Study:
                     return False
             return True
 
-        start = self.start(task, arm)
-        found = climb(start, lines, self.plan.trials_of(arm, 0), beats, self._possible(task, arm))
+        starts = self.starts(task, arm)
+        found = climb(starts, lines, self.plan.trials_of(arm, 0), beats, self._possible(task, arm))
         return [(choice, list(runs.values())) for choice, runs in needed.values()], found
 
-    def start(self, task: str, arm: str) -> Choice:
-        """The values with which an arm comes into the search.
+    def starts(self, task: str, arm: str) -> list[Choice]:
+        """The values with which an arm comes into the search: its own ones first.
 
         Raises:
             ConfigError: one is none of those that are searched.
         """
         own = flat(self.planned(task, arm, self.plan.seeds[0], {}).config)
         lines = self.plan.lines_of(arm)
-        for name, values in lines.items():
-            if own.get(name) not in values:
-                value = f"is {own[name]}" if name in own else "is no option"
+        starts = [{**own, **other} for other in ({}, *self.plan.arms[arm].starts)]
+        for start, (name, values) in itertools.product(starts, lines.items()):
+            if start.get(name) not in values:
+                value = f"is {start[name]}" if name in start else "is no option"
                 raise ConfigError(f"{self.path}, arm {arm} on {task}: {name} {value}, none of those searched over")
-        return {name: own[name] for name in lines}
+        return [{name: start[name] for name in lines} for start in starts]
 
     def _possible(self, task: str, arm: str) -> Callable[[Choice], bool]:
         def possible(choice: Choice) -> bool:
@@ -354,8 +357,8 @@ class Study:
         search = self.plan.search
         if search is None or search.trials is None:
             return [choice for choice, _ in self.searched(task, arm, lambda _: None)[0]] or [{}]
-        lines = self.plan.lines_of(arm)
-        return [*climb(self.start(task, arm), lines, sum(map(len, lines.values())), lambda *_: False).tried]
+        lines, starts = self.plan.lines_of(arm), self.starts(task, arm)
+        return [*climb(starts, lines, len(starts) + sum(map(len, lines.values())), lambda *_: False).tried]
 
     def check(self) -> None:
         """Whether its runs are possible.

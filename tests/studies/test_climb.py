@@ -16,7 +16,7 @@ COUNTS = tuple(range(1, 33))
 
 
 def search(height, start, lines, trials=1000, **options):
-    return climb(start, lines, trials, lambda one, other: height(one) > height(other), **options)
+    return climb([start], lines, trials, lambda one, other: height(one) > height(other), **options)
 
 
 @pytest.mark.parametrize("start", [(-10, 1), (10, 32), (0, 8), (3, 17)])
@@ -65,6 +65,16 @@ def test_what_is_impossible_is_no_trial():
     )
     assert found.best == {"lr": RATES[-1], "count": 32}
     assert all(choice["count"] <= choice["lr"] for choice in found.tried)
+
+
+def test_the_best_of_several_starts_is_climbed_from():
+    def height(choice):  # two hills, of which the one at 8 is higher
+        return max(1 - abs(math.log2(choice["lr"]) + 8), 2 - abs(math.log2(choice["lr"]) - 8))
+
+    near, far = {"lr": 2.0**-7}, {"lr": 2.0**7}
+    found = [climb(starts, {"lr": RATES}, 99, lambda a, b: height(a) > height(b)) for starts in ([near], [near, far])]
+    assert [one.best for one in found] == [{"lr": 2.0**-8}, {"lr": 2.0**8}]
+    assert found[1].tried[:2] == [near, far]
 
 
 def test_an_option_that_stands_in_the_way_of_another_goes_down_with_it():
