@@ -251,14 +251,34 @@ def kept(value: object, target: Tensor, vocabulary: int) -> tuple[Tensor, Tensor
     ids = values("kept[0]", ids, (ids >= 0) & (ids < vocabulary), "ids in [0, {})", vocabulary)
     if ids.is_cuda and os.environ.get("EXGRPO_CHECK", "0") == "0":
         return ids, offsets
+    if _without_values(ids) or ids.numel() <= CHECKED_AT_ONCE:
+        different, found = _sound(ids, offsets, target, vocabulary)
+    else:
+        steps = torch.arange(0, ids.numel(), CHECKED_AT_ONCE, device=ids.device)
+        cuts = sorted({0, *torch.searchsorted(offsets, steps).tolist(), target.numel()})
+        own = [slice(*bounds) for bounds in offsets[cuts].unfold(0, 2, 1).tolist()]
+        parts = [
+            _sound(ids[pairs], offsets[begin : end + 1] - pairs.start, target[begin:end], vocabulary)
+            for pairs, begin, end in zip(own, cuts[:-1], cuts[1:], strict=True)
+        ]
+        different, found = (torch.cat(flags) for flags in zip(*parts, strict=True))
+    ids = values("kept[0]", ids, different, "different ids in the set of each token")
+    values("target", target, found, "ids of the tokens' kept sets")
+    return ids, offsets
+
+
+CHECKED_AT_ONCE = 1 << 16
+"""Ids that are checked together, each in some 64 bytes."""
+
+
+def _sound(ids: Tensor, offsets: Tensor, target: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Which ids are in their set for the first time, and which tokens have a target of their set, or need none."""
     token = torch.searchsorted(offsets, torch.arange(ids.numel(), device=ids.device), right=True) - 1
     ordered, place = (token * vocabulary + ids).sort(stable=True)
     different = torch.ones_like(ids, dtype=torch.bool)
     different[place[1:]] = ordered[1:] != ordered[:-1]
-    ids = values("kept[0]", ids, different, "different ids in the set of each token")
     found = torch.cat((offsets.new_zeros(1), (ids == target[token]).cumsum(0)))[offsets].diff()
-    values("target", target, (target < 0) | (offsets.diff() == 0) | (found > 0), "ids of the tokens' kept sets")
-    return ids, offsets
+    return different, (target < 0) | (offsets.diff() == 0) | (found > 0)
 
 
 def temperature(value: float | Tensor, target: Tensor) -> float | Tensor:

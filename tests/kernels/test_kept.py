@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference, sequence_entropy
+from exgrpo.kernels import checks, linear_log_prob, linear_policy_loss, reference, sequence_entropy
 
 from .support import Case, assert_as_good, draw, error, fewer_interpreted, make_case, make_tokens, relative_error
 
@@ -231,6 +231,19 @@ def wrong(kept, target, how):
             r"target: expected ids of the tokens' kept sets; 1 of 4 are not, the first is \d+ at position 0",
         ),
     }[how]
+
+
+def test_sets_are_checked_in_parts(monkeypatch):
+    monkeypatch.setattr(checks, "CHECKED_AT_ONCE", 10)
+    case = kept_case((4, 0, 30, 1), torch.float64, torch.device("cpu"), tokens=23)
+    ids, offsets = case.options["kept"]
+    check(case, "auto")
+    last = int((case.target >= 0).nonzero()[-2])
+    case.target[last] = next(word for word in range(211) if word not in ids[offsets[last] : offsets[last + 1]].tolist())
+    with pytest.raises(
+        ValueError, match=f"target: expected ids of the tokens' kept sets; 1 of 23.* at position {last}"
+    ):
+        case.log_prob()
 
 
 HOW = ("no pair", "ids of int64", "offsets of int32", "ids [M, 1]", "offsets [T]", "not ascending", "not from 0")

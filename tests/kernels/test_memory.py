@@ -147,6 +147,17 @@ def test_a_call_allocates_what_it_may(backend, operation, dtype, options, tokens
     assert peak >= chunk * dtype.itemsize / 4 or operation == "forward"
 
 
+@pytest.mark.parametrize("tokens", [1, 200, MORE.values[0]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_call_over_kept_sets_allocates_what_it_may(backend, operation, dtype, tokens):
+    case = make_case(tokens, 16, 1000, dtype, DEVICE, bias=True, ignored=False, kept=(2, 1, 3))
+    case.options["backend"] = backend
+    memory = case.options["memory"] = 2 * least_of(case)
+    assert peak_of(case, OPERATIONS[operation]) <= memory + outside(case)
+
+
 def test_nothing_is_kept_for_the_backward_but_statistics(case):
     with PeakMemory() as memory:
         result = linear_log_prob(case.hidden, case.weight, case.target, backend="torch")

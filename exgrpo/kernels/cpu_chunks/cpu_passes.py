@@ -87,6 +87,8 @@ class CpuKeptPasses(KeptPasses):
         self.written_once = self.operand
         bias = head.head.bias
         self.bias = None if bias is None else bias.to(self.compute).contiguous()
+        if bias is not None:
+            self.pair_bytes = KeptPasses.pair_bytes  # its gradient is plain PyTorch
         self.ids = torch.empty(0) if head.options.kept is None else head.options.kept.ids.contiguous()
 
     def scratch(self) -> tuple[int, ...]:

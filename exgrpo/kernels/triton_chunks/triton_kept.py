@@ -42,6 +42,8 @@ class TritonKeptPasses(KeptPasses):
             self.written_once = self.operand
         bias, softcap = head.head.bias, head.options.softcap
         self.bias = None if bias is None else bias.contiguous()
+        if bias is not None:
+            self.pair_bytes = KeptPasses.pair_bytes  # its gradient is plain PyTorch
         # By a tensor: a number would be rounded to float32 on its way.
         self.cap = self.weight.new_full((1,), softcap or 1.0, dtype=self.compute)
         self.capped = softcap is not None
