@@ -19,10 +19,11 @@ from exgrpo.train.config.section import flat
 from studies import report, run
 from studies.findings import Findings
 from studies.origin import ROOT
+from studies.plan import ArmPart
 from studies.results import ResultFile
 from studies.sources import found_from
 from studies.statistics import height
-from studies.study import ArmPart, Study, load_study
+from studies.study import Study, load_study
 from studies.verdict import costs, verdict, warnings
 
 PROGRAM = "exgrpo study bench"

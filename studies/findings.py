@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from exgrpo.train.common.errors import ReportError
+from studies.plan import Claim
 from studies.results import Result, ResultFile
 from studies.statistics import (
     FloatArray,
@@ -20,7 +21,7 @@ from studies.statistics import (
     improvement,
     interval_of,
 )
-from studies.study import Claim, Planned, Study
+from studies.study import Planned, Study
 
 Value = Callable[[Result], float]
 SCORES = {"pass_at_1": "Pass@1", "pass_at_k": "Pass@{k}", "distinct_at_k": "distinct@{k}"}

@@ -34,8 +34,6 @@ varlen: Callable[..., Any] = varlen_attn
 """Torch's attention of variable lengths, without types: they are those of one version."""
 SHARES = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """How it is told that heads share keys; older versions see that by themselves."""
-ByBlock = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Varlen, float | None, int | None], torch.Tensor]
-"""Attention within blocks: queries [N, H, D], keys and values [M, H / G, D], blocks, scale, window; [N, H, D]."""
 _HARMLESS = frozenset(
     {"is_causal", "position_ids", "use_cache", "output_attentions", "cache_position", "sliding_window"}
 )
@@ -77,7 +75,7 @@ def attend(
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     window = _window(kwargs)
-    if not dropout and _variable_lengths(query, key, value):
+    if not dropout and _variable_lengths(query, key, value, window):
         return _by_block(_of_torch, query, key, value, segments.varlen, scaling, window), None
     return _masked(query, key, value, segments, dropout, scaling, window), None
 
@@ -122,7 +120,7 @@ def _masked(
 
 
 def _by_block(
-    kernel: ByBlock,
+    kernel: Callable[..., torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -135,41 +133,28 @@ def _by_block(
     keys, values = (
         F.embedding(parts.key, states.flatten(1)).unflatten(-1, states.shape[1:]) for states in (keys, values)
     )
-    return kernel(queries, keys, values, parts, scaling, window)[None]
+    blocks = (parts.query_ends, parts.key_ends, parts.most_queries, parts.most_keys)
+    return kernel(queries, keys, values, *blocks, scaling=scaling, window=window)[None]
 
 
-def _of_torch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    parts: Varlen,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    result: torch.Tensor = varlen(
-        query,
-        key,
-        value,
-        parts.query_ends,
-        parts.key_ends,
-        parts.most_queries,
-        parts.most_keys,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **SHARES,
-    )
+def _of_torch(*states_and_blocks: Any, scaling: float | None, window: int | None) -> torch.Tensor:
+    bounds = (-1 if window is None else window - 1, 0)
+    result: torch.Tensor = varlen(*states_and_blocks, scale=scaling, window_size=bounds, **SHARES)
     return result
 
 
-def _variable_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _variable_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> bool:
     """Whether torch's attention of variable lengths takes such states: on GPUs, in 16 bits, and where it is right."""
     if query.device.type != "cuda" or query.element_size() != 2 or query.shape[-1] != value.shape[-1]:
         return False
-    return right_by_block(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[-1])
+    heads, groups, width = query.shape[1], key.shape[1], query.shape[-1]
+    return right_by_block(query.device, query.dtype, heads, groups, width, windowed=window is not None)
 
 
 @cache
-def right_by_block(device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int) -> bool:
+def right_by_block(
+    device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int, *, windowed: bool
+) -> bool:
     """Whether torch's attention of variable lengths computes here what it should; tried once, else a warning says why.
 
     Two blocks, of which the second one sees a prompt, are held against attention in fp32: results and gradients may
@@ -177,7 +162,7 @@ def right_by_block(device: torch.device, dtype: torch.dtype, heads: int, groups:
     """
     parts = segments_of([Block(0, 5, 0, 0), Block(5, 7, 0, 5)], np.arange(12), device)
     generator = torch.Generator(device).manual_seed(0)
-    counts = (heads, groups, groups)
+    counts, window = (heads, groups, groups), 3 if windowed else None
     states = [torch.randn(1, n, 12, width, generator=generator, device=device).to(dtype) for n in counts]
     upstream = torch.randn(1, 12, heads, width, generator=generator, device=device).to(dtype)
 
@@ -187,10 +172,10 @@ def right_by_block(device: torch.device, dtype: torch.dtype, heads: int, groups:
         return [result.detach(), *torch.autograd.grad(result, leaves, upstream.to(dtype))]
 
     def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return _masked(q, k, v, parts, 0.0, None, None)
+        return _masked(q, k, v, parts, 0.0, None, window)
 
     def by_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return _by_block(_of_torch, q, k, v, parts.varlen, None, None)
+        return _by_block(_of_torch, q, k, v, parts.varlen, None, window)
 
     try:
         with torch.enable_grad():
@@ -225,34 +210,16 @@ def attend_flash(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     return _by_block(
-        partial(_of_flash_attn, dropout), query, key, value, segments.varlen, scaling, _window(kwargs)
+        partial(_of_flash_attn, dropout=dropout), query, key, value, segments.varlen, scaling, _window(kwargs)
     ), None
 
 
-def _of_flash_attn(
-    dropout: float,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    parts: Varlen,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
+def _of_flash_attn(*states_and_blocks: Any, dropout: float, scaling: float | None, window: int | None) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]  # only for GPUs
 
-    result: torch.Tensor = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        parts.query_ends,
-        parts.key_ends,
-        parts.most_queries,
-        parts.most_keys,
-        dropout_p=dropout,
-        softmax_scale=scaling,
-        causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-    )
+    bounds = (-1, -1) if window is None else (window - 1, 0)
+    options = {"dropout_p": dropout, "softmax_scale": scaling, "causal": True, "window_size": bounds}
+    result: torch.Tensor = flash_attn_varlen_func(*states_and_blocks, **options)
     return result
 
 

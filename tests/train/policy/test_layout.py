@@ -168,15 +168,23 @@ def test_attention_of_variable_lengths_gets_the_same_segments(kernel, window, mo
     assert_same(results(model, Packed(), batch, 10**6), expected)
 
 
-def test_torchs_attention_of_variable_lengths_is_used_where_a_trial_finds_it_right(monkeypatch):
+@pytest.mark.parametrize("windowed", [False, True])
+def test_torchs_attention_of_variable_lengths_is_used_where_a_trial_finds_it_right(windowed, monkeypatch):
+    trial = partial(attention.right_by_block.__wrapped__, CPU, torch.bfloat16, 4, 2, 16, windowed=windowed)
     monkeypatch.setattr(attention, "varlen", of_torch)
-    assert attention.right_by_block.__wrapped__(CPU, torch.bfloat16, 4, 2, 16)
+    assert trial()
     monkeypatch.setattr(attention, "varlen", partial(of_torch, shift=1))  # a mask that ends one key earlier
     with pytest.warns(UserWarning, match=r"attention has masks, .* cannot be used: it errs by"):
-        assert not attention.right_by_block.__wrapped__(CPU, torch.bfloat16, 4, 2, 16)
+        assert not trial()
+    if windowed:
+        monkeypatch.setattr(
+            attention, "varlen", lambda *args, **more: of_torch(*args, **more | {"window_size": (-1, 0)})
+        )
+        with pytest.warns(UserWarning, match="it errs by"):
+            assert not trial()
     monkeypatch.undo()
     with pytest.warns(UserWarning, match="cannot be used: it fails"):  # on a CPU torch has none
-        assert not attention.right_by_block.__wrapped__(CPU, torch.bfloat16, 4, 2, 16)
+        assert not trial()
 
 
 def test_long_answers_have_their_prompt_to_themselves(monkeypatch):
