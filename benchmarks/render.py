@@ -74,6 +74,7 @@ COLUMNS = (
     Column("wake", "wake", seconds),
     Column("sleep", "sleep", seconds),
     Column("weight gap in nats", "weight_gap", "{:.1e}".format),
+    Column("mismatch in nats", "mismatch", "{:.1e}".format),
     Column("replayed", "replayed", "{:.1f}".format),
     Column("generated tokens", "generated_tokens", "{:,.0f}".format),
     Column("by phase", "phases", lambda phases: ", ".join(f"{k} {seconds(v)}" for k, v in phases.items())),

@@ -63,7 +63,7 @@ def models(sizes: str) -> dict[str, Callable[[Path], list[str]]]:
     return {
         f"{workload.name}, {dtype}": partial(of_workload, workload, dtype)
         for workload in workloads(sizes)
-        for dtype in ("bf16", "fp32")
+        for dtype in ("bf16", "fp16", "fp32")
     }
 
 

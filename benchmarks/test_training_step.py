@@ -13,19 +13,20 @@ from benchmarks.timing import CLOCK, paired_ratio, paired_spread
 from benchmarks.turns import Program, ProgramError, Turn, command, take_turns
 from benchmarks.workloads import Workload, workloads
 
-TRL, ON_POLICY, EXGRPO, VLLM = "trl", "on-policy", "exgrpo", "exgrpo with vllm"
-ROWS = (TRL, ON_POLICY, EXGRPO, VLLM)
+TRL, ON_POLICY, EXGRPO, VLLM, FP16 = "trl", "on-policy", "exgrpo", "exgrpo with vllm", "exgrpo in fp16"
+ROWS = (TRL, ON_POLICY, EXGRPO, VLLM, FP16)
 NEEDS = {TRL: ("trl", "trl==1.16.0"), VLLM: ("vllm", "vllm")}
 """What only some rows need: a module, and what to install."""
 
 
-def missing() -> dict[str, str]:
+def missing(workload: Workload) -> dict[str, str]:
     """The rows that cannot run here, with the reason."""
-    return {
+    lacking = {
         row: f"{name} is not installed: pip install {package}"
         for row, (name, package) in NEEDS.items()
         if importlib.util.find_spec(name) is None
     }
+    return lacking if workload.dtype == "bf16" else {**lacking, FP16: "it is compared with bf16, on a GPU"}
 
 
 def commands(workload: Workload, folder: Path) -> dict[str, list[str]]:
@@ -33,8 +34,8 @@ def commands(workload: Workload, folder: Path) -> dict[str, list[str]]:
     model, questions = workload.model(folder / "model"), folder / "questions.jsonl"
     workload.write_questions(questions)
 
-    def ours(row: str, ratio: float, engine: str) -> list[str]:
-        options = {"experience.ratio": ratio, "rollout.engine": engine}
+    def ours(row: str, ratio: float, engine: str, **more: str) -> list[str]:
+        options = {"experience.ratio": ratio, "rollout.engine": engine, **more}
         return command("benchmarks.training_step", *workload.ours(model, questions, folder / row, **options))
 
     return {
@@ -42,6 +43,7 @@ def commands(workload: Workload, folder: Path) -> dict[str, list[str]]:
         ON_POLICY: ours(ON_POLICY, 0.0, "transformers"),
         EXGRPO: ours(EXGRPO, 0.5, "transformers"),
         VLLM: ours(VLLM, 0.5, "vllm"),
+        FP16: ours(FP16, 0.5, "transformers", **{"policy.dtype": "fp16"}),
     }
 
 
@@ -73,6 +75,8 @@ def results(turns: dict[str, list[Turn]]) -> Results:
             "children_bytes": None if "device_bytes" in of_row[0].facts else of_row[-1].peak.children,
             "tokens_per_second": statistics.median(1 / per_token(turn) for turn in of_row),
         }
+        if "mismatch" in of_row[0].facts:
+            facts["mismatch"] = statistics.mean(turn.facts["mismatch"] for turn in of_row)
         if "mfu" in of_row[0].facts:
             shares = of_row[0].facts["mfu"]
             facts["mfu"] = {p: statistics.median(turn.facts["mfu"].get(p, 0.0) for turn in of_row) for p in shares}
@@ -91,7 +95,7 @@ def peak_bytes(turn: Turn) -> int:
 
 def measure(workload: Workload, chosen: Sequence[str], folder: Path, rounds: int) -> Results:
     """Steps of the chosen programs in turn, all of them in memory at once; or one program after the other."""
-    rows = {row: Result(reason=reason) for row, reason in missing().items()}
+    rows = {row: Result(reason=reason) for row, reason in missing(workload).items()}
     wanted = {row: one for row, one in commands(workload, folder).items() if row in chosen and row not in rows}
     turns: dict[str, list[Turn]] = {}
     for group in [wanted] if workload.together else [{row: one} for row, one in wanted.items()]:

@@ -12,7 +12,7 @@ from exgrpo.train.common.step_batch import BEHAVIOURS, Ints, StepBatch
 from exgrpo.train.config.objective import overlong_penalty
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import QuestionSet
-from exgrpo.train.metrics.soundness import IdleSteps
+from exgrpo.train.metrics.soundness import IdleSteps, overflowed
 from exgrpo.train.metrics.step import answer_metrics, mismatch, time_metrics, update_metrics
 from exgrpo.train.metrics.utilisation import PhaseClock
 from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches
@@ -178,7 +178,8 @@ class Trainer:
             "staleness": float(planned.produced is not None),
             **mismatch(batch, scored),
         }
-        notes = (taken_in.note, self.idle.observe(len(batch.trained) > 0 and not updates, batch))
+        idle = self.idle.observe(len(batch.trained) > 0 and not updates, batch)
+        notes = (taken_in.note, idle, overflowed(updates))
         return StepResult(metrics, batch, work, tuple(filter(None, notes)), tuple(one.applied for one in updates))
 
     def _generate(self, planned: PlannedStep, stored: StepBatch, step: int) -> StepBatch:

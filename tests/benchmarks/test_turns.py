@@ -18,6 +18,7 @@ from benchmarks.test_training_step import EXGRPO, ON_POLICY, TRL, VLLM
 from benchmarks.timing import paired_spread
 from benchmarks.turns import Program, ProgramError, Turn, take_turns
 from benchmarks.word_problems import word_problems
+from benchmarks.workloads import ON_GPU
 
 FAKE = """
 import json, os, sys, time
@@ -118,7 +119,7 @@ def test_rows_of_a_training_step_are_compared_with_trl_round_by_round(tmp_path):
 
 def test_without_trl_its_row_is_skipped_and_the_others_are_there(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert test_training_step.missing() == {
+    assert test_training_step.missing(ON_GPU[0]) == {
         TRL: "trl is not installed: pip install trl==1.16.0",
         VLLM: "vllm is not installed: pip install vllm",
     }

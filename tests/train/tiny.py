@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from exgrpo.train.common.records import Rollout, TokenIds
@@ -48,6 +49,11 @@ def save_model(
         **more,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def allow_fp16() -> None:
+    """Have DeepSpeed compute in fp16 on any CPU: PyTorch does, by plain loops if it must."""
+    get_accelerator().is_fp16_supported = lambda: True
 
 
 def prompt(question: int) -> TokenIds:

@@ -275,7 +275,7 @@ def check_backend(backend: str, given: Given) -> str:
     told = ", ".join(f"{dtype_name(dtype)} {error:.1e}" for dtype, error in errors.items())
     if not all(errors[dtype] < TOLERANCES[dtype] for dtype in TOLERANCES):
         raise CheckFailedError(f"its gradients are wrong, relative errors: {told}. {KERNEL_REMEDY}")
-    dtype = {"fp32": "float32", "bf16": "bfloat16"}[given.recipe.policy.dtype]
+    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[given.recipe.policy.dtype]
     seconds, floor = turns(make_workload(Shape(*SHAPES[here.type]), dtype, here, backend))
     return (
         f"right (errors {told}); {seconds * 1e3:.1f} ms in {dtype}, {floor / seconds:.2f} of the bare products' speed"

@@ -319,6 +319,8 @@ def check_step(everywhere: bool, given: Given) -> str:
 def wrong_in(step: dict[str, float]) -> str:
     """What cannot be in the metrics of a step; empty: nothing."""
     if step["skipped_updates"]:
+        if "loss_scale" in step:  # of fp16, which overflows until the scale has come down
+            return ""
         return "an optimiser step was skipped: its gradient is not finite"
     if not (math.isfinite(step["loss"]) and step["grad_norm"] > 0 and math.isfinite(step["grad_norm"])):
         return f"the loss is {step['loss']:g}, and the norm of its gradient {step['grad_norm']:g}"

@@ -12,7 +12,7 @@ class Gpu:
 
     Attributes:
         memory: in GiB.
-        bf16: dense peak on tensor cores, TFLOP/s.
+        bf16: dense peak on tensor cores, TFLOP/s; that of fp16, too.
         fp32: peak without them, TFLOP/s.
         bandwidth: of the memory, GB/s.
         multiprocessors: how many.

@@ -89,7 +89,7 @@ def hardware_of(options: Options, dtype: str) -> Hardware:
             f"gpu: {options.gpu!r} is not one of {', '.join(GPUS)}; "
             "name one of them or give --memory_gib, --tflops and --bandwidth"
         )
-    of_sheet = (sheet.memory, getattr(sheet, dtype), sheet.bandwidth) if sheet else own
+    of_sheet = (sheet.memory, sheet.fp32 if dtype == "fp32" else sheet.bf16, sheet.bandwidth) if sheet else own
     memory, tflops, bandwidth = (float(mine or theirs or 0) for mine, theirs in zip(own, of_sheet, strict=True))
     origin = "Estimates from data sheets and stated utilisations; nothing here was measured."
     usable = (memory - options.reserve_gib) * GIB

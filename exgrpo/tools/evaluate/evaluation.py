@@ -32,7 +32,7 @@ from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import NoPromptFitsError, Question, contradictions, load_questions
 from exgrpo.train.metrics.soundness import ungraded
 from exgrpo.train.policy.adapters import adapted_model, check_adapters
-from exgrpo.train.policy.check import check_weights
+from exgrpo.train.policy.check import check_dtype, check_weights
 from exgrpo.train.policy.policy import WholeWeights
 from exgrpo.train.policy.tokenizer import DTYPES, Pretrained, load_pretrained
 from exgrpo.train.reward.form import Graded, tell
@@ -236,6 +236,8 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     options = fitted(options, pretrained, questions)
     settings = engine_settings(options, pretrained, questions)
     choice = choose_engine(settings, world)
+    if choice.name == "transformers":
+        check_dtype(options.policy.dtype, world.device)
     check_weights(pretrained.model, world)
     adapters = with_saved(LoraConfig(path=options.lora.path))
     if adapters.path:

@@ -25,6 +25,7 @@ from exgrpo.train.config.options import (
     RolloutConfig,
     as_in,
 )
+from exgrpo.train.config.policy import Dtype
 from exgrpo.train.config.pretrained import Overrides
 from exgrpo.train.config.recipe import (
     RecipeArgument,
@@ -58,7 +59,7 @@ class PolicyOptions(Section):
     """How the model is read."""
 
     overrides: Overrides = as_in(PolicyConfig, "overrides")
-    dtype: Literal["fp32", "bf16"] = as_in(PolicyConfig, "dtype", description="Dtype of the weights.")
+    dtype: Dtype = as_in(PolicyConfig, "dtype", description="Dtype of the weights.")
 
 
 class LoraOptions(Section):

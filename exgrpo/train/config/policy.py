@@ -20,6 +20,8 @@ HEAD = "lm_head"
 """What most models call their head."""
 DEFAULT_PASS = 16384
 """Tokens of a forward pass where no plan chooses them."""
+Dtype = Literal["fp32", "bf16", "fp16"]
+"""What a model computes in."""
 
 
 class PolicyConfig(Section):
@@ -30,7 +32,10 @@ class PolicyConfig(Section):
         default_factory=dict,
         description="Values of the model's configuration to change: max_position_embeddings=16384 rope_theta=40000.",
     )
-    dtype: Literal["fp32", "bf16"] = Field("bf16", description="Compute dtype; masters stay fp32.")
+    dtype: Dtype = Field(
+        "bf16",
+        description="Compute dtype; masters stay fp32. fp16 rounds finer than bf16 and has a dynamic loss scale.",
+    )
     gradient_checkpointing: bool | None = Field(
         None,
         description="Recompute activations in the backward pass; None: chosen at the start from the GPU's memory, on "

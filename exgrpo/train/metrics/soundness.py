@@ -1,9 +1,11 @@
 """Steps in a row that teach nothing: they are told, and some of them end the run."""
 
+import math
 from collections.abc import Sequence
 
 from exgrpo.train.common.records import Counts, Failure
 from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.policy.update import UpdateStats
 
 FIRST_SAID = 4
 FAILING_STEPS = 3
@@ -85,9 +87,26 @@ class Soundness:
         if self.skipped >= SKIPPED_MOST:
             return (
                 f"the last {self.skipped} optimiser steps were skipped, because their gradient is not finite: the run "
-                "learns nothing. Look for NaN in functions of your own, as objective.surrogate, or lower optimizer.lr"
+                "learns nothing. Look for NaN in functions of your own, as objective.surrogate, lower optimizer.lr, or "
+                "take policy.dtype bf16 where it is fp16"
             )
         return None
+
+
+def overflowed(updates: Sequence[UpdateStats]) -> str | None:
+    """That the loss scale of fp16 was too large for a gradient; None: it was not.
+
+    Args:
+        updates: the optimiser steps of a training step.
+    """
+    scales = [f"{one.loss_scale:g}" for one in updates if not one.applied and math.isfinite(one.loss_scale)]
+    if not scales:
+        return None
+    steps = "an optimiser step was" if len(scales) == 1 else f"{len(scales)} optimiser steps were"
+    return (
+        f"{steps} skipped, because the gradient is beyond the range of fp16 at a loss scale of {', '.join(scales)}; "
+        "the next one has half of it"
+    )
 
 
 def ungraded(counts: Counts) -> str:

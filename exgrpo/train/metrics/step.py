@@ -22,7 +22,10 @@ UPDATE_MEANS = (
     "replayed_ratio",
     "replayed_weight",
     "reference_kl",
+    "loss_scale",
 )
+OPTIONAL = ("reference_kl", "loss_scale")
+"""Of these, what most runs do not have: a reference, and a loss that is scaled."""
 
 
 def answer_metrics(batch: StepBatch, sources: Sequence[str]) -> dict[str, float]:
@@ -148,7 +151,7 @@ def update_metrics(
     }
     for name in UPDATE_MEANS:
         values = [value for update in updates if math.isfinite(value := getattr(update, name))]
-        if values or name != "reference_kl":  # most runs have no reference
+        if values or name not in OPTIONAL:
             numbers[name] = float(np.mean(values)) if values else math.nan
     none = torch.zeros(2, BINS, dtype=torch.int64)
     counts = torch.stack([none, *(update.log_ratios for update in updates)]).sum(0).numpy()

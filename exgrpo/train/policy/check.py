@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
@@ -34,6 +35,19 @@ FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX
 """Where weights are looked for, in this order, as transformers does."""
 SHOWN_NAMES = 3
 """So many weights of a kind are named in an error."""
+
+
+def check_dtype(dtype: str, device: torch.device) -> None:
+    """Does PyTorch multiply matrices of a dtype by the instructions of this device?
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if dtype == "fp16" and not get_accelerator().is_fp16_supported():
+        raise ConfigError(
+            f"policy.dtype fp16: PyTorch has no products in fp16 for this {device.type.upper()} (of a CPU they need "
+            "AVX512-FP16), and its plain loops take tens of times as long: take bf16 or fp32, or a GPU"
+        )
 
 
 def check_positions(model: ModelSource, length: int, lengths: str) -> None:

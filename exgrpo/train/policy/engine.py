@@ -12,10 +12,23 @@ from typing import Any
 import deepspeed
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.policy import OptimizerConfig
+
+SCALE_POWER, SCALE_WINDOW = 16, 1000
+"""In fp16 the loss is multiplied by a power of two, 2^16 at first: half of it after a step with a gradient that is not
+finite, which is skipped, but never less than 1, and twice as much after so many steps without one."""
+FP16 = {
+    "enabled": True,
+    "loss_scale": 0,  # a dynamic one
+    "initial_scale_power": SCALE_POWER,
+    "loss_scale_window": SCALE_WINDOW,
+    "hysteresis": 1,  # overflows before one lowers the scale: as in a process that is alone
+    "min_loss_scale": 1,
+}
 
 
 def deepspeed_settings(config: Config) -> dict[str, Any]:
@@ -27,12 +40,15 @@ def deepspeed_settings(config: Config) -> dict[str, Any]:
     }
     if config.distributed.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    # Gradients are scaled until they are in fp32: added up in fp16, those of many ranks would overflow.
+    scaled = {"fp16": FP16, "communication_data_type": "fp32"} if config.policy.dtype == "fp16" else {}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "gradient_clipping": config.optimizer.grad_clip,
         "bf16": {"enabled": config.policy.dtype == "bf16"},
+        **scaled,
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
@@ -99,6 +115,8 @@ def sharded_engine(module: nn.Module, config: Config) -> Any:
         config=deepspeed_settings(config),
         dist_init_required=False,
     )
+    if config.policy.dtype == "fp16":  # the run ends by a message, see `exgrpo.train.metrics.soundness`
+        engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     return engine
 
 
@@ -107,7 +125,8 @@ class WholeEngine:
 
     The optimiser moves fp32 masters, since AdamW would lose small updates of 16-bit weights. A parameter that is in
     fp32 where the optimiser is, is its own master. Any other has a copy, whose gradient is the fp32 sum of those of all
-    micro-batches: in bf16, weight, master, gradient and moments take 2 + 4 + 4 + 8 bytes a parameter.
+    micro-batches: in 16 bits, weight, master, gradient and moments take 2 + 4 + 4 + 8 bytes a parameter. In fp16 the
+    loss is scaled, and the sums are unscaled before they are clipped.
 
     `scale_wrt_gas` is there for DeepSpeed's sake: what it switches off there does not exist here.
 
@@ -117,6 +136,7 @@ class WholeEngine:
 
     Attributes:
         masters: [...] fp32 of what is trained, by name.
+        scaler: of the loss; it does nothing but in fp16.
     """
 
     def __init__(self, module: nn.Module, config: Config) -> None:
@@ -130,6 +150,9 @@ class WholeEngine:
             parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
         self.optimizer = make_optimizer(self.masters.values(), config.optimizer)
         self.lr_scheduler = make_schedule(self.optimizer, config)
+        kind = next(iter(parameters.values())).device.type
+        scaled = config.policy.dtype == "fp16"
+        self.scaler = GradScaler(kind, 2.0**SCALE_POWER, growth_interval=SCALE_WINDOW, enabled=scaled)
         self.clip = config.optimizer.grad_clip
         self.skipped_steps = 0
         self._norm = 0.0
@@ -148,10 +171,11 @@ class WholeEngine:
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool) -> None:
         """Add the gradients of a loss to those of the step."""
-        loss.backward()
+        self.scaler.scale(loss).backward()
 
     def step(self) -> None:
         """Clip the gradient, take an optimiser step and one of the schedule; none where the gradient is not finite."""
+        self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip or float("inf"))
         self._norm = norm.item()
         if norm.isfinite():
@@ -161,6 +185,9 @@ class WholeEngine:
         else:
             self._norm = float("inf")
             self.skipped_steps += 1
+        self.scaler.update()
+        if self.scaler.is_enabled() and self.scaler.get_scale() < 1:
+            self.scaler.update(1.0)
         self.optimizer.zero_grad()
 
     @torch.no_grad()

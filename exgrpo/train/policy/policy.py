@@ -1,5 +1,6 @@
 """The policy, under DeepSpeed ZeRO-3 where it is sharded: scores, optimiser steps, whole weights."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from exgrpo.train.policy.loss import LossSettings
 from exgrpo.train.policy.model import PolicyModel, dense, load_model
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.states import (
+    LossScale,
     ShardedStates,
     States,
     WholeStates,
@@ -46,7 +48,7 @@ from exgrpo.train.policy.states import (
 from exgrpo.train.policy.update import Tally, UpdateStats
 from exgrpo.train.replay.contract import Term
 
-PACKED_GAP = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+PACKED_GAP = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """Mean difference of log-probs, in nats, below which packed and padded sequences are taken to give the same."""
 
 
@@ -194,12 +196,13 @@ class Policy:
                 mine.append(self._scores(of_pass, result))
             self.engine.backward(result.loss, scale_wrt_gas=False)
             tally.add(batch, result)
-        skipped = self.engine.skipped_steps
+        skipped, scaled = self.engine.skipped_steps, self.states.loss_scale
         self.engine.step()
         return tally.stats(
             self.world,
             grad_norm=self.engine.get_global_grad_norm(),
             applied=self.engine.skipped_steps == skipped,
+            loss_scale=scaled.scale if scaled else math.nan,
             scores=self._whole(minibatch.batch, plan, mine) if keep_scores else None,
         )
 
@@ -231,6 +234,8 @@ class Policy:
         training = agree(self.world, load)
         self.states.apply()
         self.engine.skipped_steps = training["skipped"]
+        if self.states.loss_scale and training.get("loss_scale"):
+            self.states.set_loss_scale(LossScale(**training["loss_scale"]))
         scheduler = self.engine.lr_scheduler
         scheduler.load_state_dict(training["schedule"])
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):

@@ -4,7 +4,8 @@ A state is the weight of a parameter or one of its moments, flattened. A process
 cuts it into as many equal parts as there are ranks, of which the last ones may be filled up or empty. From the files
 any number of processes goes on:
 
-    training.json                     steps that were taken and left out, the schedule, the elements of each parameter
+    training.json                     steps that were taken and left out, the schedule, the loss scale, the elements of
+                                      each parameter
     rank_00001_00000.safetensors      the parts of rank 1 of some parameters, named weight/NAME, exp_avg/NAME, ...
 
 The parts of a state in the order of the ranks are the state, however many they are.
@@ -13,6 +14,7 @@ The parts of a state in the order of the ranks are the state, however many they 
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,12 +33,20 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from exgrpo.train.common.errors import CheckpointError
-from exgrpo.train.policy.engine import WholeEngine, trained
+from exgrpo.train.policy.engine import SCALE_WINDOW, WholeEngine, trained
 
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 TRAINING = "training.json"
 FILE_BYTES = 1 << 30
 """Of a file, about: a rank copies so much to CPU memory at once."""
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What the loss is multiplied by in fp16, and how many steps in a row had finite gradients."""
+
+    scale: float
+    finite: int
 
 
 class States(Protocol):
@@ -47,6 +57,13 @@ class States(Protocol):
     """
 
     parameters: dict[str, Any]
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """That of the next step; None: the loss is not scaled, as in fp32 and bf16."""
+
+    def set_loss_scale(self, kept: LossScale) -> None:
+        """Go on with a loss scale."""
 
     @property
     def steps(self) -> int:
@@ -82,6 +99,20 @@ class WholeStates:
         self.engine = engine
         self.parameters: dict[str, Any] = engine.masters
         self.optimizer = engine.optimizer
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """See `States`."""
+        state = self.engine.scaler.state_dict()
+        return LossScale(state["scale"], state["_growth_tracker"]) if state else None
+
+    def set_loss_scale(self, kept: LossScale) -> None:
+        """See `States`."""
+        scaler = self.engine.scaler
+        # DeepSpeed goes on counting where the scale has grown.
+        scaler.load_state_dict(
+            {**scaler.state_dict(), "scale": kept.scale, "_growth_tracker": kept.finite % SCALE_WINDOW}
+        )
 
     @property
     def steps(self) -> int:
@@ -127,7 +158,18 @@ class ShardedStates:
         self.optimizer: torch.optim.Optimizer = engine.optimizer.optimizer
         # Each is a part of many parameters together: that is what AdamW sees.
         self.flat: list[Tensor] = engine.optimizer.fp32_partitioned_groups_flat
+        self.scaler: Any = engine.optimizer.loss_scaler
         self.rank = rank
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """See `States`."""
+        scaler = self.scaler
+        return LossScale(scaler.cur_scale, scaler.cur_iter - scaler.last_overflow_iter - 1) if scaler.dynamic else None
+
+    def set_loss_scale(self, kept: LossScale) -> None:
+        """See `States`."""
+        self.scaler.cur_scale, self.scaler.cur_iter, self.scaler.last_overflow_iter = kept.scale, kept.finite, -1
 
     @property
     def steps(self) -> int:
@@ -212,6 +254,7 @@ def save_training(states: States, scheduler: LRScheduler, skipped: int, folder: 
         "steps": states.steps,
         "skipped": skipped,
         "schedule": scheduler.state_dict(),
+        "loss_scale": states.loss_scale and asdict(states.loss_scale),
         "numel": {name: states.numel(name) for name in states.parameters},
     }
     (folder / TRAINING).write_text(json.dumps(values), encoding="utf-8")

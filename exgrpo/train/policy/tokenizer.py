@@ -12,7 +12,7 @@ from transformers.utils.hub import cached_file
 from exgrpo.train.common.errors import ModelError, shown
 from exgrpo.train.policy.source import ModelSource, explained, find_model
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ class UpdateStats:
     to; a mean over no tokens is NaN. `gradient_tokens` counts those which the policy loss gives a gradient: with an
     advantage, and not clipped away. `reference_kl` is the mean divergence of fresh tokens to the reference, by the
     estimator k3; NaN without one. `log_ratios` [2, BINS] counts fresh and replayed tokens, see `count_log_ratios`.
-    `scores` are those of its rows before the step, end to end, where they were asked for.
+    `scores` are those of its rows before the step, end to end, where they were asked for. `loss_scale` is what the loss
+    was multiplied by in fp16; else NaN.
     """
 
     loss: float
@@ -54,6 +55,7 @@ class UpdateStats:
     log_ratios: torch.Tensor
     scores: Score | None = None
     reference_kl: float = float("nan")
+    loss_scale: float = float("nan")
 
 
 class Tally:
@@ -102,7 +104,13 @@ class Tally:
         return divergence("k3", result.log_prob.double(), batch.reference_log_prob.double())
 
     def stats(
-        self, world: World, *, grad_norm: float | torch.Tensor, applied: bool, scores: Score | None = None
+        self,
+        world: World,
+        *,
+        grad_norm: float | torch.Tensor,
+        applied: bool,
+        loss_scale: float = float("nan"),
+        scores: Score | None = None,
     ) -> UpdateStats:
         """What the step did, over all ranks, which call it together."""
         stacked, counts = torch.stack(self.sums).cpu(), torch.stack(self.log_ratios).sum(0).cpu()
@@ -123,6 +131,7 @@ class Tally:
             reference_kl=kl / fresh if fresh and self.terms.kl_coef else float("nan"),
             log_ratios=torch.stack([counts for _, counts in gathered]).sum(0),
             scores=scores,
+            loss_scale=loss_scale,
         )
 
 

@@ -24,7 +24,7 @@ from exgrpo.train.data.questions import QuestionSet, joined, question_set
 from exgrpo.train.data.rows import Row
 from exgrpo.train.metrics.utilisation import BACKWARD, FROZEN_BACKWARD, Utilisation, matrix_rate
 from exgrpo.train.policy.adapters import check_adapters
-from exgrpo.train.policy.check import check_weights
+from exgrpo.train.policy.check import check_dtype, check_weights
 from exgrpo.train.policy.flops import forward_flops
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import make_reference
@@ -134,6 +134,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     Raises:
         ExgrpoError: something about the input or the machine is wrong; the message names it.
     """
+    check_dtype(config.policy.dtype, world.device)
     _check_kernels(config.policy.kernel_backend, world)
     SURROGATES.find(config.objective.surrogate)  # one of a user's own may import torch, so not earlier
     pretrained = inputs.pretrained

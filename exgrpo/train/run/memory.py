@@ -65,7 +65,7 @@ def _states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, .
 
 
 def _whole_states(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
-    """What a process that is alone keeps: 18 bytes of a parameter in bf16, and 16 in fp32, which is its own master.
+    """What a process that is alone keeps: 18 bytes of a parameter in 16 bits, and 16 in fp32, which is its own master.
 
     Adapters are in fp32. A gradient is there beside the sums until it is added to them: that of a tied head for long.
     """
@@ -95,6 +95,7 @@ def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[Memor
     """What ZeRO-3 keeps all the time, and what its optimiser step adds."""
     zero = _zero(config)
     item = DTYPES[config.policy.dtype].itemsize
+    reduced = FP32 if config.policy.dtype == "fp16" else item
     on_gpu = 0 if config.distributed.offload_optimizer else FP32 * shape.trained(config.lora, gpus)
     whole = shape.whole(config.distributed.persistence_threshold)
     shard = shape.sharded(gpus) + (shape.trained(config.lora, gpus) if config.lora.rank else 0)
@@ -105,7 +106,7 @@ def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[Memor
         _always("fp32 master weights, sharded", on_gpu),
         _always("AdamW moments, sharded", 2 * on_gpu),
         _always("gradients, fp32, sharded", on_gpu),
-        _always("gradient reduction bucket", item * zero.reduce_bucket_size),
+        _always("gradient reduction bucket", reduced * zero.reduce_bucket_size),
         MemoryItem("AdamW's own copies", step=group),
         _always(
             "reference, sharded",

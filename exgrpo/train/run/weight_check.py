@@ -5,16 +5,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from exgrpo.train.common.distributed import fail_together
-from exgrpo.train.common.errors import RolloutError, WeightMismatchError
+from exgrpo.train.common.errors import ModelError, RolloutError, WeightMismatchError
 from exgrpo.train.common.records import Rollout, TokenIds
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.rollout.engine import Request, RolloutEngine, Sampling, collect
 
-# Mean absolute difference of token log-probs. Two right fp32 paths differ by about 1e-6 and two bf16 ones by about
-# 1e-2 (their logits are rounded to 8 bits of mantissa); a weight that did not arrive costs tenths and more.
-TOLERANCE = {"fp32": 1e-3, "bf16": 6e-2}
+# Mean absolute difference of token log-probs. Two right fp32 paths differ by about 1e-6, two bf16 ones by about 1e-2
+# (their logits are rounded to 8 bits of mantissa) and two fp16 ones by an eighth of that (11 bits); a weight that did
+# not arrive costs tenths and more.
+TOLERANCE = {"fp32": 1e-3, "bf16": 6e-2, "fp16": 1e-2}
 SHOWN_NAMES = 8
 
 
@@ -34,10 +35,13 @@ def check_engine(
 
     Raises:
         RolloutError: on every rank, where the engine of one does not generate.
+        ModelError: on every rank, where the model has activations beyond the range of fp16.
         WeightMismatchError: on every rank, where it exceeds the tolerance of the dtype; it names the weights that
             differ, as far as the engine can tell.
     """
     world = policy.world
+    if dtype == "fp16":
+        _check_range(policy, prompts)
     sampling = Sampling(max_tokens=max_tokens, log_prob=True)
     seeds = [derive_seed(seed, "weight check", world.rank // engine.ranks, i) for i in range(len(prompts))]
     engine.wake()
@@ -65,6 +69,20 @@ def check_engine(
             "another policy"
         )
     return gap
+
+
+def _check_range(policy: Policy, prompts: Sequence[TokenIds]) -> None:
+    """Whether the log-probs of prompts that follow themselves are numbers: no engine could sample from others.
+
+    Raises:
+        ModelError: they are not.
+    """
+    batch = StepBatch.of_answers(prompts, [Rollout(prompt, finished=True) for prompt in prompts])
+    if not np.isfinite(policy.score(batch, 1.0).log_prob).all():
+        raise ModelError(
+            "policy.dtype fp16: the log-probs of this model are not finite, since its activations exceed 65504, the "
+            "largest number of fp16: take policy.dtype bf16"
+        )
 
 
 def _cause(differing: Sequence[Sequence[str]]) -> str:

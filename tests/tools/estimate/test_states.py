@@ -28,6 +28,7 @@ from exgrpo.train.config.options import ObjectiveConfig
 
 *_, folder, result, cases = sys.argv
 world = start(timeout_minutes=2)
+tiny.allow_fp16()
 held = {}
 for case, options in json.loads(cases).items():
     policy = Policy(tiny.config(Path(folder), ObjectiveConfig(), **options), find_model(folder), world)
@@ -53,6 +54,7 @@ if world.is_main:
 CASES = {
     "fp32": {"dtype": "fp32"},
     "bf16": {"dtype": "bf16"},
+    "fp16": {"dtype": "fp16"},
     "adapters": {"dtype": "bf16", "lora": {"rank": 4, "targets": ["q_proj", "down_proj"], "head": True}},
 }
 
@@ -78,7 +80,7 @@ class Stopped(Exception):
     """Before the optimiser step."""
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "adapters"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "adapters"])
 def test_states_are_those_that_one_process_keeps(name, tmp_path, monkeypatch):
     """To the byte, when the gradients of a step are there: 16 bytes of a parameter in fp32, 18 in bf16."""
     if name == "adapters":
@@ -105,4 +107,4 @@ def test_states_are_those_that_one_process_keeps(name, tmp_path, monkeypatch):
     counted = sizes(gpu_memory(config, shape, HARDWARE_OF_ONE.gpus))
     assert {kind: counted[kind]["step"] for kind in real} == real
     if name != "adapters":
-        assert sum(real.values()) == {"fp32": 16, "bf16": 18}[name] * shape.total
+        assert sum(real.values()) == {"fp32": 16, "bf16": 18, "fp16": 18}[name] * shape.total

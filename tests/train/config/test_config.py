@@ -135,7 +135,7 @@ def test_the_resolved_configuration_is_a_recipe_that_repeats_the_run(tmp_path):
         ("experience.rato: 0.3", "unknown key 'experience.rato'; did you mean 'experience.ratio'?"),
         ("stepz: 3", "unknown key 'stepz'; did you mean 'steps'?"),
         ("experience: {ratio: 3}", r"experience.ratio: Input should be less than or equal to 1 \(got 3\)"),
-        ("policy.dtype: fp16", "policy.dtype: Input should be 'fp32' or 'bf16'"),
+        ("policy.dtype: fp8", "policy.dtype: Input should be 'fp32', 'bf16' or 'fp16'"),
         ("optimizer.minibatches: 65", r"optimizer.minibatches \(65\) exceeds questions \(64\)"),
         ("optimizer.min_lr: 1.0e-5", r"min_lr \(1e-05\): a constant schedule does not fall; take linear or cosine"),
         (

@@ -1,10 +1,13 @@
 """Steps that teach nothing: they are told, and end the run."""
 
+import math
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from exgrpo.train.common.records import Counts, EngineCounts, Failure
-from exgrpo.train.metrics.soundness import Soundness
+from exgrpo.train.metrics.soundness import Soundness, overflowed
 from tests.train.fakes import ScriptedGrader
 from tests.train.launch import MAIN, launch
 from tests.train.run.test_run import SMALL, records
@@ -46,6 +49,19 @@ def test_the_cause_that_is_told_is_the_most_frequent_one_with_its_remedy():
         "in each of the last 3 steps more than 50% of the answers could not be graded, 80% in the last one: reward "
         "'r': KeyError: 1. Mend the function, or bear more by --reward.max_failed"
     )
+
+
+def test_steps_that_overflow_fp16_are_told_with_their_loss_scales():
+    def step(applied, scale):
+        return SimpleNamespace(applied=applied, loss_scale=scale)
+
+    assert overflowed([step(True, 2.0**16), step(False, math.nan)]) is None
+    assert overflowed([step(True, 2.0**16), step(False, 2.0**16)]).startswith(
+        "an optimiser step was skipped, because the gradient is beyond the range of fp16 at a loss scale of 65536; "
+    )
+    told = overflowed([step(False, 2.0**16), step(False, 2.0**15), step(True, 2.0**14)])
+    assert told.startswith("2 optimiser steps were skipped, ")
+    assert "a loss scale of 65536, 32768; " in told
 
 
 def test_skipped_optimiser_steps_are_told_after_three_and_end_the_run_after_ten():

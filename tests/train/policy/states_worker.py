@@ -21,11 +21,13 @@ CASES = {
     "adapters": {"lora": {"rank": 3, "alpha": 6}},
     "persistent": {"optimizer": SCHEDULE},
     "bf16": {"dtype": "bf16", "optimizer": SCHEDULE},
+    "fp16": {"dtype": "fp16", "optimizer": SCHEDULE},
 }
 
 
 def main(first: int, last: int, origin: Path, result: Path, names: list[str]) -> None:
     world = start(timeout_minutes=2)
+    tiny.allow_fp16()
     states.FILE_BYTES = 20_000  # several files for each rank
     for name in names:
         config = tiny.config(result.parent / "model", OBJECTIVE, **CASES[name])

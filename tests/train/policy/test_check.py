@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -16,7 +17,7 @@ from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import ConfigError, ModelError
 from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.config.recipe import DEFAULT_RUN
-from exgrpo.train.policy.check import check_weights
+from exgrpo.train.policy.check import check_dtype, check_weights
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import load_pretrained
 from exgrpo.train.rollout.engine import training_settings
@@ -324,6 +325,15 @@ def chosen(length, path="builtin:arithmetic", overrides=None):
     config = configured({"data": {"max_prompt_tokens": 12}, "rollout": {"max_tokens": length - 12}})
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "transformers"})})
     return choose_engine(training_settings(config, load_pretrained(path, overrides)), LoneWorld()).name
+
+
+def test_fp16_is_refused_where_pytorch_has_no_products_for_it():
+    check_dtype("bf16", torch.device("cpu"))
+    if get_accelerator().is_fp16_supported():
+        check_dtype("fp16", torch.device("cpu"))
+    else:
+        with pytest.raises(ConfigError, match=r"policy\.dtype fp16: PyTorch has no products in fp16 for this CPU"):
+            check_dtype("fp16", torch.device("cpu"))
 
 
 def test_too_few_positions_are_refused_with_the_remedy(arithmetic):

@@ -16,6 +16,7 @@ from tests.train import tiny
 
 def main(result: Path, cases: list[dict]) -> None:
     world = start(timeout_minutes=2)
+    tiny.allow_fp16()
     outcomes = []
     for case in cases:
         folder = Path(case.pop("model"))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exgrpo.train.common.errors import RolloutError, WeightMismatchError
+from exgrpo.train.common.errors import ModelError, RolloutError, WeightMismatchError
 from exgrpo.train.common.records import Score
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.policy.tokenizer import DTYPES
@@ -44,7 +44,7 @@ class FullLogitPolicy:
         return float(of_tokens.max()), float(of_tokens.mean())
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_check_tells_equal_from_unequal_weights(tmp_path, dtype):
     tiny.save_model(tmp_path, tied=True)
     engine = TransformersEngine(tiny.engine_settings(tmp_path, dtype, eos=(2,), batch_tokens=100), LoneWorld())
@@ -54,12 +54,22 @@ def test_check_tells_equal_from_unequal_weights(tmp_path, dtype):
         prompts = [tiny.prompt(question) for question in range(4)]
         return check_engine(policy, engine, prompts, dtype=dtype, max_tokens=16, seed=0)
 
-    assert check() < {"fp32": 1e-5, "bf16": 3e-2}[dtype]
+    assert check() < {"fp32": 1e-5, "bf16": 3e-2, "fp16": 4e-3}[dtype]
     # One matrix of the last layer did not arrive.
     policy.model.model.layers[-1].mlp.down_proj.weight.data.zero_()
     lost = r"other weights on rank 0: model\.layers\.1\.mlp\.down_proj\.weight: rollouts"
     with pytest.raises(WeightMismatchError, match=f"rollout engine's log-probs differ from the trainer's .* {lost}"):
         check()
+
+
+def test_a_model_whose_activations_fp16_cannot_hold_is_refused(tmp_path):
+    tiny.save_model(tmp_path, tied=True)
+    engine = TransformersEngine(tiny.engine_settings(tmp_path, "fp16", eos=(2,), batch_tokens=100), LoneWorld())
+    policy = FullLogitPolicy(tmp_path, torch.float16)
+    policy.model.model.layers[0].mlp.down_proj.weight.data.mul_(1e5).clamp_(-6e4, 6e4)
+    engine.push_weights(policy.weights())
+    with pytest.raises(ModelError, match=r"fp16: .* its activations exceed 65504, .* take policy\.dtype bf16"):
+        check_engine(policy, engine, [tiny.prompt(0)], dtype="fp16", max_tokens=16, seed=0)
 
 
 class Lost(TransformersEngine):
