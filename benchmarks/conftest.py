@@ -11,10 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.heads import default_backend
 from benchmarks.races import Races
 from benchmarks.render import tables
 from benchmarks.timing import BUDGET
+from exgrpo.tools.heads import default_backend
 
 VERSIONS = (
     "exgrpo",

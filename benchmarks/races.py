@@ -4,55 +4,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.memory import peak_bytes
-from benchmarks.timing import Call, interleave, paired_ratio, replay
-
-FLOOR = "floor"
-OURS = "exgrpo"
-"""How the names of our rows begin."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What is known of one row.
-
-    Attributes:
-        seconds: of each round; empty where it did not run.
-        reason: why it cannot run here.
-        failure: what it raised.
-        peak_bytes: see `memory.peak_bytes`.
-        facts: what else there is to report, by name.
-    """
-
-    seconds: tuple[float, ...] = ()
-    reason: str = ""
-    failure: str = ""
-    peak_bytes: int | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-Results = dict[str, Result]
-
-
-def race(
-    calls: dict[str, Call],
-    device: torch.device,
-    budget: float,
-    facts: dict[str, dict[str, Any]],
-    in_a_row: int = 1,
-) -> Results:
-    """Time calls against each other, see `interleave`, then take the peak memory of each."""
-    seconds, failed = interleave(calls, device, budget, in_a_row)
-    results = {name: Result(failure=failure) for name, failure in failed.items()}
-    for name, of_row in seconds.items():
-        results[name] = Result(tuple(of_row), peak_bytes=peak_bytes(calls[name], device), facts=facts.get(name, {}))
-    return results
+from benchmarks.timing import replay
+from exgrpo.kernels.timing import paired_ratio
+from exgrpo.tools.bench import Results
+from exgrpo.tools.heads import FLOOR, OURS
 
 
 class Races:

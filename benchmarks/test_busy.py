@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.programs import QUIET, ROOT
-from benchmarks.races import Result, Results
-from benchmarks.timing import CLOCK, paired_ratio
+from benchmarks.timing import CLOCK
+from exgrpo.kernels.timing import paired_ratio
+from exgrpo.tools.bench import Result, Results
 
 ALONE = "exgrpo alone"
 ROWS = {ALONE: False, "exgrpo beside": True, "one thread, alone": False, "all threads, beside": True}

@@ -19,9 +19,9 @@ from benchmarks.growth import (
     write_questions,
 )
 from benchmarks.programs import QUIET
-from benchmarks.races import Result, Results
 from benchmarks.timing import CLOCK
 from benchmarks.turns import Program, Turn, command, take_turns
+from exgrpo.tools.bench import Result, Results
 
 PHASES = ("generate", "score", "update")
 WARMUP = 1

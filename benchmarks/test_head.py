@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.accuracy import errors, exact, first_tokens
-from benchmarks.heads import (
+from benchmarks.timing import CLOCK, budget
+from exgrpo.tools.bench import ROWS, measure
+from exgrpo.tools.heads import (
     FORWARD,
     FULL_GPU,
     LOG_PROB,
@@ -14,26 +15,10 @@ from benchmarks.heads import (
     POLICY_LOSS,
     WITH_ENTROPY,
     Case,
-    Checkpointed,
     Floor,
-    FullLogits,
-    Implementation,
-    Ours,
     make_problem,
 )
-from benchmarks.peers import PEERS
-from benchmarks.races import Result, Results, race
-from benchmarks.timing import CLOCK, budget
-from exgrpo.kernels.dispatch import BACKENDS
 
-ROWS: tuple[Implementation, ...] = (
-    Floor(),
-    *(Ours(backend) for backend in BACKENDS),
-    FullLogits(),
-    FullLogits(compiled=True),
-    Checkpointed(),
-    *(peer() for peer in PEERS),
-)
 SMALL = (512, 896, 32000)
 FULL_CPU = ((1024, 896, 32000), (2048, 1536, 151936))
 TINY = (64, 64, 1000)
@@ -69,33 +54,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "implementation" in metafunc.fixturenames:
         pairs = [(c, i) for c in cases(metafunc.config.getoption("sizes")) for i in ROWS if c.operation in i.operations]
         metafunc.parametrize(("case", "implementation"), pairs, ids=[f"{c}-{i.name}" for c, i in pairs])
-
-
-def measure(case: Case, rows: list[Implementation], device: torch.device, seconds: float, in_a_row: int = 1) -> Results:
-    """Errors, then times, then memory of all rows of a case."""
-    problem = make_problem(case, device)
-    some = first_tokens(problem)
-    truth = exact(case, some)
-    plain = errors(case, FullLogits(), some, truth)
-    results, calls, facts = {}, {}, {}
-    for row in rows:
-        if reason := row.missing(device):
-            results[row.name] = Result(reason=reason)
-            continue
-        calls[row.name] = row.call(case, problem)
-        if not isinstance(row, Floor):
-            try:
-                found = errors(case, row, some, truth)
-            except Exception as error:  # whatever a peer raises: its row is skipped, one of ours fails
-                del calls[row.name]
-                results[row.name] = Result(failure=f"{type(error).__name__}: {str(error)[:200]}")
-                continue
-            facts[row.name] = {
-                "log_prob_error": found.log_prob,
-                "gradient_error": found.gradient,
-                "wrong": found.wrong(plain),
-            }
-    return results | race(calls, device, seconds, facts, in_a_row)
 
 
 @pytest.mark.timeout(3600)

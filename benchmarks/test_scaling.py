@@ -5,9 +5,18 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.heads import WITH_ENTROPY, Case, Floor, FullLogits, Implementation, Ours, default_backend, make_problem
-from benchmarks.races import Results, race
 from benchmarks.timing import CLOCK, budget
+from exgrpo.tools.bench import Results, race
+from exgrpo.tools.heads import (
+    WITH_ENTROPY,
+    Case,
+    Floor,
+    FullLogits,
+    Implementation,
+    Ours,
+    default_backend,
+    make_problem,
+)
 
 SWEEPS = {
     "T": [(tokens, 64, 32000) for tokens in (256, 1024, 4096)],

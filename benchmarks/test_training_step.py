@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.races import Result, Results
-from benchmarks.timing import CLOCK, paired_ratio, paired_spread
+from benchmarks.timing import CLOCK
 from benchmarks.turns import Program, ProgramError, Turn, command, take_turns
 from benchmarks.workloads import Workload, workloads
+from exgrpo.kernels.timing import paired_ratio, paired_spread
+from exgrpo.tools.bench import Result, Results
 
 TRL, ON_POLICY, EXGRPO, VLLM, FP16 = "trl", "on-policy", "exgrpo", "exgrpo with vllm", "exgrpo in fp16"
 ROWS = (TRL, ON_POLICY, EXGRPO, VLLM, FP16)

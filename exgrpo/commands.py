@@ -36,6 +36,7 @@ PROGRAMS = {
     "serve": Program("exgrpo.tools.serve", "give rollouts to a trainer, by vLLM"),
     "experience": Program("exgrpo.tools.experience", "show or export what a run has stored"),
     "doctor": Program("exgrpo.tools.doctor", "what works on this machine"),
+    "bench": Program("exgrpo.tools.bench", "time the head beside the peers that are installed"),
     "kernels": Program("exgrpo.kernels", "the kernels' backends of this machine"),
     "study": Program("studies.run", "compare methods, or judge one by `study bench`; in a checkout of the project"),
 }

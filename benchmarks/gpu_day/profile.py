@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.heads import WITH_ENTROPY, Case, Ours, default_backend, make_problem
 from benchmarks.programs import ROOT
+from exgrpo.tools.heads import WITH_ENTROPY, Case, Ours, default_backend, make_problem
 
 KERNELS = {"product": "product_kernel|exponentials_kernel", "rows": "entropy_kernel|gradient_kernel"}
 """Regular expressions of kernels' names: the fused product of either backend, and the pass of the entropy bonus."""

@@ -8,7 +8,7 @@ from benchmarks.gpu_model.prediction import FUSED, paths_of, predict, way_of
 from benchmarks.gpu_model.walk import CUDA, LIBRARY, TRITON, Size, Way
 from exgrpo.kernels import backend_choice
 from exgrpo.kernels.triton_chunks.launch import Tile, setting, shape_class
-from exgrpo.kernels.tuning.launch_tuner import TILES
+from exgrpo.kernels.tune import TILES
 from exgrpo.tools.estimate.parts import Gpu
 
 

@@ -12,9 +12,9 @@ from benchmarks.gpu_model.defaults import best, shipped
 from benchmarks.gpu_model.measured import comparisons
 from benchmarks.gpu_model.prediction import Prediction, UnknownGpu, floor, gpu_of, paths_of, predict, way_of
 from benchmarks.gpu_model.walk import PATHS, Size
-from benchmarks.heads import FORWARD, FULL_GPU, LOG_PROB, POLICY_LOSS, WITH_ENTROPY
 from benchmarks.render import mebibytes, seconds
 from exgrpo.tools.estimate.parts import GPUS
+from exgrpo.tools.heads import FORWARD, FULL_GPU, LOG_PROB, POLICY_LOSS, WITH_ENTROPY
 from exgrpo.train.common.errors import ConfigError, ExgrpoError, print_error
 from exgrpo.train.config.command_line import options_of
 from exgrpo.train.config.options import Section

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from benchmarks.gpu_model import constants
 from benchmarks.gpu_model.products import Product, cuda_product, library_product, triton_product
-from benchmarks.heads import FORWARD, LOG_PROB, POLICY_LOSS, WITH_ENTROPY
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.cuda_chunks import cuda_fused
 from exgrpo.kernels.triton_chunks.fused_product import partial_bytes
 from exgrpo.kernels.triton_chunks.launch import Plan
 from exgrpo.kernels.triton_chunks.triton_passes import aligned_columns
 from exgrpo.tools.estimate.parts import Gpu
+from exgrpo.tools.heads import FORWARD, LOG_PROB, POLICY_LOSS, WITH_ENTROPY
 
 LIBRARY, TRITON, CUDA = "library", "triton", "cuda"
 PATHS = {

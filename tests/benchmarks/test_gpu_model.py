@@ -17,11 +17,11 @@ from benchmarks.gpu_model.prediction import floor, gpu_of, paths_of, predict, wa
 from benchmarks.gpu_model.products import cuda_product, library_product, triton_product
 from benchmarks.gpu_model.program import main
 from benchmarks.gpu_model.walk import CUDA, LIBRARY, PATHS, TRITON, Size, Way, launches, peak_bytes, steps
-from benchmarks.heads import FORWARD, FULL_GPU, LOG_PROB, POLICY_LOSS, WITH_ENTROPY
 from benchmarks.record import read
 from benchmarks.render import RESULTS, markdown, write
 from exgrpo.kernels.triton_chunks.launch import Launch, Plan, Tile
 from exgrpo.tools.estimate.parts import GPUS, Gpu
+from exgrpo.tools.heads import FORWARD, FULL_GPU, LOG_PROB, POLICY_LOSS, WITH_ENTROPY
 from tests.benchmarks.traced import trace
 
 OPERATIONS = (FORWARD, LOG_PROB, POLICY_LOSS, WITH_ENTROPY)

@@ -11,8 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.accuracy import errors, exact
-from benchmarks.heads import (
+from benchmarks.races import Races
+from benchmarks.record import Machine, Record, read, summarize, write
+from benchmarks.render import RESULTS, grids, main, markdown
+from exgrpo.kernels import linear_policy_loss
+from exgrpo.kernels.inputs import IGNORED
+from exgrpo.kernels.timing import interleave, paired_ratio, peak_bytes
+from exgrpo.kernels.workload import make_inputs
+from exgrpo.tools.bench import ROWS, Result, measure
+from exgrpo.tools.heads import (
     CROSS_ENTROPY,
     FORWARD,
     LOG_PROB,
@@ -21,17 +28,10 @@ from benchmarks.heads import (
     Case,
     Floor,
     FullLogits,
+    errors,
+    exact,
     make_problem,
 )
-from benchmarks.inputs import make_inputs
-from benchmarks.memory import peak_bytes
-from benchmarks.races import Races, Result
-from benchmarks.record import Machine, Record, read, summarize, write
-from benchmarks.render import RESULTS, grids, main, markdown
-from benchmarks.test_head import ROWS, measure
-from benchmarks.timing import interleave, paired_ratio
-from exgrpo.kernels import linear_policy_loss
-from exgrpo.kernels.inputs import IGNORED
 from tests.benchmarks.support import ENVIRONMENT
 
 CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ def test_no_row_can_win_by_leaving_tokens_out():
 def taking(monkeypatch):
     """Makes calls that take so many seconds of a clock that only they move."""
     now = [0.0]
-    monkeypatch.setattr("benchmarks.timing.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("exgrpo.kernels.timing.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def call_of(duration):
         def call():

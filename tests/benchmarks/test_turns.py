@@ -15,10 +15,10 @@ from benchmarks.memory import Peak, peak_of
 from benchmarks.plots import draw
 from benchmarks.render import grids
 from benchmarks.test_training_step import EXGRPO, ON_POLICY, TRL, VLLM
-from benchmarks.timing import paired_spread
 from benchmarks.turns import Program, ProgramError, Turn, take_turns
 from benchmarks.word_problems import word_problems
 from benchmarks.workloads import ON_GPU
+from exgrpo.kernels.timing import paired_spread
 
 FAKE = """
 import json, os, sys, time

@@ -11,12 +11,12 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.heads import FORWARD, LOG_PROB, WITH_ENTROPY
 from exgrpo import kernels
 from exgrpo.kernels import dispatch, self_test
 from exgrpo.kernels.chunks import products
 from exgrpo.kernels.cuda_chunks import binding, cuda_fused
 from exgrpo.kernels.triton_chunks import fused_product, launch, triton_fused, triton_passes, triton_tokens
+from exgrpo.tools.heads import FORWARD, LOG_PROB, WITH_ENTROPY
 
 RESERVES = ("empty", "empty_strided", "new_empty", "empty_like")
 """Operators that launch nothing."""

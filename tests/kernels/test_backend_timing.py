@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from exgrpo.kernels import backend_choice, dispatch, measure
-from exgrpo.kernels.tuning.workload import Shape
-from exgrpo.kernels.tuning.workload import make_workload as make
+from exgrpo.kernels.workload import Shape
+from exgrpo.kernels.workload import make_workload as make
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels import tune
+from exgrpo.kernels import tune as launch_tuner
 from exgrpo.kernels.triton_chunks import launch
 from exgrpo.kernels.triton_chunks.launch import Launch, Tile
-from exgrpo.kernels.tuning import launch_tuner
-from exgrpo.kernels.tuning.launch_tuner import Tuner
-from exgrpo.kernels.tuning.workload import Shape, Workload
+from exgrpo.kernels.tune import Tuner
+from exgrpo.kernels.workload import Shape, Workload
 
 GPU = torch.device("cuda")
 VOCABULARY = 152064

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -28,7 +28,7 @@ from exgrpo.train.config.recipe import merged, validate
 if TYPE_CHECKING:
     import torch
 
-    from exgrpo.kernels.tuning.workload import Workload
+    from exgrpo.kernels.workload import Workload
     from exgrpo.train.policy.shape import ModelShape
 
 PACKAGES = (
@@ -266,7 +266,7 @@ def check_backend(backend: str, given: Given) -> str:
     from exgrpo.kernels import dispatch
     from exgrpo.kernels.__main__ import TOLERANCES, self_check
     from exgrpo.kernels.tables import dtype_name
-    from exgrpo.kernels.tuning.workload import Shape, make_workload
+    from exgrpo.kernels.workload import Shape, make_workload
 
     here = device()
     if reason := dispatch.unavailable(backend, here):
@@ -284,33 +284,15 @@ def check_backend(backend: str, given: Given) -> str:
 
 def turns(work: "Workload") -> tuple[float, float]:
     """Median seconds of the policy loss with its gradients, and of its three matrix products, in turns."""
-    from exgrpo.kernels.tuning.workload import seconds_of
+    from exgrpo.kernels.timing import seconds_of
+    from exgrpo.tools.heads import products
 
-    calls = (work.loss, products(work))
+    calls = (work.loss, products(work.hidden.detach(), work.weight.detach()))
     for call in calls:  # compiles, and fills caches
         call()
     times = [[seconds_of(call) for call in calls] for _ in range(TURNS)]
     loss, floor = map(statistics.median, zip(*times, strict=True))
     return loss, floor
-
-
-def products(work: "Workload") -> "Callable[[], tuple]":
-    """The products of the loss: logits [T, V], and with their gradients those of hidden [T, D] and weight [V, D]."""
-    import torch
-
-    hidden, weight = work.hidden.detach(), work.weight.detach()
-    logits = hidden.new_empty(len(hidden), len(weight))
-    # Not any values: some processors multiply denormals slower, and GPUs multiply equal numbers faster.
-    gradient = torch.empty_like(logits).uniform_(0.1, 1.0)
-    of_hidden, of_weight = torch.empty_like(hidden), torch.empty_like(weight)
-
-    def multiply() -> tuple:
-        torch.mm(hidden, weight.T, out=logits)
-        torch.mm(gradient, weight, out=of_hidden)
-        torch.mm(gradient.T, hidden, out=of_weight)
-        return ()
-
-    return multiply
 
 
 CHECKS = (

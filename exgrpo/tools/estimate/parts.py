@@ -56,18 +56,20 @@ def _sizes(family: str, width: int, mlp: int, layers: int, heads: tuple[int, int
     }
 
 
+QWEN_1_5B = _sizes("qwen2", 1536, 8960, 28, (12, 2), 151936, tied=True)
 QWEN_7B = _sizes("qwen2", 3584, 18944, 28, (28, 4), 152064, tied=False)
 LLAMA_8B = _sizes("llama", 4096, 14336, 32, (32, 8), 128256, tied=False)
 MODELS = {
     "Qwen/Qwen2.5-7B-Instruct": QWEN_7B,
-    "Qwen/Qwen2.5-Math-1.5B": _sizes("qwen2", 1536, 8960, 28, (12, 2), 151936, tied=True),
+    "Qwen/Qwen2.5-1.5B": QWEN_1_5B,
+    "Qwen/Qwen2.5-Math-1.5B": QWEN_1_5B,
     "Qwen/Qwen2.5-Math-7B": QWEN_7B,
     "meta-llama/Llama-3.1-8B": LLAMA_8B,
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA_8B,
     "models/LUFFY-Qwen-Math-7B-Zero": QWEN_7B,
     "runs/models/SmolLM2-135M-Instruct": _sizes("llama", 576, 1536, 30, (9, 3), 49152, tied=True),
 }
-"""The sizes of the models that the recipes name, as in their config.json: an estimate needs neither hub nor folder."""
+"""Sizes of models that recipes and pages name, as in their config.json: an estimate needs neither hub nor folder."""
 
 
 def machine(words: str) -> tuple[str, int | None]:

@@ -1,4 +1,7 @@
-"""What is timed on a head: the operations, our backends, plain torch, and the floor of bare matrix products."""
+"""What is timed on a head: the operations, our backends, plain torch, and the floor of bare matrix products.
+
+Errors are against float64, found before anything is timed.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,17 +12,23 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.inputs import LanguageModelInputs, make_inputs
-from benchmarks.races import OURS
 from exgrpo import kernels
 from exgrpo.kernels import backend_choice, dispatch
 from exgrpo.kernels.inputs import IGNORED
+from exgrpo.kernels.workload import ENTROPY_COEF, LanguageModelInputs, make_inputs
+
+FLOOR, OURS = "floor", "exgrpo"
+"""The name of the bare products, and how the names of our rows begin."""
 
 CLIP = 0.2
-ENTROPY_COEF = 0.001
 OLD_NOISE = 0.05
 """Spread of log pi - log pi_old, in nats. Small enough that almost no token is clipped: a clipped token leaves the
 gradient products, and an implementation that skips it would do less than the floor."""
+
+ERROR_TOKENS = 256
+"""Errors are taken on so many of a case's tokens: full logits in float64 must fit."""
+WRONG = 8.0
+"""An error so many times that of plain torch in the same dtype is not rounding."""
 
 FORWARD, LOG_PROB, CROSS_ENTROPY = "forward", "log_prob", "cross_entropy"
 POLICY_LOSS, WITH_ENTROPY = "policy_loss", "policy_loss+entropy"
@@ -179,12 +188,15 @@ class Ours(Implementation):
         self.name, self.backend = f"{OURS} {backend}", backend
 
     def missing(self, device: torch.device) -> str:
+        """See `Implementation`."""
         return dispatch.unavailable(self.backend, device)
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Implementation`."""
         return kernels.linear_log_prob(hidden, weight, target, backend=self.backend)
 
     def policy_loss(self, problem: Problem, entropy_coef: float) -> Tensor:
+        """See `Implementation`."""
         hidden, weight, target, old, advantage, *_ = problem
         options: dict[str, Any] = {"entropy_coef": entropy_coef, "normalizer": len(target), "backend": self.backend}
         return kernels.linear_policy_loss(hidden, weight, target, old, advantage, clip=(CLIP, CLIP), **options).loss
@@ -216,6 +228,7 @@ class FullLogits(Implementation):
         return torch.compile(full_logits, dynamic=False) if self.compiled else full_logits
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Implementation`."""
         return self.function(hidden, weight, target)
 
 
@@ -226,6 +239,7 @@ class Checkpointed(Implementation):
     rows = 256
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Implementation`."""
         parts = [
             checkpoint(full_logits, some, weight, of_some, use_reentrant=False)
             for some, of_some in zip(hidden.split(self.rows), target.split(self.rows), strict=True)
@@ -240,21 +254,88 @@ class Floor(Implementation):
     A library may compute one of them a little faster in another layout: ratios slightly above 1 are possible.
     """
 
-    name = "floor"
+    name = FLOOR
 
     def call(self, case: Case, problem: Problem) -> Callable[[], Outcome]:
         """The one product of a forward pass, or the three of forward and backward, of as many tokens as are active."""
-        hidden, weight = problem.hidden.detach()[: case.active_tokens], problem.weight.detach()
-        logits = hidden.new_empty(case.active_tokens, case.vocabulary)
-        # Not any values: some CPUs multiply denormals 26 times slower, and GPUs multiply equal numbers faster.
-        grad = torch.empty_like(logits).uniform_(0.1, 1.0)
-        d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
+        return products(
+            problem.hidden.detach()[: case.active_tokens], problem.weight.detach(), forward=case.operation == FORWARD
+        )
 
-        def run() -> Outcome:
-            torch.mm(hidden, weight.T, out=logits)
-            if case.operation != FORWARD:
-                torch.mm(grad, weight, out=d_hidden)
-                torch.mm(grad.T, hidden, out=d_weight)
-            return Outcome()
 
-        return run
+def products(hidden: Tensor, weight: Tensor, *, forward: bool = False) -> Callable[[], Any]:
+    """The bare products of a head: logits, and, but for a forward alone, the gradients of hidden and weight.
+
+    Args:
+        hidden: [T, D].
+        weight: [V, D].
+        forward: whether the product of the logits is all.
+    """
+    logits = hidden.new_empty(len(hidden), len(weight))
+    # Not any values: some CPUs multiply denormals 26 times slower, and GPUs multiply equal numbers faster.
+    grad = torch.empty_like(logits).uniform_(0.1, 1.0)
+    d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def multiply() -> Outcome:
+        torch.mm(hidden, weight.T, out=logits)
+        if not forward:
+            torch.mm(grad, weight, out=d_hidden)
+            torch.mm(grad.T, hidden, out=d_weight)
+        return Outcome()
+
+    return multiply
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Distances from float64 on the same (rounded) inputs; None where the operation has no such result.
+
+    Attributes:
+        log_prob: largest absolute error in nats.
+        gradient: norm of the error over the norm, the larger one of hidden and weight.
+    """
+
+    log_prob: float | None
+    gradient: float | None
+
+    def wrong(self, plain: "Errors") -> bool:
+        """Whether this is more than the rounding that plain torch shows."""
+        pairs = ((self.log_prob, plain.log_prob), (self.gradient, plain.gradient))
+        return any(mine is not None and theirs is not None and not mine <= WRONG * theirs for mine, theirs in pairs)
+
+
+def first_tokens(problem: Problem, count: int = ERROR_TOKENS) -> Problem:
+    """The same head on some of the tokens."""
+    hidden, weight, *of_tokens = problem
+    return Problem(hidden.detach()[:count].clone().requires_grad_(), weight, *(x[:count] for x in of_tokens))
+
+
+def exact(case: Case, problem: Problem) -> Outcome:
+    """The operation in float64 on full logits."""
+    double = [x.detach().double() if x.is_floating_point() else x for x in problem]
+    for leaf in double[:2]:
+        leaf.requires_grad_()
+    return _Double().call(case, Problem(*double))()
+
+
+def errors(case: Case, implementation: Implementation, problem: Problem, truth: Outcome) -> Errors:
+    """How far an implementation is from `truth`."""
+    outcome = implementation.call(case, problem)()
+    log_prob = gradient = None
+    if case.operation in (FORWARD, LOG_PROB):
+        assert outcome.log_prob is not None
+        assert truth.log_prob is not None
+        log_prob = (outcome.log_prob.double() - truth.log_prob)[problem.active].abs().max().item()
+    if outcome.gradients:
+        gradient = max(_relative(a, b) for a, b in zip(outcome.gradients, truth.gradients, strict=True))
+    return Errors(log_prob, gradient)
+
+
+def _relative(value: Tensor, true: Tensor) -> float:
+    return ((value.double() - true).norm() / true.norm()).item()
+
+
+class _Double(FullLogits):
+    def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        log_prob = torch.log_softmax(hidden @ weight.T, -1)
+        return log_prob.gather(-1, target[:, None]).squeeze(-1), -(log_prob.exp() * log_prob).sum(-1)

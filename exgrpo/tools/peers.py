@@ -1,7 +1,5 @@
 """Other people's implementations, each called as its documentation says; what cannot run here says why.
 
-    pip install --no-deps liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0
-
 On GPUs their Triton kernels run; on a CPU those that have a path without Triton. quack-kernels and Liger's kernels for
 Hopper need more: `python -m benchmarks.gpu_day --wheels` lists it.
 """
@@ -19,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.heads import CLIP, CROSS_ENTROPY, FORWARD, WITHOUT_ENTROPY, Implementation, Problem
 from exgrpo.kernels.inputs import IGNORED
+from exgrpo.tools.heads import CLIP, CROSS_ENTROPY, FORWARD, WITHOUT_ENTROPY, Implementation, Problem
 
 
 class Peer(Implementation):
@@ -28,10 +26,12 @@ class Peer(Implementation):
 
     Attributes:
         package: that must be installed.
+        requirement: what brings it, without what it needs for other things.
         needs_cuda: whether it has no path for CPUs.
     """
 
     package: str
+    requirement = ""
     needs_cuda = False
 
     def load(self) -> Callable[..., Any]:
@@ -44,8 +44,9 @@ class Peer(Implementation):
         return self.load()
 
     def missing(self, device: torch.device) -> str:
+        """See `Implementation`."""
         if importlib.util.find_spec(self.package) is None:
-            return f"{self.package} is not installed"
+            return f"not installed: pip install --no-deps {self.requirement}"
         if self.needs_cuda and device.type != "cuda":
             return "it needs a CUDA device"
         try:
@@ -61,9 +62,11 @@ class CrossEntropy(Peer):
     takes_ignored = True
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Implementation`."""
         return -self.function(hidden, weight, target, reduction="none"), None
 
     def cross_entropy(self, problem: Problem) -> Tensor:
+        """See `Implementation`."""
         return self.function(problem.hidden, problem.weight, problem.target, reduction="sum")
 
 
@@ -74,6 +77,7 @@ class TorchCrossEntropy(CrossEntropy):
     name, package, operations = "torch linear_cross_entropy", "torch", (FORWARD, CROSS_ENTROPY)
 
     def load(self) -> Callable[..., Any]:
+        """See `Peer`."""
         if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
             raise ImportError(f"torch 2.13 or later has it, and this is {torch.__version__}")
         options = torch.nn.LinearCrossEntropyOptions()  # without them it is full logits
@@ -84,8 +88,10 @@ class CutCrossEntropy(CrossEntropy):
     """Apple's Cut Cross-Entropy; on a CPU its compiled variant, which holds the logits."""
 
     name, package, operations = "Cut Cross-Entropy", "cut_cross_entropy", WITHOUT_ENTROPY
+    requirement = "cut-cross-entropy==25.1.1"
 
     def load(self) -> Callable[..., Any]:
+        """See `Peer`."""
         if torch.cuda.is_available():
             function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
             return partial(function, impl="cce")
@@ -98,15 +104,19 @@ class LigerPolicyLoss(Peer):
     """Liger's fused linear GRPO loss."""
 
     name, package, operations = "Liger fused linear GRPO", "liger_kernel", WITHOUT_ENTROPY
+    requirement = "liger-kernel==0.8.5"
 
     def load(self) -> Callable[..., Any]:
+        """See `Peer`."""
         return importlib.import_module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Implementation`."""
         base = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo").LigerFusedLinearPPOBase
         return base.chunk_forward(hidden[None], weight, target[None])[0], None
 
     def policy_loss(self, problem: Problem, entropy_coef: float) -> Tensor:
+        """See `Implementation`."""
         hidden, weight, target, old, advantage, *_ = problem
         # It knows advantages per row only: a row for each token, all of them in one chunk.
         loss = self.function(
@@ -126,13 +136,16 @@ class LigerScaledCrossEntropy(Peer):
     """Liger's fused linear scaled cross-entropy: on Hopper its CuTe DSL kernels, else its own fallback."""
 
     name, package, needs_cuda, takes_ignored = "Liger FLSCE", "liger_kernel", True, True
+    requirement = "liger-kernel==0.8.5"
 
     def load(self) -> Callable[..., Any]:
+        """See `Peer`."""
         if torch.cuda.get_device_capability() == (9, 0):  # says what is missing, which it would say in the first call
             importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")
         return importlib.import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction.apply
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Implementation`."""
         loss, entropy = self.function(hidden, weight, target, 1.0, IGNORED, 1, True)
         return -loss, entropy
 
@@ -141,8 +154,10 @@ class VerlTorch(Peer):
     """verl's FusedLinearForPPO, in plain torch."""
 
     name, package = "verl FusedLinearForPPO", "verl"
+    requirement = "verl==0.9.1"
 
     def load(self) -> Callable[..., Any]:
+        """See `Peer`."""
         # The file takes Liger's function where it finds one, and fails where Liger is there without Triton.
         stub = types.ModuleType("liger_kernel.ops")
         stub.LigerFusedLinearScaledCrossEntropyFunction = None  # type: ignore[attr-defined]
@@ -151,6 +166,7 @@ class VerlTorch(Peer):
             return _module_at("verl_torch_functional", path).FusedLinearForPPO()
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Implementation`."""
         return self.function(hidden, weight, target)
 
 
@@ -158,8 +174,10 @@ class VerlTriton(Peer):
     """verl's Triton linear_cross_entropy, the call that other RL codebases copied."""
 
     name, package, needs_cuda = "verl Triton", "verl", True
+    requirement = "verl==0.9.1"
 
     def load(self) -> Callable[..., Any]:
+        """See `Peer`."""
         device = types.ModuleType("verl.utils.device")
         device.is_cuda_available = True  # type: ignore[attr-defined]
         device.get_device_name = lambda: "cuda"  # type: ignore[attr-defined]
@@ -173,6 +191,7 @@ class VerlTriton(Peer):
         return importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Implementation`."""
         return self.function(hidden, weight, target, 1.0, "none", None)
 
 
@@ -180,13 +199,16 @@ class TrlChunked(Peer):
     """TRL's chunked log-probs; as in its trainer, tokens that do not count are left out on GPUs alone."""
 
     name, package, takes_ignored = "TRL chunked log-prob", "trl", True
+    requirement = "trl==1.16.0"
     vocabulary_chunk = 32768
     """The value of its trainer."""
 
     def load(self) -> Callable[..., Any]:
+        """See `Peer`."""
         return importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction.apply
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Implementation`."""
         options = (1.0, self.vocabulary_chunk, None, 1.0, ("entropy",))
         if not hidden.is_cuda:
             return self.function(hidden, weight, None, target.clamp(min=0), *options)[:2]
@@ -199,8 +221,10 @@ class Quack(CrossEntropy):
     """Dao-AILab's quack: the sum or mean of cross-entropies."""
 
     name, package, needs_cuda, operations = "quack", "quack", True, (CROSS_ENTROPY,)
+    requirement = "quack-kernels==0.6.5"
 
     def load(self) -> Callable[..., Any]:
+        """See `Peer`."""
         return importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
 
 
