@@ -61,7 +61,7 @@ HEADS = {"cpu": Shape(512, 896, 32000), "cuda": Shape(8192, 1536, 151936)}
 LEAST_TOKENS = 64
 SECONDS = {"cpu": 90.0, "cuda": 40.0}
 """Until the last round; the memory of each row takes one call more."""
-PREPARING = 0.5
+PREPARING = 0.6
 """The part of them after which no further row is prepared."""
 OWN, OTHER = "#0b6e4f", "#b8b8b8"
 

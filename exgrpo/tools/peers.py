@@ -271,11 +271,11 @@ def _module_at(name: str, path: Path) -> types.ModuleType:
 
 PEERS: tuple[type[Peer], ...] = (
     TorchCrossEntropy,
-    CutCrossEntropy,
     LigerPolicyLoss,
     LigerScaledCrossEntropy,
     VerlTorch,
     VerlTriton,
     TrlChunked,
     Quack,
+    CutCrossEntropy,
 )

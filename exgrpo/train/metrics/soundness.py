@@ -99,7 +99,7 @@ def overflowed(updates: Sequence[UpdateStats]) -> str | None:
     Args:
         updates: the optimiser steps of a training step.
     """
-    scales = [f"{one.loss_scale:g}" for one in updates if not one.applied and math.isfinite(one.loss_scale)]
+    scales = [f"{one.loss_scale:.0f}" for one in updates if not one.applied and math.isfinite(one.loss_scale)]
     if not scales:
         return None
     steps = "an optimiser step was" if len(scales) == 1 else f"{len(scales)} optimiser steps were"
