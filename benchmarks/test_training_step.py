@@ -76,7 +76,7 @@ def results(turns: dict[str, list[Turn]]) -> Results:
             "children_bytes": None if "device_bytes" in of_row[0].facts else of_row[-1].peak.children,
             "tokens_per_second": statistics.median(1 / per_token(turn) for turn in of_row),
         }
-        if "mismatch" in of_row[0].facts:
+        if all("mismatch" in turn.facts for turn in of_row):
             facts["mismatch"] = statistics.mean(turn.facts["mismatch"] for turn in of_row)
         if "mfu" in of_row[0].facts:
             shares = of_row[0].facts["mfu"]

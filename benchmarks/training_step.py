@@ -43,7 +43,7 @@ def facts_of(result: StepResult | None, utilisation: Utilisation) -> Facts:
         "generated_tokens": int(result.batch.length[result.batch.fresh].sum()),
         "replayed": metrics["replayed"],
         "reward": metrics["reward"],
-        "mismatch": metrics["mismatch/mean"],
+        **({"mismatch": metrics["mismatch/mean"]} if "mismatch/mean" in metrics else {}),
     }
 
 
