@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 import exgrpo
 from exgrpo.extras import MissingExtraError, needs
 from exgrpo.kernels.dispatch import BACKENDS
-from exgrpo.kernels.timing import Call, interleave, paired_spread, peak_bytes
+from exgrpo.kernels.timing import Call, interleave, paired_spread, peak_bytes, seconds_of
 from exgrpo.kernels.workload import Shape
 from exgrpo.tools.estimate.parts import MODELS
 from exgrpo.tools.heads import (
@@ -39,10 +39,12 @@ from exgrpo.tools.heads import (
     FullLogits,
     Implementation,
     Ours,
+    default_backend,
     errors,
     exact,
     first_tokens,
     make_problem,
+    products,
 )
 from exgrpo.tools.peers import PEERS
 
@@ -54,10 +56,12 @@ ROWS: tuple[Implementation, ...] = (
     *(peer() for peer in PEERS),
     FullLogits(compiled=True),
 )
-"""What is compared; what takes longest to prepare comes last, and is left out first."""
+"""What is compared; what is compiled, and so takes longest to prepare, comes last."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEADS = {"cpu": Shape(512, 896, 32000), "cuda": Shape(8192, 1536, 151936)}
-"""Where no size is given. A larger head gets as many tokens as make the same number of logits times width."""
+"""Where no size is given."""
+FLOOR_SECONDS = {"cpu": 0.8, "cuda": 0.15}
+"""Where no number of tokens is given, there are as many as the bare products take at most so long for."""
 LEAST_TOKENS = 64
 SECONDS = {"cpu": 90.0, "cuda": 40.0}
 """Until the last round; the memory of each row takes one call more."""
@@ -260,10 +264,25 @@ def case_of(options: argparse.Namespace, device: torch.device) -> Case:
         raise ValueError("--dtype fp16: most CPUs multiply it by plain loops; take bf16 or fp32")
     usual = HEADS[device.type]
     width, vocabulary = head_of(options.model) if options.model else (options.hidden, options.vocabulary)
-    width, vocabulary = width or usual.width, vocabulary or usual.vocabulary
-    room = usual.tokens * usual.width * usual.vocabulary // (width * vocabulary) // LEAST_TOKENS * LEAST_TOKENS
-    tokens = options.tokens or max(LEAST_TOKENS, min(usual.tokens, room))
-    return Case(POLICY_LOSS, tokens, width, vocabulary, DTYPES[options.dtype])
+    case = Case(
+        POLICY_LOSS,
+        options.tokens or usual.tokens,
+        width or usual.width,
+        vocabulary or usual.vocabulary,
+        DTYPES[options.dtype],
+    )
+    return case if options.tokens else affordable(case, device, FLOOR_SECONDS[device.type])
+
+
+def affordable(case: Case, device: torch.device, seconds: float) -> Case:
+    """The case with fewer tokens, where its bare products would take longer; not below LEAST_TOKENS."""
+    tokens = min(case.tokens, 4 * LEAST_TOKENS)
+    hidden, weight = (torch.rand(rows, case.width, device=device) for rows in (tokens, case.vocabulary))
+    call = products(hidden.to(case.dtype), weight.to(case.dtype))
+    call()
+    of_token = min(seconds_of(call) for _ in range(3)) / tokens
+    most = max(1, int(seconds / of_token) // LEAST_TOKENS) * LEAST_TOKENS
+    return replace(case, tokens=min(case.tokens, most))
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -302,7 +321,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hidden", type=_count, help="width of the hidden states (896; on a GPU 1536)")
     parser.add_argument("--vocabulary", type=_count, help="words of the head (32000; on a GPU 151936)")
     parser.add_argument("--model", help="take both from a model: its folder or its name, as Qwen/Qwen2.5-1.5B")
-    parser.add_argument("--tokens", type=_count, help="rows of the head (512; on a GPU 8192; fewer for a larger head)")
+    parser.add_argument(
+        "--tokens", type=_count, help="rows of the head (512; on a GPU 8192; fewer where these take long)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and head (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder of the files (%(default)s)")
     return parser.parse_args(argv)
@@ -327,6 +348,8 @@ def main(argv: Sequence[str]) -> int:
         flush=True,
     )
     rows = [row for row in ROWS if case.operation in row.operations]
+    usual = f"{OURS} {default_backend()}"
+    rows.sort(key=lambda row: row.name.startswith(OURS) and row.name != usual)  # our other backends are left out first
     results = measure(case, rows, device, math.inf, end=time.perf_counter() + SECONDS[device.type])
     print(f"\n{table(results)}\n")
     content = {**here, "case": str(case), "rows": rows_of(results)}

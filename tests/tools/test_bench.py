@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_day.needs import GPU_PEERS
-from exgrpo.tools.bench import HEADS, case_of, main, measure, parse
+from exgrpo.tools.bench import affordable, case_of, main, measure, parse
 from exgrpo.tools.heads import POLICY_LOSS, Case, Floor, FullLogits
 from exgrpo.tools.peers import PEERS
 from tests.test_extras import HIDDEN, with_torch_alone
@@ -54,23 +54,28 @@ def test_rows_without_time_are_left_out_by_name():
 
 
 @pytest.mark.parametrize(
-    ("words", "width", "vocabulary", "tokens"),
+    ("words", "sizes"),
     [
-        ((), 896, 32000, 512),
-        (("--model", "Qwen/Qwen2.5-1.5B"), 1536, 151936, 64),  # 63 rows would make the usual number of products
-        (("--hidden", "64"), 64, 32000, 512),
-        (("--vocabulary", "64000", "--tokens", "7"), 896, 64000, 7),
+        ((), (896, 32000)),
+        (("--model", "Qwen/Qwen2.5-1.5B"), (1536, 151936)),
+        (("--hidden", "64"), (64, 32000)),
+        (("--vocabulary", "64000"), (896, 64000)),
     ],
 )
-def test_sizes_are_those_asked_for_with_as_many_tokens_as_have_time(words, width, vocabulary, tokens):
-    case = case_of(parse(words), CPU)
-    assert (case.width, case.vocabulary, case.tokens) == (width, vocabulary, tokens)
+def test_sizes_are_those_asked_for(words, sizes):
+    case = case_of(parse([*words, "--tokens", "7"]), CPU)
+    assert (case.tokens, case.width, case.vocabulary) == (7, *sizes)
+
+
+@pytest.mark.parametrize(("tokens", "seconds", "left"), [(512, 0, 64), (512, 3600, 512), (7, 3600, 7), (7, 0, 7)])
+def test_there_are_as_many_tokens_as_have_time(tokens, seconds, left):
+    assert affordable(Case(POLICY_LOSS, tokens, 4, 20, torch.float32), CPU, seconds).tokens == left
 
 
 def test_a_models_folder_needs_no_package(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 12, "vocab_size": 300}}))
-    case = case_of(parse(["--model", str(tmp_path)]), CPU)
-    assert (case.width, case.vocabulary, case.tokens) == (12, 300, HEADS["cpu"].tokens)
+    case = case_of(parse(["--model", str(tmp_path), "--tokens", "5"]), CPU)
+    assert (case.width, case.vocabulary) == (12, 300)
 
 
 @pytest.mark.parametrize(
