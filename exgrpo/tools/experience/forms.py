@@ -4,11 +4,12 @@
 the answers scores what has no log-probs and grades what has no reward.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from exgrpo.train.common.errors import DataError, shown
 from exgrpo.train.common.records import Mask, Rollout
@@ -20,8 +21,7 @@ Answer = dict[str, Any]
 Decode = Callable[[Any], str]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Reward = Annotated[float | None, AfterValidator(lambda value: None if value is None or np.isnan(value) else value)]
-"""pandas writes NaN where a reward function gave None."""
+Step = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _Strict(BaseModel):
@@ -83,6 +83,14 @@ def _gold(value: Any) -> str | None:
         return None
 
 
+def _number(value: float) -> float | None:
+    """A number; None: it is NaN."""
+    try:
+        return None if math.isnan(value) else float(value)
+    except OverflowError:
+        raise DataError(f"{shown(value)} is too large a number") from None
+
+
 class VerlDump(Form):
     """A line of `trainer.rollout_data_dir` or `validation_data_dir` of verl; special tokens are not in its texts."""
 
@@ -93,7 +101,7 @@ class VerlDump(Form):
     output: str
     gts: Any = None
     score: Number | None = None
-    step: int | None = None
+    step: Step | None = None
 
     def answers(self, decode: Decode) -> Iterator[Answer]:
         """See `Form`."""
@@ -108,24 +116,25 @@ class TrlCompletions(Form):
     title = "TRL completions"
     known_by = frozenset({"prompt", "completion", "step"})
 
-    step: int
+    step: Step
     prompt: str | list[Said]
     completion: str | list[Said]
-    advantage: Reward = None
+    advantage: float | None = None
     __pydantic_extra__: dict[str, Any]
 
     def answers(self, decode: Decode) -> Iterator[Answer]:
-        """See `Form`; a completion of several messages is not read."""
+        """See `Form`; a completion of several messages is not read. pandas writes NaN where a reward is None."""
         said = self.completion
         if not isinstance(said, str) and len(said) != 1:
             raise DataError(f"completion has {len(said)} messages, and answers of one are read")
         numbers = {
-            name: None if value is None or np.isnan(value) else float(value)
+            name: None if value is None else _number(value)
             for name, value in self.__pydantic_extra__.items()
             if value is None or (isinstance(value, int | float) and not name.startswith("__"))
         }
         response = said if isinstance(said, str) else said[0].text
-        row = {"question": asked(self.prompt), "response": response, "step": self.step, "advantage": self.advantage}
+        advantage = None if self.advantage is None else _number(self.advantage)
+        row = {"question": asked(self.prompt), "response": response, "step": self.step, "advantage": advantage}
         yield {**row, "rewards": numbers}
 
 
@@ -326,7 +335,7 @@ class _Trace(_Strict):
 
 
 class _Work(_Strict):
-    step: int
+    step: Step
 
 
 class _Run(_Strict):

@@ -43,7 +43,7 @@ class ExportOptions(BaseModel):
 
 
 class ImportOptions(BaseModel):
-    """Write answers of other projects as a data set that a run begins with, by --experience.start."""
+    """Write answers of other projects as a data set that a run begins with, as its experience.start."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exgrpo.tools.experience.convert import import_answers
+from exgrpo.tools.experience.forms import FORMS
 from exgrpo.tools.experience.program import main
 from exgrpo.train.common.errors import ConfigError, DataError
 from exgrpo.train.data.prompts import PROMPTS, PromptFormat
@@ -249,7 +250,7 @@ BAD = [
     (verl(0, 3, 1.0), "output: Input should be a valid string (got 3)"),
     (verl(0, "1", nan), "score: Input should be a finite number (got nan)"),
     ({"input": "1", "score": 1.0}, "output is missing"),
-    (verl(0, "1", 1.0, step=-1), "step must be a whole number from 0, got -1"),
+    (verl(0, "1", 1.0, step=-1), "step: Input should be greater than or equal to 0 (got -1)"),
 ]
 
 
@@ -330,6 +331,44 @@ def test_any_texts_and_numbers_of_a_dump_are_kept(tmp_path_factory, texts, rewar
     import_answers(str(write_lines(folder / "1.jsonl", *rows)), folder / "set")
     found = [(row.question, row.response, row.gold, row.reward, row.step) for row in rows_of(folder / "set")]
     assert found == [(row["input"], row["output"], row["gts"], row["score"], row["step"]) for row in rows]
+
+
+TEXTS = st.text(st.characters(codec="utf-8"))
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+SOUND = {
+    "verl": verl(0, "1", 1.0),
+    "trl": {"step": 1, "prompt": user("1"), "completion": user("1"), "reward": 1.0, "advantage": 0.5},
+    "prime_rl": prime_rl(0, "1", "2", "3"),
+    "oapl": of_verl(0, response="1", precomputed_reward=1.0),
+    "luffy": of_verl(0, target=user("1"), target_lst=["2"]),
+    "open_r1": {"problem": "1", "answer": "2", "generations": ["1"], "finish_reasons": ["stop"]},
+}
+
+
+def changed(draw, value):
+    """The value with anything at one place in it."""
+    if isinstance(value, dict) and value and draw(st.booleans() | st.just(True)):
+        key = draw(st.sampled_from(sorted(value)))
+        return {**value, key: changed(draw, value[key])}
+    if isinstance(value, list) and value and draw(st.booleans() | st.just(True)):
+        place = draw(st.integers(0, len(value) - 1))
+        return [*value[:place], changed(draw, value[place]), *value[place + 1 :]]
+    return draw(ANYTHING)
+
+
+@settings(max_examples=100, deadline=None)
+@given(form=st.sampled_from(sorted(FORMS)), data=st.data())
+def test_whatever_stands_in_a_row_is_read_or_named(tmp_path_factory, form, data):
+    folder = tmp_path_factory.mktemp("any")
+    path = write_lines(folder / "any.jsonl", changed(data.draw, SOUND[form]), SOUND[form])
+    tokenizer = MODEL if FORMS[form].tokens else None
+    told = import_answers(str(path), folder / "set", form=form, skip_bad=True, tokenizer=tokenizer)
+    assert told.answers >= 1
+    assert len(rows_of(folder / "set")) == told.answers
 
 
 def test_long_files_are_written_some_rows_at_a_time_and_the_card_tells_of_them(tmp_path):
