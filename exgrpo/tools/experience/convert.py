@@ -276,5 +276,5 @@ def decoder(form: type[Form], tokenizer: str | None) -> Decode:
 
     try:
         return AutoTokenizer.from_pretrained(located(tokenizer), trust_remote_code=False).decode
-    except (ModelError, OSError, ValueError) as error:
-        raise ModelError(f"--tokenizer {tokenizer}: {shown(error)}") from None
+    except Exception as error:  # tokenizers and their files have errors of their own
+        raise ModelError(f"--tokenizer {tokenizer}: {shown(error)}") from error

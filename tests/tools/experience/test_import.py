@@ -2,6 +2,7 @@
 
 import json
 from math import nan
+from typing import get_args
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from exgrpo.tools.experience.convert import import_answers
 from exgrpo.tools.experience.forms import FORMS
-from exgrpo.tools.experience.program import main
+from exgrpo.tools.experience.program import ImportOptions, main
 from exgrpo.train.common.errors import ConfigError, DataError
 from exgrpo.train.data.prompts import PROMPTS, PromptFormat
 from tests.tools.experience.runs import ids, pretrained, questions, rows_of, write_parquet
@@ -307,7 +308,18 @@ def test_files_of_no_form_and_of_several_are_told(tmp_path, row, message):
     assert not (tmp_path / "set").exists()
 
 
+def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path, capsys):
+    path = write_lines(tmp_path / "traces.jsonl", prime_rl(0, "1"))
+    assert main(["import", str(path), str(tmp_path / "set"), "--tokenizer", str(tmp_path / "none")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: --tokenizer {tmp_path}/none: ")
+    assert told.count("\n") == 1
+    assert not (tmp_path / "set").exists()
+
+
 def test_a_form_that_is_named_is_taken_and_files_without_answers_leave_no_folder(tmp_path):
+    (names, _) = get_args(ImportOptions.model_fields["form"].annotation)
+    assert get_args(names) == tuple(FORMS)
     both = {**verl(0, "1", 1.0), "problem": "1 + 1", "generations": []}
     path = str(write_lines(tmp_path / "some.json", both))
     assert import_answers(path, tmp_path / "set", form="verl").answers == 1
