@@ -16,6 +16,7 @@ from exgrpo.train.metrics.soundness import IdleSteps
 from exgrpo.train.metrics.step import answer_metrics, mismatch, time_metrics, update_metrics
 from exgrpo.train.metrics.utilisation import PhaseClock
 from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches
+from exgrpo.train.policy.correction import correct
 from exgrpo.train.policy.flops import Reading, Work, together
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import Reference
@@ -150,6 +151,7 @@ class Trainer:
         told = self.scorer.told(taught, scored)
         with clock("score"):
             scored = self._score_needed(batch, admitted, scored, trained, told)
+        correction = correct(batch, trained, self.config.rollout)
         if not (self.replay.settles or len(told)):
             taken_in = self.replay.take_in(batch, step, admitted)
         self._next = self._begin_next(step + 1)
@@ -177,6 +179,7 @@ class Trainer:
             **time_metrics(clock.seconds, work, batch),
             "staleness": float(planned.produced is not None),
             **mismatch(batch, scored),
+            **correction,
         }
         notes = (taken_in.note, self.idle.observe(len(batch.trained) > 0 and not updates, batch))
         return StepResult(metrics, batch, work, tuple(filter(None, notes)), tuple(one.applied for one in updates))
@@ -290,7 +293,7 @@ class Trainer:
         updates: list[UpdateStats] = []
         for minibatch in taught:
             asked = keep_scores and not updates
-            minibatch.refer_to(None if asked else batch, self.config.rollout.mismatch_cap)
+            minibatch.refer_to(None if asked else batch)
             update = self.policy.update(minibatch, clip=clip, term=term, keep_scores=asked)
             if update.scores:
                 batch.put(minibatch.rows, log_prob=update.scores.log_prob, entropy=update.scores.entropy)

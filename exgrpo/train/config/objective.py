@@ -1,8 +1,8 @@
-"""The options of the loss, and what follows from them for a reward."""
+"""The options of the loss and of its corrections, and what follows from them for a reward."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from exgrpo.train.common.functions import Functions
 from exgrpo.train.common.limits import LONGEST
@@ -11,6 +11,17 @@ from exgrpo.train.config.section import Section
 
 Band = Literal["all", "easy", "medium", "hard"]
 SURROGATES = Functions("exgrpo.train.policy.surrogate", "objective.surrogate")
+Bound = Annotated[float, Field(ge=0, le=1e6)]
+Bounds = tuple[Bound, Bound]
+CorrectionName = Literal["tis", "token_mask", "sequence_tis", "sequence_mask", "geometric_mask"]
+BOUNDS: dict[CorrectionName, Bounds] = {
+    "tis": (0.0, 2.0),
+    "token_mask": (0.5, 5.0),
+    "sequence_tis": (0.0, 2.0),
+    "sequence_mask": (0.0, 3.0),
+    "geometric_mask": (0.999, 1.001),
+}
+"""Of a correction's ratio, where none are given: those of verl's presets, and for sequence_mask those of TRL."""
 
 
 class ObjectiveConfig(Section):
@@ -87,6 +98,63 @@ class ObjectiveConfig(Section):
         "all",
         description="Learn only from groups with a success rate in [75,100) / (25,75] / (0,25] %; others are masked.",
     )
+
+
+class CorrectionConfig(Section):
+    """Who computes the log-probs of fresh answers, and what corrects them where that is the engine."""
+
+    behaviour: Literal["trainer", "engine"] = Field(
+        "trainer",
+        description="Whose log-probs are stored as the behaviour policy's; engine: with the correction below.",
+    )
+    correction: CorrectionName = Field(
+        "tis",
+        description="behaviour engine: what a fresh token weighs, by its ratio r = trainer / engine, or that of its "
+        "answer (sequence_: the product; geometric_: the mean). _tis: r, truncated at the bounds; _mask: r within the "
+        "bounds, else 0 (token_mask: IcePop); geometric_mask: 1 within the bounds, else 0.",
+    )
+    correction_bounds: Bounds | None = Field(
+        None,
+        description="Bounds of that ratio, low high; None: "
+        + ", ".join(f"{low:g} {high:g} for {name}" for name, (low, high) in BOUNDS.items())
+        + ".",
+    )
+    correction_veto: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="behaviour engine: nothing is learnt from a fresh answer with a token whose ratio is below this "
+        "(1e-4 elsewhere); None: no veto.",
+    )
+    opsm: float | None = Field(
+        None,
+        ge=0,
+        le=1000,
+        description="behaviour engine: nothing is learnt from a fresh answer of negative advantage whose tokens the "
+        "trainer finds less likely than the engine by more than so many nats on average (off-policy sequence masking "
+        "of DeepSeek-V3.2); None: no mask.",
+    )
+
+    @model_validator(mode="after")
+    def _correctable(self) -> Self:
+        low, high = self.bounds
+        if low > high or high == 0:
+            raise ValueError(f"correction_bounds are low and high, the latter above 0, and not {low:g} and {high:g}")
+        given = [name for name in CorrectionConfig.model_fields if getattr(self, name) != DEFAULTS[name]]
+        if given and self.behaviour == "trainer":
+            raise ValueError(
+                f"{', '.join(given)}: without the engine's log-probs there is nothing to correct: set behaviour to "
+                "engine, or leave it out"
+            )
+        return self
+
+    @property
+    def bounds(self) -> Bounds:
+        """Of the correction's ratio."""
+        return self.correction_bounds or BOUNDS[self.correction]
+
+
+DEFAULTS = {name: field.default for name, field in CorrectionConfig.model_fields.items()}
 
 
 def overlong_penalty(length: int, longest: int, options: ObjectiveConfig) -> float:

@@ -1,13 +1,12 @@
 """From a graded batch to mini-batches of rows with advantages, and the tensors of micro-batches."""
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from exgrpo.kernels import group_advantage
-from exgrpo.train.common.step_batch import ENGINE, Floats, Ints, StepBatch
+from exgrpo.train.common.step_batch import Ints, StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy.segments import Segments
 from exgrpo.train.replay.contract import PRESENT
@@ -38,12 +37,19 @@ class MiniBatch:
         """Whether any row says what to learn; one that is not a number counts, so that it is noticed."""
         return bool((self.batch.advantage != 0).any())
 
-    def refer_to(self, batch: StepBatch | None, mismatch_cap: float) -> None:
-        """Weigh the fresh rows by the `log_prob` of the step's batch; None: this update itself computes them."""
+    def refer_to(self, batch: StepBatch | None) -> None:
+        """Ratios of fresh rows refer to the `log_prob` of the step's batch, and have its factors.
+
+        None: to the policy before this update, which itself computes them.
+        """
         fresh = np.flatnonzero(self.batch.fresh)
-        if batch is not None and len(fresh):
-            self.batch.put(fresh, log_prob=batch.log_prob[batch.places(self.rows[fresh])])
-        weigh_fresh(self.batch, mismatch_cap)
+        if batch is None:
+            self.batch.put(fresh, ratio_log_prob=np.full(self.batch.length[fresh].sum(), PRESENT))
+        elif len(fresh):
+            places = batch.places(self.rows[fresh])
+            self.batch.put(fresh, ratio_log_prob=batch.log_prob[places])
+            if batch.has("factor"):
+                self.batch.put(fresh, factor=batch.factor[places])
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,40 +115,6 @@ def advantages(batch: StepBatch, *, scale_by_std: bool = False, leave_one_out: b
         of_counted *= rows_of / (rows_of - 1).clamp(min=1)
     advantage[counted] = of_counted.numpy()
     batch.fill(advantage=advantage)
-
-
-def weigh_fresh(batch: StepBatch, mismatch_cap: float = math.inf) -> None:
-    """Put the log-probs that the ratios of fresh rows refer to, and their factors if there are any.
-
-    These log-probs are those of the policy before the update, or `PRESENT` where only the update will know them: the
-    batch has no `log_prob` then. Where `old_log_prob` is the engine's, the step from the engine that sampled to the
-    trainer is weighed by truncated importance sampling: min(pi_trainer / pi_engine, mismatch_cap).
-
-    Args:
-        batch: its rows.
-        mismatch_cap: see above.
-    """
-    fresh = np.flatnonzero(batch.fresh)
-    if not batch.has("log_prob"):
-        batch.put(fresh, ratio_log_prob=np.full(batch.length[fresh].sum(), PRESENT))
-        return
-    of_engine = fresh[batch.behaviour[fresh] == ENGINE]
-    batch.put(fresh, ratio_log_prob=batch.log_prob[batch.places(fresh)])
-    if len(of_engine):
-        places = batch.places(of_engine)
-        factor = truncated_weight(batch.log_prob[places], batch.old_log_prob[places], mismatch_cap)
-        batch.put(of_engine, factor=factor)
-
-
-def truncated_weight(trainer: Floats, engine: Floats, cap: float) -> Floats:
-    """min(pi / mu, cap) from the log-probs of each token: truncated importance sampling.
-
-    Args:
-        trainer: [R] fp32 log-probs pi of the trainer.
-        engine: [R] fp32 log-probs mu of the engine that sampled the tokens.
-        cap: largest weight; it bounds the variance at the price of a bias.
-    """
-    return np.exp(np.minimum(trainer - engine, np.log(cap)), dtype=np.float32)
 
 
 def build_minibatches(
