@@ -9,7 +9,7 @@ import numpy as np
 from exgrpo.train.common.records import Mask, Score
 from exgrpo.train.common.seeds import derive_seed, generator
 from exgrpo.train.common.step_batch import BEHAVIOURS, Ints, StepBatch
-from exgrpo.train.config.objective import overlong_penalty
+from exgrpo.train.config.objective import SURROGATES, overlong_penalty
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.metrics.soundness import IdleSteps
@@ -109,9 +109,11 @@ class Trainer:
             success=config.reward.success,
             success_option="reward.success",
             scale_by_std=config.objective.scale_by_std,
-            leave_one_out=config.objective.baseline == "leave_one_out",
+            baseline=config.objective.baseline,
+            beta1=config.objective.beta1,
             mixture=Mixture(questions.sizes, weights) if weights else None,
         )
+        self.surrogate = SURROGATES.find(config.objective.surrogate)
         self.weigher = Weigher.of_run(config, lambda rows: self._score(rows, self.sampling.temperature).log_prob)
         self.scorer = FreshScorer(config, policy, settles=self.replay.settles)
         self.batch_rng = generator(config.seed, "mini-batches")
@@ -146,7 +148,7 @@ class Trainer:
         with clock("score"):
             compared = self.reference.fill(batch) if self.reference else NONE
         minibatches = self._minibatches(batch)
-        taught = [one for one in minibatches if one.has_advantage]
+        taught = [one for one in minibatches if one.teaches]
         trained = np.concatenate([NONE, *(one.rows for one in taught)])
         told = self.scorer.told(taught, scored)
         with clock("score"):
@@ -220,7 +222,7 @@ class Trainer:
         A step on one band of difficulty is the part of a whole step that this band contributes, not a smaller batch.
         """
         setting, objective = self.replay.setting, self.config.objective
-        advantages(batch, scale_by_std=setting.scale_by_std, leave_one_out=setting.leave_one_out)
+        advantages(batch, scale_by_std=setting.scale_by_std, baseline=setting.baseline, beta1=setting.beta1)
         self.weigher(batch)
         in_band = self.replay.in_band(batch, objective.train_on)[batch.group]
         batch.fill(learnt=in_band & (batch.finished | (not objective.overlong_filter)))
@@ -275,10 +277,11 @@ class Trainer:
     def _minibatches(self, batch: StepBatch) -> list[MiniBatch]:
         """Those of all passes."""
         objective, optimizer, max_tokens = self.config.objective, self.config.optimizer, self.config.rollout.max_tokens
+        count, all_rows = optimizer.minibatches, getattr(self.surrogate, "all_rows", False)
         return [
             minibatch
             for _ in range(optimizer.passes)
-            for minibatch in build_minibatches(batch, optimizer.minibatches, self.batch_rng, objective, max_tokens)
+            for minibatch in build_minibatches(batch, count, self.batch_rng, objective, max_tokens, all_rows=all_rows)
         ]
 
     def _update(self, batch: StepBatch, taught: Sequence[MiniBatch], *, keep_scores: bool) -> list[UpdateStats]:
@@ -294,6 +297,9 @@ class Trainer:
         for minibatch in taught:
             asked = keep_scores and not updates
             minibatch.refer_to(None if asked else batch)
+            if getattr(self.surrogate, "coupled", False) and (updates or minibatch.batch.replayed.any()):
+                score = self.policy.score(minibatch.batch, self.sampling.temperature)
+                minibatch.couple(score.log_prob, self.config.objective.beta2)
             update = self.policy.update(minibatch, clip=clip, term=term, keep_scores=asked)
             if update.scores:
                 batch.put(minibatch.rows, log_prob=update.scores.log_prob, entropy=update.scores.entropy)

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from exgrpo.train.common.functions import Functions
 from exgrpo.train.common.limits import LONGEST
-from exgrpo.train.config.replay import KINDS
+from exgrpo.train.config.replay import KINDS, Baseline
 from exgrpo.train.config.section import Section
 
 Band = Literal["all", "easy", "medium", "hard"]
@@ -57,10 +57,22 @@ class ObjectiveConfig(Section):
     coefficient: float = Field(
         0.1, ge=0, le=1e6, description="likelihood, jensen_shannon: what stands in the place of an advantage."
     )
-    baseline: Literal["mean", "leave_one_out"] = Field(
+    baseline: Baseline = Field(
         "mean",
-        description="An answer's reward is compared with the mean of its group, or of the others in it (RLOO).",
+        description="An answer's reward is compared with the mean of its group, or of the others in it (RLOO); "
+        "log_mean_exp: with beta1 log mean exp(reward / beta1) over its group, the value of regressions.",
     )
+    beta1: float = Field(
+        1.0, gt=0, le=1e6, description="log_mean_exp: near 0 the best reward of the group, at 1e6 the mean."
+    )
+    beta2: float = Field(
+        1e-3,
+        gt=0,
+        le=1e6,
+        description="oapl, kimi, coupled: so many times its log-ratio is an answer's reward; an answer rests where its "
+        "log-ratio is advantage / beta2. prime_rl: weight of the squared log-ratios.",
+    )
+    shift: float = Field(-0.1, ge=-1e6, le=1e6, description="asymre: what is added to the baseline.")
     scale_by_std: bool = Field(False, description="Divide advantages by the group's standard deviation.")
     overlong_tokens: int = Field(
         0,
@@ -73,9 +85,10 @@ class ObjectiveConfig(Section):
     overlong_filter: bool = Field(
         False, description="Learn nothing from answers that were cut (DAPO); their rewards count in their groups."
     )
-    normalize: Literal["constant", "token", "sequence"] = Field(
+    normalize: Literal["constant", "token", "sequence", "answer"] = Field(
         "constant",
-        description="constant: sequences * max_tokens (Dr.GRPO); token: all tokens; sequence: mean of means.",
+        description="constant: sequences * max_tokens (Dr.GRPO); token: all tokens; sequence: mean of means; answer: "
+        "mean over the answers of the sums of their tokens.",
     )
     entropy_coef: float = Field(
         0.001, ge=0, le=100, description="Weight of the mean token entropy bonus; at 100 nothing else counts."
@@ -98,6 +111,15 @@ class ObjectiveConfig(Section):
         "all",
         description="Learn only from groups with a success rate in [75,100) / (25,75] / (0,25] %; others are masked.",
     )
+
+    @model_validator(mode="after")
+    def _in_units_of_rewards(self) -> Self:
+        if self.baseline == "log_mean_exp" and self.scale_by_std:
+            raise ValueError(
+                "baseline log_mean_exp and scale_by_std exclude each other: beta1 and beta2 hold for rewards as they "
+                "are: leave one out"
+            )
+        return self
 
 
 class CorrectionConfig(Section):

@@ -57,14 +57,8 @@ class Corrected(NamedTuple):
     outside: Mask
 
 
-def _sums(batch: StepBatch, values: Floats | Mask) -> Doubles:
-    """[N] sums of [T] values over the tokens of each answer that the policy wrote."""
-    total = np.bincount(batch.by_token(np.arange(len(batch))), values * batch.own, len(batch))
-    return total.astype(np.float64, copy=False)
-
-
 def _means(batch: StepBatch, values: Floats) -> Doubles:
-    return _sums(batch, values) / np.maximum(batch.written, 1)
+    return batch.sums(values) / np.maximum(batch.written, 1)
 
 
 def _of_token(batch: StepBatch, log_ratio: Floats) -> Floats:
@@ -72,7 +66,7 @@ def _of_token(batch: StepBatch, log_ratio: Floats) -> Floats:
 
 
 def _of_answer(batch: StepBatch, log_ratio: Floats) -> Doubles:
-    return batch.by_token(_sums(batch, log_ratio))
+    return batch.by_token(batch.sums(log_ratio))
 
 
 def _mean_of_answer(batch: StepBatch, log_ratio: Floats) -> Doubles:
@@ -115,7 +109,7 @@ def _dropped(batch: StepBatch, log_ratio: Floats, options: CorrectionConfig) -> 
     """[N] whether the veto or OPSM drops an answer."""
     dropped = np.zeros(len(batch), bool)
     if options.correction_veto:
-        dropped |= _sums(batch, log_ratio < np.log(options.correction_veto)) > 0
+        dropped |= batch.sums(log_ratio < np.log(options.correction_veto)) > 0
     if options.opsm is not None:
         dropped |= (batch.advantage < 0) & (-_means(batch, log_ratio) > options.opsm)
     return dropped
@@ -142,7 +136,7 @@ def correct(batch: StepBatch, rows: Ints, options: CorrectionConfig) -> dict[str
     factor = result.factor[part.own].astype(np.float64)
     numbers = {
         "outside_tokens": result.outside[part.own].mean(),
-        "outside_answers": (_sums(part, result.outside) == part.written).mean(),
+        "outside_answers": (part.sums(result.outside) == part.written).mean(),
         "ratio": np.exp(np.minimum(result.log_ratio[part.own], MOST), dtype=np.float64).mean(),
         "ess": factor.sum() ** 2 / (len(factor) * max((factor**2).sum(), np.finfo(np.float64).tiny)),
     }

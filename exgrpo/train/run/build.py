@@ -30,6 +30,7 @@ from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import make_reference
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.tokenizer import Pretrained, load_pretrained
+from exgrpo.train.replay import rules
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.answers import Answerer
 from exgrpo.train.rollout.engine import EngineSettings, RolloutEngine, training_settings
@@ -135,7 +136,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         ExgrpoError: something about the input or the machine is wrong; the message names it.
     """
     _check_kernels(config.policy.kernel_backend, world)
-    SURROGATES.find(config.objective.surrogate)  # one of a user's own may import torch, so not earlier
+    _check_surrogate(config)  # one of a user's own may import torch, so not earlier
     pretrained = inputs.pretrained
     conversations = conversations_of(config.environment, pretrained)
     choice = choose_engine(training_settings(config, pretrained), world)
@@ -189,6 +190,15 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         checkpoints=checkpoints,
         utilisation=utilisation,
     )
+
+
+def _check_surrogate(config: Config) -> None:
+    surrogate, compose = SURROGATES.find(config.objective.surrogate), rules.find("compose", config.experience.compose)
+    if getattr(surrogate, "coupled", False) and config.experience.ratio and getattr(compose, "alone", False):
+        raise ConfigError(
+            f"objective.surrogate {config.objective.surrogate} compares the answers of a group, and experience.compose "
+            f"{config.experience.compose} makes groups of single answers: take oapl or kimi, or another composition"
+        )
 
 
 def _check_kernels(backend: str, world: World) -> None:

@@ -387,9 +387,14 @@ def _origin(one: Trajectory, trace: Trace, count: float, setting: Setting) -> Or
     advantage = trace.advantage
     if advantage is None:
         rate = count / setting.samples
+        if setting.baseline == "log_mean_exp":
+            successes, failures = np.log(rate) + setting.success / setting.beta1, np.log1p(-rate)
+            return Origin(
+                one.reward - setting.beta1 * np.logaddexp(successes, failures), trace.successes, trace.answers, 0
+            )
         advantage = one.reward - rate * setting.success
         if setting.scale_by_std:
             advantage /= math.sqrt(rate * (1 - rate))
-        if setting.leave_one_out:
+        if setting.baseline == "leave_one_out":
             advantage *= setting.samples / (setting.samples - 1)
     return Origin(advantage, trace.successes, trace.answers, 0)

@@ -71,7 +71,7 @@ def test_normalizer_counts_the_whole_minibatch(normalize, normalizer):
 def test_with_an_entropy_bonus_every_row_stays():
     minibatch = whole(with_advantages([row(3, 1.0), row(5, 1.0)]), ObjectiveConfig(entropy_coef=0.1))
     assert len(minibatch.rows) == 2
-    assert not minibatch.has_advantage
+    assert not minibatch.teaches
 
 
 @given(st.integers(1, 9), st.integers(1, 12))
