@@ -297,9 +297,11 @@ class Trainer:
         for minibatch in taught:
             asked = keep_scores and not updates
             minibatch.refer_to(None if asked else batch)
-            if getattr(self.surrogate, "coupled", False) and (updates or minibatch.batch.replayed.any()):
-                score = self.policy.score(minibatch.batch, self.sampling.temperature)
-                minibatch.couple(score.log_prob, self.config.objective.beta2)
+            if getattr(self.surrogate, "coupled", False):
+                rows = minibatch.batch
+                moved = updates or rows.replayed.any()
+                now = self.policy.score(rows, self.sampling.temperature).log_prob if moved else rows.ratio_log_prob
+                minibatch.couple(now, self.config.objective.beta2)
             update = self.policy.update(minibatch, clip=clip, term=term, keep_scores=asked)
             if update.scores:
                 batch.put(minibatch.rows, log_prob=update.scores.log_prob, entropy=update.scores.entropy)

@@ -44,17 +44,18 @@ class MiniBatch:
         return bool(((self.batch.advantage != 0) | self.all_rows).any())
 
     def couple(self, log_prob: Floats, beta2: float) -> None:
-        """Add to each advantage beta2 times the mean log-ratio of the answers of its group.
+        """Take from each advantage the mean of A - beta2 S over its group, with S the log-ratio of an answer.
 
-        With S the log-ratio of an answer, A - beta2 S is then (A - mean A) - beta2 (S - mean S), if A has the mean 0.
+        A regression of S on these advantages compares the answers of a group, whatever the baseline is.
 
         Args:
             log_prob: [T] of the policy before this update.
             beta2: see above.
         """
-        batch = self.batch
-        moved = np.where(batch.ratio_log_prob == PRESENT, 0, log_prob - batch.ratio_log_prob)
-        batch.fill(advantage=batch.advantage + beta2 * batch.mean(batch.sums(moved))[batch.group])
+        batch, reference = self.batch, self.batch.ratio_log_prob
+        moved = np.subtract(log_prob, reference, out=np.zeros_like(log_prob), where=reference != PRESENT)
+        rest = batch.mean(batch.advantage - beta2 * batch.sums(moved))
+        batch.fill(advantage=batch.advantage - rest[batch.group])
 
     def refer_to(self, batch: StepBatch | None) -> None:
         """Ratios of fresh rows refer to the `log_prob` of the step's batch, and have its factors.

@@ -7,8 +7,9 @@ such as replayed ones, come with an advantage that is multiplied so.
 One that is not homogeneous says `needs(all_rows=True)`. Answers without an advantage come to it, too, and what tokens
 weigh stands apart, in `weight`, by which it multiplies its values.
 
-One that says `needs(coupled=True)` looks at the log-ratios of whole groups: the trainer adds `beta2` times their mean
-to the advantages before each optimiser step, which takes a pass through the model where they are not 0.
+One that says `needs(coupled=True)` compares the answers of a group: before each optimiser step, the trainer takes the
+group's mean of A - beta2 S from the advantages A, with S the log-ratio of an answer. That needs a pass through the
+model where not every S is 0.
 
 A function that says `needs(fused=True)` is the objective of `exgrpo.kernels.linear_policy_loss`, which then computes it
 with its gradient at once. One that says `needs(bounds_weights=True)` gives clipped tokens a gradient, too.

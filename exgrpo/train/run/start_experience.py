@@ -387,12 +387,10 @@ def _origin(one: Trajectory, trace: Trace, count: float, setting: Setting) -> Or
     advantage = trace.advantage
     if advantage is None:
         rate = count / setting.samples
+        value = rate * setting.success
         if setting.baseline == "log_mean_exp":
-            successes, failures = np.log(rate) + setting.success / setting.beta1, np.log1p(-rate)
-            return Origin(
-                one.reward - setting.beta1 * np.logaddexp(successes, failures), trace.successes, trace.answers, 0
-            )
-        advantage = one.reward - rate * setting.success
+            value = setting.beta1 * np.logaddexp(np.log(rate) + setting.success / setting.beta1, np.log1p(-rate))
+        advantage = one.reward - value
         if setting.scale_by_std:
             advantage /= math.sqrt(rate * (1 - rate))
         if setting.baseline == "leave_one_out":

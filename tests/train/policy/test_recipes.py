@@ -136,6 +136,7 @@ def test_coupled_answers_have_the_mean_log_ratio_of_their_groups_in_their_advant
         now = fake_score(rows.token, version + number).log_prob
         reference = np.where(np.isposinf(rows.ratio_log_prob), now, rows.ratio_log_prob)
         moved = np.add.reduceat((now - reference).astype(np.float64), rows.start[:-1])
-        expected = plain[minibatch.rows] + 0.5 * rows.mean(moved)[rows.group]
+        rest = plain[minibatch.rows] - 0.5 * moved
+        expected = plain[minibatch.rows] - rows.mean(rest)[rows.group]
         np.testing.assert_allclose(rows.advantage, expected, atol=1e-5)
         assert np.abs(moved).max() > 0.01

@@ -196,13 +196,13 @@ def test_the_value_of_regressions_is_between_the_mean_and_the_best_reward(reward
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12 * max(1, beta1))
 
 
-@pytest.mark.parametrize("beta2", [0.05, 1.0])
-def test_coupled_answers_have_the_gradient_of_their_groups_variance(beta2):
+@pytest.mark.parametrize(("beta2", "baseline"), [(0.05, "mean"), (1.0, "log_mean_exp")])
+def test_coupled_answers_have_the_gradient_of_their_groups_variance(beta2, baseline):
     """Of u = reward / beta2 - S over each whole group; the trainer has taken the means from log-probs before."""
     rng = np.random.default_rng(0)
     groups = [[Row(float(rng.integers(2)), range(n), rng.normal(-2, 1, n)) for n in (3, 1, 4)] for _ in range(2)]
     batch = make_batch(list(enumerate(groups)), learnt=np.ones(6, bool))
-    advantages(batch)
+    advantages(batch, baseline=baseline)
     objective = ObjectiveConfig(surrogate="coupled", normalize="answer", entropy_coef=0, beta2=beta2)
     (minibatch,) = build_minibatches(batch, 1, rng, objective, 9, all_rows=True)
     moved = rng.normal(0, 0.5, len(batch.token)).astype(np.float32)
