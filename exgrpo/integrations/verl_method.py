@@ -50,6 +50,7 @@ ELSEWHERE = {
     "experience.folder": "stored answers are in memory here: leave it out",
     "objective.kl_coef": "set actor_rollout_ref.actor.use_kl_loss and kl_loss_coef of verl",
     "objective.kl": "set actor_rollout_ref.actor.kl_loss_type of verl",
+    "objective.anchor": "verl's surrogates have ratios, and no regression: leave it out",
     "objective.kl_corrected": "verl's estimate of the divergence is not corrected: leave it out",
     "rollout.refills": "with replay no further questions are asked: leave it out",
 }

@@ -114,6 +114,7 @@ class Trainer:
             mixture=Mixture(questions.sizes, weights) if weights else None,
         )
         self.surrogate = SURROGATES.find(config.objective.surrogate)
+        self.anchored = config.objective.anchor == "start"
         self.weigher = Weigher.of_run(config, lambda rows: self._score(rows, self.sampling.temperature).log_prob)
         self.scorer = FreshScorer(config, policy, settles=self.replay.settles)
         self.batch_rng = generator(config.seed, "mini-batches")
@@ -146,7 +147,8 @@ class Trainer:
             batch = self._settle(batch, step)
             self._weigh(batch)
         with clock("score"):
-            compared = self.reference.fill(batch) if self.reference else NONE
+            both = self.anchored and self.weigher.term == "clipped"
+            compared = self.reference.fill(batch, replayed=both) if self.reference else NONE
         minibatches = self._minibatches(batch)
         taught = [one for one in minibatches if one.teaches]
         trained = np.concatenate([NONE, *(one.rows for one in taught)])
@@ -296,10 +298,10 @@ class Trainer:
         updates: list[UpdateStats] = []
         for minibatch in taught:
             asked = keep_scores and not updates
-            minibatch.refer_to(None if asked else batch)
+            minibatch.refer_to(None if asked else batch, anchored=self.anchored)
             if getattr(self.surrogate, "coupled", False):
                 rows = minibatch.batch
-                moved = updates or rows.replayed.any()
+                moved = updates or self.anchored or rows.replayed.any()
                 now = self.policy.score(rows, self.sampling.temperature).log_prob if moved else rows.ratio_log_prob
                 minibatch.couple(now, self.config.objective.beta2)
             update = self.policy.update(minibatch, clip=clip, term=term, keep_scores=asked)

@@ -72,6 +72,11 @@ class ObjectiveConfig(Section):
         description="oapl, kimi, coupled: so many times its log-ratio is an answer's reward; an answer rests where its "
         "log-ratio is advantage / beta2. prime_rl: weight of the squared log-ratios.",
     )
+    anchor: Literal["writer", "start"] = Field(
+        "writer",
+        description="oapl, kimi, coupled: what log-ratios refer to: the policy that wrote the answer (of fresh ones, "
+        "that before the step's update), or the model that the run starts from, which is then kept as a reference.",
+    )
     shift: float = Field(-0.1, ge=-1e6, le=1e6, description="asymre: what is added to the baseline.")
     scale_by_std: bool = Field(False, description="Divide advantages by the group's standard deviation.")
     overlong_tokens: int = Field(
@@ -111,6 +116,11 @@ class ObjectiveConfig(Section):
         "all",
         description="Learn only from groups with a success rate in [75,100) / (25,75] / (0,25] %; others are masked.",
     )
+
+    @property
+    def compared(self) -> bool:
+        """Whether answers are compared with the model that the run starts from."""
+        return self.kl_coef > 0 or self.anchor == "start"
 
     @model_validator(mode="after")
     def _in_units_of_rewards(self) -> Self:

@@ -57,10 +57,13 @@ class MiniBatch:
         rest = batch.mean(batch.advantage - beta2 * batch.sums(moved))
         batch.fill(advantage=batch.advantage - rest[batch.group])
 
-    def refer_to(self, batch: StepBatch | None) -> None:
-        """Ratios of fresh rows refer to the `log_prob` of the step's batch, and have its factors.
+    def refer_to(self, batch: StepBatch | None, *, anchored: bool = False) -> None:
+        """Say what ratios of fresh rows refer to, and take over their factors.
 
-        None: to the policy before this update, which itself computes them.
+        Args:
+            batch: the step, whose `log_prob` they refer to; None: the policy before this update, which itself computes
+                them.
+            anchored: ratios refer to the reference instead, of all rows that are compared with it.
         """
         fresh = np.flatnonzero(self.batch.fresh)
         if batch is None:
@@ -70,6 +73,9 @@ class MiniBatch:
             self.batch.put(fresh, ratio_log_prob=batch.log_prob[places])
             if batch.has("factor"):
                 self.batch.put(fresh, factor=batch.factor[places])
+        if anchored:
+            reference = self.batch.reference_log_prob
+            self.batch.fill(ratio_log_prob=np.where(np.isnan(reference), self.batch.ratio_log_prob, reference))
 
 
 @dataclass(frozen=True, eq=False)

@@ -140,3 +140,22 @@ def test_coupled_answers_have_the_mean_log_ratio_of_their_groups_in_their_advant
         expected = plain[minibatch.rows] - rows.mean(rest)[rows.group]
         np.testing.assert_allclose(rows.advantage, expected, atol=1e-5)
         assert np.abs(moved).max() > 0.01
+
+
+def test_an_anchored_regression_refers_to_the_start_of_the_run():
+    """Fresh and stored answers; before each optimiser step, coupled ones are compared by what they have become."""
+    objective = {"surrogate": "coupled", "anchor": "start", "weigh": "clipped", "beta2": 0.5, "entropy_coef": 0.0}
+    trainer = make(half(20), objective=objective)
+    trainer.reference = Reference(lambda batch: fake_score(batch.token, 99))
+    trainer.step(1)
+    trainer.policy.updates.clear()
+    version = trainer.policy.version
+    batch = trainer.step(2).batch
+    plain = batch.reward - batch.mean(batch.reward)[batch.group]
+    assert sum(row.replayed for row in updated(trainer)) == 3
+    for number, (minibatch, _) in enumerate(trainer.policy.updates):
+        rows = minibatch.batch
+        reference, now = (fake_score(rows.token, which).log_prob for which in (99, version + number))
+        np.testing.assert_array_equal(rows.ratio_log_prob, reference)
+        rest = plain[minibatch.rows] - 0.5 * np.add.reduceat((now - reference).astype(np.float64), rows.start[:-1])
+        np.testing.assert_allclose(rows.advantage, plain[minibatch.rows] - rows.mean(rest)[rows.group], atol=1e-5)
