@@ -196,8 +196,8 @@ def _check_surrogate(config: Config) -> None:
     surrogate, compose = SURROGATES.find(config.objective.surrogate), rules.find("compose", config.experience.compose)
     if config.objective.anchor == "start" and not getattr(surrogate, "all_rows", False):
         raise ConfigError(
-            f"objective.anchor start is for regressions, and objective.surrogate {config.objective.surrogate} has ratios: "
-            "take oapl, kimi or coupled, or leave it out; kl_coef adds a divergence to the start"
+            f"objective.anchor start is for regressions, and objective.surrogate is {config.objective.surrogate}: take "
+            "oapl, kimi or coupled, or leave it out; kl_coef adds a divergence to the start"
         )
     if getattr(surrogate, "coupled", False) and config.experience.ratio and getattr(compose, "alone", False):
         raise ConfigError(
