@@ -15,7 +15,6 @@ from exgrpo.train.common.distributed import World, agree, on_main
 from exgrpo.train.common.durable import claim
 from exgrpo.train.common.errors import ConfigError, ModelError, is_first_rank, os_errors_as
 from exgrpo.train.config.held_out import held_out_sets
-from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import changed, to_yaml
 from exgrpo.train.config.sources import settings_of
@@ -30,7 +29,6 @@ from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import make_reference
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.tokenizer import Pretrained, load_pretrained
-from exgrpo.train.replay import rules
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.answers import Answerer
 from exgrpo.train.rollout.engine import EngineSettings, RolloutEngine, training_settings
@@ -38,7 +36,7 @@ from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
 from exgrpo.train.rollout.transformers.shared import SharedEngine, shares_policy
 from exgrpo.train.rollout.turns.conversations import conversations_of
 from exgrpo.train.run.plan import plan_run
-from exgrpo.train.run.startup_checks import Early
+from exgrpo.train.run.startup_checks import Early, check_surrogate
 from exgrpo.train.run.validation import check_best
 from exgrpo.train.trainer import Trainer
 
@@ -136,7 +134,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         ExgrpoError: something about the input or the machine is wrong; the message names it.
     """
     _check_kernels(config.policy.kernel_backend, world)
-    _check_surrogate(config)  # one of a user's own may import torch, so not earlier
+    check_surrogate(config)  # one of a user's own may import torch, so not earlier
     pretrained = inputs.pretrained
     conversations = conversations_of(config.environment, pretrained)
     choice = choose_engine(training_settings(config, pretrained), world)
@@ -190,20 +188,6 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         checkpoints=checkpoints,
         utilisation=utilisation,
     )
-
-
-def _check_surrogate(config: Config) -> None:
-    surrogate, compose = SURROGATES.find(config.objective.surrogate), rules.find("compose", config.experience.compose)
-    if config.objective.anchor == "start" and not getattr(surrogate, "all_rows", False):
-        raise ConfigError(
-            f"objective.anchor start is for regressions, and objective.surrogate is {config.objective.surrogate}: take "
-            "oapl, kimi or coupled, or leave it out; kl_coef adds a divergence to the start"
-        )
-    if getattr(surrogate, "coupled", False) and config.experience.ratio and getattr(compose, "alone", False):
-        raise ConfigError(
-            f"objective.surrogate {config.objective.surrogate} compares the answers of a group, and experience.compose "
-            f"{config.experience.compose} makes groups of single answers: take oapl or kimi, or another composition"
-        )
 
 
 def _check_kernels(backend: str, world: World) -> None:
