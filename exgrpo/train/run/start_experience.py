@@ -391,9 +391,12 @@ def _origin(one: Trajectory, trace: Trace, count: float, setting: Setting) -> Or
     advantage = trace.advantage
     if advantage is None:
         rate = count / setting.samples
-        advantage = one.reward - rate * setting.success
+        value = rate * setting.success
+        if setting.baseline == "log_mean_exp":
+            value = setting.beta1 * np.logaddexp(np.log(rate) + setting.success / setting.beta1, np.log1p(-rate))
+        advantage = one.reward - value
         if setting.scale_by_std:
             advantage /= math.sqrt(rate * (1 - rate))
-        if setting.leave_one_out:
+        if setting.baseline == "leave_one_out":
             advantage *= setting.samples / (setting.samples - 1)
     return Origin(advantage, trace.successes, trace.answers, 0)

@@ -218,14 +218,23 @@ def test_missing_rewards_and_keys_are_the_graders(tmp_path):
     assert trainer.replay.memory.count.tolist() == pytest.approx([K / 3, K - 1, 1, *[0] * 5])
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_an_advantage_that_is_not_known_is_that_of_a_group_of_the_same_pass_rate(tmp_path, scaled):
+OF_RATE = {
+    "mean": ({}, lambda r: r - r.mean()),
+    "scaled": ({"objective.scale_by_std": True}, lambda r: (r - r.mean()) / r.std()),
+    "regression": (
+        {"objective.baseline": "log_mean_exp", "objective.beta1": 0.5},
+        lambda r: r - 0.5 * np.log(np.exp(r / 0.5).mean()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_RATE)
+def test_an_advantage_that_is_not_known_is_that_of_a_group_of_the_same_pass_rate(tmp_path, name):
+    given, expected = OF_RATE[name]
     path = write(tmp_path / "traces.jsonl", *(trace(0, text) for text in ("5 7", "6 7", "7 7", "8 8")))
-    trainer, _ = begin(path, **{"objective.scale_by_std": scaled})
+    trainer, _ = begin(path, **given)
     found = trainer.replay.memory.table.column("advantage").tolist()
-    rewards = np.array([1, 1, 1, 0])
-    expected = (rewards - rewards.mean()) / (rewards.std() if scaled else 1)
-    assert found == pytest.approx(expected)
+    assert found == pytest.approx(expected(np.array([1, 1, 1, 0])))
 
 
 def test_questions_are_found_by_text_and_gold_and_else_by_their_prompt_or_what_it_reads(tmp_path):
