@@ -37,6 +37,7 @@ OF_ROW: dict[str, Any] = {
     "chosen_entropy": np.float64,
     "stored_advantage": np.float64,
     "advantage": np.float64,
+    "weight": np.float64,
     "learnt": np.bool_,
 }
 OF_TOKEN: dict[str, Any] = {
@@ -90,6 +91,7 @@ class StepBatch:
         stored_advantage: [N] of replayed answers, the advantage in the group that they were written in; NaN: they count
             in the mean of the group that they have joined, and have its advantages.
         advantage: [N] as it counts in this step.
+        weight: [N] of the row's objective, in a mini-batch whose objective keeps it apart from the advantage.
         learnt: [N] whether the row may carry a gradient; others count in what losses are divided by all the same.
         token: [T] int32 token ids.
         own: [T] whether the policy wrote the token; others are observations, from which nothing is learnt.
@@ -252,6 +254,22 @@ class StepBatch:
         sums = np.bincount(group, np.asarray(values)[chosen], self.groups)
         with np.errstate(invalid="ignore"):
             return sums / np.bincount(group, minlength=self.groups)
+
+    def optimal_value(self, beta1: float, rows: Ints | Mask) -> Doubles:
+        """[G] beta1 log mean exp(net reward / beta1) over some rows of each group; NaN without any.
+
+        The best reward is taken out of the exponentials: where all are alike, it is the value to the bit.
+        """
+        group, reward, best = self.group[rows], self.net_reward[rows], np.full(self.groups, -np.inf)
+        np.maximum.at(best, group, reward)
+        sums = np.bincount(group, np.exp((reward - best[group]) / beta1), self.groups)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return best + beta1 * np.log(sums / np.bincount(group, minlength=self.groups))
+
+    def sums(self, values: npt.NDArray) -> Doubles:
+        """[N] sums of [T] values over the tokens of each row that the policy wrote."""
+        total = np.bincount(self.by_token(np.arange(len(self))), values * self.own, len(self))
+        return total.astype(np.float64, copy=False)
 
     def by_token(self, values: npt.NDArray) -> npt.NDArray:
         """[T] of [N] values, for each token that of its row."""

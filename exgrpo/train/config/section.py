@@ -14,6 +14,7 @@ SHOWN_PROBLEMS = 10
 REFUSED = {
     "rollout.top_p": "training samples from the whole distribution, because importance ratios compare probabilities "
     "under it: leave this out, and lower rollout.temperature for likelier answers (evaluation.top_p is free)",
+    "rollout.mismatch_cap": "it is the upper one of rollout.correction_bounds",
     "data.sources": "a list of settings, which a recipe holds and a command line cannot",
     "experience.question_weight": "the law of questions is experience.prioritise",
     "experience.retire": "solved questions leave by the function retirement of experience.expire: --experience.expire "

@@ -75,6 +75,7 @@ class Tally:
         clipped = result.clipped != 0
         lost = clipped & (not self.terms.settings.bounds_weights)
         zero = ratio.new_zeros(())
+        teaching = batch.advantage if batch.weight is None else batch.weight
         divergences = self._divergences(batch, result)
         self.sums.append(
             torch.stack(
@@ -86,7 +87,7 @@ class Tally:
                     torch.where(fresh, ratio, zero).sum(),
                     torch.where(replayed, ratio, zero).sum(),
                     torch.where(replayed, weight, zero).sum(),
-                    (active & (batch.advantage != 0) & ~lost).sum().double(),
+                    (active & (teaching != 0) & ~lost).sum().double(),
                     zero if divergences is None else torch.where(fresh, divergences, zero).sum(),
                     torch.where(fresh, ratio, zero).amax(),
                 ]

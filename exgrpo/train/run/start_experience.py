@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Self
 
@@ -92,6 +93,7 @@ class Encoding:
     Attributes:
         encode: texts to their token ids, without the special tokens around a text.
         decode: token ids to text, special tokens kept.
+        read: token ids to text, special tokens left out.
         eos: ids of all tokens that end an answer; the first is appended to a text that has ended.
         vocabulary: number of token ids that the model knows.
         stop: strings that end an answer.
@@ -99,6 +101,7 @@ class Encoding:
 
     encode: Callable[[Sequence[str]], Sequence[Sequence[int]]]
     decode: Callable[[Any], str]
+    read: Callable[[Any], str]
     eos: tuple[int, ...]
     vocabulary: int
     stop: tuple[str, ...] = ()
@@ -110,6 +113,7 @@ class Encoding:
         return cls(
             encode=lambda texts: tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [],
             decode=tokenizer.decode,
+            read=partial(tokenizer.decode, skip_special_tokens=True),
             eos=tuple(sorted(pretrained.eos, key=lambda eos: eos != own)),
             vocabulary=pretrained.model.config.get_text_config().vocab_size,
             stop=stop,
@@ -257,7 +261,7 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
 
 def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
     """The traces that can be used, in the order of the file."""
-    questions = Questions(run.questions)
+    questions = Questions(run.questions, encoding.read)
     rows: list[_Row] = []
     traces = read_traces(run.options.start) if run.options.start else iter(())
     while chunk := list(islice(traces, CHUNK)):
@@ -387,9 +391,12 @@ def _origin(one: Trajectory, trace: Trace, count: float, setting: Setting) -> Or
     advantage = trace.advantage
     if advantage is None:
         rate = count / setting.samples
-        advantage = one.reward - rate * setting.success
+        value = rate * setting.success
+        if setting.baseline == "log_mean_exp":
+            value = setting.beta1 * np.logaddexp(np.log(rate) + setting.success / setting.beta1, np.log1p(-rate))
+        advantage = one.reward - value
         if setting.scale_by_std:
             advantage /= math.sqrt(rate * (1 - rate))
-        if setting.leave_one_out:
+        if setting.baseline == "leave_one_out":
             advantage *= setting.samples / (setting.samples - 1)
     return Origin(advantage, trace.successes, trace.answers, 0)
