@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.timing import CLOCK
 from exgrpo import kernels
-from exgrpo.kernels.workload import make_inputs
+from exgrpo.kernels.timing import make_inputs
 from exgrpo.tools.bench import Results, race
 from exgrpo.tools.heads import default_backend, full_logits
 

@@ -16,8 +16,7 @@ import torch
 
 from exgrpo.kernels import backend_choice, dispatch
 from exgrpo.kernels.tables import DTYPES, Sections, architecture, origin, text
-from exgrpo.kernels.timing import Clock, seconds_of
-from exgrpo.kernels.workload import Shape, make_workload, off, shape_of
+from exgrpo.kernels.timing import Clock, Shape, make_workload, off, seconds_of, shape_of
 
 SHAPES = {
     "cpu": ((64, 32, 64), (512, 96, 512), (1024, 896, 32000), (512, 1536, 151936)),

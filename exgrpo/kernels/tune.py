@@ -23,9 +23,8 @@ from torch import Tensor
 
 from exgrpo.kernels.dispatch import unavailable
 from exgrpo.kernels.tables import DTYPES, Sections, origin, text, toml
-from exgrpo.kernels.timing import Clock, seconds_of
+from exgrpo.kernels.timing import Call, Clock, Shape, make_workload, off, seconds_of, shape_of
 from exgrpo.kernels.triton_chunks import launch
-from exgrpo.kernels.workload import Call, Shape, make_workload, off, shape_of
 
 Entry = dict[str, Any]
 

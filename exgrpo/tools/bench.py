@@ -26,8 +26,7 @@ import torch
 import exgrpo
 from exgrpo.extras import MissingExtraError, needs
 from exgrpo.kernels.dispatch import BACKENDS
-from exgrpo.kernels.timing import Call, interleave, paired_spread, peak_bytes, seconds_of
-from exgrpo.kernels.workload import Shape
+from exgrpo.kernels.timing import Call, Shape, interleave, paired_spread, peak_bytes, seconds_of
 from exgrpo.tools.estimate.parts import MODELS
 from exgrpo.tools.heads import (
     FLOOR,

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from exgrpo import kernels
 from exgrpo.kernels import backend_choice, dispatch
 from exgrpo.kernels.inputs import IGNORED
-from exgrpo.kernels.workload import ENTROPY_COEF, LanguageModelInputs, make_inputs
+from exgrpo.kernels.timing import ENTROPY_COEF, LanguageModelInputs, make_inputs
 
 FLOOR, OURS = "floor", "exgrpo"
 """The name of the bare products, and how the names of our rows begin."""

@@ -16,8 +16,7 @@ from benchmarks.record import Machine, Record, read, summarize, write
 from benchmarks.render import RESULTS, grids, main, markdown
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.inputs import IGNORED
-from exgrpo.kernels.timing import interleave, paired_ratio, peak_bytes
-from exgrpo.kernels.workload import make_inputs
+from exgrpo.kernels.timing import interleave, make_inputs, paired_ratio, peak_bytes
 from exgrpo.tools.bench import ROWS, Result, measure
 from exgrpo.tools.heads import (
     CROSS_ENTROPY,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from exgrpo.kernels import backend_choice, dispatch, measure
-from exgrpo.kernels.workload import Shape
-from exgrpo.kernels.workload import make_workload as make
+from exgrpo.kernels.timing import Shape
+from exgrpo.kernels.timing import make_workload as make
 
 CPU = torch.device("cpu")
 

@@ -14,10 +14,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels import tune
 from exgrpo.kernels import tune as launch_tuner
+from exgrpo.kernels.timing import Shape, Workload
 from exgrpo.kernels.triton_chunks import launch
 from exgrpo.kernels.triton_chunks.launch import Launch, Tile
 from exgrpo.kernels.tune import Tuner
-from exgrpo.kernels.workload import Shape, Workload
 
 GPU = torch.device("cuda")
 VOCABULARY = 152064

@@ -28,7 +28,7 @@ from exgrpo.train.config.recipe import merged, validate
 if TYPE_CHECKING:
     import torch
 
-    from exgrpo.kernels.workload import Workload
+    from exgrpo.kernels.timing import Workload
     from exgrpo.train.policy.shape import ModelShape
 
 PACKAGES = (
@@ -266,7 +266,7 @@ def check_backend(backend: str, given: Given) -> str:
     from exgrpo.kernels import dispatch
     from exgrpo.kernels.__main__ import TOLERANCES, self_check
     from exgrpo.kernels.tables import dtype_name
-    from exgrpo.kernels.workload import Shape, make_workload
+    from exgrpo.kernels.timing import Shape, make_workload
 
     here = device()
     if reason := dispatch.unavailable(backend, here):
