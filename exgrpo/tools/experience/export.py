@@ -40,6 +40,11 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
         "whether the policy wrote each token, or an environment, whose tokens have log-probs of 0; empty: the "
         "policy wrote all of them",
     ),
+    "kept": (
+        pa.list_(pa.list_(pa.int32())),
+        "the token ids that each token was drawn from, among which its log-prob is, where top-p, top-k or min-p left a "
+        "part of them; empty: all",
+    ),
     "behaviour": (
         pa.string(),
         "who computed them: the trainer, before the update of that step, or the rollout engine, in sampling; "
@@ -115,6 +120,7 @@ def _batch(experience: RunExperience, places: Sequence[int]) -> pa.RecordBatch:
         "response": [experience.text_of(one) for one in found],
         "log_prob": _lists([one.log_prob for one in found]),
         "written": [one.written for one in found],
+        "kept": [one.kept and one.kept.lists() for one in found],
         # What has no log-probs of a policy was not written by this run's model.
         "model": [None if one.behaviour == "unknown" else experience.config.policy.path for one in found],
         "group_successes": [experience.origin("successes", place) for place in places],
@@ -204,13 +210,14 @@ def _head(experience: RunExperience) -> dict[str, Any]:
     }
 
 
-def _feature(field: pa.Field) -> dict[str, str]:
-    if pa.types.is_list(field.type):
-        return {"name": field.name, "list": _dtype(field.type.value_type)}
-    return {"name": field.name, "dtype": _dtype(field.type)}
+def _feature(field: pa.Field) -> dict[str, Any]:
+    kind = _dtype(field.type)
+    return {"name": field.name, **(kind if isinstance(kind, dict) else {"dtype": kind})}
 
 
-def _dtype(kind: pa.DataType) -> str:
+def _dtype(kind: pa.DataType) -> Any:
+    if pa.types.is_list(kind):
+        return {"list": _dtype(kind.value_type)}
     return {"float": "float32", "double": "float64"}.get(str(kind), str(kind))
 
 

@@ -48,6 +48,7 @@ class Beginning:
         world: the processes of the run.
         grade: gives all ranks the rewards and keys of answers in their order; all ranks call it together.
         score: [T] log-probs of the answers of a batch at the sampling temperature; its questions have their numbers.
+        cuts: whether it knows the words that tokens were drawn from; if not, their log-probs are over all words.
     """
 
     options: ExperienceConfig
@@ -58,6 +59,7 @@ class Beginning:
     world: World
     grade: Callable[[Sequence[Answer]], Sequence[tuple[float, int]]]
     score: Callable[[StepBatch], Floats]
+    cuts: bool = True
 
     @classmethod
     def of(cls, trainer: Trainer) -> Self:
@@ -120,7 +122,7 @@ class Encoding:
         ids = trace.tokens
         if ids is None or trace.prompt is None or tuple(trace.prompt.tolist()) != question.prompt:
             return False
-        if not len(ids) or ids.max() >= self.vocabulary:
+        if not len(ids) or max(ids.max(), trace.kept.ids.max() if trace.kept else 0) >= self.vocabulary:
             return False
         answer = Rollout(ids, trace.finished, written=trace.written)
         return text_of(answer, self.decode, question.stops(self.stop)) == trace.response
@@ -331,6 +333,7 @@ def _trajectories(run: Beginning, rows: Sequence[_Row], started: Started) -> lis
     for row in rows:
         trace = row.trace
         assert row.reward is not None
+        kept = trace.kept if row.own_tokens and run.cuts else None
         one = Trajectory(
             question=row.question.index,
             response=row.tokens,
@@ -341,8 +344,9 @@ def _trajectories(run: Beginning, rows: Sequence[_Row], started: Started) -> lis
             behaviour="unknown",
             key=row.key,
             written=trace.written,
+            kept=kept,
         )
-        known = row.own_tokens and trace.log_prob is not None and trace.behaviour != "unknown"
+        known = row.own_tokens and kept is trace.kept and trace.log_prob is not None and trace.behaviour != "unknown"
         if known and (rule == "keep" or (rule == "recompute" and trace.model == run.model)):
             assert trace.log_prob is not None
             one = replace(one, log_prob=trace.log_prob, behaviour=trace.behaviour or "engine")
@@ -354,9 +358,10 @@ def _trajectories(run: Beginning, rows: Sequence[_Row], started: Started) -> lis
     started.scored = len(unknown)
     for first in range(0, len(unknown), CHUNK):
         chunk = unknown[first : first + CHUNK]
+        some = [trajectories[i] for i in chunk]
         batch = StepBatch.of_answers(
             [np.array(rows[i].question.prompt, np.int32) for i in chunk],
-            [Rollout(rows[i].tokens, rows[i].finished, written=rows[i].trace.written) for i in chunk],
+            [Rollout(one.response, one.finished, written=one.written, kept=one.kept) for one in some],
         )
         batch.fill(question=[rows[i].question.index for i in chunk])
         log_prob = run.score(batch)

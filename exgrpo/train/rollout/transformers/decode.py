@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from exgrpo.train.common.records import Rollout, TokenIds
+from exgrpo.train.common.records import KeptSets, Rollout, TokenIds
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.transformers.draws import Noise, draw
 
@@ -41,7 +41,7 @@ def decode(
         model: on the device where it computes.
         prompts: M prompts.
         prompt_of: [N], which prompt each answer belongs to.
-        sampling: [N], how; all have the same temperature, nucleus and wish for log-probs.
+        sampling: [N], how; they differ in lengths and stop strings alone.
         noise: of N answers.
         eos: token ids that end an answer.
         pad: fills prompts up, on the left.
@@ -55,13 +55,15 @@ def decode(
     stops = any(of_answer.stop for of_answer in sampling)
     shape = (len(prompt_of), int(limits.max()))
     responses, log_prob, entropy = np.empty(shape, np.int32), np.empty(shape, np.float32), np.empty(shape, np.float32)
+    words: list[list[TokenIds]] = [[] for _ in prompt_of]  # that were kept for each token
 
     def rollout(answer: int, length: int, *, finished: bool) -> tuple[int, Rollout]:
         response = responses[answer, :length].copy()
+        kept = KeptSets.of(words[answer][:length]) if sampling[answer].kept else None
         if not sampling[answer].log_prob:
-            return answer, Rollout(response, finished)
+            return answer, Rollout(response, finished, kept=kept)
         scored = log_prob[answer, :length].copy(), entropy[answer, :length].copy()
-        return answer, Rollout(response, finished, scored[0], scored[1])
+        return answer, Rollout(response, finished, scored[0], scored[1], kept=kept)
 
     for position in range(shape[1]):
         drawn = draw(logits, torch.from_numpy(noise.at(position, answers)).to(logits.device), sampling[0])
@@ -69,6 +71,9 @@ def decode(
         responses[answers, position] = tokens
         log_prob[answers, position] = drawn.log_prob.cpu().numpy()
         entropy[answers, position] = drawn.entropy.cpu().numpy()
+        if drawn.kept is not None:
+            for answer, of_token in zip(answers, drawn.kept.lists(), strict=True):
+                words[answer].append(of_token)
         last = (tokens[:, None] == eos).any(1)
         ended = open_ & (last | (limits[answers] == position + 1))
         for place in np.flatnonzero(open_ & ~ended) if stops else ():

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from exgrpo.train.common.errors import shown
-from exgrpo.train.common.records import Rollout, TokenIds
+from exgrpo.train.common.records import KeptSets, Rollout, TokenIds
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.config.environment import EnvironmentConfig
 from exgrpo.train.data.questions import Question
@@ -66,6 +66,7 @@ class _Answer:
             log_prob=self._joined("log_prob"),
             entropy=self._joined("entropy"),
             written=None if alone else np.concatenate(written),
+            kept=self._kept(),
         )
         return Finished(self.request, self.sample, rollout)
 
@@ -76,6 +77,12 @@ class _Answer:
             return None
         zeros = (np.zeros(len(part.response), np.float32) for part in self.parts)
         return np.concatenate([zero if of is None else of for zero, of in zip(zeros, of_parts, strict=True)])
+
+    def _kept(self) -> KeptSets | None:
+        """The sets of all tokens; None where the engine gave none."""
+        if self.parts[0].kept is None:
+            return None
+        return KeptSets.joined([part.kept or KeptSets.whole(len(part.response)) for part in self.parts])
 
 
 class Conversations:
