@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 from operator import add
 from typing import Literal
 
@@ -68,7 +69,7 @@ class KeptSets:
 
     def lists(self) -> list[npt.NDArray[np.int32]]:
         """[T] the words of each."""
-        return np.split(self.ids, self.bounds[1:-1])
+        return [self.ids[start:end] for start, end in pairwise(self.bounds.tolist())]
 
     def __getitem__(self, places: Places) -> "KeptSets":
         """The sets of some tokens."""
