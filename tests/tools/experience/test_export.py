@@ -15,6 +15,7 @@ from exgrpo.train.common.errors import CheckpointError, DataError, OutputError
 from exgrpo.train.replay.stored import pack
 from exgrpo.train.run.traces import read_traces
 from tests.tools.experience.runs import make_run, questions, rows_of, same, some, trajectory
+from tests.train.batches import lists
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,7 @@ def test_the_hubs_library_loads_every_column(exported, tmp_path, monkeypatch):
         assert row["response_ids"] == one.response.tolist()
         assert np.array_equal(np.array(row["log_prob"], np.float32), one.log_prob)
         assert row["written"] == (None if one.written is None else one.written.tolist())
+        assert row["kept"] == lists(one.kept)
         assert (row["behaviour"], row["finished"], row["reward"]) == (one.behaviour, one.finished, one.reward)
         assert (row["step"], row["key"], row["model"]) == (one.step, one.key, "builtin:arithmetic")
         assert (row["advantage"], row["group_successes"], row["group_answers"]) == (0.25 + i, 1 + i % 2, 3)
