@@ -25,7 +25,7 @@ class RolloutConfig(Section):
     top_p: TopP = Field(
         1.0,
         description="Nucleus sampling in training; 1 = off. Where top_p, top_k or min_p leave a part of the tokens, "
-        "ratios, loss and divergence are over this part, which is stored with the answer.",
+        "ratios, loss, entropy bonus and divergence are over this part, which is stored with the answer.",
     )
     top_k: int = Field(
         0, ge=0, le=MOST_KEPT, description="Sample from so many of the likeliest tokens; 0 = off. vLLM needs it to cut."
