@@ -34,7 +34,7 @@ PROGRAMS = {
     "report": Program("exgrpo.tools.report", "make a page about one or several runs"),
     "estimate": Program("exgrpo.tools.estimate", "whether a recipe fits, and how long a step takes"),
     "serve": Program("exgrpo.tools.serve", "give rollouts to a trainer, by vLLM"),
-    "experience": Program("exgrpo.tools.experience", "show or export what a run has stored"),
+    "experience": Program("exgrpo.tools.experience", "show or export what a run has stored, or import files of others"),
     "doctor": Program("exgrpo.tools.doctor", "what works on this machine"),
     "kernels": Program("exgrpo.kernels", "the kernels' backends of this machine"),
     "study": Program("studies.run", "compare methods, or judge one by `study bench`; in a checkout of the project"),

@@ -14,12 +14,14 @@ from studies.statistics import (
     Interval,
     area,
     best,
+    break_even,
     cost_ratio,
     difference,
     final,
     height,
     improvement,
     interval_of,
+    prices,
 )
 from studies.study import Planned, Study
 
@@ -148,6 +150,14 @@ class Findings:
     def cost_ratio(self, arm: Arm, cost: str, task: str) -> Interval:
         """What the arm spends until its Pass@1 is the baseline's final one, over what the baseline spends."""
         return cost_ratio(arm.runs[task], self.baseline.runs[task], cost)
+
+    def break_even(self, arm: Arm, task: str) -> Interval:
+        """From which ratio on the arm saves time; see `statistics.break_even`."""
+        return break_even(arm.runs[task], self.baseline.runs[task])
+
+    def prices(self, task: str) -> FloatArray:
+        """Seconds of a generated token, of a token trained on and of a step in the runs of all arms."""
+        return prices([run for arm in self.arms for run in arm.runs[task]])
 
     def spent(self, arm: Arm, cost: str, task: str) -> float:
         """Mean cost of a whole run."""

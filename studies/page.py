@@ -157,18 +157,35 @@ def _bold(text: str, so: bool) -> str:
 
 def _costs(findings: Findings, task: str) -> Table:
     base = findings.baseline
-    headings = ["arm", *COUNTED.values(), *(f"{words} to its end" for words in COUNTED.values()), "chosen"]
+    headings = [
+        "arm",
+        *COUNTED.values(),
+        *(f"{words} to its end" for words in COUNTED.values()),
+        "saves time from",
+        "chosen",
+    ]
     rows = []
     for arm in findings.arms:
         ratios = ["" if arm is base else _ratio(findings.cost_ratio(arm, cost, task)) for cost in COUNTED]
+        ratios.append("" if arm is base else findings.break_even(arm, task).text(".2g"))
         chosen = ", ".join(f"{key} {value:g}" for key, value in arm.chosen[task].items())
         cut = " (its trials were at their end)" if task in arm.cut else ""
         rows.append([arm.name, *(f"{findings.spent(arm, cost, task):,.0f}" for cost in COUNTED), *ratios, chosen + cut])
     text = (
         f"“To its end”: what the arm spends until its mean Pass@1 is the last one of {base.name}, divided by what "
-        f"{base.name} spends in all; in bold if the interval is below 1."
+        f"{base.name} spends in all; in bold if the interval is below 1. “Saves time from”: what a generated "
+        f"token must cost, in seconds of a token trained on, for the arm to reach that end in less time. "
+        f"{_prices(findings, task)}"
     )
     return Table(f"{task}: the cost", text, headings, rows)
+
+
+def _prices(findings: Findings, task: str) -> str:
+    """What tokens and steps took in these runs."""
+    generated, trained, step = findings.prices(task)
+    if not trained:
+        return f"In these runs, a step took {step:.2g} s beside {1e6 * generated:.2g} us of a generated token."
+    return f"In these runs it cost {generated / trained:.2g} of them, beside {step:.2g} s of a step (least squares)."
 
 
 def _at_equal_cost(findings: Findings, task: str) -> Table:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+from scipy import optimize, stats
 
 from studies.results import Result
 
@@ -20,6 +20,8 @@ LEVEL = 0.95
 FEWEST_SEEDS = 5
 """With fewer there is no interval: it would be far too narrow. With two seeds, every second one misses the truth."""
 RESAMPLES = 2000
+TOKENS = ("generated_tokens", "gradient_tokens")
+"""What takes the time of a run."""
 SEED = 0
 
 
@@ -125,14 +127,54 @@ def cost_ratio(
 ) -> Interval:
     """What an arm spends until its mean curve reaches the end of another's, divided by what the other spends in all.
 
-    Curves are means over seeds; the highest point so far counts, and points are joined by straight lines. Infinite
-    where it is never reached.
+    Infinite where it is never reached.
     """
-    mine, others = (np.array([[run.curves[key] for key in (cost, name)] for run in runs]) for runs in (ours, theirs))
+    return _at_their_end(ours, theirs, (cost,), name, lambda mine, other: mine[0] / other[0])
+
+
+def break_even(ours: Sequence[Result], theirs: Sequence[Result], name: str = "pass_at_1") -> Interval:
+    """From which ratio on an arm saves time: seconds of a generated token, divided by those of a token trained on.
+
+    A run that generates G tokens and trains on T takes g G + t T seconds, beside what each step takes. Until its mean
+    curve reaches the end of the other's, the arm generates less and trains on more: it takes less time where
+    g / t > (T - T') / (G' - G). 0: wherever; infinite: nowhere, since it does not generate less, or never gets there.
+    """
+
+    def ratio(mine: FloatArray, other: FloatArray) -> float:
+        saved, added = other[0] - mine[0], mine[1] - other[1]
+        return max(0.0, float(added / saved)) if saved > 0 else math.inf
+
+    return _at_their_end(ours, theirs, TOKENS, name, ratio)
+
+
+def prices(runs: Sequence[Result]) -> FloatArray:
+    """Seconds of a generated token, of a token trained on and of a step, by non-negative least squares over runs.
+
+    Errors are relative, so that long runs do not count for more.
+    """
+    spent = np.array([[run.curves[cost][-1] for cost in (*TOKENS, "step", "seconds")] for run in runs])
+    return optimize.nnls(spent[:, :-1] / spent[:, -1:], np.ones(len(runs)))[0]
+
+
+def _at_their_end(
+    ours: Sequence[Result],
+    theirs: Sequence[Result],
+    costs: Sequence[str],
+    name: str,
+    compare: Callable[[FloatArray, FloatArray], float],
+) -> Interval:
+    """Compare the costs until a mean curve of ours reaches the end of theirs with what theirs cost in all.
+
+    Curves are means over seeds; the highest point so far counts, and points are joined by straight lines. What is never
+    reached costs infinitely much.
+    """
+    mine, others = (np.array([[run.curves[key] for key in (*costs, name)] for run in runs]) for runs in (ours, theirs))
 
     def statistic(i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]) -> float:
-        (spent, reached), other = mine[i].mean(axis=0), others[j].mean(axis=0)
-        return _first(spent, np.maximum.accumulate(reached), other[1, -1]) / other[0, -1]
+        (*spent, reached), (*spent_by_other, reached_by_other) = mine[i].mean(axis=0), others[j].mean(axis=0)
+        rising = np.maximum.accumulate(reached)
+        until = np.array([_first(cost, rising, reached_by_other[-1]) for cost in spent])
+        return compare(until, np.array(spent_by_other)[:, -1])
 
     value = statistic(np.arange(len(mine)), np.arange(len(others)))
     if min(len(mine), len(others)) < FEWEST_SEEDS:

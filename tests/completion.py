@@ -9,7 +9,7 @@ from exgrpo.commands import BEFORE, COMPLETION, PROGRAMS, SCRIPT
 
 ALSO = {
     "estimate": [["exgrpo.train.main"]],
-    "experience": [["exgrpo.tools.experience", "show"], ["exgrpo.tools.experience", "export"]],
+    "experience": [["exgrpo.tools.experience", name] for name in ("show", "export", "import")],
 }
 """What else tells options of a program, beside the program itself."""
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")

@@ -111,6 +111,7 @@ def test_the_source_archive_has_what_a_build_needs(archive):
     assert files_of_the_package() | compiled <= names
     assert {"setup.py", "pyproject.toml", "LICENSE", "CHANGELOG.md", "CITATION.cff"} <= names
     assert not [name for name in names if name.startswith("tests")]
+    assert archive.stat().st_size < 5e6
 
 
 def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
@@ -118,6 +119,7 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
     with zipfile.ZipFile(wheel) as opened:
         names = {name for name in opened.namelist() if ".dist-info/" not in name}
     assert names - {MADE_BY_BUILDING} == files_of_the_package()
+    assert wheel.stat().st_size < 2.75e6  # 3 MB with the compiled extension, which takes 0.2
 
 
 def test_the_metadata_says_who_wrote_it_what_it_is_and_what_it_needs(wheel):

@@ -15,8 +15,8 @@ from exgrpo.train.config.options import Config
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "public_names.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-OWNERS = ("heads", "liger", "openrlhf", "transformers", "trl", "verl")
-WHOLE = ("kernels", *(f"integrations.{owner}" for owner in OWNERS))
+OWNERS = ("liger", "openrlhf", "transformers", "trl", "verl")
+WHOLE = ("kernels", "heads", *(f"integrations.{owner}" for owner in OWNERS))
 """The modules of which every name without an underscore is public."""
 
 

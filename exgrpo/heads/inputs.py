@@ -196,7 +196,7 @@ def _refuse_parts(name: str, value: Any) -> None:
         raise RuntimeError(
             f"{name}: a DTensor placed {value.placements}; under FSDP call the model, whose forward gathers its head; "
             "split over tensor-parallel ranks with the same hidden states, pass what "
-            "exgrpo.integrations.heads.vocab_shard returns to the kernels"
+            "exgrpo.heads.vocab_shard returns to the kernels"
         )
     if value.numel() == 0:
         raise RuntimeError(f"{name}: it is empty, {list(value.shape)}; use it where its engine has gathered it")

@@ -9,6 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,6 +199,7 @@ def start_replay(trainer: Any) -> Started | None:
     encoding = Encoding(
         encode=lambda texts: trainer._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [],
         decode=trainer._tokenizer.decode,
+        read=partial(trainer._tokenizer.decode, skip_special_tokens=True),
         eos=tuple(sorted(trainer.eos_token_ids, key=lambda eos: eos != own)),
         vocabulary=trainer._causal_lm(trainer.model).config.get_text_config().vocab_size,
     )

@@ -37,7 +37,12 @@ LOOSE = 1e9
 """A bound of ratios that none reaches: verl's are at most e^20."""
 UNCLIPPED = {"clip_ratio_low": 1.0, "clip_ratio_high": LOOSE}
 """Options of an actor by which the ratios of fresh tokens are not clipped."""
-AGGREGATED = {"constant": "seq-mean-token-sum-norm", "token": "token-mean", "sequence": "seq-mean-token-mean"}
+AGGREGATED = {
+    "constant": "seq-mean-token-sum-norm",
+    "token": "token-mean",
+    "sequence": "seq-mean-token-mean",
+    "answer": "seq-mean-token-sum",
+}
 """verl's loss_agg_mode, by objective.normalize."""
 ELSEWHERE = {
     "experience.start": "verl's trainer starts with an empty experience: use exgrpo train",
@@ -45,6 +50,7 @@ ELSEWHERE = {
     "experience.folder": "stored answers are in memory here: leave it out",
     "objective.kl_coef": "set actor_rollout_ref.actor.use_kl_loss and kl_loss_coef of verl",
     "objective.kl": "set actor_rollout_ref.actor.kl_loss_type of verl",
+    "objective.anchor": "verl's surrogates have ratios, and no regression: leave it out",
     "objective.kl_corrected": "verl's estimate of the divergence is not corrected: leave it out",
     "rollout.refills": "with replay no further questions are asked: leave it out",
 }

@@ -82,7 +82,8 @@ class ExGRPOTrainer(PPOTrainerSync):
             success=options.reward.success,
             success_option="exgrpo.reward.success",
             scale_by_std=objective.scale_by_std,
-            leave_one_out=objective.baseline == "leave_one_out",
+            baseline=objective.baseline,
+            beta1=objective.beta1,
         )
 
     def on_init_end(self) -> None:
@@ -228,7 +229,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         whole, setting, objective = self._batch, self.replay.setting, self.options.objective
         if not self._trained:
             return result
-        advantages(whole, scale_by_std=setting.scale_by_std, leave_one_out=setting.leave_one_out)
+        advantages(whole, scale_by_std=setting.scale_by_std, baseline=setting.baseline, beta1=setting.beta1)
         whole.fill(ratio_log_prob=whole.old_log_prob.copy(), factor=np.ones(len(whole.token)))
         self.weigher(whole)
         learnt = self.replay.in_band(whole, objective.train_on)[whole.group]

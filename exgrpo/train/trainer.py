@@ -9,13 +9,14 @@ import numpy as np
 from exgrpo.train.common.records import Mask, Score
 from exgrpo.train.common.seeds import derive_seed, generator
 from exgrpo.train.common.step_batch import BEHAVIOURS, Ints, StepBatch
-from exgrpo.train.config.objective import overlong_penalty
+from exgrpo.train.config.objective import SURROGATES, overlong_penalty
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.metrics.soundness import IdleSteps
 from exgrpo.train.metrics.step import answer_metrics, mismatch, time_metrics, update_metrics
 from exgrpo.train.metrics.utilisation import PhaseClock
 from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches
+from exgrpo.train.policy.correction import correct
 from exgrpo.train.policy.flops import Reading, Work, together
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import Reference
@@ -109,9 +110,12 @@ class Trainer:
             success=config.reward.success,
             success_option="reward.success",
             scale_by_std=config.objective.scale_by_std,
-            leave_one_out=config.objective.baseline == "leave_one_out",
+            baseline=config.objective.baseline,
+            beta1=config.objective.beta1,
             mixture=Mixture(questions.sizes, weights) if weights else None,
         )
+        self.surrogate = SURROGATES.find(config.objective.surrogate)
+        self.anchored = config.objective.anchor == "start"
         self.weigher = Weigher.of_run(config, lambda rows: self._score(rows, self.sampling.temperature).log_prob)
         self.scorer = FreshScorer(config, policy, settles=self.replay.settles)
         self.batch_rng = generator(config.seed, "mini-batches")
@@ -144,13 +148,15 @@ class Trainer:
             batch = self._settle(batch, step)
             self._weigh(batch)
         with clock("score"):
-            compared = self.reference.fill(batch) if self.reference else NONE
+            both = self.anchored and self.weigher.term == "clipped"
+            compared = self.reference.fill(batch, replayed=both) if self.reference else NONE
         minibatches = self._minibatches(batch)
-        taught = [one for one in minibatches if one.has_advantage]
+        taught = [one for one in minibatches if one.teaches]
         trained = np.concatenate([NONE, *(one.rows for one in taught)])
         told = self.scorer.told(taught, scored)
         with clock("score"):
             scored = self._score_needed(batch, admitted, scored, trained, told)
+        correction = correct(batch, trained, self.config.rollout)
         if not (self.replay.settles or len(told)):
             taken_in = self.replay.take_in(batch, step, admitted)
         self._next = self._begin_next(step + 1)
@@ -178,6 +184,7 @@ class Trainer:
             **time_metrics(clock.seconds, work, batch),
             "staleness": float(planned.produced is not None),
             **mismatch(batch, scored),
+            **correction,
         }
         notes = (taken_in.note, self.idle.observe(len(batch.trained) > 0 and not updates, batch))
         return StepResult(metrics, batch, work, tuple(filter(None, notes)), tuple(one.applied for one in updates))
@@ -218,7 +225,7 @@ class Trainer:
         A step on one band of difficulty is the part of a whole step that this band contributes, not a smaller batch.
         """
         setting, objective = self.replay.setting, self.config.objective
-        advantages(batch, scale_by_std=setting.scale_by_std, leave_one_out=setting.leave_one_out)
+        advantages(batch, scale_by_std=setting.scale_by_std, baseline=setting.baseline, beta1=setting.beta1)
         self.weigher(batch)
         in_band = self.replay.in_band(batch, objective.train_on)[batch.group]
         batch.fill(learnt=in_band & (batch.finished | (not objective.overlong_filter)))
@@ -273,10 +280,11 @@ class Trainer:
     def _minibatches(self, batch: StepBatch) -> list[MiniBatch]:
         """Those of all passes."""
         objective, optimizer, max_tokens = self.config.objective, self.config.optimizer, self.config.rollout.max_tokens
+        count, all_rows = optimizer.minibatches, getattr(self.surrogate, "all_rows", False)
         return [
             minibatch
             for _ in range(optimizer.passes)
-            for minibatch in build_minibatches(batch, optimizer.minibatches, self.batch_rng, objective, max_tokens)
+            for minibatch in build_minibatches(batch, count, self.batch_rng, objective, max_tokens, all_rows=all_rows)
         ]
 
     def _update(self, batch: StepBatch, taught: Sequence[MiniBatch], *, keep_scores: bool) -> list[UpdateStats]:
@@ -291,7 +299,12 @@ class Trainer:
         updates: list[UpdateStats] = []
         for minibatch in taught:
             asked = keep_scores and not updates
-            minibatch.refer_to(None if asked else batch, self.config.rollout.mismatch_cap)
+            minibatch.refer_to(None if asked else batch, anchored=self.anchored)
+            if getattr(self.surrogate, "coupled", False):
+                rows = minibatch.batch
+                moved = updates or self.anchored or rows.replayed.any()
+                now = self.policy.score(rows, self.sampling.temperature).log_prob if moved else rows.ratio_log_prob
+                minibatch.couple(now, self.config.objective.beta2)
             update = self.policy.update(minibatch, clip=clip, term=term, keep_scores=asked)
             if update.scores:
                 batch.put(minibatch.rows, log_prob=update.scores.log_prob, entropy=update.scores.entropy)

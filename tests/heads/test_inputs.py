@@ -189,10 +189,3 @@ def test_the_example_of_the_documentation_runs():
     failed, run = doctest.testmod(inputs, extraglobs={"torch": torch, "linear_log_prob": linear_log_prob})
     assert not failed
     assert run
-
-
-def test_the_public_module_has_the_same_functions():
-    from exgrpo.integrations import heads
-
-    assert heads.head_inputs is head_inputs
-    assert heads.vocab_shard is vocab_shard

@@ -146,7 +146,6 @@ for name in ("numpy", "transformers", "peft", "deepspeed"):
     sys.modules[name] = None
 import torch
 from exgrpo.heads import forwards, inputs, inside, logit_map
-from exgrpo.integrations import heads
 head = torch.nn.Linear(4, 6)
 inside.open_head(head)
 assert inside.compute(head, torch.zeros(3, 4), lambda head: torch.nn.functional.linear(*head)).shape == (3, 6)

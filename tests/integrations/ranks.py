@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from exgrpo.integrations.heads import head_inputs, vocab_shard
+from exgrpo.heads import head_inputs, vocab_shard
 from exgrpo.kernels import linear_log_prob
 
 WORLD = 2

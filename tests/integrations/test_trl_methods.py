@@ -23,7 +23,7 @@ from exgrpo.integrations.trl import ExGRPOConfig
 from exgrpo.integrations.trl_loss import Objective
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import ExperienceConfig, ObjectiveConfig
-from exgrpo.train.policy.batch import advantages, weigh_fresh
+from exgrpo.train.policy.batch import advantages
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.replayed import Weigher
 from tests.integrations.trl_methods import METHODS, Recorded, Row, trainer_of
@@ -194,8 +194,7 @@ def assert_as_in_train(trainer: Recorded, inputs: dict[str, Any], batch: StepBat
     )
     weigher = Weigher(objective, 1.0, score, one_update=False)
     advantages(batch)
-    batch.fill(log_prob=batch.old_log_prob.copy())  # fresh answers were written by the policy before the update
-    weigh_fresh(batch)
+    batch.fill(ratio_log_prob=batch.old_log_prob.copy())  # fresh answers were written by the policy before the update
     weigher(batch)
     found = trainer._objective(inputs)
     assert_term(found, inputs, weigher.term, args.replay_beta)

@@ -1,6 +1,8 @@
 """The objectives of the trainer against TRL's own losses, on the same answers and the same model."""
 
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,17 +14,19 @@ pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,
 
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
+from trl.experimental.a2po import A2POTrainer
 
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import SURROGATES, ObjectiveConfig
 from exgrpo.train.policy.attention import PACKED
-from exgrpo.train.policy.batch import build_minibatches
+from exgrpo.train.policy.batch import advantages, build_minibatches
 from exgrpo.train.policy.layout import Packed, Padded
 from exgrpo.train.policy.loss import LossSettings
 from exgrpo.train.policy.model import PolicyModel
 from tests.integrations.test_trl_loss import batch
 from tests.integrations.trl_trainers import ACCUMULATION, COMPLETION, grpo, outcome
+from tests.train.batches import Row, make_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -100,3 +104,47 @@ def test_an_objective_is_that_of_trl(tmp_path: Path, model: Path, name: str) -> 
         assert (gradient - divisor * expected.gradient).norm() <= 1e-5 * gradient.norm()
         if "divergence" not in name:
             assert 0 < result.clipped.sum() < result.clipped.numel()
+
+
+REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
+"""Of four groups of two: the third one is all right, and the last one all wrong."""
+
+
+@pytest.mark.parametrize("beta2", [1e-3, 0.05])
+@pytest.mark.parametrize("layout", [Padded(), Packed()])
+def test_the_regression_is_that_of_trl(model: Path, layout: Padded | Packed, beta2: float) -> None:
+    """OAPL is the loss of A2PO, with the value that A2PO estimates from answers of its reference."""
+    inputs, beta1 = batch(), 0.7
+    answers, reference = inputs["completion_mask"].bool(), inputs["ref_per_token_logps"]
+    rewards = torch.from_numpy(REWARDS).float()
+    value = beta1 * (torch.logsumexp(rewards.view(4, 2) / beta1, 1) - np.log(2))  # as A2PO estimates it
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    trainer = A2POTrainer.__new__(A2POTrainer)
+    trainer.model, trainer.model_kwarg_keys, trainer._metrics = policy, (), defaultdict(lambda: defaultdict(list))
+    trainer.args = SimpleNamespace(beta2=beta2)
+    given = {
+        "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
+        "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+        "logits_to_keep": COMPLETION,
+        "ref_logps": (reference * answers).sum(1),
+        "rewards": rewards,
+        "v_star": value.repeat_interleave(2),
+    }
+    expected = trainer.compute_loss(policy, given)
+    expected.backward()
+    gradient = torch.cat([parameter.grad.double().flatten() for parameter in policy.parameters()])
+
+    groups = make_batch([(question, [Row(one) for one in of]) for question, of in enumerate(REWARDS.reshape(4, 2))])
+    advantages(groups, baseline="log_mean_exp", beta1=beta1)
+    rows = batch_of({**inputs, "old_per_token_logps": reference}, compared=False)
+    rows.fill(advantage=groups.advantage)
+    objective = ObjectiveConfig(surrogate="oapl", beta2=beta2, normalize="answer", entropy_coef=0.0)
+    (minibatch,) = build_minibatches(rows, 1, np.random.default_rng(0), objective, COMPLETION, all_rows=True)
+    terms = LossSettings(objective, SURROGATES.find("oapl")).terms(minibatch, clip=True, term="clipped")
+    ours = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ours.set_attn_implementation(PACKED if isinstance(layout, Packed) else "sdpa")
+    result = PolicyModel(ours)(layout.rows(minibatch.batch, torch.device("cpu")), terms)
+    result.loss.backward()
+    found = torch.cat([parameter.grad.double().flatten() for parameter in ours.parameters()])
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5)  # both are in fp32
+    assert (found - gradient).norm() <= 1e-5 * gradient.norm()

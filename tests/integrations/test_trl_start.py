@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -13,10 +14,12 @@ pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,
 from transformers import AutoModelForCausalLM
 
 from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
+from exgrpo.tools.experience.convert import import_answers
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.common.records import Trajectory
+from exgrpo.train.run.traces import read_traces
 from tests.integrations import trl_worker
-from tests.integrations.trl_trainers import WrittenAnswers, options, questions, reward, tokenizer
+from tests.integrations.trl_trainers import WrittenAnswers, grpo, options, questions, reward, tokenizer
 from tests.train.launch import launch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -112,6 +115,22 @@ def test_own_experience_keeps_its_tokens_rewards_and_log_probs(tmp_path: Path, m
         assert found[i].reward == 1.0
     assert len(found) == 3
     assert not np.array_equal(found[2].log_prob, np.float32(rows[2]["log_prob"])), "of equal answers the last one"
+
+
+def test_a_run_begins_with_completions_that_trl_has_logged(tmp_path: Path, model: Path) -> None:
+    grpo(WrittenAnswers, tmp_path / "logged", model, log_completions=True, max_steps=2).train()
+    files = sorted((tmp_path / "logged" / "completions").iterdir())
+    logged = [row for file in files for row in pq.read_table(file).to_pylist()]
+    told = import_answers(f"{tmp_path}/logged/completions/*.parquet", tmp_path / "set")
+    assert (told.title, told.answers, list(told.rewards)) == ("TRL completions", 16, ["reward"])
+    rows = [(row.question, row.response, row.reward, row.advantage, row.step) for row in read_traces(tmp_path / "set")]
+    assert rows == [
+        tuple(row[name] for name in ("prompt", "completion", "reward", "advantage", "step")) for row in logged
+    ]
+    trainer = trainer_of(tmp_path / "next", model, start=str(tmp_path / "set"), max_steps=1)
+    found = begun(trainer)
+    last = {row["prompt"]: row["reward"] for row in logged}
+    assert {questions()[i]["prompt"]: one.reward for i, one in found.items()} == last
 
 
 def test_a_resumed_run_goes_on_exactly_and_starts_from_no_file(

@@ -24,7 +24,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(MODEL_FOLDER)
 
 
-def save_model(folder: Path, *, tied: bool = False) -> None:
+def save_model(folder: Path, *, tied: bool = False, head_width: int = 8) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer()),
@@ -33,6 +33,7 @@ def save_model(folder: Path, *, tied: bool = False) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=head_width,
         tie_word_embeddings=tied,
         initializer_range=0.2,
         bos_token_id=tokenizer().bos_token_id,

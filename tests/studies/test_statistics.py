@@ -8,10 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from exgrpo.tools.estimate.tables import SAVES_TIME_FROM
+from studies.findings import Findings
+from studies.results import ResultFile
+from studies.run import RESULTS
 from studies.statistics import (
     FEWEST_SEEDS,
     area,
     best,
+    break_even,
     cost_ratio,
     difference,
     final,
@@ -19,8 +24,12 @@ from studies.statistics import (
     improvement,
     interquartile_mean,
     interval_of,
+    prices,
 )
+from studies.study import load_study
 from tests.studies.plans import result
+
+PRICED = ("generated_tokens", "gradient_tokens", "step")
 
 
 def test_an_interquartile_mean_is_of_the_middle_half_of_all_tasks():
@@ -112,3 +121,56 @@ def test_a_cost_ratio_does_not_depend_on_the_unit(heights, unit):
     base, other = [result("a", 0.0, 0.5)], [result("b", *heights)]
     scaled = [[result("c", 0.0, 0.5, tokens=100 * unit)], [result("d", *heights, tokens=100 * unit)]]
     assert cost_ratio(scaled[1], scaled[0]).value == pytest.approx(cost_ratio(other, base).value)
+
+
+def spent(run, generated, trained, seconds=None):
+    """A run with other costs."""
+    trained = np.array(trained, dtype=float)
+    run.curves.update(generated_tokens=np.array(generated, dtype=float), gradient_tokens=trained)
+    run.curves["seconds"] = trained if seconds is None else np.array(seconds, dtype=float)
+    return run
+
+
+def test_an_arm_saves_time_from_the_ratio_at_which_both_cost_the_same():
+    base = [spent(result("a", 0.0, 0.4), [0, 1000], [0, 500])] * 2
+    # Half of the way to its second evaluation: 600 tokens generated, 1,100 trained on.
+    arm = [spent(result("b", 0.0, 0.2, 0.6), [0, 400, 800], [0, 600, 1600])] * 2
+    ratio = break_even(arm, base).value
+    assert ratio == pytest.approx(600 / 400)
+    assert 1000 * ratio + 500 == pytest.approx(600 * ratio + 1100)
+    assert break_even(base, base).value == math.inf
+    assert break_even([spent(result("c", 0.0, 0.4), [0, 900], [0, 400])], base).value == 0  # less of both
+    assert break_even([spent(result("d", 0.0, 0.3), [0, 100], [0, 900])], base).value == math.inf  # never gets there
+
+
+@given(st.tuples(*[st.floats(0, 10)] * 3), st.integers(0, 2**31))
+def test_prices_are_those_that_the_runs_were_made_with(true, seed):
+    rng = np.random.default_rng(seed)
+    runs = []
+    for _ in range(6):
+        generated, trained = rng.uniform(1, 9, 2)
+        run = spent(result("a", *np.zeros(rng.integers(2, 9))), [0], [0])
+        run.curves.update(
+            {name: np.array([of]) for name, of in (("generated_tokens", generated), ("gradient_tokens", trained))}
+        )
+        run.curves["seconds"] = np.array([true @ np.array([generated, trained, run.curves["step"][-1]]) + 1e-9])
+        runs.append(run)
+    predicted = [
+        prices(runs) @ [run.curves[cost][-1] for cost in ("generated_tokens", "gradient_tokens", "step")]
+        for run in runs
+    ]
+    np.testing.assert_allclose(predicted, [run.curves["seconds"][-1] for run in runs], rtol=1e-6, atol=1e-8)
+
+
+def test_the_formula_tells_the_seconds_of_the_committed_runs():
+    """docs/when_to_replay.md states these figures; `exgrpo estimate` has the ratios."""
+    study = load_study(RESULTS.parents[1] / "token_efficiency.yaml")
+    findings = Findings.of(study, ResultFile(RESULTS))
+    arm = next(arm for arm in findings.arms if arm.name == "efficient")
+    for task, ratio in SAVES_TIME_FROM.items():
+        assert findings.break_even(arm, task).value == pytest.approx(ratio, abs=0.05)
+        prices, base = findings.prices(task), findings.baseline
+        spent = [findings.cost_ratio(arm, cost, task).value * findings.spent(base, cost, task) for cost in PRICED]
+        said = prices @ spent / (prices @ [findings.spent(base, cost, task) for cost in PRICED])
+        # The fit leaves 4 % of the seconds of a single run.
+        assert said == pytest.approx(findings.cost_ratio(arm, "seconds", task).value, rel=0.03)

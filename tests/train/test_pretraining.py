@@ -4,6 +4,7 @@ from importlib import import_module
 from random import Random
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from exgrpo.train.common.functions import ASSETS, model_names
@@ -52,5 +53,9 @@ def test_a_short_run_saves_a_model_that_can_be_loaded(tmp_path, capsys):
     pretraining.run(script.corpus(options), options)
     assert "Pass@2" in capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.float32
+    for weight in model.parameters():
+        scaled = torch.frexp(weight.detach()).mantissa * 2**pretraining.SIGNIFICANT
+        assert torch.equal(scaled, scaled.round())
     assert model.config.hidden_size == 32
     assert model.config.vocab_size == script.VOCABULARY

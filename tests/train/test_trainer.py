@@ -83,7 +83,7 @@ def test_words_that_an_engine_kept_go_with_the_answer_to_every_score_but_that_of
 
 def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_refer_to_them():
     cap = 1.05
-    trainer = make(half(20), rollout={"behaviour": "engine", "mismatch_cap": cap})
+    trainer = make(half(20), rollout={"behaviour": "engine", "correction_bounds": (0, cap)})
     trainer.step(1)
     stored = [t for q in range(20) for t in trainer.replay.memory.trajectories(q)]
     assert stored
@@ -92,7 +92,7 @@ def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_ref
         np.testing.assert_array_equal(trajectory.log_prob, engine_log_prob(trajectory.response))
     version = trainer.policy.version
     trainer.policy.updates.clear()
-    trainer.step(2)
+    metrics = trainer.step(2).metrics
     rows = updated(trainer)
     assert sum(row.replayed for row in rows) == 3
     weights = []
@@ -106,6 +106,7 @@ def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_ref
             assert (row.factor == 1).all()
     assert max(weights) == pytest.approx(cap)
     assert min(weights) < 1
+    assert 0 < metrics["correction/outside_tokens"] < 1
 
 
 def test_by_default_the_trainers_log_probs_are_stored_whatever_the_engine_says():

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 from exgrpo.train.common.records import Rollout, TokenIds
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config, ObjectiveConfig, RolloutConfig
 from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches
 from exgrpo.train.policy.reference import Reference
@@ -107,11 +108,12 @@ def step_batch(**of_rows: bool) -> StepBatch:
 
 def minibatches(objective: ObjectiveConfig, reference: Reference | None = None, **of_rows: bool) -> list[MiniBatch]:
     batch = step_batch(**of_rows)
-    advantages(batch, scale_by_std=objective.scale_by_std)
+    advantages(batch, scale_by_std=objective.scale_by_std, baseline=objective.baseline, beta1=objective.beta1)
     batch.fill(ratio_log_prob=batch.old_log_prob)
     if reference:
         reference.fill(batch)
-    return build_minibatches(batch, STEPS, np.random.default_rng(2), objective, max_tokens=24)
+    all_rows = getattr(SURROGATES.find(objective.surrogate), "all_rows", False)
+    return build_minibatches(batch, STEPS, np.random.default_rng(2), objective, max_tokens=24, all_rows=all_rows)
 
 
 def poisoned(minibatch: MiniBatch) -> MiniBatch:

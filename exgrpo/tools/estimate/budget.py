@@ -123,7 +123,8 @@ def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: A
     passes = (4 if config.policy.checkpointing else 3) - (config.lora.rank > 0)
     products = (2 if frozen_head(config) else 3) + (not _fused_loss(config))
     told = 1 / config.optimizer.minibatches if config.update_scores and not _settles(config) else 0
-    scored = of_step.fresh * (1 - told + (config.objective.kl_coef > 0))
+    compared = of_step.rows if config.objective.anchor == "start" else of_step.fresh
+    scored = of_step.fresh * (1 - told) + compared * config.objective.compared
     flops = {
         "select": of_step.candidates * (decoder + head),
         "score": scored * (decoder + head),

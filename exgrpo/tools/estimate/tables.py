@@ -27,6 +27,9 @@ SMALLEST_CACHE_GIB = 0.25
 """Advice goes no further than these."""
 LARGE_DISK_GIB, LARGE_CPU_GIB = 100, 32
 """What is above these is pointed out: a home folder has a quota, and a container a limit, of about that size."""
+SAVES_TIME_FROM = {"colouring": 1.5, "countdown": 2.1, "arithmetic": 7.7}
+"""Seconds of a generated token over those of a token trained on, from which the efficient recipe reached the end of
+GRPO in less time: `studies/results/token_efficiency.md`."""
 ENGINES = {
     "transformers": "transformers",
     "vllm": "vLLM (--rollout.engine transformers where it is not installed)",
@@ -94,6 +97,7 @@ def show(
         say(line)
     say(_time_table(found, config.steps))
     say(_generation(config, shape, hardware, assumptions, found))
+    say(_token_ratio(config, assumptions, found))
     for line in _assumptions(assumptions, hardware.kind, reserve_gib):
         say(line)
 
@@ -116,6 +120,22 @@ def _generation(
     return (
         f"{text} With {as_options(better)} generation fits too and a step takes "
         f"{duration(faster.seconds)} instead of {duration(found.seconds)}."
+    )
+
+
+def _token_ratio(config: Config, assumptions: Assumptions, found: Estimate) -> str:
+    """What a generated token costs beside one that is trained on, and what follows for replay.
+
+    A token is scored once because it was generated; a stored one is scored because it is trained on.
+    """
+    seconds = {phase.name: phase.seconds for phase in found.phases}
+    of_step = work(config, assumptions)
+    generated = (seconds["rollout"] + seconds["score"]) / of_step.fresh
+    trained = (seconds["select"] + seconds["update"]) / (of_step.rows * config.optimizer.passes)
+    points = ", ".join(f"{ratio:g} ({task})" for task, ratio in SAVES_TIME_FROM.items())
+    return (
+        f"A generated token takes {generated / trained:.2g} times as long as a token trained on. Replay that "
+        f"generates less and trains more saved time from {points} on, with tiny models: docs/when_to_replay.md."
     )
 
 

@@ -1,8 +1,10 @@
-"""What a run has stored, shown or exported: `python -m exgrpo.tools.experience [show] RUN | export RUN FOLDER`."""
+"""What a run has stored, shown or exported, and what others have: `python -m exgrpo.tools.experience [show] RUN |
+export RUN FOLDER | import FILES FOLDER`.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,6 +37,36 @@ class ExportOptions(BaseModel):
 
     run: Annotated[Path, tyro.conf.Positional] = Field(description="Folder of a run.")
     folder: Annotated[Path, tyro.conf.Positional] = Field(description="Folder of the data set, new or empty.")
+    form: Literal["exgrpo", "verl", "trl"] = Field(
+        "exgrpo", description="Whose loaders read it; a run can begin with each of them."
+    )
+
+
+class ImportOptions(BaseModel):
+    """Write answers of other projects as a data set that a run begins with, as its experience.start."""
+
+    model_config = ConfigDict(frozen=True)
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILES")] = Field(
+        description="A parquet, JSONL or JSON file, or a pattern in quotes that matches several."
+    )
+    folder: Annotated[Path, tyro.conf.Positional] = Field(description="Folder of the data set, new or empty.")
+    form: Literal["verl", "trl", "prime_rl", "oapl", "luffy", "open_r1"] | None = Field(
+        None, description="What the files are; None: the columns of the first row say it."
+    )
+    skip_bad: bool = Field(False, description="Leave out rows that cannot be right, and say how many they are.")
+    rewards: tuple[str, ...] | None = Field(
+        None,
+        description="The rewards whose sum is kept; without a value none is, and the run grades; None: all there are.",
+    )
+    prompt_format: str = Field(
+        "{question}",
+        description="What the files have in the place of a question, with {question} in it, or a name, as "
+        "data.prompt_format.",
+    )
+    tokenizer: str | None = Field(
+        None, description="Path or name of the model that wrote the answers; prime-rl traces need it."
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         if command not in COMMANDS and command and Path(command).exists():
             command, rest = "show", list(argv)
         if command not in COMMANDS:
-            raise ConfigError(f"{command or 'no argument'} is neither a command, {' or '.join(COMMANDS)}, nor a run")
+            raise ConfigError(f"{command or 'no argument'} is neither a command ({', '.join(COMMANDS)}) nor a run")
         COMMANDS[command][0](rest)
     except ExgrpoError as error:
         return print_error(error)
@@ -79,10 +111,18 @@ def _export(argv: Sequence[str]) -> None:
     options = options_of(ExportOptions, f"{PROGRAM} export", argv)
     from exgrpo.tools.experience.export import export
 
-    print(f"{export(options.run, options.folder)} trajectories in {options.folder}")
+    print(f"{export(options.run, options.folder, options.form)} trajectories in {options.folder}")
+
+
+def _import(argv: Sequence[str]) -> None:
+    options = options_of(ImportOptions, f"{PROGRAM} import", argv)
+    from exgrpo.tools.experience.convert import import_answers
+
+    print(import_answers(**dict(options)))
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], type[BaseModel]]] = {
     "show": (_show, ShowOptions),
     "export": (_export, ExportOptions),
+    "import": (_import, ImportOptions),
 }

@@ -5,10 +5,12 @@ look.
 """
 
 import logging
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from exgrpo.train.checkpoint.listing import EXPERIENCE, Checkpoint, survey
 from exgrpo.train.checkpoint.store import SUFFIX, read_checked, segment_names, written_mask
 from exgrpo.train.common.durable import DamagedFileError, sha256
 from exgrpo.train.common.errors import CheckpointError, DataError, ModelError, os_errors_as, shown
-from exgrpo.train.common.records import KeptSets, Rollout, Trajectory
+from exgrpo.train.common.records import KeptSets, Trajectory
 from exgrpo.train.common.step_batch import BEHAVIOURS
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.pretrained import located
@@ -30,6 +32,7 @@ from exgrpo.train.config.sources import names_of, settings_of
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined, question_set
+from exgrpo.train.data.rows import Row
 from exgrpo.train.run.traces import Trace, read_traces
 
 logger = logging.getLogger(__name__)
@@ -46,10 +49,17 @@ class Texts:
     Attributes:
         questions: of the run.
         tokenizer: of the run's model.
+        prompts: how the questions of each source became prompts.
     """
 
     questions: QuestionSet
     tokenizer: Any
+    prompts: tuple[PromptFormat, ...]
+
+    def messages(self, question: Question) -> list[dict[str, str]]:
+        """The conversation {role, content} of a question's prompt, of which only the question is kept of its row."""
+        source = bisect_right(list(accumulate(self.questions.sizes)), question.index)
+        return self.prompts[source].messages(Row(question.text, question.gold, None, question.source))
 
 
 class RunExperience:
@@ -133,20 +143,21 @@ class RunExperience:
         """
         tokenizer = self._tokenizer()
         data = self.config.data
-        sets = []
+        sets, formats = [], []
         for source in data.train:
             limit = data.train_limit
             names = names_of(source, data)
             rows = read_rows(source, split=data.train_split, limit=limit, seed=self.config.seed, names=names)
             prompts, stop = PromptFormat.of_source(source, data), settings_of(source, data.sources).stop
             sets.append(question_set(source, rows, tokenizer, prompts, limit=limit, stop=stop))
+            formats.append(prompts)
         questions = joined(sets)
         if questions.fingerprint != self._fingerprint:
             raise DataError(
                 f"{', '.join(data.train)}: these are not the questions that {self.run} was trained on any more: put "
                 "back the files as they were"
             )
-        return Texts(questions, tokenizer)
+        return Texts(questions, tokenizer, tuple(formats))
 
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer  # takes seconds: only where texts are wanted
@@ -164,8 +175,7 @@ class RunExperience:
         from exgrpo.train.rollout.stops import text_of
 
         stop = self.asked(trajectory.question).stops(self.config.rollout.stop)
-        answer = Rollout(trajectory.response, trajectory.finished, written=trajectory.written)
-        return text_of(answer, self.texts.tokenizer.decode, stop)
+        return text_of(trajectory.rollout, self.texts.tokenizer.decode, stop)
 
     def asked(self, index: int) -> Question:
         """The question of an index. Raises DataError where there is none."""

@@ -54,6 +54,16 @@ class KeptSets:
         sizes = [np.empty(0, np.int64), *(part.sizes for part in parts)]
         return cls.of_sizes(np.concatenate(sizes), np.concatenate([np.empty(0, np.int32), *(p.ids for p in parts)]))
 
+    @classmethod
+    def of_parts(cls, parts: Sequence["KeptSets | None"], length: Sequence[int]) -> "KeptSets | None":
+        """Those of parts of so many tokens each, end to end; of one that has none, the whole vocabulary.
+
+        None: no part has any.
+        """
+        if all(part is None for part in parts):
+            return None
+        return cls.joined([part or cls.whole(tokens) for part, tokens in zip(parts, length, strict=True)])
+
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
@@ -151,6 +161,11 @@ class Trajectory:
     penalty: float = 0.0
     written: Mask | None = None
     kept: KeptSets | None = None
+
+    @property
+    def rollout(self) -> Rollout:
+        """The answer as an engine gives it, without scores."""
+        return Rollout(self.response, self.finished, written=self.written, kept=self.kept)
 
     @property
     def observed(self) -> Mask | None:

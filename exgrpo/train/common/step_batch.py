@@ -37,6 +37,7 @@ OF_ROW: dict[str, Any] = {
     "chosen_entropy": np.float64,
     "stored_advantage": np.float64,
     "advantage": np.float64,
+    "weight": np.float64,
     "learnt": np.bool_,
 }
 OF_TOKEN: dict[str, Any] = {
@@ -91,6 +92,7 @@ class StepBatch:
         stored_advantage: [N] of replayed answers, the advantage in the group that they were written in; NaN: they count
             in the mean of the group that they have joined, and have its advantages.
         advantage: [N] as it counts in this step.
+        weight: [N] of the row's objective, in a mini-batch whose objective keeps it apart from the advantage.
         learnt: [N] whether the row may carry a gradient; others count in what losses are divided by all the same.
         token: [T] int32 token ids.
         own: [T] whether the policy wrote the token; others are observations, from which nothing is learnt.
@@ -155,7 +157,8 @@ class StepBatch:
             rollouts: [N] in the order of their groups.
         """
         length = [len(rollout.response) for rollout in rollouts]
-        batch = cls(
+        kept = KeptSets.of_parts([rollout.kept for rollout in rollouts], length)
+        return cls(
             np.asarray(question, np.int64),
             np.repeat(np.arange(len(counts)), np.asarray(counts, np.int64)),
             np.asarray(length, np.int64),
@@ -166,11 +169,8 @@ class StepBatch:
             own=_flat([rollout.written for rollout in rollouts], length, bool, True),
             engine_log_prob=_flat([rollout.log_prob for rollout in rollouts], length, np.float32, np.nan),
             engine_entropy=_flat([rollout.entropy for rollout in rollouts], length, np.float32, np.nan),
+            **({} if kept is None else {"kept": kept}),
         )
-        if any(rollout.kept is not None for rollout in rollouts):
-            sets = [rollout.kept or KeptSets.whole(n) for rollout, n in zip(rollouts, length, strict=True)]
-            batch.fill(kept=KeptSets.joined(sets))
-        return batch
 
     @classmethod
     def of_answers(cls, prompts: Sequence[TokenIds], rollouts: Sequence[Rollout]) -> "StepBatch":
@@ -189,7 +189,9 @@ class StepBatch:
         """
         for name, values in columns.items():
             if name in COLUMNS:
-                values = _column(values, COLUMNS[name])
+                kind = COLUMNS[name]
+                if kind is not KeptSets:
+                    values = _objects(values) if kind is object else np.asarray(values, kind)
                 if values.shape != (self._size(name),):
                     raise ValueError(f"{name}: expected [{self._size(name)}], got {list(values.shape)}")
             setattr(self, name, values)
@@ -260,6 +262,22 @@ class StepBatch:
         sums = np.bincount(group, np.asarray(values)[chosen], self.groups)
         with np.errstate(invalid="ignore"):
             return sums / np.bincount(group, minlength=self.groups)
+
+    def optimal_value(self, beta1: float, rows: Ints | Mask) -> Doubles:
+        """[G] beta1 log mean exp(net reward / beta1) over some rows of each group; NaN without any.
+
+        The best reward is taken out of the exponentials: where all are alike, it is the value to the bit.
+        """
+        group, reward, best = self.group[rows], self.net_reward[rows], np.full(self.groups, -np.inf)
+        np.maximum.at(best, group, reward)
+        sums = np.bincount(group, np.exp((reward - best[group]) / beta1), self.groups)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return best + beta1 * np.log(sums / np.bincount(group, minlength=self.groups))
+
+    def sums(self, values: npt.NDArray) -> Doubles:
+        """[N] sums of [T] values over the tokens of each row that the policy wrote."""
+        total = np.bincount(self.by_token(np.arange(len(self))), values * self.own, len(self))
+        return total.astype(np.float64, copy=False)
 
     def by_token(self, values: npt.NDArray) -> npt.NDArray:
         """[T] of [N] values, for each token that of its row."""
@@ -363,13 +381,6 @@ class StepBatch:
     def _columns(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Those of some columns that are filled."""
         return ((name, getattr(self, name)) for name in names if self.has(name))
-
-
-def _column(values: Any, kind: Any) -> Any:
-    """Values as a column of this kind."""
-    if kind is KeptSets:
-        return values
-    return _objects(values) if kind is object else np.asarray(values, kind)
 
 
 def _objects(values: Iterable[Any]) -> npt.NDArray[np.object_]:

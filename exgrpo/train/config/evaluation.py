@@ -13,7 +13,7 @@ SAMPLED = ("samples", "temperature", "top_p")
 """Options that a run has for its held-out questions here, and the program that evaluates in `rollout`."""
 HEADINGS = (
     *(TEST, "held_out", "pass_at", "distinct_at", "seconds", "tokens", "tokens_per_second", "mfu"),
-    *("reward", "reward_part", "bucket", "mismatch", "fresh_log_ratio", "replayed_log_ratio", "train"),
+    *("reward", "reward_part", "bucket", "mismatch", "correction", "fresh_log_ratio", "replayed_log_ratio", "train"),
 )
 """Of other numbers in metrics.jsonl and in trackers."""
 

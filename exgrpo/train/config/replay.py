@@ -12,6 +12,7 @@ from exgrpo.train.config.section import Section
 
 TrajectoryRule = Literal["lowest_entropy", "highest_entropy", "lowest_nll", "shortest", "random"]
 BucketBy = Literal["success_count", "reward_deviation"]
+Baseline = Literal["mean", "leave_one_out", "log_mean_exp"]
 Kind = Literal["admit", "prioritise", "compose", "weigh", "expire"]
 PACKAGE = "exgrpo.train.replay"
 KINDS: dict[Kind, Functions] = {
@@ -145,11 +146,13 @@ class Setting:
         samples: K, answers per question.
         success: a reward of at least this is a success.
         scale_by_std: advantages are divided by the standard deviation of their group.
-        leave_one_out: advantages are against the mean of the other answers of their group.
+        baseline: what an answer's reward is compared with, as `objective.baseline`.
+        beta1: of the baseline log_mean_exp.
     """
 
     options: ExperienceConfig
     samples: int
     success: float = 1.0
     scale_by_std: bool = False
-    leave_one_out: bool = False
+    baseline: Baseline = "mean"
+    beta1: float = 1.0

@@ -12,10 +12,11 @@ from exgrpo.train.common.limits import (
     MOST_STEPS,
     MOST_TOKENS,
 )
-from exgrpo.train.config.section import Section, StopString, Temperature, TopP
+from exgrpo.train.config.objective import CorrectionConfig
+from exgrpo.train.config.section import StopString, Temperature, TopP
 
 
-class RolloutConfig(Section):
+class RolloutConfig(CorrectionConfig):
     """How answers are sampled."""
 
     samples: int = Field(8, ge=2, le=MOST_SAMPLES, description="K: answers per question (group size).")
@@ -62,16 +63,6 @@ class RolloutConfig(Section):
         description="vLLM on GPUs, while the trainer updates: 1 moves weights to CPU memory, 2 drops them, 0 keeps.",
     )
     servers: tuple[str, ...] = Field((), description="vLLM servers that generate, http://host:port each.")
-    behaviour: Literal["trainer", "engine"] = Field(
-        "trainer",
-        description="Whose log-probs are stored as the behaviour policy's; engine: with truncated importance sampling.",
-    )
-    mismatch_cap: float = Field(
-        2.0,
-        gt=0,
-        le=1000,
-        description="Largest importance weight of the mismatch between engine and trainer; above 1000 it caps nothing.",
-    )
     refills: int = Field(
         0,
         ge=0,

@@ -12,6 +12,7 @@ from exgrpo.train.common.errors import SHOWN, cut, nearest, shown
 
 SHOWN_PROBLEMS = 10
 REFUSED = {
+    "rollout.mismatch_cap": "it is the upper one of rollout.correction_bounds",
     "data.sources": "a list of settings, which a recipe holds and a command line cannot",
     "experience.question_weight": "the law of questions is experience.prioritise",
     "experience.retire": "solved questions leave by the function retirement of experience.expire: --experience.expire "

@@ -10,7 +10,7 @@ import csv
 import glob
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -66,7 +66,7 @@ def _rows(source: str, split: str, limit: int | None, seed: int, reading: Readin
             raise DataError(f"{source} needs a limit: the number of questions to generate")
         read = _builtin_rows if source.startswith(PREFIX) else _gym_rows
         return read(source, split, limit, seed, reading.taken)
-    if files := _local_files(source):
+    if files := local_files(source):
         found = [item for path in files for item in _file_rows(path, reading)]
     else:
         found = list(_parsed(_hub_rows(source, split), source, source, reading))
@@ -90,7 +90,7 @@ def own_reward(source: str) -> str:
 
 def from_hub(source: str) -> bool:
     """Whether a source of questions is the name of a hub data set. Raises MissingDataError for a missing file."""
-    return not _generated(source) and not _local_files(source)
+    return not _generated(source) and not local_files(source)
 
 
 def _generated(source: str) -> bool:
@@ -131,8 +131,13 @@ def _of_generated(source: str, columns: Columns, row: Mapping[str, Any]) -> dict
         raise DataError(f"{source}: a question {error}") from None
 
 
-def _local_files(source: str) -> list[Path]:
-    """The files that `source` means, none if it is a hub name."""
+def local_files(source: str) -> list[Path]:
+    """The files that `source` means, none if it is a hub name.
+
+    Raises:
+        MissingDataError: there are none, and it is no such name.
+        DataError: it is a folder, or a file of another kind.
+    """
     path = Path(source).expanduser()
     with os_errors_as(DataError, f"{source} cannot be read"):
         is_file, is_folder = path.is_file(), path.is_dir()
@@ -170,7 +175,8 @@ def _hub_rows(source: str, split: str) -> Iterable[Any]:
 
 def _file_rows(path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
     if path.suffix == ".parquet":
-        return _parsed(_parquet_values(path, reading), str(path), path.stem, reading)
+        values = parquet_values(path, lambda names: _read_columns(names, path, reading))
+        return _parsed(values, str(path), path.stem, reading)
     with os_errors_as(DataError, f"{path} cannot be read"):
         raw = path.read_bytes()
     try:
@@ -188,13 +194,25 @@ def _file_rows(path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
     return _parsed_lines(text, path, reading)
 
 
-def _parquet_values(path: Path, reading: Reading) -> Iterator[Any]:
+def parquet_values(
+    path: Path, columns: Callable[[list[str]], list[str]] = lambda names: names, rows: int = 8192
+) -> Iterator[dict[str, Any]]:
+    """The rows of a parquet file, some at a time.
+
+    Args:
+        path: the file.
+        columns: of its columns those that are read.
+        rows: in memory at once.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        columns = _read_columns(file.schema_arrow.names, path, reading) if file.metadata.num_rows else []
-        for batch in file.iter_batches(batch_size=8192, columns=columns):
+        read = columns(file.schema_arrow.names) if file.metadata.num_rows else []
+        for batch in file.iter_batches(batch_size=rows, columns=read):
             yield from batch.to_pylist()
     except DataError:
         raise

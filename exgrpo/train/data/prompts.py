@@ -141,21 +141,28 @@ class PromptFormat:
         Raises:
             DataError: the chat template refuses the messages, or there is none and a question has several turns.
         """
-        texts = [self.prompt_format.format(question=row.question) for row in rows]
         if self.chat:
-            systems = [row.system if self.keep_system else self.system_prompt for row in rows]
-            chats = [_chat(*parts) for parts in zip(systems, rows, texts, strict=True)]
-            texts = _render(chats, tokenizer)
+            texts = _render([self.messages(row) for row in rows], tokenizer)
         elif long := next((row for row in rows if row.turns), None):
             raise DataError(f"the question {shown(long.text)} has several turns, which need data.chat=True")
+        else:
+            texts = [self.prompt_format.format(question=row.question) for row in rows]
         # A chat template writes the special tokens itself.
         ids = tokenizer([text + self.answer_prefix for text in texts], add_special_tokens=not self.chat)["input_ids"]
         return list(ids)
 
+    def messages(self, row: Row) -> list[dict[str, str]]:
+        """The conversation {role, content} of a row's prompt, which ends with the question."""
+        system = row.system if self.keep_system else self.system_prompt
+        first = [] if system is None else [Message("system", system)]
+        last = Message("user", self.prompt_format.format(question=row.question))
+        return [message._asdict() for message in (*first, *row.turns, last)]
 
-def _chat(system: str | None, row: Row, text: str) -> list[dict[str, str]]:
-    first = [] if system is None else [Message("system", system)]
-    return [message._asdict() for message in (*first, *row.turns, Message("user", text))]
+    def question_in(self, text: str) -> str | None:
+        """The question of what the user says last, the inverse of `prompt_format`; None: the text has another form."""
+        before, _, after = self.prompt_format.format(question="\0").partition("\0")
+        fits = len(text) >= len(before + after) and text.startswith(before) and text.endswith(after)
+        return text[len(before) : len(text) - len(after)] if fits else None
 
 
 def _render(chats: list[list[dict[str, str]]], tokenizer: Any) -> list[str]:

@@ -103,9 +103,9 @@ def parse_row(row: Any, source: str, reading: Reading = NOTHING_ELSE) -> Row:
     if question is None:
         raise DataError(f"has none of prompt, question, problem; its keys are {given} ({REMEDY})")
     if row.get("answer") is not None:
-        gold = _gold_text(row["answer"], "answer").rpartition("####")[2]
+        gold = gold_text(row["answer"], "answer").rpartition("####")[2]
     elif row.get("solution") is not None:
-        gold = _answer_of_solution(_gold_text(row["solution"], "solution"))
+        gold = _answer_of_solution(gold_text(row["solution"], "solution"))
     else:
         raise DataError(f"has a question but neither answer nor solution; its keys are {given} ({REMEDY})")
     if not isinstance(question, list):
@@ -158,7 +158,7 @@ def _paper_row(row: dict[str, Any], source: str, columns: Columns) -> Row:
     reward_model = row.get("reward_model")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
         raise DataError("has no reward_model.ground_truth")
-    gold = _gold_text(reward_model["ground_truth"], "reward_model.ground_truth")
+    gold = gold_text(reward_model["ground_truth"], "reward_model.ground_truth")
     return _checked_row(questions[-1], gold, systems[0] if systems else None, row, source, columns)
 
 
@@ -176,7 +176,8 @@ def _checked_row(
     return Row(question, gold.strip(), system, named if isinstance(named, str) and named else source, columns=taken)
 
 
-def _gold_text(value: Any, key: str) -> str:
+def gold_text(value: Any, key: str) -> str:
+    """A gold answer as text; `key` names it in the error. Raises DataError: it is none."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, str):

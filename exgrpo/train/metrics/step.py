@@ -147,7 +147,8 @@ def update_metrics(
 
     A step without any has no numbers: NaN.
     """
-    teaching = np.bincount(batch.group, batch.learnt & (batch.advantage != 0), batch.groups) > 0
+    all_rows = any(minibatch.all_rows for minibatch in minibatches)
+    teaching = np.bincount(batch.group, batch.learnt & ((batch.advantage != 0) | all_rows), batch.groups) > 0
     gradient_tokens = sum(update.gradient_tokens for update in updates)
     numbers: dict[str, float] = {
         "idle_group_fraction": int((~teaching[batch.trained]).sum()) / max(len(batch.trained), 1),

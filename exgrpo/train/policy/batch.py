@@ -1,14 +1,14 @@
 """From a graded batch to mini-batches of rows with advantages, and the tensors of micro-batches."""
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from exgrpo.kernels import group_advantage
-from exgrpo.train.common.step_batch import ENGINE, Floats, Ints, StepBatch
+from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.config.replay import Baseline
 from exgrpo.train.policy.segments import Segments
 from exgrpo.train.replay.contract import PRESENT
 
@@ -34,16 +34,48 @@ class MiniBatch:
     fresh_tokens: int
 
     @property
-    def has_advantage(self) -> bool:
-        """Whether any row says what to learn; one that is not a number counts, so that it is noticed."""
-        return bool((self.batch.advantage != 0).any())
+    def all_rows(self) -> bool:
+        """Whether rows without an advantage have a gradient, too."""
+        return self.batch.has("weight")
 
-    def refer_to(self, batch: StepBatch | None, mismatch_cap: float) -> None:
-        """Weigh the fresh rows by the `log_prob` of the step's batch; None: this update itself computes them."""
+    @property
+    def teaches(self) -> bool:
+        """Whether any row says what to learn; one that is not a number counts, so that it is noticed."""
+        return bool(((self.batch.advantage != 0) | self.all_rows).any())
+
+    def couple(self, log_prob: Floats, beta2: float) -> None:
+        """Take from each advantage the mean of A - beta2 S over its group, with S the log-ratio of an answer.
+
+        A regression of S on these advantages compares the answers of a group, whatever the baseline is.
+
+        Args:
+            log_prob: [T] of the policy before this update.
+            beta2: see above.
+        """
+        batch, reference = self.batch, self.batch.ratio_log_prob
+        moved = np.subtract(log_prob, reference, out=np.zeros_like(log_prob), where=reference != PRESENT)
+        rest = batch.mean(batch.advantage - beta2 * batch.sums(moved))
+        batch.fill(advantage=batch.advantage - rest[batch.group])
+
+    def refer_to(self, batch: StepBatch | None, *, anchored: bool = False) -> None:
+        """Say what ratios of fresh rows refer to, and take over their factors.
+
+        Args:
+            batch: the step, whose `log_prob` they refer to; None: the policy before this update, which itself computes
+                them.
+            anchored: ratios refer to the reference instead, of all rows that are compared with it.
+        """
         fresh = np.flatnonzero(self.batch.fresh)
-        if batch is not None and len(fresh):
-            self.batch.put(fresh, log_prob=batch.log_prob[batch.places(self.rows[fresh])])
-        weigh_fresh(self.batch, mismatch_cap)
+        if batch is None:
+            self.batch.put(fresh, ratio_log_prob=np.full(self.batch.length[fresh].sum(), PRESENT))
+        elif len(fresh):
+            places = batch.places(self.rows[fresh])
+            self.batch.put(fresh, ratio_log_prob=batch.log_prob[places])
+            if batch.has("factor"):
+                self.batch.put(fresh, factor=batch.factor[places])
+        if anchored:
+            reference = self.batch.reference_log_prob
+            self.batch.fill(ratio_log_prob=np.where(np.isnan(reference), self.batch.ratio_log_prob, reference))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +111,7 @@ class MicroBatch(TokenBatch):
         replayed: bool, shaped like the target.
         lengths: [N] int64, targets of each row, in their order.
         active: how many targets have an advantage other than 0.
+        weight: fp32, shaped like the target, of the objective of each token's answer; None: advantages have it.
         reference_log_prob: fp32, shaped like the target; None: there is no reference.
     """
 
@@ -87,69 +120,51 @@ class MicroBatch(TokenBatch):
     replayed: torch.Tensor
     lengths: torch.Tensor
     active: int
+    weight: torch.Tensor | None = field(default=None, kw_only=True)
     reference_log_prob: torch.Tensor | None = field(default=None, kw_only=True)
 
 
-def advantages(batch: StepBatch, *, scale_by_std: bool = False, leave_one_out: bool = False) -> None:
-    """Fill `advantage` in the groups that are trained on: net reward minus the mean over all rows (Dr.GRPO).
+def advantages(
+    batch: StepBatch, *, scale_by_std: bool = False, baseline: Baseline = "mean", beta1: float = 1.0
+) -> None:
+    """Fill `advantage` in the groups that are trained on: net reward minus the baseline of the group.
 
     Rows with a stored advantage keep that one and do not count in the mean. Other groups have NaN.
 
     Args:
         batch: graded rows.
         scale_by_std: divide by the standard deviation of the group's rewards.
-        leave_one_out: minus the mean over the other rows (RLOO, arXiv 2402.14740), which is n / (n - 1) times as much.
+        baseline: mean, over all rows (Dr.GRPO); leave_one_out, over the other rows (RLOO, arXiv 2402.14740), which is
+            n / (n - 1) times as much; log_mean_exp, beta1 log mean exp(reward / beta1) over all rows (OAPL, A*-PO).
+        beta1: see there.
     """
     rows, advantage = batch.rows_of(batch.trained), np.full(len(batch), np.nan)
     if batch.has("stored_advantage"):
         advantage[rows] = batch.stored_advantage[rows]
     counted = rows[np.isnan(advantage[rows])]
+    if baseline == "log_mean_exp":
+        value = batch.optimal_value(beta1, counted)[batch.group[counted]]
+        advantage[counted] = batch.net_reward[counted] - value
+        batch.fill(advantage=advantage)
+        return
     group = torch.from_numpy(batch.group[counted])
     reward = torch.from_numpy(batch.net_reward[counted].astype(np.float32))
     of_counted = group_advantage(reward, group, scale_by_std=scale_by_std)
-    if leave_one_out:
+    if baseline == "leave_one_out":
         rows_of = torch.bincount(group)[group]
         of_counted *= rows_of / (rows_of - 1).clamp(min=1)
     advantage[counted] = of_counted.numpy()
     batch.fill(advantage=advantage)
 
 
-def weigh_fresh(batch: StepBatch, mismatch_cap: float = math.inf) -> None:
-    """Put the log-probs that the ratios of fresh rows refer to, and their factors if there are any.
-
-    These log-probs are those of the policy before the update, or `PRESENT` where only the update will know them: the
-    batch has no `log_prob` then. Where `old_log_prob` is the engine's, the step from the engine that sampled to the
-    trainer is weighed by truncated importance sampling: min(pi_trainer / pi_engine, mismatch_cap).
-
-    Args:
-        batch: its rows.
-        mismatch_cap: see above.
-    """
-    fresh = np.flatnonzero(batch.fresh)
-    if not batch.has("log_prob"):
-        batch.put(fresh, ratio_log_prob=np.full(batch.length[fresh].sum(), PRESENT))
-        return
-    of_engine = fresh[batch.behaviour[fresh] == ENGINE]
-    batch.put(fresh, ratio_log_prob=batch.log_prob[batch.places(fresh)])
-    if len(of_engine):
-        places = batch.places(of_engine)
-        factor = truncated_weight(batch.log_prob[places], batch.old_log_prob[places], mismatch_cap)
-        batch.put(of_engine, factor=factor)
-
-
-def truncated_weight(trainer: Floats, engine: Floats, cap: float) -> Floats:
-    """min(pi / mu, cap) from the log-probs of each token: truncated importance sampling.
-
-    Args:
-        trainer: [R] fp32 log-probs pi of the trainer.
-        engine: [R] fp32 log-probs mu of the engine that sampled the tokens.
-        cap: largest weight; it bounds the variance at the price of a bias.
-    """
-    return np.exp(np.minimum(trainer - engine, np.log(cap)), dtype=np.float32)
-
-
 def build_minibatches(
-    batch: StepBatch, count: int, rng: np.random.Generator, objective: ObjectiveConfig, max_tokens: int
+    batch: StepBatch,
+    count: int,
+    rng: np.random.Generator,
+    objective: ObjectiveConfig,
+    max_tokens: int,
+    *,
+    all_rows: bool = False,
 ) -> list[MiniBatch]:
     """Deal the groups that are trained on at random into `count` mini-batches of nearly equal size, whole.
 
@@ -162,26 +177,32 @@ def build_minibatches(
         rng: advanced once, if there are groups.
         objective: its normalisation, and the coefficients of its terms without an advantage.
         max_tokens: L_max of the constant normalisation.
+        all_rows: whether the objective gives rows without an advantage a gradient. It is not homogeneous in the
+            advantage then, and mini-batches have a `weight` beside it.
     """
     groups = len(batch.trained)
     if not groups:
         return []
     parts = np.array_split(rng.permutation(groups), min(count, groups))
-    return [_minibatch(batch, batch.rows_of(batch.trained[part]), objective, max_tokens) for part in parts]
+    return [_minibatch(batch, batch.rows_of(batch.trained[part]), objective, max_tokens, all_rows) for part in parts]
 
 
-def _minibatch(batch: StepBatch, rows: Ints, objective: ObjectiveConfig, max_tokens: int) -> MiniBatch:
-    written, advantage = batch.written[rows], batch.advantage[rows]
+def _minibatch(batch: StepBatch, rows: Ints, objective: ObjectiveConfig, max_tokens: int, all_rows: bool) -> MiniBatch:
+    written, advantage, weight = batch.written[rows], batch.advantage[rows], np.ones(len(rows))
     tokens = int(written.sum())
     if objective.normalize == "constant":
         normalizer = len(rows) * max_tokens
     elif objective.normalize == "token":
         normalizer = tokens
     else:
+        normalizer = len(rows)
+    if objective.normalize == "sequence" and all_rows:
+        weight /= written
+    elif objective.normalize == "sequence":
         # The objective is positively homogeneous in the advantage, so 1/|o| may be put there.
-        normalizer, advantage = len(rows), advantage / written
-    for_all = objective.entropy_coef > 0 or objective.kl_coef > 0
+        advantage = advantage / written
+    for_all = objective.entropy_coef > 0 or objective.kl_coef > 0 or all_rows
     kept = batch.learnt[rows] & ((advantage != 0) | for_all)
     part = batch.take(rows[kept])
-    part.fill(advantage=advantage[kept])
+    part.fill(advantage=advantage[kept], **({"weight": weight[kept]} if all_rows else {}))
     return MiniBatch(rows[kept], part, float(normalizer), tokens, int(written[batch.fresh[rows]].sum()))

@@ -50,8 +50,10 @@ class Layout(ABC):
             spread[places] = values
             return _moved(spread.reshape(of_pass.target.shape), device)
 
-        advantage = batch.by_token(batch.advantage.astype(np.float32))
-        if batch.has("factor"):
+        advantage, weight = batch.by_token(batch.advantage.astype(np.float32)), None
+        if batch.has("weight"):
+            weight = batch.by_token(batch.weight.astype(np.float32)) * (batch.factor if batch.has("factor") else 1)
+        elif batch.has("factor"):
             advantage = advantage * batch.factor
         replayed = batch.by_token(batch.replayed)
         reference = None
@@ -68,6 +70,7 @@ class Layout(ABC):
             int(np.count_nonzero(advantage[batch.own])),
             segments=of_pass.segments,
             kept=of_pass.kept,
+            weight=None if weight is None else by_target(weight),
             reference_log_prob=reference,
         )
 

@@ -34,6 +34,11 @@ class LossSettings:
     temperature: float = 1.0
     ranks: int = 1
 
+    def options(self, clip: tuple[float, float] | None) -> SurrogateOptions:
+        """What the surrogate may look at, with these bounds of ratios."""
+        objective, bounds = self.objective, None if clip is None else (1 - clip[0], 1 + clip[1])
+        return SurrogateOptions(bounds, objective.dual_clip, objective.beta2, objective.shift)
+
     @property
     def bounds_weights(self) -> bool:
         """Whether clipped tokens have a gradient, too."""
@@ -111,11 +116,13 @@ def loss_of_log_probs(scored: LogProb, batch: MicroBatch, terms: LossTerms) -> P
         of_tokens, (scored.log_prob, scored.entropy, batch.old_log_prob, batch.advantage, batch.replayed)
     )
     apart = replayed & (not terms.as_fresh)
-    tokens = RatioTokens(log_prob, old_log_prob, advantage.masked_fill(apart, 0), batch.lengths)
-    bounds = None if terms.clip is None else (1 - terms.clip[0], 1 + terms.clip[1])
-    of_fresh = settings.surrogate(tokens, SurrogateOptions(bounds, settings.objective.dual_clip))
+    weight = advantage.new_ones(()).expand_as(advantage) if batch.weight is None else of_tokens(batch.weight)
+    of_surrogate = weight if batch.weight is None else weight.masked_fill(apart, 0)
+    tokens = RatioTokens(log_prob, old_log_prob, advantage.masked_fill(apart, 0), batch.lengths, of_surrogate)
+    of_fresh = settings.surrogate(tokens, settings.options(terms.clip))
+    weighed = advantage if batch.weight is None else advantage * weight
     of_replayed = policy_loss(
-        log_prob, old_log_prob, advantage, replayed=apart, clip=None, beta=terms.beta, mask=apart, normalizer=1.0
+        log_prob, old_log_prob, weighed, replayed=apart, clip=None, beta=terms.beta, mask=apart, normalizer=1.0
     )
     total = of_fresh.value.sum() - of_replayed.loss + terms.entropy_coef * entropy.sum()
     if batch.reference_log_prob is not None:

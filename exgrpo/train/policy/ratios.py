@@ -4,6 +4,13 @@
 gradient torch finds. It has to be positively homogeneous in the advantage: tokens that weigh more, less or nothing,
 such as replayed ones, come with an advantage that is multiplied so.
 
+One that is not homogeneous says `needs(all_rows=True)`. Answers without an advantage come to it, too, and what tokens
+weigh stands apart, in `weight`, by which it multiplies its values.
+
+One that says `needs(coupled=True)` compares the answers of a group: before each optimiser step, the trainer takes the
+group's mean of A - beta2 S from the advantages A, with S the log-ratio of an answer. That needs a pass through the
+model where not every S is 0.
+
 A function that says `needs(fused=True)` is the objective of `exgrpo.kernels.linear_policy_loss`, which then computes it
 with its gradient at once. One that says `needs(bounds_weights=True)` gives clipped tokens a gradient, too.
 
@@ -43,12 +50,14 @@ class RatioTokens:
         old_log_prob: [T] of the policy that ratios refer to; inf: the present one.
         advantage: [T].
         lengths: [N] int64, tokens of each answer.
+        weight: [T] of the objective, where the advantage does not have it; else 1.
     """
 
     log_prob: Tensor
     old_log_prob: Tensor
     advantage: Tensor
     lengths: Tensor
+    weight: Tensor
 
     @property
     def log_ratio(self) -> Tensor:
@@ -63,6 +72,14 @@ class RatioTokens:
     def sums(self, values: Tensor) -> Tensor:
         """[N] sums of [T] values over each answer; the same bits on every run, on a GPU too."""
         return torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)
+
+    def means(self, values: Tensor) -> Tensor:
+        """[N] means of [T] values over each answer."""
+        return self.sums(values) / self.lengths
+
+    def over_tokens(self, values: Tensor) -> Tensor:
+        """[T] of [N] values, for each token that of its answer."""
+        return values.repeat_interleave(self.lengths, output_size=len(self.log_prob))
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +104,14 @@ class SurrogateOptions:
     Attributes:
         bounds: of ratios, (1 - eps_low, 1 + eps_high); None: they have none.
         dual_clip: ratio beyond which a failure pushes a token no further away.
+        beta2: what an answer's log-ratio is multiplied by, or the squares of its tokens'.
+        shift: what is added to the baseline of rewards.
     """
 
     bounds: tuple[float, float] | None
-    dual_clip: float
+    dual_clip: float = 3.0
+    beta2: float = 1e-3
+    shift: float = -0.1
 
 
 Surrogate = Callable[[RatioTokens, SurrogateOptions], Objective]

@@ -1,4 +1,4 @@
-"""The policy that a run starts from, kept as what a divergence refers to.
+"""The policy that a run starts from, kept as what a divergence, or a regression, refers to.
 
 With adapters it is the model without them, which takes no memory, or with those that the run began with. Otherwise it
 is a second model, sharded as the policy is.
@@ -62,10 +62,15 @@ class Reference:
     def __init__(self, score: Callable[[StepBatch], Score]) -> None:
         self.score = score
 
-    def fill(self, batch: StepBatch) -> Ints:
-        """Put `reference_log_prob` for the fresh rows that are trained on and learnt from; these rows' numbers."""
+    def fill(self, batch: StepBatch, *, replayed: bool = False) -> Ints:
+        """Put `reference_log_prob` for the rows that are trained on and learnt from; these rows' numbers.
+
+        Args:
+            batch: the step.
+            replayed: whether replayed rows are compared, too.
+        """
         rows = batch.rows_of(batch.trained)
-        rows = rows[batch.fresh[rows] & batch.learnt[rows]]
+        rows = rows[(batch.fresh[rows] | replayed) & batch.learnt[rows]]
         batch.put(rows, reference_log_prob=self.score(batch.take(rows)).log_prob)
         return rows
 
@@ -78,7 +83,7 @@ def make_reference(config: Config, source: ModelSource, policy: Policy) -> Refer
         source: the model that it starts from.
         policy: what is trained of it.
     """
-    if config.objective.kl_coef == 0:
+    if not config.objective.compared:
         return None
     if config.lora.path:
         start = KeptWeights(policy.states)

@@ -1,6 +1,12 @@
-"""How the ratios of tokens enter the loss: functions `(tokens, options) -> Objective`. See `objective.ratios`."""
+"""How the ratios of tokens enter the loss: functions `(tokens, options) -> Objective`. See `objective.ratios`.
+
+The first ones multiply advantages by ratios or by log-probs. The regressions have a rest: with S the log-ratio of an
+answer to the policy that wrote it, and A its advantage, they pull beta2 S towards A. Their gradient is proportional to
+A - beta2 S, so old answers need no ratio, and groups that are all right or all wrong hold the policy where it is.
+"""
 
 import torch
+from torch import Tensor
 
 from exgrpo.kernels.objective import bounded_ratio
 from exgrpo.train.common.functions import needs
@@ -37,7 +43,79 @@ def gspo(tokens: RatioTokens, options: SurrogateOptions) -> Objective:
 
     GSPO, arXiv 2507.18071. All tokens of an answer have the same ratio, and so one sum of advantages stands for them.
     """
-    ratio = bounded_ratio(tokens.sums(tokens.log_ratio) / tokens.lengths)
+    ratio = bounded_ratio(tokens.means(tokens.log_ratio))
     value, clipped = clip(ratio, tokens.sums(tokens.advantage), options)
-    of_tokens = (each.repeat_interleave(tokens.lengths, output_size=len(tokens.log_prob)) for each in (ratio, clipped))
-    return Objective(value, *of_tokens)
+    return Objective(value, tokens.over_tokens(ratio), tokens.over_tokens(clipped))
+
+
+@needs(bounds_weights=True)
+def topr(tokens: RatioTokens, options: SurrogateOptions) -> Objective:
+    """a A log pi of each token: a = 1 where A >= 0, else min(w, 1) of the whole answer, constant.
+
+    TOPR, arXiv 2503.14286: successes are imitated, and failures that the policy has left push it no further.
+    """
+    ratio = tokens.ratio.detach()
+    of_answer = tokens.over_tokens(tokens.sums(tokens.log_ratio.detach()))
+    failure = tokens.advantage < 0
+    weight = torch.where(failure, of_answer.clamp(max=0).exp(), 1)
+    return Objective(weight * tokens.advantage * tokens.log_prob, ratio, failure & (of_answer > 0))
+
+
+@needs(all_rows=True)
+def asymre(tokens: RatioTokens, options: SurrogateOptions) -> Objective:
+    """(A - shift) log pi of each token, without a ratio: REINFORCE with a baseline that is lower than the mean.
+
+    AsymRE, arXiv 2506.20520.
+    """
+    value = tokens.weight * (tokens.advantage - options.shift) * tokens.log_prob
+    return Objective(value, *_as_it_is(tokens))
+
+
+@needs(all_rows=True)
+def prime_rl(tokens: RatioTokens, options: SurrogateOptions) -> Objective:
+    """w A - beta2 (log w)^2 of each token; without w A where its probability has gone too far along its advantage.
+
+    The loss of prime-rl, with the bounds of `clip` for differences of probabilities in the place of ratios (DPPO, arXiv
+    2602.04879).
+    """
+    ratio, advantage, log_ratio = tokens.ratio, tokens.advantage, tokens.log_ratio
+    probability = tokens.log_prob.detach().exp()
+    moved = probability - (tokens.log_prob - log_ratio).detach().exp()
+    low, high = (-torch.inf, torch.inf) if options.bounds is None else (bound - 1 for bound in options.bounds)
+    beyond = torch.where(advantage > 0, moved > high, (advantage < 0) & (moved < low))
+    value = (ratio * advantage).masked_fill(beyond, 0) - options.beta2 * log_ratio.square()
+    return Objective(tokens.weight * value, ratio, beyond)
+
+
+@needs(all_rows=True)
+def oapl(tokens: RatioTokens, options: SurrogateOptions) -> Objective:
+    """-(beta2 S - A)^2 of each answer: OAPL (arXiv 2602.19362), with `baseline: log_mean_exp`. A*-PO has the same."""
+    return _regression(tokens, options, 1.0)
+
+
+@needs(all_rows=True)
+def kimi(tokens: RatioTokens, options: SurrogateOptions) -> Objective:
+    """-(beta2 / 2) (A / beta2 - S)^2 of each answer: Kimi's mirror descent (arXiv 2501.12599, 2602.05933)."""
+    return _regression(tokens, options, 1 / (2 * options.beta2))
+
+
+@needs(all_rows=True, coupled=True)
+def coupled(tokens: RatioTokens, options: SurrogateOptions) -> Objective:
+    """-(u - mean u)^2 of each answer, u = reward / beta2 - S, with the mean over its group.
+
+    TBA (arXiv 2503.18929), whose log Z is that mean; AGRO (arXiv 2503.19612) is beta2^2 times it, and REBEL over all
+    pairs of K answers (arXiv 2404.16767) 2 K / (K - 1) times AGRO.
+    """
+    return _regression(tokens, options, 1 / options.beta2**2)
+
+
+def _regression(tokens: RatioTokens, options: SurrogateOptions, scale: float) -> Objective:
+    """-scale (A - beta2 S)^2 of each answer."""
+    rest = tokens.means(tokens.advantage) - options.beta2 * tokens.sums(tokens.log_ratio)
+    return Objective(-scale * tokens.means(tokens.weight) * rest.square(), *_as_it_is(tokens))
+
+
+def _as_it_is(tokens: RatioTokens) -> tuple[Tensor, Tensor]:
+    """The ratios of an objective that does not bound them, and that nothing is clipped."""
+    ratio = tokens.ratio.detach()
+    return ratio, torch.zeros_like(ratio, dtype=torch.bool)

@@ -74,7 +74,8 @@ class Tally:
         clipped = result.clipped != 0
         lost = clipped & (not self.terms.settings.bounds_weights)
         zero = ratio.new_zeros(())
-        learns = active & (batch.advantage != 0) & ~lost
+        teaching = batch.advantage if batch.weight is None else batch.weight
+        learns = active & (teaching != 0) & ~lost
         if batch.kept is not None:
             learns &= batch.kept[1].diff().view_as(learns) != 1
         divergences = self._divergences(batch, result)

@@ -175,10 +175,12 @@ class ExperienceMemory:
         """[N] against the rows of their group that count in the loss."""
         counts = np.isnan(batch.stored_advantage) if batch.has("stored_advantage") else np.ones(len(batch), bool)
         advantage, net = np.full(len(batch), np.nan), batch.net_reward
+        if self.setting.baseline == "log_mean_exp":
+            return net - batch.optimal_value(self.setting.beta1, counts)[batch.group]
         for of_group in map(slice, batch.group_start[:-1], batch.group_start[1:]):
             rewards = net[of_group][counts[of_group]]
             divisor = float(rewards.std(ddof=1)) + EPSILON if self.setting.scale_by_std and len(rewards) > 1 else 1.0
-            if self.setting.leave_one_out and len(rewards) > 1:
+            if self.setting.baseline == "leave_one_out" and len(rewards) > 1:
                 divisor *= (len(rewards) - 1) / len(rewards)
             advantage[of_group] = (net[of_group] - rewards.mean()) / divisor
         return advantage

@@ -39,7 +39,8 @@ def rehearse(experience: ExperienceConfig, objective: ObjectiveConfig, samples: 
         seed=0,
         success=success,
         scale_by_std=objective.scale_by_std,
-        leave_one_out=objective.baseline == "leave_one_out",
+        baseline=objective.baseline,
+        beta1=objective.beta1,
     )
     weigher = Weigher(objective, success, made_up.log_probs, one_update=False)
     for step in range(1, STEPS + 1):

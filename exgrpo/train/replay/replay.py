@@ -13,7 +13,7 @@ from exgrpo.train.common.seeds import generator
 from exgrpo.train.common.step_batch import SCORES, Ints, StepBatch
 from exgrpo.train.common.success import RewardWatch
 from exgrpo.train.config.objective import Band
-from exgrpo.train.config.replay import ExperienceConfig, Setting
+from exgrpo.train.config.replay import Baseline, ExperienceConfig, Setting
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import RULES, Candidates, MeanScores
 from exgrpo.train.replay.contract import PlannedGroup
@@ -62,7 +62,8 @@ class Replay:
         success: a reward of at least this is a success.
         success_option: name of the option that sets `success`, for notes.
         scale_by_std: stored advantages are divided by the standard deviation of their group.
-        leave_one_out: stored advantages are against the mean of the other answers of their group.
+        baseline: of stored advantages, as `objective.baseline`.
+        beta1: of the baseline log_mean_exp.
         mixture: the sources of the questions and their weights; None: they are one source.
 
     Attributes:
@@ -86,11 +87,12 @@ class Replay:
         success: float = 1.0,
         success_option: str = "success",
         scale_by_std: bool = False,
-        leave_one_out: bool = False,
+        baseline: Baseline = "mean",
+        beta1: float = 1.0,
         mixture: Mixture | None = None,
     ) -> None:
         self.config = config
-        self.setting = Setting(config, samples, success, scale_by_std, leave_one_out)
+        self.setting = Setting(config, samples, success, scale_by_std, baseline, beta1)
         self.memory = ExperienceMemory(questions, self.setting)
         self.latch = DelayedStart(config.start_pass_rate)
         self.watch = RewardWatch(success, success_option)

@@ -60,14 +60,11 @@ class Tokens(NamedTuple):
     @classmethod
     def joined(cls, parts: "Sequence[Tokens]") -> "Tokens":
         """Those of several parts, end to end."""
-        kept = None
-        if any(part.kept is not None for part in parts):
-            kept = KeptSets.joined([part.kept or KeptSets.whole(len(part.response)) for part in parts])
         return cls(
             np.concatenate([part.response for part in parts]),
             np.concatenate([part.log_prob for part in parts]),
             np.concatenate([part.observed for part in parts]),
-            kept,
+            KeptSets.of_parts([part.kept for part in parts], [len(part.response) for part in parts]),
         )
 
 

@@ -15,7 +15,6 @@ from exgrpo.train.common.distributed import World, agree, on_main
 from exgrpo.train.common.durable import claim
 from exgrpo.train.common.errors import ConfigError, ModelError, is_first_rank, os_errors_as
 from exgrpo.train.config.held_out import held_out_sets
-from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import changed, to_yaml
 from exgrpo.train.config.sources import settings_of
@@ -37,7 +36,7 @@ from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
 from exgrpo.train.rollout.transformers.shared import SharedEngine, shares_policy
 from exgrpo.train.rollout.turns.conversations import conversations_of
 from exgrpo.train.run.plan import plan_run
-from exgrpo.train.run.startup_checks import Early
+from exgrpo.train.run.startup_checks import Early, check_surrogate
 from exgrpo.train.run.validation import check_best
 from exgrpo.train.trainer import Trainer
 
@@ -135,7 +134,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         ExgrpoError: something about the input or the machine is wrong; the message names it.
     """
     _check_kernels(config.policy.kernel_backend, world)
-    SURROGATES.find(config.objective.surrogate)  # one of a user's own may import torch, so not earlier
+    check_surrogate(config)  # one of a user's own may import torch, so not earlier
     pretrained = inputs.pretrained
     conversations = conversations_of(config.environment, pretrained)
     choice = choose_engine(training_settings(config, pretrained), world)

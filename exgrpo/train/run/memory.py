@@ -116,7 +116,7 @@ def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[Memor
 
 def _reference(config: Config, model: float, adapters: float) -> float:
     """Bytes of the reference of a divergence: a model, adapters of the start, or none for the policy without them."""
-    if config.objective.kl_coef == 0:
+    if not config.objective.compared:
         return 0
     if not config.lora.rank:
         return model

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, Self
 
@@ -94,6 +94,7 @@ class Encoding:
     Attributes:
         encode: texts to their token ids, without the special tokens around a text.
         decode: token ids to text, special tokens kept.
+        read: token ids to text, special tokens left out.
         eos: ids of all tokens that end an answer; the first is appended to a text that has ended.
         vocabulary: number of token ids that the model knows.
         stop: strings that end an answer.
@@ -101,6 +102,7 @@ class Encoding:
 
     encode: Callable[[Sequence[str]], Sequence[Sequence[int]]]
     decode: Callable[[Any], str]
+    read: Callable[[Any], str]
     eos: tuple[int, ...]
     vocabulary: int
     stop: tuple[str, ...] = ()
@@ -112,6 +114,7 @@ class Encoding:
         return cls(
             encode=lambda texts: tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [],
             decode=tokenizer.decode,
+            read=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
             eos=tuple(sorted(pretrained.eos, key=lambda eos: eos != own)),
             vocabulary=pretrained.model.config.get_text_config().vocab_size,
             stop=stop,
@@ -213,11 +216,8 @@ class _Row:
     tokens: TokenIds
     finished: bool
     own_tokens: bool
-    reward: float | None = field(init=False)
-    key: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reward, self.key = self.trace.reward, self.trace.key
+    reward: float | None
+    key: int
 
 
 def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
@@ -259,7 +259,7 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
 
 def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
     """The traces that can be used, in the order of the file."""
-    questions = Questions(run.questions)
+    questions = Questions(run.questions, encoding.read)
     rows: list[_Row] = []
     traces = read_traces(run.options.start) if run.options.start else iter(())
     while chunk := list(islice(traces, CHUNK)):
@@ -290,7 +290,8 @@ def _encoded(traces: Sequence[Trace], questions: Questions, encoding: Encoding, 
             started.observing += 1
             continue
         # What is needed no more is not kept: there may be a million traces.
-        yield _Row(replace(trace, question=None, gold=None, prompt=None), question, tokens, finished, own)
+        short = replace(trace, question=None, gold=None, prompt=None)
+        yield _Row(short, question, tokens, finished, own, trace.reward, trace.key)
 
 
 def _check_alike(world: World, rows: Sequence[_Row], started: Started) -> None:
@@ -333,7 +334,6 @@ def _trajectories(run: Beginning, rows: Sequence[_Row], started: Started) -> lis
     for row in rows:
         trace = row.trace
         assert row.reward is not None
-        kept = trace.kept if row.own_tokens and run.cuts else None
         one = Trajectory(
             question=row.question.index,
             response=row.tokens,
@@ -344,11 +344,11 @@ def _trajectories(run: Beginning, rows: Sequence[_Row], started: Started) -> lis
             behaviour="unknown",
             key=row.key,
             written=trace.written,
-            kept=kept,
+            kept=trace.kept if row.own_tokens and run.cuts else None,
         )
-        known = row.own_tokens and kept is trace.kept and trace.log_prob is not None and trace.behaviour != "unknown"
-        if known and (rule == "keep" or (rule == "recompute" and trace.model == run.model)):
-            assert trace.log_prob is not None
+        known = row.own_tokens and one.kept is trace.kept and trace.behaviour != "unknown"
+        known = known and (rule == "keep" or (rule == "recompute" and trace.model == run.model))
+        if known and trace.log_prob is not None:
             one = replace(one, log_prob=trace.log_prob, behaviour=trace.behaviour or "engine")
         trajectories.append(one)
     if rule == "unknown":
@@ -358,10 +358,9 @@ def _trajectories(run: Beginning, rows: Sequence[_Row], started: Started) -> lis
     started.scored = len(unknown)
     for first in range(0, len(unknown), CHUNK):
         chunk = unknown[first : first + CHUNK]
-        some = [trajectories[i] for i in chunk]
         batch = StepBatch.of_answers(
             [np.array(rows[i].question.prompt, np.int32) for i in chunk],
-            [Rollout(one.response, one.finished, written=one.written, kept=one.kept) for one in some],
+            [trajectories[i].rollout for i in chunk],
         )
         batch.fill(question=[rows[i].question.index for i in chunk])
         log_prob = run.score(batch)
@@ -392,9 +391,12 @@ def _origin(one: Trajectory, trace: Trace, count: float, setting: Setting) -> Or
     advantage = trace.advantage
     if advantage is None:
         rate = count / setting.samples
-        advantage = one.reward - rate * setting.success
+        value = rate * setting.success
+        if setting.baseline == "log_mean_exp":
+            value = setting.beta1 * np.logaddexp(np.log(rate) + setting.success / setting.beta1, np.log1p(-rate))
+        advantage = one.reward - value
         if setting.scale_by_std:
             advantage /= math.sqrt(rate * (1 - rate))
-        if setting.leave_one_out:
+        if setting.baseline == "leave_one_out":
             advantage *= setting.samples / (setting.samples - 1)
     return Origin(advantage, trace.successes, trace.answers, 0)

@@ -14,6 +14,7 @@ from exgrpo.train.checkpoint.resume import AUTO, finished, is_unsaved
 from exgrpo.train.common.errors import ConfigError, is_first_rank
 from exgrpo.train.config.held_out import check_evaluation, held_out_sets
 from exgrpo.train.config.hub import check_upload, offline_reason
+from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.pretrained import on_hub
 from exgrpo.train.config.sources import check_sources, names_of, settings_of
@@ -122,6 +123,25 @@ def check_method(config: Config) -> None:
             "group of their own: it needs experience.advantage=stored"
         )
     rehearse(experience, config.objective, config.rollout.samples, config.reward.success)
+
+
+def check_surrogate(config: Config) -> None:
+    """Whether the surrogate of the loss is there, and goes with the other options.
+
+    Raises:
+        ConfigError: it is not, or it does not.
+    """
+    surrogate, compose = SURROGATES.find(config.objective.surrogate), rules.find("compose", config.experience.compose)
+    if config.objective.anchor == "start" and not getattr(surrogate, "all_rows", False):
+        raise ConfigError(
+            f"objective.anchor start is for regressions, and objective.surrogate is {config.objective.surrogate}: take "
+            "oapl, kimi or coupled, or leave it out; kl_coef adds a divergence to the start"
+        )
+    if getattr(surrogate, "coupled", False) and config.experience.ratio and getattr(compose, "alone", False):
+        raise ConfigError(
+            f"objective.surrogate {config.objective.surrogate} compares the answers of a group, and experience.compose "
+            f"{config.experience.compose} makes groups of single answers: take oapl or kimi, or another composition"
+        )
 
 
 def check_attention(name: str) -> None:

@@ -12,8 +12,9 @@ Every column but the first may be missing, and a cell may be empty. Other column
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -86,15 +87,18 @@ class Trace:
 
 
 class Questions:
-    """Finds the training question of a trace: by its text and gold answer, else by the token ids of its prompt.
+    """Finds the training question of a trace: by its text and gold answer, else by the token ids of its prompt, else by
+    the prompt as people read it, which other projects write in the place of the question.
 
     Where a trace or the questions have no gold answers, its text is enough. Of equal questions the first one is found.
 
     Args:
         questions: of the run.
+        read: token ids to text, special tokens left out.
     """
 
-    def __init__(self, questions: Sequence[Question]) -> None:
+    def __init__(self, questions: Sequence[Question], read: Callable[[Sequence[int]], str]) -> None:
+        self._questions, self._read = questions, read
         self._golds = any(question.gold for question in questions)
         self._by_gold: dict[tuple[str, str], Question] = {}
         self._by_text: dict[str, Question] = {}
@@ -112,7 +116,13 @@ class Questions:
             if by_text is not None:
                 return by_text
         by_prompt = None if trace.prompt is None else self._by_prompt.get(tuple(trace.prompt.tolist()))
+        if by_prompt is None and trace.question is not None:
+            by_prompt = self._by_reading.get(trace.question)
         return by_prompt if by_prompt and gold in (None, by_prompt.gold) else None
+
+    @cached_property
+    def _by_reading(self) -> dict[str, Question]:
+        return {self._read(question.prompt): question for question in reversed(self._questions)}
 
 
 def trace_files(source: Path) -> list[Path]:

@@ -224,6 +224,7 @@ def test_seconds_are_flops_over_speed():
         ({"optimizer": {"minibatches": 1}}, 0),
         ({"optimizer": {"minibatches": 4, "passes": 2}}, 12),
         ({"optimizer": {"minibatches": 4}, "objective": {"kl_coef": 0.1}}, 12 + 16),
+        ({"optimizer": {"minibatches": 4}, "objective": {"anchor": "start", "surrogate": "oapl"}}, 12 + 16),
         ({"optimizer": {"minibatches": 1}, "rollout": {"samples": 4, "behaviour": "engine"}}, 16),
         ({"optimizer": {"minibatches": 1}, "objective": {"train_on": "hard"}}, 16),
         ({"optimizer": {"minibatches": 1}, "experience": {"compose": "in_place", "ratio": 0.5}}, 16),

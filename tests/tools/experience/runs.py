@@ -42,9 +42,9 @@ def pretrained() -> Pretrained:
 
 
 @cache
-def questions() -> QuestionSet:
+def questions(prompts: PromptFormat | None = None) -> QuestionSet:
     rows = read_rows("builtin:arithmetic", split="train", limit=QUESTIONS, seed=0)
-    return question_set("builtin:arithmetic", rows, pretrained().tokenizer, PromptFormat.of(config().data))
+    return question_set("builtin:arithmetic", rows, pretrained().tokenizer, prompts or PromptFormat.of(config().data))
 
 
 def ids(text: str, *, eos: bool = True) -> np.ndarray:
@@ -97,7 +97,7 @@ def make_run(folder: Path, trajectories: Sequence[Trajectory], *, step: int = 5,
     checkpoint.mkdir(parents=True)
     manifest = Manifest(
         step=step,
-        fingerprint=questions().fingerprint,
+        fingerprint=questions(PromptFormat.of(of_run.data)).fingerprint,
         config=of_run.model_dump(mode="json"),
         files={},
         arrays=arrays,

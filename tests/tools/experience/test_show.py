@@ -91,8 +91,8 @@ def test_the_program_prints_tables_and_the_answers_to_a_question_and_exports(tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no argument is neither a command, show or export, nor a run"),
-        (["list"], "list is neither a command, show or export, nor a run"),
+        ([], "no argument is neither a command (show, export, import) nor a run"),
+        (["list"], "list is neither a command (show, export, import) nor a run"),
         (["show"], "(see python -m exgrpo.tools.experience show --help)"),
         (["show", "none"], "none: there is no such folder of a run"),
         (["show", "none", "--qestion", "1"], "did you mean --question?"),

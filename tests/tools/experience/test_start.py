@@ -27,6 +27,7 @@ from tests.train.trainers import half
 PRINTED = Encoding(
     encode=lambda texts: [[int(word) for word in text.split()] for text in texts],
     decode=lambda tokens: " ".join(map(str, tokens)),
+    read=lambda tokens: "reads " + " ".join(map(str, tokens)),
     eos=(EOS, 3),
     vocabulary=200,
 )
@@ -223,17 +224,26 @@ def test_missing_rewards_and_keys_are_the_graders(tmp_path):
     assert trainer.replay.memory.count.tolist() == pytest.approx([K / 3, K - 1, 1, *[0] * 5])
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_an_advantage_that_is_not_known_is_that_of_a_group_of_the_same_pass_rate(tmp_path, scaled):
+OF_RATE = {
+    "mean": ({}, lambda r: r - r.mean()),
+    "scaled": ({"objective.scale_by_std": True}, lambda r: (r - r.mean()) / r.std()),
+    "regression": (
+        {"objective.baseline": "log_mean_exp", "objective.beta1": 0.5},
+        lambda r: r - 0.5 * np.log(np.exp(r / 0.5).mean()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_RATE)
+def test_an_advantage_that_is_not_known_is_that_of_a_group_of_the_same_pass_rate(tmp_path, name):
+    given, expected = OF_RATE[name]
     path = write(tmp_path / "traces.jsonl", *(trace(0, text) for text in ("5 7", "6 7", "7 7", "8 8")))
-    trainer, _ = begin(path, **{"objective.scale_by_std": scaled})
+    trainer, _ = begin(path, **given)
     found = trainer.replay.memory.table.column("advantage").tolist()
-    rewards = np.array([1, 1, 1, 0])
-    expected = (rewards - rewards.mean()) / (rewards.std() if scaled else 1)
-    assert found == pytest.approx(expected)
+    assert found == pytest.approx(expected(np.array([1, 1, 1, 0])))
 
 
-def test_questions_are_found_by_text_and_gold_and_else_by_their_prompt(tmp_path):
+def test_questions_are_found_by_text_and_gold_and_else_by_their_prompt_or_what_it_reads(tmp_path):
     path = write(
         tmp_path / "traces.jsonl",
         trace(0, "5"),
@@ -244,11 +254,13 @@ def test_questions_are_found_by_text_and_gold_and_else_by_their_prompt(tmp_path)
         {"question": "question 5", "answer": "other", "prompt_ids": [5, 2], "response": "5"},
         {"question": "unheard of", "response": "5"},
         {"prompt_ids": [6, 3], "response": "5"},
+        {"question": "reads 6 2", "answer": "gold", "response": "5"},
+        {"question": "reads 6 2", "answer": "other", "response": "5"},
     )
     trainer, started = begin(path)
-    assert [one.question for one in stored(trainer)] == [0, 1, 2, 3, 4]
-    assert (started.stored, started.unknown, started.read) == (5, 3, 8)
-    assert "3 to questions that are not trained on" in str(started)
+    assert [one.question for one in stored(trainer)] == [0, 1, 2, 3, 4, 6]
+    assert (started.stored, started.unknown, started.read) == (6, 4, 10)
+    assert "4 to questions that are not trained on" in str(started)
 
 
 def test_what_does_not_fit_and_what_comes_again_is_left_out_and_told(tmp_path):

@@ -1,23 +1,21 @@
-"""Advantages, mini-batches, the schedule of micro-batches, their tensors, and the mismatch of engine and trainer."""
+"""Advantages, mini-batches, the schedule of micro-batches, their tensors, and numbers of engine and trainer."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 from exgrpo.train.common.records import Rollout
-from exgrpo.train.common.step_batch import ENGINE, StepBatch
+from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import ObjectiveConfig
-from exgrpo.train.policy.batch import IGNORED, MiniBatch, advantages, build_minibatches, truncated_weight, weigh_fresh
+from exgrpo.train.policy.batch import IGNORED, MiniBatch, advantages, build_minibatches
 from exgrpo.train.policy.layout import Packed, Padded, schedule
 from exgrpo.train.policy.update import mismatch_metrics
 from exgrpo.train.replay.contract import PRESENT
 from tests.train.batches import Row, make_batch
 
 CPU = torch.device("cpu")
-LOG_PROBS = arrays(np.float32, st.shared(st.integers(1, 30)), elements=st.floats(-20, 0, width=32))
 
 
 def row(length: int, reward: float, **more) -> Row:
@@ -73,7 +71,7 @@ def test_normalizer_counts_the_whole_minibatch(normalize, normalizer):
 def test_with_an_entropy_bonus_every_row_stays():
     minibatch = whole(with_advantages([row(3, 1.0), row(5, 1.0)]), ObjectiveConfig(entropy_coef=0.1))
     assert len(minibatch.rows) == 2
-    assert not minibatch.has_advantage
+    assert not minibatch.teaches
 
 
 @given(st.integers(1, 9), st.integers(1, 12))
@@ -142,31 +140,25 @@ def test_an_empty_microbatch_has_no_target():
             assert not values.any()
 
 
-def test_log_probs_of_the_engine_make_weights_by_token_and_leave_the_advantage():
-    rows = [row(2, 1.0, behaviour=ENGINE), row(3, 0.0, behaviour=ENGINE), row(1, 1.0, behaviour=ENGINE, replayed=True)]
-    steps = [np.linspace(-1, 1, length) for length in (2, 3)]
-    batch = with_advantages(rows)
-    batch.fill(log_prob=batch.old_log_prob + np.concatenate([*steps, [np.nan]]))
-    del batch.ratio_log_prob
-    weigh_fresh(batch, 2.0)
-    np.testing.assert_array_equal(batch.ratio_log_prob[:5], batch.log_prob[:5])
-    assert np.isnan(batch.ratio_log_prob[5])
-    factor = [np.exp(-1), 2.0, np.exp(-1), 1.0, 2.0, 1.0]
-    np.testing.assert_allclose(batch.factor, factor, rtol=1e-6)
-    np.testing.assert_allclose(batch.advantage, [1 / 3, -2 / 3, 1 / 3], atol=1e-7)
-    tensors = Padded().rows(batch, CPU)
-    expected = torch.tensor(factor * np.repeat(batch.advantage, [2, 3, 1]))
-    torch.testing.assert_close(tensors.advantage[tensors.target != IGNORED], expected.float())
+def test_factors_of_the_step_multiply_the_advantages_of_fresh_tokens():
+    batch = with_advantages([row(2, 1.0), row(3, 0.0), row(1, 1.0, replayed=True)])
+    minibatch = whole(batch, ObjectiveConfig())
+    assert not minibatch.batch.has("factor")
+    batch.put(np.array([0, 1]), log_prob=np.arange(5.0), factor=np.array([1, 2, 0, 1, 0.5]))
+    minibatch.refer_to(batch)
+    np.testing.assert_array_equal(minibatch.batch.ratio_log_prob, [0, 1, 2, 3, 4, -1])
+    np.testing.assert_allclose(minibatch.batch.advantage, [1 / 3, -2 / 3, 1 / 3], atol=1e-7)
+    tensors = Padded().rows(minibatch.batch, CPU)
+    expected = np.array([1, 2, 0, 1, 0.5, 1]) * np.repeat(minibatch.batch.advantage, [2, 3, 1])
+    torch.testing.assert_close(tensors.advantage[tensors.target != IGNORED], torch.from_numpy(expected).float())
+    assert tensors.active == 5
 
 
-def test_ratios_of_the_trainers_answers_refer_to_the_policy_before_the_update():
-    batch = make_batch([(0, [row(2, 1.0), row(3, 0.0, replayed=True)])])
-    weigh_fresh(batch)
-    assert (batch.ratio_log_prob[:2] == PRESENT).all()
-    batch.fill(log_prob=batch.old_log_prob - 1)
-    weigh_fresh(batch)
-    np.testing.assert_array_equal(batch.ratio_log_prob, [-2, -3, np.nan, np.nan, np.nan])
-    assert not batch.has("factor")
+def test_without_scores_before_it_ratios_refer_to_the_policy_of_the_update():
+    minibatch = whole(with_advantages([row(2, 1.0), row(3, 0.0, replayed=True)]), ObjectiveConfig())
+    minibatch.refer_to(None)
+    assert (minibatch.batch.ratio_log_prob[:2] == PRESENT).all()
+    np.testing.assert_array_equal(minibatch.batch.ratio_log_prob[2:], minibatch.batch.old_log_prob[2:])
 
 
 def test_rows_that_are_not_learnt_count_and_carry_no_gradient():
@@ -175,15 +167,6 @@ def test_rows_that_are_not_learnt_count_and_carry_no_gradient():
     minibatch = whole(batch, objective)
     assert (minibatch.normalizer, minibatch.tokens) == (12, 12)
     assert minibatch.rows.tolist() == [2, 3]
-
-
-@given(LOG_PROBS, LOG_PROBS, st.floats(0.1, 10) | st.just(np.inf))
-def test_weights_are_the_ratio_up_to_the_cap(trainer, engine, cap):
-    weight = truncated_weight(trainer, engine, cap)
-    assert weight.dtype == np.float32
-    expected = np.minimum(np.exp(trainer.astype(np.float64) - engine), cap)
-    # Rounding the difference of numbers below 20 in fp32 moves it by 2^-20, and so its exponential relatively.
-    np.testing.assert_allclose(weight, expected, rtol=4e-6)
 
 
 def test_numbers_of_a_known_difference():

@@ -62,6 +62,21 @@ CASES = {
     "bounded weights": case(
         "tied", objective={**NO_ENTROPY, "surrogate": "cispo", "clip": [1.0, 0.5], "normalize": "token"}
     ),
+    "regression": case(
+        "tied",
+        "clipped",
+        objective={
+            **NO_ENTROPY,
+            "surrogate": "oapl",
+            "baseline": "log_mean_exp",
+            "beta1": 0.5,
+            "beta2": 0.1,
+            "normalize": "answer",
+        },
+    ),
+    "regression beside shaped tokens": case(
+        "untied", objective={**ENTROPY, "surrogate": "oapl", "beta2": 0.1, "normalize": "sequence"}, observing=True
+    ),
     "two clips": case("tied", "clipped", objective={"surrogate": "dual_clip", "dual_clip": 1.3}),
     # The reference is the policy at first: without an entropy bonus, some gradients would be rounding alone.
     "divergence": case("tied", objective={"kl_coef": 0.5, "entropy_coef": 0.05}, temperature=0.8),
@@ -148,9 +163,11 @@ def ratios(log_prob, row):
 
 def plain_surrogate(log_prob, row, objective, clip, term):
     """Of the tokens of one row."""
-    ratio = ratios(log_prob, row)
+    ratio, weight = ratios(log_prob, row), getattr(row, "weight", 1.0)
     if row.replayed and term != "clipped":
-        return row.advantage * (ratio / (ratio + objective.beta) if term == "shaped" else ratio)
+        return weight * row.advantage * (ratio / (ratio + objective.beta) if term == "shaped" else ratio)
+    if objective.surrogate == "oapl":
+        return -weight * (objective.beta2 * ratio.log().sum() - row.advantage) ** 2
     low, high = (1 - objective.clip[0], 1 + objective.clip[1]) if clip else (0, math.inf)
     if objective.surrogate == "cispo":
         return ratio.clamp(low, high).detach() * row.advantage * log_prob

@@ -1,12 +1,14 @@
 """The recipes of objectives: each goes with every task, and drives the loop as it says."""
 
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from exgrpo.train.common import functions
 from exgrpo.train.config.recipe import parse_args
+from exgrpo.train.config.replay import Baseline
 from exgrpo.train.policy.reference import Reference
 from tests.train.batches import Row, make_batch, rows_of
 from tests.train.fakes import fake_score
@@ -50,11 +52,11 @@ def test_the_penalty_of_length_counts_in_advantages_and_not_in_successes():
     assert any(one.penalty > 0 for one in stored)
 
 
-@pytest.mark.parametrize("leave_one_out", [True, False])
-def test_stored_advantages_are_those_of_the_loss(leave_one_out):
-    baseline = "leave_one_out" if leave_one_out else "mean"
+@pytest.mark.parametrize("baseline", get_args(Baseline))
+def test_stored_advantages_are_those_of_the_loss(baseline):
     experience = {"ratio": 0.5, "start_pass_rate": 0, "admit": "all", "advantage": "stored"}
-    trainer = make(half(20), objective={"baseline": baseline, "overlong_tokens": 4}, experience=experience)
+    objective = {"baseline": baseline, "beta1": 0.5, "overlong_tokens": 4}
+    trainer = make(half(20), objective=objective, experience=experience)
     trainer.step(1)
     table = trainer.replay.memory.table
     responses = [one.response.tolist() for one in table.stored()]
@@ -108,3 +110,52 @@ def test_the_reference_does_not_read_what_nothing_is_learnt_from():
     for i, row in enumerate(rows_of(batch)):
         expected = fake_score(row.token, 0).log_prob if i in (0, 4) else np.full(2, np.nan)
         np.testing.assert_array_equal(row.reference_log_prob, expected)
+
+
+@pytest.mark.parametrize(("surrogate", "rows"), [("clipped", 0), ("oapl", 6 * K)])
+def test_groups_that_are_all_right_teach_a_regression_alone(surrogate, rows):
+    objective = {"surrogate": surrogate, "baseline": "log_mean_exp", "normalize": "answer", "entropy_coef": 0.0}
+    trainer = make(dict.fromkeys(range(20), 1.0), objective=objective, experience={"ratio": 0})
+    metrics = trainer.step(1).metrics
+    assert len(updated(trainer)) == rows
+    assert metrics["idle_group_fraction"] == (0 if rows else 1)
+    assert all((row.advantage, row.weight) == (0, 1) for row in updated(trainer))
+
+
+def test_coupled_answers_have_the_mean_log_ratio_of_their_groups_in_their_advantages():
+    objective = {"surrogate": "coupled", "weigh": "clipped", "normalize": "answer", "beta2": 0.5, "entropy_coef": 0.0}
+    trainer = make(half(20), objective=objective, experience={"start_pass_rate": 0.0, "ratio": 1.0})
+    trainer.step(1)
+    assert len(trainer.policy.scored) == 2, "for the stored answers, and for the second optimiser step"
+    version = trainer.policy.version
+    trainer.policy.updates.clear()
+    batch = trainer.step(2).batch
+    plain = batch.reward - batch.mean(batch.reward)[batch.group]
+    for number, (minibatch, _) in enumerate(trainer.policy.updates):
+        rows = minibatch.batch
+        now = fake_score(rows.token, version + number).log_prob
+        reference = np.where(np.isposinf(rows.ratio_log_prob), now, rows.ratio_log_prob)
+        moved = np.add.reduceat((now - reference).astype(np.float64), rows.start[:-1])
+        rest = plain[minibatch.rows] - 0.5 * moved
+        expected = plain[minibatch.rows] - rows.mean(rest)[rows.group]
+        np.testing.assert_allclose(rows.advantage, expected, atol=1e-5)
+        assert np.abs(moved).max() > 0.01
+
+
+def test_an_anchored_regression_refers_to_the_start_of_the_run():
+    """Fresh and stored answers; before each optimiser step, coupled ones are compared by what they have become."""
+    objective = {"surrogate": "coupled", "anchor": "start", "weigh": "clipped", "beta2": 0.5, "entropy_coef": 0.0}
+    trainer = make(half(20), objective=objective)
+    trainer.reference = Reference(lambda batch: fake_score(batch.token, 99))
+    trainer.step(1)
+    trainer.policy.updates.clear()
+    version = trainer.policy.version
+    batch = trainer.step(2).batch
+    plain = batch.reward - batch.mean(batch.reward)[batch.group]
+    assert sum(row.replayed for row in updated(trainer)) == 3
+    for number, (minibatch, _) in enumerate(trainer.policy.updates):
+        rows = minibatch.batch
+        reference, now = (fake_score(rows.token, which).log_prob for which in (99, version + number))
+        np.testing.assert_array_equal(rows.ratio_log_prob, reference)
+        rest = plain[minibatch.rows] - 0.5 * np.add.reduceat((now - reference).astype(np.float64), rows.start[:-1])
+        np.testing.assert_allclose(rows.advantage, plain[minibatch.rows] - rows.mean(rest)[rows.group], atol=1e-5)

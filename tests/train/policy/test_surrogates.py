@@ -1,5 +1,6 @@
 """Surrogates, divergences and penalties in float64 against their formulas, one token at a time."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -10,29 +11,55 @@ from hypothesis import strategies as st
 
 from exgrpo.kernels.inputs import PRESENT
 from exgrpo.train.config.objective import SURROGATES, ObjectiveConfig, overlong_penalty
-from exgrpo.train.policy.batch import advantages
+from exgrpo.train.policy.batch import advantages, build_minibatches
 from exgrpo.train.policy.ratios import ESTIMATORS, RatioTokens, SurrogateOptions, divergence
 from tests.train.batches import Row, make_batch
 
 LENGTHS = (4, 1, 7, 3)
 BOUNDS = (0.8, 1.3)
+WEIGHTS = (1.0, 0.5, 2.0, 0.25)
+"""Of the answers, where the objective is not homogeneous in the advantage."""
+OPTIONS = SurrogateOptions(BOUNDS, 1.4, beta2=0.3, shift=-0.2)
+ALL_ROWS = [name for name in SURROGATES.names if getattr(SURROGATES.find(name), "all_rows", False)]
+HOMOGENEOUS = [name for name in SURROGATES.names if name not in ALL_ROWS]
 
 
 def of_answers(seed=0, *, present=False):
     """Log-probs, old ones and advantages of some answers: [T] each, ratios on both sides of the bounds."""
     rng = np.random.default_rng(seed)
-    old = torch.from_numpy(rng.normal(-3, 1, sum(LENGTHS)))
+    old = torch.from_numpy(rng.normal(-1.5, 1, sum(LENGTHS)))
     moved = np.repeat([0.6, -0.6, 0.1, -0.1], LENGTHS) + rng.normal(0, 0.5, len(old))
     log_prob = (old + torch.from_numpy(moved)).requires_grad_()
     advantage = torch.from_numpy(np.repeat([0.75, -0.5, -0.25, 1.5], LENGTHS))
     if present:
         old = torch.full_like(old, PRESENT)
-    return log_prob, RatioTokens(log_prob, old, advantage, torch.tensor(LENGTHS))
+    weight = torch.from_numpy(np.repeat(WEIGHTS, LENGTHS))
+    return log_prob, RatioTokens(log_prob, old, advantage, torch.tensor(LENGTHS), weight)
 
 
 def written_out(name, log_prob, old, advantage, bounds, dual_clip):
     """The objective of one answer, in numbers; and the tokens whose ratio a bound has taken the place of."""
     low, high = bounds or (0.0, math.inf)
+    moved, beta2, nothing = sum(log_prob) - sum(old), OPTIONS.beta2, [False] * len(old)
+    match name:
+        case "oapl":
+            return -((beta2 * moved - advantage) ** 2), nothing
+        case "kimi":
+            return -beta2 / 2 * (advantage / beta2 - moved) ** 2, nothing
+        case "coupled":
+            return -((advantage / beta2 - moved) ** 2), nothing
+        case "asymre":
+            return (advantage - OPTIONS.shift) * sum(log_prob), nothing
+        case "topr":
+            weight = 1.0 if advantage >= 0 else min(math.exp(moved), 1.0)
+            return weight * advantage * sum(log_prob), [advantage < 0 and moved > 0] * len(old)
+        case "prime_rl":
+            gone = [math.exp(a) - math.exp(b) for a, b in zip(log_prob, old, strict=True)]
+            beyond = [one > high - 1 if advantage > 0 else one < low - 1 for one in gone] if bounds else nothing
+            ratios = [0 if drop else math.exp(a - b) for a, b, drop in zip(log_prob, old, beyond, strict=True)]
+            return sum(ratios) * advantage - beta2 * sum(
+                (a - b) ** 2 for a, b in zip(log_prob, old, strict=True)
+            ), beyond
     ratios = [math.exp(a - b) for a, b in zip(log_prob, old, strict=True)]
     if name == "gspo":
         ratios = [math.exp(sum(map(math.log, ratios)) / len(ratios))] * len(ratios)
@@ -51,29 +78,45 @@ def written_out(name, log_prob, old, advantage, bounds, dual_clip):
 @pytest.mark.parametrize("name", SURROGATES.names)
 def test_a_surrogate_is_its_formula(name, bounds):
     log_prob, tokens = of_answers()
-    found = SURROGATES.find(name)(tokens, SurrogateOptions(bounds, 1.4))
+    found = SURROGATES.find(name)(tokens, dataclasses.replace(OPTIONS, bounds=bounds))
     columns = zip(*(v.detach().split(LENGTHS) for v in (log_prob, tokens.old_log_prob, tokens.advantage)), strict=True)
     expected = [written_out(name, a.tolist(), b.tolist(), c[0].item(), bounds, 1.4) for a, b, c in columns]
-    assert found.value.sum().item() == pytest.approx(sum(total for total, _ in expected), rel=1e-12)
+    weights = WEIGHTS if name in ALL_ROWS else [1] * len(LENGTHS)
+    total = sum(weight * total for weight, (total, _) in zip(weights, expected, strict=True))
+    assert found.value.sum().item() == pytest.approx(total, rel=1e-12)
     assert found.clipped.tolist() == [one for _, clipped in expected for one in clipped]
-    if bounds:
+    if bounds and name not in ("oapl", "kimi", "coupled", "asymre"):
         assert 0 < found.clipped.sum() < len(log_prob)
 
 
-@pytest.mark.parametrize("name", SURROGATES.names)
+@pytest.mark.parametrize("name", HOMOGENEOUS)
 def test_the_gradient_of_the_policy_that_wrote_the_tokens_is_reinforce(name):
-    """Where all ratios are 1, every surrogate has the gradient A of each token's log-prob."""
+    """Where all ratios are 1, every homogeneous surrogate has the gradient A of each token's log-prob."""
     log_prob, tokens = of_answers(present=True)
     SURROGATES.find(name)(tokens, SurrogateOptions(BOUNDS, 3.0)).value.sum().backward()
     torch.testing.assert_close(log_prob.grad, tokens.advantage, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", SURROGATES.names)
+@pytest.mark.parametrize("name", ["oapl", "kimi", "coupled"])
+def test_the_gradient_of_a_regression_is_proportional_to_the_advantage_less_the_log_ratio(name):
+    """(2 b2 / N) (A - b2 S) of each token of OAPL; also where A = 0. Others: 1 / (2 b2), 1 / b2^2 times it."""
+    log_prob, tokens = of_answers()
+    tokens = dataclasses.replace(tokens, advantage=tokens.advantage * (tokens.advantage != 1.5))
+    SURROGATES.find(name)(tokens, OPTIONS).value.sum().backward()
+    moved = tokens.over_tokens(tokens.sums(tokens.log_ratio.detach()))
+    beta2 = OPTIONS.beta2
+    scale = {"oapl": 1.0, "kimi": 1 / (2 * beta2), "coupled": 1 / beta2**2}[name]
+    expected = 2 * beta2 * scale * tokens.weight * (tokens.advantage - beta2 * moved)
+    torch.testing.assert_close(log_prob.grad, expected, rtol=1e-12, atol=0)
+    assert (log_prob.grad != 0).all()
+
+
+@pytest.mark.parametrize("name", HOMOGENEOUS)
 @given(factor=st.floats(0, 100), seed=st.integers(0, 1000))
 def test_surrogates_are_homogeneous_in_the_advantage(name, factor, seed):
     _, tokens = of_answers(seed)
     options = SurrogateOptions(BOUNDS, 1.5)
-    more = RatioTokens(tokens.log_prob, tokens.old_log_prob, factor * tokens.advantage, tokens.lengths)
+    more = dataclasses.replace(tokens, advantage=factor * tokens.advantage)
     one, other = (SURROGATES.find(name)(each, options).value.sum() for each in (tokens, more))
     torch.testing.assert_close(factor * one, other, rtol=1e-12, atol=1e-12)
 
@@ -81,7 +124,8 @@ def test_surrogates_are_homogeneous_in_the_advantage(name, factor, seed):
 @pytest.mark.parametrize("name", SURROGATES.names)
 def test_a_surrogate_of_no_answers_has_a_gradient(name):
     log_prob = torch.zeros(0, requires_grad=True)
-    tokens = RatioTokens(log_prob, torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    none = torch.zeros(0)
+    tokens = RatioTokens(log_prob, none, none, torch.zeros(0, dtype=torch.int64), none)
     value = SURROGATES.find(name)(tokens, SurrogateOptions(BOUNDS, 3.0)).value.sum()
     value.backward()
     assert value == 0
@@ -135,7 +179,45 @@ def test_the_penalty_of_length_is_that_of_trl():
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9))
 def test_leave_one_out_is_the_reward_less_the_mean_of_the_others(rewards):
     batch = make_batch([(0, [Row(reward) for reward in rewards])])
-    advantages(batch, leave_one_out=True)
+    advantages(batch, baseline="leave_one_out")
     others = [[*rewards[:i], *rewards[i + 1 :]] for i in range(len(rewards))]
     expected = [r - np.mean(rest) if rest else 0.0 for r, rest in zip(rewards, others, strict=True)]
     assert batch.advantage == pytest.approx(expected, abs=1e-5)
+
+
+@given(st.lists(st.lists(st.floats(-2, 2), min_size=1, max_size=5), min_size=1, max_size=3), st.floats(1e-3, 1e3))
+def test_the_value_of_regressions_is_between_the_mean_and_the_best_reward(rewards, beta1):
+    batch = make_batch([(question, [Row(reward) for reward in of_group]) for question, of_group in enumerate(rewards)])
+    advantages(batch, baseline="log_mean_exp", beta1=beta1)
+    for group, of_group in enumerate(map(np.array, rewards)):
+        value = of_group - batch.advantage[batch.group == group]
+        best = of_group.max()  # taken out, so that the exponentials are finite
+        expected = best + beta1 * np.log(np.mean(np.exp((of_group - best) / beta1)))
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12 * max(1, beta1))
+
+
+@pytest.mark.parametrize(("beta2", "baseline"), [(0.05, "mean"), (1.0, "log_mean_exp")])
+def test_coupled_answers_have_the_gradient_of_their_groups_variance(beta2, baseline):
+    """Of u = reward / beta2 - S over each whole group; the trainer has taken the means from log-probs before."""
+    rng = np.random.default_rng(0)
+    groups = [[Row(float(rng.integers(2)), range(n), rng.normal(-2, 1, n)) for n in (3, 1, 4)] for _ in range(2)]
+    batch = make_batch(list(enumerate(groups)), learnt=np.ones(6, bool))
+    advantages(batch, baseline=baseline)
+    objective = ObjectiveConfig(surrogate="coupled", normalize="answer", entropy_coef=0, beta2=beta2)
+    (minibatch,) = build_minibatches(batch, 1, rng, objective, 9, all_rows=True)
+    moved = rng.normal(0, 0.5, len(batch.token)).astype(np.float32)
+    batch.fill(log_prob=batch.old_log_prob)
+    minibatch.refer_to(batch)
+    rows = minibatch.batch
+    log_prob = torch.from_numpy((rows.ratio_log_prob + moved).astype(np.float64)).requires_grad_()
+    old, lengths = torch.from_numpy(rows.ratio_log_prob.astype(np.float64)), torch.from_numpy(rows.length)
+    minibatch.couple(log_prob.detach().numpy(), beta2)
+    advantage = torch.from_numpy(rows.by_token(rows.advantage))
+    tokens = RatioTokens(log_prob, old, advantage, lengths, torch.ones_like(old))
+    found = SURROGATES.find("coupled")(tokens, SurrogateOptions(None, beta2=beta2)).value.sum() / minibatch.normalizer
+    u = torch.from_numpy(rows.reward) / beta2 - tokens.sums(log_prob - old)
+    of_groups = [u[torch.from_numpy(rows.group == group)] for group in range(2)]
+    expected = -sum(((one - one.mean()) ** 2).sum() for one in of_groups) / len(u)
+    gradients = [torch.autograd.grad(value, log_prob, retain_graph=True)[0] for value in (found, expected)]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)  # advantages of the mean are in fp32
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5 / beta2)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -220,3 +221,17 @@ def test_replayed_groups_are_filled_up_beside_refills():
     assert result.metrics["replayed"] == 3
     assert len(set(result.batch.group[result.batch.replayed])) == 3
     assert len({row.question for row in updated(trainer)}) >= 6
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        ({"surrogate": "coupled"}, "surrogate coupled compares the answers of a group, and experience.compose buffer"),
+        ({"surrogate": "topr", "anchor": "start"}, "anchor start is for regressions, and objective.surrogate is topr"),
+        ({"surrogate": "oapl", "anchor": "start"}, None),
+    ],
+)
+def test_a_surrogate_that_does_not_go_with_the_other_options_is_named(objective, message):
+    config = configured({"objective": objective, "experience": {"compose": "buffer", "advantage": "stored"}})
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        early.check_surrogate(config)

@@ -66,7 +66,7 @@ class _Answer:
             log_prob=self._joined("log_prob"),
             entropy=self._joined("entropy"),
             written=None if alone else np.concatenate(written),
-            kept=self._kept(),
+            kept=KeptSets.of_parts([part.kept for part in self.parts], list(map(len, self.tokens))),
         )
         return Finished(self.request, self.sample, rollout)
 
@@ -77,12 +77,6 @@ class _Answer:
             return None
         zeros = (np.zeros(len(part.response), np.float32) for part in self.parts)
         return np.concatenate([zero if of is None else of for zero, of in zip(zeros, of_parts, strict=True)])
-
-    def _kept(self) -> KeptSets | None:
-        """The sets of all tokens; None where the engine gave none."""
-        if self.parts[0].kept is None:
-            return None
-        return KeptSets.joined([part.kept or KeptSets.whole(len(part.response)) for part in self.parts])
 
 
 class Conversations:
