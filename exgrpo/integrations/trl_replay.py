@@ -194,6 +194,7 @@ def start_replay(trainer: Any) -> Started | None:
         world=World(accelerator.process_index, accelerator.num_processes, accelerator.device, control=None),
         grade=grade,
         score=score,
+        cuts=False,
     )
     encoding = Encoding(
         encode=lambda texts: trainer._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [],

@@ -100,6 +100,7 @@ class Trainer:
             temperature=config.rollout.temperature,
             log_prob=config.rollout.behaviour == "engine" or answerer.engine.free_log_prob,
             stop=Stops(config.rollout.stop, answerer.decode),
+            **config.rollout.cut,
         )
         self.replay = Replay(
             config.experience,
@@ -242,8 +243,8 @@ class Trainer:
         return self.scorer.by_a_pass(batch, np.setdiff1d(needed, told), scored)
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
-        """Stored answers are compared at temperature 1, whatever the rollout temperature."""
-        return MeanScores.of(candidates, self._score(self._prompted(candidates), 1.0))
+        """Stored answers are compared at temperature 1 and over the whole vocabulary, however they were sampled."""
+        return MeanScores.of(candidates, self._score(self._prompted(candidates.without("kept")), 1.0))
 
     def _score(self, batch: StepBatch, temperature: float) -> Score:
         self._read += together(batch)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from exgrpo.train.common.records import Rollout
+from exgrpo.train.common.records import KeptSets, Rollout
 from exgrpo.train.common.step_batch import OF_GROUP, OF_ROW, OF_TOKEN, TRAINER, StepBatch
 
 
@@ -27,6 +27,7 @@ class Row:
     behaviour: int = TRAINER
     stored_advantage: float = np.nan
     replays: int = 0
+    kept: Sequence[Sequence[int]] | None = None
 
 
 def make_batch(groups: Sequence[tuple[int, Sequence[Row]]], **columns: Any) -> StepBatch:
@@ -37,6 +38,7 @@ def make_batch(groups: Sequence[tuple[int, Sequence[Row]]], **columns: Any) -> S
             np.array(row.response, np.int32),
             row.finished,
             written=np.broadcast_to(np.asarray(row.own, bool), len(row.response)),
+            kept=None if row.kept is None else KeptSets.of(row.kept),
         )
         for row in rows
     ]
@@ -64,3 +66,13 @@ def rows_of(batch: StepBatch) -> list[SimpleNamespace]:
         return SimpleNamespace(**of_group, **of_row, **of_token)
 
     return [row(i) for i in range(len(batch))]
+
+
+def sets(tokens: Sequence[int]) -> list[list[int]]:
+    """Words that tokens may have been drawn from: none, which stands for all, one or two."""
+    return [list(range(token, token + token % 3)) for token in map(int, tokens)]
+
+
+def lists(kept: KeptSets | None) -> list[list[int]] | None:
+    """The words of each token."""
+    return None if kept is None else [words.tolist() for words in kept.lists()]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from exgrpo.train.common.records import EngineCounts, Rollout, Score, TokenIds
+from exgrpo.train.common.records import EngineCounts, KeptSets, Rollout, Score, TokenIds
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.policy.batch import MiniBatch
@@ -17,6 +17,7 @@ from exgrpo.train.reward.pool import Grades
 from exgrpo.train.reward.worker import hashed
 from exgrpo.train.rollout.answers import Answerer
 from exgrpo.train.rollout.engine import Finished, Request
+from tests.train.batches import sets
 
 EOS = 1
 RIGHT = 7
@@ -64,7 +65,8 @@ class ScriptedEngine:
                 noise = rng.integers(10, 90, rng.integers(1, 5))
                 ids = np.array([question + 100, RIGHT if i < right else 8, *noise, EOS], np.int32)
                 log_prob = engine_log_prob(ids) if request.sampling.log_prob else None
-                answers.append(Finished(index, i, Rollout(ids, finished=True, log_prob=log_prob)))
+                kept = KeptSets.of(sets(ids)) if request.sampling.kept else None
+                answers.append(Finished(index, i, Rollout(ids, finished=True, log_prob=log_prob, kept=kept)))
         yield from reversed(answers)  # no engine finishes them in order
 
     def counts(self) -> EngineCounts:

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.train.batches import rows_of
+from tests.train.batches import lists, rows_of, sets
 from tests.train.fakes import ScriptedGrader, engine_log_prob, fake_score, marked
 from tests.train.trainers import K, half, make, updated
 
@@ -61,6 +61,24 @@ def test_ratios_are_at_the_rollout_temperature_and_the_selection_at_1(correct):
             expected = fake_score(row.token, written, 0.5).log_prob
             told = number == 0 and not row.replayed  # by this optimiser step itself
             np.testing.assert_array_equal(row.ratio_log_prob, np.full_like(expected, np.inf) if told else expected)
+
+
+@pytest.mark.parametrize("behaviour", ["trainer", "engine"])
+def test_words_that_an_engine_kept_go_with_the_answer_to_every_score_but_that_of_the_selection(behaviour):
+    trainer = make(half(20), rollout={"top_p": 0.9, "temperature": 0.5, "behaviour": behaviour})
+    trainer.step(1)
+    stored = [t for q in range(20) for t in trainer.replay.memory.trajectories(q)]
+    assert stored
+    assert all(lists(t.kept) == sets(t.response) for t in stored)
+    trainer.policy.updates.clear()
+    trainer.policy.scored.clear()
+    trainer.step(2)
+    rows = updated(trainer)
+    assert sum(row.replayed for row in rows) == 3
+    assert all(lists(row.kept) == sets(row.token) for row in rows)
+    scored = [(batch.has("kept"), temperature) for batch, temperature in trainer.policy.scored]
+    assert set(scored) == {(False, 1.0), (True, 0.5)}
+    assert sum(not kept for kept, _ in scored) == 1
 
 
 def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_refer_to_them():

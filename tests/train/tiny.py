@@ -78,7 +78,9 @@ def rollouts(
     return collect(asked, engine.generate(asked))
 
 
-def row(rng: np.random.Generator, reward: float, *, replayed: bool = False, observing: bool = False) -> Row:
+def row(
+    rng: np.random.Generator, reward: float, *, replayed: bool = False, observing: bool = False, kept: bool = False
+) -> Row:
     length = int(rng.integers(1, 24))
     response = rng.integers(2, VOCABULARY, length)
     # Near enough to the random policy for ratios on both sides of the clip range, far enough to be clipped.
@@ -87,27 +89,31 @@ def row(rng: np.random.Generator, reward: float, *, replayed: bool = False, obse
     if observing:
         own = rng.random(length) < 0.6
         own[rng.integers(length)] = True
-    return Row(reward, response, np.where(own, log_prob, np.float32(0)), replayed, own=own)
+    sets = None
+    if kept:  # of 1 to 20 words, or of all
+        sizes = rng.choice([0, 1, 2, 5, 20], length)
+        words = [[token, *rng.permutation(np.setdiff1d(np.arange(VOCABULARY), token))] for token in response]
+        sets = [of_token[:size] for of_token, size in zip(words, sizes * own, strict=True)]
+        log_prob *= np.log1p(np.where(sizes, sizes - 1, VOCABULARY)) / 4.5
+    return Row(reward, response, np.where(own, log_prob, np.float32(0)), replayed, own=own, kept=sets)
 
 
-def step_batch(*, observing: bool = False) -> StepBatch:
-    """Seven groups of four: on-policy and mixed ones, one all right, one all wrong; or with observations in answers."""
+def step_batch(**of_rows: bool) -> StepBatch:
+    """Seven groups of four: on-policy and mixed ones, one all right, one all wrong; or with what `row` can do."""
     rng = np.random.default_rng(1)
     rewards = [(1, 0, 0, 1), (0, 1, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 1), (0, 0, 0), (0, 1, 1)]
     groups = []
     for question, of_group in enumerate(rewards):
-        fresh = [row(rng, reward, observing=observing) for reward in of_group]
-        replayed = [row(rng, 1.0, replayed=True, observing=observing) for _ in range(4 - len(fresh))]
+        fresh = [row(rng, reward, **of_rows) for reward in of_group]
+        replayed = [row(rng, 1.0, replayed=True, **of_rows) for _ in range(4 - len(fresh))]
         groups.append((question, fresh + replayed))
     batch = make_batch(groups, learnt=np.ones(28, bool))
     batch.fill(prompt=[prompt(question) for question in batch.question])
     return batch
 
 
-def minibatches(
-    objective: ObjectiveConfig, reference: Reference | None = None, *, observing: bool = False
-) -> list[MiniBatch]:
-    batch = step_batch(observing=observing)
+def minibatches(objective: ObjectiveConfig, reference: Reference | None = None, **of_rows: bool) -> list[MiniBatch]:
+    batch = step_batch(**of_rows)
     advantages(batch, scale_by_std=objective.scale_by_std, baseline=objective.baseline, beta1=objective.beta1)
     batch.fill(ratio_log_prob=batch.old_log_prob)
     if reference:

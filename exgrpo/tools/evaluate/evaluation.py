@@ -24,8 +24,8 @@ from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.common.success import RewardWatch, is_success
 from exgrpo.train.config.evaluation import SAMPLED
-from exgrpo.train.config.options import RolloutConfig
 from exgrpo.train.config.policy import LoraConfig, with_saved
+from exgrpo.train.config.rollout import RolloutConfig
 from exgrpo.train.config.sources import names_of, settings_of
 from exgrpo.train.data.files import HELD_OUT_SEED
 from exgrpo.train.data.prompts import PromptFormat

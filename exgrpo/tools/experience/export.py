@@ -45,6 +45,11 @@ COLUMNS: Columns = {
         "whether the policy wrote each token, or an environment, whose tokens have log-probs of 0; empty: the "
         "policy wrote all of them",
     ),
+    "kept": (
+        pa.list_(pa.list_(pa.int32())),
+        "the token ids that each token was drawn from, among which its log-prob is, where top-p, top-k or min-p left a "
+        "part of them; empty: all",
+    ),
     "behaviour": (
         pa.string(),
         "who computed them: the trainer, before the update of that step, or the rollout engine, in sampling; "
@@ -152,6 +157,7 @@ def _batch(experience: RunExperience, places: Sequence[int], schema: pa.Schema) 
         "response": [experience.text_of(one) for one in found],
         "log_prob": _lists([one.log_prob for one in found]),
         "written": [one.written for one in found],
+        "kept": [one.kept and one.kept.lists() for one in found],
         # What has no log-probs of a policy was not written by this run's model.
         "model": [None if one.behaviour == "unknown" else experience.config.policy.path for one in found],
         "group_successes": [experience.origin("successes", place) for place in places],
@@ -271,8 +277,8 @@ def _feature(kind: pa.DataType) -> dict[str, Any]:
     if pa.types.is_struct(kind):
         return {"struct": [{"name": field.name, **_feature(field.type)} for field in kind]}
     if pa.types.is_list(kind):
-        (inner,) = _feature(kind.value_type).values()
-        return {"list": inner}
+        inner = _feature(kind.value_type)
+        return {"list": inner if "list" in inner else next(iter(inner.values()))}
     return {"dtype": {"float": "float32", "double": "float64"}.get(str(kind), str(kind))}
 
 

@@ -23,7 +23,7 @@ from exgrpo.train.checkpoint.listing import EXPERIENCE, Checkpoint, survey
 from exgrpo.train.checkpoint.store import SUFFIX, read_checked, segment_names, written_mask
 from exgrpo.train.common.durable import DamagedFileError, sha256
 from exgrpo.train.common.errors import CheckpointError, DataError, ModelError, os_errors_as, shown
-from exgrpo.train.common.records import Rollout, Trajectory
+from exgrpo.train.common.records import KeptSets, Trajectory
 from exgrpo.train.common.step_batch import BEHAVIOURS
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.pretrained import located
@@ -88,6 +88,7 @@ class RunExperience:
         self.arrays = read_checked(folder, checkpoint.manifest.arrays)
         size = len(self.arrays["row"])
         self._files = [_open(folder / f"{name}{SUFFIX}", name) for name in segment_names(self.arrays)]
+        self._bounds = [_bounds(file) for file in self._files]
         self._start = np.zeros(size, np.int64)
         self.columns: dict[str, npt.NDArray] = {}
         for number, file in enumerate(self._files):
@@ -113,10 +114,20 @@ class RunExperience:
             response=file.get_slice("response")[place],
             log_prob=file.get_slice("log_prob")[place],
             written=written_mask(file.get_slice("written")[place]) if "written" in file.keys() else None,  # noqa: SIM118
+            kept=self._kept(self.arrays["segment"][row], place),
             finished=bool(of_row.pop("finished")),
             behaviour=BEHAVIOURS[of_row.pop("behaviour")],
             **of_row,
         )
+
+    def _kept(self, number: int, place: slice) -> KeptSets | None:
+        """The sets of some tokens of a file."""
+        bounds = self._bounds[number]
+        if bounds is None or bounds[place.start] == bounds[place.stop]:
+            return None
+        first, end = int(bounds[place.start]), int(bounds[place.stop])
+        ids = self._files[number].get_slice("kept")[first:end]
+        return KeptSets(ids, bounds[place.start : place.stop + 1] - first)
 
     def origin(self, name: str, row: int) -> Any:
         """advantage, successes, answers or replays of a trajectory."""
@@ -164,8 +175,7 @@ class RunExperience:
         from exgrpo.train.rollout.stops import text_of
 
         stop = self.asked(trajectory.question).stops(self.config.rollout.stop)
-        answer = Rollout(trajectory.response, trajectory.finished, written=trajectory.written)
-        return text_of(answer, self.texts.tokenizer.decode, stop)
+        return text_of(trajectory.rollout, self.texts.tokenizer.decode, stop)
 
     def asked(self, index: int) -> Question:
         """The question of an index. Raises DataError where there is none."""
@@ -255,6 +265,13 @@ def _open(path: Path, name: str) -> Any:
     if sha256(path) != name:
         raise DamagedFileError(f"{path} is damaged: its content does not have the checksum in its name")
     return safe_open(path, framework="numpy")
+
+
+def _bounds(file: Any) -> npt.NDArray[np.int64] | None:
+    """[T + 1] where the sets of the tokens of a segment begin among its words; None: it has no sets."""
+    if "kept" not in file.keys():  # noqa: SIM118
+        return None
+    return np.concatenate([[0], np.cumsum(file.get_tensor("kept_words"), dtype=np.int64)])
 
 
 class FileExperience:

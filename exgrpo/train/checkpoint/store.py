@@ -14,7 +14,7 @@ import numpy.typing as npt
 from safetensors.numpy import load, save
 
 from exgrpo.train.common.durable import DamagedFileError, write_whole
-from exgrpo.train.common.records import Mask
+from exgrpo.train.common.records import KeptSets, Mask
 from exgrpo.train.replay.stored import OF_PLACE, OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, gather, serials
 
 SUFFIX = ".safetensors"
@@ -182,18 +182,23 @@ def _split(rows: npt.NDArray, length: npt.NDArray) -> list[npt.NDArray]:
 
 
 def _packed(answers: Stored, rows: npt.NDArray) -> dict[str, npt.NDArray]:
-    """Some answers as arrays of a file; most runs have no observations, and no array of what is one."""
+    """Some answers as arrays of a file; most runs have no observations and no sets, and no arrays of them."""
     tokens = answers.tokens(rows)
-    written = {"written": (~tokens.observed).astype(np.uint8)} if tokens.observed.any() else {}
+    some: dict[str, npt.NDArray] = {}
+    if tokens.observed.any():
+        some["written"] = (~tokens.observed).astype(np.uint8)
+    if tokens.kept is not None and len(tokens.kept.ids):
+        some |= {"kept": tokens.kept.ids, "kept_words": tokens.kept.sizes.astype(np.int32)}
     columns = {name: answers.columns[name][rows].astype(dtype) for name, dtype in OF_FILE.items()}
-    return {**written, "response": tokens.response, "log_prob": tokens.log_prob, **columns}
+    return {**some, "response": tokens.response, "log_prob": tokens.log_prob, **columns}
 
 
 def _tokens(arrays: dict[str, npt.NDArray]) -> Tokens:
     """What a file holds of tokens."""
     response, written = arrays["response"], arrays.get("written")
     observed = np.zeros(len(response), bool) if written is None else written == 0
-    return Tokens(response, arrays["log_prob"], observed)
+    kept = KeptSets.of_sizes(arrays["kept_words"], arrays["kept"]) if "kept" in arrays else None
+    return Tokens(response, arrays["log_prob"], observed, kept)
 
 
 def _places(arrays: dict[str, npt.NDArray], rows: npt.NDArray) -> Places:

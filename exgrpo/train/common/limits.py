@@ -10,6 +10,8 @@ MOST_LAYERS = 1000
 """Of a model; the largest ones have some hundreds."""
 MOST_SAMPLES = 2**14
 """Answers to a question; the largest published studies of pass@k have 10,000."""
+MOST_KEPT = 1024
+"""Words that `rollout.top_k` may leave: each is stored with its token, in 4 bytes."""
 MOST_ANSWERS = 2**20
 """Answers of a step: every rank holds all of them, with their log-probs and scores."""
 MOST_ROWS = 10**7

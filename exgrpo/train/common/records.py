@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 from operator import add
 from typing import Literal
 
@@ -13,7 +14,83 @@ from exgrpo.train.common.errors import shown
 
 TokenIds = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
+Places = slice | npt.NDArray[np.int64] | Mask
 Behaviour = Literal["trainer", "engine", "unknown"]
+
+
+@dataclass(frozen=True, eq=False)
+class KeptSets:
+    """A set of each of T tokens, one after the other; a set without any word stands for the whole vocabulary.
+
+    It has a length, and is indexed as an array [T] is: by a slice, which copies no ids, or by places in any order.
+
+    Attributes:
+        ids: [M] int32, the words of all sets, different ones in each, its token among them.
+        bounds: [T + 1] int64: the words of token t are ids[bounds[t]:bounds[t + 1]].
+    """
+
+    ids: TokenIds
+    bounds: npt.NDArray[np.int64]
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int] | npt.NDArray, ids: TokenIds) -> "KeptSets":
+        """Sets of so many words each, [T], and all of their words."""
+        return cls(ids, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+
+    @classmethod
+    def of(cls, sets: Sequence[npt.ArrayLike]) -> "KeptSets":
+        """[T] the words of each token."""
+        words = [np.asarray(of_token, np.int32) for of_token in sets]
+        return cls.of_sizes([len(of_token) for of_token in words], np.concatenate([np.empty(0, np.int32), *words]))
+
+    @classmethod
+    def whole(cls, tokens: int) -> "KeptSets":
+        """The whole vocabulary for each of some tokens."""
+        return cls(np.empty(0, np.int32), np.zeros(tokens + 1, np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence["KeptSets"]) -> "KeptSets":
+        """Those of several parts, end to end."""
+        sizes = [np.empty(0, np.int64), *(part.sizes for part in parts)]
+        return cls.of_sizes(np.concatenate(sizes), np.concatenate([np.empty(0, np.int32), *(p.ids for p in parts)]))
+
+    @classmethod
+    def of_parts(cls, parts: Sequence["KeptSets | None"], length: Sequence[int]) -> "KeptSets | None":
+        """Those of parts of so many tokens each, end to end; of one that has none, the whole vocabulary.
+
+        None: no part has any.
+        """
+        if all(part is None for part in parts):
+            return None
+        return cls.joined([part or cls.whole(tokens) for part, tokens in zip(parts, length, strict=True)])
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def shape(self) -> tuple[int]:
+        """(T,), as of a column of tokens."""
+        return (len(self),)
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """[T] words of each; 0: the whole vocabulary."""
+        return np.diff(self.bounds)
+
+    def lists(self) -> list[npt.NDArray[np.int32]]:
+        """[T] the words of each."""
+        return [self.ids[start:end] for start, end in pairwise(self.bounds.tolist())]
+
+    def __getitem__(self, places: Places) -> "KeptSets":
+        """The sets of some tokens."""
+        if isinstance(places, slice):
+            start, end, _ = places.indices(len(self))
+            bounds = self.bounds[start : max(start, end) + 1]
+            return KeptSets(self.ids[bounds[0] : bounds[-1]], bounds - bounds[0])
+        sizes = self.sizes[places]
+        ends = np.cumsum(sizes)
+        at = np.repeat(self.bounds[:-1][places] - ends + sizes, sizes) + np.arange(int(sizes.sum()))
+        return KeptSets.of_sizes(sizes, self.ids[at])
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +103,11 @@ class Rollout:
             stored as all others. Before it there is neither of them.
         finished: False where the answer was cut at the length limit.
         log_prob: [R] fp32, the engine's own log-probability of each token under the policy that it sampled from, at the
-            sampling temperature; or None where it has none.
+            sampling temperature and among the words that it kept; or None where it has none.
         entropy: [R] fp32, the entropy in nats of that policy where the token was sampled; or None.
         written: [R], whether the policy wrote the token; None: all of them. Of observations, log-probs and entropies
             are 0; before one, the response may hold EOS tokens and stop strings.
+        kept: [R] the words that each token was drawn from; None: the whole vocabulary, or nobody asked.
     """
 
     response: TokenIds
@@ -37,11 +115,12 @@ class Rollout:
     log_prob: npt.NDArray[np.float32] | None = None
     entropy: npt.NDArray[np.float32] | None = None
     written: Mask | None = None
+    kept: KeptSets | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """The T response tokens of a batch under a policy; 0 of observations.
+    """The T response tokens of a batch under a policy, among the words that were kept for them; 0 of observations.
 
     Attributes:
         log_prob: [T] fp32 log-probability of each token, at the temperature that was asked for.
@@ -68,6 +147,7 @@ class Trajectory:
         key: of the solution that it gives: answers that differ only in form have the same one; 0: none.
         penalty: what its length takes from its reward in advantages; whether it is a success, the reward alone decides.
         written: [R], whether the policy wrote the token, as of a `Rollout`.
+        kept: [R] the words that each token was drawn from, over which `log_prob` is; None: the whole vocabulary.
     """
 
     question: int
@@ -80,6 +160,12 @@ class Trajectory:
     key: int = 0
     penalty: float = 0.0
     written: Mask | None = None
+    kept: KeptSets | None = None
+
+    @property
+    def rollout(self) -> Rollout:
+        """The answer as an engine gives it, without scores."""
+        return Rollout(self.response, self.finished, written=self.written, kept=self.kept)
 
     @property
     def observed(self) -> Mask | None:

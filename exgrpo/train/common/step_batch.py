@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.common.records import Behaviour, Counts, Mask, Rollout, TokenIds
+from exgrpo.train.common.records import Behaviour, Counts, KeptSets, Mask, Rollout, TokenIds
 from exgrpo.train.common.success import EPSILON
 
 Ints = npt.NDArray[np.int64]
@@ -51,6 +51,7 @@ OF_TOKEN: dict[str, Any] = {
     "reference_log_prob": np.float32,
     "ratio_log_prob": np.float32,
     "factor": np.float32,
+    "kept": KeptSets,
 }
 COLUMNS = {**OF_GROUP, **OF_ROW, **OF_TOKEN}
 SCORES = ("old_log_prob", "log_prob", "entropy")
@@ -61,7 +62,7 @@ class StepBatch:
     """The answers of a step; see the module.
 
     A column that no stage has filled cannot be read. In one that is filled for some rows only, the others have NaN, 0,
-    False or None, and 1 in `factor`.
+    False or None, 1 in `factor` and the whole vocabulary in `kept`.
 
     Args:
         question: [G] index of the question of each group.
@@ -104,6 +105,8 @@ class StepBatch:
         reference_log_prob: [T] fp32 of the policy that a divergence refers to; NaN: the row is not compared.
         ratio_log_prob: [T] fp32 of the policy that importance ratios refer to, or `weighing.PRESENT`.
         factor: [T] fp32, of the advantage.
+        kept: [T] the words that each token was drawn from, over which all of these log-probs and entropies are; not
+            filled where rollouts are cut nowhere.
         trained: the numbers of the groups that are trained on, in the order in which mini-batches deal them.
         counts: what it took to generate and grade the fresh answers.
     """
@@ -134,6 +137,7 @@ class StepBatch:
     reference_log_prob: Floats
     ratio_log_prob: Floats
     factor: Floats
+    kept: KeptSets
     trained: Ints
     counts: Counts
 
@@ -153,6 +157,7 @@ class StepBatch:
             rollouts: [N] in the order of their groups.
         """
         length = [len(rollout.response) for rollout in rollouts]
+        kept = KeptSets.of_parts([rollout.kept for rollout in rollouts], length)
         return cls(
             np.asarray(question, np.int64),
             np.repeat(np.arange(len(counts)), np.asarray(counts, np.int64)),
@@ -164,6 +169,7 @@ class StepBatch:
             own=_flat([rollout.written for rollout in rollouts], length, bool, True),
             engine_log_prob=_flat([rollout.log_prob for rollout in rollouts], length, np.float32, np.nan),
             engine_entropy=_flat([rollout.entropy for rollout in rollouts], length, np.float32, np.nan),
+            **({} if kept is None else {"kept": kept}),
         )
 
     @classmethod
@@ -183,7 +189,9 @@ class StepBatch:
         """
         for name, values in columns.items():
             if name in COLUMNS:
-                values = _objects(values) if COLUMNS[name] is object else np.asarray(values, COLUMNS[name])
+                kind = COLUMNS[name]
+                if kind is not KeptSets:
+                    values = _objects(values) if kind is object else np.asarray(values, kind)
                 if values.shape != (self._size(name),):
                     raise ValueError(f"{name}: expected [{self._size(name)}], got {list(values.shape)}")
             setattr(self, name, values)
@@ -349,7 +357,9 @@ class StepBatch:
         whole = StepBatch(question, np.concatenate([self.group, group]), np.concatenate([self.length, other.length]))
         for name in OF_ROW | OF_TOKEN:
             if any(part.has(name) for part in both):
-                whole.fill(**{name: np.concatenate([part._or_nothing(name) for part in both])})
+                columns = [part._or_nothing(name) for part in both]
+                join = KeptSets.joined if COLUMNS[name] is KeptSets else np.concatenate
+                whole.fill(**{name: join(columns)})
         return whole
 
     def _with_counts(self, *parts: "StepBatch") -> "StepBatch":
@@ -358,15 +368,17 @@ class StepBatch:
             self.counts = counts[0] if len(counts) == 1 else counts[0] + counts[1]
         return self
 
-    def _or_nothing(self, name: str) -> npt.NDArray:
+    def _or_nothing(self, name: str) -> Any:
         """A column, or one of nothing."""
         if self.has(name):
             return getattr(self, name)
         dtype = COLUMNS[name]
+        if dtype is KeptSets:
+            return KeptSets.whole(self._size(name))
         nothing = None if dtype is object else np.nan if np.issubdtype(dtype, np.floating) else 0
         return np.full(self._size(name), 1 if name == "factor" else nothing, dtype)
 
-    def _columns(self, names: Iterable[str]) -> Iterator[tuple[str, npt.NDArray]]:
+    def _columns(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Those of some columns that are filled."""
         return ((name, getattr(self, name)) for name in names if self.has(name))
 

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from exgrpo.train.common.limits import MOST_ROWS, MOST_SAMPLES, MOST_STEPS
-from exgrpo.train.config.section import Section, Sources, Temperature
+from exgrpo.train.config.section import Section, Sources, Temperature, TopP
 
 TEST = "test"
 """The name of the set that data.test makes."""
@@ -26,7 +26,6 @@ def _no_heading(name: str) -> str:
 
 SetName = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_]*$", max_length=64), AfterValidator(_no_heading)]
 Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
-TopP = Annotated[float, Field(gt=0, le=1)]
 
 
 class HeldOutSet(Section):

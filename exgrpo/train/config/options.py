@@ -20,16 +20,15 @@ from exgrpo.train.common.limits import (
     MOST_GIB,
     MOST_PROCESSES,
     MOST_ROWS,
-    MOST_SAMPLES,
     MOST_STEPS,
-    MOST_TOKENS,
 )
 from exgrpo.train.config.environment import EnvironmentConfig
 from exgrpo.train.config.evaluation import EvaluationConfig
-from exgrpo.train.config.objective import CorrectionConfig, ObjectiveConfig
+from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.config.policy import DEFAULT_PASS, LoraConfig, OptimizerConfig, PolicyConfig
 from exgrpo.train.config.replay import ExperienceConfig
-from exgrpo.train.config.section import Section, Sources, StopString, Temperature
+from exgrpo.train.config.rollout import RolloutConfig, check_rollout
+from exgrpo.train.config.section import Section, Sources
 from exgrpo.train.config.sources import ColumnNames, SourceConfigs
 
 PLANNED = ("policy.gradient_checkpointing", "optimizer.micro_batch_tokens", "rollout.kv_cache_gib")
@@ -137,62 +136,6 @@ class RewardConfig(Section):
         default_factory=dict,
         description="Weights of the parts that a function returns (correct 1 format 0.2), else 1: the reward is "
         "their weighted sum.",
-    )
-
-
-class RolloutConfig(CorrectionConfig):
-    """How answers are sampled."""
-
-    samples: int = Field(8, ge=2, le=MOST_SAMPLES, description="K: answers per question (group size).")
-    temperature: Temperature = Field(
-        1.0, description="Sampling temperature in training; the trained policy is the one at this temperature."
-    )
-    max_tokens: int = Field(2048, ge=1, le=LONGEST, description="Longest response; longer ones are cut and marked.")
-    stop: tuple[StopString, ...] = Field(
-        (), description="Strings that end an answer: their tokens are trained on, but are no part of the graded text."
-    )
-    batch_tokens: int = Field(
-        65536,
-        ge=1,
-        le=MOST_TOKENS,
-        description="Prompt + response tokens generated at once per rank; vLLM on GPUs goes by its cache instead.",
-    )
-    engine: Literal["auto", "transformers", "vllm", "server"] = Field(
-        "auto",
-        description="What generates; auto: rollout.servers if any, on GPUs vLLM where it can, else transformers.",
-    )
-    kv_cache_gib: float | None = Field(
-        None,
-        gt=0,
-        le=16384,
-        description="vLLM: GiB per rank for keys and values, on GPUs of as many answers as have room there; None: "
-        "chosen at the start from the GPU's memory, on CPUs 1.",
-    )
-    tensor_parallel: int = Field(
-        1, ge=1, le=MOST_PROCESSES, description="vLLM: so many neighbouring ranks make one engine."
-    )
-    sleep_level: Literal[0, 1, 2] = Field(
-        2,
-        description="vLLM on GPUs, while the trainer updates: 1 moves weights to CPU memory, 2 drops them, 0 keeps.",
-    )
-    servers: tuple[str, ...] = Field((), description="vLLM servers that generate, http://host:port each.")
-    refills: int = Field(
-        0,
-        ge=0,
-        le=1000,
-        description="Dynamic sampling (DAPO): until every group of the batch has a gradient, ask as many further "
-        "questions, at most so many times; groups without one are left out.",
-    )
-    ahead: bool = Field(
-        False,
-        description="Generate the next step's answers while this step's update runs; needs servers and "
-        "rollout.behaviour=engine.",
-    )
-    check_every: int = Field(
-        20,
-        ge=0,
-        le=MOST_STEPS,
-        description="Compare the engine's log-probs with the trainer's every so many steps; 0: at the start.",
     )
 
 
@@ -336,7 +279,7 @@ class Config(Section):
                     f"{key} ({budget}) is below data.max_prompt_tokens + rollout.max_tokens ({self.longest}): "
                     "one sequence must fit"
                 )
-        self._possible_rollout(self.rollout)
+        check_rollout(self.rollout)
         if self.environment.function is not None and self.rollout.tensor_parallel > 1:
             raise ValueError(
                 "environment.function needs rollout.tensor_parallel=1: every process asks the environment by itself, "
@@ -367,23 +310,3 @@ class Config(Section):
             raise ValueError("data.keep_system and data.system_prompt exclude each other: unset one")
         if not data.chat and (data.keep_system or data.system_prompt is not None):
             raise ValueError("data.chat=False has no place for a system message: put it into data.prompt_format")
-
-    @staticmethod
-    def _possible_rollout(rollout: RolloutConfig) -> None:
-        if rollout.engine == "server" and not rollout.servers:
-            raise ValueError("rollout.engine=server needs rollout.servers: name at least one, http://host:port")
-        if rollout.servers and rollout.engine not in ("auto", "server"):
-            raise ValueError(
-                f"rollout.servers are given and rollout.engine is {rollout.engine}: leave one of them out, or take "
-                "rollout.engine=server"
-            )
-        if rollout.ahead and rollout.refills:
-            raise ValueError(
-                "rollout.ahead and rollout.refills exclude each other: how many questions a step asks is known only "
-                "when its answers are graded"
-            )
-        if rollout.ahead and not (rollout.servers and rollout.behaviour == "engine"):
-            raise ValueError(
-                "rollout.ahead needs rollout.servers, which generate while the trainer updates, and "
-                "rollout.behaviour=engine, for the policy that wrote the answers is gone when they are scored"
-            )

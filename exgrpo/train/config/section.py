@@ -12,8 +12,6 @@ from exgrpo.train.common.errors import SHOWN, cut, nearest, shown
 
 SHOWN_PROBLEMS = 10
 REFUSED = {
-    "rollout.top_p": "training samples from the whole distribution, because importance ratios compare probabilities "
-    "under it: leave this out, and lower rollout.temperature for likelier answers (evaluation.top_p is free)",
     "rollout.mismatch_cap": "it is the upper one of rollout.correction_bounds",
     "data.sources": "a list of settings, which a recipe holds and a command line cannot",
     "experience.question_weight": "the law of questions is experience.prioritise",
@@ -39,6 +37,7 @@ Sources = Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length
 """One or several sources of questions; in a recipe, one may stand without a list."""
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
 """vLLM takes lower ones for 0.01; at higher ones every token is about equally likely."""
+TopP = Annotated[float, Field(gt=0, le=1)]
 StopString = Annotated[str, Field(min_length=1)]
 
 

@@ -46,6 +46,7 @@ def answer_metrics(batch: StepBatch, sources: Sequence[str]) -> dict[str, float]
         "entropy_gap": _entropy_gap(batch, entropy),
         "response_tokens": float(batch.written[fresh].mean()),
         **_of_turns(batch, fresh),
+        **_of_sets(batch, at),
         "truncated": float(np.mean(~batch.finished[fresh])),
         "timed_out": counts.timed_out,
         "reward_failed": counts.failed,
@@ -75,6 +76,14 @@ def _of_turns(batch: StepBatch, fresh: Ints) -> dict[str, float]:
         "observed_tokens": sum(int(np.count_nonzero(mask == 0)) for mask in masks) / len(fresh),
         "environment_failed": batch.counts.broken,
     }
+
+
+def _of_sets(batch: StepBatch, at: Ints) -> dict[str, float]:
+    """From how many words tokens were drawn, where rollouts are cut; those that were drawn from all do not count."""
+    if not batch.has("kept"):
+        return {}
+    sizes = batch.kept.sizes[at]
+    return {"kept_words": float(sizes[sizes > 0].mean()) if sizes.any() else math.nan}
 
 
 def _entropies(batch: StepBatch) -> Floats:

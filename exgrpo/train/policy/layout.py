@@ -69,6 +69,7 @@ class Layout(ABC):
             _moved(batch.written, device),
             int(np.count_nonzero(advantage[batch.own])),
             segments=of_pass.segments,
+            kept=of_pass.kept,
             weight=None if weight is None else by_target(weight),
             reference_log_prob=reference,
         )
@@ -88,7 +89,8 @@ class Padded(Layout):
         for row, read in enumerate(_read(batch)):
             tokens[row, :read] = np.concatenate([batch.prompt[batch.group[row]], batch.token[batch.at(row)][:-1]])
         target.ravel()[self.places(batch)] = _target(batch)
-        return TokenBatch(_moved(tokens, device), _moved(target, device), int(batch.own.sum()))
+        kept = _kept(batch, self.places(batch), target.size, device)
+        return TokenBatch(_moved(tokens, device), _moved(target, device), int(batch.own.sum()), kept=kept)
 
     def places(self, batch: StepBatch) -> Ints:
         """See `Layout`; the last token of a prompt predicts the first one of its response."""
@@ -138,7 +140,8 @@ class Packed(Layout):
         row_of_all = np.concatenate(tokens).astype(np.int64)[None]
         parts = segments(blocks, np.concatenate(source), device)
         target = _moved(_target(batch), device)
-        return TokenBatch(_moved(row_of_all, device), target, int(batch.own.sum()), segments=parts)
+        kept = _kept(batch, self.places(batch), len(target), device)
+        return TokenBatch(_moved(row_of_all, device), target, int(batch.own.sum()), segments=parts, kept=kept)
 
     def places(self, batch: StepBatch) -> Ints:
         """See `Layout`."""
@@ -207,6 +210,17 @@ def _longest(batch: StepBatch) -> int:
 def _target(batch: StepBatch) -> Ints:
     """[T] what is predicted, -100 for observations."""
     return np.where(batch.own, batch.token, IGNORED).astype(np.int64)
+
+
+def _kept(
+    batch: StepBatch, places: Ints, targets: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The words that the response tokens at some of the places of targets were drawn from; None: all words."""
+    if not batch.has("kept") or not len(batch.kept.ids):
+        return None
+    ends = np.zeros(targets + 1, np.int64)
+    ends[1 + places] = batch.kept.sizes
+    return _moved(batch.kept.ids, device), _moved(np.cumsum(ends), device)
 
 
 def _moved(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -37,10 +37,10 @@ class UpdateStats:
     `applied` is False where the gradient norm was not finite and the step was skipped. Ratios are means over
     tokens (and the largest fresh one); `replayed_weight` is the mean of what the ratio of a replayed token is shaped
     to; a mean over no tokens is NaN. `gradient_tokens` counts those which the policy loss gives a gradient: with an
-    advantage, and not clipped away. `reference_kl` is the mean divergence of fresh tokens to the reference, by the
-    estimator k3; NaN without one. `log_ratios` [2, BINS] counts fresh and replayed tokens, see `count_log_ratios`.
-    `scores` are those of its rows before the step, end to end, where they were asked for. `loss_scale` is what the loss
-    was multiplied by in fp16; else NaN.
+    advantage, not clipped away, and drawn from more than one word. `reference_kl` is the mean divergence of fresh
+    tokens to the reference, by the estimator k3; NaN without one. `log_ratios` [2, BINS] counts fresh and replayed
+    tokens, see `count_log_ratios`. `scores` are those of its rows before the step, end to end, where they were asked
+    for. `loss_scale` is what the loss was multiplied by in fp16; else NaN.
     """
 
     loss: float
@@ -76,6 +76,9 @@ class Tally:
         lost = clipped & (not self.terms.settings.bounds_weights)
         zero = ratio.new_zeros(())
         teaching = batch.advantage if batch.weight is None else batch.weight
+        learns = active & (teaching != 0) & ~lost
+        if batch.kept is not None:
+            learns &= batch.kept[1].diff().view_as(learns) != 1
         divergences = self._divergences(batch, result)
         self.sums.append(
             torch.stack(
@@ -87,7 +90,7 @@ class Tally:
                     torch.where(fresh, ratio, zero).sum(),
                     torch.where(replayed, ratio, zero).sum(),
                     torch.where(replayed, weight, zero).sum(),
-                    (active & (teaching != 0) & ~lost).sum().double(),
+                    learns.sum().double(),
                     zero if divergences is None else torch.where(fresh, divergences, zero).sum(),
                     torch.where(fresh, ratio, zero).amax(),
                 ]

@@ -3,7 +3,8 @@
 Ten million objects with arrays of their own would take a kilobyte each beside their tokens, and an array of its own for
 each answer as much as 30 tokens. So tokens lie end to end in blocks, in RAM or in files that are mapped into memory.
 Blocks are only added to, so whoever holds a part of one keeps it as it was. A block goes when all of its answers have
-left.
+left. The words that tokens were drawn from lie beside them in the same way, where a run cuts its vocabulary: a block
+without any has no room for them.
 """
 
 import tempfile
@@ -16,13 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.common.records import Mask, TokenIds, Trajectory
+from exgrpo.train.common.records import KeptSets, Mask, TokenIds, Trajectory
 from exgrpo.train.common.step_batch import BEHAVIOURS, Ints
 
 FEWEST, MOST = 1 << 12, 1 << 22
 """Tokens of the first block and of the largest ones; one between has room for as many as are stored."""
-BYTES = 9
-"""Of a token: its id, its log-prob and its mark."""
 OF_TRAJECTORY: dict[str, type[np.generic]] = {
     "question": np.int64,
     "step": np.int64,
@@ -45,15 +44,28 @@ class Tokens(NamedTuple):
         response: [T] int32, ids.
         log_prob: [T] fp32 of the policy that wrote them.
         observed: [T] bool, whether an environment wrote the token.
+        kept: [T] the words that each was drawn from; None: the whole vocabulary.
     """
 
     response: TokenIds
     log_prob: npt.NDArray[np.float32]
     observed: Mask
+    kept: KeptSets | None = None
 
     def part(self, start: int, end: int) -> "Tokens":
         """Those from `start` to before `end`, without a copy."""
-        return Tokens(self.response[start:end], self.log_prob[start:end], self.observed[start:end])
+        kept = None if self.kept is None else self.kept[start:end]
+        return Tokens(self.response[start:end], self.log_prob[start:end], self.observed[start:end], kept)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Tokens]") -> "Tokens":
+        """Those of several parts, end to end."""
+        return cls(
+            np.concatenate([part.response for part in parts]),
+            np.concatenate([part.log_prob for part in parts]),
+            np.concatenate([part.observed for part in parts]),
+            KeptSets.of_parts([part.kept for part in parts], [len(part.response) for part in parts]),
+        )
 
 
 class Places(NamedTuple):
@@ -78,7 +90,7 @@ class TokenBlocks:
             RAM. The files have no names: they go with the process.
 
     Attributes:
-        contents: the blocks by their numbers.
+        contents: the blocks by their numbers. The sets of one that is being filled have room behind their words.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -87,7 +99,13 @@ class TokenBlocks:
         self._living: dict[int, int] = {}
         self._last, self._used, self._room = -1, 0, 0
 
-    def append(self, response: TokenIds, log_prob: npt.NDArray[np.float32], observed: Mask | None) -> tuple[int, int]:
+    def append(
+        self,
+        response: TokenIds,
+        log_prob: npt.NDArray[np.float32],
+        observed: Mask | None,
+        kept: KeptSets | None = None,
+    ) -> tuple[int, int]:
         """Store tokens in one block; `observed` None: the policy wrote all of them.
 
         Returns:
@@ -103,9 +121,28 @@ class TokenBlocks:
         block.log_prob[start:end] = log_prob
         if observed is not None and observed.any():
             block.observed[start:end] = observed
+        if kept is not None or block.kept is not None:
+            self._append_sets(kept or KeptSets.whole(len(response)))
         self._used = end
         self._living[number] += len(response)
         return number, start
+
+    def _append_sets(self, kept: KeptSets) -> None:
+        """Store the sets of the tokens that come next in the block that is being filled."""
+        block, start = self.contents[self._last], self._used
+        if block.kept is None:
+            empty = KeptSets(_array(0, np.int32, self.folder), _array(self._room + 1, np.int64, self.folder))
+            block = block._replace(kept=empty)
+        assert block.kept is not None
+        ids, bounds = block.kept.ids, block.kept.bounds
+        first = int(bounds[start])
+        bounds[start + 1 : start + 1 + len(kept)] = first + kept.bounds[1:]
+        end = first + len(kept.ids)
+        if end > len(ids):
+            ids, old = _array(max(end, 2 * len(ids)), np.int32, self.folder), ids
+            ids[:first] = old[:first]
+        ids[first:end] = kept.ids
+        self.contents[self._last] = block._replace(kept=KeptSets(ids, bounds))
 
     def extend(self, tokens: Tokens, length: Ints) -> Places:
         """Store the tokens of several answers [N], which lie end to end; raises as `append`."""
@@ -150,7 +187,7 @@ class TokenBlocks:
             return
         self._room = max(tokens, min(MOST, max(FEWEST, sum(self._living.values()))))
         self._last, self._used = self._last + 1, 0
-        self.contents[self._last] = _in_memory(self._room) if self.folder is None else _in_file(self._room, self.folder)
+        self.contents[self._last] = _tokens(self._room, self.folder)
         self._living[self._last] = 0
 
 
@@ -164,36 +201,36 @@ def gather(contents: Mapping[int, Tokens], places: Places) -> Tokens:
     """The tokens of some answers, end to end; what lies end to end already is copied in one piece."""
     block, start, length = places
     if not len(block):
-        return _in_memory(0)
+        return _tokens(0, None)
     apart = (block[1:] != block[:-1]) | (start[1:] != start[:-1] + length[:-1])
     first = np.flatnonzero(np.append(True, apart))
     last = np.append(first[1:], len(block)) - 1
     runs = zip(block[first].tolist(), start[first].tolist(), (start[last] + length[last]).tolist(), strict=True)
-    parts = [contents[number].part(begin, end) for number, begin, end in runs]
-    return Tokens(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    return Tokens.joined([contents[number].part(begin, end) for number, begin, end in runs])
 
 
-def _in_memory(size: int) -> Tokens:
-    # The system gives pages of zeros when they are touched, so room and marks that nobody sets take no memory.
-    return Tokens(np.zeros(size, np.int32), np.zeros(size, np.float32), np.zeros(size, bool))
+def _tokens(size: int, folder: Path | None) -> Tokens:
+    """Room for so many tokens."""
+    return Tokens(_array(size, np.int32, folder), _array(size, np.float32, folder), _array(size, np.bool_, folder))
 
 
-def _in_file(size: int, folder: Path) -> Tokens:
+def _array(size: int, dtype: type[np.generic], folder: Path | None) -> npt.NDArray:
+    """Zeros, in RAM or in a file of a folder that is mapped into memory."""
+    if folder is None or not size:
+        # The system gives pages of zeros when they are touched, so room and marks that nobody sets take no memory.
+        return np.zeros(size, dtype)
+    space = size * np.dtype(dtype).itemsize
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             # A mapped file without space on its disk would end the process when it is written to.
-            file.write(bytes(size * BYTES))
+            file.write(bytes(space))
             file.flush()
-            # As plain arrays, of which a part is made in a tenth of the time.
-            return Tokens(
-                np.asarray(np.memmap(file, np.int32, "r+", 0, size)),
-                np.asarray(np.memmap(file, np.float32, "r+", 4 * size, size)),
-                np.asarray(np.memmap(file, np.bool_, "r+", 8 * size, size)),
-            )
+            # As a plain array, of which a part is made in a tenth of the time.
+            return np.asarray(np.memmap(file, dtype, "r+", 0, size))
     except OSError as error:
         raise ConfigError(
             f"experience.folder {folder}: {error.strerror or error}; name a folder that can be written to, with "
-            f"{size * BYTES / 1e6:.0f} MB of space or more, or leave experience.folder out"
+            f"{space / 1e6:.0f} MB of space or more, or leave experience.folder out"
         ) from error
 
 
@@ -236,6 +273,7 @@ class Stored(Sequence[Trajectory]):
             response=tokens.response,
             log_prob=tokens.log_prob,
             written=~tokens.observed if tokens.observed.any() else None,
+            kept=tokens.kept if tokens.kept is not None and len(tokens.kept.ids) else None,
             behaviour=BEHAVIOURS[of_row.pop("behaviour")],
             **of_row,
         )
@@ -253,7 +291,7 @@ class Stored(Sequence[Trajectory]):
 def pack(trajectories: Sequence[Trajectory], folder: Path | None = None) -> Stored:
     """Trajectories as columns, their tokens in RAM or in files of a folder; raises as `TokenBlocks.append`."""
     blocks = TokenBlocks(folder)
-    placed = [blocks.append(one.response, one.log_prob, one.observed) for one in trajectories]
+    placed = [blocks.append(one.response, one.log_prob, one.observed, one.kept) for one in trajectories]
     found = {
         **{name: [getattr(one, name) for one in trajectories] for name in OF_TRAJECTORY},
         "behaviour": [BEHAVIOURS.index(one.behaviour) for one in trajectories],

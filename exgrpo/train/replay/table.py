@@ -121,6 +121,7 @@ class Table:
             token=tokens.response,
             own=~tokens.observed,
             old_log_prob=tokens.log_prob,
+            **({} if tokens.kept is None else {"kept": tokens.kept}),
             **{name: self.values(name, rows) for name in OF_TRAJECTORY if name in OF_ROW},
         )
 
@@ -150,7 +151,8 @@ class Table:
         if self._size > len(self._alive):
             self._grow()
         question = batch.question[batch.group]
-        places = self.blocks.extend(Tokens(batch.token, batch.old_log_prob, ~batch.own), batch.length)
+        kept = batch.kept if batch.has("kept") else None
+        places = self.blocks.extend(Tokens(batch.token, batch.old_log_prob, ~batch.own, kept), batch.length)
         of_rows = {name: getattr(batch, name) for name in OF_TRAJECTORY if name in OF_ROW}
         found = {**of_rows, "question": question, "serial": serials(len(batch)), **places._asdict(), **origins}
         for name, column in self._columns.items():

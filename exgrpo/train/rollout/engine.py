@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 
 from exgrpo.train.common.records import EngineCounts, Rollout, TokenIds
-from exgrpo.train.config.options import Config, RolloutConfig
+from exgrpo.train.config.options import Config
+from exgrpo.train.config.rollout import RolloutConfig
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.tokenizer import DTYPES, Pretrained
 from exgrpo.train.rollout.stops import NO_STOPS, Stops
@@ -15,13 +16,27 @@ from exgrpo.train.rollout.stops import NO_STOPS, Stops
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled: at most `max_tokens` each, temperature > 0, nucleus `top_p`, ended by `stop` too."""
+    """How answers are sampled.
+
+    Attributes:
+        max_tokens: of each at most.
+        temperature: above 0.
+        top_p: of the nucleus; 1: all words are in it.
+        log_prob: whether rollouts carry log-probs.
+        stop: strings that end an answer, too.
+        top_k: so many of the likeliest words; 0: all.
+        min_p: words with at least so much of the likeliest one's probability; 0: all.
+        kept: whether rollouts carry the words that the three have left for each token.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     log_prob: bool = False
     stop: Stops = NO_STOPS
+    top_k: int = 0
+    min_p: float = 0.0
+    kept: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +81,7 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
         """Sample the answers that are asked for and give each as soon as it is finished, in any order.
 
-        All requests of a call have the same temperature, `top_p` and `log_prob`; lengths and stop strings may differ.
+        All requests of a call are sampled alike, but lengths and stop strings may differ.
         Where `unrepeatable` is None the same call gives the same answers. An engine that can lets the answers to a
         request depend on its seed and the weights alone, up to rounding: not on the other requests of the call, nor on
         the process.
@@ -74,7 +89,7 @@ class RolloutEngine(Protocol):
         The caller's random state stays as it was, between the answers too. A response ends with its EOS token or with
         the token that completes a stop string (finished), or was cut after `max_tokens` (not finished). With
         `log_prob` every rollout carries the engine's own log-probs under the policy that was sampled from, at the
-        temperature, and of the nucleus, and its entropies where the engine knows them.
+        temperature, and among the words that were kept, and its entropies where the engine knows them.
 
         It waits for no other rank and, where it runs elsewhere (servers), may be called in a thread of its own.
 

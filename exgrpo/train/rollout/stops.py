@@ -57,7 +57,8 @@ class Stops:
             return answer
         parts = {"response": answer.response, "log_prob": answer.log_prob, "entropy": answer.entropy}
         shorter: dict[str, Any] = {name: of[:length].copy() for name, of in parts.items() if of is not None}
-        return replace(answer, finished=True, **shorter)
+        kept = None if answer.kept is None else answer.kept[:length]
+        return replace(answer, finished=True, kept=kept, **shorter)
 
     def _stopped(self, tokens: Tokens) -> bool:
         return bool(self.strings) and _start(self.decode(tokens), self.strings) is not None

@@ -151,6 +151,7 @@ class Run:
             dtype=self.config.policy.dtype,
             max_tokens=min(PROBE_TOKENS, self.config.rollout.max_tokens),
             seed=self.config.seed,
+            cut=self.config.rollout.cut,
         )
 
     def train(self) -> None:

@@ -3,8 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, Self
 
@@ -49,6 +48,7 @@ class Beginning:
         world: the processes of the run.
         grade: gives all ranks the rewards and keys of answers in their order; all ranks call it together.
         score: [T] log-probs of the answers of a batch at the sampling temperature; its questions have their numbers.
+        cuts: whether it knows the words that tokens were drawn from; if not, their log-probs are over all words.
     """
 
     options: ExperienceConfig
@@ -59,6 +59,7 @@ class Beginning:
     world: World
     grade: Callable[[Sequence[Answer]], Sequence[tuple[float, int]]]
     score: Callable[[StepBatch], Floats]
+    cuts: bool = True
 
     @classmethod
     def of(cls, trainer: Trainer) -> Self:
@@ -113,7 +114,7 @@ class Encoding:
         return cls(
             encode=lambda texts: tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [],
             decode=tokenizer.decode,
-            read=partial(tokenizer.decode, skip_special_tokens=True),
+            read=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
             eos=tuple(sorted(pretrained.eos, key=lambda eos: eos != own)),
             vocabulary=pretrained.model.config.get_text_config().vocab_size,
             stop=stop,
@@ -124,7 +125,7 @@ class Encoding:
         ids = trace.tokens
         if ids is None or trace.prompt is None or tuple(trace.prompt.tolist()) != question.prompt:
             return False
-        if not len(ids) or ids.max() >= self.vocabulary:
+        if not len(ids) or max(ids.max(), trace.kept.ids.max() if trace.kept else 0) >= self.vocabulary:
             return False
         answer = Rollout(ids, trace.finished, written=trace.written)
         return text_of(answer, self.decode, question.stops(self.stop)) == trace.response
@@ -215,11 +216,8 @@ class _Row:
     tokens: TokenIds
     finished: bool
     own_tokens: bool
-    reward: float | None = field(init=False)
-    key: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reward, self.key = self.trace.reward, self.trace.key
+    reward: float | None
+    key: int
 
 
 def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
@@ -292,7 +290,8 @@ def _encoded(traces: Sequence[Trace], questions: Questions, encoding: Encoding, 
             started.observing += 1
             continue
         # What is needed no more is not kept: there may be a million traces.
-        yield _Row(replace(trace, question=None, gold=None, prompt=None), question, tokens, finished, own)
+        short = replace(trace, question=None, gold=None, prompt=None)
+        yield _Row(short, question, tokens, finished, own, trace.reward, trace.key)
 
 
 def _check_alike(world: World, rows: Sequence[_Row], started: Started) -> None:
@@ -345,10 +344,11 @@ def _trajectories(run: Beginning, rows: Sequence[_Row], started: Started) -> lis
             behaviour="unknown",
             key=row.key,
             written=trace.written,
+            kept=trace.kept if row.own_tokens and run.cuts else None,
         )
-        known = row.own_tokens and trace.log_prob is not None and trace.behaviour != "unknown"
-        if known and (rule == "keep" or (rule == "recompute" and trace.model == run.model)):
-            assert trace.log_prob is not None
+        known = row.own_tokens and one.kept is trace.kept and trace.behaviour != "unknown"
+        known = known and (rule == "keep" or (rule == "recompute" and trace.model == run.model))
+        if known and trace.log_prob is not None:
             one = replace(one, log_prob=trace.log_prob, behaviour=trace.behaviour or "engine")
         trajectories.append(one)
     if rule == "unknown":
@@ -360,7 +360,7 @@ def _trajectories(run: Beginning, rows: Sequence[_Row], started: Started) -> lis
         chunk = unknown[first : first + CHUNK]
         batch = StepBatch.of_answers(
             [np.array(rows[i].question.prompt, np.int32) for i in chunk],
-            [Rollout(rows[i].tokens, rows[i].finished, written=rows[i].trace.written) for i in chunk],
+            [trajectories[i].rollout for i in chunk],
         )
         batch.fill(question=[rows[i].question.index for i in chunk])
         log_prob = run.score(batch)

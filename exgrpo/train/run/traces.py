@@ -5,8 +5,9 @@ Columns
     question or problem: the text of the question; prompt_ids: the token ids of its prompt.
     answer: the gold answer, by which questions of equal text are told apart; what follows the last "####" counts.
     response_ids, log_prob: [R] tokens of the answer and their log-probs; written: [R] false where an environment wrote
-    the token; behaviour: who computed the log-probs; model: who wrote the answer. finished, reward, step, key,
-    advantage, group_successes, group_answers, replays: as of a `Trajectory` and its `Origin`.
+    the token; kept: [R] lists of the token ids that each was drawn from, empty for all of them; behaviour: who computed
+    the log-probs; model: who wrote the answer. finished, reward, step, key, advantage, group_successes, group_answers,
+    replays: as of a `Trajectory` and its `Origin`.
 Every column but the first may be missing, and a cell may be empty. Other columns are ignored.
 """
 
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from exgrpo.train.common import jsonl
 from exgrpo.train.common.errors import DataError, MissingDataError, os_errors_as, shown
-from exgrpo.train.common.records import Behaviour, Mask, TokenIds
+from exgrpo.train.common.records import Behaviour, KeptSets, Mask, TokenIds
 from exgrpo.train.data.questions import Question
 
 SUFFIXES = (".parquet", ".jsonl")
@@ -30,7 +31,8 @@ NAMES_QUESTION = ("question", "problem", "prompt_ids")
 """Columns of which a file needs one."""
 TEXTS = ("question", "problem", "answer", "response", "behaviour", "model")
 WHOLE = ("step", "group_successes", "group_answers", "replays", "key")
-COLUMNS = (*TEXTS, *WHOLE, "prompt_ids", "response_ids", "log_prob", "written", "finished", "reward", "advantage")
+LISTS = ("prompt_ids", "response_ids", "log_prob", "written", "kept")
+COLUMNS = (*TEXTS, *WHOLE, *LISTS, "finished", "reward", "advantage")
 BATCH = 1024
 """Rows that are read at once."""
 ZERO_LOG_PROB = 1e-3
@@ -50,6 +52,7 @@ class Trace:
         tokens: [R] token ids of the answer.
         log_prob: [R] fp32 of the policy that wrote it.
         written: [R], whether the policy wrote the token; None: all of them.
+        kept: [R] the words that each token was drawn from; None: all.
         behaviour: who computed `log_prob`.
         model: name or path of the policy that wrote it.
         finished: whether it ended by itself.
@@ -70,6 +73,7 @@ class Trace:
     tokens: TokenIds | None = None
     log_prob: npt.NDArray[np.float32] | None = None
     written: Mask | None = None
+    kept: KeptSets | None = None
     behaviour: Behaviour | None = None
     model: str | None = None
     finished: bool = True
@@ -251,6 +255,7 @@ def parse_trace(row: Mapping[str, Any], place: str) -> Trace:
         tokens=tokens,
         log_prob=log_prob,
         written=_written(row, tokens),
+        kept=_kept(row, tokens),
         behaviour=texts["behaviour"],  # type: ignore[arg-type]
         model=texts["model"],
         finished=_flag(row, "finished"),
@@ -310,6 +315,27 @@ def _written(row: Mapping[str, Any], tokens: TokenIds | None) -> Mask | None:
             f"true for one of them, got {shown(value)}"
         )
     return None if given.all() else given
+
+
+def _kept(row: Mapping[str, Any], tokens: TokenIds | None) -> KeptSets | None:
+    """[R] the words of each token; None: all."""
+    value = row.get("kept")
+    if value is None:
+        return None
+    try:
+        kept = KeptSets.of(list(value))
+        pairs = zip([] if tokens is None else tokens, kept.lists(), strict=True)
+        sound = all(
+            not len(words) or (token in words and len(np.unique(words)) == len(words)) for token, words in pairs
+        )
+    except (TypeError, ValueError, OverflowError):
+        sound = False
+    if not sound or (kept.ids < 0).any():
+        raise DataError(
+            f"kept must be a list for each of the {0 if tokens is None else len(tokens)} response_ids, empty or with "
+            f"that token id and others, each once, got {shown(value)}"
+        )
+    return kept if len(kept.ids) else None
 
 
 def _numbers(row: Mapping[str, Any], name: str, kind: type[np.generic]) -> Any:

@@ -1,6 +1,7 @@
 """Do the rollout engine and the trainer compute the same policy?"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +28,18 @@ def check_engine(
     dtype: str,
     max_tokens: int,
     seed: int,
+    cut: Mapping[str, Any] | None = None,
 ) -> float:
-    """Generate a few answers and score them with the trainer.
+    """Generate a few answers and score them with the trainer, over the words that they were drawn from.
+
+    Args:
+        policy: of the trainer.
+        engine: asleep.
+        prompts: each gets two answers.
+        dtype: of both.
+        max_tokens: of an answer.
+        seed: of the run.
+        cut: `RolloutConfig.cut` of the run; None: answers are drawn from all words.
 
     Returns:
         the mean absolute difference of token log-probs over all ranks.
@@ -42,7 +53,7 @@ def check_engine(
     world = policy.world
     if dtype == "fp16":
         _check_range(policy, prompts)
-    sampling = Sampling(max_tokens=max_tokens, log_prob=True)
+    sampling = Sampling(max_tokens=max_tokens, log_prob=True, **(cut or {}))
     seeds = [derive_seed(seed, "weight check", world.rank // engine.ranks, i) for i in range(len(prompts))]
     engine.wake()
     requests = [Request(prompt, 2, sampling, seed) for prompt, seed in zip(prompts, seeds, strict=True)]

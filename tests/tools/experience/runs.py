@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Manifest, write_manifest
 from exgrpo.train.checkpoint.store import ExperienceStore, segment_names, write_checked
-from exgrpo.train.common.records import Trajectory
+from exgrpo.train.common.records import KeptSets, Trajectory
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.replay import Setting
 from exgrpo.train.data.files import read_rows
@@ -23,6 +23,7 @@ from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.replay.stored import Stored
 from exgrpo.train.replay.table import Origin
 from exgrpo.train.run.traces import read_traces
+from tests.train.batches import lists, sets
 from tests.train.configs import configured
 
 QUESTIONS = 6
@@ -57,6 +58,7 @@ def trajectory(question: int, text: str, *, seed: int = 0, **changes: Any) -> Tr
     response = ids(text, eos=changes.get("finished", True))
     log_prob = -np.random.default_rng([question, seed]).random(len(response), np.float32)
     values = {"finished": True, "reward": 1.0, "step": 3, **changes}
+    values["kept"] = KeptSets.of(sets(response)) if values.pop("cut", False) else None
     return Trajectory(question=question, response=response, log_prob=log_prob, **values)
 
 
@@ -67,7 +69,7 @@ def some(count: int = 3) -> list[Trajectory]:
         gold = questions()[question].gold
         made += [
             trajectory(question, f"<think>{question}</think>\\boxed{{{gold}}}", key=7 + question),
-            trajectory(question, f"\\boxed{{{gold}}}", seed=1, behaviour="engine", step=1),
+            trajectory(question, f"\\boxed{{{gold}}}", seed=1, behaviour="engine", step=1, cut=question == 1),
         ]
     return [*made, trajectory(0, "\\boxed{no", finished=False, reward=0.0, seed=2)]
 
@@ -111,6 +113,7 @@ def same(a: Trajectory, b: Trajectory, *, besides: Sequence[str] = ()) -> bool:
     names = {"question", "finished", "reward", "step", "behaviour", "key"} - set(besides)
     plain = all(getattr(a, name) == getattr(b, name) for name in names)
     log_prob = "log_prob" in besides or np.array_equal(a.log_prob, b.log_prob)
+    plain = plain and lists(a.kept) == lists(b.kept)
     return plain and log_prob and np.array_equal(a.response, b.response) and np.array_equal(a.written, b.written)
 
 

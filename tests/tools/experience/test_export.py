@@ -18,6 +18,7 @@ from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.replay.stored import pack
 from exgrpo.train.run.traces import read_traces
 from tests.tools.experience.runs import config, make_run, pretrained, questions, rows_of, same, some, trajectory
+from tests.train.batches import lists
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,7 @@ def test_the_hubs_library_loads_every_column(exported, tmp_path, monkeypatch):
         assert row["response_ids"] == one.response.tolist()
         assert np.array_equal(np.array(row["log_prob"], np.float32), one.log_prob)
         assert row["written"] == (None if one.written is None else one.written.tolist())
+        assert row["kept"] == lists(one.kept)
         assert (row["behaviour"], row["finished"], row["reward"]) == (one.behaviour, one.finished, one.reward)
         assert (row["step"], row["key"], row["model"]) == (one.step, one.key, "builtin:arithmetic")
         assert (row["advantage"], row["group_successes"], row["group_answers"]) == (0.25 + i, 1 + i % 2, 3)
@@ -78,7 +80,9 @@ def test_a_run_begins_with_data_sets_of_others_as_with_ours(tmp_path, exported, 
     export(exported.parent / "run", tmp_path / "set", form)
     for ours, theirs in zip(rows_of(exported), rows_of(tmp_path / "set"), strict=True):
         for field in dataclasses.fields(ours):
-            if field.name != "place":
+            if field.name == "kept":
+                assert lists(ours.kept) == lists(theirs.kept)
+            elif field.name != "place":
                 np.testing.assert_array_equal(getattr(ours, field.name), getattr(theirs, field.name))
 
 

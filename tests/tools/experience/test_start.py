@@ -1,5 +1,6 @@
 """A new run begins with traces: which become trajectories, with which tokens, log-probs and counts."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -20,6 +21,7 @@ from exgrpo.train.trainer import Trainer
 from tests.tools.experience import runs
 from tests.tools.experience.runs import K, config, make_run, pretrained, same, some, with_reply
 from tests.train.fakes import EOS, LoneWorld, RecordingPolicy, ScriptedEngine, ScriptedGrader, fake_score, question_set
+from tests.train.run.test_weight_check import among
 from tests.train.trainers import half
 
 PRINTED = Encoding(
@@ -88,7 +90,7 @@ def test_answers_with_replies_come_back_as_they_were_and_in_no_other_tokens(tmp_
     (file,) = (tmp_path / "set" / "data").iterdir()
     rows = pq.read_table(file).to_pylist()
     assert [row["written"] is None for row in rows] == [*[True] * 7, False]
-    others = [{**row, "response_ids": [*row["response_ids"][:-1], 999_999]} for row in rows]
+    others = [{**row, "response_ids": [*row["response_ids"][:-1], 999_999], "kept": None} for row in rows]
     write(tmp_path / "other.jsonl", *others)
     trainer = arithmetic(tmp_path, tmp_path / "other.jsonl")
     assert len(stored(trainer)) == 7
@@ -140,21 +142,25 @@ def test_log_probs_of_another_model_are_those_of_the_policy_unless_they_are_kept
     assert (started.certain, started.scored) == (4, 0)
 
 
-def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thread):
-    """RLEP: another run's successes, with old log-probs of this run's policy."""
+@pytest.mark.parametrize("cuts", [True, False])
+def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thread, cuts):
+    """RLEP: another run's successes, with old log-probs of this run's policy, among the words that were kept."""
     encoding = Encoding.of(pretrained(), ())
     rows = pq.read_table(exported / "data").to_pylist()
     source = runs.write_parquet(tmp_path / "other.parquet", [{**row, "model": "another"} for row in rows])
     of_run = config({"experience.start": str(source), "rollout.temperature": 0.7})
     answerer = Answerer(ScriptedEngine({}), ScriptedGrader(), encoding.decode, ALONE)
     trainer = Trainer(of_run, runs.questions(), Policy(of_run, pretrained().model, ALONE), answerer)
-    assert start_experience(Beginning.of(trainer), encoding).scored == len(some())
+    run = dataclasses.replace(Beginning.of(trainer), cuts=cuts)
+    assert start_experience(run, encoding).scored == len(some())
+    assert sum(one.kept is not None for one in stored(trainer)) == (1 if cuts else 0)
     model = AutoModelForCausalLM.from_pretrained(pretrained().model.path, dtype=torch.float32)
     for one in stored(trainer):
         prompt = runs.questions()[one.question].prompt
         tokens = torch.tensor([[*prompt, *one.response.tolist()]])
         with torch.no_grad():
             logits = model(tokens).logits[0, len(prompt) - 1 : -1].double() / 0.7
+        logits = logits if one.kept is None else among(logits, one.kept)
         expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
         np.testing.assert_allclose(one.log_prob, expected, atol=2e-4)
         assert one.behaviour == "trainer"

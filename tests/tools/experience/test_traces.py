@@ -11,6 +11,7 @@ import pytest
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.run.traces import check_traces, read_traces
 from tests.tools.experience.runs import write_parquet
+from tests.train.batches import lists
 
 ROW = {"question": "1 + 1", "response": "2"}
 BAD = [
@@ -32,6 +33,10 @@ BAD = [
         ({"response_ids": [5, 7], "written": marks}, "written must be true or false for each of the 2 response_ids")
         for marks in ([True], [0, 0], [False, False], "yes")  # too few, numbers, nothing of the policy, text
     ),
+    *(
+        ({"response_ids": [5, 7], "kept": words}, "kept must be a list for each of the 2 response_ids, empty or with")
+        for words in ([[5]], [[5], [6]], [[5, 5], []], [[5, -1], []], 5, ["a", []])  # too few, not its token, twice, ..
+    ),
 ]
 
 
@@ -46,6 +51,7 @@ def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, writ
         "prompt_ids": [4, 5],
         "response_ids": [6, 7],
         "log_prob": [-0.5, 0.0],
+        "kept": [[], [3, 7]],
         "behaviour": "engine",
         "model": "m",
         "answer": "so 1 #### 2 ",
@@ -66,7 +72,8 @@ def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, writ
     assert (first.tokens.tolist(), first.tokens.dtype, first.prompt.tolist()) == ([6, 7], np.int32, [4, 5])
     assert (first.log_prob.tolist(), first.log_prob.dtype) == ([-0.5, 0.0], np.float32)
     assert (second.question, second.response, second.gold, second.reward) == ("1 + 1", "2", None, None)
-    assert second.tokens is second.log_prob is second.prompt is second.behaviour is None
+    assert lists(first.kept) == [[], [3, 7]]
+    assert second.kept is second.tokens is second.log_prob is second.prompt is second.behaviour is None
     assert (second.finished, second.successes, second.answers, second.key) == (True, 0, 0, 0)
 
 

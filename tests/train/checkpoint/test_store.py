@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from exgrpo.train.checkpoint import store as module
 from exgrpo.train.checkpoint.store import ExperienceStore, segment_names
-from exgrpo.train.common.records import Trajectory
+from exgrpo.train.common.records import KeptSets, Trajectory
 from exgrpo.train.replay.stored import OF_TRAJECTORY, Stored, pack
+from tests.train.batches import lists
 
 
 def trajectory(question: int, seed: int) -> Trajectory:
@@ -27,6 +28,7 @@ def trajectory(question: int, seed: int) -> Trajectory:
         key=seed * 7919 - (1 << 62) if seed % 4 else 0,
         penalty=seed / 7,
         written=None if seed % 5 or length == 1 else np.arange(length) % 2 == 0,
+        kept=KeptSets.of([range(seed % 7 + i) for i in range(length)]) if seed % 3 else None,
     )
 
 
@@ -47,6 +49,7 @@ def same(a: Trajectory, b: Trajectory) -> bool:
     names = ("question", "finished", "reward", "step", "behaviour", "key", "penalty")
     plain = all(getattr(a, name) == getattr(b, name) for name in names)
     arrays = ("response", "log_prob", "written")
+    plain = plain and lists(a.kept) == lists(b.kept)
     return plain and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays)
 
 
@@ -75,7 +78,7 @@ def test_a_save_writes_only_what_is_new(tmp_path):
     old = pack([trajectory(i, i) for i in range(50)])
     store.save(old)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    index = store.save(some(old, [trajectory(50, 50)], start=10))  # most of the segment lives: it stays
+    index = store.save(some(old, [trajectory(50, 51)], start=10))  # most of the segment lives: it stays
     assert {path: path.stat().st_mtime_ns for path in before} == before
     (new,) = set(tmp_path.iterdir()) - set(before)
     assert new.stat().st_size < 1000
@@ -128,7 +131,8 @@ def test_many_answers_are_several_segments_and_are_loaded_into_files(tmp_path, m
     total = int(answers.columns["length"].sum())
     assert len(segment_names(index)) == len(list((tmp_path / "store").iterdir())) == total // 20 + 1
     loaded = ExperienceStore(tmp_path / "store", tmp_path).load(index)
-    assert all(isinstance(array.base, np.memmap) for tokens in loaded.contents.values() for array in tokens)
+    blocks = loaded.contents.values()
+    assert all(isinstance(array.base, np.memmap) for tokens in blocks for array in (*tokens[:3], tokens.kept.ids))
     assert all(map(same, loaded, answers))
     for name in OF_TRAJECTORY:
         assert loaded.columns[name].tolist() == answers.columns[name].tolist()

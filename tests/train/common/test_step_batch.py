@@ -1,5 +1,7 @@
 """The record of a step against lists of lists: what its columns hold after parts were joined, taken and settled."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,14 +9,16 @@ from hypothesis import strategies as st
 
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import StepBatch
-from tests.train.batches import Row, make_batch, rows_of
+from tests.train.batches import Row, lists, make_batch, rows_of, sets
 
 REWARDS = st.sampled_from([0.0, 0.1, 1.0])
 RESPONSES = st.lists(st.integers(0, 50), max_size=4)
 
 
 def rows(replayed: bool) -> st.SearchStrategy[list[Row]]:
-    return st.lists(st.builds(Row, reward=REWARDS, response=RESPONSES, replayed=st.just(replayed)), max_size=4)
+    made = st.builds(Row, reward=REWARDS, response=RESPONSES, replayed=st.just(replayed))
+    cut = made.map(lambda row: replace(row, kept=sets(row.response)))
+    return st.lists(made | cut, max_size=4)
 
 
 @st.composite
@@ -22,7 +26,7 @@ def groups(draw, count: int, *, replayed: bool) -> list[tuple[int, list[Row]]]:
     return [(draw(st.integers(0, 9)), draw(rows(replayed))) for _ in range(count)]
 
 
-def told(batch: StepBatch) -> list[tuple[int, int, list[int], float, bool, list[float]]]:
+def told(batch: StepBatch) -> list[tuple[int, int, list[int], float, bool, list[float], list[list[int]]]]:
     """What is known of each row."""
     return [
         (
@@ -32,6 +36,7 @@ def told(batch: StepBatch) -> list[tuple[int, int, list[int], float, bool, list[
             float(row.reward),
             bool(row.replayed),
             row.old_log_prob.tolist(),
+            lists(row.kept) if batch.has("kept") else [[]] * len(row.token),
         )
         for number, row in zip(batch.group, rows_of(batch), strict=True)
     ]
@@ -39,7 +44,10 @@ def told(batch: StepBatch) -> list[tuple[int, int, list[int], float, bool, list[
 
 def expected(of_groups: list[tuple[int, list[Row]]]) -> list:
     return [
-        (i, question, list(row.response), row.reward, row.replayed, [-0.5] * len(row.response))
+        (
+            *(i, question, list(row.response), row.reward, row.replayed, [-0.5] * len(row.response)),
+            [[]] * len(row.response) if row.kept is None else row.kept,
+        )
         for i, (question, of_group) in enumerate(of_groups)
         for row in of_group
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.config.held_out import held_out_sets
 from exgrpo.train.config.options import Config, ExperienceConfig
 from exgrpo.train.config.recipe import load_recipe, parse_args, read_recipe, to_yaml
 from exgrpo.train.config.section import known_keys
@@ -93,13 +94,27 @@ def test_a_parsers_message_has_no_frame_where_the_output_is_not_in_unicode():
             parse_args(OWN[:1])
 
 
-def test_nucleus_sampling_in_training_is_refused_with_the_remedy(tmp_path):
-    remedy = "rollout.top_p: .* lower rollout.temperature"
-    for arguments in (["--rollout.top_p", "0.9"], ["--rollout.top-p=0.9"]):
-        with pytest.raises(ConfigError, match=remedy):
-            parse_args(arguments)
-    with pytest.raises(ConfigError, match=remedy):
-        load_recipe(write(tmp_path, f"base: {DEFAULT_RUN}\nrollout.top_p: 0.9"))
+def test_what_is_sampled_from_in_training_changes_no_evaluation(tmp_path):
+    config = load_recipe(write(tmp_path, f"base: {DEFAULT_RUN}\nrollout.top_p: 0.9"))
+    assert config.rollout.cut == {"top_p": 0.9, "top_k": 0, "min_p": 0.0, "kept": True}
+    assert {asked.top_p for asked in held_out_sets(config).values()} == {1.0}
+    assert parse_args(["--evaluation.top_p", "0.9"]).rollout.cut == {}
+    assert parse_args(["--rollout.top_k", "20", "--rollout.engine", "vllm"]).rollout.cut["top_k"] == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rollout.top_k", "1"], "rollout.top_k=1 leaves one token"),
+        (["--rollout.min_p", "0.1", "--rollout.servers", "http://a:1"], "which servers do not give: leave them out"),
+        (["--rollout.top_p", "0.9", "--rollout.engine", "vllm"], "need rollout.top_k where vLLM generates"),
+        (["--rollout.top_p", "0"], "rollout.top_p: Input should be greater than 0"),
+        (["--rollout.min_p", "1"], "rollout.min_p: Input should be less than 1"),
+    ],
+)
+def test_words_that_cannot_be_left_or_told_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_args(arguments)
 
 
 def flat(values, prefix=""):

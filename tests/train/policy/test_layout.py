@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.common.records import Rollout
+from exgrpo.train.common.records import KeptSets, Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy import attention, layout
@@ -20,6 +20,7 @@ from exgrpo.train.policy.layout import Packed, Padded
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from tests.integrations import tiny
+from tests.train.batches import sets
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -28,13 +29,16 @@ PACKABLE = ["llama", "qwen2", "qwen3", "gemma3_text", "cohere", "granite", "mist
 
 
 def rows(rng, lengths, *, observing=False):
-    """Rows of some prompts, in turn with each other."""
+    """Rows of some prompts, in turn with each other; where they observe, some tokens come from two words."""
     prompts = [rng.integers(3, tiny.VOCABULARY, 1 + rng.integers(9)).astype(np.int32) for _ in range(3)]
     responses = [rng.integers(3, tiny.VOCABULARY, length).astype(np.int32) for length in lengths]
     written = [np.arange(length) % 3 != 1 if observing else None for length in lengths]
     batch = StepBatch.of_answers(
         [prompts[i % 3] for i in range(len(lengths))],
-        [Rollout(response, True, written=own) for response, own in zip(responses, written, strict=True)],
+        [
+            Rollout(response, True, written=own, kept=KeptSets.of(sets(response * own)) if observing else None)
+            for response, own in zip(responses, written, strict=True)
+        ],
     )
     batch.fill(
         replayed=rng.integers(2, size=len(lengths)),

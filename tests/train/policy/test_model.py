@@ -28,8 +28,11 @@ CLIP, BETA, COEF, NORMALIZER = (0.2, 0.2), 0.1, 0.02, 13.0
 OBJECTIVE = ObjectiveConfig(clip=CLIP, beta=BETA)
 
 
-def micro_batch(model, temperature):
-    """Two rows, the second one replayed; the old log-probs are near the model's, on both sides of the clip range."""
+def micro_batch(model, temperature, *, cut=False):
+    """Two rows, the second one replayed; the old log-probs are near the model's, on both sides of the clip range.
+
+    With `cut`, tokens come from 1 to 30 words, or from all.
+    """
     inputs = tiny.batch()
     target = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     batch = MicroBatch(
@@ -41,6 +44,7 @@ def micro_batch(model, temperature):
         torch.tensor([False, True])[:, None].expand(target.shape),
         (target >= 0).sum(1),
         int((target >= 0).sum()),
+        kept=kept_words(target) if cut else None,
     )
     log_prob = own_scores(model, batch, temperature)[0].detach()
     noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(3))
@@ -48,12 +52,30 @@ def micro_batch(model, temperature):
     return dataclasses.replace(batch, old_log_prob=old)
 
 
+def kept_words(target):
+    """Ids and offsets of sets for the tokens of a target [B, L]."""
+    sizes = torch.tensor([0, 1, 2, 5, 30]).repeat(target.numel())[: target.numel()] * (target.flatten() >= 0)
+    generator = torch.Generator().manual_seed(4)
+    others = [torch.randperm(tiny.VOCABULARY, generator=generator) for _ in sizes]
+    sets = [
+        torch.cat([of.view(1), other[other != of]])[:size]
+        for of, other, size in zip(target.flatten(), others, sizes, strict=True)
+    ]
+    return torch.cat(sets).int(), torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+
+
 def own_scores(model, batch, temperature):
     """Log-probs and entropies from the model's own logits, [B, L] in the model's dtype."""
-    log_probs = (model(batch.tokens).logits / temperature).log_softmax(-1)
+    logits = model(batch.tokens).logits / temperature
+    outside = torch.zeros(logits.shape, dtype=torch.bool)
+    if batch.kept is not None:
+        for flags, start, end in zip(outside.flatten(0, 1), batch.kept[1], batch.kept[1][1:], strict=False):
+            flags[:] = end > start
+            flags[batch.kept[0][start:end].long()] = False
+    log_probs = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
     active = batch.target >= 0
     own = log_probs.gather(-1, batch.target.clamp(min=0)[..., None])[..., 0]
-    return own * active, -(log_probs.exp() * log_probs).sum(-1) * active
+    return own * active, -(log_probs.exp() * log_probs.masked_fill(outside, 0)).sum(-1) * active
 
 
 def own_loss(model, batch, temperature):
@@ -77,12 +99,13 @@ def assert_as_near(found, plain, exact):
     assert error <= 2 * of_plain + 1e-6 * exact.norm(), (error, of_plain, exact.norm())
 
 
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_and_loss_are_those_of_the_models_own_logits(name, temperature):
+def test_scores_and_loss_are_those_of_the_models_own_logits(name, temperature, cut):
     plain = tiny.model(name)
     model, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
-    batch = micro_batch(exact, temperature)
+    batch = micro_batch(exact, temperature, cut=cut)
     policy = PolicyModel(model)
 
     scores = policy(batch, temperature)

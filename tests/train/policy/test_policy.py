@@ -15,6 +15,7 @@ from exgrpo.train.config.policy import LoraConfig, with_saved
 from tests.train import tiny
 from tests.train.batches import rows_of
 from tests.train.launch import ROOT, launch
+from tests.train.run.test_weight_check import among
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -22,6 +23,11 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 def case(model, term="shaped", *, objective=None, **more):
     return {"model": model, "objective": objective or {}, "term": term, **more}
+
+
+def of_rows(case):
+    """What the rows of a case have, as `tiny.row` takes it."""
+    return {name: case.get(name, False) for name in ("observing", "kept")}
 
 
 ENTROPY, NO_ENTROPY = {"entropy_coef": 0.01}, {"entropy_coef": 0.0}
@@ -84,6 +90,11 @@ CASES = {
     "observations, whole answers": case(
         "untied", objective={**WHOLE, "entropy_coef": 0.05, "kl_coef": 0.5}, observing=True
     ),
+    "kept words": case("tied", objective=ENTROPY, temperature=0.8, kept=True),
+    "kept words, whole answers": case(
+        "untied", objective={**WHOLE, "entropy_coef": 0.05, "kl_coef": 0.5}, observing=True, kept=True
+    ),
+    "kept words, adapters": case("untied", lora={"rank": 3, "alpha": 6, "head": True}, kept=True),
     "scaled logits": case("granite", objective=ENTROPY, temperature=0.6),
     "poison": case("tied", poison=True),
     "bf16": case("tied", dtype="bf16"),
@@ -132,8 +143,14 @@ def outcomes(request, folders, tmp_path_factory):
 def full_log_probs(model, row, temperature):
     """[T, V] by full logits of one unpadded sequence, and [T] of its tokens, observations included."""
     tokens = torch.tensor([*row.prompt, *row.token])
-    log_probs = (model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :] / temperature).log_softmax(-1)
+    logits = model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :] / temperature
+    log_probs = (among(logits, row.kept) if hasattr(row, "kept") else logits).log_softmax(-1)
     return log_probs, log_probs[torch.arange(len(row.token)), tokens[len(row.prompt) :]]
+
+
+def plogp(log_probs):
+    """p log p; 0 of words that are not kept, and so is its gradient."""
+    return log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0)
 
 
 def own(row, values):
@@ -171,7 +188,7 @@ def plain_loss(model, minibatch, objective, clip, term, temperature, reference):
     for row in rows_of(minibatch.batch):
         log_probs, log_prob = (own(row, values) for values in full_log_probs(model, row, temperature))
         total = total + plain_surrogate(log_prob, row, objective, clip, term).sum()
-        entropy = entropy - (log_probs.exp() * log_probs).sum()
+        entropy = entropy - plogp(log_probs).sum()
         fresh += 0 if row.replayed else len(log_prob)
         if objective.kl_coef and not row.replayed:
             gap = own(row, full_log_probs(reference, row, temperature)[1]).detach() - log_prob
@@ -203,7 +220,7 @@ def plain_training(folder, name):
     groups = [{"params": decayed, "weight_decay": decay}, {"params": kept, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=tiny.LEARNING_RATE)
     losses = []
-    for number, minibatch in enumerate(tiny.minibatches(objective, observing=case.get("observing", False))):
+    for number, minibatch in enumerate(tiny.minibatches(objective, **of_rows(case))):
         if case.get("poison") and number == 0:
             continue
         loss = plain_loss(model, minibatch, objective, clip, term, case.get("temperature", 1.0), reference)
@@ -260,7 +277,7 @@ def test_a_step_that_overflows_halves_the_loss_scale_of_fp16(outcomes):
 def test_scores_equal_full_logits(outcomes, folders, name):
     outcome, case = outcomes[name], CASES[name]
     _, model = plain_training(folders / case["model"], name)
-    batch, temperature = tiny.step_batch(observing=case.get("observing", False)), case.get("temperature", 1.0)
+    batch, temperature = tiny.step_batch(**of_rows(case)), case.get("temperature", 1.0)
     with torch.no_grad():
         full = torch.cat([full_log_probs(model, row, temperature)[0].double() for row in rows_of(batch)])
     targets = torch.from_numpy(batch.token).long()
@@ -268,7 +285,7 @@ def test_scores_equal_full_logits(outcomes, folders, name):
     torch.testing.assert_close(
         outcome["log_prob"].double(), counts * full.gather(1, targets[:, None])[:, 0], atol=1e-3, rtol=0
     )
-    torch.testing.assert_close(outcome["entropy"].double(), -counts * (full.exp() * full).sum(1), atol=1e-3, rtol=0)
+    torch.testing.assert_close(outcome["entropy"].double(), -counts * plogp(full).sum(1), atol=1e-3, rtol=0)
 
 
 def test_statistics_describe_the_first_step(outcomes, folders):

@@ -25,16 +25,16 @@ def main(result: Path, cases: list[dict]) -> None:
         clip = case.pop("clip", True)
         term = case.pop("term")
         poison = case.pop("poison", False)
-        observing = case.pop("observing", False)
+        of_rows = {name: case.pop(name, False) for name in ("observing", "kept")}
         config, source = tiny.config(folder, objective, **case), find_model(str(folder))
         policy = Policy(config, source, world)
         reference = make_reference(config, source, policy)
         sharded = world.size == 1 or all(p.ds_tensor.numel() < p.ds_numel for p in policy.model.parameters())
-        batches = tiny.minibatches(objective, reference, observing=observing)
+        batches = tiny.minibatches(objective, reference, **of_rows)
         if poison:
             batches[0] = tiny.poisoned(batches[0])
         stats = [policy.update(minibatch, clip=clip, term=term) for minibatch in batches]
-        score = policy.score(tiny.step_batch(observing=observing), policy.temperature)
+        score = policy.score(tiny.step_batch(**of_rows), policy.temperature)
         outcomes.append(
             {
                 "stats": [vars(s) for s in stats],

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.common.records import Trajectory
+from exgrpo.train.common.records import KeptSets, Trajectory
 from exgrpo.train.common.step_batch import BEHAVIOURS, OF_ROW
 from exgrpo.train.replay import stored
 from exgrpo.train.replay import table as module
 from exgrpo.train.replay.stored import OF_TRAJECTORY, pack
 from exgrpo.train.replay.table import NONE, OF_ORIGIN, Origin, Table
-from tests.train.batches import Row, make_batch
+from tests.train.batches import Row, lists, make_batch, sets
 
 QUESTIONS = 4
 ORIGIN = tuple(Origin.__dataclass_fields__)
@@ -43,6 +43,7 @@ def a_row(number: int, question: int) -> tuple[Trajectory, Origin]:
         number * 3 - 5,
         number / 13,
         None if number % 4 or length == 1 else ids == number,
+        KeptSets.of(sets(ids)) if number % 3 and number > 6 else None,
     )
     return trajectory, Origin(number / 11 - 1, number % 5, number % 5 + 2, number % 2)
 
@@ -58,6 +59,7 @@ def add(table: Table, rows: list[tuple[Trajectory, Origin]]) -> list[int]:
                     log_prob=one.log_prob,
                     own=True if one.written is None else one.written,
                     behaviour=BEHAVIOURS.index(one.behaviour),
+                    kept=lists(one.kept),
                     **{name: getattr(one, name) for name in ("reward", "finished", "step", "key", "penalty")},
                 )
             ],
@@ -90,6 +92,7 @@ def check_made_again(made: Sequence[Trajectory], expected: list[Trajectory]) -> 
     for one, other in zip(made, expected, strict=True):
         for name in ("response", "log_prob", "written"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        assert lists(one.kept) == lists(other.kept)
         plain = ("question", "finished", "reward", "step", "behaviour", "key", "penalty")
         assert [getattr(one, name) for name in plain] == [getattr(other, name) for name in plain]
 
@@ -127,6 +130,8 @@ def check_replayed(table: Table, rows: np.ndarray, model: list[dict]) -> None:
         np.testing.assert_array_equal(batch.old_log_prob[at], trajectory.log_prob)
         written = np.ones(len(trajectory.response), bool) if trajectory.written is None else trajectory.written
         np.testing.assert_array_equal(batch.own[at], written)
+        kept = lists(batch.kept[at]) if batch.has("kept") else [[]] * len(trajectory.response)
+        assert kept == (lists(trajectory.kept) or [[]] * len(trajectory.response))
 
 
 OPERATIONS = st.lists(
@@ -195,7 +200,10 @@ def test_tokens_in_files_are_those_in_memory(tmp_path):
     table.remove(table.rows()[::2])
     table.tidy()
     check_made_again(table.stored(), model[1::2])
-    assert all(isinstance(one.response.base, np.memmap) for one in table.blocks.contents.values())
+    blocks = table.blocks.contents.values()
+    arrays = [(one.response, one.kept.ids, one.kept.bounds) for one in blocks if one.kept and len(one.kept.ids)]
+    assert arrays
+    assert all(isinstance(array.base, np.memmap) for of_block in arrays for array in of_block)
     assert not list(tmp_path.iterdir()), "they have no names"
 
 

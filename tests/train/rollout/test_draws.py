@@ -37,17 +37,24 @@ def test_a_token_without_probability_is_never_drawn(uniform, vocabulary):
         assert invert(probability, torch.tensor([uniform])).item() == only
 
 
-def test_draws_at_a_temperature_and_in_a_nucleus():
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 0.8, 0), (9, 1, 0), (0, 1, 0.1), (12, 0.9, 0.02), (40, 1, 0)]
+)
+def test_draws_at_a_temperature_from_the_words_that_are_left(top_k, top_p, min_p):
     torch.manual_seed(0)
     logits = 2 * torch.randn(1, 40)
     uniform = (torch.arange(20000, dtype=torch.float64) + 0.5) / 20000
-    drawn = draw(logits.expand(20000, -1), uniform, Sampling(1, temperature=0.7, top_p=0.8))
+    sampling = Sampling(1, temperature=0.7, top_p=top_p, top_k=top_k, min_p=min_p, kept=True)
+    drawn = draw(logits.expand(20000, -1), uniform, sampling)
     order = logits[0].argsort(descending=True)
-    probability = (logits[0].double() / 0.7).softmax(-1)
-    inside = probability[order].cumsum(0) - probability[order] < 0.8  # the least set that reaches 0.8
-    nucleus = torch.zeros_like(probability)
-    nucleus[order[inside]] = probability[order[inside]]
-    nucleus /= nucleus.sum()
+    ordered = (logits[0].double() / 0.7).softmax(-1)[order]
+    ordered[top_k or 40 :] = 0
+    ordered /= ordered.sum()
+    ordered *= (ordered.cumsum(0) - ordered < top_p) & (ordered >= min_p * ordered[0])  # the least set that reaches it
+    nucleus = torch.zeros_like(ordered)
+    nucleus[order] = ordered / ordered.sum()
+    left = nucleus.nonzero().flatten().tolist()
+    assert all(words.tolist() == (left if len(left) < 40 else []) for words in drawn.kept.lists())
     # Evenly spaced numbers give each token its share of them, but for one at each of its edges.
     counts = torch.bincount(drawn.token, minlength=40)
     assert ((counts - 20000 * nucleus).abs() <= 1).all()

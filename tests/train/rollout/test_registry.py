@@ -60,6 +60,8 @@ def test_auto_takes_vllm_on_gpus_where_it_can_and_says_otherwise_why_not(install
     installed(NEWEST)
     assert str(chosen(settings(), GPU)) == "vllm"
     assert str(chosen(settings(engine="transformers"), GPU)) == "transformers"
+    assert str(chosen(settings(top_p=0.9, top_k=20), GPU)) == "vllm"
+    assert str(chosen(settings(top_p=0.9), GPU)).startswith("transformers (rollout.top_p and min_p need rollout.top_k")
     installed(None)
     assert str(chosen(settings(), GPU)).startswith("transformers (vLLM is not installed")
 

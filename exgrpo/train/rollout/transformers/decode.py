@@ -14,9 +14,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from exgrpo.train.common.records import Rollout, TokenIds
+from exgrpo.train.common.records import KeptSets, Rollout, TokenIds
 from exgrpo.train.rollout.engine import Sampling
-from exgrpo.train.rollout.transformers.draws import Noise, draw
+from exgrpo.train.rollout.transformers.draws import Drawn, Noise, draw
 
 KEPT = 0.8
 """Rows that have ended stay until fewer than this fraction is left: to leave them out copies the cache."""
@@ -41,7 +41,7 @@ def decode(
         model: on the device where it computes.
         prompts: M prompts.
         prompt_of: [N], which prompt each answer belongs to.
-        sampling: [N], how; all have the same temperature, nucleus and wish for log-probs.
+        sampling: [N], how; they differ in lengths and stop strings alone.
         noise: of N answers.
         eos: token ids that end an answer.
         pad: fills prompts up, on the left.
@@ -53,29 +53,19 @@ def decode(
     answers, open_ = np.arange(len(prompt_of)), np.ones(len(prompt_of), bool)
     limits = np.array([of_answer.max_tokens for of_answer in sampling])
     stops = any(of_answer.stop for of_answer in sampling)
-    shape = (len(prompt_of), int(limits.max()))
-    responses, log_prob, entropy = np.empty(shape, np.int32), np.empty(shape, np.float32), np.empty(shape, np.float32)
+    written = _Written(len(prompt_of), int(limits.max()))
 
-    def rollout(answer: int, length: int, *, finished: bool) -> tuple[int, Rollout]:
-        response = responses[answer, :length].copy()
-        if not sampling[answer].log_prob:
-            return answer, Rollout(response, finished)
-        scored = log_prob[answer, :length].copy(), entropy[answer, :length].copy()
-        return answer, Rollout(response, finished, scored[0], scored[1])
-
-    for position in range(shape[1]):
+    for position in range(int(limits.max())):
         drawn = draw(logits, torch.from_numpy(noise.at(position, answers)).to(logits.device), sampling[0])
-        tokens = drawn.token.cpu().numpy()
-        responses[answers, position] = tokens
-        log_prob[answers, position] = drawn.log_prob.cpu().numpy()
-        entropy[answers, position] = drawn.entropy.cpu().numpy()
+        tokens = written.add(answers, position, drawn)
         last = (tokens[:, None] == eos).any(1)
         ended = open_ & (last | (limits[answers] == position + 1))
         for place in np.flatnonzero(open_ & ~ended) if stops else ():
             # A token in which a stop string ends; what is to be cut is found later.
-            ended[place] = sampling[answers[place]].stop.reached(responses[answers[place], : position + 1])
+            ended[place] = sampling[answers[place]].stop.reached(written.response[answers[place], : position + 1])
         for place in np.flatnonzero(ended):
-            yield rollout(int(answers[place]), position + 1, finished=bool(last[place]))
+            answer = int(answers[place])
+            yield answer, written.rollout(answer, position + 1, sampling[answer], finished=bool(last[place]))
         open_ &= ~ended
         if not open_.any():
             break
@@ -84,6 +74,40 @@ def decode(
             answers, open_, tokens = answers[left], open_[left], tokens[left]
             state.select(left)
         logits = state.read(torch.from_numpy(tokens[:, None].astype(np.int64)))
+
+
+class _Written:
+    """What has been written of N answers of at most R tokens.
+
+    Attributes:
+        response: [N, R] int32 token ids.
+    """
+
+    def __init__(self, answers: int, longest: int) -> None:
+        shape = (answers, longest)
+        self.response = np.empty(shape, np.int32)
+        self._log_prob, self._entropy = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        self._words: list[list[TokenIds]] = [[] for _ in range(answers)]
+
+    def add(self, answers: npt.NDArray[np.int64], position: int, drawn: Drawn) -> npt.NDArray[np.int64]:
+        """Take in the tokens that were drawn for some answers at a position, and give them."""
+        tokens = drawn.token.cpu().numpy()
+        self.response[answers, position] = tokens
+        self._log_prob[answers, position] = drawn.log_prob.cpu().numpy()
+        self._entropy[answers, position] = drawn.entropy.cpu().numpy()
+        if drawn.kept is not None:
+            for answer, of_token in zip(answers, drawn.kept.lists(), strict=True):
+                self._words[answer].append(of_token)
+        return tokens
+
+    def rollout(self, answer: int, length: int, sampling: Sampling, *, finished: bool) -> Rollout:
+        """An answer of so many tokens."""
+        response = self.response[answer, :length].copy()
+        kept = KeptSets.of(self._words[answer]) if sampling.kept else None
+        if not sampling.log_prob:
+            return Rollout(response, finished, kept=kept)
+        log_prob, entropy = self._log_prob[answer, :length].copy(), self._entropy[answer, :length].copy()
+        return Rollout(response, finished, log_prob, entropy, kept=kept)
 
 
 class _Rows:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import TopPLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from exgrpo.train.common.records import KeptSets
 from exgrpo.train.rollout.engine import Sampling
 
 _AHEAD = 64
@@ -51,24 +52,30 @@ class Drawn:
         token: [N] int64.
         log_prob: [N] fp32 log-probability of each in the distribution that it was drawn from.
         entropy: [N] fp32 entropy of that distribution in nats.
+        kept: [N] the words that it has; None: nobody asked.
     """
 
     token: torch.Tensor
     log_prob: torch.Tensor
     entropy: torch.Tensor
+    kept: KeptSets | None = None
 
 
 def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> Drawn:
-    """Draw a token per row by inverting the cumulative distribution at the sampling's temperature and nucleus.
+    """Draw a token per row by inverting the cumulative distribution at the sampling's temperature, cut as it says.
 
     Args:
         logits: [N, V].
         uniform: [N] in [0, 1).
-        sampling: temperature and `top_p`.
+        sampling: temperature, `top_k`, `top_p`, `min_p` and `kept`.
     """
     logits = logits.float() / sampling.temperature
+    if sampling.top_k:
+        logits = TopKLogitsWarper(sampling.top_k)(None, logits)
     if sampling.top_p < 1:
         logits = TopPLogitsWarper(sampling.top_p)(None, logits)
+    if sampling.min_p > 0:
+        logits = MinPLogitsWarper(sampling.min_p)(None, logits)
     log_prob = torch.log_softmax(logits, dim=-1)
     probability = log_prob.exp()
     token = invert(probability, uniform)[:, None]
@@ -76,7 +83,15 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> Dra
         token=token.squeeze(1),
         log_prob=log_prob.gather(1, token).squeeze(1),
         entropy=torch.special.entr(probability).sum(-1),
+        kept=_left(logits) if sampling.kept else None,
     )
+
+
+def _left(logits: torch.Tensor) -> KeptSets:
+    """[N] the words that [N, V] logits have left; of a row that has all, none, which stands for them."""
+    inside = logits > -torch.inf
+    inside &= ~inside.all(1, keepdim=True)
+    return KeptSets.of_sizes(inside.sum(1).cpu().numpy(), inside.nonzero()[:, 1].int().cpu().numpy())
 
 
 def invert(probability: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

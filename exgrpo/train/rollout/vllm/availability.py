@@ -62,6 +62,8 @@ def obstacle(settings: EngineSettings, world: World) -> str | None:
         return f"vLLM is not installed: {install}"
     if version not in IN_PROCESS:
         return f"vLLM {version} is installed, and it must be one from {IN_PROCESS}: {install}"
+    if settings.rollout.cut and not settings.rollout.top_k:
+        return "rollout.top_p and min_p need rollout.top_k, among whose tokens vLLM tells those that are left: set it"
     width = head_width(settings.source)
     if device.type == "cpu" and width not in HEAD_WIDTHS:
         return f"vLLM's attention on CPUs has no heads of width {width}, as {settings.source.path} has"

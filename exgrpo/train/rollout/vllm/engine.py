@@ -6,13 +6,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import SHOWN, ConfigError, cut
-from exgrpo.train.common.records import EngineCounts, Rollout
+from exgrpo.train.common.records import EngineCounts, KeptSets, Rollout
 from exgrpo.train.common.seeds import derive_seed
-from exgrpo.train.config.options import RolloutConfig
+from exgrpo.train.config.rollout import RolloutConfig
 from exgrpo.train.rollout.engine import EngineSettings, Finished, Request, Sampling
 from exgrpo.train.rollout.vllm.availability import head_width
 from exgrpo.train.rollout.vllm.llm import Llm, Sleep, of_device
@@ -55,6 +56,7 @@ class VllmEngine:
         self.unrepeatable = "vLLM's kernels on GPUs do not always add in the same order" if on_gpu else None
         self.ranks = settings.rollout.tensor_parallel
         self.eos = sorted(set(settings.eos))
+        self._vocabulary = settings.source.config.get_text_config().vocab_size
         vllm = import_vllm(world.device)
         self._own_seeds = on_gpu
         self._guest = Guest(world.device)
@@ -118,8 +120,12 @@ class VllmEngine:
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             stop_token_ids=self.eos,
-            logprobs=0 if sampling.log_prob else None,
+            # Beside that of the token: of the likeliest words, of which those that are left have a probability.
+            logprobs=min(sampling.top_k, self._vocabulary) if sampling.kept else 0 if sampling.log_prob else None,
+            flat_logprobs=sampling.kept,
             # vLLM sets such a generator back where a prompt is read in parts, which torch's on CPUs cannot do.
             seed=derive_seed(request.seed, "sample", sample) if self._own_seeds else None,
         )
@@ -192,6 +198,7 @@ def arguments(settings: EngineSettings, device: torch.device) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",  # of the policy that is sampled from, at its temperature
+        **({"max_logprobs": rollout.top_k} if rollout.cut else {}),
         "enable_prefix_caching": True,
         "block_size": BLOCK_TOKENS,
         "kv_cache_memory_bytes": cache,
@@ -269,12 +276,29 @@ def repack_tied_head(model: Any) -> None:
 
 def _rollout(answer: Any, sampling: Sampling) -> Rollout:
     tokens = list(answer.token_ids)
-    log_prob = None
-    if sampling.log_prob:
+    log_prob = kept = None
+    if sampling.kept:
+        log_prob, kept = words_left(answer.logprobs)
+    elif sampling.log_prob:
         of_tokens = zip(tokens, answer.logprobs, strict=True)
         log_prob = np.array([candidates[token].logprob for token, candidates in of_tokens], np.float32)
-    rollout = Rollout(np.array(tokens, np.int32), finished=answer.finish_reason == "stop", log_prob=log_prob)
+    rollout = Rollout(np.array(tokens, np.int32), answer.finish_reason == "stop", log_prob, kept=kept)
     return sampling.stop.cut(rollout)
+
+
+def words_left(flat: Any) -> tuple[npt.NDArray[np.float32], KeptSets]:
+    """The log-probs [R] of tokens, and the words that each was drawn from.
+
+    Args:
+        flat: `FlatLogprobs` of vLLM: of each token its own log-prob, and those of the likeliest words, among which it
+            may be again; they are -inf of words that are not left.
+    """
+    first, ids = np.array(flat.start_indices, np.int64), np.array(flat.token_ids, np.int32)
+    log_prob = np.array(flat.logprobs, np.float32)
+    token = np.repeat(np.arange(len(first)), np.diff([*first, len(ids)]))
+    left = (log_prob > -np.inf) & (ids != ids[first][token])
+    left[first] = True
+    return log_prob[first], KeptSets.of_sizes(np.bincount(token[left], minlength=len(first)), ids[left])
 
 
 def _explain(error: Exception, settings: EngineSettings, cache: int) -> str:

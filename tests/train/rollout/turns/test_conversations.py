@@ -1,13 +1,14 @@
 """Answers of several turns, by an engine and an environment that follow a script."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.common.records import Rollout
+from exgrpo.train.common.records import KeptSets, Rollout
 from exgrpo.train.config.environment import EnvironmentConfig
 from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.contract import Columns
@@ -15,6 +16,7 @@ from exgrpo.train.rollout.engine import Finished, Request, Sampling, collect
 from exgrpo.train.rollout.stops import Stops, text_of
 from exgrpo.train.rollout.turns.conversations import Conversations
 from exgrpo.train.rollout.turns.environments import Environment
+from tests.train.batches import lists, sets
 
 EOS = "."
 RUN_STOP, WAIT = "!", "?"
@@ -54,9 +56,9 @@ class Script:
         place = sum(before.count(turn) for turn in set(turns)) if before else 0
         limit = request.sampling.max_tokens
         whole = ids(turns[place])
-        cut = Rollout(whole[:limit], False, -np.arange(len(whole), dtype=np.float32)[:limit])
-        stopped = request.sampling.stop.cut(cut)
-        return Rollout(stopped.response, stopped.finished or read(whole)[limit - 1 :] == EOS, stopped.log_prob)
+        log_prob, kept = -np.arange(len(whole), dtype=np.float32), KeptSets.of(sets(whole))
+        stopped = request.sampling.stop.cut(Rollout(whole[:limit], False, log_prob[:limit], kept=kept[:limit]))
+        return replace(stopped, finished=stopped.finished or read(whole)[limit - 1 :] == EOS)
 
 
 class Ended(Script):
@@ -64,7 +66,7 @@ class Ended(Script):
 
     def _turn(self, request, sample):
         turn = super()._turn(request, sample)
-        return Rollout(turn.response, turn.finished or read(turn.response).endswith(EOS), turn.log_prob)
+        return replace(turn, finished=turn.finished or read(turn.response).endswith(EOS))
 
 
 def conversations(reply, **options):
@@ -105,6 +107,7 @@ def test_the_policy_goes_on_behind_what_it_was_told():
     assert shown(found) == "ab?[12]cd?ef."
     assert found.finished
     assert found.log_prob.tolist() == [0, -1, -2, 0, 0, 0, -1, -2, 0, -1, -2]
+    assert lists(found.kept) == [*sets(b"ab?"), [], [], *sets(b"cd?ef.")]  # an observation has no words
     # Without a reply, the turn is not over for the environment.
     assert heard == [("question", "ab?"), ("question", "cd?"), ("question", "cd?ef")]
     assert [read(request.prompt) for (request,) in script.asked] == ["P", "Pab?12", "Pab?12cd?"]

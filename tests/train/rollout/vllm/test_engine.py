@@ -130,6 +130,13 @@ def test_log_probs_are_those_of_a_full_forward_at_the_sampling_temperature(seen)
         assert seen[moment][1] < mean
 
 
+def test_the_words_that_vllm_leaves_are_those_among_which_its_log_probs_are(seen):
+    largest, mean = (0.2, 3e-2) if seen["name"].endswith("bf16") else (1e-4, 1e-5)
+    assert all(found[0] < largest and found[1] < mean for found in seen["gaps of cut answers"])
+    sizes = [size for of_answer in seen["words"] for size in of_answer]
+    assert 1 <= min(sizes) < max(sizes) <= 30
+
+
 def test_the_check_notices_a_tied_head_that_a_push_did_not_reach(seen):
     assert isinstance(seen["with remedy"], float), seen["with remedy"]
     if seen["name"].startswith("tied"):

@@ -35,6 +35,7 @@ EOS = (2, 5)
 PROMPTS = [tiny.prompt(question) for question in range(6)]
 COUNTS = [40, 1, 0, 3, 40, 40]
 MAX_TOKENS = 12
+CUT = {"top_p": 0.9, "top_k": 30, "min_p": 0.01, "kept": True}
 STOPS = ("b\n", "→", "é:", ":Q", "x1")
 LONG_PROMPT, LONG_SAMPLES = np.arange(3, 43, dtype=np.int32), 5
 
@@ -58,7 +59,8 @@ def copy_tied_head(model):
 
 
 def make(folder, dtype, ranks, source=None, **changes):
-    rollout = {"max_tokens": MAX_TOKENS, "batch_tokens": 5000, "kv_cache_gib": 0.1, "tensor_parallel": ranks, **changes}
+    rollout = {"max_tokens": MAX_TOKENS, "batch_tokens": 5000, "kv_cache_gib": 0.1, "tensor_parallel": ranks}
+    rollout |= {name: CUT[name] for name in ("top_p", "top_k", "min_p")} | changes
     settings = tiny.engine_settings(folder, dtype, eos=EOS, prompt_tokens=len(LONG_PROMPT), **rollout)
     return Unpacked(dataclasses.replace(settings, source=source or settings.source), LoneWorld())
 
@@ -161,10 +163,17 @@ def count_tokens(engine):
     }
 
 
-def gap(policy, engine, temperature=0.7):
+def gap(policy, engine, temperature=0.7, **more):
     """Largest and mean difference of the engine's log-probs from a full forward at the sampling temperature."""
-    answers = sample(engine, Sampling(MAX_TOKENS, temperature=temperature, log_prob=True), 3)
+    answers = sample(engine, Sampling(MAX_TOKENS, temperature=temperature, log_prob=True, **more), 3)
     return policy.gap(PROMPTS, answers, temperature)
+
+
+def cut(policy, engine):
+    """Differences among the words that are kept, of whole and of stopped answers; and the numbers of these words."""
+    seen = [gap(policy, engine, **CUT), gap(policy, engine, **CUT, stop=Stops(STOPS, pieces.read))]
+    sizes = [r.kept.sizes.tolist() for of in sample(engine, Sampling(MAX_TOKENS, **CUT), 3) for r in of]
+    return {"gaps of cut answers": seen, "words": sizes}
 
 
 def check(policy, engine, dtype):
@@ -213,6 +222,7 @@ def observe(folder, dtype, ranks):
     with torch.no_grad():
         logits = policy.model(torch.from_numpy(PROMPTS[0])[None].long()).logits[0, -1]
     seen["first probabilities"] = logits.float().softmax(-1).tolist()
+    seen |= cut(policy, engine)
     seen |= watch_weights(engine, policy, dtype)
     engine.close()
     seen["world after close"] = dist.is_initialized() and dist.get_world_size()

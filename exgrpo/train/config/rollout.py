@@ -1,0 +1,125 @@
+"""How answers are sampled in training: which words, how many answers, and what generates them."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from exgrpo.train.common.limits import (
+    LONGEST,
+    MOST_KEPT,
+    MOST_PROCESSES,
+    MOST_SAMPLES,
+    MOST_STEPS,
+    MOST_TOKENS,
+)
+from exgrpo.train.config.objective import CorrectionConfig
+from exgrpo.train.config.section import StopString, Temperature, TopP
+
+
+class RolloutConfig(CorrectionConfig):
+    """How answers are sampled."""
+
+    samples: int = Field(8, ge=2, le=MOST_SAMPLES, description="K: answers per question (group size).")
+    temperature: Temperature = Field(
+        1.0, description="Sampling temperature in training; the trained policy is the one at this temperature."
+    )
+    top_p: TopP = Field(
+        1.0,
+        description="Nucleus sampling in training; 1 = off. Where top_p, top_k or min_p leave a part of the tokens, "
+        "ratios, loss, entropy bonus and divergence are over this part, which is stored with the answer.",
+    )
+    top_k: int = Field(
+        0, ge=0, le=MOST_KEPT, description="Sample from so many of the likeliest tokens; 0 = off. vLLM needs it to cut."
+    )
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Sample from tokens with at least so much of the likeliest one's probability."
+    )
+    max_tokens: int = Field(2048, ge=1, le=LONGEST, description="Longest response; longer ones are cut and marked.")
+    stop: tuple[StopString, ...] = Field(
+        (), description="Strings that end an answer: their tokens are trained on, but are no part of the graded text."
+    )
+    batch_tokens: int = Field(
+        65536,
+        ge=1,
+        le=MOST_TOKENS,
+        description="Prompt + response tokens generated at once per rank; vLLM on GPUs goes by its cache instead.",
+    )
+    engine: Literal["auto", "transformers", "vllm", "server"] = Field(
+        "auto",
+        description="What generates; auto: rollout.servers if any, on GPUs vLLM where it can, else transformers.",
+    )
+    kv_cache_gib: float | None = Field(
+        None,
+        gt=0,
+        le=16384,
+        description="vLLM: GiB per rank for keys and values, on GPUs of as many answers as have room there; None: "
+        "chosen at the start from the GPU's memory, on CPUs 1.",
+    )
+    tensor_parallel: int = Field(
+        1, ge=1, le=MOST_PROCESSES, description="vLLM: so many neighbouring ranks make one engine."
+    )
+    sleep_level: Literal[0, 1, 2] = Field(
+        2,
+        description="vLLM on GPUs, while the trainer updates: 1 moves weights to CPU memory, 2 drops them, 0 keeps.",
+    )
+    servers: tuple[str, ...] = Field((), description="vLLM servers that generate, http://host:port each.")
+    refills: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="Dynamic sampling (DAPO): until every group of the batch has a gradient, ask as many further "
+        "questions, at most so many times; groups without one are left out.",
+    )
+    ahead: bool = Field(
+        False,
+        description="Generate the next step's answers while this step's update runs; needs servers and "
+        "rollout.behaviour=engine.",
+    )
+    check_every: int = Field(
+        20,
+        ge=0,
+        le=MOST_STEPS,
+        description="Compare the engine's log-probs with the trainer's every so many steps; 0: at the start.",
+    )
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """What `Sampling` is told where a part of the vocabulary is left; else nothing."""
+        cut = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return {**cut, "kept": True} if (self.top_p, self.top_k, self.min_p) != (1, 0, 0) else {}
+
+
+def check_rollout(rollout: RolloutConfig) -> None:
+    """Whether the options go together. Raises ValueError."""
+    if rollout.engine == "server" and not rollout.servers:
+        raise ValueError("rollout.engine=server needs rollout.servers: name at least one, http://host:port")
+    if rollout.servers and rollout.engine not in ("auto", "server"):
+        raise ValueError(
+            f"rollout.servers are given and rollout.engine is {rollout.engine}: leave one of them out, or take "
+            "rollout.engine=server"
+        )
+    if rollout.top_k == 1:
+        raise ValueError(
+            "rollout.top_k=1 leaves one token, so that all answers to a question are the same and teach nothing: "
+            "take more, or 0 for all"
+        )
+    if rollout.cut and rollout.servers:
+        raise ValueError(
+            "rollout.top_p, top_k and min_p need the tokens that they leave, which servers do not give: leave them "
+            "out, or take rollout.engine transformers or vllm in place of rollout.servers"
+        )
+    if rollout.cut and rollout.engine == "vllm" and not rollout.top_k:
+        raise ValueError(
+            "rollout.top_p and min_p need rollout.top_k where vLLM generates, which tells the tokens that are left "
+            "among so many of the likeliest ones: set rollout.top_k, 50 for instance"
+        )
+    if rollout.ahead and rollout.refills:
+        raise ValueError(
+            "rollout.ahead and rollout.refills exclude each other: how many questions a step asks is known only "
+            "when its answers are graded"
+        )
+    if rollout.ahead and not (rollout.servers and rollout.behaviour == "engine"):
+        raise ValueError(
+            "rollout.ahead needs rollout.servers, which generate while the trainer updates, and "
+            "rollout.behaviour=engine, for the policy that wrote the answers is gone when they are scored"
+        )
