@@ -14,7 +14,6 @@ from pydantic import Field, PositiveInt, ValidationError
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.limits import LONGEST
 from exgrpo.train.config.command_line import check_names, one_line
-from exgrpo.train.config.environment import EnvironmentConfig
 from exgrpo.train.config.evaluation import SAMPLED, EvaluationConfig
 from exgrpo.train.config.options import (
     Config,
@@ -36,6 +35,7 @@ from exgrpo.train.config.recipe import (
     split_recipe,
     unfinished,
 )
+from exgrpo.train.config.rollout import EnvironmentConfig
 from exgrpo.train.config.section import Section, Sources, StopString, explain, flat, known_keys
 from exgrpo.train.config.sources import ColumnNames, SourceConfigs
 from exgrpo.train.data.prompts import PromptFormat

@@ -22,12 +22,11 @@ from exgrpo.train.common.limits import (
     MOST_ROWS,
     MOST_STEPS,
 )
-from exgrpo.train.config.environment import EnvironmentConfig
 from exgrpo.train.config.evaluation import EvaluationConfig
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.config.policy import DEFAULT_PASS, LoraConfig, OptimizerConfig, PolicyConfig
 from exgrpo.train.config.replay import ExperienceConfig
-from exgrpo.train.config.rollout import RolloutConfig, check_rollout
+from exgrpo.train.config.rollout import EnvironmentConfig, RolloutConfig, check_rollout
 from exgrpo.train.config.section import Section, Sources
 from exgrpo.train.config.sources import ColumnNames, SourceConfigs
 

@@ -1,9 +1,10 @@
-"""How answers are sampled in training: which words, how many answers, and what generates them."""
+"""How answers are sampled in training: from which words, how many, by what, and what replies within one."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from exgrpo.train.common.functions import Functions
 from exgrpo.train.common.limits import (
     LONGEST,
     MOST_KEPT,
@@ -13,7 +14,10 @@ from exgrpo.train.common.limits import (
     MOST_TOKENS,
 )
 from exgrpo.train.config.objective import CorrectionConfig
-from exgrpo.train.config.section import StopString, Temperature, TopP
+from exgrpo.train.config.section import Section, StopString, Temperature, TopP
+
+ENVIRONMENTS = Functions("exgrpo.train.rollout.turns.environment", "environment.function")
+MOST_TURNS = 1000
 
 
 class RolloutConfig(CorrectionConfig):
@@ -123,3 +127,22 @@ def check_rollout(rollout: RolloutConfig) -> None:
             "rollout.ahead needs rollout.servers, which generate while the trainer updates, and "
             "rollout.behaviour=engine, for the policy that wrote the answers is gone when they are scored"
         )
+
+
+class EnvironmentConfig(Section):
+    """What replies to the policy within an answer: tools, games, users (docs/environments.md)."""
+
+    function: Annotated[str, ENVIRONMENTS.checked] | None = Field(
+        None, description=f"What replies: {ENVIRONMENTS.choices} None: nothing does."
+    )
+    stop: tuple[StopString, ...] | None = Field(
+        None,
+        description="Strings at which the policy waits for a reply, besides the EOS token; None: the function's.",
+    )
+    role: Literal["user", "tool"] | None = Field(
+        None, description="Replies are messages of this role in the chat template; None: they are text as it is."
+    )
+    turns: int = Field(8, ge=2, le=MOST_TURNS, description="Turns of the policy in an answer, at most.")
+    time_limit: float = Field(
+        10.0, gt=0, le=3600, description="Seconds for a reply, at most an hour; then the answer ends unfinished."
+    )

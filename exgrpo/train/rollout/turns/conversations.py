@@ -16,7 +16,7 @@ import numpy as np
 from exgrpo.train.common.errors import shown
 from exgrpo.train.common.records import KeptSets, Rollout, TokenIds
 from exgrpo.train.common.seeds import derive_seed
-from exgrpo.train.config.environment import EnvironmentConfig
+from exgrpo.train.config.rollout import EnvironmentConfig
 from exgrpo.train.data.questions import Question
 from exgrpo.train.policy.tokenizer import Pretrained
 from exgrpo.train.rollout.engine import Finished, Request, RolloutEngine

@@ -8,7 +8,7 @@ import numpy as np
 
 from exgrpo.train.common.errors import ConfigError, RolloutError, shown
 from exgrpo.train.common.records import TokenIds
-from exgrpo.train.config.environment import ENVIRONMENTS, EnvironmentConfig
+from exgrpo.train.config.rollout import ENVIRONMENTS, EnvironmentConfig
 from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.contract import Columns, columns_of
 

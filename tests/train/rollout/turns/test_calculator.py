@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.config.environment import EnvironmentConfig
+from exgrpo.train.config.rollout import EnvironmentConfig
 from exgrpo.train.rollout.turns.environments import find_environment
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exgrpo.train.common.records import KeptSets, Rollout
-from exgrpo.train.config.environment import EnvironmentConfig
+from exgrpo.train.config.rollout import EnvironmentConfig
 from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.contract import Columns
 from exgrpo.train.rollout.engine import Finished, Request, Sampling, collect

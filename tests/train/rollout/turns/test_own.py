@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from exgrpo.train.common.errors import ConfigError, DataError, RolloutError
-from exgrpo.train.config.environment import EnvironmentConfig
 from exgrpo.train.config.recipe import load_recipe
+from exgrpo.train.config.rollout import EnvironmentConfig
 from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.names import resolve_reward
 from exgrpo.train.rollout.answers import Answerer

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.config.environment import EnvironmentConfig
+from exgrpo.train.config.rollout import EnvironmentConfig
 from exgrpo.train.rollout.turns.environments import encoding
 from tests.tools.experience.runs import pretrained
 
