@@ -240,7 +240,7 @@ class BuildExtensions(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         inputs = [str(made) for _, made in objects]
         if extension is CUDA:
-            execute([str(nvcc()), "-shared", "-cudart", "static", *inputs, "-o", str(target)])
+            execute([str(nvcc()), "-shared", "-cudart", "static", "-Xlinker", "-s", *inputs, "-o", str(target)])
         else:
             # No path to torch's libraries is kept: they are loaded before the extension is.
             libraries = [f"-L{torch_folder()}/lib", "-ltorch_cpu"]

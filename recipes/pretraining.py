@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 
 IGNORED = -100
 PROMPTS_AT_A_TIME = 32
-SIGNIFICANT = 5
+SIGNIFICANT = 4
 """Bits of a weight that are saved: so all models take 2 MB of a wheel in the place of 6."""
 
 
