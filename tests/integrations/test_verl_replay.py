@@ -31,6 +31,7 @@ BESIDE_VERL = ("torch==2.13.0", "pyzmq", "msgspec", "cachetools", "fastapi", "uv
 NOT_IN_VERL = {
     "dynamic_sampling": "rollout.refills",
     "luffy": "experience.start_log_prob",
+    "oapl": "objective.surrogate='oapl'",
     "redr": "experience.admit='solutions'",
     "rlep": "experience.admit='nothing'",
 }
