@@ -87,7 +87,7 @@ def test_a_models_folder_needs_no_package(tmp_path):
 )
 def test_options_that_cannot_be_are_one_line(words, message, capsys):
     if torch.cuda.is_available():
-        pytest.skip("they are of CPUs")
+        pytest.skip("the messages are those of a machine without a GPU")
     assert main(words) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
