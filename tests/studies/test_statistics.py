@@ -163,7 +163,7 @@ def test_prices_are_those_that_the_runs_were_made_with(true, seed):
 
 
 def test_the_formula_tells_the_seconds_of_the_committed_runs():
-    """docs/when_to_replay.md states these figures; `exgrpo estimate` has the ratios."""
+    """studies/results/README.md states these figures; `exgrpo estimate` has the ratios."""
     study = load_study(RESULTS.parents[1] / "token_efficiency.yaml")
     findings = Findings.of(study, ResultFile(RESULTS))
     arm = next(arm for arm in findings.arms if arm.name == "efficient")
