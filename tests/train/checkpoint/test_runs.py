@@ -105,12 +105,12 @@ def assert_same_but_for_rounding(records, rights):
 
 
 def test_a_run_that_0_1_0_wrote_goes_on_by_its_recipe_as_it_went_on_there(tmp_path):
-    """Two steps on any processor and torch.
+    """Two steps, on any processor.
 
-    Other instructions round otherwise, 1e-7 of a log-prob, and may change an answer where a random number lies that near
-    to a border between two words. Here none does: with weights and moments that are off by 1e-4 of themselves, and with the
-    code of torch and of the kernels for AVX2 and for SSE, the answers and all decisions stayed the same. With moments of 0
-    in the place of those that were saved, the second step stores other answers.
+    Other instructions round otherwise, by 1e-7 of a log-prob, and would change an answer whose random number is so near
+    to the border between two words. None does: with weights and moments that were off by 1e-4 of themselves, and with
+    torch's and the kernels' code for AVX2 and for SSE, answers and decisions stayed the same. With moments of 0 in the
+    place of those that were saved, the second step stores other answers.
     """
     of_0_1_0 = Path(__file__).parent / "v0_1_0"
     shutil.copytree(of_0_1_0 / "run", tmp_path / "run")

@@ -1,6 +1,6 @@
-"""`python -m tests.train.checkpoint.v0_1_0.make`, with exgrpo 0.1.0 on one CPU: made the run that lies here, and its next two steps.
+"""`python -m tests.train.checkpoint.v0_1_0.make`: with exgrpo 0.1.0, on one CPU, it made the run that lies here.
 
-Both are kept as that version wrote them; test_runs.py has today's version go on with the run.
+The run and its next two steps are kept as that version wrote them. test_runs.py has today's version go on with the run.
 """
 
 import os
