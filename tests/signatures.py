@@ -1,7 +1,7 @@
 """What public names take, and what options are by default: `python -m tests.signatures` writes the file of it.
 
-Parameters have their kinds and defaults, and no types, which are written otherwise in other versions of Python. Of a class
-that inherits from another package, only what this package adds is in it.
+Parameters have their kinds and defaults, and no types, which other versions of Python write otherwise. Of a class that
+inherits from another package, only what this package adds is in it.
 """
 
 import dataclasses
