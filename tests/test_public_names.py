@@ -1,16 +1,17 @@
 """docs/public_names.md: every public name is in it and has its help, and every name in it is there."""
 
 import inspect
+import json
 import re
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
 import exgrpo
 from exgrpo.train.config.options import Config
+from tests.signatures import FILE, entries, is_section
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "public_names.md").read_text()
@@ -35,6 +36,10 @@ NAMES = [name for row in rows("Python") for name in quoted(row[0])]
 PROGRAMS = [name for row in rows("Programs") for name in quoted(row[0])]
 
 
+SECTIONS = {"of the run": Config}
+SECTIONS |= {name: field.annotation for name, field in Config.model_fields.items() if is_section(field)}
+
+
 def module_and_name(dotted):
     module, _, name = dotted.rpartition(".")
     try:
@@ -43,6 +48,15 @@ def module_and_name(dotted):
         if (error.name or "").partition(".")[0] == "exgrpo":
             raise
         pytest.skip(str(error))
+
+
+def found(dotted):
+    """What has a public name; None where its packages are not installed."""
+    try:
+        module, name = module_and_name(dotted)
+    except pytest.skip.Exception:
+        return None
+    return getattr(module, name)
 
 
 def public(module):
@@ -90,16 +104,23 @@ def test_every_program_of_the_pages_is_listed_and_there():
 
 
 def test_the_options_are_those_of_a_run():
-    sections = {"of the run": Config}
-    for name, field in Config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            sections[name] = field.annotation
-    known = {name: {*section.model_fields} - {*sections} for name, section in sections.items()}
+    known = {name: {*section.model_fields} - {*SECTIONS} for name, section in SECTIONS.items()}
     listed = {row[0].strip("`"): set(quoted(row[1])) for row in rows("Options")}
     gone = {name: options - known.get(name, set()) for name, options in listed.items()}
     assert not any(gone.values()), f"options that recipes use are gone: {gone}"
     new = {name: options - listed.get(name, set()) for name, options in known.items()}
     assert not any(new.values()), f"add these options to docs/public_names.md: {new}"
+
+
+def test_signatures_and_defaults_are_those_that_were_written_down():
+    written = json.loads(FILE.read_text())
+    values = {name: value for name in NAMES if (value := found(name)) is not None}
+    values |= {f"options: {name}": section for name, section in SECTIONS.items()}
+    differing = {name: lines for name, value in values.items() if (lines := entries(value)) != written.get(name, [])}
+    gone = set(written) - {*NAMES, *values}
+    mend = "`python -m tests.signatures` writes them down; CHANGELOG.md says what a user has to edit"
+    assert not differing, f"parameters or defaults of public names are new or changed: {differing}; {mend}"
+    assert not gone, f"public names are gone: {gone}; {mend}"
 
 
 def number(version):

