@@ -23,7 +23,7 @@ def whole_page(tmp_path_factory) -> Page:
 
 def test_the_summary_of_a_run_says_what_its_metrics_say(whole_page):
     # 12 of 32 groups had a replayed trajectory; 4 steps of 25 s.
-    expected = ["4", "0.250", "0.750", "+0.500", "4,000", "1:40 min", "37.5%", "2 skipped, 4 timed out"]
+    expected = ["4", "0.250", "0.750", "+0.500", "4,000", "1:40 min", "0.38", "2 skipped, 4 timed out"]
     assert whole_page.row("one") == expected
 
 
@@ -283,7 +283,7 @@ EMPTY = {"step": 1, "kind": "training"}
     ("records", "expected"),
     [
         ([held_out(0, 0.5)], ["0 of 4", "0.500", ABSENT, ABSENT, ABSENT, ABSENT, ABSENT, ABSENT]),
-        ([training_record(1)], ["1 of 4", ABSENT, ABSENT, ABSENT, "1,000", "0:25 min", "0.0%", "1 timed out"]),
+        ([training_record(1)], ["1 of 4", ABSENT, ABSENT, ABSENT, "1,000", "0:25 min", "0.00", "1 timed out"]),
         ([{**EMPTY, "reward": 0.5}], ["1 of 4", *[ABSENT] * 7]),
         ([{**EMPTY, "reward": None}, {**EMPTY, "step": 2, "reward": "?"}], ["2 of 4", *[ABSENT] * 7]),
         ([dict.fromkeys(training_record(1), None) | EMPTY], ["1 of 4", *[ABSENT] * 7]),

@@ -143,7 +143,7 @@ def _notes(groups: Sequence[RunGroup]) -> list[str]:
     """What a reader has to know about the table and all plots."""
     if not groups:
         return []
-    notes = ["The replayed share is that of all groups which had a replayed trajectory."]
+    notes = ["Replayed per question: replayed answers, divided by the questions that were asked."]
     if any(len(group.runs) == 1 and "held_out/low" in group.runs[0].columns.held_out for group in groups):
         notes.append(
             "The band around the held-out Pass@1 of a single run is its 95 % interval over the held-out questions "

@@ -33,7 +33,7 @@ HEADINGS = (
     "Change",
     "Generated tokens",
     "Training time",
-    "Replayed share",
+    "Replayed per question",
     "Failures",
 )
 
@@ -140,7 +140,7 @@ def _add_totals(columns: Columns) -> None:
         if name in columns:
             columns[f"{name}_so_far"] = np.nancumsum(columns[name])
     if "replayed" in columns and "groups" in columns:
-        columns["replayed_share"] = columns["replayed"] / np.maximum(columns["groups"], 1)
+        columns["replayed_per_group"] = columns["replayed"] / np.maximum(columns["groups"], 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +256,7 @@ def _before_and_after(run: RunData) -> tuple[float, float]:
     return float(first[0]) if len(first) else math.nan, float(later[-1]) if len(later) else math.nan
 
 
-def _replayed_share(run: RunData) -> float:
+def _replayed_per_group(run: RunData) -> float:
     training = run.columns.training
     groups = np.nansum(training.get("groups", np.empty(0)))
     return float(np.nansum(training["replayed"]) / groups) if groups and "replayed" in training else math.nan
@@ -277,7 +277,7 @@ def _cells(run: RunData) -> list[str]:
         number(after - before, "+.3f"),
         number(last(training, "generated_tokens"), ",.0f"),
         _duration(last(training, "seconds_so_far")),
-        number(_replayed_share(run), ".1%"),
+        number(_replayed_per_group(run), ".2f"),
         failures or ("none" if any(map(math.isfinite, counts.values())) else ABSENT),
     ]
 
@@ -294,7 +294,7 @@ def _cells_of_group(group: RunGroup) -> list[str]:
         _mean(rates[:, 1] - rates[:, 0], "+.3f", interval=True),
         _mean(tokens, ",.0f"),
         _duration(float(np.mean(times))),
-        _mean([_replayed_share(run) for run in group.runs], ".1%"),
+        _mean([_replayed_per_group(run) for run in group.runs], ".2f"),
         "",
     ]
 
