@@ -218,7 +218,7 @@ def test_the_index_takes_the_archive_and_the_compiled_wheel(archive, compiled, t
     assert re.fullmatch(rf"exgrpo-{exgrpo.__version__}-cp311-abi3-manylinux_\w+\.whl", file.name)
     assert file.stat().st_size < 3e6
     with zipfile.ZipFile(file) as opened:
-        names = {name for name in opened.namelist() if ".dist-info/" not in name}
+        names = {one.filename for one in opened.infolist() if not one.is_dir() and ".dist-info/" not in one.filename}
     assert names - {MADE_BY_BUILDING} == files_of_the_package() | {"exgrpo/kernels/_C.abi3.so"}
 
 
