@@ -29,8 +29,7 @@ train: $(READY) $(if $(filter vllm,$(ENGINE)),$(VLLM))
 ifdef ENGINE
 	$(BIN)/python exgrpo/train/main.py --rollout.engine $(ENGINE)
 else
-	$(BIN)/python -m studies.run studies/first.yaml --results runs/first.jsonl
-	$(BIN)/python -m studies.report studies/first.yaml --results runs/first.jsonl
+	$(BIN)/exgrpo train --first
 endif
 
 # The second run has the Triton kernels in their interpreter, the first one compiles them. They run side by side: the

@@ -29,7 +29,7 @@ class Program:
 
 
 PROGRAMS = {
-    "train": Program("exgrpo.tools.launch", "train a model, on one or several processes"),
+    "train": Program("exgrpo.tools.launch", "train a model, on one or several processes; --first: the first result"),
     "evaluate": Program("exgrpo.tools.evaluate", "score a model on held-out questions"),
     "report": Program("exgrpo.tools.report", "make a page about one or several runs"),
     "estimate": Program("exgrpo.tools.estimate", "whether a recipe fits, and how long a step takes"),

@@ -161,8 +161,9 @@ def run(corpus: Corpus, options: Options) -> None:
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     train(model, corpus, options, console)
     corpus.tokenizer.padding_side = "left"
-    corpus.tokenizer.save_pretrained(options.output)
+    corpus.tokenizer.save_pretrained(options.output, save_jinja_files=False)
     model.save_pretrained(options.output)
+    (options.output / "generation_config.json").unlink()  # it repeats the config
     shorten(options.output / "model.safetensors")
     model = LlamaForCausalLM.from_pretrained(options.output).to(options.device).eval()
     report(evaluate_samples(model, corpus, options), options, console)

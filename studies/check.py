@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from exgrpo.tools.first import cores
 from exgrpo.train.common.errors import ExgrpoError, ReportError
 from exgrpo.train.common.process import run_program
 from exgrpo.train.config.command_line import options_of
 from studies.origin import Origin
 from studies.results import DIGITS, Result, ResultFile
-from studies.run import RESULTS, cores
+from studies.run import RESULTS
 from studies.runner import Run
 from studies.statistics import height
 from studies.study import load_study

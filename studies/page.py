@@ -70,7 +70,6 @@ def page(findings: Findings) -> str:
         result=headline(findings),
         words=words(findings),
         text=plan.text,
-        next=plan.next,
         origin=_origin(findings),
         tables=list(tables(findings)),
         looks=[

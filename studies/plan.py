@@ -117,7 +117,6 @@ class Plan(BaseModel):
         budget: of each run, in place of steps.
         search: what is chosen before.
         claims: to be held against the runs.
-        next: what a reader of the page may do then.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -132,7 +131,6 @@ class Plan(BaseModel):
     budget: Budget | None = None
     search: Search | None = None
     claims: tuple[Claim, ...] = ()
-    next: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _sound(self) -> Self:

@@ -1,6 +1,5 @@
 """`python -m studies.run FILE`: do the runs of a study that have not been done yet."""
 
-import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from exgrpo.tools.first import RunFailedError, cores
 from exgrpo.train.common.durable import claim
 from exgrpo.train.common.errors import ExgrpoError, OutputError, os_errors_as
 from exgrpo.train.common.process import run_program
@@ -21,7 +21,7 @@ from exgrpo.train.config.command_line import options_of
 from studies.left import left_of, table_of
 from studies.origin import ROOT, Origin
 from studies.results import Result, ResultFile
-from studies.runner import Run, RunFailedError
+from studies.runner import Run
 from studies.statistics import height
 from studies.study import Planned, Study, load_study
 
@@ -114,11 +114,6 @@ class Work:
             if result is not None:
                 self.results.add(result)
                 run.tidy()
-
-
-def cores(wanted: int) -> list[int]:
-    """So many cores that this process may use, or all."""
-    return sorted(os.sched_getaffinity(0))[:wanted]
 
 
 def do(study: Study, results: ResultFile, options: Options, resources: ExitStack) -> None:

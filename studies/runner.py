@@ -1,18 +1,16 @@
 """A run of a study as a program of its own on a core of its own."""
 
-import os
 import shutil
 import signal
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from exgrpo.tools.first import RunFailedError, last_words, start
 from exgrpo.train.checkpoint.listing import survey
 from exgrpo.train.checkpoint.resume import FINISHED
-from exgrpo.train.common.errors import ExgrpoError
 from exgrpo.train.config.options import CheckpointConfig, Config, OutputConfig
 from exgrpo.train.config.recipe import to_yaml
 from exgrpo.train.metrics.log_files import METRICS
@@ -21,15 +19,9 @@ from studies.origin import ROOT, Origin, today
 from studies.results import Result, curves_of
 from studies.study import Planned, key_of, settings_of
 
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 KEPT = ("config.yaml", METRICS, FINISHED)
 """What stays of a run that has been collected."""
 CHECKPOINT_EVERY = 20
-LAST_LINES = 3
-
-
-class RunFailedError(ExgrpoError, RuntimeError):
-    """A run ended with an error; the message has its last lines and the place of its output."""
 
 
 class Run:
@@ -60,8 +52,7 @@ class Run:
             if self._stopped:
                 return None
             if status:
-                lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LAST_LINES:]
-                raise RunFailedError(f"{' / '.join(lines)} (its output: {self.log})")
+                raise RunFailedError(last_words(self.log))
             try:
                 self._check_functions()
             except RunFailedError:  # it may have done both, the old and the new
@@ -94,20 +85,10 @@ class Run:
             path.unlink(missing_ok=True)
 
     def _do(self) -> int:
-        program = [sys.executable, "-m", "studies.one", str(self.core), str(os.getpid()), *self._arguments()]
-        with self.log.open("ab") as output:
-            self._process = subprocess.Popen(
-                program,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env=os.environ | dict.fromkeys(THREADS, "1"),
-                start_new_session=True,  # Ctrl-C is for the study, which stops its runs
-            )
-            if self._stopped:
-                self.stop()
-            return self._process.wait()
+        self._process = start(self.core, self._arguments(), self.log, ROOT)
+        if self._stopped:
+            self.stop()
+        return self._process.wait()
 
     def _arguments(self) -> list[str]:
         if self.folder.exists():

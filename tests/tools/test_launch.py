@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from exgrpo.tools import first
 from exgrpo.tools import launch as module
 from exgrpo.tools.launch import Launch, main, prepared
 from exgrpo.train import main as program
@@ -18,9 +19,10 @@ from exgrpo.train.checkpoint.listing import folders
 from exgrpo.train.checkpoint.resume import is_unsaved
 from exgrpo.train.common import process
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.config.recipe import parse_args, to_yaml
+from exgrpo.train.config.recipe import load_recipe, merged, parse_args, read_recipes, recipe_path, to_yaml, validate
 from tests.train.launch import MAIN, environment, launch
 from tests.train.run.test_run import SMALL, untimed
+from tests.train.warm import ROOT
 
 OPTIONS = (*SMALL[1:], "--steps=3", "--checkpoint.every=1", "--preflight=off")
 
@@ -152,11 +154,16 @@ def test_no_process_is_left_when_the_launcher_is_killed(tmp_path):
             ["--processes=2", "--policy.path=builtin:arithmetic", "--data.train=missing.jsonl"],
             "missing.jsonl: there is no such file",
         ),
+        (["--first", "--processes=2"], "first: it starts two runs of one process each"),
+        (["--first", "--output.name=mine"], "first: it names its runs"),
+        (["--first", "--stpes=3"], "did you mean --steps?"),
     ],
 )
 def test_a_mistake_is_one_line_before_a_process_is_started(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: pytest.fail("started"))
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(first, "start", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(process, "stop_on_signals", lambda: None)
     assert main([*arguments, f"--output.folder={tmp_path}"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ")
@@ -207,3 +214,45 @@ def test_a_run_that_is_finished_has_nothing_left_to_do(tmp_path, capsys, monkeyp
     for other, message in (("--steps=9", "for more, --resume"), ("--seed=5", "seed was 0 and is now 5")):
         assert program.main([*options, other]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "steps"), [*zip(first.ARMS, ("on_policy", "efficient"), (45, 75), strict=True)]
+)
+def test_the_first_result_compares_two_methods_on_the_colouring_task(name, method, steps):
+    task, own = recipe_path(Path("builtin:colouring")), ROOT / "recipes" / "replay" / f"{method}.yaml"
+    both = {"optimizer.minibatches": 4, "evaluation": {"every": 15, "samples": 8}, "data.test_limit": 128}
+    expected = merged(read_recipes([task, own]), both, {"steps": steps, "reward.workers": 1})
+    assert load_recipe(first.RECIPES / f"{name}.yaml") == validate(expected, "expected")
+
+
+@pytest.mark.long
+def test_the_first_result_goes_on_where_it_was_stopped_and_is_not_done_twice(tmp_path):
+    options = (*SMALL[1:-1], "--steps=6", "--checkpoint.every=1", "--preflight=off", "--evaluation.every=2")
+    command = [sys.executable, "-m", "exgrpo.tools.launch", "--first", *options]
+    here = {"cwd": tmp_path, "env": environment(), "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    runs = [tmp_path / "runs" / "first" / name for name in first.ARMS]
+    stopped = subprocess.Popen(command, **here)
+    deadline = time.monotonic() + 240
+    while not any(run.is_dir() and folders(run) for run in runs):
+        assert stopped.poll() is None, stopped.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    stopped.send_signal(signal.SIGINT)
+    assert stopped.communicate(timeout=120)[1] == "stopped: the same command goes on where it stood\n"
+    assert stopped.returncode == process.INTERRUPTED
+    done = subprocess.run(command, **here, timeout=400)
+    assert done.returncode == 0, done.stderr
+    printed = [run.with_suffix(".log").read_text() for run in runs]
+    assert any("going on with" in text for text in printed)
+    for run in runs:
+        assert [record["step"] for record in untimed(run) if record["kind"] == "training"] == [1, 2, 3, 4, 5, 6]
+        tokens = f"{untimed(run)[-2]['generated_tokens']:,}"
+        assert re.search(f"│ {run.name.replace('_', ' ')} .* {tokens} │", done.stdout)
+    said = re.search(
+        r"^After .* held-out Pass@1 is .* for “without_replay” and .* for “with_replay”", done.stdout, re.M
+    )
+    assert said[0] in (tmp_path / "runs" / "first.html").read_text()
+    again = subprocess.run(command, **here, timeout=120)
+    assert again.stdout.partition("┏")[2] == done.stdout.partition("┏")[2]
+    assert [run.with_suffix(".log").read_text() for run in runs] == printed

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo.train.common.functions import ASSETS, model_names
 from recipes import pretraining
@@ -18,8 +18,11 @@ def script(request):
 
 def test_a_script_makes_the_tokenizer_that_ships(script, tmp_path):
     script.corpus(script.Options()).tokenizer.save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "chat_template.jinja"):
-        assert (tmp_path / name).read_text() == (script.MODEL_FOLDER / name).read_text()
+    made, shipped = tmp_path / "tokenizer.json", script.MODEL_FOLDER / "tokenizer.json"
+    assert made.read_text() == shipped.read_text()
+    made, shipped = map(AutoTokenizer.from_pretrained, (tmp_path, script.MODEL_FOLDER))
+    assert made.chat_template == shipped.chat_template
+    assert made.special_tokens_map == shipped.special_tokens_map
 
 
 def test_solutions_fit_survive_the_tokenizer_and_are_of_mixed_quality(script):

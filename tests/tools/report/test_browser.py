@@ -145,6 +145,16 @@ def test_a_narrow_page_does_not_scroll_sideways(browser, page):
     assert ask(browser, "document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_first_screen_has_the_result_and_its_curves(browser, page, width):
+    screen(browser, width=width)
+    browser.get(page)
+    wait(browser, "document.querySelector('.first .plot').classList.contains('drawn')")
+    places = [f"document.querySelector('{of}').getBoundingClientRect().bottom" for of in (".result", ".first .plot")]
+    result, curves = [ask(browser, place) for place in places]
+    assert 0 < result < curves < 900
+
+
 def test_a_followed_run_shows_a_new_step_and_keeps_the_zoom_and_the_place(browser, tmp_path):
     run = tmp_path / "one"
     server = open_server([run], 0)

@@ -23,7 +23,7 @@ def whole_page(tmp_path_factory) -> Page:
 
 def test_the_summary_of_a_run_says_what_its_metrics_say(whole_page):
     # 12 of 32 groups had a replayed trajectory; 4 steps of 25 s.
-    expected = ["4", "0.250", "0.750", "+0.500", "4,000", "1:40 min", "37.5%", "2 skipped, 4 timed out"]
+    expected = ["4", "0.250", "0.750", "+0.500", "4,000", "1:40 min", "0.38", "2 skipped, 4 timed out"]
     assert whole_page.row("one") == expected
 
 
@@ -234,6 +234,42 @@ def test_several_runs_are_overlaid_named_and_compared(tmp_path):
     assert paints == [f"var(--curve-{i % 7})" for i in range(9)]
 
 
+@pytest.mark.parametrize(
+    ("rates", "seeds", "options", "said"),
+    [
+        # The first run has spent 2,000 tokens at its last evaluation, where the second one is half way from 0.25.
+        ((0.5, 0.75), 1, {}, "0.500 for “a0” and 0.500 for “b0”: none is ahead."),
+        (
+            (0.5, 0.85),
+            1,
+            {},
+            "0.500 for “a0” and 0.550 for “b0”: “b0” is ahead; one seed cannot tell that from chance.",
+        ),
+        (
+            (0.6, 0.75),
+            2,
+            {},
+            "0.600 for “a0 and 1 more seed” and 0.500 for “b0 and 1 more seed”: “a0 and 1 more seed” is",
+        ),
+        ((0.5, 0.85), 1, {"data": {"test": "other.jsonl"}}, ""),
+        ((0.5, None), 1, {}, ""),
+    ],
+)
+def test_the_page_of_several_runs_begins_with_the_result(tmp_path, rates, seeds, options, said):
+    """Which it does where all of them answered the same questions, in training too."""
+    runs = []
+    for name, rate, steps, own in zip("ab", rates, (2, 4), ({}, options), strict=True):
+        end = [] if rate is None else [held_out(steps, rate)]
+        records = [held_out(0, 0.25), *map(training_record, range(1, steps + 1)), *end]
+        settings = {"experience": {"ratio": float(steps)}, "evaluation": {"every": steps}, **own}
+        runs += [make_run(tmp_path / f"{name}{seed}", records, seed=seed, **settings) for seed in range(seeds)]
+    page = page_of(tmp_path, *runs)
+    if said:
+        after = page.source.index(f"After 2,000 generated tokens, held-out Pass@1 is {said}")
+        assert after < page.source.index("Held-out Pass@1 against generated tokens") < page.source.index("<table")
+    assert ("generated tokens, held-out Pass@1 is" in page.texts) == bool(said)
+
+
 def test_folders_of_one_name_are_told_apart_and_named_once(tmp_path):
     runs = [make_run(tmp_path / parent / "run", SHORT, x=parent) for parent in "ab"]
     page = page_of(tmp_path, *runs, runs[0])
@@ -247,7 +283,7 @@ EMPTY = {"step": 1, "kind": "training"}
     ("records", "expected"),
     [
         ([held_out(0, 0.5)], ["0 of 4", "0.500", ABSENT, ABSENT, ABSENT, ABSENT, ABSENT, ABSENT]),
-        ([training_record(1)], ["1 of 4", ABSENT, ABSENT, ABSENT, "1,000", "0:25 min", "0.0%", "1 timed out"]),
+        ([training_record(1)], ["1 of 4", ABSENT, ABSENT, ABSENT, "1,000", "0:25 min", "0.00", "1 timed out"]),
         ([{**EMPTY, "reward": 0.5}], ["1 of 4", *[ABSENT] * 7]),
         ([{**EMPTY, "reward": None}, {**EMPTY, "step": 2, "reward": "?"}], ["2 of 4", *[ABSENT] * 7]),
         ([dict.fromkeys(training_record(1), None) | EMPTY], ["1 of 4", *[ABSENT] * 7]),

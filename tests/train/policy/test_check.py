@@ -245,7 +245,8 @@ def arithmetic(tmp_path):
 
     def change(file, **values):
         path = folder / file
-        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+        there = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**there, **values}))
 
     return folder, change
 

@@ -27,12 +27,15 @@ from exgrpo.train.metrics.report.runs import (
     differences,
     group_runs,
     load_run,
+    result,
     summary_rows,
 )
 from exgrpo.train.metrics.samples import Sample
 
 FOLDER = ASSETS / "report"
 MAX_LINES = 8
+RESULT = "Held-out Pass@1 against generated tokens"
+"""The plot in plots.yaml that stands beside the result of several runs."""
 PASS_RATE = "/pass_rate"
 """Ends the name of Pass@1 of a set of held-out questions."""
 MOST_BYTES = 5_000_000
@@ -94,21 +97,33 @@ def page_about(data: Sequence[RunData], *, version: str = "", waiting: Sequence[
     runs = [run for group in groups for run in group.runs]
     title = f"ExGRPO report: {runs[0].name}" if len(runs) == 1 else f"ExGRPO report: {len(runs)} runs"
     alone = runs[0] if len(runs) == 1 else None
+    said = result(groups)
+    shown = sections([PlotGroup(group.label, [run.columns for run in group.runs]) for group in groups])
     return template(FOLDER / "page.html").render(
         title=title if runs else "ExGRPO report",
         followed=bool(version),
         version=version,
+        result=said,
+        first=_taken(shown, RESULT) if said else [],
         headings=HEADINGS,
         rows=[row for i, group in enumerate(groups) for row in summary_rows(i, group)],
         notes=_notes(groups),
         warnings=[*waiting, *_damage(runs)],
         looks=[{"label": group.label, "colour": colour(i), "marker": key(i)} for i, group in enumerate(groups)],
-        sections=sections([PlotGroup(group.label, [run.columns for run in group.runs]) for group in groups]),
+        sections=shown,
         differences=differences(groups),
         samples=shown_samples(runs),
         changes={alone.name: changes(alone)} if alone and alone.config else {},
         configurations={run.name: yaml.safe_dump(run.config, sort_keys=False) for run in runs if run.config},
     )
+
+
+def _taken(sections: Sequence["Section"], title: str) -> list[Plot]:
+    """The plots of this title, which their sections then have no more."""
+    found = [(section, plot) for section in sections for plot in section.plots if plot.title == title]
+    for section, plot in found:
+        section.plots.remove(plot)
+    return [plot for _, plot in found]
 
 
 def _damage(runs: Sequence[RunData]) -> list[str]:
@@ -128,7 +143,7 @@ def _notes(groups: Sequence[RunGroup]) -> list[str]:
     """What a reader has to know about the table and all plots."""
     if not groups:
         return []
-    notes = ["The replayed share is that of all groups which had a replayed trajectory."]
+    notes = ["Replayed per question: replayed answers, divided by the questions that were asked."]
     if any(len(group.runs) == 1 and "held_out/low" in group.runs[0].columns.held_out for group in groups):
         notes.append(
             "The band around the held-out Pass@1 of a single run is its 95 % interval over the held-out questions "

@@ -15,7 +15,7 @@ from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import NAMED
 from exgrpo.train.config.section import flat
 from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Kind, Record, read_records
-from exgrpo.train.metrics.report.figures import Columns, half_width
+from exgrpo.train.metrics.report.figures import Columns, half_width, mean_curve, readable
 from exgrpo.train.metrics.samples import Sample, read_samples
 
 Numbers = dict[str, float]
@@ -23,6 +23,8 @@ HELD_OUT = ("test", "held_out", "pass_at", "distinct_at")
 """The headings of what evaluations measure on data.test; those of other sets are the names of these sets."""
 NOT_COMPARED = ("output.", "checkpoint.")
 """The beginnings of options that say where a run is kept, not what it computes."""
+QUESTIONS = ("data.test", "data.columns", "evaluation.")
+"""The beginnings of options that say what the evaluations measure."""
 ABSENT = "\N{EN DASH}"
 HEADINGS = (
     "Steps",
@@ -31,7 +33,7 @@ HEADINGS = (
     "Change",
     "Generated tokens",
     "Training time",
-    "Replayed share",
+    "Replayed per question",
     "Failures",
 )
 
@@ -138,7 +140,7 @@ def _add_totals(columns: Columns) -> None:
         if name in columns:
             columns[f"{name}_so_far"] = np.nancumsum(columns[name])
     if "replayed" in columns and "groups" in columns:
-        columns["replayed_share"] = columns["replayed"] / np.maximum(columns["groups"], 1)
+        columns["replayed_per_group"] = columns["replayed"] / np.maximum(columns["groups"], 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +185,27 @@ def differences(groups: Sequence[RunGroup]) -> dict[str, list[str]]:
     return {name: of_groups for name, of_groups in values.items() if len(set(of_groups)) > 1}
 
 
+def result(groups: Sequence[RunGroup]) -> str:
+    """One sentence: Pass@1 of each group after as many generated tokens, and which is ahead.
+
+    It is empty for one group, where a group has not been evaluated in training, and where they answer other questions.
+    """
+    differing = [name for name in differences(groups) if name.startswith(QUESTIONS) and name != "evaluation.every"]
+    tests = [[run.columns.held_out for run in group.runs] for group in groups]
+    curves = [mean_curve(runs, "generated_tokens", "test/pass_rate") for runs in tests]
+    tokens = min((float(curve.x[-1]) if len(curve.x) else 0.0 for curve in curves), default=0.0)
+    if len(groups) < 2 or differing or not tokens:
+        return ""
+    names = [readable(group.label) for group in groups]
+    rates = [round(float(np.interp(tokens, curve.x, curve.y)), 3) for curve in curves]
+    scores = [f"{rate:.3f} for “{name}”" for rate, name in zip(rates, names, strict=True)]
+    ahead = [name for rate, name in zip(rates, names, strict=True) if rate == max(rates)]
+    chance = "; one seed cannot tell that from chance" if any(len(group.runs) == 1 for group in groups) else ""
+    verdict = f"“{ahead[0]}” is ahead{chance}" if len(ahead) == 1 else "none is ahead"
+    shown = f"{', '.join(scores[:-1])} and {scores[-1]}"
+    return f"After {tokens:,.0f} generated tokens, held-out Pass@1 is {shown}: {verdict}."
+
+
 def changes(run: RunData) -> dict[str, list[str]]:
     """Each option of a run that is not its default, with its value and that default; a required one has none."""
     required: dict[str, Any] = {}
@@ -217,7 +240,8 @@ def summary_rows(number: int, group: RunGroup) -> list[SummaryRow]:
     return mean + [SummaryRow(run.name, _cells(run), number, member=several) for run in group.runs]
 
 
-def _last(columns: Columns, name: str) -> float:
+def last(columns: Columns, name: str) -> float:
+    """The last number of a column; NaN where there is none."""
     values = columns.get(name, np.empty(0))
     values = values[np.isfinite(values)]
     return float(values[-1]) if len(values) else math.nan
@@ -232,7 +256,7 @@ def _before_and_after(run: RunData) -> tuple[float, float]:
     return float(first[0]) if len(first) else math.nan, float(later[-1]) if len(later) else math.nan
 
 
-def _replayed_share(run: RunData) -> float:
+def _replayed_per_group(run: RunData) -> float:
     training = run.columns.training
     groups = np.nansum(training.get("groups", np.empty(0)))
     return float(np.nansum(training["replayed"]) / groups) if groups and "replayed" in training else math.nan
@@ -244,16 +268,16 @@ def _cells(run: RunData) -> list[str]:
     planned = run.config.get("steps")
     done = len(training["step"])
     kinds = {"skipped_updates": "skipped", "timed_out_so_far": "timed out", "reward_failed_so_far": "reward failed"}
-    counts = {kind: _last(training, name) for name, kind in kinds.items()}
+    counts = {kind: last(training, name) for name, kind in kinds.items()}
     failures = ", ".join(f"{count:.0f} {kind}" for kind, count in counts.items() if count > 0)
     return [
         f"{done} of {planned}" if isinstance(planned, int) and planned != done else str(done),
-        _number(before, ".3f"),
-        _number(after, ".3f"),
-        _number(after - before, "+.3f"),
-        _number(_last(training, "generated_tokens"), ",.0f"),
-        _duration(_last(training, "seconds_so_far")),
-        _number(_replayed_share(run), ".1%"),
+        number(before, ".3f"),
+        number(after, ".3f"),
+        number(after - before, "+.3f"),
+        number(last(training, "generated_tokens"), ",.0f"),
+        _duration(last(training, "seconds_so_far")),
+        number(_replayed_per_group(run), ".2f"),
         failures or ("none" if any(map(math.isfinite, counts.values())) else ABSENT),
     ]
 
@@ -261,8 +285,8 @@ def _cells(run: RunData) -> list[str]:
 def _cells_of_group(group: RunGroup) -> list[str]:
     """Means over the seeds that have the number; intervals where a conclusion may hang on them."""
     rates = np.array([_before_and_after(run) for run in group.runs])
-    tokens = [_last(run.columns.training, "generated_tokens") for run in group.runs]
-    times = [_last(run.columns.training, "seconds_so_far") for run in group.runs]
+    tokens = [last(run.columns.training, "generated_tokens") for run in group.runs]
+    times = [last(run.columns.training, "seconds_so_far") for run in group.runs]
     return [
         "mean",
         _mean(rates[:, 0], ".3f", interval=True),
@@ -270,7 +294,7 @@ def _cells_of_group(group: RunGroup) -> list[str]:
         _mean(rates[:, 1] - rates[:, 0], "+.3f", interval=True),
         _mean(tokens, ",.0f"),
         _duration(float(np.mean(times))),
-        _mean([_replayed_share(run) for run in group.runs], ".1%"),
+        _mean([_replayed_per_group(run) for run in group.runs], ".2f"),
         "",
     ]
 
@@ -284,7 +308,8 @@ def _mean(values: Any, form: str, *, interval: bool = False) -> str:
     return f"{there.mean():{form}}{half}{of}"
 
 
-def _number(value: float, form: str) -> str:
+def number(value: float, form: str) -> str:
+    """A number in a form, or the sign of one that is absent."""
     return f"{value:{form}}" if math.isfinite(value) else ABSENT
 
 
