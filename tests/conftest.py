@@ -33,6 +33,7 @@ SLOW = (
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="run those tests, too, that take some minutes each")
+    parser.addoption("--cases", type=int, default=40, help="of hostile input, of all kinds together")
 
 
 def pytest_configure(config):
