@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def starts_programs(item):
-    return hasattr(item.module, "launch") or hasattr(item.module, "launch_module")
+    return any(hasattr(item.module, name) for name in ("launch", "launch_module", "completed"))
 
 
 @pytest.fixture
