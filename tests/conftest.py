@@ -33,6 +33,7 @@ SLOW = (
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="run those tests, too, that take some minutes each")
+    parser.addoption("--cases", type=int, default=40, help="of hostile input, of all kinds together")
 
 
 def pytest_configure(config):
@@ -56,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def starts_programs(item):
-    return hasattr(item.module, "launch") or hasattr(item.module, "launch_module")
+    return any(hasattr(item.module, name) for name in ("launch", "launch_module", "completed"))
 
 
 @pytest.fixture

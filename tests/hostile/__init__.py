@@ -1,1 +1,1 @@
-"""Hostile input by generation, as many seeded cases as one likes: `python -m tests.hostile` (docs/hostile_input.md)."""
+"""Hostile input by generation, any number of cases: `pytest tests/hostile --cases` (docs/hostile_input.md)."""

@@ -72,6 +72,14 @@ def device():
     return DEVICE
 
 
+@pytest.fixture
+def chosen(backend, device, monkeypatch):
+    """For functions that know of no head, and so have no argument for the backend."""
+    monkeypatch.setenv("EXGRPO_BACKEND", backend)
+    with torch.device(device):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(20251002)

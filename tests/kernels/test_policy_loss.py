@@ -12,6 +12,7 @@ from exgrpo.kernels import importance_ratio, policy_loss, reference, shape_ratio
 from .conftest import DEVICE
 from .support import INTERPRETING
 
+pytestmark = pytest.mark.usefixtures("chosen")
 TERMS = [
     {},
     {"clip": None},
@@ -21,14 +22,6 @@ TERMS = [
     {"replayed": None, "entropy": None},
     {"mask": None, "replayed": None, "entropy": None, "clip": None, "beta": None},
 ]
-
-
-@pytest.fixture(autouse=True)
-def chosen(backend, device, monkeypatch):
-    """Functions that know of no head have no argument for the backend."""
-    monkeypatch.setenv("EXGRPO_BACKEND", backend)
-    with torch.device(device):
-        yield
 
 
 def make(shape=(5, 70), dtype=torch.float64):

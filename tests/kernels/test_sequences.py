@@ -11,17 +11,8 @@ from exgrpo.kernels import group_advantage, objective, operators, reference, seq
 
 from .support import INTERPRETING, assert_as_good, long_interpreted, make_case
 
+pytestmark = pytest.mark.usefixtures("chosen")
 EXAMPLES = 15 if INTERPRETING else 100
-
-
-@pytest.fixture(autouse=True)
-def chosen(backend, device, monkeypatch):
-    """Functions that know of no head have no argument for the backend."""
-    monkeypatch.setenv("EXGRPO_BACKEND", backend)
-    with torch.device(device):
-        yield
-
-
 groups = st.lists(st.tuples(st.floats(-100, 100), st.integers(-3, 3)), max_size=40)
 
 

@@ -10,10 +10,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from exgrpo.train.common.process import leave
+from exgrpo.train.common.durable import claim
+from exgrpo.train.common.process import leave, run_program
+from exgrpo.train.config.command_line import options_of
 
 # Threads that wait for each other take the cores from what else runs; tiny models are faster with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,7 +27,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tests.campaigns import records_of, run_cases
 from tests.torture.campaign import Campaign, Record, drawn
 from tests.torture.jobs import KINDS
 
@@ -55,7 +57,8 @@ def work(options: Options, console: Console) -> int:
     """Do what the options say; returns how many cases have a problem."""
     folder = options.folder.absolute()
     path = folder / f"records_{options.seed}.jsonl"
-    records, campaign = records_of(path, Record), Campaign(folder)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    records, campaign = [Record(**json.loads(line)) for line in lines], Campaign(folder)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     begun, kinds = time.monotonic(), [kind for kind in KINDS if kind.name in options.kinds]
     with path.open("a", encoding="utf-8") as file, Progress(*columns, console=console) as progress:
@@ -92,7 +95,16 @@ def table(records: Sequence[Record]) -> Table:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status, 1 where a case has a problem."""
-    return run_cases(Options, PROGRAM, work, argv)
+    failed = 0
+
+    def within(resources: ExitStack) -> None:
+        nonlocal failed
+        options = options_of(Options, PROGRAM, argv)
+        options.folder.mkdir(parents=True, exist_ok=True)
+        resources.enter_context(claim(options.folder))
+        failed = work(options, Console())
+
+    return run_program(within, "stopped: the same command goes on with the next case") or int(failed > 0)
 
 
 if __name__ == "__main__":

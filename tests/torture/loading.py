@@ -14,9 +14,9 @@ import numpy as np
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.listing import MANIFEST, find
 from exgrpo.train.checkpoint.resume import FINISHED
+from exgrpo.train.common.durable import sha256
 from exgrpo.train.main import configure
-from exgrpo.train.metrics.log_files import METRICS, SAMPLES
-from exgrpo.train.metrics.run_log import SAMPLES_SIZE
+from exgrpo.train.metrics.log_files import SAMPLES
 from exgrpo.train.replay import ReplayState
 from exgrpo.train.run.model_folder import MODEL
 from tests.torture.jobs import KEEP
@@ -34,7 +34,6 @@ class Loaded(NamedTuple):
     policy: dict[str, str]
     trainer: str
     progress: dict[str, Any]
-    logs: dict[str, str]
 
 
 class _Policy:
@@ -66,12 +65,7 @@ def _add(told: Any, name: str, value: object) -> None:
 
 def digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of each file in a folder, by its path there."""
-    return {str(path.relative_to(folder)): _digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def _digest(path: Path, size: int = -1) -> str:
-    with path.open("rb") as file:
-        return hashlib.sha256(file.read(size)).hexdigest()
+    return {str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def load(run: Path, like: Path | None = None) -> Loaded:
@@ -90,9 +84,7 @@ def load(run: Path, like: Path | None = None) -> Loaded:
     fingerprint = json.loads(manifest.read_bytes())["fingerprint"]
     checkpoints = Checkpoints(run, lone, fingerprint=fingerprint, config={}, keep=KEEP)
     step, progress = checkpoints.load(cast(Any, policy), cast(Any, trainer))
-    sizes = ((METRICS, "metrics"), (SAMPLES, SAMPLES_SIZE))
-    logs = {name: _digest(run / name, progress["log"][key]) for name, key in sizes}
-    return Loaded(step, policy.files, trainer.digest, progress, logs)
+    return Loaded(step, policy.files, trainer.digest, progress)
 
 
 def outcome(run: Path) -> dict[str, Any]:

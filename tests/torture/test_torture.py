@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from exgrpo.train.metrics.log_files import METRICS, SAMPLES
-from exgrpo.train.metrics.run_log import SAMPLES_SIZE
 from tests.torture.campaign import Campaign, drawn
 from tests.torture.damages import files_of, needed
 from tests.torture.jobs import KEEP
@@ -19,18 +17,14 @@ from tests.train.launch import launch_module
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run with checkpoints and logs, without a model."""
+    """A run with checkpoints, without a model."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     folder.mkdir()
     trainer = make_trainer()
     writer = checkpoints(folder, keep=KEEP, config=configured().model_dump(mode="json"))
     for step in range(1, 6):
-        for name in (METRICS, SAMPLES):
-            with (folder / name).open("a") as file:
-                file.write(f"step {step} in {name}\n")
-        sizes = {key: (folder / name).stat().st_size for key, name in (("metrics", METRICS), (SAMPLES_SIZE, SAMPLES))}
         story(trainer, step, step + 1)
-        writer.save(step, trainer.policy, trainer, {"log": {"step": step, **sizes}, "evaluations": []})
+        writer.save(step, trainer.policy, trainer, {"evaluations": []})
     return folder
 
 

@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any
 
 from exgrpo.train.common.process import GRACE
 from tests.train.warm import ROOT, Rank
@@ -98,6 +100,15 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on so many CPU ranks; stdout and stderr come back as text."""
     return Ranks(script, *arguments, ranks=ranks, vllm=vllm).finish(timeout)
+
+
+def completed(
+    script: Path, *arguments: str, by: Callable[..., subprocess.CompletedProcess[str]] = launch, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """A script that has to end well, however it is started."""
+    done = by(script, *arguments, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 def launch_module(module: str, *arguments: str, vllm: bool = False) -> subprocess.CompletedProcess[str]:

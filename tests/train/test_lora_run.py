@@ -1,8 +1,5 @@
 """A run that trains adapters: what it saves, and how it goes on."""
 
-import json
-import shutil
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,8 +9,8 @@ from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.config.policy import LoraConfig
 from exgrpo.train.config.pretrained import located
 from exgrpo.train.policy.adapters import add_adapters
-from tests.train.launch import MAIN, launch
-from tests.train.run.test_run import SMALL
+from tests.train.launch import MAIN, completed
+from tests.train.run.test_run import SMALL, continued, records
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -23,21 +20,14 @@ def runs(tmp_path_factory):
     """A run that saves adapters, and one that went on from its middle and saved the model with them added."""
     root = tmp_path_factory.mktemp("runs")
     arguments = ("--lora.rank=4", "--optimizer.lr=1e-3", "--checkpoint.every=2", f"--output.folder={root}")
-    done = launch(MAIN, *SMALL, *arguments, ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    straight, resumed = root / "small", root / "resumed"
-    shutil.copytree(straight, resumed)
-    shutil.rmtree(resumed / "checkpoints" / "step_00000004")
-    done = launch(MAIN, f"--resume={resumed}", "--lora.result=merged", ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return straight, resumed
+    completed(MAIN, *SMALL, *arguments, ranks=2)
+    return root / "small", continued(root / "small", "--lora.result=merged", ranks=2)
 
 
 def steps(folder):
     """The metrics of the steps that time does not change."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = ("step", "reward", "loss", "grad_norm", "entropy", "replayed")
-    return [{name: record[name] for name in kept} for record in records if "reward" in record]
+    return [{name: record[name] for name in kept} for record in records(folder) if "reward" in record]
 
 
 def test_a_run_that_goes_on_is_the_same_run_from_checkpoints_of_what_is_trained_alone(runs):

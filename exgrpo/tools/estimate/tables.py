@@ -6,19 +6,11 @@ from typing import Any
 
 from rich.table import Table
 
-from exgrpo.tools.estimate.budget import (
-    cpu_memory,
-    disk,
-    phases,
-    rollout_seconds,
-    rows_at_once,
-    work,
-)
+from exgrpo.tools.estimate.budget import cpu_memory, disk, phases, rows_at_once, work
 from exgrpo.tools.estimate.parts import GIB, Amount, Assumptions, Hardware, Phase
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import changed
 from exgrpo.train.policy.shape import ModelShape
-from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.vllm.engine import cache_gib
 from exgrpo.train.run.memory import MOMENTS, MemoryItem, engine_of, gpu_memory, peak
 
@@ -96,30 +88,20 @@ def show(
     for line in beside_gpus(config, shape, hardware.gpus, assumptions):
         say(line)
     say(_time_table(found, config.steps))
-    say(_generation(config, shape, hardware, assumptions, found))
+    say(_generation(config, shape, hardware, assumptions))
     say(_token_ratio(config, assumptions, found))
     for line in _assumptions(assumptions, hardware.kind, reserve_gib):
         say(line)
 
 
-def _generation(
-    config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions, found: Estimate
-) -> str:
-    """How much is generated, and what generating more answers at once would bring."""
+def _generation(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> str:
+    """How much is generated."""
     fresh = work(config, assumptions).fresh
     rows = rows_at_once(config, shape, hardware.gpus, assumptions)
     tokens = fresh * assumptions.response_tokens
-    text = (
+    return (
         f"A step generates {tokens:,.0f} tokens, the whole run {tokens * config.steps:,.0f}: {fresh} answers, "
         f"{rows} at once per {hardware.kind} by {ENGINES[engine_of(config)]}."
-    )
-    better = fastest_generation(config, shape, hardware, assumptions)
-    if not better:
-        return text
-    faster = estimate(changed(config, better), shape, hardware, assumptions)
-    return (
-        f"{text} With {as_options(better)} generation fits too and a step takes "
-        f"{duration(faster.seconds)} instead of {duration(found.seconds)}."
     )
 
 
@@ -260,37 +242,6 @@ def as_options(values: dict[str, Any]) -> str:
 def _peak_with(config: Config, values: dict[str, Any], shape: ModelShape, hardware: Hardware) -> float:
     memory = gpu_memory(changed(config, values), shape, hardware.gpus, hardware.device)
     return max(peak(memory, moment) for moment in MOMENTS)
-
-
-def fastest_generation(
-    config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions
-) -> dict[str, Any]:
-    """What to change for the fastest generation there is room for, by dotted key: more answers at once.
-
-    They share the reading of the weights, until the traffic of their keys and values outweighs it.
-    """
-    best: dict[str, Any] = {}
-    best_seconds, (key, size, enough) = rollout_seconds(config, shape, hardware, assumptions), _room(config, shape)
-    # Once all answers of a step are generated at once, no more tokens change anything.
-    while size < enough:
-        size *= 2
-        values = {key: size}
-        wider = changed(config, values)
-        if peak(gpu_memory(wider, shape, hardware.gpus, hardware.device), "rollout") > hardware.memory:
-            break
-        seconds = rollout_seconds(wider, shape, hardware, assumptions)
-        if seconds < best_seconds:
-            best, best_seconds = values, seconds
-    return best
-
-
-def _room(config: Config, shape: ModelShape) -> tuple[str, float, float]:
-    """What limits the answers that are generated at once: its key, its value, and the value that is enough for all."""
-    tokens = config.questions * config.rollout.samples * config.longest
-    if engine_of(config) == "vllm":
-        kept = shape.kv_bytes(DTYPES[config.policy.dtype].itemsize)
-        return "rollout.kv_cache_gib", cache_gib(config.rollout, None), tokens * kept / GIB
-    return "rollout.batch_tokens", config.rollout.batch_tokens, tokens
 
 
 def beside_gpus(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> Iterator[str]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import yaml
 from rich.console import Console
 from rich.progress import track
@@ -57,7 +56,7 @@ class AnswerFile:
         expected: answers of each chunk when it is complete.
 
     Raises:
-        OutputError: the folder holds an evaluation with other options, or one of a version without keys.
+        OutputError: the folder holds an evaluation with other options.
     """
 
     def __init__(self, folder: Path, options: Options, expected: Sequence[int]) -> None:
@@ -71,12 +70,7 @@ class AnswerFile:
             )
         (folder / OPTIONS).write_text(text, encoding="utf-8")
         found: dict[int, list[dict[str, Any]]] = {}
-        for record in self._records():
-            if not {"key", "graded_by"} <= record.keys():
-                raise OutputError(
-                    f"output: {self.path} is of an older version, without the keys of solutions: choose another "
-                    "--output.folder, or remove the folder"
-                )
+        for record in self.records():
             found.setdefault(record["chunk"], []).append(record)
         self.done = {chunk for chunk, records in found.items() if len(records) == expected[chunk]}
         partial = self.path.with_suffix(".tmp")
@@ -84,7 +78,8 @@ class AnswerFile:
             file.writelines(json.dumps(r) + "\n" for chunk in sorted(self.done) for r in found[chunk])
         partial.replace(self.path)
 
-    def _records(self) -> Iterator[dict[str, Any]]:
+    def records(self) -> Iterator[dict[str, Any]]:
+        """All answers in the file."""
         if not self.path.exists():
             return
         for line in jsonl.read_log(self.path):
@@ -110,23 +105,6 @@ class AnswerFile:
                     "tokens": batch.length.item(row),
                 }
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-    def verdicts(
-        self, success: float, formed: Sequence[bool | None], found: Sequence[bool | None]
-    ) -> Iterator[Verdict]:
-        """Of all answers in the file, given what is known of the form of each; see `Verdict`."""
-        for record, has_form, has_answer in zip(self._records(), formed, found, strict=True):
-            key = question_key(record["question"], record["gold"])
-            right = is_success(record["reward"], success)
-            yield Verdict(record["source"], key, right, record["finished"], has_form, has_answer, record["key"])
-
-    def graded(self) -> list[Graded]:
-        """[N] all answers in the file."""
-        return [Graded(record["response"], record["gold"], record["graded_by"]) for record in self._records()]
-
-    def rewards(self) -> npt.NDArray[np.float64]:
-        """[N] rewards of all answers in the file."""
-        return np.array([record["reward"] for record in self._records()], dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -299,13 +277,24 @@ def _scores(
     file: AnswerFile | None, wrong: Sequence[LeftOut], options: Options, world: World, console: Console
 ) -> dict[str, SourceScore]:
     """Of all answers in rank 0's file and of the rows that were left out; the same on every rank."""
-    watch = RewardWatch(options.reward.success, "reward.success", patience=1)
-    if file and (note := watch.observe(file.rewards())):
+    records, success = list(file.records()) if file else [], options.reward.success
+    watch = RewardWatch(success, "reward.success", patience=1)
+    if records and (note := watch.observe(np.array([record["reward"] for record in records], np.float64))):
         console.print(note, highlight=False, soft_wrap=True)
-    graded = file.graded() if file else []
+    graded = [Graded(record["response"], record["gold"], record["graded_by"]) for record in records]
     formed = tell("form", options.reward, graded, world)
     found = tell("found", options.reward, graded, world)
-    return world.gather(score(file.verdicts(options.reward.success, formed, found), wrong) if file else {})[0]
+    return world.gather(score(verdicts(records, formed, found, success), wrong) if file else {})[0]
+
+
+def verdicts(
+    records: Sequence[dict[str, Any]], formed: Sequence[bool | None], found: Sequence[bool | None], success: float
+) -> Iterator[Verdict]:
+    """Of answers in a file, given what is known of the form of each; see `Verdict`."""
+    for record, has_form, has_answer in zip(records, formed, found, strict=True):
+        key = question_key(record["question"], record["gold"])
+        right = is_success(record["reward"], success)
+        yield Verdict(record["source"], key, right, record["finished"], has_form, has_answer, record["key"])
 
 
 def _warn(options: Options, questions: Iterable[Question], left_out: Sequence[Question], console: Console) -> None:

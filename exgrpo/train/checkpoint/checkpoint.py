@@ -2,7 +2,6 @@
 
     RUN/checkpoints/step_00000020/     one checkpoint; it exists under this name only when it is complete
         manifest.json                  what the checkpoint is, and a checksum of everything, itself included
-        metrics.jsonl, samples.jsonl   the run's logs up to this step
         policy/                        weights and states of the optimiser, by rank
     RUN/experience/                    buffer segments and state arrays, each named by its checksum
 
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from exgrpo.train.checkpoint.listing import (
+    DAMAGED,
     DELETED,
     EXPERIENCE,
     FOLDER,
@@ -37,7 +37,6 @@ from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, segment
 from exgrpo.train.common.distributed import World, agree, on_main
 from exgrpo.train.common.durable import DamagedFileError, flush_file, flush_folder, sha256
 from exgrpo.train.common.errors import CheckpointError, os_errors_as
-from exgrpo.train.metrics.log_files import DAMAGED, copy_logs, restore_logs
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.replay import ReplayState
 
@@ -121,7 +120,6 @@ class Checkpoints:
         free = shutil.disk_usage(work).free
         if needed > free:
             raise OSError(f"it needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
-        copy_logs(self.run, work)
 
     def _manifest(
         self, step: int, files: dict[str, SavedFile], state: ReplayState, progress: dict[str, Any]
@@ -176,7 +174,7 @@ class Checkpoints:
                 shutil.rmtree(folder)
 
     def load(self, policy: Policy, trainer: Resumable) -> tuple[int, dict[str, Any]]:
-        """Continue from the newest checkpoint whose files are sound, and put the run's logs right.
+        """Continue from the newest checkpoint whose files are sound.
 
         Damaged ones are named in a warning and set aside under another name until the next checkpoint is complete.
 
@@ -235,7 +233,6 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.replace(aside)
                 logger.warning("%s; going on with %s; %s is the damaged checkpoint now", problem, found.folder, aside)
-            restore_logs(self.run, found.folder)
             self._remove_remains()
 
     def _check(self, found: Checkpoint) -> None:

@@ -19,8 +19,8 @@ from exgrpo.train.common.errors import CheckpointError
 from exgrpo.train.config.section import joined
 
 FOLDER, EXPERIENCE = "checkpoints", "experience"
-UNFINISHED, DELETED = ".unfinished", ".deleted"
-"""End the names of folders that are no checkpoints yet, and none any more."""
+UNFINISHED, DELETED, DAMAGED = ".unfinished", ".deleted", ".damaged"
+"""End the names of folders that are no checkpoints yet, none any more, and of such as were set aside."""
 MANIFEST = "manifest.json"
 FORMAT = 5
 """Version of the format; those before it were never released."""

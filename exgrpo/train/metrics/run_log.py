@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from exgrpo.train.common.errors import ConfigError, OutputError, os_errors_as, shown
+from exgrpo.train.common.errors import OutputError, os_errors_as, shown
 from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Kind
 from exgrpo.train.metrics.samples import Sample, to_line
 from exgrpo.train.metrics.trackers import Tracker, tracked
@@ -30,10 +30,8 @@ class RunLog:
     Args:
         folder: of the run; it exists.
         trackers: they are closed with the log.
-        resume: what `position` said at the step from which the run goes on; what was written later is cut off.
-
-    Raises:
-        ConfigError: a file is shorter than `resume` says.
+        resume: what `position` said at the step from which the run goes on; what was written later is cut off. Where a
+            file is shorter, a warning says so, and the run goes on behind what is left.
     """
 
     def __init__(self, folder: Path, trackers: Sequence[Tracker] = (), *, resume: dict[str, int] | None = None) -> None:
@@ -45,8 +43,10 @@ class RunLog:
             self._step = resume["step"]
             for file, size in ((self._metrics, resume["metrics"]), (self._samples, resume[SAMPLES_SIZE])):
                 if (now := os.fstat(file.fileno()).st_size) < size:  # truncate would fill it up with NUL bytes
-                    raise ConfigError(f"{file.name} is damaged: it has {now} bytes and had {size} at step {self._step}")
-                file.truncate(size)
+                    logger.warning("%s is damaged: it has %d bytes and had %d", file.name, now, size)
+                    file.write("\n")  # its last line may be cut
+                else:
+                    file.truncate(size)
 
     def metrics(self, kind: Kind, record: dict[str, float]) -> None:
         """Append one record of this kind; numbers that do not exist (NaN) become null.

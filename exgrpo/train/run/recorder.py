@@ -32,7 +32,7 @@ class Recorder:
         position: where the log stood at the checkpoint from which the run goes on; None: the run is new.
 
     Raises:
-        ConfigError: on every rank, where a tracker cannot start or a log is damaged.
+        ConfigError: on every rank, where a tracker cannot start.
         OutputError: on every rank, where the folder cannot be written.
     """
 

@@ -13,7 +13,7 @@ from exgrpo.train.policy.source import find_model
 from exgrpo.train.run.memory import gpu_memory
 from tests.tools.estimate.shapes import HARDWARE, HARDWARE_OF_ONE, sizes
 from tests.train import tiny
-from tests.train.launch import launch
+from tests.train.launch import completed
 
 WORKER = """
 import json, sys
@@ -65,8 +65,7 @@ def test_states_are_those_that_zero_3_keeps(tmp_path):
     cases = {name: case for name, case in CASES.items() if name != "adapters" or find_spec("peft")}
     tiny.save_model(tmp_path, tied=False)
     (tmp_path / "worker.py").write_text(WORKER)
-    done = launch(tmp_path / "worker.py", str(tmp_path), str(tmp_path / "held.json"), json.dumps(cases), ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed(tmp_path / "worker.py", str(tmp_path), str(tmp_path / "held.json"), json.dumps(cases), ranks=2)
     held = json.loads((tmp_path / "held.json").read_text())
     shape = read_shape(str(tmp_path), tmp_path)
     assert held.keys() == cases.keys()

@@ -7,7 +7,7 @@ from exgrpo.tools.experience.program import main
 from exgrpo.tools.experience.sources import open_run
 from tests.tools.experience.runs import QUESTIONS, K, ids, make_run, questions, same, some
 from tests.tools.experience.test_import import prime_rl, write_lines
-from tests.train.launch import MAIN, launch
+from tests.train.launch import MAIN, completed
 
 ARGUMENTS = (
     *("--steps=1", "--questions=3", f"--rollout.samples={K}", f"--data.train_limit={QUESTIONS}", "--data.test=None"),
@@ -21,8 +21,7 @@ def test_a_run_begins_with_the_experience_of_another(tmp_path):
     source = make_run(tmp_path / "run", some())
     assert main(["export", str(source), str(tmp_path / "set")]) == 0
     folders = (f"--output.folder={tmp_path}", f"--experience.start={tmp_path / 'set'}")
-    done = launch(MAIN, *ARGUMENTS, "--output.name=next", *folders, ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed(MAIN, *ARGUMENTS, "--output.name=next", *folders, ranks=2)
     assert "the experience starts with 7 answers to 3 questions from " in " ".join(done.stdout.split())
     found = open_run(tmp_path / "next")
     stored = [found.trajectory(row) for row in range(len(found))]
@@ -31,8 +30,7 @@ def test_a_run_begins_with_the_experience_of_another(tmp_path):
 
     # A run that goes on has what its checkpoint has, and needs the file no more.
     (tmp_path / "set").rename(tmp_path / "gone")
-    done = launch(MAIN, f"--resume={tmp_path / 'next'}", "--steps=2", ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed(MAIN, f"--resume={tmp_path / 'next'}", "--steps=2", ranks=2)
     assert "the experience starts with" not in " ".join(done.stdout.split())
     assert len(open_run(tmp_path / "next")) >= len(stored)
 
@@ -44,8 +42,7 @@ def test_a_run_begins_with_the_tokens_and_log_probs_that_another_project_has_wri
     path = write_lines(tmp_path / "traces.jsonl", *episodes)
     assert main(["import", str(path), str(tmp_path / "set"), "--tokenizer", "builtin:arithmetic"]) == 0
     folders = (f"--output.folder={tmp_path}", f"--experience.start={tmp_path / 'set'}")
-    done = launch(MAIN, *ARGUMENTS, "--output.name=next", *folders)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed(MAIN, *ARGUMENTS, "--output.name=next", *folders)
     found = open_run(tmp_path / "next")
     stored = [one for one in map(found.trajectory, range(len(found))) if one.step == 0]
     assert len(stored) == 6

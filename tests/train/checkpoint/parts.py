@@ -5,8 +5,6 @@ from exgrpo.train.trainer import Trainer
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld, RecordingPolicy, ScriptedEngine, answerer, question_set
 
-LOGS = ("metrics.jsonl", "samples.jsonl")
-
 
 class SavingPolicy(RecordingPolicy):
     """What it saves is its version."""
@@ -48,10 +46,8 @@ def story(trainer: Trainer, first: int, last: int) -> list[str]:
 
 
 def saved_run(folder, steps=(2, 4, 6), keep=2, config=None):
-    """A run with checkpoints and logs."""
+    """A run with checkpoints."""
     folder.mkdir(exist_ok=True)
-    for name in LOGS:
-        (folder / name).write_text(f"the content of {name}\n")
     trainer, writer, done = make_trainer(), checkpoints(folder, keep=keep, config=config), 0
     for step in steps:
         story(trainer, done + 1, step + 1)

@@ -14,7 +14,7 @@ from exgrpo.train.config.options import ObjectiveConfig
 from exgrpo.train.config.policy import LoraConfig, with_saved
 from tests.train import tiny
 from tests.train.batches import rows_of
-from tests.train.launch import ROOT, launch
+from tests.train.launch import ROOT, completed
 from tests.train.run.test_weight_check import among
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -133,10 +133,7 @@ def outcomes(request, folders, tmp_path_factory):
     for case in cases:
         if path := case.get("lora", {}).get("path"):
             case["lora"] = with_saved(LoraConfig(path=str(folders / path))).model_dump()
-    done = launch(
-        ROOT / "tests" / "train" / "policy" / "worker.py", str(result), json.dumps(cases), ranks=request.param
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed(ROOT / "tests" / "train" / "policy" / "worker.py", str(result), json.dumps(cases), ranks=request.param)
     return dict(zip(CASES, torch.load(result, weights_only=True), strict=True))
 
 

@@ -14,7 +14,7 @@ from exgrpo.train.policy.engine import WholeEngine, rate_factor
 from exgrpo.train.policy.states import WholeStates, load_states, save_states, save_training
 from tests.train import tiny
 from tests.train.configs import configured
-from tests.train.launch import ROOT, launch
+from tests.train.launch import ROOT, completed
 from tests.train.policy.states_worker import CASES
 
 WORKER = ROOT / "tests" / "train" / "policy" / "states_worker.py"
@@ -23,8 +23,7 @@ BITS = {"bf16": (torch.bfloat16, 8), "fp16": (torch.float16, 11)}
 
 
 def run(ranks, *arguments):
-    done = launch(WORKER, *map(str, arguments), ranks=ranks)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed(WORKER, *map(str, arguments), ranks=ranks)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from exgrpo.train.common.errors import GraderError, RewardError
 from exgrpo.train.reward.names import is_own
 from exgrpo.train.reward.pool import Grader
 
-MINE = """
+REWARDS = """
 import os, resource, socket
 kept = []
 
@@ -56,13 +56,6 @@ def limits(response, gold):
 
 WITHOUT_NETWORK = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(0x50000000) != 0)"
 """The system lets a process leave the network: asked of the system in a process of its own."""
-
-
-@pytest.fixture(scope="module")
-def mine(tmp_path_factory):
-    path = tmp_path_factory.mktemp("rewards") / "mine.py"
-    path.write_text(MINE)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -71,13 +71,6 @@ NAMES = ("plain", "row", "whole_row", "parts", "lists", "together")
 
 
 @pytest.fixture(scope="module")
-def mine(tmp_path_factory):
-    path = tmp_path_factory.mktemp("rewards") / "mine.py"
-    path.write_text(REWARDS)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def grader(mine):
     names = [f"{mine}:{name}" for name in NAMES]
     with Grader(*names, workers=1, time_limit=60, concurrency=4, parts={"form": 0.25}) as grader:

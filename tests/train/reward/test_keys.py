@@ -52,13 +52,6 @@ def failing_key(response, gold):
 
 
 @pytest.fixture(scope="module")
-def mine(tmp_path_factory):
-    path = tmp_path_factory.mktemp("rewards") / "mine.py"
-    path.write_text(REWARDS)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def grader(mine):
     own = (f"{mine}:{name}" for name in ("total", "anything", "misused"))
     with Grader("math", "math_no_think", *own, workers=1, time_limit=30) as grader:

@@ -10,7 +10,7 @@ from exgrpo.train.reward import grading
 from exgrpo.train.reward.names import beside, resolve_reward
 from exgrpo.train.reward.pool import Grader
 
-USER_REWARDS = r"""
+REWARDS = r"""
 import ctypes, os, re, sys, time
 
 def same(response, gold):
@@ -80,15 +80,8 @@ def worth(grades):
 
 
 @pytest.fixture(scope="module")
-def user_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("rewards") / "mine.py"
-    path.write_text(USER_REWARDS)
-    return path
-
-
-@pytest.fixture(scope="module")
-def grader(user_file):
-    names = [f"{user_file}:{name}" for name in ("odd", "same", "slow_twice", "imports_torch")]
+def grader(mine):
+    names = [f"{mine}:{name}" for name in ("odd", "same", "slow_twice", "imports_torch")]
     with Grader(*names, workers=1, time_limit=30) as grader:
         yield grader
 
@@ -101,10 +94,10 @@ def grade(grader, name, answers):
     return begun.finish()
 
 
-def test_names_and_paths_resolve(user_file):
+def test_names_and_paths_resolve(mine):
     assert resolve_reward("math") is grading.math
     assert resolve_reward("exgrpo.train.reward.grading:math_no_think") is grading.math_no_think
-    assert resolve_reward(f"{user_file}:same")("a", "a")
+    assert resolve_reward(f"{mine}:same")("a", "a")
 
 
 @pytest.mark.parametrize(
@@ -121,11 +114,11 @@ def test_names_and_paths_resolve(user_file):
         ("{folder}/missing.py:f", "there is no file .*missing.py"),
     ],
 )
-def test_bad_names_are_clear_errors_here_and_at_construction(name, message, user_file):
-    (user_file.parent / "broken.py").write_text("1 / 0")
-    name = name.format(file=user_file, folder=user_file.parent)
+def test_bad_names_are_clear_errors_here_and_at_construction(name, message, mine):
+    (mine.parent / "broken.py").write_text("1 / 0")
+    name = name.format(file=mine, folder=mine.parent)
     calls = [lambda: resolve_reward(name), lambda: Grader(name, workers=1, time_limit=5)]
-    in_file = name.startswith((str(user_file), "exgrpo."))  # what has nothing of this name has no form
+    in_file = name.startswith((str(mine), "exgrpo."))  # what has nothing of this name has no form
     for call in calls if in_file else [*calls, lambda: beside(name, "form")]:
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             call()
@@ -148,12 +141,12 @@ def test_builtin_rewards_have_a_form_and_tell_whether_they_find_an_answer():
             assert worth(grade(grader, places[name], [(answer, "5") for answer in answers])) == (right, 0, 0)
 
 
-def test_a_user_reward_may_have_a_form(user_file, monkeypatch):
-    assert beside(f"{user_file}:nasty", "form") is None  # nasty_form is no function
-    assert beside(f"{user_file}:odd", "form") is None
-    monkeypatch.syspath_prepend(user_file.parent)
+def test_a_user_reward_may_have_a_form(mine, monkeypatch):
+    assert beside(f"{mine}:nasty", "form") is None  # nasty_form is no function
+    assert beside(f"{mine}:odd", "form") is None
+    monkeypatch.syspath_prepend(mine.parent)
     assert beside("mine:same", "form") == "mine:same_form"
-    monkeypatch.chdir(user_file.parent)
+    monkeypatch.chdir(mine.parent)
     form = beside("mine.py:same", "form")
     assert form == "mine.py:same_form"
     with Grader(form, "mine.py:same", workers=1, time_limit=5) as grader:
@@ -183,8 +176,8 @@ def test_grades_come_in_order_and_agree_with_the_function():
         assert 1.0 in expected
 
 
-def test_equal_answers_are_graded_once_while_more_of_them_come(user_file, tmp_path, grader):
-    name, count = f"{user_file}:slow_twice", tmp_path / "count"
+def test_equal_answers_are_graded_once_while_more_of_them_come(mine, tmp_path, grader):
+    name, count = f"{mine}:slow_twice", tmp_path / "count"
     begun = grader.begin()
     begun.add("a", str(count), reward=name)
     while not count.exists():  # pytest's time limit ends a grader that waits for the end
@@ -195,16 +188,16 @@ def test_equal_answers_are_graded_once_while_more_of_them_come(user_file, tmp_pa
     assert count.read_text() == "xx"
 
 
-def test_hangs_and_crashes_cost_only_their_own_answer(user_file):
+def test_hangs_and_crashes_cost_only_their_own_answer(mine):
     nasty = ["loop", "hang in C", "exit", "segfault", "sys.exit", "raise"]
     answers = [(text, "gold") for text in nasty]
     for position in range(0, 30, 3):
         answers.insert(position, (str(position), str(position)))
-    with Grader(f"{user_file}:nasty", workers=2, time_limit=1.0) as grader:
+    with Grader(f"{mine}:nasty", workers=2, time_limit=1.0) as grader:
         grades = grader.grade([*answers, ("loop", "gold")])
         assert grades.reward == (*(float(response == gold) for response, gold in answers), 0.0)
         assert (grades.timed_out, grades.failed) == (3, 4)
-        line = 1 + USER_REWARDS.splitlines().index('        raise KeyError("no such thing")')
+        line = 1 + REWARDS.splitlines().index('        raise KeyError("no such thing")')
         causes = {failure.cause: (failure.count, failure.response) for failure in grades.failures}
         assert causes == {
             "it took longer than reward.time_limit (1 s)": (3, "loop"),
@@ -222,8 +215,8 @@ def test_expressions_that_hang_math_verify_are_killed():
         assert worth(grader.grade([("\\boxed{5}", "5")])) == ((1.0,), 0, 0)
 
 
-def test_grading_goes_on_when_idle_processes_are_killed(user_file):
-    with Grader(f"{user_file}:same", workers=2, time_limit=5) as grader:
+def test_grading_goes_on_when_idle_processes_are_killed(mine):
+    with Grader(f"{mine}:same", workers=2, time_limit=5) as grader:
         for pause in (0.0, 0.5, 0.0):  # the pool notices before the next call, or during it
             for pid in list(grader._pool._pool_manager.worker_manager.workers):
                 os.kill(pid, 9)
@@ -232,8 +225,8 @@ def test_grading_goes_on_when_idle_processes_are_killed(user_file):
             assert sum(grades.reward) >= 48  # an answer may have been in the hands of a killed process
 
 
-def test_two_gradings_at_once_survive_the_death_of_the_processes(user_file):
-    with Grader(f"{user_file}:same", workers=2, time_limit=5) as grader:
+def test_two_gradings_at_once_survive_the_death_of_the_processes(mine):
+    with Grader(f"{mine}:same", workers=2, time_limit=5) as grader:
         first, second = grader.begin(), grader.begin()
         for i in range(40):
             first.add(str(i), str(i))
@@ -279,10 +272,10 @@ def test_what_an_exception_cannot_say_is_left_out_and_other_numbers_are_rewards(
     assert grades.failures[0].cause.startswith("RudeError: <RudeError that cannot be printed> (mine.py, line ")
 
 
-def test_grading_processes_import_no_trainer_and_own_rewards_see_the_whole_response(user_file, grader):
-    assert grade(grader, f"{user_file}:imports_torch", [("a", "b")]).reward == (0.0,)
+def test_grading_processes_import_no_trainer_and_own_rewards_see_the_whole_response(mine, grader):
+    assert grade(grader, f"{mine}:imports_torch", [("a", "b")]).reward == (0.0,)
     answers = [("", ""), ("a</think>b", "b"), (" a", "a")]
-    assert grade(grader, f"{user_file}:same", answers).reward == (1.0, 0.0, 0.0)
+    assert grade(grader, f"{mine}:same", answers).reward == (1.0, 0.0, 0.0)
 
 
 def test_close_twice():

@@ -21,7 +21,7 @@ from exgrpo.train.rollout.vllm import availability
 from tests.train import tiny
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
-from tests.train.launch import MAIN, environment, launch
+from tests.train.launch import MAIN, completed, environment
 from tests.train.run.test_run import SMALL
 
 CPU = torch.device("cpu")
@@ -148,10 +148,9 @@ def test_an_evaluation_makes_room_for_its_longest_question():
 
 
 def test_the_run_keeps_the_engine_that_it_began_with(tmp_path):
-    done = launch(
+    done = completed(
         MAIN, *SMALL, "--steps=0", "--data.test=None", "--output.save_model=False", f"--output.folder={tmp_path}"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     engine = load_recipe(tmp_path / "small" / "config.yaml").rollout.engine
     assert engine in ("transformers", "vllm")
     assert f"rollouts by {engine}" in done.stdout

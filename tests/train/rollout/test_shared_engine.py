@@ -29,13 +29,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.save_model(path, tied=True)
-    return path
-
-
 def make(folder, dtype="fp32", **options):
     """A policy after a step, and the engine that shares it."""
     policy = Policy(tiny.config(folder, OBJECTIVE, dtype=dtype, **options), find_model(str(folder)), ALONE)

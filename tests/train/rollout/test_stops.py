@@ -79,13 +79,6 @@ def test_without_a_stop_string_the_text_ends_before_eos(tokens, strings):
         assert text_of(finished, pieces.read, strings) == pieces.read(tokens)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.save_model(path, tied=True)
-    return path
-
-
 class Unpushed(TransformersEngine):
     """Takes no weights from a policy that has none."""
 

@@ -19,13 +19,6 @@ EOS = (2, 5)
 PROMPTS = [tiny.prompt(question) for question in range(6)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.save_model(path, tied=True)
-    return path
-
-
 @pytest.fixture
 def engine(folder):
     return TransformersEngine(tiny.engine_settings(folder, eos=EOS, batch_tokens=100), LoneWorld())

@@ -1,6 +1,5 @@
 """Runs on two hosts: the results of one, and hosts that die or are cut off."""
 
-import json
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import pytest
 
 from exgrpo.train.checkpoint.listing import survey
 from tests.train import hosts
-from tests.train.launch import MAIN, launch
+from tests.train.launch import MAIN, completed
 from tests.train.run.test_run import SMALL, records, untimed
 
 pytestmark = pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing()))
@@ -35,8 +34,7 @@ def test_two_hosts_give_the_results_of_one(two, tmp_path):
     assert first.returncode == 0, printed
     assert second.wait(60) == 0, second.communicate()
     assert "on 2 x cpu" in printed
-    done = launch(MAIN, *SMALL, f"--output.folder={tmp_path / 'one'}", ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed(MAIN, *SMALL, f"--output.folder={tmp_path / 'one'}", ranks=2)
     assert untimed(tmp_path / "two" / "small") == untimed(tmp_path / "one" / "small")
 
 
@@ -76,10 +74,9 @@ def test_a_host_that_is_gone_ends_the_run_in_time_and_one_host_goes_on(two, tmp_
     assert two.processes(1) == []
     (newest, *_), problems = survey(tmp_path / "small")
     assert problems == []
-    steps = [json.loads(line)["step"] for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["step"] for record in records(tmp_path / "small")]
     assert newest.step >= max(steps) - 1
-    done = launch(MAIN, "--resume", str(tmp_path / "small"), f"--steps={newest.step + 2}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed(MAIN, "--resume", str(tmp_path / "small"), f"--steps={newest.step + 2}")
 
 
 @pytest.mark.long

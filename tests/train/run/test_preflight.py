@@ -1,7 +1,6 @@
 """Before training: answers that cannot earn a reward stop the run, all others do not."""
 
 import dataclasses
-import json
 import re
 
 import pytest
@@ -12,8 +11,8 @@ from exgrpo.train.rollout.engine import Finished, Sampling
 from exgrpo.train.run.preflight import QUESTIONS, preflight
 from tests.train.configs import configured
 from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, question_set
-from tests.train.launch import MAIN, launch
-from tests.train.run.test_run import SMALL
+from tests.train.launch import MAIN, completed, launch
+from tests.train.run.test_run import SMALL, records
 
 REWARD = """
 def score(response, gold):
@@ -261,9 +260,8 @@ def test_a_run_whose_reward_fails_while_it_trains_stops_with_a_checkpoint_and_go
     assert error.endswith(f" --resume {run}")
     assert "Traceback" not in done.stderr
     reward.write_text("def score(response, gold):\n    return float(gold in response)\n")
-    done = launch(MAIN, f"--resume={run}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    done = completed(MAIN, f"--resume={run}")
+    steps = records(run)
     failed = [record["reward_failed_fraction"] for record in steps if record["kind"] == "training"]
     assert failed == [1, 1, 1, 0]
     assert "failed 0%" not in done.stdout

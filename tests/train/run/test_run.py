@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from exgrpo.train.common.durable import claim
 from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe
 from exgrpo.train.metrics.samples import read_samples
-from tests.train.launch import MAIN, launch, launch_by_deepspeed
+from tests.train.launch import MAIN, completed, launch, launch_by_deepspeed
 
 SMALL = (
     "--steps=4",
@@ -28,6 +29,14 @@ def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def continued(folder, *arguments, ranks):
+    """A copy of a run of four steps that goes on from its middle."""
+    copy = shutil.copytree(folder, folder.with_name("resumed"))
+    shutil.rmtree(copy / "checkpoints" / "step_00000004")
+    completed(MAIN, f"--resume={copy}", *arguments, ranks=ranks)
+    return copy
+
+
 def untimed(folder):
     """Records without what is measured in time."""
     return [
@@ -40,8 +49,7 @@ def untimed(folder):
 def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     start = launch if request.param == 1 else launch_by_deepspeed
-    done = start(MAIN, *SMALL, f"--output.folder={folder}", ranks=request.param)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed(MAIN, *SMALL, f"--output.folder={folder}", ranks=request.param, by=start)
     assert "gemm_4bit_forward" not in done.stdout + done.stderr
     return folder / "small", done.stdout
 
@@ -113,8 +121,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not(run, request)
     def story(name, *options):
         if options:
             named = (f"--output.folder={folder.parent}", f"--output.name={name}")
-            done = launch(MAIN, *SMALL, *named, *options, ranks=ranks)
-            assert done.returncode == 0, done.stdout + done.stderr
+            completed(MAIN, *SMALL, *named, *options, ranks=ranks)
         return untimed(folder.parent / name), (folder.parent / name / "samples.jsonl").read_text()
 
     assert story("again", "--seed=0") == story("small")
@@ -126,7 +133,7 @@ def test_rewards_that_do_not_fit_and_held_out_questions_that_are_too_long_are_to
     (tmp_path / "rewards.py").write_text("def score(response, gold):\n    return 0.9 if gold[-1] in '13579' else 0.1\n")
     rows = [{"question": "1 + 1", "answer": "2"}, {"question": "1 + " * 40 + "1", "answer": "41"}]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = launch(
+    done = completed(
         MAIN,
         *SMALL,
         *("--steps=1", "--rollout.max_tokens=4"),
@@ -134,7 +141,6 @@ def test_rewards_that_do_not_fit_and_held_out_questions_that_are_too_long_are_to
         f"--data.test={tmp_path / 'held_out.jsonl'}",
         f"--output.folder={tmp_path / 'runs'}",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     printed = " ".join(done.stdout.split())
     assert "no answer is a success: the rewards of 32 answers lie between 0.1 and 0.9" in printed
     assert "on 2 questions, 1 of them over-long and so wrong" in printed
@@ -148,7 +154,7 @@ def test_sources_are_mixed_by_weight_and_each_is_graded_by_its_own_reward(tmp_pa
     lines = [json.dumps({"question": question, "final": answer}) for question, answer in rows]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     sources = ["builtin:arithmetic", str(tmp_path / "mine.jsonl")]
-    done = launch(
+    done = completed(
         MAIN,
         *(*SMALL, f"--recipe={DEFAULT_RUN}", "--rollout.stop", "</think>", "--preflight=warn"),
         *("--steps=2", "--questions=16", "--data.train", *sources, "--data.train_weights", "1", "3"),
@@ -156,7 +162,6 @@ def test_sources_are_mixed_by_weight_and_each_is_graded_by_its_own_reward(tmp_pa
         *("--experience.ratio=0", "--evaluation.samples=2"),
         f"--output.folder={tmp_path / 'runs'}",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     printed = " ".join(done.stdout.split())
     assert f"60 questions from {', '.join(sources)}" in printed
     assert printed.count("1 question has different answers in different rows, such as '2 [/b]?' of 'mine': '2'") == 1

@@ -5,10 +5,8 @@ from tests.train.rollout.server.fake_server import FakeServer
 
 
 @pytest.fixture(scope="session")
-def settings(tmp_path_factory):
+def settings(folder):
     """What a trainer of a tiny model asks of its servers."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny.save_model(folder, tied=True)
     return tiny.engine_settings(folder, max_tokens=56)
 
 

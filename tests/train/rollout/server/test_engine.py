@@ -24,7 +24,7 @@ from exgrpo.train.run.weight_check import check_engine
 from tests.train import pieces, tiny
 from tests.train.asking import requests_for
 from tests.train.fakes import LoneWorld
-from tests.train.launch import ROOT, free_port, launch
+from tests.train.launch import ROOT, completed, free_port
 from tests.train.rollout.ends import check_ends
 from tests.train.rollout.server.servers import LONGEST, Server, bearer
 from tests.train.rollout.vllm.installed import real
@@ -301,8 +301,7 @@ def test_weights_of_another_run_are_not_used(fleet, opened):
 def test_two_ranks_with_sharded_weights(fleet, tmp_path):
     urls = [fleet.first.ready(), fleet.second.ready()]
     worker = ROOT / "tests" / "train" / "ranks_worker.py"
-    done = launch(worker, str(fleet.models[True]), str(tmp_path), *urls, ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed(worker, str(fleet.models[True]), str(tmp_path), *urls, ranks=2)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for seen in ranks:
         assert "rollout.servers: http://127.0.0.1:1 cannot be reached" in seen["unreachable"]

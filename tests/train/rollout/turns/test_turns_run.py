@@ -1,8 +1,5 @@
 """A run with the calculator, on 1 and 2 ranks: what it generates, stores and exports, and how it goes on."""
 
-import json
-import shutil
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -13,8 +10,8 @@ from exgrpo.train.checkpoint.listing import survey
 from exgrpo.train.metrics.log_files import SAMPLES
 from exgrpo.train.metrics.samples import read_samples
 from tests.tools.experience.runs import pretrained
-from tests.train.launch import MAIN, ROOT, launch
-from tests.train.run.test_run import SMALL
+from tests.train.launch import MAIN, ROOT, completed
+from tests.train.run.test_run import SMALL, continued, records
 
 CALCULATOR = f"--recipe={ROOT}/recipes/environments/calculator.yaml"
 
@@ -25,19 +22,12 @@ def runs(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     recipe = (f"--recipe={ROOT}/exgrpo/assets/arithmetic/recipe.yaml", CALCULATOR)
     options = ("--checkpoint.every=2", "--objective.normalize=token", f"--output.folder={root}")
-    done = launch(MAIN, *recipe, *SMALL, *options, ranks=request.param)
-    assert done.returncode == 0, done.stdout + done.stderr
-    straight, resumed = root / "small", root / "resumed"
-    shutil.copytree(straight, resumed)
-    shutil.rmtree(resumed / "checkpoints" / "step_00000004")
-    done = launch(MAIN, f"--resume={resumed}", ranks=request.param)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return straight, resumed
+    completed(MAIN, *recipe, *SMALL, *options, ranks=request.param)
+    return root / "small", continued(root / "small", ranks=request.param)
 
 
 def steps(folder):
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "reward" in record]
+    return [record for record in records(folder) if "reward" in record]
 
 
 def test_the_engine_and_the_trainer_read_the_same_conversations(runs):

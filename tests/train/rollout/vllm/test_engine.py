@@ -11,7 +11,7 @@ import pytest
 
 from exgrpo.train.checkpoint.listing import find
 from tests.train import pieces, tiny
-from tests.train.launch import MAIN, ROOT, Ranks, environment, launch
+from tests.train.launch import MAIN, ROOT, Ranks, completed, environment, launch
 from tests.train.rollout.ends import check_ends
 from tests.train.rollout.vllm.installed import real
 from tests.train.rollout.vllm.worker import COUNTS, EOS, LONG_PROMPT, LONG_SAMPLES, MAX_TOKENS, STOPS
@@ -180,8 +180,7 @@ def test_a_changed_configuration_is_computed_with(observed, ranks):
 
 def started(folder, *arguments, ranks=2):
     told = (*SMALL, "--rollout.engine=vllm", f"--output.folder={folder}", *arguments)
-    done = launch(MAIN, *told, ranks=ranks, vllm=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed(MAIN, *told, ranks=ranks, vllm=True)
     assert "rollouts by vllm\n" in done.stdout
     return records(folder / "small")
 
@@ -209,8 +208,7 @@ def test_a_killed_run_goes_on_to_the_same_metrics(tmp_path):
         time.sleep(0.02)
     running.ranks[1].send(signal.SIGKILL)
     assert running.finish(120).returncode == -signal.SIGKILL
-    done = launch(MAIN, *killed, ranks=2, vllm=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed(MAIN, *killed, ranks=2, vllm=True)
     assert "going on with" in done.stdout
     assert untimed(tmp_path / "killed" / "small") == untimed(tmp_path / "whole" / "small")
 

@@ -36,18 +36,12 @@ def module(request, monkeypatch):
     return module
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    tiny.save_model(folder := tmp_path_factory.mktemp("model"), tied=True)
-    return folder
-
-
 @pytest.fixture
-def opened(module, model):
+def opened(module, folder):
     def make(level=2, **rollout):
         world = LoneWorld()
         world.device = GPU
-        return VllmEngine(tiny.engine_settings(model, sleep_level=level, **rollout), world)
+        return VllmEngine(tiny.engine_settings(folder, sleep_level=level, **rollout), world)
 
     return make
 
@@ -131,8 +125,8 @@ def test_the_level_may_change_between_sleeps(opened):
         engine.wake()
 
 
-def test_what_vllm_is_told_on_gpus(module, opened, model):
-    settings = tiny.engine_settings(model, kv_cache_gib=20, tensor_parallel=2, sleep_level=2)
+def test_what_vllm_is_told_on_gpus(module, opened, folder):
+    settings = tiny.engine_settings(folder, kv_cache_gib=20, tensor_parallel=2, sleep_level=2)
     told = arguments(settings, GPU)
     assert told["enable_sleep_mode"]
     assert "enforce_eager" not in told
@@ -150,13 +144,13 @@ def test_what_vllm_is_told_on_gpus(module, opened, model):
         assert told["hf_overrides"] == {"head_dtype": "float32"}
 
 
-def test_a_gpu_is_filled_with_answers_and_what_is_set_is_kept(model):
+def test_a_gpu_is_filled_with_answers_and_what_is_set_is_kept(folder):
     """Of Qwen2.5-1.5B in bf16: 28 layers, 2 heads of 128 numbers for keys and values; lengths by default."""
     token = 2 * 28 * 2 * 128 * 2
-    default = tiny.engine_settings(model).rollout
+    default = tiny.engine_settings(folder).rollout
     at_once = [sequences(default, 1024, cache_gib(default, gib * GIB) * GIB, token) for gib in (24, 80, 141, 10**6)]
     assert at_once == [131, 438, 773, 1024]
-    wide = tiny.engine_settings(model, kv_cache_gib=4, max_tokens=1000).rollout
+    wide = tiny.engine_settings(folder, kv_cache_gib=4, max_tokens=1000).rollout
     assert cache_gib(wide, 80 * GIB) == cache_gib(wide, None) == 4
     assert sequences(wide, 500, 4 * GIB, token) == 4 * GIB // (token * 1000)
     assert sequences(wide, 500, 1, token) == 1

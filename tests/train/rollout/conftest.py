@@ -1,0 +1,11 @@
+import pytest
+
+from tests.train import tiny
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """That of a tiny model, which nothing changes."""
+    path = tmp_path_factory.mktemp("model")
+    tiny.save_model(path, tied=True)
+    return path
