@@ -271,7 +271,7 @@ def begin(trainer: Any) -> Started | None:
     def score(batch: StepBatch) -> Floats:
         nothing = {"reward": np.zeros(len(batch)), "step": np.zeros(len(batch))}
         batch.fill(**nothing, old_log_prob=np.zeros(len(batch.token)))
-        return trainer.scores(batch, options.rollout.temperature).log_prob
+        return trainer.scores(batch).log_prob
 
     questions = _questions(trainer.train_dataset, tokenizer, data.get("apply_chat_template_kwargs") or {})
     trainer.prompts = {one.index: np.array(one.prompt, np.int32) for one in questions}
@@ -311,6 +311,8 @@ def _questions(dataset: Any, tokenizer: Any, template: Mapping[str, Any]) -> lis
     for index in range(len(dataset)):
         row = dataset[index]
         messages, gold = row["raw_prompt"], (row.get("reward_model") or {}).get("ground_truth", "")
+        if not all(isinstance(message["content"], str) for message in messages):
+            raise ConfigError(f"{KEY}: row {index} of data.train_files is not text alone, and replay is of text")
         prompt = tuple(normalize_token_ids(apply_chat_template(tokenizer, messages, **template)))
         questions.append(Question(index, prompt, question_text(messages), str(gold).strip(), "data.train_files"))
     return questions

@@ -74,9 +74,8 @@ class ExGRPOTrainer(PPOTrainerSync):
     def __init__(self, config: DictConfig) -> None:
         self.options = configure(config, OmegaConf.to_container(config.get(KEY) or OmegaConf.create()))
         super().__init__(config)
-        temperature = self.options.rollout.temperature
-        self.weigher = Weigher.of_run(self.options, lambda rows: self.scores(rows, temperature).log_prob)
-        self.surrogate = SURROGATES.find(self.options.objective.surrogate)
+        self.weigher = Weigher.of_run(self.options, lambda rows: self.scores(rows).log_prob)
+        self.loss = LossSettings(self.options.objective, SURROGATES.find(self.options.objective.surrogate))
         self.prompts: dict[int, np.ndarray] = {}
         self._groups: list[PlannedGroup] = []
         self._uids: list[str] = []  # of the planned groups
@@ -102,11 +101,11 @@ class ExGRPOTrainer(PPOTrainerSync):
     def on_init_end(self) -> None:
         """Give the workers the loss, and a new run the experience that it begins with."""
         actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-        settings = LossSettings(self.options.objective, self.surrogate)
-        self.actor_rollout_wg.set_loss_fn(partial(replay_loss, config=actor, settings=settings, term=self.weigher.term))
+        loss = partial(replay_loss, config=actor, settings=self.loss, term=self.weigher.term)
+        self.actor_rollout_wg.set_loss_fn(loss)
         if not self.global_steps and (started := begin(self)):
             print(started, flush=True)
-            self._keep_prompts()
+            self._keep_prompts(set())
         super().on_init_end()
 
     def on_step_end(self) -> None:
@@ -182,12 +181,11 @@ class ExGRPOTrainer(PPOTrainerSync):
         taken_in = self.replay.take_in(self._batch, self.global_steps)
         if taken_in.note:
             warnings.warn(taken_in.note, stacklevel=2)
-        among = np.arange(self._batch.groups)
-        if self.options.rollout.refills:
-            teaching = np.flatnonzero(self._batch.teaches)[: self.options.questions]
-            among = teaching if len(teaching) else among
-        self._batch = self.replay.settle(self._batch, among, self.options.questions, self.global_steps)
-        self._keep_prompts(self._batch.question)
+        questions, every = self.options.questions, np.arange(self._batch.groups)
+        teaching = np.flatnonzero(self._batch.teaches)[:questions] if self.options.rollout.refills else every
+        among = teaching if len(teaching) else every
+        self._batch = self.replay.settle(self._batch, among, questions, self.global_steps)
+        self._keep_prompts(set(self._batch.question.tolist()))
         numbers = {"pass_rate": taken_in.pass_rate, **replay_metrics(self.replay, self._batch, self.global_steps)}
         metrics.update({f"experience/{name}": value for name, value in numbers.items()})
         return self._to_train(batch, keys, metrics)
@@ -206,10 +204,9 @@ class ExGRPOTrainer(PPOTrainerSync):
         self._template = {name: whole[name] for name in list(whole.keys())} | {"tag": tags[0]}
         if self._template.get("multi_modal_inputs"):
             raise ConfigError("data.train_files: the questions have images, videos or sounds, and replay is of text")
-        names = ["prompts", "responses", "response_mask", "rm_scores"]
-        fields = [*names, "extra_fields"]
-        data = tq.kv_batch_get(keys=list(keys), partition_id=batch.partition_id, select_fields=fields)
-        columns = {name: [values.numpy() for values in data[name].unbind()] for name in names}
+        names = ["prompts", "responses", "response_mask", "rm_scores", "extra_fields"]
+        data = tq.kv_batch_get(keys=list(keys), partition_id=batch.partition_id, select_fields=names)
+        columns = {name: [values.numpy() for values in data[name].unbind()] for name in names[:-1]}
         told = [extra.get("reward_extra_info", {}) for extra in data["extra_fields"]]
         for group, prompt in zip(groups, columns["prompts"], strict=True):
             question = self._groups[group].question
@@ -218,12 +215,11 @@ class ExGRPOTrainer(PPOTrainerSync):
             self.prompts[question] = prompt.astype(np.int32)
         length = np.array([len(answer) for answer in columns["responses"]])
         longest, last = self.config.data.max_response_length, [answer[-1] for answer in columns["responses"]]
-        nothing = np.zeros(len(keys))
         return StepBatch(
             np.array([group.question for group in self._groups]),
             np.array(groups),
             length,
-            **dict.fromkeys(("replayed", "replays", "behaviour"), nothing),
+            **dict.fromkeys(("replayed", "replays", "behaviour"), np.zeros(len(keys))),
             key=solution_keys(told, self.options.experience.admit),
             step=np.full(len(keys), self.global_steps),
             finished=(length < longest) | (np.array(last) == self.tokenizer.eos_token_id),
@@ -233,15 +229,14 @@ class ExGRPOTrainer(PPOTrainerSync):
             own=np.concatenate(columns["response_mask"]),
         ), list(keys)
 
-    def _keep_prompts(self, asked: Ints | tuple[()] = ()) -> None:
+    def _keep_prompts(self, asked: set[int]) -> None:
         """Forget the prompts of questions without a stored answer, but for some."""
-        held, now = self.replay.memory.table.held, set(np.asarray(asked).tolist())
-        self.prompts = {one: ids for one, ids in self.prompts.items() if one in now or held[one]}
+        held = self.replay.memory.table.held
+        self.prompts = {one: ids for one, ids in self.prompts.items() if one in asked or held[one]}
 
     def _to_train(self, batch: KVBatchMeta, keys: Sequence[str], metrics: dict) -> KVBatchMeta:
         """verl's rows of what is trained on; without anything, they stay as they are, and nothing is updated."""
-        whole = self._batch
-        rows = whole.rows_of(whole.trained)
+        whole, rows = self._batch, self._batch.rows_of(self._batch.trained)
         self._trained, replayed = len(rows), rows[whole.replayed[rows]]
         self._row = dict(zip(keys, np.flatnonzero(whole.fresh).tolist(), strict=True))
         if not self._trained:
@@ -305,6 +300,9 @@ class ExGRPOTrainer(PPOTrainerSync):
         clip = objective.clip_with_replay or self.weigher.term == "clipped" or not replayed.any()
         of_step = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.options.rollout.samples
         result.extra_info |= {"clip": bool(clip), "rows": self._trained * of_step / len(batch)}
+        taught = nested["advantages"].values() * nested["weights"].values()
+        if not (getattr(self.loss.surrogate, "all_rows", False) or taught.any()):
+            self._trained = 0
         return result
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
@@ -314,11 +312,12 @@ class ExGRPOTrainer(PPOTrainerSync):
         """Stored answers are compared at temperature 1, whatever the temperature of sampling."""
         return MeanScores.of(candidates, self.scores(candidates, 1.0))
 
-    def scores(self, batch: StepBatch, temperature: float) -> Score:
-        """Of the tokens of stored answers under the current policy, by the workers."""
+    def scores(self, batch: StepBatch, temperature: float | None = None) -> Score:
+        """Of the tokens of stored answers under the current policy, by the workers; None: at that of the rollout."""
         trained, self._trained = self._trained, 0  # only an update needs whole mini-batches
         rows = self._put(batch, np.arange(len(batch)), [str(uuid4())] * len(batch), SCORED)
         padded = self._balance_batch(rows, {})
+        temperature = temperature or self.options.rollout.temperature
         padded.extra_info = {"calculate_entropy": True, "compute_loss": False, "temperature": temperature}
         self.actor_rollout_wg.compute_log_prob(padded)
         names = ["log_probs", "entropy", "response_mask"]
