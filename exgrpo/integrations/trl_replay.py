@@ -7,9 +7,8 @@ It imports no TRL.
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,7 +163,7 @@ def start_replay(trainer: Any) -> Started | None:
     Raises:
         DataError: the file cannot be read, or nothing of it can be used.
     """
-    data, accelerator, own = trainer.train_dataset, trainer.accelerator, trainer._tokenizer.eos_token_id
+    data, accelerator = trainer.train_dataset, trainer.accelerator
 
     def grade(answers: Sequence[Answer]) -> list[tuple[float, int]]:
         # TRL gathers rewards, so all processes grade as many answers.
@@ -196,13 +195,8 @@ def start_replay(trainer: Any) -> Started | None:
         score=score,
         cuts=False,
     )
-    encoding = Encoding(
-        encode=lambda texts: trainer._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [],
-        decode=trainer._tokenizer.decode,
-        read=partial(trainer._tokenizer.decode, skip_special_tokens=True),
-        eos=tuple(sorted(trainer.eos_token_ids, key=lambda eos: eos != own)),
-        vocabulary=trainer._causal_lm(trainer.model).config.get_text_config().vocab_size,
-    )
+    vocabulary = trainer._causal_lm(trainer.model).config.get_text_config().vocab_size
+    encoding = Encoding.of(trainer._tokenizer, trainer.eos_token_ids, vocabulary)
     started = start_experience(run, encoding)
     if started and trainer.rollout_func is not None:
         held = set(trainer.replay.memory.table.column("question").tolist())
@@ -217,12 +211,12 @@ def _questions(trainer: Any) -> list[Question]:
     ids, _, _ = trainer._tokenize_prompts(prompts)
     golds = data["answer"] if "answer" in data.column_names else [""] * len(data)
     return [
-        Question(i, tuple(ids[i]), _text(prompt), str(gold).rpartition("####")[2].strip(), "train_dataset")
+        Question(i, tuple(ids[i]), question_text(prompt), str(gold).rpartition("####")[2].strip(), "train_dataset")
         for i, (prompt, gold) in enumerate(zip(prompts, golds, strict=True))
     ]
 
 
-def _text(prompt: str | list[dict[str, str]]) -> str:
+def question_text(prompt: str | Sequence[Mapping[str, str]]) -> str:
     """The question as people read it, without a system message."""
     if isinstance(prompt, str):
         return prompt

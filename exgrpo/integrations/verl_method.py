@@ -1,42 +1,52 @@
-"""A method of replay in verl: its options, those of verl that follow, the columns of a stored answer, and the loss.
+"""A method of replay in verl: its options, those of verl that follow, the columns of a stored answer, the loss, and
+what a run begins with.
 
-Only the loss needs verl.
+Only the last two need verl.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from exgrpo.extras import needs
-from exgrpo.kernels import importance_ratio, shape_ratio
+from exgrpo.kernels import LogProb
 
 PACKAGES = ("verl==0.9.1", "TransferQueue>=0.1.10", "pydantic>=2.14,<3", "pyyaml>=6,<7", "tyro>=1.0.17,<2")
 """What replay in verl needs beside torch, for pip. The extra `train` asks for other packages than verl."""
 
 with needs(__name__, *PACKAGES):
+    import numpy as np
     import pydantic  # noqa: F401 - so that what is missing is told as above
     import tyro  # noqa: F401
     import yaml  # noqa: F401
 
+    from exgrpo.integrations.trl_replay import question_text
+    from exgrpo.train.common.distributed import ALONE
     from exgrpo.train.common.errors import ConfigError
     from exgrpo.train.common.records import TokenIds
-    from exgrpo.train.common.step_batch import StepBatch
+    from exgrpo.train.common.step_batch import Floats, StepBatch
+    from exgrpo.train.config.objective import SURROGATES
     from exgrpo.train.config.options import Config
     from exgrpo.train.config.recipe import merged, read_recipe, unfinished
     from exgrpo.train.config.section import flat
+    from exgrpo.train.data.questions import Question
+    from exgrpo.train.policy.batch import IGNORED, MicroBatch
+    from exgrpo.train.policy.loss import LossSettings, LossTerms, loss_of_log_probs
     from exgrpo.train.replay import rules
-    from exgrpo.train.replay.contract import Term
+    from exgrpo.train.replay.contract import PRESENT, Term
     from exgrpo.train.replay.rehearsal import rehearse
+    from exgrpo.train.reward.worker import hashed
+    from exgrpo.train.run.start_experience import Answer, Beginning, Encoding, Started, start_experience
 
 KEY = "exgrpo"
 METHODS = Path(__file__).parents[2] / "recipes" / "replay"
 """Recipes by name, where this package is a checkout."""
-LOOSE = 1e9
-"""A bound of ratios that none reaches: verl's are at most e^20."""
-UNCLIPPED = {"clip_ratio_low": 1.0, "clip_ratio_high": LOOSE}
-"""Options of an actor by which the ratios of fresh tokens are not clipped."""
+SOLUTION = "key"
+"""What a reward of verl tells of a solution beside its score: a text, alike for answers that differ only in form."""
 AGGREGATED = {
     "constant": "seq-mean-token-sum-norm",
     "token": "token-mean",
@@ -45,17 +55,14 @@ AGGREGATED = {
 }
 """verl's loss_agg_mode, by objective.normalize."""
 ELSEWHERE = {
-    "experience.start": "verl's trainer starts with an empty experience: use exgrpo train",
-    "experience.start_log_prob": "verl's trainer starts with an empty experience: use exgrpo train",
     "experience.folder": "stored answers are in memory here: leave it out",
     "objective.kl_coef": "set actor_rollout_ref.actor.use_kl_loss and kl_loss_coef of verl",
     "objective.kl": "set actor_rollout_ref.actor.kl_loss_type of verl",
-    "objective.anchor": "verl's surrogates have ratios, and no regression: leave it out",
+    "objective.anchor": "log-ratios refer to the policy that wrote the answer: leave it out",
     "objective.kl_corrected": "verl's estimate of the divergence is not corrected: leave it out",
-    "rollout.refills": "with replay no further questions are asked: leave it out",
 }
 """Options of a recipe that this trainer does without, and what to do."""
-HERE = ("experience", "objective", "reward.success", "seed")
+HERE = ("experience", "objective", "reward.success", "rollout.refills", "seed")
 """Options of a recipe that count here."""
 
 
@@ -63,8 +70,8 @@ def configure(config: Any, given: dict[str, Any]) -> Config:
     """Check the options of a run, and set those of verl that follow from the method.
 
     Args:
-        config: verl's configuration. Of the actor the clip range, the aggregation of the loss and the entropy bonus
-            are set, and of the algorithm whether advantages are scaled; the mode of the trainer becomes "sync".
+        config: verl's configuration. Of the actor the aggregation of the loss and the entropy bonus are set, and of the
+            algorithm whether advantages are scaled; the mode of the trainer becomes "sync".
         given: what is under the key `exgrpo`: `recipe`, a name in recipes/replay or a path, or several of them, and
             options as in a recipe.
 
@@ -76,11 +83,8 @@ def configure(config: Any, given: dict[str, Any]) -> Config:
         ConfigError: an option is wrong, or excludes replay; one line, which names it and the remedy.
     """
     options = _options(config, given)
-    _check(config)
+    _check(config, options.rollout.refills)
     objective, actor = options.objective, config.actor_rollout_ref.actor
-    low, high = objective.clip or (UNCLIPPED["clip_ratio_low"], LOOSE)
-    actor.clip_ratio_low, actor.clip_ratio_high = low, high
-    actor.clip_ratio_c = objective.dual_clip if objective.surrogate == "dual_clip" else LOOSE
     actor.loss_agg_mode = AGGREGATED[objective.normalize]
     actor.loss_scale_factor = config.data.max_response_length
     actor.entropy_coeff = objective.entropy_coef
@@ -109,20 +113,16 @@ def _options(config: Any, given: dict[str, Any]) -> Config:
         "optimizer.minibatches": batch // actor.ppo_mini_batch_size,
     }
     options = unfinished(merged(method, of_verl), KEY)
-    if options.objective.surrogate not in ("clipped", "dual_clip"):
+    surrogate, experience = options.objective.surrogate, options.experience
+    if getattr(SURROGATES.find(surrogate), "coupled", False):
         raise ConfigError(
-            f"{KEY}: objective.surrogate={options.objective.surrogate!r}: in verl it is clipped or dual_clip"
+            f"{KEY}: objective.surrogate={surrogate!r}: compares the answers of a group before each optimiser step, of "
+            "which verl makes several at once; use oapl or kimi"
         )
-    experience = options.experience
-    if experience.admit == "nothing" and experience.compose in ("traced", "appended"):
+    if experience.admit == "nothing" and experience.compose in ("traced", "appended") and not experience.start:
         raise ConfigError(
             f"{KEY}: experience.admit='nothing': compose={experience.compose!r} then waits for answers of "
-            "experience.start, and verl's trainer starts without any; use successes"
-        )
-    if getattr(rules.find("admit", experience.admit), "distinct", None) == "key":
-        raise ConfigError(
-            f"{KEY}: experience.admit={experience.admit!r}: compares answers by the keys of their solutions, "
-            "and rewards in verl give none; use successes"
+            "experience.start: set that, or admit successes"
         )
     rehearse(experience, options.objective, options.rollout.samples, options.reward.success)
     return options
@@ -134,11 +134,12 @@ def _path(name: str) -> Path:
     return named if Path(name).name == name and named.is_file() else Path(name)
 
 
-def _check(config: Any) -> None:
-    """Whether verl's options allow replay."""
+def _check(config: Any, refills: int) -> None:
+    """Whether verl's options allow replay, and further questions."""
     rollout, algorithm, actor = config.actor_rollout_ref.rollout, config.algorithm, config.actor_rollout_ref.actor
     batch, generated = config.data.train_batch_size, config.data.get("gen_batch_size")
     correction, filtered = algorithm.get("rollout_correction") or {}, algorithm.get("filter_groups") or {}
+    judge = (config.get("reward") or {}).get("reward_model") or {}
     wrong = {
         f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.adv_estimator != "grpo",
         "critic.enable=True": bool(config.critic.enable),
@@ -155,6 +156,11 @@ def _check(config: Any) -> None:
         "distillation.enabled=True": (config.get("distillation") or {}).get("enabled"),
     }
     remedy = {"algorithm.adv_estimator": "set it to grpo"}
+    if refills and judge.get("enable") and not judge.get("enable_resource_pool"):
+        raise ConfigError(
+            f"{KEY}: rollout.refills: the reward model grades only when all is generated; set "
+            "reward.reward_model.enable_resource_pool"
+        )
     for option, holds in wrong.items():
         if holds:
             name = option.partition("=")[0]
@@ -177,26 +183,18 @@ def answer_columns(batch: StepBatch, row: int, prompt: TokenIds) -> dict[str, Te
 
 
 def replay_loss(
-    config: Any,
-    model_output: dict[str, Tensor],
-    data: Any,
-    dp_group: Any = None,
-    *,
-    unclipped: Any,
-    term: Term,
-    beta: float,
+    config: Any, model_output: dict[str, Tensor], data: Any, dp_group: Any = None, *, settings: LossSettings, term: Term
 ) -> tuple[Tensor, dict[str, Any]]:
-    """verl's `ppo_loss` of the fresh rows of a micro-batch, and the term of the replayed ones.
+    """verl's `ppo_loss` of a micro-batch, in which the objective is that of `exgrpo.train`, aggregated as verl's is.
 
     Args:
         config: of the actor.
         model_output: log-probs, and entropies where they count.
-        data: rows with `replayed`, and of the step `clip`, whether fresh ratios are clipped, and `rows`, how many rows
-            an optimiser step has on average without those that fill up.
+        data: rows with `replayed` [N] and `weights`, of each token of an answer, and of the step `clip`, whether fresh
+            ratios are clipped, and `rows`, how many rows an optimiser step has on average without those that fill up.
         dp_group: as of `ppo_loss`.
-        unclipped: the configuration of a step that is not clipped.
+        settings: of the run.
         term: of replayed tokens.
-        beta: of shaped ones.
     """
     from verl.trainer.ppo.core_algos import agg_loss
     from verl.utils.metric import AggregationType, Metric
@@ -205,22 +203,140 @@ def replay_loss(
     from verl.workers.utils.padding import no_padding_2_padding
 
     log_prob = no_padding_2_padding(model_output["log_probs"], data)
-    columns = data.select("response_mask", "old_log_probs", "advantages").to_padded_tensor()
-    present = log_prob.detach()
-    old = torch.where(torch.isinf(columns["old_log_probs"]), present, columns["old_log_probs"])
-    replayed = data["replayed"][:, None] & (term != "clipped")
-    # To verl's loss a replayed row is one without an advantage, whose ratio is 1.
-    of_fresh = data.copy()
-    of_fresh["old_log_probs"] = torch.where(replayed, present, old)
-    of_fresh["advantages"] = torch.where(replayed, 0.0, columns["advantages"])
-    assign_non_tensor_data(of_fresh, "global_batch_size", data["rows"])
-    config = config if data["clip"] else unclipped
-    loss, metrics = ppo_loss(config, model_output, of_fresh, dp_group)
-    mask = columns["response_mask"].bool()
-    weight = importance_ratio(log_prob, torch.where(replayed & mask, old, present))
-    if term == "shaped":
-        weight = shape_ratio(weight, beta)
-    terms = torch.where(replayed, -weight * columns["advantages"], 0.0)
-    of_replayed = agg_loss(terms, mask, config.loss_agg_mode, **config.global_batch_info)
-    metrics["actor/replay_loss"] = Metric(value=of_replayed, aggregation=AggregationType.SUM)
-    return loss + of_replayed, metrics
+    corrected = [name for name in ("rollout_is_weights",) if name in data]
+    names = ("response_mask", "old_log_probs", "advantages", "weights")
+    columns = data.select(*names, *corrected).to_padded_tensor()
+    old, advantage, weight = (columns[name] for name in names[1:])
+    for name in corrected:
+        weight = weight * columns[name]
+    own, replayed = columns["response_mask"].bool(), data["replayed"][:, None].expand_as(old)
+    # To verl's loss no row has an advantage, and the ratios of replayed ones are 1.
+    without = data.copy()
+    without["old_log_probs"] = torch.where(replayed | (old == PRESENT), log_prob.detach(), old)
+    without["advantages"] = torch.zeros_like(advantage)
+    assign_non_tensor_data(without, "global_batch_size", data["rows"])
+    loss, metrics = ppo_loss(config, model_output, without, dp_group)
+    all_rows, length = getattr(settings.surrogate, "all_rows", False), own.sum(1)
+    target = torch.where(own, 0, IGNORED)  # which of all words they are, the log-probs say
+    rows = MicroBatch(
+        *(target, target, int(length.sum())),
+        old_log_prob=old,
+        advantage=advantage if all_rows else advantage * weight,
+        replayed=replayed,
+        lengths=length[length > 0],
+        active=int(length.sum()),
+        weight=weight if all_rows else None,
+    )
+    terms = LossTerms(settings, normalizer=1.0, bounded=data["clip"], term=term)
+    result = loss_of_log_probs(LogProb(log_prob, torch.zeros_like(log_prob)), rows, terms)
+    policy = agg_loss(result.loss[None, None], own.new_ones(1, 1), config.loss_agg_mode, **config.global_batch_info)
+    clipped = float(result.clipped.sum() / length.sum().clamp(min=1))
+    metrics["actor/pg_loss"] = Metric(value=policy, aggregation=AggregationType.SUM)
+    metrics["actor/pg_clipfrac"] = Metric(value=clipped, aggregation=AggregationType.MEAN)
+    del metrics["actor/pg_clipfrac_lower"]  # of verl's loss
+    return loss + policy, metrics
+
+
+def solution_keys(told: Sequence[Mapping[str, Any]], admit: str) -> list[int]:
+    """[N] keys of solutions, from what rewards of verl tell beside a score; 0: it tells none.
+
+    Raises:
+        ConfigError: `admit` compares answers by them, and none of the rewards tells one.
+    """
+    if not any(SOLUTION in one for one in told) and getattr(rules.find("admit", admit), "distinct", None) == "key":
+        raise ConfigError(
+            f"{KEY}: experience.admit={admit!r}: compares answers by the keys of their solutions; let "
+            f"reward.custom_reward_function give a dict with score and {SOLUTION!r}, or use successes"
+        )
+    return [hashed(str(form).strip()) if (form := one.get(SOLUTION)) is not None else 0 for one in told]
+
+
+def begin(trainer: Any) -> Started | None:
+    """Fill the experience of a new run with what `experience.start` names.
+
+    Args:
+        trainer: an ExGRPOTrainer of verl, whose workers are ready. Its `prompts` become those of all questions.
+
+    Returns:
+        what was stored; None: the option is not given.
+
+    Raises:
+        ConfigError: an answer has no key, and the method compares by keys.
+        DataError: the file cannot be read, or nothing of it can be used.
+    """
+    options, tokenizer, data = trainer.options, trainer.tokenizer, trainer.config.data
+    if options.experience.start is None:
+        return None
+
+    def score(batch: StepBatch) -> Floats:
+        nothing = {"reward": np.zeros(len(batch)), "step": np.zeros(len(batch))}
+        batch.fill(**nothing, old_log_prob=np.zeros(len(batch.token)))
+        return trainer.scores(batch).log_prob
+
+    questions = _questions(trainer.train_dataset, tokenizer, data.get("apply_chat_template_kwargs") or {})
+    trainer.prompts = {one.index: np.array(one.prompt, np.int32) for one in questions}
+    run = Beginning(
+        options=options.experience,
+        questions=questions,
+        replay=trainer.replay,
+        max_tokens=data.max_response_length,
+        model=trainer.config.actor_rollout_ref.model.path,
+        world=ALONE,
+        grade=lambda answers: _grade(trainer, answers),
+        score=score,
+        cuts=False,
+    )
+    return start_experience(run, Encoding.of(tokenizer, (tokenizer.eos_token_id,), len(tokenizer)))
+
+
+def check_prompt(question: int, prompt: TokenIds, known: Mapping[int, TokenIds]) -> None:
+    """Whether a question is asked with the prompt [P] behind which a new run has scored its answers, if it has.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not np.array_equal(known.get(question, prompt), prompt):
+        raise ConfigError(
+            f"{KEY}: experience.start: row {question} of data.train_files has another prompt than the chat template "
+            "gives, behind which its answers were scored; use an agent loop that takes that one, of a single turn"
+        )
+
+
+def _questions(dataset: Any, tokenizer: Any, template: Mapping[str, Any]) -> list[Question]:
+    """The rows of a data set of verl, with the prompts that its agent loop of a single turn makes."""
+    from verl.utils.tokenizer.chat_template import apply_chat_template
+    from verl.utils.tokenizer.tokenizer import normalize_token_ids
+
+    questions = []
+    for index in range(len(dataset)):
+        row = dataset[index]
+        messages, gold = row["raw_prompt"], (row.get("reward_model") or {}).get("ground_truth", "")
+        if not all(isinstance(message["content"], str) for message in messages):
+            raise ConfigError(f"{KEY}: row {index} of data.train_files is not text alone, and replay is of text")
+        prompt = tuple(normalize_token_ids(apply_chat_template(tokenizer, messages, **template)))
+        questions.append(Question(index, prompt, question_text(messages), str(gold).strip(), "data.train_files"))
+    return questions
+
+
+def _grade(trainer: Any, answers: Sequence[Answer]) -> list[tuple[float, int]]:
+    """Rewards of answers, and keys of their solutions, by verl's reward workers."""
+    from verl import DataProto
+
+    rows = [trainer.train_dataset[answer.question.index] for answer in answers]
+    sides = {
+        "prompts": [torch.tensor(answer.question.prompt) for answer in answers],
+        "responses": [torch.from_numpy(answer.tokens).long() for answer in answers],
+    }
+    tensors = {name: pad_sequence(ids, batch_first=True) for name, ids in sides.items()}
+    masks = [pad_sequence([torch.ones_like(one) for one in ids], batch_first=True) for ids in sides.values()]
+    others = {
+        name: np.fromiter([row[name] for row in rows], object, len(rows))
+        for name, value in rows[0].items()
+        if not isinstance(value, Tensor)
+    }
+    asked = DataProto.from_dict({**tensors, "attention_mask": torch.cat(masks, 1)}, others)
+    graded = trainer.reward_loop_manager.compute_rm_score(asked)
+    keys = graded.non_tensor_batch.get(SOLUTION)
+    told = [{}] * len(rows) if keys is None else [{SOLUTION: key} for key in keys.tolist()]
+    rewards = graded.batch["rm_scores"].sum(1).tolist()
+    return list(zip(rewards, solution_keys(told, trainer.options.experience.admit), strict=True))

@@ -13,7 +13,16 @@ from typing import Any
 from uuid import uuid4
 
 from exgrpo.extras import needs
-from exgrpo.integrations.verl_method import KEY, PACKAGES, UNCLIPPED, answer_columns, configure, replay_loss
+from exgrpo.integrations.verl_method import (
+    KEY,
+    PACKAGES,
+    answer_columns,
+    begin,
+    check_prompt,
+    configure,
+    replay_loss,
+    solution_keys,
+)
 
 with needs(__name__, *PACKAGES):
     import numpy as np
@@ -24,15 +33,17 @@ with needs(__name__, *PACKAGES):
     from transfer_queue import KVBatchMeta
     from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
     from verl.utils.config import omega_conf_to_dataclass
+    from verl.utils.debug import marked_timer
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
     from verl.workers.utils.padding import response_from_nested
 
-    from exgrpo.integrations.trl_replay import load_replay, plan_generation, save_replay
+    from exgrpo.integrations.trl_replay import load_replay, plan_generation, refill, save_replay
     from exgrpo.train.common.errors import ConfigError
     from exgrpo.train.common.records import Score
     from exgrpo.train.common.step_batch import Ints, StepBatch
-    from exgrpo.train.config.objective import overlong_penalty
+    from exgrpo.train.config.objective import SURROGATES, overlong_penalty
     from exgrpo.train.policy.batch import advantages
+    from exgrpo.train.policy.loss import LossSettings
     from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, replay_metrics
     from exgrpo.train.replay.replayed import Weigher
 
@@ -52,6 +63,7 @@ class ExGRPOTrainer(PPOTrainerSync):
     Attributes:
         options: the configuration of `exgrpo.train` that they make.
         replay: what is stored, which questions are solved, and whether replay has begun.
+        prompts: [P] token ids of questions with stored answers, and of those of this step.
 
     Raises:
         ConfigError: an option is wrong, or one of verl excludes replay; one line.
@@ -62,12 +74,12 @@ class ExGRPOTrainer(PPOTrainerSync):
     def __init__(self, config: DictConfig) -> None:
         self.options = configure(config, OmegaConf.to_container(config.get(KEY) or OmegaConf.create()))
         super().__init__(config)
-        temperature = self.options.rollout.temperature
-        self.weigher = Weigher.of_run(self.options, lambda rows: self._scores(rows, temperature).log_prob)
-        self._prompts: dict[int, np.ndarray] = {}  # of questions with stored answers, and of those of this step
+        self.weigher = Weigher.of_run(self.options, lambda rows: self.scores(rows).log_prob)
+        self.loss = LossSettings(self.options.objective, SURROGATES.find(self.options.objective.surrogate))
+        self.prompts: dict[int, np.ndarray] = {}
         self._groups: list[PlannedGroup] = []
         self._uids: list[str] = []  # of the planned groups
-        self._template: dict[str, Any] = {}  # a row of verl, for columns that are no tensors of an answer
+        self._template: dict[str, Any] = {"tag": {}}  # a row of verl, for columns that are no tensors of an answer
         self._row: dict[str, int] = {}  # by key, rows of the batch
         self._trained = 0  # rows that are trained on; 0 until they are known
 
@@ -87,11 +99,13 @@ class ExGRPOTrainer(PPOTrainerSync):
         )
 
     def on_init_end(self) -> None:
-        """Give the workers the loss."""
-        actor, objective = self.config.actor_rollout_ref.actor, self.options.objective
-        own, unclipped = (omega_conf_to_dataclass(OmegaConf.merge(actor, more)) for more in ({}, UNCLIPPED))
-        loss = partial(replay_loss, config=own, unclipped=unclipped, term=self.weigher.term, beta=objective.beta)
+        """Give the workers the loss, and a new run the experience that it begins with."""
+        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        loss = partial(replay_loss, config=actor, settings=self.loss, term=self.weigher.term)
         self.actor_rollout_wg.set_loss_fn(loss)
+        if not self.global_steps and (started := begin(self)):
+            print(started, flush=True)
+            self._keep_prompts(set())
         super().on_init_end()
 
     def on_step_end(self) -> None:
@@ -104,21 +118,45 @@ class ExGRPOTrainer(PPOTrainerSync):
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         """The questions that are asked, as verl's own loader would give them."""
-        self._trained = 0
-        self._groups = plan_generation(self.replay, self.options.questions, self.global_steps).groups
-        asked = [group for group in self._groups if group.fresh]
-        if not asked:
+        self._trained, self._groups, self._uids = 0, [], []
+        batch = self._asked(plan_generation(self.replay, self.options.questions, self.global_steps).groups)
+        if batch is None:
             raise ConfigError(f"compose={self.options.experience.compose!r}: verl needs a fresh answer in every step")
-        rows = self.train_dataloader.collate_fn([self.train_dataset[group.question] for group in asked])
-        rows["__rollout_n__"] = np.array([group.fresh for group in asked], object)
-        self.train_dataloader_it = iter([rows])
-        batch = super()._next_train_batch()
-        uids = iter(batch["uid"])
-        self._uids = [str(next(uids) if group.fresh else uuid4()) for group in self._groups]
+        return batch
+
+    def _asked(self, groups: Sequence[PlannedGroup]) -> TensorDict | None:
+        """The rows of more planned groups, of those with a fresh answer; None: no group has one."""
+        asked, batch = [group for group in groups if group.fresh], None
+        if asked:
+            rows = self.train_dataloader.collate_fn([self.train_dataset[group.question] for group in asked])
+            rows["__rollout_n__"] = np.array([group.fresh for group in asked], object)
+            self.train_dataloader_it = iter([rows])
+            batch = super()._next_train_batch()
+        uids = iter([] if batch is None else batch["uid"])
+        self._uids += [str(next(uids) if group.fresh else uuid4()) for group in groups]
+        self._groups += groups
         return batch
 
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
+        planned = len(self._groups)
+        with marked_timer("gen", timing_raw):
+            for _ in range(self.options.rollout.refills):
+                if not self._refilled():
+                    break
+        metrics["experience/refilled"] = len(self._groups) - planned
         return super()._step_once(metrics, timing_raw, sum(group.fresh > 0 for group in self._groups))
+
+    def _refilled(self) -> bool:
+        """Whether further questions are asked, since the fresh answers of too few groups have a gradient."""
+        step, uids = self.global_steps, [uid for uid, one in zip(self._uids, self._groups, strict=True) if one.fresh]
+        batch, _ = self.replay_buffer.sample(global_steps=step, partition_id="train", batch_size=len(uids))
+        # The buffer forgets the questions that it has given, and is to give them again.
+        told = {"is_prompt": True, "status": "finished", "global_steps": step}
+        tq.kv_batch_put(keys=uids, partition_id="train", tags=[told] * len(uids))
+        more = refill(self.replay, self._fresh(batch)[0], self.options.questions, step)
+        if (asked := self._asked(more)) is not None:
+            self._submit_batch_to_rollout(asked)
+        return bool(more)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """As many optimiser steps as for a whole batch, whatever the number of rows that are trained on."""
@@ -137,14 +175,17 @@ class ExGRPOTrainer(PPOTrainerSync):
         """With verl's log-probs of the fresh rows all is known that decides on what is trained."""
         batch = super()._compute_old_log_prob(batch, metrics)
         fresh, keys = self._fresh(batch)
+        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["old_log_probs"])
+        fresh.fill(old_log_prob=torch.cat(list(data["old_log_probs"].unbind())).numpy())
         self._batch = fresh.beside(self.replay.select(self._groups, self._mean_scores))
         taken_in = self.replay.take_in(self._batch, self.global_steps)
         if taken_in.note:
             warnings.warn(taken_in.note, stacklevel=2)
-        every = np.arange(self._batch.groups)
-        self._batch = self.replay.settle(self._batch, every, self.options.questions, self.global_steps)
-        held, now = self.replay.memory.table.held, set(self._batch.question.tolist())
-        self._prompts = {one: ids for one, ids in self._prompts.items() if one in now or held[one]}
+        questions, every = self.options.questions, np.arange(self._batch.groups)
+        teaching = np.flatnonzero(self._batch.teaches)[:questions] if self.options.rollout.refills else every
+        among = teaching if len(teaching) else every
+        self._batch = self.replay.settle(self._batch, among, questions, self.global_steps)
+        self._keep_prompts(set(self._batch.question.tolist()))
         numbers = {"pass_rate": taken_in.pass_rate, **replay_metrics(self.replay, self._batch, self.global_steps)}
         metrics.update({f"experience/{name}": value for name, value in numbers.items()})
         return self._to_train(batch, keys, metrics)
@@ -163,32 +204,39 @@ class ExGRPOTrainer(PPOTrainerSync):
         self._template = {name: whole[name] for name in list(whole.keys())} | {"tag": tags[0]}
         if self._template.get("multi_modal_inputs"):
             raise ConfigError("data.train_files: the questions have images, videos or sounds, and replay is of text")
-        names = ["prompts", "responses", "response_mask", "rm_scores", "old_log_probs"]
+        names = ["prompts", "responses", "response_mask", "rm_scores", "extra_fields"]
         data = tq.kv_batch_get(keys=list(keys), partition_id=batch.partition_id, select_fields=names)
-        columns = {name: [values.numpy() for values in data[name].unbind()] for name in names}
+        columns = {name: [values.numpy() for values in data[name].unbind()] for name in names[:-1]}
+        told = [extra.get("reward_extra_info", {}) for extra in data["extra_fields"]]
         for group, prompt in zip(groups, columns["prompts"], strict=True):
-            self._prompts[self._groups[group].question] = prompt.astype(np.int32)
+            question = self._groups[group].question
+            if self.global_steps == 1 and self.options.experience.start:
+                check_prompt(question, prompt, self.prompts)
+            self.prompts[question] = prompt.astype(np.int32)
         length = np.array([len(answer) for answer in columns["responses"]])
         longest, last = self.config.data.max_response_length, [answer[-1] for answer in columns["responses"]]
-        nothing = np.zeros(len(keys))
         return StepBatch(
             np.array([group.question for group in self._groups]),
             np.array(groups),
             length,
-            **dict.fromkeys(("replayed", "replays", "key", "behaviour"), nothing),
+            **dict.fromkeys(("replayed", "replays", "behaviour"), np.zeros(len(keys))),
+            key=solution_keys(told, self.options.experience.admit),
             step=np.full(len(keys), self.global_steps),
             finished=(length < longest) | (np.array(last) == self.tokenizer.eos_token_id),
             reward=[float(scores.sum()) for scores in columns["rm_scores"]],
             penalty=[overlong_penalty(n, longest, self.options.objective) for n in length.tolist()],
             token=np.concatenate(columns["responses"]),
             own=np.concatenate(columns["response_mask"]),
-            old_log_prob=np.concatenate(columns["old_log_probs"]),
         ), list(keys)
+
+    def _keep_prompts(self, asked: set[int]) -> None:
+        """Forget the prompts of questions without a stored answer, but for some."""
+        held = self.replay.memory.table.held
+        self.prompts = {one: ids for one, ids in self.prompts.items() if one in asked or held[one]}
 
     def _to_train(self, batch: KVBatchMeta, keys: Sequence[str], metrics: dict) -> KVBatchMeta:
         """verl's rows of what is trained on; without anything, they stay as they are, and nothing is updated."""
-        whole = self._batch
-        rows = whole.rows_of(whole.trained)
+        whole, rows = self._batch, self._batch.rows_of(self._batch.trained)
         self._trained, replayed = len(rows), rows[whole.replayed[rows]]
         self._row = dict(zip(keys, np.flatnonzero(whole.fresh).tolist(), strict=True))
         if not self._trained:
@@ -208,12 +256,12 @@ class ExGRPOTrainer(PPOTrainerSync):
     def _put(self, batch: StepBatch, rows: Ints, uids: Sequence[str], partition: str) -> KVBatchMeta:
         """Put stored answers as rows beside those of verl."""
         keys, fields, tags = [], [], []
-        names, tag = set(self._template) - {"tag"}, self._template["tag"]
+        names, tag = set(self._template) - {"tag"}, self._template["tag"]  # no names: there is no row yet
         for row, uid in zip(rows.tolist(), uids, strict=True):
             question = int(batch.question[batch.group[row]])
-            columns = answer_columns(batch, row, self._prompts[question])
+            columns = answer_columns(batch, row, self.prompts[question])
             values = self._template | self.train_dataset[question] | columns | {"uid": uid}
-            fields.append({name: values[name] for name in names})
+            fields.append({name: values[name] for name in names or columns})
             keys.append(f"{uid}_{row}_0")  # sessions of fresh rows have smaller numbers
             prompt, answer = len(columns["prompts"]), len(columns["responses"])
             lengths = {"prompt_len": prompt, "response_len": answer, "seq_len": prompt + answer}
@@ -234,27 +282,27 @@ class ExGRPOTrainer(PPOTrainerSync):
         self.weigher(whole)
         learnt = self.replay.in_band(whole, objective.train_on)[whole.group]
         learnt &= whole.finished | (not objective.overlong_filter)
-        of_token = whole.by_token(np.where(learnt, whole.advantage, 0)) * whole.factor * whole.own
-        names = ["old_log_probs", "advantages"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
-        old, advantage = (list(data[name].unbind()) for name in names)
-        replayed = torch.zeros(len(batch), dtype=torch.bool)
-        for i, row in enumerate(map(self._row.get, batch.keys)):
-            if row is None:  # it fills up, as a copy of a longer one
-                old[i] = torch.zeros_like(advantage[i])
-                continue
-            at, replayed[i] = whole.at(row), bool(whole.replayed[row])
-            old[i] = torch.from_numpy(whole.ratio_log_prob[at])
-            advantage[i] = torch.from_numpy(of_token[at].astype(np.float32))
-        nested = {
-            name: torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-            for name, rows in zip(names, (old, advantage), strict=True)
-        }
+        share = 1 / whole.written.clip(min=1) if objective.normalize == "sequence" else np.ones(len(whole))
+        weight = whole.by_token(learnt * share) * whole.factor
+        rows = [self._row.get(key) for key in batch.keys]
+
+        def of_rows(values: np.ndarray) -> torch.Tensor:  # what fills up has no row, and weighs nothing
+            known = zip(rows, batch.tags, strict=True)
+            parts = [np.zeros(tag["response_len"]) if row is None else values[whole.at(row)] for row, tag in known]
+            tensors = [torch.from_numpy(part.astype(np.float32)) for part in parts]
+            return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
+
+        columns = {"old_log_probs": whole.ratio_log_prob, "advantages": whole.by_token(whole.advantage)}
+        nested = {name: of_rows(values) for name, values in {**columns, "weights": weight}.items()}
+        replayed = torch.tensor([row is not None and bool(whole.replayed[row]) for row in rows])
         fields = TensorDict({**nested, "replayed": replayed}, batch_size=len(batch))
         result = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
         clip = objective.clip_with_replay or self.weigher.term == "clipped" or not replayed.any()
         of_step = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.options.rollout.samples
         result.extra_info |= {"clip": bool(clip), "rows": self._trained * of_step / len(batch)}
+        taught = nested["advantages"].values() * nested["weights"].values()
+        if not (getattr(self.loss.surrogate, "all_rows", False) or taught.any()):
+            self._trained = 0
         return result
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
@@ -262,13 +310,14 @@ class ExGRPOTrainer(PPOTrainerSync):
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
         """Stored answers are compared at temperature 1, whatever the temperature of sampling."""
-        return MeanScores.of(candidates, self._scores(candidates, 1.0))
+        return MeanScores.of(candidates, self.scores(candidates, 1.0))
 
-    def _scores(self, batch: StepBatch, temperature: float) -> Score:
-        """Of the tokens of stored answers under the current policy, by the workers."""
+    def scores(self, batch: StepBatch, temperature: float | None = None) -> Score:
+        """Of the tokens of stored answers under the current policy, by the workers; None: at that of the rollout."""
         trained, self._trained = self._trained, 0  # only an update needs whole mini-batches
         rows = self._put(batch, np.arange(len(batch)), [str(uuid4())] * len(batch), SCORED)
         padded = self._balance_batch(rows, {})
+        temperature = temperature or self.options.rollout.temperature
         padded.extra_info = {"calculate_entropy": True, "compute_loss": False, "temperature": temperature}
         self.actor_rollout_wg.compute_log_prob(padded)
         names = ["log_probs", "entropy", "response_mask"]
@@ -282,7 +331,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         """First the experience, so that a checkpoint that verl takes for whole has it."""
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / EXPERIENCE
         save_replay(folder, self.replay, self.global_steps)
-        questions, prompts = list(self._prompts), list(self._prompts.values())
+        questions, prompts = list(self.prompts), list(self.prompts.values())
         token = np.concatenate([np.empty(0, np.int32), *prompts])
         np.savez(folder / PROMPTS, question=questions, length=[*map(len, prompts)], token=token)
         super()._save_checkpoint()
@@ -296,6 +345,6 @@ class ExGRPOTrainer(PPOTrainerSync):
             load_replay(folder, self.replay)
             with np.load(folder / PROMPTS, allow_pickle=False) as saved:
                 parts = np.split(saved["token"], np.cumsum(saved["length"], dtype=np.int64)[:-1])
-                self._prompts = dict(zip(saved["question"].astype(int).tolist(), parts, strict=False))
+                self.prompts = dict(zip(saved["question"].astype(int).tolist(), parts, strict=False))
             if self.replay.finished:
                 self.total_training_steps = self.global_steps

@@ -1,7 +1,4 @@
-"""Replay in verl's trainer: its options; and, with --long, verl's own command on this CPU.
-
-The oracles are the project's loss in float64, and the advantages by their formula.
-"""
+"""Replay in verl's trainer: with --long, verl's own command on this CPU, in an environment of its own."""
 
 import hashlib
 import json
@@ -11,148 +8,31 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from exgrpo.integrations.verl_method import METHODS, PACKAGES, UNCLIPPED, configure
-from exgrpo.kernels import reference
-from exgrpo.train.common.errors import ConfigError
-from tests.compatibility.promises import ROOT
+from exgrpo.integrations.verl_method import PACKAGES, solution_keys
 from tests.compatibility.trial import NotReached, run
-from tests.integrations.verl_task import write_task
+from tests.integrations.verl_runs import (
+    ENVIRONMENT,
+    EXPERT,
+    answers_only,
+    begun,
+    check_choice,
+    check_loss,
+    check_replay,
+    check_step,
+    options_of,
+    replay_of,
+    stored,
+    train,
+    write_expert,
+)
 
-ANSWERS, QUESTIONS, LONGEST = 4, 4, 8
-"""K and B, and the most tokens of an answer."""
 BESIDE_VERL = ("torch==2.13.0", "pyzmq", "msgspec", "cachetools", "fastapi", "uvicorn")
-NOT_IN_VERL = {
-    "dynamic_sampling": "rollout.refills",
-    "luffy": "experience.start_log_prob",
-    "oapl": "objective.surrogate='oapl'",
-    "redr": "experience.admit='solutions'",
-    "rlep": "experience.admit='nothing'",
-}
-"""Recipes that are refused, and the option that is why."""
-
-
-class Options(dict):
-    """What these tests need of verl's configuration, which is read and set by attributes."""
-
-    __getattr__ = dict.__getitem__
-    __setattr__ = dict.__setitem__
-
-
-def of_verl(**changes: Any) -> Options:
-    """The defaults of verl, but for the estimator of advantages."""
-
-    def node(values: Any) -> Any:
-        return Options({name: node(value) for name, value in values.items()}) if isinstance(values, dict) else values
-
-    config = node(
-        {
-            "actor_rollout_ref": {
-                "actor": {"policy_loss": {"loss_mode": "vanilla"}, "ppo_mini_batch_size": 2, "ppo_epochs": 1},
-                "rollout": {"n": 8, "temperature": 1.0, "top_p": 1, "top_k": -1},
-            },
-            "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
-            "critic": {"enable": None},
-            "data": {"train_batch_size": 4, "max_response_length": 100},
-            "trainer": {"v1": {"sampler": {}}},
-        }
-    )
-    for key, value in changes.items():
-        *sections, name = key.split("__")
-        target = config
-        for section in sections:
-            target = target[section]
-        target[name] = node(value)
-    return config
-
-
-def refusal(given: dict[str, Any], **changes: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        configure(of_verl(**changes), given)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_the_defaults_are_the_papers() -> None:
-    config = of_verl()
-    options = configure(config, {})
-    actor = config.actor_rollout_ref.actor
-    assert (options.experience.compose, options.objective.weigh) == ("mixed", "shaped")
-    assert (options.questions, options.rollout.samples, options.optimizer.minibatches) == (4, 8, 2)
-    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.entropy_coeff) == (0.2, 0.2, 0.001)
-    assert (actor.loss_agg_mode, actor.loss_scale_factor) == ("seq-mean-token-sum-norm", 100)
-    assert config.algorithm.norm_adv_by_std_in_grpo is False
-    assert config.trainer.v1.trainer_mode == "sync"
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in METHODS.glob("*.yaml")))
-def test_a_recipe_of_a_method_sets_the_options_of_verl(name: str) -> None:
-    if name in NOT_IN_VERL:
-        assert NOT_IN_VERL[name] in refusal({"recipe": name})
-        return
-    config = of_verl()
-    options = configure(config, {"recipe": name})
-    by_path = configure(of_verl(), {"recipe": [str(METHODS / f"{name}.yaml")]})
-    assert options == by_path
-    low, high = options.objective.clip or (UNCLIPPED["clip_ratio_low"], UNCLIPPED["clip_ratio_high"])
-    actor = config.actor_rollout_ref.actor
-    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (low, high)
-    assert config.algorithm.norm_adv_by_std_in_grpo == options.objective.scale_by_std
-    assert actor.entropy_coeff == options.objective.entropy_coef
-
-
-def test_options_beside_a_recipe_win() -> None:
-    given = {
-        "recipe": "rlep",
-        "experience": {"admit": "successes", "ratio": 0.25},
-        "reward": {"success": 0.5},
-        "seed": 3,
-    }
-    options = configure(of_verl(), given)
-    assert (options.experience.ratio, options.reward.success, options.seed) == (0.25, 0.5, 3)
-    assert options.experience.compose == "appended"
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "named"),
-    [
-        ("algorithm__adv_estimator", "gae", "algorithm.adv_estimator=gae"),
-        ("algorithm__use_kl_in_reward", True, "algorithm.use_kl_in_reward"),
-        ("algorithm__filter_groups", {"enable": True}, "algorithm.filter_groups.enable"),
-        ("algorithm__rollout_correction", {"bypass_mode": True}, "rollout_correction.bypass_mode"),
-        ("actor_rollout_ref__actor__policy_loss", {"loss_mode": "gspo"}, "loss_mode=gspo"),
-        ("actor_rollout_ref__rollout__top_p", 0.9, "top_p=0.9"),
-        ("actor_rollout_ref__rollout__top_k", 20, "top_k=20"),
-        ("critic__enable", True, "critic.enable"),
-        ("data__gen_batch_size", 1, "data.gen_batch_size=1"),
-        ("distillation", {"enabled": True}, "distillation.enabled"),
-    ],
-)
-def test_an_option_of_verl_that_excludes_replay_is_refused_by_name(option: str, value: Any, named: str) -> None:
-    assert named in refusal({}, **{option: value})
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"recipe": "exgpro"}, "exgpro: no such recipe"),
-        ({"experience": {"ratoi": 1}}, "did you mean 'experience.ratio'"),
-        ({"experience": {"start": "answers.jsonl"}}, "experience.start"),
-        ({"experience": {"admit": "solutions"}}, "experience.admit='solutions'"),
-        ({"experience": {"compose": "nowhere:at_all"}}, "nowhere"),
-        ({"objective": {"kl_coef": 0.1}}, "use_kl_loss"),
-        ({"objective": {"surrogate": "nowhere:at_all"}}, "objective.surrogate"),
-        ({"rollout": {"samples": 8}}, "rollout.samples"),
-    ],
-)
-def test_an_option_of_replay_that_verl_cannot_have_is_refused_by_name(given: dict[str, Any], named: str) -> None:
-    assert named in refusal(given)
 
 
 @pytest.fixture(scope="session")
@@ -175,18 +55,6 @@ def python() -> Path:
     return there
 
 
-ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-    "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",  # the engines that are registered for it
-    "VERL_USE_EXTERNAL_MODULES": "tests.integrations.verl_cpu",
-    "HF_HUB_OFFLINE": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "HYDRA_FULL_ERROR": "1",
-}
-
-
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_loss_is_the_projects_in_float64(python: Path) -> None:
@@ -196,106 +64,9 @@ def test_the_loss_is_the_projects_in_float64(python: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     cases = json.loads(done.stdout.splitlines()[-1])
-    assert len(cases) == 24
+    assert len(cases) == 32
     for case in cases:
         assert case["error"] < 1e-5, case
-
-
-def train(
-    python: Path, folder: Path, *options: str, workers: int = 1, steps: int = 3, reward: str = "len(solution_str) % 2"
-) -> dict[int, dict[str, Any]]:
-    """Train by verl's own command, and what each step has written; see `verl_cpu.Traced`."""
-    folder.mkdir(exist_ok=True)
-    task = write_task(folder / "task", reward)
-    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    storage = "transfer_queue.backend.SimpleStorage"
-    command = [
-        *(python, "-m", "verl.trainer.main_ppo"),
-        *(f"data.train_files={task}/questions.parquet", f"data.val_files={task}/questions.parquet"),
-        *(f"data.train_batch_size={QUESTIONS}", "data.max_prompt_length=16", f"data.max_response_length={LONGEST}"),
-        *("data.dataloader_num_workers=0", "data.filter_overlong_prompts=False"),
-        *(f"actor_rollout_ref.model.path={task}/model", "actor_rollout_ref.model.use_remove_padding=False"),
-        "+actor_rollout_ref.model.override_config.attn_implementation=eager",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-        *(f"{actor}.strategy=fsdp2", f"{actor}.fsdp_config.dtype=float32", f"{actor}.use_torch_compile=False"),
-        f"+{actor}.fsdp_config.mixed_precision.param_dtype=fp32",
-        *(f"{actor}.ppo_mini_batch_size={QUESTIONS}", f"{actor}.ppo_micro_batch_size_per_gpu=4"),
-        *(f"{rollout}.name=cpu", f"{rollout}.n={ANSWERS}", f"{rollout}.tensor_model_parallel_size=1"),
-        *(f"{rollout}.log_prob_micro_batch_size_per_gpu=4", f"{rollout}.agent.num_workers=1"),
-        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=16",
-        *("algorithm.adv_estimator=grpo", "reward.num_workers=1"),
-        f"reward.custom_reward_function.path={task}/reward.py",
-        *("trainer.v1.trainer_mode=traced", "trainer.device=cpu", "trainer.nnodes=1", "trainer.logger=[console]"),
-        *(f"trainer.n_gpus_per_node={workers}", "trainer.val_before_train=False", "trainer.test_freq=-1"),
-        *(f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={folder}/checkpoints"),
-        *("trainer.total_epochs=10", f"{storage}.num_data_storage_units=1", f"{storage}.total_storage_size=1000"),
-        *("ray_kwargs.ray_init.num_cpus=16", f"+ray_kwargs.ray_init.num_gpus={workers}"),
-        *options,
-    ]
-    environment = {**os.environ, **ENVIRONMENT, "EXGRPO_TRACE": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    told = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
-    for step, of_step in told.items():
-        if (path := folder / f"{step}.npz").exists():
-            with np.load(path, allow_pickle=True) as saved:
-                of_step["columns"] = dict(saved)
-    return told
-
-
-def flat(values: Any) -> np.ndarray:
-    return np.concatenate([np.asarray(row, np.float64) for row in values])
-
-
-def answers_only(columns: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Of each row, the log-probs of its answer's tokens; verl has them of all tokens, one place earlier."""
-    pairs = zip(columns["log_probs"], columns["responses"], strict=True)
-    return [np.asarray(log_probs)[-len(answer) - 1 : -1] for log_probs, answer in pairs]
-
-
-def check_step(of_step: dict[str, Any], *, term: str = "shaped") -> None:
-    """Ratios, advantages and the loss of a step."""
-    columns = of_step["columns"]
-    replayed, padding = columns["replayed"], columns["padding"]
-    present, old = answers_only(columns), columns["old_log_probs"]
-    for row in np.flatnonzero(~replayed & ~padding):  # fresh: their ratios are 1, but for how rows are padded
-        np.testing.assert_allclose(present[row], old[row], rtol=0, atol=1e-6)
-    reward = np.array([sum(scores) for scores in columns["rm_scores"]])
-    for uid in set(columns["uid"][~padding].tolist()):
-        rows = np.flatnonzero(columns["uid"] == uid)
-        assert len(rows) == ANSWERS
-        for row in rows:
-            np.testing.assert_allclose(columns["advantages"][row], reward[row] - reward[rows].mean(), atol=1e-6)
-    repeat = [len(answer) for answer in columns["responses"]]
-    loss = reference.policy_loss(
-        *(torch.from_numpy(flat(values)) for values in (present, old, columns["advantages"])),
-        replayed=torch.from_numpy(np.repeat(replayed, repeat)),
-        clip=(0.2, 0.2) if columns["clip"] else None,
-        beta=0.1 if term == "shaped" else None,
-        normalizer=float(columns["rows"]) * LONGEST,
-        mask=torch.from_numpy(flat(columns["response_mask"]) > 0),
-    ).loss.item()
-    metrics = of_step["metrics"]
-    assert metrics["actor/pg_loss"] + metrics["actor/replay_loss"] == pytest.approx(loss, abs=1e-6)
-    assert metrics["experience/replayed"] == replayed.sum()
-
-
-def check_choice(of_step: dict[str, Any], model: LlamaForCausalLM) -> int:
-    """Each replayed answer has the lowest entropy of its candidates; how many there were to choose from."""
-    columns, scored = of_step["columns"], of_step["scored"]
-    for group, uid in enumerate(of_step["uids"]):
-        candidates = [(entropy, answer) for of_group, answer, entropy in scored if of_group == group]
-        (rows,) = np.nonzero((columns["uid"] == uid) & columns["replayed"])
-        assert len(rows) == bool(candidates)
-        for row in rows:
-            assert list(columns["responses"][row]) == min(candidates)[1]
-            for entropy, answer in candidates:
-                ids = torch.tensor([[*columns["prompts"][row], *answer]])
-                with torch.no_grad():
-                    log_probs = model(ids).logits[0, -len(answer) - 1 : -1].log_softmax(-1)
-                # A learning rate of 1e-6 leaves the model almost as it was.
-                assert entropy == pytest.approx(-(log_probs.exp() * log_probs).sum(-1).mean().item(), abs=1e-3)
-    return len(scored)
 
 
 @pytest.mark.long
@@ -350,3 +121,100 @@ def test_replay_starts_late_questions_retire_and_a_run_ends_once_all_are_solved(
     assert [step["experience/buffer_trajectories"] for step in numbers] == [0, 0]
     assert sorted(question for step in told.values() for question, *_ in step["plan"]) == list(range(8))
     assert (tmp_path / "checkpoints" / "global_step_2" / "experience" / "state.json").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_run_begins_with_answers_of_files_and_goes_on_exactly(python: Path, tmp_path: Path) -> None:
+    source = write_expert(tmp_path / "expert.jsonl")
+    given = ("+exgrpo.recipe=rlep", f"+exgrpo.experience.start={source}", "trainer.save_freq=1")
+    folder, options = tmp_path / "whole", options_of("rlep", experience={"start": source})
+    told = train(python, folder, *given)
+    replay, questions = begun(options, folder)
+    check_replay(told, options, replay)
+    model = LlamaForCausalLM.from_pretrained(folder / "task" / "model").double()
+    found = stored(folder, 1, options)
+    assert [questions[one.question].text for one in found] == [question for question, _ in EXPERT[:4]]
+    for one, (_, text) in zip(found, EXPERT, strict=False):
+        assert (one.reward, one.response[-1], len(one.response)) == (len(text) % 2, 2, len(text) + 1)
+        ids = torch.tensor([[*questions[one.question].prompt, *one.response.tolist()]])
+        with torch.no_grad():
+            log_probs = model(ids).logits[0, -len(one.response) - 1 : -1].log_softmax(-1)
+        expected = log_probs.gather(1, ids[0, -len(one.response) :, None])[:, 0]
+        np.testing.assert_allclose(one.log_prob, expected.numpy(), atol=1e-5)
+    for of_step in told.values():
+        assert of_step["columns"]["replayed"].any()
+        check_loss(of_step, clip=(0.2, 0.28), beta=None, by_token=True)
+    resumed = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/checkpoints/global_step_2")
+    again = train(python, tmp_path / "again", *given, *resumed)
+    assert sorted(again) == [3]
+    assert again[3]["plan"] == told[3]["plan"]
+    for one, other in zip(stored(tmp_path / "again", 3, options), stored(folder, 3, options), strict=True):
+        np.testing.assert_array_equal(one.log_prob, other.log_prob)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_an_expert_counts_as_certain(python: Path, tmp_path: Path) -> None:
+    source = write_expert(tmp_path / "expert.jsonl")
+    folder, options = tmp_path / "run", options_of("luffy", experience={"start": source})
+    told = train(python, folder, "+exgrpo.recipe=luffy", f"+exgrpo.experience.start={source}", steps=2)
+    check_replay(told, options, begun(options, folder)[0])
+    for of_step in told.values():
+        columns = of_step["columns"]
+        assert columns["replayed"].any()
+        for row in np.flatnonzero(columns["replayed"]):
+            assert not np.any(columns["old_log_probs"][row])
+        check_loss(of_step, clip=None, beta=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_further_questions_are_asked_until_enough_groups_have_a_gradient(python: Path, tmp_path: Path) -> None:
+    few = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    told = train(python, tmp_path, "+exgrpo.recipe=dynamic_sampling", *few, reward="float(solution_str[:1] == '1')")
+    options = options_of("dynamic_sampling", 2)
+    check_replay(told, options, replay_of(options))
+    assert sum(of_step["metrics"]["experience/refilled"] for of_step in told.values()) > 0
+    updated = [of_step for of_step in told.values() if "actor/pg_loss" in of_step["metrics"]]
+    assert 0 < len(updated) < len(told)  # all answers of a step may be wrong, and nothing is learnt from it
+    for of_step in updated:
+        check_loss(of_step, clip=(0.2, 0.28), beta=None, by_token=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_regression_learns_from_stored_answers_without_ratios(python: Path, tmp_path: Path) -> None:
+    told = train(python, tmp_path, "+exgrpo.recipe=oapl")
+    options = options_of("oapl")
+    check_replay(told, options, replay_of(options))
+    assert told[3]["columns"]["replayed"].any()
+    for of_step in told.values():
+        columns, total = of_step["columns"], 0.0
+        rows = zip(answers_only(columns), columns["old_log_probs"], columns["advantages"], strict=True)
+        for row, (present, old, advantage) in enumerate(rows):
+            if not columns["padding"][row]:
+                log_ratio = np.sum(np.asarray(present, np.float64) - np.asarray(old))
+                total += (options.objective.beta2 * log_ratio - advantage[0]) ** 2
+        assert of_step["metrics"]["actor/pg_loss"] == pytest.approx(total / float(columns["rows"]), abs=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_one_success_of_each_solution_is_kept(python: Path, tmp_path: Path) -> None:
+    reward = "{'score': float(len(solution_str) % 2), 'key': solution_str[:1]}"
+    told = train(python, tmp_path, "+exgrpo.recipe=redr", "trainer.save_freq=1", reward=reward)
+    options = options_of("redr")
+    check_replay(told, options, replay_of(options))
+    kept, seen = stored(tmp_path, 3, options), set()
+    for one in kept:
+        assert one.key == solution_keys([{"key": str(one.response[0] - 5)}], "solutions")[0]
+        assert (one.question, one.key) not in seen
+        seen.add((one.question, one.key))
+    successes = sum(
+        sum(np.array(of_step["graded"]["reward"])[~np.array(of_step["graded"]["replayed"])] > 0)
+        for of_step in told.values()
+    )
+    assert 0 < len(kept) < successes
+    for row in np.flatnonzero(told[3]["columns"]["replayed"]):
+        assert told[3]["columns"]["advantages"][row][0] == pytest.approx(options.objective.coefficient)

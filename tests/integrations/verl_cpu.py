@@ -25,6 +25,8 @@ EOS, FIRST, WORDS = 2, 5, 10
 """Of the vocabulary of the tiny model."""
 TRACE = "EXGRPO_TRACE"
 """Folder of what the trainer writes."""
+GRADED = ("question", "group", "length", "replayed", "reward", "key", "finished", "token", "old_log_prob", "trained")
+"""Columns of the batch of a step that it writes."""
 
 
 class _Device(SimpleNamespace):
@@ -160,8 +162,8 @@ class Traced(ExGRPOTrainer):
         if self._trained:  # the policy before the update, as the workers see it
             batch.extra_info |= {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0}
             self.actor_rollout_wg.compute_log_prob(batch)
-            names = ["uid", "log_probs", "old_log_probs", "advantages", "response_mask", "prompts", "responses"]
-            names.append("rm_scores")
+            names = ["uid", "log_probs", "old_log_probs", "advantages", "weights", "response_mask", "prompts"]
+            names += ["responses", "rm_scores"]
             data = tq.kv_batch_get(batch.keys, batch.partition_id, [*names, "replayed"])
             columns = {name: np.array([v.tolist() for v in data[name].unbind()], object) for name in names[1:]}
             columns |= {"uid": np.array(list(data["uid"])), "replayed": data["replayed"].numpy()}
@@ -169,7 +171,8 @@ class Traced(ExGRPOTrainer):
             np.savez(folder / f"{step}.npz", clip=batch.extra_info["clip"], rows=batch.extra_info["rows"], **columns)
         result = super()._update_actor(batch, metrics)
         numbers = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
-        told = {"plan": plan, "uids": self._uids, "scored": self.scored, "metrics": numbers}
+        graded = {name: getattr(self._batch, name).tolist() for name in GRADED}
+        told = {"plan": plan, "uids": self._uids, "scored": self.scored, "metrics": numbers, "graded": graded}
         (folder / f"{step}.json").write_text(json.dumps(told))
         self.scored = ()
         return result

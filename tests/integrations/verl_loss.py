@@ -1,82 +1,176 @@
-"""Prints how far the loss and its gradient are from the project's in float64, for each kind of term and aggregation.
+"""Prints how far the loss and its gradient are from the project's in float64, for each kind of term and aggregation,
+and from those of other surrogates by their formulas.
 
 It runs where verl is; see test_verl_replay.py.
 """
 
-import dataclasses
 import itertools
 import json
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from verl.utils.tensordict_utils import assign_non_tensor
 from verl.workers.config import FSDPActorConfig
 
-from exgrpo.integrations.verl_method import UNCLIPPED, replay_loss
+from exgrpo.integrations.verl_method import replay_loss
 from exgrpo.kernels import reference
+from exgrpo.train.config.objective import SURROGATES, ObjectiveConfig
+from exgrpo.train.policy.loss import LossSettings
 
-LENGTHS, PROMPT, LONGEST, ROWS = (3, 5, 1, 4), 2, 6, 3.5
-BETA, ENTROPY = 0.1, 0.01
+LENGTHS, PROMPT, LONGEST, ROWS = [3, 5, 1, 4], 2, 6, 3.5
+"""The last but one row has no token of the policy, as one that fills up."""
+BETA, ENTROPY, BETA2 = 0.1, 0.01, 0.05
 AGGREGATED = ("seq-mean-token-sum-norm", "token-mean")
+WEIGHT = torch.tensor([1.0, 0.5, 0.0, 0.7]).repeat_interleave(torch.tensor(LENGTHS))
+REPLAYED = torch.tensor([False, True, False, True])
 
 
-def jagged(values: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def jagged(values: Tensor, lengths: list[int]) -> Tensor:
     return torch.nested.as_nested_tensor(list(values.split(lengths)), layout=torch.jagged)
 
 
 def main() -> None:
     """One line of JSON."""
     cases = itertools.product(("shaped", "ratio", "clipped"), (True, False), AGGREGATED, (False, True))
-    print(json.dumps([case(*one) for one in cases]))
+    of_formulas = itertools.product(FORMULAS, ("shaped", "clipped"))
+    print(json.dumps([*(case(*one) for one in cases), *(other(*one) for one in of_formulas)]))
 
 
-def case(term: str, clip: bool, aggregated: str, present: bool) -> dict[str, object]:
-    """A micro-batch of four rows, of which two are replayed; `present`: ratios of these are to the policy itself."""
-    torch.manual_seed(1)
-    tokens, lengths = sum(LENGTHS), list(LENGTHS)
-    whole = [PROMPT + n for n in lengths]
-    log_prob = (-torch.rand(sum(whole)) * 3).requires_grad_()
-    entropy = torch.rand(sum(whole)).requires_grad_()
-    # verl has the scores of a token where it is predicted, one place before.
-    ends = list(itertools.accumulate(whole))
-    at = torch.cat([torch.arange(end - n - 1, end - 1) for end, n in zip(ends, lengths, strict=True)])
-    old, advantage = log_prob.detach()[at] + torch.randn(tokens), torch.randn(tokens)
-    replayed = torch.tensor([False, True, False, True])
-    of_token = replayed.repeat_interleave(torch.tensor(lengths))
-    if present:
-        old[of_token] = torch.inf
-    mask = torch.ones(tokens, dtype=torch.int64)
-    mask[1] = 0
-    columns = {
-        name: jagged(values, lengths) for name, values in {"old_log_probs": old, "advantages": advantage}.items()
-    }
-    answer, prompt = torch.zeros(tokens, dtype=torch.int64), torch.zeros(PROMPT * len(lengths), dtype=torch.int64)
-    columns |= {"responses": jagged(answer, lengths), "prompts": jagged(prompt, [PROMPT] * len(lengths))}
-    columns |= {"response_mask": jagged(mask, lengths), "replayed": replayed}
-    data = TensorDict(columns, batch_size=len(lengths))
-    of_batch = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(lengths)}
-    assign_non_tensor(data, **of_batch, clip=clip, rows=ROWS)
-    shape = {"loss_agg_mode": aggregated, "loss_scale_factor": LONGEST, "entropy_coeff": ENTROPY, "clip_ratio_c": 1e9}
-    config = FSDPActorConfig(strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=4, **shape)
-    output = {"log_probs": jagged(log_prob, whole), "entropy": jagged(entropy, whole)}
-    unclipped = dataclasses.replace(config, **UNCLIPPED)
-    loss, _ = replay_loss(config, output, data, unclipped=unclipped, term=term, beta=BETA)
-    exact = (values.detach().double().requires_grad_() for values in (log_prob, entropy))
-    exact_log_prob, exact_entropy = exact
-    expected = reference.policy_loss(
-        *(exact_log_prob[at], old.double(), advantage.double()),
-        replayed=None if term == "clipped" else of_token,
-        clip=(0.2, 0.2) if clip else None,
-        beta=BETA if term == "shaped" else None,
-        entropy=exact_entropy[at],
-        entropy_coef=ENTROPY,
-        normalizer=float(mask.sum()) if aggregated == "token-mean" else ROWS * LONGEST,
-        mask=mask.bool(),
-    ).loss
-    found = [loss, *torch.autograd.grad(loss, (log_prob, entropy))]
-    right = [expected, *torch.autograd.grad(expected, (exact_log_prob, exact_entropy))]
-    error = max((ours - theirs).abs().max().item() for ours, theirs in zip(found, right, strict=True))
+class MicroBatch:
+    """Four rows, of which two are replayed.
+
+    Attributes:
+        log_prob, entropy: [L] of all tokens, with prompts; verl has the scores of a token one place before it.
+        old, advantage: [T] of the answers' tokens.
+        own, replayed: [T] bool.
+        at: [T] where the scores of the answers' tokens are.
+    """
+
+    def __init__(self, *, present: bool = False) -> None:
+        torch.manual_seed(1)
+        self.whole = [PROMPT + n for n in LENGTHS]
+        self.log_prob = (-torch.rand(sum(self.whole)) * 3).requires_grad_()
+        self.entropy = torch.rand(sum(self.whole)).requires_grad_()
+        ends = list(itertools.accumulate(self.whole))
+        self.at = torch.cat([torch.arange(end - n - 1, end - 1) for end, n in zip(ends, LENGTHS, strict=True)])
+        self.old = self.log_prob.detach()[self.at] + torch.randn(len(self.at))
+        self.advantage = torch.randn(len(self.at))
+        self.replayed = REPLAYED.repeat_interleave(torch.tensor(LENGTHS))
+        if present:
+            self.old[self.replayed] = torch.inf
+        self.own = torch.arange(len(self.at)) != 1
+        self.own[8] = False
+
+    def loss(self, objective: ObjectiveConfig, term: Any, aggregated: str, *, clip: bool) -> Tensor:
+        """By verl's way."""
+        of_answers = {"old_log_probs": self.old, "advantages": self.advantage, "weights": WEIGHT}
+        of_answers |= {"responses": torch.zeros(len(self.at)).long(), "response_mask": self.own.long()}
+        columns = {name: jagged(values, LENGTHS) for name, values in of_answers.items()}
+        columns["prompts"] = jagged(torch.zeros(PROMPT * len(LENGTHS)).long(), [PROMPT] * len(LENGTHS))
+        data = TensorDict({**columns, "replayed": REPLAYED}, batch_size=len(LENGTHS))
+        of_batch = {"dp_size": 1, "batch_num_tokens": int(self.own.sum()), "global_batch_size": len(LENGTHS)}
+        assign_non_tensor(data, **of_batch, clip=clip, rows=ROWS)
+        shape = {"loss_agg_mode": aggregated, "loss_scale_factor": LONGEST, "entropy_coeff": ENTROPY}
+        config = FSDPActorConfig(strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=4, **shape)
+        output = {"log_probs": jagged(self.log_prob, self.whole), "entropy": jagged(self.entropy, self.whole)}
+        settings = LossSettings(objective, SURROGATES.find(objective.surrogate))
+        loss, metrics = replay_loss(config, output, data, settings=settings, term=term)
+        assert set(metrics) >= {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy_loss"}
+        return loss
+
+    def error(self, loss: Tensor, expected: Callable[[Tensor, Tensor], Tensor]) -> float:
+        """The largest difference of a loss and its gradient from one of float64 log-probs [T] and entropies [T]."""
+        exact = [values.detach().double().requires_grad_() for values in (self.log_prob, self.entropy)]
+        right = expected(*(values[self.at] for values in exact))
+        found = [loss, *torch.autograd.grad(loss, (self.log_prob, self.entropy))]
+        wanted = [right, *torch.autograd.grad(right, exact)]
+        return max((ours - theirs).abs().max().item() for ours, theirs in zip(found, wanted, strict=True))
+
+    def normalizer(self, aggregated: str) -> float:
+        return float(self.own.sum()) if aggregated == "token-mean" else ROWS * LONGEST
+
+
+def case(term: Any, clip: bool, aggregated: str, present: bool) -> dict[str, object]:
+    """The clipped surrogate; `present`: ratios of replayed tokens are to the policy itself."""
+    batch = MicroBatch(present=present)
+
+    def expected(log_prob: Tensor, entropy: Tensor) -> Tensor:
+        return reference.policy_loss(
+            *(log_prob, batch.old.double(), (batch.advantage * WEIGHT).double()),
+            replayed=None if term == "clipped" else batch.replayed,
+            clip=(0.2, 0.2) if clip else None,
+            beta=BETA if term == "shaped" else None,
+            entropy=entropy,
+            entropy_coef=ENTROPY,
+            normalizer=batch.normalizer(aggregated),
+            mask=batch.own,
+        ).loss
+
+    objective = ObjectiveConfig(beta=BETA)
+    error = batch.error(batch.loss(objective, term, aggregated, clip=clip), expected)
     return {"term": term, "clip": clip, "aggregated": aggregated, "present": present, "error": error}
+
+
+def _answers(values: Tensor) -> list[Tensor]:
+    return list(values.split(LENGTHS))
+
+
+def _regression(log_ratio: Tensor, advantage: Tensor, weight: Tensor, ratio: Tensor) -> Tensor:
+    """OAPL, -(beta2 S - A)^2 of an answer."""
+    return -weight[0] * (BETA2 * log_ratio.sum() - advantage.mean()) ** 2
+
+
+def _sequence_ratio(log_ratio: Tensor, advantage: Tensor, weight: Tensor, ratio: Tensor) -> Tensor:
+    """GSPO, clipped, with the sum of the advantages of its tokens."""
+    whole, total = log_ratio.mean().exp(), (weight * advantage).sum()
+    return torch.minimum(whole * total, whole.clamp(0.8, 1.2) * total)
+
+
+def _dual_clip(log_ratio: Tensor, advantage: Tensor, weight: Tensor, ratio: Tensor) -> Tensor:
+    value = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return (weight * torch.where(advantage < 0, torch.maximum(value, 3 * advantage), value)).sum()
+
+
+def _cispo(log_ratio: Tensor, advantage: Tensor, weight: Tensor, ratio: Tensor) -> Tensor:
+    return (weight * ratio.detach().clamp(0.8, 1.2) * advantage * log_ratio).sum()
+
+
+FORMULAS = {"oapl": _regression, "gspo": _sequence_ratio, "dual_clip": _dual_clip, "cispo": _cispo}
+"""Of an answer's [R] own tokens. The gradient of a log-ratio is that of its log-prob."""
+
+
+def other(surrogate: str, term: Any) -> dict[str, object]:
+    """A surrogate of fresh answers, and of replayed ones where their term is the same."""
+    batch = MicroBatch()
+    # What the regression takes for the advantage and the weight of an answer is the mean over its tokens: one for all.
+    for values in _answers(batch.advantage):
+        values[:] = values.mean()
+
+    def expected(log_prob: Tensor, entropy: Tensor) -> Tensor:
+        log_ratio = log_prob - batch.old.double()
+        parts = zip(*map(_answers, (log_ratio, batch.advantage.double(), WEIGHT.double(), batch.own)), strict=True)
+        total = torch.zeros((), dtype=torch.float64)
+        for row, (of_row, advantage, weight, own) in enumerate(parts):
+            of_row, advantage, weight = (values[own] for values in (of_row, advantage, weight))
+            ratio = of_row.exp()
+            if not own.any():
+                continue
+            if REPLAYED[row] and term == "shaped":
+                total = total + (weight * advantage * ratio / (ratio + BETA)).sum()
+            else:
+                total = total + FORMULAS[surrogate](of_row, advantage, weight, ratio)
+        return -(total + ENTROPY * entropy[batch.own].sum()) / (ROWS * LONGEST)
+
+    objective = ObjectiveConfig(beta=BETA, beta2=BETA2, surrogate=surrogate)
+    loss = batch.loss(objective, term, AGGREGATED[0], clip=True)
+    if surrogate == "cispo":  # a number of its own, and the gradient that counts
+        loss = (
+            loss - loss.detach() + expected(batch.log_prob.detach().double()[batch.at], batch.entropy[batch.at]).item()
+        )
+    return {"surrogate": surrogate, "term": term, "error": batch.error(loss, expected)}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ WORDS = ["<pad>", "<s>", "</s>", "<unk>", " ", *"0123456789", "+", "="]
 CHAT = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **more):
-    return float({reward})
+    return {reward}
 """
 
 
@@ -21,7 +21,7 @@ def write_task(folder: Path, reward: str) -> Path:
 
     Args:
         folder: see above.
-        reward: an expression of `solution_str`.
+        reward: an expression of `solution_str`, a number or a dict with a score.
     """
     folder.mkdir(exist_ok=True)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))

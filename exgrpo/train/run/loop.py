@@ -114,7 +114,9 @@ class Run:
         self.neighbours = Neighbours.of(world.ranks, threads.count) if threads else None
 
     def _start_experience(self) -> Started | None:
-        encoding = Encoding.of(self.parts.inputs.pretrained, self.config.rollout.stop)
+        pretrained, stop = self.parts.inputs.pretrained, self.config.rollout.stop
+        vocabulary = pretrained.model.config.get_text_config().vocab_size
+        encoding = Encoding.of(pretrained.tokenizer, pretrained.eos, vocabulary, stop)
         return start_experience(Beginning.of(self.parts.trainer), encoding)
 
     def _restore(self) -> dict[str, int]:

@@ -2,10 +2,10 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -21,7 +21,9 @@ from exgrpo.train.replay.table import Origin
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.rollout.stops import text_of
 from exgrpo.train.run.traces import Questions, Trace, read_traces
-from exgrpo.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from exgrpo.train.trainer import Trainer  # which needs DeepSpeed, and other trainers do without it
 
 CHUNK = 1024
 """Traces that are encoded, graded or scored at once."""
@@ -62,7 +64,7 @@ class Beginning:
     cuts: bool = True
 
     @classmethod
-    def of(cls, trainer: Trainer) -> Self:
+    def of(cls, trainer: "Trainer") -> Self:
         """That of a run of `exgrpo.train`."""
         config, answerer = trainer.config, trainer.answerer
 
@@ -108,15 +110,14 @@ class Encoding:
     stop: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, pretrained: Any, stop: tuple[str, ...]) -> Self:
-        """That of a `Pretrained`."""
-        tokenizer, own = pretrained.tokenizer, pretrained.tokenizer.eos_token_id
+    def of(cls, tokenizer: Any, eos: Collection[int], vocabulary: int, stop: tuple[str, ...] = ()) -> Self:
+        """That of a tokenizer; its own EOS comes first."""
         return cls(
             encode=lambda texts: tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [],
             decode=tokenizer.decode,
             read=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
-            eos=tuple(sorted(pretrained.eos, key=lambda eos: eos != own)),
-            vocabulary=pretrained.model.config.get_text_config().vocab_size,
+            eos=tuple(sorted(eos, key=lambda one: one != tokenizer.eos_token_id)),
+            vocabulary=vocabulary,
             stop=stop,
         )
 

@@ -34,6 +34,10 @@ PRINTED = Encoding(
 """Texts are the token ids themselves."""
 
 
+def encoding_of(model) -> Encoding:
+    return Encoding.of(model.tokenizer, model.eos, model.model.config.get_text_config().vocab_size)
+
+
 def right(text: str) -> float:
     """1 where the second word is 7, which is what the scripted engine's successes have there."""
     return float(text.split()[1:2] == ["7"])
@@ -71,7 +75,7 @@ def stored(trainer) -> list[Trajectory]:
 
 def arithmetic(tmp_path, source, **values) -> Trainer:
     """A trainer of the default task, with the trajectories of a source; its policy is no real one."""
-    encoding = Encoding.of(pretrained(), ())
+    encoding = encoding_of(pretrained())
     trainer = trainer_of(config({"experience.start": str(source)}, values), runs.questions(), encoding)
     start_experience(Beginning.of(trainer), encoding)
     return trainer
@@ -145,7 +149,7 @@ def test_log_probs_of_another_model_are_those_of_the_policy_unless_they_are_kept
 @pytest.mark.parametrize("cuts", [True, False])
 def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thread, cuts):
     """RLEP: another run's successes, with old log-probs of this run's policy, among the words that were kept."""
-    encoding = Encoding.of(pretrained(), ())
+    encoding = encoding_of(pretrained())
     rows = pq.read_table(exported / "data").to_pylist()
     source = runs.write_parquet(tmp_path / "other.parquet", [{**row, "model": "another"} for row in rows])
     of_run = config({"experience.start": str(source), "rollout.temperature": 0.7})
