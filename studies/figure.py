@@ -1,7 +1,8 @@
 """The curves of a study in one picture: a column for each task, Pass@1 above Pass@k."""
 
 import io
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -29,17 +30,17 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,
     "legend.frameon": False,
 }
-ROWS = ("pass_at_1", "pass_at_k")
+ROWS: tuple[Literal["pass_at_1", "pass_at_k"], ...] = ("pass_at_1", "pass_at_k")
 
 
-def figure(findings: Findings, cost: str = "generated_tokens") -> str:
+def figure(findings: Findings, cost: str = "generated_tokens", rows: Sequence[str] = ROWS) -> str:
     """An SVG file: held-out scores against a cost, as means over seeds with 95 % intervals (Student's t)."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": findings.study.name}):
         tasks = findings.tasks
-        size = (WIDTH * len(tasks), HEIGHT * len(ROWS) + LEGEND)
+        size = (WIDTH * len(tasks), HEIGHT * len(rows) + LEGEND)
         drawn = Figure(figsize=size, layout="constrained")
-        plots = drawn.subplots(len(ROWS), len(tasks), squeeze=False, sharex="col")
-        for row, name in enumerate(ROWS):
+        plots = drawn.subplots(len(rows), len(tasks), squeeze=False, sharex="col")
+        for row, name in enumerate(rows):
             for column, task in enumerate(tasks):
                 _draw(plots[row][column], findings, task, name, cost)
             plots[row][0].set_ylabel(findings.score_name(name))

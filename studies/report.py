@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,7 +13,7 @@ from rich.console import Console
 from exgrpo.train.common.errors import OutputError, os_errors_as
 from exgrpo.train.common.process import run_program
 from exgrpo.train.config.command_line import options_of
-from studies.figure import figure
+from studies.figure import ROWS, figure
 from studies.findings import Findings
 from studies.page import page, table
 from studies.results import ResultFile
@@ -33,12 +33,13 @@ class Options(BaseModel):
     results: Path = Field(RESULTS, description="File of results.")
     tasks: tuple[str, ...] = Field((), description="Only these tasks; none: all.")
     arms: tuple[str, ...] = Field((), description="Only these arms and the baseline; none: all.")
+    scores: tuple[Literal["pass_at_1", "pass_at_k"], ...] = Field(ROWS, description="Rows of the picture.")
     output: Path | None = Field(
         None, description="Folder of the three files; None: that of the results. They are named as the study."
     )
 
 
-def write(findings: Findings, folder: Path) -> None:
+def write(findings: Findings, folder: Path, scores: Sequence[str] = ROWS) -> None:
     """Print the findings in short, and write the three files.
 
     Raises:
@@ -46,7 +47,7 @@ def write(findings: Findings, folder: Path) -> None:
     """
     Console().print(*summary(findings))
     Console().print(headline(findings), markup=False, highlight=False, soft_wrap=True)
-    for ending, text in ((".html", page(findings)), (".md", table(findings)), (".svg", figure(findings))):
+    for ending, text in ((".html", page(findings)), (".md", table(findings)), (".svg", figure(findings, rows=scores))):
         path = folder / f"{findings.study.name}{ending}"
         with os_errors_as(OutputError, f"{path} cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         options = options_of(Options, PROGRAM, argv)
         study = load_study(options.study)
         study = study.only(options.tasks, options.arms and (study.plan.baseline, *options.arms))
-        write(Findings.of(study, ResultFile(options.results)), options.output or options.results.parent)
+        write(Findings.of(study, ResultFile(options.results)), options.output or options.results.parent, options.scores)
 
     return run_program(work, "stopped")
 

@@ -155,9 +155,14 @@ def test_the_program_writes_a_page_and_a_table(tmp_path, capsys):
     text = (tmp_path / "out" / "trial.md").read_text()
     assert "| with | 0.505 " in text
     assert "commit c0ffee" in text
-    picture = ElementTree.parse(tmp_path / "out" / "trial.svg")
-    shown = {element.text for element in picture.iter() if element.tag.endswith("text")}
-    assert {"countdown", "Pass@1", "Pass@8", "generated tokens", "with", "without"} <= shown
+    words = {"countdown", "Pass@1", "Pass@8", "generated tokens", "with", "without"}
+    assert words <= texts(tmp_path / "out" / "trial.svg")
+    assert studies.report.main([*arguments, "--scores", "pass_at_1"]) == 0
+    assert words - texts(tmp_path / "out" / "trial.svg") == {"Pass@8"}
+
+
+def texts(picture):
+    return {element.text for element in ElementTree.parse(picture).iter() if element.tag.endswith("text")}
 
 
 def test_an_error_is_one_line(tmp_path, capsys):
