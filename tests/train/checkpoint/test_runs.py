@@ -112,8 +112,7 @@ def test_a_run_that_0_1_0_wrote_goes_on_by_its_recipe_as_it_went_on_there(tmp_pa
     of_0_1_0 = Path(__file__).parent / "v0_1_0"
     shutil.copytree(of_0_1_0 / "run", tmp_path / "run")
     named = (f"--recipe={of_0_1_0 / 'recipe.yaml'}", f"--output.folder={tmp_path}")
-    done = launch(MAIN, *named, "--resume=auto", "--steps=4")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = completed(MAIN, *named, "--resume=auto", "--steps=4")
     assert f"going on with {tmp_path / 'run'} after step 2" in done.stdout
     assert str(tmp_path) not in done.stderr  # what is wrong with files names them
     records = untimed(tmp_path / "run")
