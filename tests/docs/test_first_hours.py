@@ -1,0 +1,97 @@
+"""The first hours in docs/how_to run as they are written, files, changes and commands, and print what they show."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LEFT_OUT = shutil.ignore_patterns(".git*", ".venv", "build", "runs", "shared", "*.so", "__pycache__", "build.json")
+FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"# (\w+\.py)\n")
+HUNK = re.compile(r"((?:[ -].*\n)+)((?:\+.*\n)*)")
+NEEDS = {"own_loop": (), "trl_script": ("trl",), "own_data": ("vllm",)}
+"""The pages, and what `make check` does not install for them."""
+
+
+def program_of(page, installed):
+    """The page as one program of a shell; where all is installed, without the block that installs."""
+    files, lines = {}, ["set -eo pipefail"]
+    for language, text in FENCED.findall(page):
+        if language == "diff":
+            old, new, changes = re.fullmatch(r"--- (\S+)\n\+\+\+ (\S+)\n(.*)", text, re.DOTALL).groups()
+            files[new] = changed(files[old], changes)
+            lines.append(written(new, files[new]))
+        elif language == "python":
+            name = NAMED.match(text)[1]
+            files[name] = text
+            lines.append(written(name, text))
+        elif language == "bash" and not (installed and "pip install" in text):
+            lines.append(text)
+    return "\n".join(lines)
+
+
+def changed(text, changes):
+    """A file after the changes: the lines that stand in it once, with those that take their place or follow them."""
+    for before, added in HUNK.findall(changes):
+        kept = "".join(line[1:] for line in before.splitlines(True) if line[0] == " ")
+        old, new = re.sub("^.", "", before, flags=re.MULTILINE), kept + re.sub(r"^\+", "", added, flags=re.MULTILINE)
+        assert f"\n{text}".count(f"\n{old}") == 1, f"not once in the file:\n{old}"
+        text = f"\n{text}".replace(f"\n{old}", f"\n{new}")[1:]
+    return text
+
+
+def written(name, text):
+    return f"cat >{name} <<'END_OF_FILE'\n{text}END_OF_FILE"
+
+
+def form(text):
+    """A text without its numbers and breaks of lines: what is the same on another machine."""
+    return re.sub(r"\s+", " ", re.sub(r"[+-]?\d+(\.\d+)?(e-?\d+)?", "#", text)).strip()
+
+
+def follow(name, folder, environment, installed):
+    """Does what a page says, in a folder, and holds what it prints against the page."""
+    page = (ROOT / "docs" / "how_to" / f"{name}.md").read_text()
+    done = subprocess.run(
+        ["bash", "-c", program_of(page, installed)],
+        cwd=folder,
+        env={**environment, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1700,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    shown = [line for language, text in FENCED.findall(page) if language == "text" for line in text.splitlines()]
+    assert shown
+    output = form(done.stdout)
+    assert not [line for line in shown if form(line) not in output], done.stdout
+
+
+@pytest.mark.parametrize(
+    "name", ["own_loop", *(pytest.param(name, marks=pytest.mark.long) for name in ("trl_script", "own_data"))]
+)
+@pytest.mark.timeout(1800)
+def test_a_page_runs_where_all_is_installed(name, tmp_path):
+    if absent := [package for package in NEEDS[name] if find_spec(package) is None]:
+        pytest.skip(f"not installed: {', '.join(absent)}")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    follow(name, tmp_path, {**os.environ, "PYTHONPATH": path, "PATH": programs}, installed=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.timeout(1800)
+def test_a_page_runs_in_a_fresh_environment(name, tmp_path):
+    project, home = tmp_path / "copy", tmp_path / "home"
+    shutil.copytree(ROOT, project, ignore=LEFT_OUT)
+    home.mkdir()
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "EXGRPO", "VIRTUAL"))}
+    follow(name, project, {**clean, "HOME": str(home)}, installed=False)
+    shutil.rmtree(tmp_path)  # gigabytes
