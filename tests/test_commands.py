@@ -143,14 +143,14 @@ def test_a_dry_run_shows_the_configuration_the_plan_and_an_estimate_and_starts_n
     monkeypatch.setattr(launch, "Console", lambda: launch_console(printed))
     monkeypatch.setattr(launch, "_start", lambda *_: pytest.fail("started"))
     given = ["--questions=12", "--steps=7", f"--output.folder={tmp_path}"]
-    assert launch.main(["--dry-run", "--processes=4", *given]) == 0
+    assert launch.main(["--dry-run", "--processes=2", *given]) == 0
     text = printed.getvalue()
-    settings, rest = text.split("4 processes train ")
+    settings, rest = text.split("2 processes train ")
     assert yaml.safe_load(settings) == yaml.safe_load(to_yaml(parse_args(given)))
     assert "A step has 12 questions with 8 answers each, 96 in all" in rest
     assert "Held-out questions: test (512)" in rest
     assert "It fits: peak" in rest
-    assert "for 4 processes" in rest
+    assert "for 2 processes" in rest
     assert "GiB usable per process" in rest
     assert "H100" not in text
     assert "GPU" not in rest.replace("has no GPU", "")
