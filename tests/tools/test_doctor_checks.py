@@ -3,6 +3,7 @@
 import pickle
 import re
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,7 @@ def test_the_fullest_gpu_decides_and_the_remedy_is_the_estimates(given, monkeypa
     monkeypatch.setattr(machine, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(machine, "processes", lambda: 2)
     monkeypatch.setattr(machine, "free_memory", lambda: 2**40)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
     asked = given(**{"policy.path": "Qwen/Qwen2.5-Math-1.5B", "policy.dtype": "bf16"})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: ((80 - gpu) * 2**30, 80 * 2**30))
     assert " of 75.0 GiB, CPU memory: " in machine.check_memory(asked)  # 79 without the 4 that no tensor gets
