@@ -14,10 +14,13 @@ from benchmarks.workloads import Workload, workloads
 from exgrpo.kernels.timing import paired_ratio, paired_spread
 from exgrpo.tools.bench import Result, Results
 
-TRL, ON_POLICY, EXGRPO, VLLM, FP16 = "trl", "on-policy", "exgrpo", "exgrpo with vllm", "exgrpo in fp16"
-ROWS = (TRL, ON_POLICY, EXGRPO, VLLM, FP16)
-NEEDS = {TRL: ("trl", "trl==1.16.0"), VLLM: ("vllm", "vllm")}
+TRL, ON_POLICY, EXGRPO = "trl", "on-policy", "exgrpo"
+VLLM, ON_POLICY_VLLM, FP16 = "exgrpo with vllm", "on-policy with vllm", "exgrpo with vllm in fp16"
+ROWS = (TRL, ON_POLICY, EXGRPO, VLLM, ON_POLICY_VLLM, FP16)
+NEEDS = {TRL: ("trl", "trl==1.16.0"), **dict.fromkeys((VLLM, ON_POLICY_VLLM, FP16), ("vllm", "vllm"))}
 """What only some rows need: a module, and what to install."""
+WITHOUT_REPLAY = {EXGRPO: ON_POLICY, VLLM: ON_POLICY_VLLM, FP16: ON_POLICY_VLLM}
+"""The row with the same engine that a row's time is compared with."""
 
 
 def missing(workload: Workload) -> dict[str, str]:
@@ -27,7 +30,8 @@ def missing(workload: Workload) -> dict[str, str]:
         for row, (name, package) in NEEDS.items()
         if importlib.util.find_spec(name) is None
     }
-    return lacking if workload.dtype == "bf16" else {**lacking, FP16: "it is compared with bf16, on a GPU"}
+    of_gpus = {} if workload.dtype == "bf16" else dict.fromkeys((ON_POLICY_VLLM, FP16), "it is compared on a GPU")
+    return {**lacking, **of_gpus}
 
 
 def commands(workload: Workload, folder: Path) -> dict[str, list[str]]:
@@ -44,7 +48,8 @@ def commands(workload: Workload, folder: Path) -> dict[str, list[str]]:
         ON_POLICY: ours(ON_POLICY, 0.0, "transformers"),
         EXGRPO: ours(EXGRPO, 0.5, "transformers"),
         VLLM: ours(VLLM, 0.5, "vllm"),
-        FP16: ours(FP16, 0.5, "transformers", **{"policy.dtype": "fp16"}),
+        ON_POLICY_VLLM: ours(ON_POLICY_VLLM, 0.0, "vllm"),
+        FP16: ours(FP16, 0.5, "vllm", **{"policy.dtype": "fp16"}),
     }
 
 
@@ -83,8 +88,8 @@ def results(turns: dict[str, list[Turn]]) -> Results:
             facts["mfu"] = {p: statistics.median(turn.facts["mfu"].get(p, 0.0) for turn in of_row) for p in shares}
         if TRL in turns:
             facts |= compared(of_row, turns[TRL], "trl")
-        if name != TRL and ON_POLICY in turns:
-            facts["times_on_policy"] = paired_ratio([t.seconds for t in of_row], [t.seconds for t in turns[ON_POLICY]])
+        if (without := WITHOUT_REPLAY.get(name)) in turns:
+            facts["times_on_policy"] = paired_ratio([t.seconds for t in of_row], [t.seconds for t in turns[without]])
         rows[name] = Result(tuple(turn.seconds for turn in of_row), peak_bytes=peak_bytes(of_row[-1]), facts=facts)
     return rows
 
