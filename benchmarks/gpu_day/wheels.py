@@ -77,6 +77,18 @@ def contents(wheels: Iterable[Path]) -> dict[str, Distribution]:
     return found
 
 
+def conflicts(wheels: Mapping[str, Distribution]) -> list[str]:
+    """What some wheels, by canonical name, need of one another and do not get."""
+    return [
+        f"{one.metadata['Name']} {one.version} needs {need}, and {wheels[other].version} is there"
+        for one in wheels.values()
+        for need in map(Requirement, one.requires or ())
+        if (other := canonicalize_name(need.name)) in wheels
+        and (need.marker is None or need.marker.evaluate({"extra": ""}))
+        and not need.specifier.contains(wheels[other].version, prereleases=True)
+    ]
+
+
 def sizes(folder: Path) -> dict[str, int]:
     """Bytes of the wheels of a folder, pieces summed up, by canonical name."""
     found: dict[str, int] = {}
@@ -99,7 +111,9 @@ def plan(folder: Path, listed: Path | None) -> str:
     vllm = VLLM_OF_TORCH.get(".".join(torch.split(".")[:2]), "")
     chosen = [group for group in GROUPS if vllm or group != "vllm"]
     with tempfile.TemporaryDirectory() as scratch:
-        lacking = missing(there, {**installed(), **contents(joined(folder, Path(scratch)))}, chosen, vllm)
+        fetched = contents(joined(folder, Path(scratch)))
+        lacking = missing(there, {**installed(), **fetched}, chosen, vllm)
+        apart = conflicts({name: one for name, one in fetched.items() if lacking.get(name, (None, ALONE))[1] != ALONE})
     lines, known = [], sizes(folder)
     for name, (one, by) in lacking.items():
         size = f"{known[name] / 2**20:.2f} MiB" if name in known else "not fetched"
@@ -109,6 +123,7 @@ def plan(folder: Path, listed: Path | None) -> str:
     lines.append(f"{len(lacking)} wheels, {sum(known.get(name, 0) for name in lacking) / 2**20:.1f} MiB fetched")
     lines.append(f"On a machine with a network, for Python 3.12 there: sh {folder / 'fetch.sh'} 3.12")
     lines.append("Then this list again: it has what the new wheels need.")
+    lines += [f"They do not fit together: {conflict}. Fetch another version of one of them." for conflict in apart]
     if not vllm:
         lines.append(f"vllm is not in the list: it is for torch {', '.join(VLLM_OF_TORCH)}, and {torch} is there.")
     return "\n".join(lines)

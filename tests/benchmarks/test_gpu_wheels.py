@@ -55,6 +55,9 @@ def test_the_list_has_sizes_versions_and_what_wheels_need(tmp_path, wanted):
     script = (tmp_path / "fetch.sh").read_text()
     assert all(name in script for name in ("deepspeed==0.19.8", "hjson", "quack-kernels==0.6.5"))
     assert subprocess.run(["sh", "-n", tmp_path / "fetch.sh"], check=False).returncode == 0
+    assert "do not fit" not in said
+    write_wheel(tmp_path, "hjson", ["deepspeed>=2"])
+    assert "They do not fit together: hjson 1.0 needs deepspeed>=2, and 1.0 is there." in wheels.plan(tmp_path, there)
 
 
 @pytest.mark.parametrize(("torch", "vllm"), [("2.13.0+cu130", "0.32.0"), ("2.11.0+cu130", "0.26.0"), ("2.12.0", "")])

@@ -85,6 +85,20 @@ def seed():
     torch.manual_seed(20251002)
 
 
+if DEVICE.type == "cuda":
+
+    @pytest.fixture(autouse=True)
+    def usable():
+        """Ends a process whose device computes nothing more, as after an assertion there: all its tests would fail."""
+        yield
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            if "PYTEST_XDIST_WORKER" in os.environ:
+                os._exit(1)  # pytest-xdist names the test, and begins another process
+            pytest.exit(str(error))
+
+
 @pytest.fixture
 def set_threads():
     """Sets the number of threads of a process, which is as before afterwards."""

@@ -159,7 +159,8 @@ def test_memory(backend, device):
         case.log_prob(backend=backend, memory=9)
 
 
-def test_counts(backend, device):
+def test_counts(backend, device, monkeypatch):
+    monkeypatch.setenv("EXGRPO_CHECK", "1")  # else a GPU ends the process
     case = kept_case(SIZES["every kind"], torch.float64, device)
     count = int((case.target >= 0).sum())
     given, without = case.log_prob(backend=backend, counts=(count, count)), case.log_prob(backend=backend)
@@ -261,7 +262,8 @@ def test_wrong_sets(how, name):
         case.policy_loss(torch.zeros(4), torch.ones(4), backend=name)
 
 
-def test_compiled(backend, device):
+def test_compiled(backend, device, monkeypatch):
+    monkeypatch.setenv("EXGRPO_CHECK", "1")  # as in test_counts
     case = kept_case(SIZES["every kind"], torch.float32, device, tokens=30)
     tokens = make_tokens(case)
     eager = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
