@@ -32,6 +32,7 @@ from exgrpo.train.policy.adapters import (
 from exgrpo.train.policy.attention import PACKING
 from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.engine import WholeEngine, deepspeed_settings, sharded_engine, trained
+from exgrpo.train.policy.flops import EXPERTS
 from exgrpo.train.policy.layout import Layout, Packed, Padded, Plan
 from exgrpo.train.policy.loss import LossSettings
 from exgrpo.train.policy.model import PolicyModel, compile_layers, dense, layers_of, load_model
@@ -80,7 +81,7 @@ class Policy:
                 "or lora.quantised none"
             )
         backend = config.policy.compile
-        left_out = _not_compiled(config, world)
+        left_out = _not_compiled(config, source, world)
         if left_out and backend not in ("auto", "none"):
             raise ConfigError(f"policy.compile {backend}: {left_out}; take auto or none")
         # What a model with adapters is saved as. It is made while models still have their whole shapes.
@@ -340,10 +341,12 @@ def _random_rows(model: PreTrainedModel, lengths: Sequence[Sequence[int]]) -> St
     return StepBatch.of_answers([prompt for prompt, _ in pairs], [Rollout(one, finished=True) for _, one in pairs])
 
 
-def _not_compiled(config: Config, world: World) -> str | None:
+def _not_compiled(config: Config, source: ModelSource, world: World) -> str | None:
     """Why layers are never compiled in such a run; None: they may be."""
     if world.size > 1:
         return "ZeRO-3 gathers the weights in the midst of the layers"
     if config.lora.quantised != "none":
         return "weights in 4 bits are layers of their own each"
+    if any(getattr(source.config.get_text_config(), name, None) for name in EXPERTS):
+        return "tokens choose the experts that they go to, of which a graph knows nothing"
     return None

@@ -201,9 +201,12 @@ def test_compiled_layers_have_the_gradients_of_plain_ones_and_are_compiled_at_th
 
 
 def test_layers_are_compiled_where_they_can_be(tmp_path):
-    """Not under ZeRO-3, and on a CPU only if a backend is named."""
-    of_trainer.save_model(tmp_path, tied=True)
-    assert compiled_by("auto", tmp_path).layers_note is None
-    config, two = of_trainer.config(tmp_path, OBJECTIVE, compile="inductor"), dataclasses.replace(ALONE, size=2)
+    """Not under ZeRO-3 and not with experts; on a CPU only if a backend is named."""
+    of_trainer.save_model(tmp_path / "dense", tied=True)
+    tiny.model("qwen3_moe").save_pretrained(tmp_path / "experts")
+    assert compiled_by("auto", tmp_path / "dense").layers_note is None
+    with pytest.raises(ConfigError, match=r"^policy.compile inductor: tokens choose the experts.*; take auto or none$"):
+        compiled_by("inductor", tmp_path / "experts")
+    config = of_trainer.config(tmp_path / "dense", OBJECTIVE, compile="inductor")
     with pytest.raises(ConfigError, match=r"^policy.compile inductor: ZeRO-3 gathers the weights in the midst"):
-        Policy(config, find_model(str(tmp_path)), two)
+        Policy(config, find_model(config.policy.path), dataclasses.replace(ALONE, size=2))
