@@ -15,7 +15,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from exgrpo.kernels import LogProb, PolicyLoss
 from exgrpo.train.common.distributed import World, agree
-from exgrpo.train.common.errors import SHOWN, CheckpointError, ConfigError, cut, os_errors_as
+from exgrpo.train.common.errors import CheckpointError, ConfigError, os_errors_as, shown
 from exgrpo.train.common.records import Rollout, Score
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import SURROGATES
@@ -160,7 +160,7 @@ class Policy:
             compile_layers(self.model, backend)
             found, found_gradient = self._outcome(rows)
         except Exception as error:  # of whatever kind: of a compiler, or of what it has made
-            problem = f"it fails ({cut(str(error), SHOWN)})"
+            problem = f"it fails ({shown(error)})"
         else:
             nats = float(np.abs(found - scores).mean())
             gap = float((found_gradient - gradient).norm() / gradient.norm())

@@ -210,3 +210,12 @@ def test_layers_are_compiled_where_they_can_be(tmp_path):
     config = of_trainer.config(tmp_path / "dense", OBJECTIVE, compile="inductor")
     with pytest.raises(ConfigError, match=r"^policy.compile inductor: ZeRO-3 gathers the weights in the midst"):
         Policy(config, find_model(config.policy.path), dataclasses.replace(ALONE, size=2))
+
+
+def test_a_compiler_that_fails_is_told_in_one_line(tmp_path, monkeypatch):
+    of_trainer.save_model(tmp_path, tied=True)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, str(tmp_path / "no-such-compiler")))
+    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    torch._dynamo.reset()
+    with pytest.raises(ConfigError, match=r"^policy.compile inductor: it fails \(.*compiler.*\); take auto or none$"):
+        compiled_by("inductor", tmp_path)
