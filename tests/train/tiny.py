@@ -135,13 +135,19 @@ def config(
     *,
     dtype: str = "fp32",
     checkpointing: bool = False,
+    compile: str = "auto",
     temperature: float = 1.0,
     optimizer: Mapping[str, object] | None = None,
     lora: Mapping[str, object] | None = None,
 ) -> Config:
     return configured(
         {
-            "policy": {"path": str(folder), "dtype": dtype, "gradient_checkpointing": checkpointing},
+            "policy": {
+                "path": str(folder),
+                "dtype": dtype,
+                "gradient_checkpointing": checkpointing,
+                "compile": compile,
+            },
             "data": {"max_prompt_tokens": 8},
             "rollout": {"max_tokens": 24, "temperature": temperature},
             "objective": objective,

@@ -44,6 +44,11 @@ class PolicyConfig(Section):
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         "sdpa", description="Attention implementation of transformers."
     )
+    compile: Literal["auto", "none", "inductor", "aot_eager"] = Field(
+        "auto",
+        description="Backend of torch.compile for the layers, which fuses norms, rotary embeddings and activations, in "
+        "one process; aot_eager fuses nothing; auto: inductor on a GPU where it works, none on CPUs.",
+    )
     kernel_backend: str = Field("auto", description="Backend of exgrpo.kernels for the fused head.")
     kernel_memory_gib: float | None = Field(
         None, ge=0.25, description="GiB that a pass of the fused head may take beside gradients; none: 1 on a GPU."

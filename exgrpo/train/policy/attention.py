@@ -40,6 +40,7 @@ _HARMLESS = frozenset(
 """Arguments that change nothing here, or that are heeded: segments and masks hold what the others say."""
 
 
+@torch.compiler.disable  # its trial, its blocks and its backward's order of sums stay as they are in compiled layers
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -193,6 +194,7 @@ def right_by_block(
     return not problem
 
 
+@torch.compiler.disable
 def attend_flash(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from exgrpo.heads.inputs import HeadInputs
 from exgrpo.heads.inside import compute, open_head
@@ -136,6 +137,30 @@ def quantisation(config: Config, dtype: torch.dtype) -> BitsAndBytesConfig | Non
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_use_double_quant=True,
     )
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of the decoder: those whose activations can be computed again."""
+    return [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def compile_layers(model: PreTrainedModel, backend: str | None) -> None:
+    """Have the layers compiled in place by a backend of torch.compile; None: have them as transformers has them.
+
+    Names of parameters stay. Lengths are symbols, so other ones are no reason to compile again. Layers share their
+    graphs, which end at the attention (see `exgrpo.train.policy.attention`).
+
+    Raises:
+        NotImplementedError: the model has no layers that transformers names.
+    """
+    options: Any = {"deterministic": True} if backend == "inductor" else None  # no choice of kernels by their times
+    layers = layers_of(model)
+    if not layers:
+        raise NotImplementedError(f"transformers does not say what the layers of {type(model).__name__} are")
+    for layer in layers:
+        layer._compiled_call_impl = None
+        if backend:
+            layer.compile(backend=backend, dynamic=True, options=options)
 
 
 def same_in_inference(model: nn.Module) -> None:

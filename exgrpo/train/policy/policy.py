@@ -1,7 +1,7 @@
 """The policy, under DeepSpeed ZeRO-3 where it is sharded: scores, optimiser steps, whole weights."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from exgrpo.kernels import LogProb, PolicyLoss
 from exgrpo.train.common.distributed import World, agree
-from exgrpo.train.common.errors import CheckpointError, ConfigError, os_errors_as
+from exgrpo.train.common.errors import CheckpointError, ConfigError, os_errors_as, shown
 from exgrpo.train.common.records import Rollout, Score
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import SURROGATES
@@ -32,9 +32,10 @@ from exgrpo.train.policy.adapters import (
 from exgrpo.train.policy.attention import PACKING
 from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.engine import WholeEngine, deepspeed_settings, sharded_engine, trained
+from exgrpo.train.policy.flops import EXPERTS
 from exgrpo.train.policy.layout import Layout, Packed, Padded, Plan
 from exgrpo.train.policy.loss import LossSettings
-from exgrpo.train.policy.model import PolicyModel, dense, load_model
+from exgrpo.train.policy.model import PolicyModel, compile_layers, dense, layers_of, load_model
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.states import (
     LossScale,
@@ -48,8 +49,13 @@ from exgrpo.train.policy.states import (
 from exgrpo.train.policy.update import Tally, UpdateStats
 from exgrpo.train.replay.contract import Term
 
-PACKED_GAP = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-"""Mean difference of log-probs, in nats, below which packed and padded sequences are taken to give the same."""
+LOG_PROB_GAP = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+"""Mean difference of log-probs, in nats, below which two ways to compute them are taken to give the same."""
+GRADIENT_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.03}
+"""The same of gradients, in relation to their norm: some hundred operations in a row round by 2^-24, 2^-9 or 2^-12
+each, and what is wrong differs by the whole."""
+TRIAL_TOKENS = 128
+"""Of the prompts and answers that compiled layers are tried on."""
 
 
 class Policy:
@@ -74,6 +80,10 @@ class Policy:
                 f"lora.quantised {config.lora.quantised}: ZeRO-3 does not cut weights in 4 bits; take one process, "
                 "or lora.quantised none"
             )
+        backend = config.policy.compile
+        left_out = _not_compiled(config, source, world)
+        if left_out and backend not in ("auto", "none"):
+            raise ConfigError(f"policy.compile {backend}: {left_out}; take auto or none")
         # What a model with adapters is saved as. It is made while models still have their whole shapes.
         self.merged = source.empty() if config.lora.rank and config.lora.result == "merged" else None
         # Alive: from_pretrained then loads each rank its shard.
@@ -106,16 +116,18 @@ class Policy:
         self.packs = self._packs()
         """Whether a pass reads rows without padding."""
         self.layout: Layout = Packed() if self.packs else Padded()
+        self.compiled: str | None = None
+        """The backend of torch.compile that the layers of passes have; rollouts have plain ones."""
+        self.layers_note: str | None = None
+        """A line about that; None: there is nothing to say."""
+        if backend != "none" and not (backend == "auto" and world.device.type == "cpu"):
+            self.layers_note = f"layers are not compiled: {left_out}" if left_out else self._compile(config)
 
     def _packs(self) -> bool:
         """Whether packed sequences give what padded ones do: tried, since any layer could look at its neighbours."""
         if self.model.config._attn_implementation not in PACKING.values():
             return False
-        rng = np.random.default_rng(0)
-        size = self.model.config.get_text_config().vocab_size
-        prompts = [rng.integers(size, size=length).astype(np.int32) for length in (5, 3)]
-        answers = [Rollout(rng.integers(size, size=length).astype(np.int32), finished=True) for length in (4, 1, 6, 2)]
-        batch = StepBatch.of_answers([prompts[i // 2] for i in range(len(answers))], answers)
+        batch = _random_rows(self.model, [(5, 4, 1), (3, 6, 2)])
         log_prob = []
         for self.layout in (Padded(), Packed()):
             try:
@@ -127,7 +139,51 @@ class Policy:
                     raise
                 return False  # the decoder has no place for them
         padded, packed = log_prob
-        return bool(np.abs(padded - packed).mean() < PACKED_GAP[self.model.dtype])
+        return bool(np.abs(padded - packed).mean() < LOG_PROB_GAP[self.model.dtype])
+
+    def _compile(self, config: Config) -> str:
+        """Have the layers compiled, if they then give what plain ones do; a line about it.
+
+        The trial has always the same sizes, near those of a full pass: the kernels, and with them the order of sums,
+        depend on the first sizes that a layer is compiled for.
+
+        Raises:
+            ConfigError: they do not, and a backend was named.
+        """
+        length = max(1, min(TRIAL_TOKENS, config.longest // 2))
+        count = max(1, self.budget // (2 * length))
+        rows = _random_rows(self.model, [(length, length)] * count)
+        asked = config.policy.compile
+        backend = "inductor" if asked == "auto" else asked
+        scores, gradient = self._outcome(rows)
+        try:
+            compile_layers(self.model, backend)
+            found, found_gradient = self._outcome(rows)
+        except Exception as error:  # of whatever kind: of a compiler, or of what it has made
+            problem = f"it fails ({shown(error)})"
+        else:
+            nats = float(np.abs(found - scores).mean())
+            gap = float((found_gradient - gradient).norm() / gradient.norm())
+            fits = nats < LOG_PROB_GAP[self.model.dtype] and gap < GRADIENT_GAP[self.model.dtype]
+            problem = "" if fits else f"log-probs differ by {nats:.1e} nats, the gradient by {gap:.1e} of its norm"
+        if not problem:
+            self.compiled = backend
+            return f"layers are compiled by {backend}"
+        compile_layers(self.model, None)
+        if asked != "auto":
+            raise ConfigError(f"policy.compile {asked}: {problem}; take auto or none")
+        return f"layers are not compiled by {backend}: {problem}"
+
+    def _outcome(self, rows: StepBatch) -> tuple[npt.NDArray[np.float32], torch.Tensor]:
+        """[T] log-probs of rows, found without a gradient, and that of their sum, flat, in the first layer with one."""
+        log_prob = self.score(rows, 1.0).log_prob
+        self.engine.train()
+        total = self.engine(self.layout.tokens(rows, self.world.device), 1.0).log_prob.sum()
+        parts = (*layers_of(self.model), self.model)  # adapters may be in the head alone
+        weights = next(filter(None, (list(trained(part).values()) for part in parts)))
+        # Of a sum over as many tokens, fp16 holds what is divided by their root.
+        found = torch.autograd.grad(total / len(log_prob) ** 0.5, weights)
+        return log_prob, torch.cat([one.float().flatten() for one in found])
 
     @property
     def model(self) -> PreTrainedModel:
@@ -272,3 +328,25 @@ class WholeWeights:
             with deepspeed.zero.GatheredParameters([parameter, *((layer.down, layer.up) if layer else ())]):
                 weight = dense(parameter)
                 yield base_name(name), layer.added_to(weight) if layer else weight
+
+
+def _random_rows(model: PreTrainedModel, lengths: Sequence[Sequence[int]]) -> StepBatch:
+    """Random tokens, always the same; of each question the length of the prompt and those of its answers."""
+    rng, size = np.random.default_rng(0), model.config.get_text_config().vocab_size
+
+    def tokens(length: int) -> npt.NDArray[np.int32]:
+        return rng.integers(size, size=length).astype(np.int32)
+
+    pairs = [(prompt, tokens(length)) for first, *others in lengths for prompt in [tokens(first)] for length in others]
+    return StepBatch.of_answers([prompt for prompt, _ in pairs], [Rollout(one, finished=True) for _, one in pairs])
+
+
+def _not_compiled(config: Config, source: ModelSource, world: World) -> str | None:
+    """Why layers are never compiled in such a run; None: they may be."""
+    if world.size > 1:
+        return "ZeRO-3 gathers the weights in the midst of the layers"
+    if config.lora.quantised != "none":
+        return "weights in 4 bits are layers of their own each"
+    if any(getattr(source.config.get_text_config(), name, None) for name in EXPERTS):
+        return "tokens choose the experts that they go to, of which a graph knows nothing"
+    return None

@@ -14,7 +14,7 @@ from exgrpo.train.common.step_batch import Ints, StepBatch
 from exgrpo.train.config.options import Config
 from exgrpo.train.policy.adapters import without_adapters
 from exgrpo.train.policy.engine import deepspeed_settings
-from exgrpo.train.policy.model import PolicyModel, load_model
+from exgrpo.train.policy.model import PolicyModel, compile_layers, load_model
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.states import WEIGHT, States
@@ -93,6 +93,8 @@ def make_reference(config: Config, source: ModelSource, policy: Policy) -> Refer
     model, options = load_model(config, source), config.policy
     frozen = PolicyModel(model, options.kernel_backend, options.kernel_memory).requires_grad_(False)
     if policy.world.size == 1:
+        if policy.compiled:  # where the policy has not moved, the divergence is 0
+            compile_layers(model, policy.compiled)
         engine = frozen.to(policy.world.device)
     else:
         engine, *_ = deepspeed.initialize(model=frozen, config=deepspeed_settings(config), dist_init_required=False)

@@ -6,10 +6,16 @@ another order of summation.
 
 import copy
 import dataclasses
+import shutil
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 
+from exgrpo.train.common.distributed import ALONE
+from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy.batch import MicroBatch
 from exgrpo.train.policy.loss import LossSettings, LossTerms
@@ -138,3 +144,78 @@ def test_the_kernels_get_the_memory_that_the_configuration_says(tmp_path):
     config = configured({"policy": options, "rollout": {"max_tokens": 24}})
     policy = Policy(config, find_model(config.policy.path), LoneWorld())
     assert policy.engine.module.logit_map.options(1.0)["memory"] == 1 << 29
+
+
+def compiled_by(backend, folder, **options):
+    config = of_trainer.config(folder, OBJECTIVE, compile=backend, **options)
+    return Policy(config, find_model(str(folder)), ALONE)
+
+
+def gradients_by_pass(policy):
+    """Of the trained parameters, by pass of some mini-batches: passes of many lengths."""
+    policy.engine.train()
+    parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+    for minibatch in of_trainer.minibatches(OBJECTIVE):
+        terms = policy.loss.terms(minibatch, clip=True, term="shaped")
+        for numbers in policy.layout.plan(minibatch.batch, policy.budget, 1)[0]:
+            rows = policy.layout.rows(minibatch.batch.take(np.array(numbers)), torch.device("cpu"))
+            found = torch.autograd.grad(policy.engine(rows, terms).loss, parameters)
+            yield rows.tokens.shape[1], torch.cat([one.double().flatten() for one in found])
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("aot_eager", {"checkpointing": True}),
+        pytest.param("aot_eager", {"lora": {"rank": 4}}, marks=pytest.mark.long),
+        pytest.param("inductor", {}, marks=pytest.mark.long),
+    ],
+)
+def test_compiled_layers_have_the_gradients_of_plain_ones_and_are_compiled_at_the_start_alone(
+    backend, options, tmp_path
+):
+    """In float64 plain layers are exact but for their norms, which transformers computes in float32."""
+    if backend == "inductor" and not shutil.which("g++"):
+        pytest.skip("there is no C++ compiler for torch's inductor")
+    folder = tmp_path / "model"
+    of_trainer.save_model(folder, tied=True)
+    plain, exact = (compiled_by("none", folder, **options) for _ in range(2))
+    exact.engine.module.double()
+    torch._dynamo.reset()
+    counters.clear()
+    policy = compiled_by(backend, folder, **options)
+    graphs = counters["stats"]["unique_graphs"]
+    assert policy.layers_note == f"layers are compiled by {backend}"
+    assert 0 < graphs < 16  # parts of a layer, with and without gradients
+    lengths = set()
+    for (length, found), (_, of_plain), (_, right) in zip(*map(gradients_by_pass, (policy, plain, exact)), strict=True):
+        lengths.add(length)
+        assert_as_near(found, of_plain, right)
+    policy.score(of_trainer.step_batch(), 1.0)
+    assert len(lengths) > 4
+    assert counters["stats"]["unique_graphs"] == graphs
+    policy.save(tmp_path / "compiled")
+    plain.save(tmp_path / "plain")
+    name = "adapter_model.safetensors" if "lora" in options else "model.safetensors"
+    assert load_file(tmp_path / "compiled" / name).keys() == load_file(tmp_path / "plain" / name).keys()
+
+
+def test_layers_are_compiled_where_they_can_be(tmp_path):
+    """Not under ZeRO-3 and not with experts; on a CPU only if a backend is named."""
+    of_trainer.save_model(tmp_path / "dense", tied=True)
+    tiny.model("qwen3_moe").save_pretrained(tmp_path / "experts")
+    assert compiled_by("auto", tmp_path / "dense").layers_note is None
+    with pytest.raises(ConfigError, match=r"^policy.compile inductor: tokens choose the experts.*; take auto or none$"):
+        compiled_by("inductor", tmp_path / "experts")
+    config = of_trainer.config(tmp_path / "dense", OBJECTIVE, compile="inductor")
+    with pytest.raises(ConfigError, match=r"^policy.compile inductor: ZeRO-3 gathers the weights in the midst"):
+        Policy(config, find_model(config.policy.path), dataclasses.replace(ALONE, size=2))
+
+
+def test_a_compiler_that_fails_is_told_in_one_line(tmp_path, monkeypatch):
+    of_trainer.save_model(tmp_path, tied=True)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, str(tmp_path / "no-such-compiler")))
+    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    torch._dynamo.reset()
+    with pytest.raises(ConfigError, match=r"^policy.compile inductor: it fails \(.*compiler.*\); take auto or none$"):
+        compiled_by("inductor", tmp_path)

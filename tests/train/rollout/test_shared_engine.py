@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.step_batch import StepBatch
@@ -26,6 +27,7 @@ CASES = {
     "bf16": {"dtype": "bf16"},
     "adapters": {"lora": ADAPTERS},
     "4 bits": {"lora": {**ADAPTERS, "quantised": "nf4"}},
+    "compiled": {"compile": "aot_eager"},  # of which a copy knows nothing
 }
 
 
@@ -64,7 +66,9 @@ def test_answers_are_those_of_a_copy_and_their_log_probs_the_trainers(name, fold
     policy, engine = make(folder, **CASES[name])
     copy = TransformersEngine(tiny.engine_settings(folder, CASES[name].get("dtype", "fp32"), batch_tokens=100), ALONE)
     copy.push_weights(policy.weights())
+    graphs = counters["stats"]["unique_graphs"]
     ours, theirs = generate(engine), generate(copy)
+    assert counters["stats"]["unique_graphs"] == graphs
     assert [answer.response.tolist() for _, answer in ours] == [answer.response.tolist() for _, answer in theirs]
     # A copy has the adapters added to its weights, which rounds them once; without adapters nothing differs.
     tolerance = 1e-4 if "lora" in CASES[name] else 0

@@ -26,9 +26,10 @@ class _State:
 class SharedEngine(TransformersEngine):
     """The policy generates: it has its present weights, adapters beside weights in 4 bits included.
 
-    Awake, its module is as a copy would be, so its answers are those of a copy: in evaluation mode, with the attention
-    for one token, and no parameter is trained, for PyTorch chooses its products by that, too. Asleep, it is as the
-    trainer left it. So nothing else may use the policy while the engine is awake: `rollout.ahead` needs servers.
+    Awake, its module is as a copy would be, so its answers are those of a copy: in evaluation mode, with plain layers
+    and the attention for one token, and no parameter is trained, for PyTorch chooses its products by that, too. Asleep,
+    it is as the trainer left it. So nothing else may use the policy while the engine is awake: `rollout.ahead` needs
+    servers.
 
     Args:
         settings: how to generate.
@@ -56,6 +57,8 @@ class SharedEngine(TransformersEngine):
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             self._trainers = _State(self.model.training, self.model.config._attn_implementation, trained)
             self.model.eval().requires_grad_(False)
+            if self._policy.compiled:  # they would be compiled again and again, as the cache grows
+                torch.compiler.set_stance("force_eager")
             if self._one_token:
                 self.model.set_attn_implementation(ONE_TOKEN)
 
@@ -66,6 +69,8 @@ class SharedEngine(TransformersEngine):
             self.model.train(state.training)
             for parameter in state.trained:
                 parameter.requires_grad_()
+            if self._policy.compiled:
+                torch.compiler.set_stance("default")
             if self._one_token:
                 self.model.set_attn_implementation(state.attention)
 
