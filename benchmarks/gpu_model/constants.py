@@ -50,10 +50,10 @@ SHARED_MEMORY = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100":
 """CUDA's figures: KiB that a block can have, by architecture. The operands of a tile's stages have to fit."""
 
 LAUNCHES = {
-    "forward": (16, 17, 7),
-    "log_prob": (26, 31, 22),
-    "policy_loss": (30, 22, 12),
-    "policy_loss+entropy": (28, 23, 15),
+    "forward": (16, 9, 3),
+    "log_prob": (32, 16, 9),
+    "policy_loss": (25, 13, 7),
+    "policy_loss+entropy": (26, 16, 10),
 }
 """Counted in the code, and a test counts them again: launches of a call, and of each of its chunks if the product is
 fused or the library's. One more where a gradient of the weight is gathered over chunks."""

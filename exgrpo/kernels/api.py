@@ -25,6 +25,7 @@ def linear_log_prob(
     vocab_group: "ProcessGroup | None" = None,
     memory: int | None = None,
     counts: tuple[int, int] | None = None,
+    weight_grad: Tensor | None = None,
     backend: str = "auto",
 ) -> LogProb:
     r"""Log-probability of each target under a linear head, and the entropy of each token's distribution.
@@ -67,6 +68,10 @@ def linear_log_prob(
             the backward; without that wait, a call by ``"triton"`` or ``"cuda"`` can be captured in a CUDA graph. Other
             numbers than these are an error, as a bad target is. With ``vocab_group``, ranks exchange their sizes in any
             case.
+        weight_grad: ``[V, D]``, contiguous, float32 (float64 for a float64 weight): the gradient of ``weight`` is added
+            to it by the backward, and autograd gets none. So large a tensor is then neither made, nor rounded to the
+            dtype of the weight, nor added to others: micro-batches add up in float32. Not under
+            ``torch.compile``. Ignored where ``weight`` needs no gradient. None: autograd gets the gradient.
         backend: ``"auto"``, ``"torch"``, ``"triton"``, ``"cpu"``, ``"cuda"`` or ``"reference"``; see
             :mod:`exgrpo.kernels.dispatch`.
 
@@ -112,11 +117,12 @@ def linear_log_prob(
     head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group, memory, counts)
     head = arguments.keep(head, kept)
     name = dispatch.requested(backend, hidden.device, vocab_group)
+    checks.weight_grad(weight_grad, weight)
     if name == dispatch.REFERENCE:
         checks.real("hidden", hidden)
         result = reference.linear_log_prob(
             hidden,
-            weight,
+            derivatives.added_to(weight_grad, weight),
             target,
             bias=bias,
             temperature=temperature,
@@ -125,7 +131,7 @@ def linear_log_prob(
             ignore_index=ignore_index,
         )
     else:
-        result = operators.linear_log_prob(head, name)
+        result = operators.linear_log_prob(head, name, weight_grad)
     dtype = compute_dtype(hidden.dtype)
     return LogProb(*(values.to(dtype).reshape(target.shape) for values in result))
 
@@ -151,6 +157,7 @@ def linear_policy_loss(
     vocab_group: "ProcessGroup | None" = None,
     memory: int | None = None,
     counts: tuple[int, int] | None = None,
+    weight_grad: Tensor | None = None,
     backend: str = "auto",
 ) -> PolicyLoss:
     r"""The ExGRPO loss of a batch of tokens straight from the hidden states.
@@ -188,6 +195,9 @@ def linear_policy_loss(
             on all ranks. Conventions as in :func:`linear_log_prob`.
         memory: as in :func:`linear_log_prob`.
         counts: as in :func:`linear_log_prob`. Tokens with advantage 0 have no gradient where ``entropy_coef`` is 0.
+        weight_grad: as in :func:`linear_log_prob`, but the call itself adds to it, before any backward (with
+            ``backend="reference"`` the backward does). The loss has to be differentiated once, by itself or in a sum:
+            with a factor before it the backward is an error.
         backend: as in :func:`linear_log_prob`.
 
     Returns:
@@ -228,6 +238,7 @@ def linear_policy_loss(
     """
     head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group, memory, counts)
     name = dispatch.requested(backend, hidden.device, vocab_group)
+    checks.weight_grad(weight_grad, weight)
     checks.alike("old_log_prob", old_log_prob, target, "target")
     if mask is not None:
         checks.alike("mask", mask, target, "target", (torch.bool,))
@@ -238,12 +249,12 @@ def linear_policy_loss(
     terms = arguments.policy_terms(tokens, clip, beta, entropy_coef, normalizer)
     dtype = compute_dtype(hidden.dtype)
     if name != dispatch.REFERENCE:
-        loss, per_token = operators.linear_policy_loss(head, terms, name)
+        loss, per_token = operators.linear_policy_loss(head, terms, name, weight_grad)
     else:
         checks.real("hidden", hidden)
         loss, *whole = reference.linear_policy_loss(
             hidden,
-            weight,
+            derivatives.added_to(weight_grad, weight),
             target,
             old_log_prob,
             advantage,

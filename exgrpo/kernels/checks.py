@@ -173,6 +173,18 @@ def head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) ->
     return hidden.dtype
 
 
+def weight_grad(value: Tensor | None, weight: Tensor) -> None:
+    """A tensor that the gradient of a weight can be added to, where one is given."""
+    if value is None:
+        return
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("weight_grad: expected None under torch.compile, where autograd gets the gradient")
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    alike("weight_grad", value, weight, "weight", (dtype,))
+    if value.requires_grad or not value.is_contiguous():
+        raise ValueError("weight_grad: expected a contiguous tensor that needs no gradient itself")
+
+
 def real(name: str, value: Tensor) -> None:
     """A tensor that has values."""
     if value.is_meta or isinstance(value, FakeTensor):
@@ -185,7 +197,7 @@ def target_range(target: Tensor, vocabulary: int, ignore_index: int) -> tuple[Te
     if vocabulary == 0:
         raise ValueError("weight: expected at least one row, got an empty vocabulary")
     ignored = target == ignore_index
-    good = ((target >= 0) & (target < vocabulary)) | ignored
+    good = (target.clamp(0, vocabulary - 1) == target) | ignored
     return values("target", target, good, "values in [0, {}) or {} (ignored)", vocabulary, ignore_index), ignored
 
 

@@ -47,6 +47,23 @@ def check_first(function: str) -> None:
         raise NotImplementedError(f"{function} has no {SECOND}, or use exgrpo.kernels.reference.{function}")
 
 
+def added_to(total: Tensor | None, tensor: Tensor) -> Tensor:
+    """The tensor itself, whose gradient is added to ``total``, if there is one, and reaches no other."""
+    return tensor if total is None else _Added.apply(tensor, total)
+
+
+class _Added(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, total: Tensor) -> Tensor:
+        ctx.total = total
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.total.add_(gradient)
+        return None, None
+
+
 def requires_grad(tensor: Tensor | None) -> bool:
     """Whether the gradient of a tensor is wanted, also of one that torch.vmap has wrapped."""
     if tensor is None or not torch._C._are_functorch_transforms_active():

@@ -23,7 +23,10 @@ RESERVES = ("empty", "empty_strided", "new_empty", "empty_like")
 FACTORIES = ("new_full", "new_ones", "new_zeros", "ones_like")
 """Those that read nothing."""
 KERNELS: dict[ModuleType, tuple[str, ...]] = {
-    fused_product: ("exponentials_kernel", "largest_kernel", "target_logit_kernel"),
+    fused_product: (
+        *("exponentials_kernel", "largest_kernel", "target_logit_kernel"),
+        *("merge_kernel", "list_kernel", "anchor_kernel"),
+    ),
     triton_fused: ("entropy_kernel",),
     triton_passes: ("gradient_kernel", "statistics_kernel"),
     triton_tokens: ("finish_kernel", "policy_rows_kernel", "scale_kernel"),

@@ -92,6 +92,41 @@ def test_ignored_positions(ignore_index, masked, backend, device):
         assert not values[1][ignored].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("oracle", [False, True], ids=["backend", "reference"])
+def test_the_gradient_of_the_weight_is_added_where_one_says(dtype, oracle, backend, device):
+    """Over two micro-batches, by both functions: it is the same before it is rounded, and the others are the same."""
+    case = make_case(40, 24, 101, dtype, device, bias=True)
+    old, advantage, replayed = make_tokens(case)
+    backend = "reference" if oracle else backend
+    total = torch.ones(101, 24, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
+    exact = torch.ones(101, 24, dtype=torch.float64, device=device)
+    for function in (
+        lambda **more: case.policy_loss(old, advantage, replayed=replayed, backend=backend, **more).loss,
+        lambda **more: torch.stack(case.log_prob(backend=backend, **more)).square().sum() / 100,
+    ):
+        hidden, weight, bias = case.gradients(function())
+        exact += weight.double()
+        for leaf in case.leaves:
+            leaf.grad = None
+        function(weight_grad=total).backward()
+        assert case.weight.grad is None
+        assert torch.equal(case.hidden.grad, hidden)
+        assert torch.equal(case.bias.grad, bias)
+        # What autograd gets is rounded to the dtype of the weight once.
+        torch.testing.assert_close(
+            total.double(), exact, rtol=2e-6, atol=2 * torch.finfo(dtype).eps * weight.max().item()
+        )
+    before = total.clone()
+    with torch.no_grad():
+        case.policy_loss(old, advantage, backend=backend, weight_grad=total)
+    assert torch.equal(total, before)
+    if not oracle and device.type == "cpu":  # on a GPU, an assertion is queued
+        twice = 2 * case.policy_loss(old, advantage, backend=backend, weight_grad=total).loss
+        with pytest.raises(ValueError, match=r"weight_grad: expected a loss that is differentiated with gradient 1"):
+            twice.backward()
+
+
 @pytest.mark.parametrize("rows", [1, 7, 60, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])

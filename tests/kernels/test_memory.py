@@ -158,6 +158,13 @@ def test_a_call_over_kept_sets_allocates_what_it_may(backend, operation, dtype, 
     assert peak_of(case, OPERATIONS[operation]) <= memory + outside(case)
 
 
+def test_a_gradient_that_is_added_to_takes_no_memory(case):
+    total = torch.zeros_like(case.weight)
+    usual = peak_of(case, policy_loss)
+    case.options["weight_grad"] = total.detach()
+    assert peak_of(case, policy_loss) <= usual - total.nbytes
+
+
 def test_nothing_is_kept_for_the_backward_but_statistics(case):
     with PeakMemory() as memory:
         result = linear_log_prob(case.hidden, case.weight, case.target, backend="torch")

@@ -32,8 +32,8 @@ def flat(case):
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 def test_log_prob(options, backend, device):
     arguments = flat(make_case(20, 8, 30, torch.float64, device, **options))
-    library.opcheck(linear_log_prob_forward, (*arguments, backend, None))
-    saved = linear_log_prob_forward(*arguments, backend, None)[2].detach()
+    library.opcheck(linear_log_prob_forward, (*arguments, backend, None, None))
+    saved = linear_log_prob_forward(*arguments, backend, None, None)[2].detach()
     upstream = torch.randn(20, dtype=torch.float64, device=device)
     detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
     needed = [True, False, arguments[2] is not None]

@@ -15,8 +15,15 @@ pytest.importorskip("triton", reason="triton is not installed")
 from exgrpo.kernels.tables import DEFAULT
 from exgrpo.kernels.triton_chunks import launch as launching
 from exgrpo.kernels.triton_chunks import triton_kept
-from exgrpo.kernels.triton_chunks.fused_kernels import exponentials_kernel, largest_kernel, target_logit_kernel
-from exgrpo.kernels.triton_chunks.fused_product import half_tile, traits
+from exgrpo.kernels.triton_chunks.fused_kernels import (
+    anchor_kernel,
+    exponentials_kernel,
+    largest_kernel,
+    list_kernel,
+    merge_kernel,
+    target_logit_kernel,
+)
+from exgrpo.kernels.triton_chunks.fused_product import LISTED, MERGED, half_tile, traits
 from exgrpo.kernels.triton_chunks.kept_kernels import (
     kept_gradient_kernel,
     kept_sums_kernel,
@@ -151,7 +158,7 @@ PRODUCT = {
     "sm_120": "mma.sync",
     "gfx942": "v_mfma",
 }
-FLOATS = {"hidden": "bf16", "weight": "bf16", "target": "i64", "listed": "i64", "found": "i64"}
+FLOATS = {"hidden": "bf16", "weight": "bf16", "target": "i64", "listed": "i32"}
 NUMBERS = ("rows", "vocabulary", "width", "vocabulary_stride", "out_stride")
 
 
@@ -190,7 +197,7 @@ def compiled_exponentials(architecture, bias, shaped, out, some):
     if some:
         tile = half_tile(tile)
     else:
-        dtypes |= {"listed": None, "found": None}
+        dtypes["listed"] = None
     constants = {
         "DESCRIBED": described,
         "OVERLAPPED": described and trait.overlapped,
@@ -235,6 +242,23 @@ def test_the_kernels_beside_the_product(architecture):
     assert PRODUCT[architecture] in machine.code
     machine = compiled_product(architecture, target_logit_kernel, None, {"BLOCK": 1024}, bias="bf16")
     assert_runs_well(architecture, machine)
+
+
+@pytest.mark.parametrize("architecture", architectures())
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        (merge_kernel, MERGED | dict.fromkeys(("before", "merged", "limit", "at_target", "anchors", "temperature"))),
+        (merge_kernel, MERGED),
+        (anchor_kernel, MERGED),
+        (list_kernel, {"BLOCK": LISTED}),
+    ],
+    ids=name,
+)
+def test_the_kernels_over_the_sums_of_tiles(architecture, kernel, constants):
+    numbers = {"column_tiles": "i32", "rows": "i32", "limit": "fp32", "listed": "*i32"}
+    types = {x: numbers.get(x, "*fp32") for x in kernel.arg_names}
+    assert_runs_well(architecture, compile_kernel(architecture, kernel, types, constants, unaligned=tuple(numbers)))
 
 
 # Kept sets: hidden states and weight, numbers, bias, and the switches.

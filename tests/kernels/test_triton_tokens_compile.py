@@ -11,12 +11,13 @@ from exgrpo.kernels.triton_chunks import token_kernels, triton_tokens
 
 from .compiling import architectures, assert_runs_well, compile_kernel
 
-LENGTHS = ("rows", "tokens", "responses", "entries")  # not specialised for: nothing is known of them
+LENGTHS = ("rows", "results_stride", "tokens", "responses", "entries")  # not specialised for: nothing is known of them
 NUMBERS = ("clip_low", "clip_high", "log_beta", "entropy_coef")
 BLOCK = {"BLOCK": triton_tokens.BLOCK}
 TILE = dict(zip(("ROWS", "COLUMNS"), triton_tokens.GROUP_TILE, strict=True))
 
 
+ALONE = {"matrix": None, "target": None}
 POLICY = ("HAS_REPLAYED", "HAS_TEMPERATURE", "HAS_CLIP", "HAS_BETA", "PLAIN")
 OBJECTIVE = ("HAS_ENTROPY", "HAS_REPLAYED", "HAS_MASK", "HAS_CLIP", "HAS_BETA")
 
@@ -30,10 +31,10 @@ def switches(names, *off):
 CASES = [
     (token_kernels.finish_kernel, "fp32", {}, BLOCK),
     (token_kernels.finish_kernel, "fp64", {}, BLOCK),
-    (token_kernels.policy_rows_kernel, "fp32", {}, switches(POLICY)),
-    (token_kernels.policy_rows_kernel, "fp32", {"normalizer": "i64"}, switches(POLICY, "PLAIN")),
-    (token_kernels.policy_rows_kernel, "fp32", {}, switches(POLICY, *POLICY)),
-    (token_kernels.policy_rows_kernel, "fp64", {}, switches(POLICY, "PLAIN")),
+    (token_kernels.policy_rows_kernel, "fp32", {"matrix": "bf16", "target": "i64"}, switches(POLICY)),
+    (token_kernels.policy_rows_kernel, "fp32", {"normalizer": "i64"}, switches(POLICY, "PLAIN") | ALONE),
+    (token_kernels.policy_rows_kernel, "fp32", {}, switches(POLICY, *POLICY) | ALONE),
+    (token_kernels.policy_rows_kernel, "fp64", {}, switches(POLICY, "PLAIN") | ALONE),
     (token_kernels.policy_objective_kernel, "fp32", {}, switches(OBJECTIVE)),
     (token_kernels.policy_objective_kernel, "fp32", {"old_log_prob": "bf16"}, switches(OBJECTIVE, *OBJECTIVE)),
     (token_kernels.policy_objective_kernel, "fp64", {"advantage": "fp32"}, switches(OBJECTIVE)),
@@ -59,7 +60,7 @@ def compiled(architecture, kernel, dtype, others, constants):
     """A kernel as `triton_tokens` has it compiled."""
     dtypes = {"replayed": "u1", "counted": "u1", "partials": "fp64", "centred": "fp64", **dict(others)}
     types = {x: "*" + dtypes.get(x, dtype) for x in kernel.arg_names}
-    types |= dict.fromkeys(LENGTHS, "i32") | dict.fromkeys(NUMBERS, "fp64")
+    types |= dict.fromkeys((*LENGTHS, "matrix_stride"), "i32") | dict.fromkeys(NUMBERS, "fp64")
     return compile_kernel(architecture, kernel, types, dict(constants), unaligned=LENGTHS)
 
 
@@ -74,8 +75,8 @@ def test_kernels_do_not_spill(architecture, kernel, dtype, others, constants):
 @pytest.mark.parametrize("kernel", [token_kernels.finish_kernel, token_kernels.policy_rows_kernel], ids=name)
 def test_logarithms_are_not_the_approximation_of_the_hardware(architecture, kernel):
     """log1p and expm1 take their accuracy from log's near 1; and bounds let a broken number through."""
-    constants = next(constants for other, _, _, constants in CASES if other is kernel)
-    ptx = compiled(architecture, kernel, "fp32", (), tuple(constants.items())).code
+    others, constants = next((others, constants) for other, _, others, constants in CASES if other is kernel)
+    ptx = compiled(architecture, kernel, "fp32", tuple(others.items()), tuple(constants.items())).code
     assert "ex2.approx" in ptx
     assert "lg2.approx" not in ptx
     assert re.findall(r"\b(?:max|min)\.\S*f32", ptx)

@@ -66,7 +66,8 @@ def row_of(log_prob=None, ratio=None):
 
     def change(found):
         if isinstance(found, PolicyRows):
-            return found._replace(ratio=ratio(found.ratio))
+            found.ratio.copy_(ratio(found.ratio))  # a row of the results of the call
+            return found
         statistics, result = found
         return statistics, LogProb(log_prob(result.log_prob), result.entropy)
 

@@ -87,13 +87,17 @@ class ChunkedHead:
         """The tokens [start, end) of the walk, at most ``step`` at a time, in whole tiles."""
         for begin, stop in chunking.spans(end - start, step, tile):
             rows = slice(start + begin, start + stop)
-            temperature = self.options.temperature
             yield Chunk(
                 rows,
                 self.of_tokens(self.head.hidden, rows).to(self.options.operand),
                 self.target.select(rows),
-                None if temperature is None else self.of_tokens(temperature, rows).to(self.dtype).contiguous(),
+                self.temperature(rows),
             )
+
+    def temperature(self, rows: slice = slice(None)) -> Tensor | None:
+        """Those of some tokens of the walk, see `Chunk`."""
+        given = self.options.temperature
+        return None if given is None else self.of_tokens(given, rows).to(self.dtype).contiguous()
 
     @staticmethod
     def check_counts(taking_part: Tensor, active: Tensor | None, counts: tuple[int, int]) -> None:
@@ -117,15 +121,17 @@ class GradientSums:
     """Gradients in the compute dtype, gathered chunk by chunk; those that are not needed are never formed.
 
     ``unit``: what all that is added has been multiplied by, see `products.unit_of`. `enter` says whose chunks follow.
+    ``weight_grad`` [V, D] in the compute dtype: the gradient of the weight is added to it; None: to none.
     """
 
-    def __init__(self, head: Head, needed: Needed, unit: Tensor | None = None) -> None:
+    def __init__(self, head: Head, needed: Needed, unit: Tensor | None, weight_grad: Tensor | None) -> None:
         dtype = compute_dtype(head.options.operand)
         weight = head.weight
         self.needed = needed
         self.hidden = weight.new_zeros(head.hidden.shape, dtype=dtype) if needed.hidden else None
         """[T, D]"""
-        self.weight: Tensor | None = None
+        self.given = weight_grad
+        self.weight = weight_grad if needed.weight and unit is None else None
         self.bias = weight.new_zeros(weight.shape[:1], dtype=dtype) if needed.bias else None
         self.unit = unit
         self.begun = False
@@ -155,14 +161,14 @@ class GradientSums:
             else:
                 self.hidden[rows if self.head.order is None else self.head.order[rows]] = found.mul_(factor)
         if self.weight is not None:
-            products.add_weight_gradient(grad_logits, chunk.hidden, factor, self.weight, fresh=not self.begun)
+            products.add_weight_gradient(grad_logits, chunk.hidden, factor, self.weight, fresh=self._is_fresh)
         if self.bias is not None:
             products.add_bias_gradient(grad_logits, scale, self.bias)
         self.begun = True
 
     def finish(self) -> Gradients:
         """The sums; the gradient of the hidden states summed over the vocabulary's shards."""
-        if self.weight is not None and not self.begun:
+        if self.weight is not None and self._is_fresh:
             self.weight.zero_()
         if self.unit is not None:
             for gathered in (self.hidden, self.weight, self.bias):
@@ -171,7 +177,16 @@ class GradientSums:
         hidden = self.hidden
         if hidden is not None:
             (hidden,) = self.head.shard.sum_of(hidden)
-        return Gradients(hidden, self.weight, self.bias)
+        if self.given is None or self.weight is None:
+            return Gradients(hidden, self.weight, self.bias)
+        if self.weight is not self.given:
+            self.given.add_(self.weight)
+        return Gradients(hidden, None, self.bias)
+
+    @property
+    def _is_fresh(self) -> bool:
+        """Whether nothing that is to stay stands in the gradient of the weight yet."""
+        return not self.begun and self.weight is not self.given
 
 
 def positions(taking_part: Tensor) -> Tensor | None:
@@ -196,7 +211,7 @@ def packing(kept: Tensor) -> Tensor:
 def _walk(taking_part: Tensor, active: Tensor | None, counts: tuple[int, int] | None) -> tuple[Tensor | None, int, int]:
     """Order, length and number of active tokens of a walk; ``active`` [T] bool, None: all that take part."""
     first = taking_part if active is None else taking_part & active
-    found = torch.stack((taking_part.sum(), first.sum()))
+    found = torch.stack((taking_part, first)).sum(1)
     if counts is None:
         count, with_gradient = found.tolist()
     else:

@@ -39,8 +39,8 @@ class Passes(Protocol):
     def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
         """Statistics, log-probabilities and entropies."""
 
-    def policy(self, sums: Sums, chunk: Chunk, tokens: PolicyTokens, terms: RowTerms) -> PolicyRows:
-        """The objective of the chunk's ``tokens``, and the factors of its gradient."""
+    def policy(self, sums: Sums, chunk: Chunk, tokens: PolicyTokens, terms: RowTerms, out: Tensor) -> PolicyRows:
+        """The objective of the chunk's ``tokens``, and the factors of its gradient: the rows of ``out`` [9, rows]."""
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
         """Begin a chunk whose statistics are known: only `gradient` follows."""
@@ -90,7 +90,9 @@ class Formulas(Protocol):
     def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
         """See `softmax.finished`."""
 
-    def policy_rows(self, sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None) -> PolicyRows:
+    def policy_rows(
+        self, sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None, out: Tensor
+    ) -> PolicyRows:
         """See `softmax.policy_rows`."""
 
 
@@ -103,6 +105,6 @@ class ByFormulas:
         """See `Passes`."""
         return self.formulas.finished(sums)
 
-    def policy(self, sums: Sums, chunk: Chunk, tokens: PolicyTokens, terms: RowTerms) -> PolicyRows:
+    def policy(self, sums: Sums, chunk: Chunk, tokens: PolicyTokens, terms: RowTerms, out: Tensor) -> PolicyRows:
         """See `Passes`."""
-        return self.formulas.policy_rows(sums, tokens, terms, chunk.temperature)
+        return self.formulas.policy_rows(sums, tokens, terms, chunk.temperature, out)

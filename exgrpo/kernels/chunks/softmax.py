@@ -102,7 +102,7 @@ class Factors(NamedTuple):
     upstream: Upstream | None
     """None: F is exp(d) off the target."""
 
-    def select(self, rows: Tensor) -> "Factors":
+    def select(self, rows: Tensor | slice) -> "Factors":
         """Those of some of the rows."""
         upstream = None if self.upstream is None else self.upstream.select(rows)
         return Factors(self.scale[rows], self.at_target[rows], upstream)
@@ -172,14 +172,19 @@ def row_factors(
     return Factors(scale, at_target, general)
 
 
-def policy_rows(sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None) -> PolicyRows:
-    """The objective of rows whose sums are known, and the factors of its gradient; temperature [rows], None: 1."""
+def policy_rows(
+    sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None, out: Tensor
+) -> PolicyRows:
+    """The objective of rows whose sums are known, and the factors of its gradient; temperature [rows], None: 1.
+
+    The fields are the rows of ``out`` [9, rows], of any stride between them.
+    """
     statistics, (log_prob, entropy) = finished(sums)
     objective = policy_objective(log_prob, tokens, terms.surrogate)
     coefficient = -objective.coefficient / terms.normalizer
     upstream = Upstream(coefficient, terms.entropy_upstream(coefficient))
     factors = row_factors(temperature, terms.softcap, statistics, upstream)
-    return PolicyRows(
+    fields = (
         objective.value,
         log_prob,
         entropy,
@@ -190,3 +195,4 @@ def policy_rows(sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: 
         factors.scale,
         factors.at_target,
     )
+    return PolicyRows(*torch.stack(fields, out=out))

@@ -65,13 +65,11 @@ def log_prob_forward(head: Head, backend: Backend) -> tuple[LogProb, Tensor]:
     found = []
     for walk, passes_of in parts_of(head, backend, None):
         passes = passes_of(walk)
-        statistics = head.weight.new_empty(4, walk.count, dtype=walk.dtype)
-        results = head.weight.new_empty(2, walk.count, dtype=walk.dtype)
+        sums = head.weight.new_empty(4, walk.count, dtype=walk.dtype)
         for chunk in walk.chunks(0, walk.count, passes.chunk_rows(gradient_follows=False), passes.tile):
-            sums, result = passes.finished(passes.sums(chunk, gradient_follows=False))
-            torch.stack(tuple(sums), out=statistics[:, chunk.rows])
-            torch.stack(tuple(result), out=results[:, chunk.rows])
-        found.append([walk.all_tokens(values) for values in (*results, statistics)])
+            torch.stack(passes.sums(chunk, gradient_follows=False), out=sums[:, chunk.rows])
+        statistics, result = passes.finished(Sums(*sums))
+        found.append([walk.all_tokens(values) for values in (*result, torch.stack(statistics))])
     log_prob, entropy, saved = map(_together, zip(*found, strict=True))
     return LogProb(log_prob, entropy), saved
 
@@ -83,32 +81,35 @@ def log_prob_backward(
     grad_entropy: Tensor | None,
     needed: Needed,
     backend: Backend,
+    weight_grad: Tensor | None = None,
 ) -> Gradients:
-    """Gradients from those of the two outputs [T]; None stands for zero. Tokens without gradient are skipped."""
+    """Gradients from those of the two outputs [T]; None stands for zero. Tokens without gradient are skipped.
+
+    That of the weight is added to ``weight_grad``, if there is one, and not among the results then.
+    """
     given = Upstream(torch.zeros_like(saved[0]) if grad_log_prob is None else grad_log_prob, grad_entropy)
     parts = parts_of(head, backend, given.active)
     own_upstreams = [_of_walk(part.walk, given) for part in parts]
     unit = unit_of(head, *(values for upstream in own_upstreams for values in upstream))
-    sums = GradientSums(head, needed, unit)
+    sums = GradientSums(head, needed, unit, weight_grad)
     for (walk, passes_of), upstream in zip(parts, own_upstreams, strict=True):
         passes = passes_of(walk)
         statistics = Statistics(*walk.of_tokens(saved.t()).t())
         upstream = upstream.times(unit)
+        factors = row_factors(walk.temperature(), head.options.softcap, statistics, upstream)
         most = passes.chunk_rows(gradient_follows=True)
         sums.enter(walk, passes.products, once=len(parts) == 1 and walk.active <= most)
         for chunk in walk.chunks(0, walk.active, most, passes.tile):
-            own = statistics.select(chunk.rows)
-            own_upstream = upstream.select(chunk.rows)
-            factors = row_factors(chunk.temperature, head.options.softcap, own, own_upstream)
+            own, own_factors = statistics.select(chunk.rows), factors.select(chunk.rows)
             passes.recall(chunk, own)
-            sums.add(chunk, chunk.rows, passes.gradient(chunk, own, factors), factors.scale)
+            sums.add(chunk, chunk.rows, passes.gradient(chunk, own, own_factors), own_factors.scale)
     return sums.finish()
 
 
 def policy_loss_forward(
-    head: Head, terms: PolicyTerms, needed: Needed, backend: Backend
+    head: Head, terms: PolicyTerms, needed: Needed, backend: Backend, weight_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Gradients]:
-    """The loss, log-probability, entropy, ratio and clipped [4, T], and the gradients."""
+    """The loss, log-probability, entropy, ratio and clipped [4, T], and the gradients; see `log_prob_backward`."""
     everywhere = bool(terms.entropy_coef)
     active = None if everywhere else terms.tokens.advantage != 0
     parts = parts_of(head, backend, active)
@@ -121,7 +122,7 @@ def policy_loss_forward(
     # In a unit, the gradients are gathered without the normaliser.
     divisor, unit = (normalizer, None) if unit is None else (1 / unit, unit * normalizer)
     row_terms = RowTerms(terms.surrogate, terms.entropy_coef, divisor, head.options.softcap)
-    gradients = GradientSums(head, needed, unit)
+    gradients = GradientSums(head, needed, unit, weight_grad)
     losses, found = [], []
     for (walk, passes_of), tokens in zip(parts, own_tokens, strict=True):
         passes = passes_of(walk)
@@ -129,22 +130,22 @@ def policy_loss_forward(
         gradients.enter(walk, passes.products, once=len(parts) == 1 and walk.active <= most)
         results = _policy_results(walk, passes, tokens, row_terms, gradients, most)
         value, _, entropies, *_ = results
-        losses.append(-(value.sum() + terms.entropy_coef * entropies.sum()) / normalizer)
-        found.append(walk.all_tokens(results[1:]))
+        total = value.sum() + terms.entropy_coef * entropies.sum() if everywhere else value.sum()
+        losses.append(-total / normalizer)
+        found.append(walk.all_tokens(results[1:5]))
     return _together(losses).to(results.dtype), _together(found), gradients.finish()
 
 
 def _policy_results(
     walk: ChunkedHead, passes: Passes, tokens: PolicyTokens, terms: RowTerms, gradients: GradientSums, most: int
 ) -> Tensor:
-    """Objective, log-probability, entropy, ratio and clipped of the tokens of a walk, [5, count]."""
-    results = walk.head.weight.new_empty(5, walk.count, dtype=walk.dtype)
+    """The fields of `PolicyRows` of the tokens of a walk, [9, count]."""
+    results = walk.head.weight.new_empty(len(PolicyRows._fields), walk.count, dtype=walk.dtype)
     active = walk.active if any(gradients.needed) else 0
     for start, end, with_gradient in ((0, active, True), (active, walk.count, False)):
         for chunk in walk.chunks(start, end, most, passes.tile):
             sums = passes.sums(chunk, gradient_follows=with_gradient, with_entropy=bool(terms.entropy_coef))
-            rows = passes.policy(sums, chunk, tokens.select(chunk.rows), terms)
-            torch.stack(rows[:5], out=results[:, chunk.rows])
+            rows = passes.policy(sums, chunk, tokens.select(chunk.rows), terms, results[:, chunk.rows])
             if with_gradient:
                 upstream = Upstream(rows.coefficient, terms.entropy_upstream(rows.coefficient))
                 _add_gradients(gradients, passes, chunk, sums, rows, upstream)

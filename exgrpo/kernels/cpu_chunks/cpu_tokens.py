@@ -16,7 +16,9 @@ def finished(sums: Sums) -> tuple[Statistics, LogProb]:
     return Statistics(anchor, gap, rest, mean), LogProb(log_prob, entropy)
 
 
-def policy_rows(sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None) -> PolicyRows:
+def policy_rows(
+    sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None, out: Tensor
+) -> PolicyRows:
     """Statistics, objective and row factors of each row: `chunks.softmax.policy_rows`."""
     like = sums.gap.dtype
     results = OPERATORS.policy_rows(
@@ -30,7 +32,7 @@ def policy_rows(sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: 
         terms.entropy_coef,
         terms.plain,
     )
-    return PolicyRows(*results)
+    return PolicyRows(*out.copy_(results))
 
 
 def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjective:

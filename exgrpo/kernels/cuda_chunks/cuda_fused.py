@@ -10,7 +10,6 @@ from exgrpo.kernels.cuda_chunks.binding import Call, ProductArguments
 from exgrpo.kernels.triton_chunks.fused_product import (
     AnchoredRows,
     FusedProduct,
-    Listed,
     Operands,
     aligned,
     partial_bytes,
@@ -29,7 +28,7 @@ class FusedCudaProduct(FusedProduct):
         super().__init__(operands, None, replace(tile, rows=TILE_ROWS, columns=TILE_COLUMNS, depth=TILE_DEPTH))
         self._triton_tile = tile
 
-    def exponentials(self, rows: AnchoredRows, out: Tensor | None, listed: Listed | None) -> None:
+    def exponentials(self, rows: AnchoredRows, out: Tensor | None, listed: Tensor | None) -> None:
         """See `FusedProduct`; of all rows."""
         assert listed is None
         product_call(self.operands, rows, out, self.partial).launch(self.operands.hidden.device)

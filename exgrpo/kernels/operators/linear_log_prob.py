@@ -1,5 +1,6 @@
 """`torch.ops.exgrpo.linear_log_prob` and the operator of its backward, which forms the logits anew."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from exgrpo.kernels.inputs import Head, LogProb, Needed, compute_dtype
 from exgrpo.kernels.operators.schema import HEAD, WAITS, Schema, flat_head, head_of, without_autocast
 from exgrpo.kernels.trials import LogProbTrial
 
-SCHEMA = Schema(f"{HEAD}, str backend", "(Tensor, Tensor, Tensor)")
+SCHEMA = Schema(f"{HEAD}, str backend, Tensor? weight_grad", "(Tensor, Tensor, Tensor)")
 BACKWARD = Schema(
     f"{HEAD}, str backend, Tensor saved, Tensor? grad_log_prob, Tensor? grad_entropy, bool[] needed", "Tensor[]"
 )
@@ -20,10 +21,10 @@ SAVED = ("hidden", "weight", "bias", "target", "temperature", "kept_ids", "kept_
 """The tensors of a call. The weight is saved as it is: a sharding engine may gather it anew for the backward."""
 
 
-def linear_log_prob(head: Head, backend: str) -> LogProb:
-    """Log-probability and entropy of each token [T]."""
+def linear_log_prob(head: Head, backend: str, weight_grad: Tensor | None) -> LogProb:
+    """Log-probability and entropy of each token [T]; the backward adds the weight's gradient to ``weight_grad``."""
     derivatives.check_reverse_mode("linear_log_prob", head.hidden, head.weight, head.bias)
-    log_prob, entropy, _ = forward(*SCHEMA.traced((*flat_head(head), backend)))
+    log_prob, entropy, _ = forward(*SCHEMA.traced((*flat_head(head), backend, weight_grad)))
     return LogProb(log_prob, entropy)
 
 
@@ -48,13 +49,16 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 @custom_op("exgrpo::linear_log_prob_backward", mutates_args=(), schema=BACKWARD.text, tags=WAITS)
 def backward(*arguments: Any) -> list[Tensor]:
     """The needed ones of the gradients of hidden, weight and bias, in the dtypes of their tensors."""
-    given = BACKWARD.given(arguments)
+    return _gradients(BACKWARD.given(arguments))
+
+
+def _gradients(given: Mapping[str, Any], weight_grad: Tensor | None = None) -> list[Tensor]:
     head = head_of(given)
     with without_autocast(head.hidden):
         taken = dispatch.take_for_head(given["backend"], LogProbTrial.of(head), head)
         upstream = (given["grad_log_prob"], given["grad_entropy"])
         needed = Needed(*given["needed"])
-        gradients = walks.log_prob_backward(head, given["saved"], *upstream, needed, taken)
+        gradients = walks.log_prob_backward(head, given["saved"], *upstream, needed, taken, weight_grad)
     pairs = zip(gradients, (head.hidden, head.weight, head.bias), strict=True)
     return [gradient.to(tensor.dtype) for gradient, tensor in pairs if gradient is not None and tensor is not None]
 
@@ -72,6 +76,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(*(given.pop(name) for name in SAVED), statistics)
     ctx.mark_non_differentiable(statistics)
     ctx.set_materialize_grads(False)
+    ctx.weight_grad = given.pop("weight_grad")  # not saved: others may add to it meanwhile
     ctx.constants = given
 
 
@@ -82,14 +87,19 @@ def _backward(
     *tensors, statistics = ctx.saved_tensors
     wanted = SCHEMA.named(ctx.needs_input_grad)
     needed = {name: wanted[name] for name in Needed._fields}
-    found = backward(
+    given = {
         **dict(zip(SAVED, tensors, strict=True)),
         **ctx.constants,
-        saved=statistics,
-        grad_log_prob=grad_log_prob,
-        grad_entropy=grad_entropy,
-        needed=list(needed.values()),
-    )
+        "saved": statistics,
+        "grad_log_prob": grad_log_prob,
+        "grad_entropy": grad_entropy,
+        "needed": list(needed.values()),
+    }
+    if ctx.weight_grad is None:
+        found = backward(**given)
+    else:
+        found = _gradients(given, ctx.weight_grad)
+        needed["weight"] = False
     names = (name for name, want in needed.items() if want)
     return SCHEMA.gradients(dict(zip(names, found, strict=True)))
 

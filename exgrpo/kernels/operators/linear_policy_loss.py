@@ -3,6 +3,7 @@
 It does so by `torch.ops.exgrpo.scale_gradient`, or in place.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from exgrpo.kernels import derivatives, dispatch
+from exgrpo.kernels import checks, derivatives, dispatch
 from exgrpo.kernels.chunks import chunking, walks
 from exgrpo.kernels.inputs import Head, Needed, PolicyTerms, compute_dtype
 from exgrpo.kernels.operators.schema import (
@@ -35,8 +36,13 @@ SCALED_AT_ONCE = 4 << 20
 """Entries of a gradient that a CPU scales before the next ones: fewer would have threads wait for each other often."""
 
 
-def linear_policy_loss(head: Head, terms: PolicyTerms, backend: str) -> tuple[Tensor, Tensor]:
-    """The loss; and log-probability, entropy, ratio and clipped of each token, detached, [4, T]."""
+def linear_policy_loss(
+    head: Head, terms: PolicyTerms, backend: str, weight_grad: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The loss; and log-probability, entropy, ratio and clipped of each token, detached, [4, T].
+
+    The gradient of the weight is added to ``weight_grad`` at once, if there is one.
+    """
     tensors = (head.hidden, head.weight, head.bias)
     derivatives.check_reverse_mode("linear_policy_loss", *tensors)
     enabled = torch.is_grad_enabled()
@@ -44,18 +50,25 @@ def linear_policy_loss(head: Head, terms: PolicyTerms, backend: str) -> tuple[Te
     numbers = (*terms.surrogate, terms.entropy_coef, terms.normalizer)
     # Nobody keeps the gradients: the backward may use their memory.
     arguments = (*flat_head(head), *terms.tokens, *numbers, needed, True, backend)
-    loss, per_token, *_ = forward(*SCHEMA.traced(arguments))
-    return loss, per_token
+    if weight_grad is None or not needed[1]:
+        loss, per_token, *_ = forward(*SCHEMA.traced(arguments))
+        return loss, per_token
+    with torch.no_grad():
+        loss, per_token, *held = _results(SCHEMA.named((*arguments, None)), weight_grad)
+    return _Differentiated.apply(loss, *tensors, *held), per_token
 
 
 @custom_op("exgrpo::linear_policy_loss", mutates_args=(), schema=SCHEMA.text, tags=WAITS)
 def forward(*arguments: Any) -> tuple[Tensor, ...]:
     """The loss, the per-token results [4, T], and the gradients; empty ones where they are not needed."""
-    given = SCHEMA.given(arguments)
+    return _results(SCHEMA.given(arguments))
+
+
+def _results(given: Mapping[str, Any], weight_grad: Tensor | None = None) -> tuple[Tensor, ...]:
     head, terms, needed = head_of(given), terms_of(given), Needed(*given["needed"])
     with without_autocast(head.hidden):
         taken = dispatch.take_for_head(given["backend"], PolicyLossTrial.of_loss(head, terms), head)
-        results = walks.policy_loss_forward(head, terms, needed, taken)
+        results = walks.policy_loss_forward(head, terms, needed, taken, weight_grad)
     loss, per_token, gradients = results
     pairs = zip(gradients, (head.hidden, head.weight, head.bias), strict=True)
     held = (
@@ -136,3 +149,22 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | No
 
 
 forward.register_autograd(_backward, setup_context=_save)
+
+
+class _Differentiated(torch.autograd.Function):
+    """The loss whose gradient of the weight has been added where it belongs, and whose others are known."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *others: Tensor | None) -> Tensor:
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in others[:3]]
+        ctx.save_for_backward(*others[3:])
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        derivatives.check_first("linear_policy_loss")
+        expected = "a loss that is differentiated with gradient {}; a factor before it belongs into normalizer"
+        checks.values("weight_grad", grad_loss, grad_loss == 1, expected, 1)
+        wanted = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[1:4], strict=True)
+        hidden, _, bias = (gradient.to(dtype) if want else None for gradient, dtype, want in wanted)
+        return None, hidden, None, bias, None, None, None

@@ -133,6 +133,99 @@ def _exponentials(x, bias, column, valid, y, anchor, scale, softcap):
     return e, rest, moment
 
 
+@triton.jit
+def _is_far(merged, row, rows, limit):
+    """Whether S of a row is beyond the limit, overflown, or NaN."""
+    return ~(tl.load(merged + row, mask=row < rows, other=0.0) <= limit)
+
+
+@triton.jit(do_not_specialize=["rows", "column_tiles"])
+def merge_kernel(
+    rests,  # [column tiles, rows]: S of each tile
+    moments,  # [column tiles, rows]: M of each tile
+    results,  # [2, rows], result: S and M; [3, rows] where rows were done again: d_y, too
+    before,  # [2, rows], S and M of rows that were not done again; None: there was nothing before, as all below
+    merged,  # [rows], S over all ranks
+    limit,  # of S: beyond it a row was done again
+    at_target,  # [rows], z_y
+    anchors,  # [rows]
+    temperature,  # [rows]; None: 1
+    column_tiles,
+    rows,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Sums over the tiles."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = row < rows
+    taken = valid
+    if before is not None:
+        taken = _is_far(merged, row, rows, limit)
+    rest = tl.zeros([TILES, ROWS], tl.float32)
+    moment = tl.zeros([TILES, ROWS], tl.float32)
+    for start in range(0, column_tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        place = tile.to(tl.int64)[:, None] * rows + row[None, :]
+        mask = (tile < column_tiles)[:, None] & taken[None, :]
+        rest += tl.load(rests + place, mask=mask, other=0.0)
+        moment += tl.load(moments + place, mask=mask, other=0.0)
+    s, m = tl.sum(rest, 0), tl.sum(moment, 0)
+    if before is not None:
+        s = tl.where(taken, s, tl.load(before + row, mask=valid, other=0.0))
+        m = tl.where(taken, m, tl.load(before + rows + row, mask=valid, other=0.0))
+        gap = tl.load(at_target + row, mask=valid, other=0.0) - tl.load(anchors + row, mask=valid, other=0.0)
+        if temperature is not None:
+            gap /= tl.load(temperature + row, mask=valid, other=1.0)
+        tl.store(results + 2 * rows + row, gap, mask=valid)
+    tl.store(results + row, s, mask=valid)
+    tl.store(results + rows + row, m, mask=valid)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def list_kernel(
+    merged,  # [rows], S over all ranks
+    limit,  # of S
+    listed,  # [rows + 1] int32, result: the rows beyond it, then numbers beyond all rows; the last is how many they are
+    rows,
+    BLOCK: tl.constexpr,
+):
+    """Lists rows in order; one program does."""
+    count = tl.zeros([], tl.int32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        far = _is_far(merged, row, rows, limit)
+        place = count + tl.cumsum(far.to(tl.int32), 0) - 1  # of the last listed row so far: others go to the end
+        tl.store(listed + tl.where(far, place, rows - row + place), tl.where(far, row, rows), mask=row < rows)
+        count += tl.sum(far.to(tl.int32))
+    tl.store(listed + rows, count)
+
+
+@triton.jit(do_not_specialize=["rows", "column_tiles"])
+def anchor_kernel(
+    largest,  # [column tiles, rows]: the largest z of each tile, of listed rows
+    merged,  # [rows], S over all ranks
+    limit,  # of S: beyond it a row is listed
+    at_target,  # [rows], z_y
+    anchors,  # [rows], result: the largest z of a listed row, z_y of others
+    column_tiles,
+    rows,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The anchors of all rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    far = _is_far(merged, row, rows, limit)
+    found = tl.full([TILES, ROWS], float("-inf"), tl.float32)
+    for start in range(0, column_tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        place = tile.to(tl.int64)[:, None] * rows + row[None, :]
+        mask = (tile < column_tiles)[:, None] & far[None, :]
+        z = tl.load(largest + place, mask=mask, other=float("-inf"))
+        found = tl.maximum(found, z, propagate_nan=tl.PropagateNan.ALL)
+    anchor = tl.where(far, tl.max(found, 0), tl.load(at_target + row, mask=row < rows, other=0.0))
+    tl.store(anchors + row, anchor, mask=row < rows)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def exponentials_kernel(
     hidden,  # [rows, D]; a descriptor where DESCRIBED, as weight and out
@@ -141,8 +234,7 @@ def exponentials_kernel(
     target,  # [rows] int64, local; -1 where this rank does not hold it
     anchors,  # [rows]
     temperature,  # [rows]
-    listed,  # [rows] int64, the rows that are wanted, then numbers beyond all rows; None: all are. Not with DESCRIBED
-    found,  # [rows] int64, the last is how many are listed
+    listed,  # [rows + 1] int32, the rows that are wanted, see `list_kernel`; None: all are. Not with DESCRIBED
     out,  # [rows, V], receives exp(d) times the slope of the cap; may be None
     rests,  # [column tiles, rows], result: S over the tile's columns
     moments,  # [column tiles, rows], result: M over the tile's columns
@@ -161,7 +253,7 @@ def exponentials_kernel(
     DEPTH: tl.constexpr,
 ):
     """exp(d) and its sums; each program goes through tiles until there are no more."""
-    row_tiles = tl.cdiv(rows if listed is None else tl.load(found + rows - 1).to(tl.int32), ROWS)
+    row_tiles = tl.cdiv(rows if listed is None else tl.load(listed + rows), ROWS)
     tiles = row_tiles * tl.cdiv(vocabulary, COLUMNS)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=OVERLAPPED):
         row_tile, column_tile = _tile(index, row_tiles, tl.cdiv(vocabulary, COLUMNS))
@@ -199,8 +291,7 @@ def largest_kernel(
     hidden,  # [rows, D]
     weight,  # [V, D]
     bias,  # [V]
-    listed,  # [rows] int64, the rows that are wanted, then numbers beyond all rows
-    found,  # [rows] int64, the last is how many are listed
+    listed,  # [rows + 1] int32, the rows that are wanted, see `list_kernel`
     largest,  # [column tiles, rows], result: the largest z of the tile's columns, for listed rows
     softcap,
     rows,
@@ -213,7 +304,7 @@ def largest_kernel(
     DEPTH: tl.constexpr,
 ):
     """The largest logits of some rows; each program goes through tiles until there are no more."""
-    row_tiles = tl.cdiv(tl.load(found + rows - 1).to(tl.int32), ROWS)
+    row_tiles = tl.cdiv(tl.load(listed + rows), ROWS)
     tiles = row_tiles * tl.cdiv(vocabulary, COLUMNS)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         row_tile, column_tile = _tile(index, row_tiles, tl.cdiv(vocabulary, COLUMNS))

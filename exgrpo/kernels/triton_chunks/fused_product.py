@@ -17,7 +17,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from exgrpo.kernels.chunks.head import Targets
 from exgrpo.kernels.chunks.softmax import LARGEST_SUM, Sums
 from exgrpo.kernels.inputs import VocabShard
-from exgrpo.kernels.triton_chunks.fused_kernels import exponentials_kernel, largest_kernel, target_logit_kernel
+from exgrpo.kernels.triton_chunks.fused_kernels import (
+    anchor_kernel,
+    exponentials_kernel,
+    largest_kernel,
+    list_kernel,
+    merge_kernel,
+    target_logit_kernel,
+)
 from exgrpo.kernels.triton_chunks.launch import Tile, architecture, multiprocessors
 
 LARGEST_SUM_FLOAT16 = 2.0**9
@@ -25,6 +32,10 @@ LARGEST_SUM_FLOAT16 = 2.0**9
 them in the gradient of the weight is divided by S: it must not be so small that fp16 has few digits left for it."""
 SMALLEST_TILE = 16
 """Rows that the units of the matrix product need."""
+MERGED = {"TILES": 64, "ROWS": 32}
+"""Column tiles and rows whose sums a program reads at once."""
+LISTED = 4096
+"""Rows that are looked at at once."""
 ALIGNMENT = 16
 """Bytes that have to divide a matrix's address and its row stride for a tensor descriptor."""
 
@@ -52,18 +63,15 @@ def fused_sums(
     (at_target,) = shard.largest_of(product.target_logits(target))
     product.exponentials(AnchoredRows(target, at_target, temperature), out, None)
     own = product.sums()
-    rest, _ = shard.sum_of(*own)
     # Beyond the limit, overflown, or NaN, which this mends but where the operands or the target's logit are NaN.
     # By the operands alone: with and without ``out`` the anchors are the same.
-    far = ~(rest <= _largest_sum(hidden.dtype))
-    listed = Listed.where(far, targets.number)
-    again = product.again()
-    (largest,) = shard.largest_of(again.largest(listed))
-    anchor = torch.where(far, largest, at_target)
-    again.exponentials(AnchoredRows(target, anchor, temperature), out, listed)
-    rest, moment = shard.sum_of(*torch.where(far, again.sums(), own))
-    gap = at_target - anchor
-    return Sums(anchor, gap if temperature is None else gap / temperature, rest, moment)
+    far = Far(shard.sum_of(*own)[0], _largest_sum(hidden.dtype))
+    listed, again = far.listed(), product.again()
+    (anchor,) = shard.largest_of(again.anchors(far, listed, at_target))
+    rows = AnchoredRows(target, anchor, temperature)
+    again.exponentials(rows, out, listed)
+    *found, gap = again.sums_again(far, own, rows, at_target)
+    return Sums(anchor, gap, *shard.sum_of(*found))
 
 
 class Traits(NamedTuple):
@@ -92,19 +100,19 @@ def half_tile(tile: Tile) -> Tile:
     return replace(tile, rows=max(SMALLEST_TILE, tile.rows // 2))
 
 
-class Listed(NamedTuple):
-    """Some of the rows, whose number only the device knows."""
+class Far(NamedTuple):
+    """The rows that are done again, whose number only the device knows: those whose S is not within the limit."""
 
-    rows: Tensor
-    """[n] int64: the rows in order, then numbers beyond all rows."""
-    found: Tensor
-    """[n] int64: how many of the first rows are among them; the last is how many there are."""
+    rest: Tensor
+    """[n] fp32: S, over all ranks."""
+    limit: float
 
-    @classmethod
-    def where(cls, condition: Tensor, number: Tensor) -> "Listed":
-        """The rows of which a condition [n] is true; ``number``: 0, 1, 2, ..., [n] int64."""
-        found = condition.cumsum(0)
-        return cls(torch.searchsorted(found, number, right=True), found)
+    def listed(self) -> Tensor:
+        """[n + 1] int32: these rows in order, then numbers beyond all rows; the last is how many they are."""
+        listed = self.rest.new_empty(len(self.rest) + 1, dtype=torch.int32)
+        with torch.cuda.device_of(listed):
+            list_kernel[(1,)](*self, listed, len(self.rest), BLOCK=LISTED, num_warps=8)
+        return listed
 
 
 class Operands(NamedTuple):
@@ -161,7 +169,7 @@ class FusedProduct:
             )
         return logits
 
-    def exponentials(self, rows: AnchoredRows, out: Tensor | None, listed: Listed | None) -> None:
+    def exponentials(self, rows: AnchoredRows, out: Tensor | None, listed: Tensor | None) -> None:
         """Writes exp(d) and the sums of all rows, or of the listed ones."""
         described = listed is None and self.describable(out)
         usual = described or (listed is None and not self.traits.described)
@@ -180,7 +188,7 @@ class FusedProduct:
             weight,
             bias,
             *rows,
-            *(listed or (None, None)),
+            listed,
             written,
             *self.partial,
             out_stride=0 if out is None else out.stride(0),
@@ -195,15 +203,28 @@ class FusedProduct:
 
     def sums(self) -> Tensor:
         """S and M, [2, n], over the tiles."""
-        return self.partial.sum(1)
+        return self._merged(2, *6 * (None,))
 
-    def largest(self, listed: Listed) -> Tensor:
-        """The largest logits [n] of the listed rows, anything for others; the sums are lost for the listed ones."""
-        if not self.column_tiles:
-            return self.partial.new_full(self.partial.shape[2:], -torch.inf)
-        partial = self.partial[0]
-        self._launch(largest_kernel, half_tile(self.tile), *self.operands, *listed, partial)
-        return partial.amax(0)
+    def sums_again(self, far: Far, own: Tensor, rows: AnchoredRows, at_target: Tensor) -> Tensor:
+        """S, M and d_y, [3, n]: from ``own`` sums [2, n] but for the rows that were done again; z_y [n]."""
+        return self._merged(3, own, *far, at_target, rows.anchor, rows.temperature)
+
+    def anchors(self, far: Far, listed: Tensor, at_target: Tensor) -> Tensor:
+        """The largest logits [n] of the listed rows, z_y of others; the sums are lost for the listed ones."""
+        anchors, partial = torch.empty_like(at_target), self.partial[0]
+        self._launch(largest_kernel, half_tile(self.tile), *self.operands, listed, partial)
+        with torch.cuda.device_of(anchors):
+            anchor_kernel[self._merging()](partial, *far, at_target, anchors, *partial.shape, **MERGED)
+        return anchors
+
+    def _merged(self, fields: int, *others: Tensor | float | None) -> Tensor:
+        results = self.partial.new_empty(fields, self.partial.shape[2])
+        with torch.cuda.device_of(results):
+            merge_kernel[self._merging()](*self.partial, results, *others, *self.partial.shape[1:], **MERGED)
+        return results
+
+    def _merging(self) -> tuple[int]:
+        return (triton.cdiv(self.partial.shape[2], MERGED["ROWS"]),)
 
     def _launch(self, kernel: Any, tile: Tile, *arguments: object, **more: object) -> None:
         hidden, weight, _ = self.operands

@@ -72,7 +72,7 @@ def listed_largest_kernel(
     bias,  # [V]; unused without HAS_BIAS
     listed,  # [rows] bool
     largest,  # [rows], result: the largest logit of a listed row, -inf for others
-    cap,  # [1]; unused without HAS_SOFTCAP
+    cap,  # [1]; None without HAS_SOFTCAP
     vocabulary,
     stride,  # between rows of logits
     HAS_BIAS: tl.constexpr,
@@ -82,7 +82,8 @@ def listed_largest_kernel(
     """The largest logits of the listed rows, which alone are read."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.where(tl.load(listed + row), vocabulary, 0)
-    found = _largest(logits + row * stride, bias, tl.load(cap), columns, HAS_BIAS, HAS_SOFTCAP, BLOCK)
+    softcap = tl.load(cap) if HAS_SOFTCAP else None
+    found = _largest(logits + row * stride, bias, softcap, columns, HAS_BIAS, HAS_SOFTCAP, BLOCK)
     tl.store(largest + row, found)
 
 
@@ -92,14 +93,14 @@ def statistics_kernel(
     bias,  # [V]; unused without HAS_BIAS
     out,  # [rows, V], receives exp(d) where WRITE; not ``logits``
     target,  # [rows] int64, local; -1 where this rank does not hold it
-    temperature,  # [rows]
+    temperature,  # [rows]; None: 1
     given,  # [rows], anchors; unused without GIVEN
     listed,  # [rows] bool, the rows that are read, S and M of others are 0; unused without LISTED
     anchors,  # [rows], result
     gaps,  # [rows], result: d_y
     rests,  # [rows], result: S
     moments,  # [rows], result: M
-    cap,  # [1]; unused without HAS_SOFTCAP
+    cap,  # [1]; None without HAS_SOFTCAP
     vocabulary,
     stride,  # between rows of logits and out
     HAS_BIAS: tl.constexpr,
@@ -115,12 +116,12 @@ def statistics_kernel(
     being below 1 / 65, the row is read twice more with its largest logit as anchor: nothing can overflow then, and the
     entropy, log Z - U, is never a small difference of large numbers. Such tokens are rare where targets are sampled.
     """
-    softcap = tl.load(cap)
+    softcap = tl.load(cap) if HAS_SOFTCAP else None
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     out += row * stride
     y = tl.load(target + row)
-    tau = tl.load(temperature + row)
+    tau = 1.0 if temperature is None else tl.load(temperature + row)
     at_target = _shaped(logits, bias, y, y >= 0, softcap, HAS_BIAS, HAS_SOFTCAP)
     anchor = at_target
     if GIVEN:
@@ -145,13 +146,13 @@ def gradient_kernel(
     bias,  # [V]; unused without HAS_BIAS
     out,  # [rows, V], receives F; may be ``logits``
     target,  # [rows] int64, local; -1 where this rank does not hold it
-    temperature,  # [rows]
+    temperature,  # [rows]; None: 1
     anchors,  # [rows]
     means,  # [rows], U
     at_target,  # [rows], F at the target but for the slope of the cap
     upstream_log_prob,  # [rows], c; unused where PLAIN
     upstream_entropy,  # [rows], h; unused where PLAIN
-    cap,  # [1]; unused without HAS_SOFTCAP
+    cap,  # [1]; None without HAS_SOFTCAP
     vocabulary,
     stride,
     HAS_BIAS: tl.constexpr,
@@ -160,12 +161,12 @@ def gradient_kernel(
     BLOCK: tl.constexpr,
 ):
     """F of each row: exp(d_v) where PLAIN, else exp(d_v) (c + h (d_v - U)) times the slope of the cap."""
-    softcap = tl.load(cap)
+    softcap = tl.load(cap) if HAS_SOFTCAP else None
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     out += row * stride
     y = tl.load(target + row)
-    tau = tl.load(temperature + row)
+    tau = 1.0 if temperature is None else tl.load(temperature + row)
     anchor = tl.load(anchors + row)
     mean = tl.load(means + row)
     value_at_target = tl.load(at_target + row)

@@ -103,9 +103,9 @@ def _row_factors(gap, rest, mean, scale, c, h, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _put(results, FIELD: tl.constexpr, row, rows, value):
-    """Writes one of the rows of results [fields, rows]."""
-    tl.store(results + rows.to(tl.int64) * FIELD + row, value.to(results.dtype.element_ty), mask=row < rows)
+def _put(results, FIELD: tl.constexpr, stride, row, rows, value):
+    """Writes one of the rows of results [fields, rows], ``stride`` apart."""
+    tl.store(results + stride.to(tl.int64) * FIELD + row, value.to(results.dtype.element_ty), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -123,12 +123,12 @@ def finish_kernel(
     _, mean, log_prob, entropy = _finished(
         tl.load(gap + row, mask=valid), tl.load(rest + row, mask=valid), tl.load(moment + row, mask=valid)
     )
-    _put(results, 0, row, rows, mean)
-    _put(results, 1, row, rows, log_prob)
-    _put(results, 2, row, rows, entropy)
+    _put(results, 0, rows, row, rows, mean)
+    _put(results, 1, rows, row, rows, log_prob)
+    _put(results, 2, rows, row, rows, entropy)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "results_stride"])
 def policy_rows_kernel(
     gap,  # [rows] fp32 or fp64
     rest,  # [rows], same dtype
@@ -139,7 +139,11 @@ def policy_rows_kernel(
     temperature,  # [rows]; unused without HAS_TEMPERATURE
     normalizer,  # [1]
     results,  # [9, rows], dtype of gap, in the order of PolicyRows
+    matrix,  # [rows, V], F but for the targets, which get theirs; None: it is nobody's business here
+    target,  # [rows] int64, local; -1 where this rank does not hold it; None without a matrix
     rows,
+    results_stride,  # between fields of the results
+    matrix_stride,  # between rows of the matrix
     clip_low: tl.float64,  # the lowest ratio that is not clipped; unused without HAS_CLIP
     clip_high: tl.float64,
     log_beta: tl.float64,  # unused without HAS_BETA
@@ -179,15 +183,19 @@ def policy_rows_kernel(
         scale /= tl.load(temperature + row, mask=valid, other=1.0).to(d.dtype)
     h = -tl.full([], entropy_coef, d.dtype) / divisor
     scale, at_target = _row_factors(d, s, mean, scale, coefficient, h, PLAIN)
-    _put(results, 0, row, rows, value)
-    _put(results, 1, row, rows, log_prob)
-    _put(results, 2, row, rows, entropy)
-    _put(results, 3, row, rows, ratio)
-    _put(results, 4, row, rows, clipped)
-    _put(results, 5, row, rows, mean)
-    _put(results, 6, row, rows, coefficient)
-    _put(results, 7, row, rows, scale)
-    _put(results, 8, row, rows, at_target)
+    _put(results, 0, results_stride, row, rows, value)
+    _put(results, 1, results_stride, row, rows, log_prob)
+    _put(results, 2, results_stride, row, rows, entropy)
+    _put(results, 3, results_stride, row, rows, ratio)
+    _put(results, 4, results_stride, row, rows, clipped)
+    _put(results, 5, results_stride, row, rows, mean)
+    _put(results, 6, results_stride, row, rows, coefficient)
+    _put(results, 7, results_stride, row, rows, scale)
+    _put(results, 8, results_stride, row, rows, at_target)
+    if matrix is not None:
+        y = tl.load(target + row, mask=valid, other=-1)
+        place = row.to(tl.int64) * matrix_stride + y
+        tl.store(matrix + place, at_target.to(matrix.dtype.element_ty), mask=y >= 0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -238,11 +246,11 @@ def policy_objective_kernel(
         HAS_CLIP,
         HAS_BETA,
     )
-    _put(results, 0, token, tokens, current)
-    _put(results, 1, token, tokens, spread)
-    _put(results, 2, token, tokens, tl.where(kept, ratio, 0.0))
-    _put(results, 3, token, tokens, clipped)
-    _put(coefficients, 0, token, tokens, coefficient)
+    _put(results, 0, tokens, token, tokens, current)
+    _put(results, 1, tokens, token, tokens, spread)
+    _put(results, 2, tokens, token, tokens, tl.where(kept, ratio, 0.0))
+    _put(results, 3, tokens, token, tokens, clipped)
+    _put(coefficients, 0, tokens, token, tokens, coefficient)
     programs = tl.num_programs(0)
     tl.store(partials + program, tl.sum(value).to(tl.float64))
     tl.store(partials + programs + program, tl.sum(spread).to(tl.float64))

@@ -22,6 +22,7 @@ class FusedTritonPasses(TritonPasses):
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
         """See `Passes`."""
         out = self._matrix(chunk) if gradient_follows else None
+        self._written = None if with_entropy else out
         product = self.product(self._operands(chunk), out)
         return fused_sums(product, chunk.target, chunk.temperature, self.head.shard, out)
 
@@ -52,12 +53,14 @@ class FusedTritonPasses(TritonPasses):
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
         """See `Passes`."""
         rows = AnchoredRows(chunk.target.local(), statistics.anchor.contiguous(), chunk.temperature)
-        out = self._matrix(chunk)
+        out, self._written = self._matrix(chunk), None
         self.product(self._operands(chunk), out).exponentials(rows, out, None)
 
     def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
         """See `Passes`."""
         matrix, upstream = self._exponential, factors.upstream
+        if self._written is not None:
+            return self._written
         if upstream is None or upstream.entropy is None:
             chunk.target.put(factors.at_target.to(matrix.dtype), matrix)
         elif matrix.shape[1]:

@@ -11,7 +11,8 @@ from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.passes import ByFormulas
-from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
+from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
+from exgrpo.kernels.inputs import PolicyTokens
 from exgrpo.kernels.triton_chunks import triton_tokens
 from exgrpo.kernels.triton_chunks.launch import Plan, multiprocessors, plan
 from exgrpo.kernels.triton_chunks.row_kernels import (
@@ -69,10 +70,14 @@ class TritonPasses(ByFormulas):
         bias = head.head.bias
         self.bias = None if bias is None else bias.contiguous()
         self.softcap = head.options.softcap
+        # By a tensor: a number would be rounded to float32 on its way.
+        cap = self.softcap
+        self._cap = None if cap is None else head.head.weight.new_full((1,), cap, dtype=head.dtype)
         self._buffer: Tensor | None = None
         self._narrow: Tensor | None = None
         self._logits = head.head.weight.new_empty(0)
         self._written: Tensor | None = None
+        """F of the chunk at hand, but for the targets until `policy` is called; None: `gradient` makes it."""
 
     def chunk_rows(self, *, gradient_follows: bool) -> int:
         """See `Passes`. What the backward needs a bound to be is asked for before the forward, which may need less."""
@@ -127,14 +132,14 @@ class TritonPasses(ByFormulas):
                 _or(self.bias, logits),
                 _or(self._written, logits),
                 chunk.target.local(),
-                self._temperature(chunk),
+                chunk.temperature,
                 _or(given, anchor),
                 _or(listed, anchor),
                 anchor,
                 gap,
                 rest,
                 moment,
-                self._cap(),
+                self._cap,
                 logits.shape[1],
                 logits.stride(0),
                 GIVEN=given is not None,
@@ -143,6 +148,12 @@ class TritonPasses(ByFormulas):
                 **self._compiled(),
             )
         return Sums(anchor, gap, rest, moment)
+
+    def policy(self, sums: Sums, chunk: Chunk, tokens: PolicyTokens, terms: RowTerms, out: Tensor) -> PolicyRows:
+        """See `Passes`; completes F where the pass for the sums has left it."""
+        matrix = self._written
+        target = None if matrix is None else chunk.target.local()
+        return triton_tokens.policy_rows(sums, tokens, terms, chunk.temperature, out, matrix, target)
 
     def recall(self, chunk: Chunk, statistics: Statistics) -> None:
         """See `Passes`: `gradient` reads the products themselves."""
@@ -155,8 +166,7 @@ class TritonPasses(ByFormulas):
 
     def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
         """See `Passes`."""
-        if factors.upstream is None and self._written is not None:
-            chunk.target.put(factors.at_target.to(self._written.dtype), self._written)
+        if self._written is not None:
             return self._written
         logits, upstream = self._logits, factors.upstream
         out = self._narrow_memory(logits) if self.head.products.mixed else logits
@@ -168,13 +178,13 @@ class TritonPasses(ByFormulas):
                 _or(self.bias, logits),
                 out,
                 chunk.target.local(),
-                self._temperature(chunk),
+                chunk.temperature,
                 statistics.anchor.contiguous(),
                 statistics.mean.contiguous(),
                 factors.at_target,
                 factors.at_target if upstream is None else upstream.log_prob.contiguous(),
                 factors.at_target if upstream is None else _or(upstream.entropy, factors.at_target).contiguous(),
-                self._cap(),
+                self._cap,
                 logits.shape[1],
                 logits.stride(0),
                 PLAIN=upstream is None,
@@ -224,7 +234,7 @@ class TritonPasses(ByFormulas):
                     _or(self.bias, logits),
                     listed,
                     largest,
-                    self._cap(),
+                    self._cap,
                     logits.shape[1],
                     logits.stride(0),
                     **self._compiled(),
@@ -239,13 +249,6 @@ class TritonPasses(ByFormulas):
             "BLOCK": self.plan.rows.block,
             "num_warps": self.plan.rows.warps,
         }
-
-    def _temperature(self, chunk: Chunk) -> Tensor:
-        return self._logits.new_ones(len(chunk.hidden)) if chunk.temperature is None else chunk.temperature
-
-    def _cap(self) -> Tensor:
-        # By a tensor: a number would be rounded to float32 on its way.
-        return self._logits.new_full((1,), self.softcap or 1.0)
 
 
 def padded(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:

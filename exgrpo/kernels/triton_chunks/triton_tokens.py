@@ -43,13 +43,21 @@ def finished(sums: Sums) -> tuple[Statistics, LogProb]:
     return Statistics(anchor, gap, rest, mean), LogProb(log_prob, entropy)
 
 
-def policy_rows(sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None) -> PolicyRows:
+def policy_rows(
+    sums: Sums,
+    tokens: PolicyTokens,
+    terms: RowTerms,
+    temperature: Tensor | None,
+    out: Tensor,
+    matrix: Tensor | None = None,
+    target: Tensor | None = None,
+) -> PolicyRows:
     """Statistics, objective and row factors of each row: `chunks.softmax.policy_rows`.
 
-    The sums are fp32 or fp64; the numbers of the tokens and the temperature may have any floating dtype.
+    The sums are fp32 or fp64; the numbers of the tokens and the temperature may have any floating dtype. A ``matrix``
+    [rows, V] that is F but for the ``target`` [rows] of each row, -1: none, gets F there.
     """
     gap, surrogate = sums.gap, terms.surrogate
-    results = gap.new_empty(len(PolicyRows._fields), gap.numel())
     with torch.cuda.device_of(gap):
         policy_rows_kernel[_grid(gap)](
             gap.contiguous(),
@@ -60,8 +68,12 @@ def policy_rows(sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: 
             _or(tokens.replayed, gap),
             _or(temperature, gap),
             terms.normalizer,
-            results,
+            out,
+            matrix,
+            target,
             gap.numel(),
+            out.stride(0),
+            0 if matrix is None else matrix.stride(0),
             *ratio_numbers(surrogate),
             terms.entropy_coef,
             HAS_REPLAYED=tokens.replayed is not None,
@@ -71,7 +83,7 @@ def policy_rows(sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: 
             PLAIN=terms.plain,
             BLOCK=BLOCK,
         )
-    return PolicyRows(*results)
+    return PolicyRows(*out)
 
 
 def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjective:

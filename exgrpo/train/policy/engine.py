@@ -130,16 +130,20 @@ class WholeEngine:
 
     `scale_wrt_gas` is there for DeepSpeed's sake: what it switches off there does not exist here.
 
+    In bf16 a ``head`` is spared the way through autograd: while the module is trained, its attribute ``main_grad`` is
+    the fp32 sum, and the module adds to it by itself. That is a sum less of the size of the head in each micro-batch.
+
     Args:
         module: on its device.
         config: of the run.
+        head: a parameter whose `main_grad` the module heeds, if that is a tensor.
 
     Attributes:
         masters: [...] fp32 of what is trained, by name.
         scaler: of the loss; it does nothing but in fp16.
     """
 
-    def __init__(self, module: nn.Module, config: Config) -> None:
+    def __init__(self, module: nn.Module, config: Config, head: nn.Parameter | None = None) -> None:
         self.module = module
         device = torch.device("cpu") if config.distributed.offload_optimizer else None
         parameters = trained(module)
@@ -148,6 +152,8 @@ class WholeEngine:
         self._copied = [(parameter, master) for parameter, master in pairs if master is not parameter]
         for parameter, master in self._copied:
             parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
+        bf16 = [pair for pair in self._copied if pair[0].dtype == torch.bfloat16 and device is None]
+        self._head = next((pair for pair in bf16 if pair[0] is head), None)
         self.optimizer = make_optimizer(self.masters.values(), config.optimizer)
         self.lr_scheduler = make_schedule(self.optimizer, config)
         kind = next(iter(parameters.values())).device.type
@@ -162,8 +168,12 @@ class WholeEngine:
         return self.module(*arguments)
 
     def train(self) -> None:
-        """See `torch.nn.Module`."""
+        """See `torch.nn.Module`; the gradients of a step follow."""
         self.module.train()
+        if self._head:
+            parameter, master = self._head
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+            parameter.main_grad = master.grad  # type: ignore[attr-defined]
 
     def eval(self) -> None:
         """See `torch.nn.Module`."""
@@ -189,6 +199,8 @@ class WholeEngine:
         if self.scaler.is_enabled() and self.scaler.get_scale() < 1:
             self.scaler.update(1.0)
         self.optimizer.zero_grad()
+        if self._head:
+            self._head[0].main_grad = None  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def show_masters(self) -> None:
@@ -214,7 +226,8 @@ def _master(parameter: nn.Parameter, device: torch.device | None) -> nn.Paramete
 
 def _hand_over(master: nn.Parameter, parameter: Tensor) -> None:
     """Add the gradient of a micro-batch to the master's, and free it: beside the fp32 sums one is there at a time."""
-    assert parameter.grad is not None
+    if parameter.grad is None:  # a head has added its own
+        return
     if master.grad is None:
         master.grad = parameter.grad.to(master)
     else:

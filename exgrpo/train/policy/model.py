@@ -83,6 +83,7 @@ class PolicyModel(nn.Module):
             bias=head.bias,
             kept=batch.kept,
             counts=None if torch.is_grad_enabled() else (batch.targets, 0),
+            weight_grad=getattr(head.weight, "main_grad", None),
             backend=self.backend,
             **self.logit_map.options(temperature),
         )
@@ -102,6 +103,7 @@ class PolicyModel(nn.Module):
             bias=head.bias,
             kept=batch.kept,
             counts=(batch.targets, batch.active),
+            weight_grad=getattr(head.weight, "main_grad", None),
             backend=self.backend,
             **self.logit_map.options(terms.settings.temperature),
         )

@@ -108,7 +108,8 @@ class Policy:
         self.engine: Any
         self.states: States
         if whole:
-            self.engine = WholeEngine(wrapped.to(world.device), config)
+            head = model.get_output_embeddings().weight
+            self.engine = WholeEngine(wrapped.to(world.device), config, head)
             self.states = WholeStates(self.engine)
         else:
             self.engine = sharded_engine(wrapped, config)

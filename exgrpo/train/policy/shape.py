@@ -132,7 +132,7 @@ class ModelShape(ForwardFlops):
 
         In the forward a chunk of logits with its scratch (on a GPU their exponentials in 16 bits, within the call's
         `memory`) and its tiles, and the sums of both gradients in fp32. In the backward the sums, and in 16 bits their
-        products with the upstream gradient. There is none of the weight where that is ``frozen``.
+        products with the upstream gradient. There is none of the weight where that is ``frozen``, or added elsewhere.
         """
         kind = torch.device(device)
         if kind.type == "cuda":
@@ -143,7 +143,7 @@ class ModelShape(ForwardFlops):
             chunk = FP32 * (step + min(step, chunking.block_rows(self.vocabulary, torch.float32, kind)))
         gradients = self.width * (tokens if frozen else self.vocabulary + tokens)
         sums = FP32 * gradients
-        per_token = 20 * FP32 * tokens  # inputs in fp32, statistics and results, places of targets
+        per_token = 24 * FP32 * tokens  # inputs in fp32, statistics and results, places of targets
         tiles = 1 if frozen else 2  # of the weight, and of its gradient
         forward = self.vocabulary * chunk + tiles * chunking.TILE_BYTES + sums
         scaled = item * gradients if item < FP32 else 0

@@ -137,7 +137,10 @@ def _passes(config: Config, shape: ModelShape, gpus: int, device: str) -> tuple[
     again = shape.layer_bytes(item, eager_length=eager) if checkpointing else 0
     generating = gathered if shares_policy(config, gpus) else 0
     packed = _packed(config, shape) * (1 if checkpointing else shape.layers) if device == "cuda" else 0
-    head = shape.head_bytes(item, tokens, device, frozen=frozen_head(config), memory=config.policy.kernel_memory)
+    added = gpus == 1 and config.policy.dtype == "bf16" and not config.lora.rank
+    added = added and not config.distributed.offload_optimizer  # the head's gradient, to that of its master
+    frozen = frozen_head(config) or added
+    head = shape.head_bytes(item, tokens, device, frozen=frozen, memory=config.policy.kernel_memory)
     return (
         MemoryItem("gathered weights", rollout=generating, loss=gathered, backward=gathered),
         MemoryItem("saved activations", loss=saved, backward=saved),

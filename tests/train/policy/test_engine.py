@@ -162,9 +162,32 @@ def test_the_scale_doubles_after_finite_steps_and_never_falls_below_1():
     assert WholeStates(engine).loss_scale == LossScale(1, 1)
 
 
-def policy_in(dtype, folder):
-    config = tiny.config(folder, OBJECTIVE, dtype=dtype, optimizer={"schedule": "linear"})
+def policy_in(dtype, folder, objective=OBJECTIVE):
+    config = tiny.config(folder, objective, dtype=dtype, optimizer={"schedule": "linear"})
     return Policy(config, find_model(str(folder)), ALONE)
+
+
+@pytest.mark.parametrize("surrogate", ["clipped", "cispo"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_in_bf16_adds_to_the_fp32_gradient_by_itself(surrogate, tied, tmp_path, one_thread):
+    """Against the way of all other parameters: gradients that are rounded to bf16, 2^-8 of their size, then added."""
+    tiny.save_model(tmp_path / "model", tied=tied)
+    objective = ObjectiveConfig(surrogate=surrogate, entropy_coef=0.01)
+    batch, found = tiny.minibatches(objective)[0], []
+    for direct in (True, False):
+        policy = policy_in("bf16", tmp_path / "model", objective)
+        head, handed = policy.model.get_output_embeddings().weight, []
+        head.register_hook(handed.append)
+        if not direct:
+            policy.engine._head = None
+        policy.update(batch, clip=True)
+        assert any(gradient is not None for gradient in handed) == (tied or not direct)
+        assert head.grad is None
+        assert getattr(head, "main_grad", None) is None
+        (name,) = (name for name, parameter in policy.engine.module.named_parameters() if parameter is head)
+        found.append(policy.states.get(name, MOMENTS[0]))  # a multiple of the gradient
+    ours, others = found
+    assert 0 < (ours - others).norm() < 2**-8 * others.norm()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
