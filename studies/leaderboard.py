@@ -28,15 +28,16 @@ HEADINGS = ("method", "verdict", "Pass@1", "Pass@8", "ends at", "generated", "to
 TEXT = f"""\
 # Leaderboard
 
-`{PROGRAM}` writes this page from the committed results. Its newest run is of {{date}}. [The referee](referee.md) says
-what the verdicts mean, what they cannot show, and how you hand in an entry.
+`{PROGRAM}` writes this page from the committed results. Its newest run is of {{date}}.
+[The referee](referee.md) says what the verdicts mean, what they cannot show, and how you hand in an entry.
 
 - **Verdict** compares a method with the baseline of its study where both have generated the same tokens: all that the
   cheaper run generates. **Pass@1** and **Pass@8** are the differences there, with Welch's intervals at 97.5 %.
 - **Ends at** has Pass@1 and Pass@8 at the end, and **generated** the tokens of a run, divided by the baseline's.
 - **Tokens** and **seconds** are what a method needs until its Pass@1 is the baseline's last one, divided by what the
   baseline spends in all, with 95 % intervals of the bootstrap. Seconds depend on the machine and on what else it did.
-- **Runs** has the days, the commits of the code (+: with changes) and the processors.
+- **Runs** has the days, the commits of the code (+: with changes) and the processors. Commits of 2026-11-22 were later
+  put together, so the history has them no more: [studies](studies.md#running).
 
 Rows are in the order of Pass@1 at equal tokens. The first one is the best of several, so it looks better than it is. Of
 methods that change nothing, about one in twenty is called better or worse. Studies differ in their searches and
