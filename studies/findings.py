@@ -76,7 +76,7 @@ class Findings:
         """
         plan = study.plan
         names = sorted(plan.arms, key=lambda name: name != plan.baseline)
-        arms = [arm for name in names if (arm := _arm(study, name, results.by_key))]
+        arms = [arm for name in names if (arm := arm_of(study, name, results.by_key))]
         missing = [name for name in names if name not in {arm.name for arm in arms}]
         if plan.baseline in missing:
             raise ReportError(
@@ -187,7 +187,7 @@ class Findings:
         return difference(ours, theirs)
 
 
-def _arm(study: Study, name: str, done: Mapping[str, Result]) -> Arm | None:
+def arm_of(study: Study, name: str, done: Mapping[str, Result]) -> Arm | None:
     """An arm with the seeds that have been run on all tasks; None where there are none."""
     planned: dict[str, dict[int, Planned]] = {}
     cut = []

@@ -117,6 +117,10 @@ class ResultFile:
     Args:
         path: of the file; it may be missing.
 
+    Attributes:
+        by_key: the results.
+        lines: where they were read, by key, from 1.
+
     Raises:
         OutputError: it cannot be read, or a line but the last is damaged.
     """
@@ -124,6 +128,7 @@ class ResultFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.by_key: dict[str, Result] = {}
+        self.lines: dict[str, int] = {}
         with os_errors_as(OutputError, f"{path} cannot be read"):
             text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         *lines, self._rest = text.split("\n")  # a line that a killed program did not finish is no result
@@ -132,7 +137,7 @@ class ResultFile:
                 result = Result.of_line(line)
             except (ValueError, KeyError, TypeError):
                 raise OutputError(f"{path}: line {number} is no result: remove it, and its run is done again") from None
-            self.by_key[result.key] = result
+            self.by_key[result.key], self.lines[result.key] = result, number
 
     def add(self, result: Result) -> None:
         """Append a result; it is on disk when this returns.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -28,12 +29,15 @@ from studies.study import Planned, Study, load_study
 PROGRAM = "python -m studies.run"
 RESULTS = ROOT / "studies" / "results" / "runs.jsonl"
 RUNS = Path("runs") / "studies"
+OTHERS = ("bench", "leaderboard")
+"""Programs in the place of a study."""
 
 
 class Options(BaseModel):
     """Do the runs of a study that have not been done yet; a run that was stopped goes on where it stood.
 
-    `bench` in the place of a study judges a method of your own: see `bench --help`.
+    `bench` in the place of a study judges a method of your own, and `leaderboard` writes the page of all verdicts: see
+    `bench --help` and `leaderboard --help`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -139,10 +143,9 @@ def do(study: Study, results: ResultFile, options: Options, resources: ExitStack
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status."""
-    if argv[:1] == ["bench"]:
-        from studies.bench import main as bench
-
-        return bench(argv[1:])
+    if argv and argv[0] in OTHERS:
+        other: int = import_module(f"studies.{argv[0]}").main(argv[1:])
+        return other
 
     def work(resources: ExitStack) -> None:
         options = options_of(Options, PROGRAM, argv)

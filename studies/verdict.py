@@ -16,25 +16,40 @@ FALLEN = 0.5
 """A run has collapsed if its Pass@1 ends below this share of its highest value."""
 
 
+SENTENCES = {
+    "undecided": "Undecided, {arm} has too few seeds",
+    "better": "Better: {arm} is above {base}",
+    "worse": "Worse: {arm} is below {base}",
+    "a trade": "A trade: {arm} is above {base} in one score and below it in the other",
+    "equal": "Equal: no difference between {arm} and {base} that these runs can show",
+}
+"""What each verdict means."""
+
+
 def verdict(findings: Findings, arm: Arm) -> str:
     """In one sentence, where the arm and the baseline have generated the same."""
-    base = findings.baseline.name
+    word, first, several = compared(findings, arm)
+    said = SENTENCES[word].format(arm=arm.name, base=findings.baseline.name)
+    of_k = findings.score_name("pass_at_k")
+    return f"{said}: Pass@1 {first.text('+.3f')}, {of_k} {several.text('+.3f')} at equal generated tokens."
+
+
+def compared(findings: Findings, arm: Arm) -> tuple[str, Interval, Interval]:
+    """One of `SENTENCES`, and the differences of Pass@1 and Pass@k that it rests on."""
     first, several = (
         welch(*findings.values_at(TOKENS, 1.0, arm, name, findings.tasks), SURE) for name in ("pass_at_1", "pass_at_k")
     )
-    of_k = findings.score_name("pass_at_k")
-    said = f"Pass@1 {first.text('+.3f')}, {of_k} {several.text('+.3f')} at equal generated tokens"
-    if np.isnan(first.low):
-        return f"Undecided, {arm.name} has too few seeds: {said}."
     up, down = (first.excludes(0) and first.value * sign > 0 for sign in (1, -1))
     wider, narrower = (several.excludes(0) and several.value * sign > 0 for sign in (1, -1))
-    if (up and not narrower) or (wider and not down):
-        return f"Better: {arm.name} is above {base}: {said}."
-    if (down and not wider) or (narrower and not up):
-        return f"Worse: {arm.name} is below {base}: {said}."
-    if up or wider:
-        return f"A trade: {arm.name} is above {base} in one score and below it in the other: {said}."
-    return f"Equal: no difference between {arm.name} and {base} that these runs can show: {said}."
+    if np.isnan(first.low):
+        word = "undecided"
+    elif (up and not narrower) or (wider and not down):
+        word = "better"
+    elif (down and not wider) or (narrower and not up):
+        word = "worse"
+    else:
+        word = "a trade" if up or wider else "equal"
+    return word, first, several
 
 
 def warnings(findings: Findings, arm: Arm, asks: float) -> Iterator[str]:
