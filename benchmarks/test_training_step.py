@@ -15,11 +15,14 @@ from exgrpo.kernels.timing import paired_ratio, paired_spread
 from exgrpo.tools.bench import Result, Results
 
 TRL, ON_POLICY, EXGRPO = "trl", "on-policy", "exgrpo"
-VLLM, ON_POLICY_VLLM, FP16 = "exgrpo with vllm", "on-policy with vllm", "exgrpo with vllm in fp16"
-ROWS = (TRL, ON_POLICY, EXGRPO, VLLM, ON_POLICY_VLLM, FP16)
-NEEDS = {TRL: ("trl", "trl==1.16.0"), **dict.fromkeys((VLLM, ON_POLICY_VLLM, FP16), ("vllm", "vllm"))}
+VLLM, ON_POLICY_VLLM = "exgrpo with vllm", "on-policy with vllm"
+COMPILED, FP16 = "exgrpo with vllm, compiled layers", "exgrpo with vllm in fp16"
+ON_GPU = (ON_POLICY_VLLM, COMPILED, FP16)
+"""Rows that a GPU alone has."""
+ROWS = (TRL, ON_POLICY, EXGRPO, VLLM, *ON_GPU)
+NEEDS = {TRL: ("trl", "trl==1.16.0"), **dict.fromkeys((VLLM, *ON_GPU), ("vllm", "vllm"))}
 """What only some rows need: a module, and what to install."""
-WITHOUT_REPLAY = {EXGRPO: ON_POLICY, VLLM: ON_POLICY_VLLM, FP16: ON_POLICY_VLLM}
+WITHOUT_REPLAY = {EXGRPO: ON_POLICY, **dict.fromkeys((VLLM, COMPILED, FP16), ON_POLICY_VLLM)}
 """The row with the same engine that a row's time is compared with."""
 
 
@@ -30,7 +33,7 @@ def missing(workload: Workload) -> dict[str, str]:
         for row, (name, package) in NEEDS.items()
         if importlib.util.find_spec(name) is None
     }
-    of_gpus = {} if workload.dtype == "bf16" else dict.fromkeys((ON_POLICY_VLLM, FP16), "it is compared on a GPU")
+    of_gpus = {} if workload.dtype == "bf16" else dict.fromkeys(ON_GPU, "it is compared on a GPU")
     return {**lacking, **of_gpus}
 
 
@@ -49,6 +52,7 @@ def commands(workload: Workload, folder: Path) -> dict[str, list[str]]:
         EXGRPO: ours(EXGRPO, 0.5, "transformers"),
         VLLM: ours(VLLM, 0.5, "vllm"),
         ON_POLICY_VLLM: ours(ON_POLICY_VLLM, 0.0, "vllm"),
+        COMPILED: ours(COMPILED, 0.5, "vllm", **{"policy.compile": "inductor"}),
         FP16: ours(FP16, 0.5, "vllm", **{"policy.dtype": "fp16"}),
     }
 

@@ -127,7 +127,7 @@ PARTS = (
     *(
         Part(
             name=f"step_{size}",
-            title=f"A training step of {size} billion parameters: on-policy, with replay, in fp16, and TRL's",
+            title=f"A training step of {size} billion parameters: on-policy, with replay, compiled, in fp16, and TRL's",
             command=STEP,
             day=f"--sizes=full --rounds=2 -k {size}B",
             rehearsal=f"--sizes=tiny --rounds=1 -k '{rehearsed}'",

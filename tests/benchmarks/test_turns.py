@@ -14,7 +14,7 @@ from benchmarks.growth import AXES, END, PROMPT, Sizes, config_of, exponent, poi
 from benchmarks.memory import Peak, peak_of
 from benchmarks.plots import draw
 from benchmarks.render import grids
-from benchmarks.test_training_step import EXGRPO, FP16, ON_POLICY, ON_POLICY_VLLM, TRL, VLLM
+from benchmarks.test_training_step import EXGRPO, ON_POLICY, TRL, VLLM
 from benchmarks.turns import Program, ProgramError, Turn, take_turns
 from benchmarks.word_problems import word_problems
 from benchmarks.workloads import ON_GPU
@@ -121,7 +121,7 @@ def test_without_trl_its_row_is_skipped_and_the_others_are_there(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert test_training_step.missing(ON_GPU[0]) == {
         TRL: "trl is not installed: pip install trl==1.16.0",
-        **dict.fromkeys((VLLM, ON_POLICY_VLLM, FP16), "vllm is not installed: pip install vllm"),
+        **dict.fromkeys((VLLM, *test_training_step.ON_GPU), "vllm is not installed: pip install vllm"),
     }
     turns = {ON_POLICY: [turn(3.0, 100, {"update": 1.0})], EXGRPO: [turn(2.0, 50, {"update": 1.0})]}
     assert "times_trl" not in test_training_step.results(turns)[EXGRPO].facts

@@ -45,7 +45,7 @@ class PolicyConfig(Section):
         "sdpa", description="Attention implementation of transformers."
     )
     compile: Literal["auto", "none", "inductor", "aot_eager"] = Field(
-        "auto",
+        "none",
         description="Backend of torch.compile for the layers, which fuses norms, rotary embeddings and activations, in "
         "one process; aot_eager fuses nothing; auto: inductor on a GPU where it works, none on CPUs.",
     )
