@@ -60,6 +60,14 @@ def starts_programs(item):
     return any(hasattr(item.module, name) for name in ("launch", "launch_module", "completed"))
 
 
+@pytest.fixture(autouse=True)
+def one_environment():
+    """`map` of datasets in several processes leaves a copy in the place of os.environ, and rich reads the first one."""
+    before = os.environ
+    yield
+    os.environ = before  # noqa: B003  # the object itself
+
+
 @pytest.fixture
 def one_thread():
     """Tiny models are faster so."""

@@ -137,7 +137,7 @@ def test_no_process_is_left_when_the_launcher_is_killed(tmp_path):
     launcher = Launcher(tmp_path, "--processes=2")
     launcher.wait(lambda: len(launcher.ranks()) == 2)
     launcher.process.kill()
-    launcher.process.communicate(timeout=120)  # when nobody holds the pipes any more
+    launcher.process.communicate(timeout=240)  # when nobody holds the pipes any more
     assert launcher.ranks() == {}
 
 
