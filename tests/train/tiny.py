@@ -135,7 +135,7 @@ def config(
     *,
     dtype: str = "fp32",
     checkpointing: bool = False,
-    compile: str = "auto",
+    compile: str = "none",
     temperature: float = 1.0,
     optimizer: Mapping[str, object] | None = None,
     lora: Mapping[str, object] | None = None,
