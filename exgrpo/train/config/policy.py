@@ -41,13 +41,11 @@ class PolicyConfig(Section):
         description="Recompute activations in the backward pass; None: chosen at the start from the GPU's memory, on "
         "CPUs True.",
     )
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
-        "sdpa", description="Attention implementation of transformers."
-    )
-    compile: Literal["auto", "none", "inductor", "aot_eager"] = Field(
+    attention: Literal["sdpa", "eager"] = Field("sdpa", description="Attention implementation of transformers.")
+    compile: Literal["none", "inductor"] = Field(
         "none",
-        description="Backend of torch.compile for the layers, which fuses norms, rotary embeddings and activations, in "
-        "one process; aot_eager fuses nothing; auto: inductor on a GPU where it works, none on CPUs.",
+        description="inductor: the layers by torch.compile, which fuses norms, rotary embeddings and activations, in "
+        "one process.",
     )
     kernel_backend: str = Field("auto", description="Backend of exgrpo.kernels for the fused head.")
     kernel_memory_gib: float | None = Field(

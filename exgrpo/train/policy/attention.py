@@ -6,7 +6,7 @@ N tokens or rows, T tokens so far, H heads, G of them for each head of keys, D h
 import inspect
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import flash_attention_mask, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 
 from exgrpo.train.common.errors import SHOWN, cut
 from exgrpo.train.policy.segments import Block, Segments, Varlen
@@ -24,10 +23,6 @@ from exgrpo.train.policy.segments import segments as segments_of
 
 PACKED = "exgrpo_packed"
 """Name of the attention implementation; without segments it is "sdpa"."""
-PACKED_FLASH = "exgrpo_packed_varlen"
-"""The same with flash attention."""
-PACKING = {"sdpa": PACKED, "flash_attention_2": PACKED_FLASH}
-"""What packs in the place of an attention implementation of transformers."""
 ONE_TOKEN = "exgrpo_one_token"
 """Name of the one for generation; it is "sdpa" where more than one token per row is new."""
 varlen: Callable[..., Any] = varlen_attn
@@ -77,7 +72,7 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     window = _window(kwargs)
     if not dropout and _variable_lengths(query, key, value, window):
-        return _by_block(_of_torch, query, key, value, segments.varlen, scaling, window), None
+        return _by_block(query, key, value, segments.varlen, scaling, window), None
     return _masked(query, key, value, segments, dropout, scaling, window), None
 
 
@@ -121,7 +116,6 @@ def _masked(
 
 
 def _by_block(
-    kernel: Callable[..., torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -129,19 +123,15 @@ def _by_block(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """`attend` by a kernel whose causal mask ends at the last query and the last key of each block; [1, N, H, D]."""
+    """`attend` by torch's kernel, whose causal mask ends at the last query and key of each block; [1, N, H, D]."""
     queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
     keys, values = (
         F.embedding(parts.key, states.flatten(1)).unflatten(-1, states.shape[1:]) for states in (keys, values)
     )
     blocks = (parts.query_ends, parts.key_ends, parts.most_queries, parts.most_keys)
-    return kernel(queries, keys, values, *blocks, scaling=scaling, window=window)[None]
-
-
-def _of_torch(*states_and_blocks: Any, scaling: float | None, window: int | None) -> torch.Tensor:
     bounds = (-1 if window is None else window - 1, 0)
-    result: torch.Tensor = varlen(*states_and_blocks, scale=scaling, window_size=bounds, **SHARES)
-    return result
+    result: torch.Tensor = varlen(queries, keys, values, *blocks, scale=scaling, window_size=bounds, **SHARES)
+    return result[None]
 
 
 def _variable_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> bool:
@@ -176,7 +166,7 @@ def right_by_block(
         return _masked(q, k, v, parts, 0.0, None, window)
 
     def by_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return _by_block(_of_torch, q, k, v, parts.varlen, None, window)
+        return _by_block(q, k, v, parts.varlen, None, window)
 
     try:
         with torch.enable_grad():
@@ -192,37 +182,6 @@ def right_by_block(
             f"attention has masks, as torch's attention of variable lengths cannot be used: {problem}", stacklevel=2
         )
     return not problem
-
-
-@torch.compiler.disable
-def attend_flash(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    segments: Segments | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """`attend` by the package flash-attn."""
-    if segments is None:
-        return flash_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    return _by_block(
-        partial(_of_flash_attn, dropout=dropout), query, key, value, segments.varlen, scaling, _window(kwargs)
-    ), None
-
-
-def _of_flash_attn(*states_and_blocks: Any, dropout: float, scaling: float | None, window: int | None) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]  # only for GPUs
-
-    bounds = (-1, -1) if window is None else (window - 1, 0)
-    options = {"dropout_p": dropout, "softmax_scale": scaling, "causal": True, "window_size": bounds}
-    result: torch.Tensor = flash_attn_varlen_func(*states_and_blocks, **options)
-    return result
 
 
 def attend_one(
@@ -278,8 +237,6 @@ def _unknown(options: dict[str, Any]) -> list[str]:
 
 
 AttentionInterface.register(PACKED, attend)
-AttentionInterface.register(PACKED_FLASH, attend_flash)
 AttentionInterface.register(ONE_TOKEN, attend_one)
-AttentionMaskInterface.register(PACKED_FLASH, flash_attention_mask)
 AttentionMaskInterface.register(PACKED, sdpa_mask)
 AttentionMaskInterface.register(ONE_TOKEN, sdpa_mask)

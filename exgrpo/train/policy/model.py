@@ -18,11 +18,14 @@ from exgrpo.heads.logit_map import measure
 from exgrpo.kernels import LogProb, PolicyLoss, linear_log_prob, linear_policy_loss
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.options import Config
-from exgrpo.train.policy.attention import PACKING
+from exgrpo.train.policy.attention import PACKED
 from exgrpo.train.policy.batch import MicroBatch, TokenBatch
 from exgrpo.train.policy.loss import LossTerms, loss_of_log_probs
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.tokenizer import DTYPES
+
+BACKEND = "inductor"
+"""Of torch.compile."""
 
 
 class PolicyModel(nn.Module):
@@ -118,8 +121,8 @@ def load_model(config: Config, source: ModelSource) -> PreTrainedModel:
     model = source.load(dtype, config.policy.attention, quantisation(config, dtype))
     same_in_inference(model)
     exact_frequencies(model)
-    if config.policy.attention in PACKING and model._can_set_attn_implementation():
-        model.set_attn_implementation(PACKING[config.policy.attention])
+    if config.policy.attention == "sdpa" and model._can_set_attn_implementation():
+        model.set_attn_implementation(PACKED)
     return model
 
 
@@ -146,8 +149,8 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def compile_layers(model: PreTrainedModel, backend: str | None) -> None:
-    """Have the layers compiled in place by a backend of torch.compile; None: have them as transformers has them.
+def compile_layers(model: PreTrainedModel) -> None:
+    """Have the layers compiled in place by torch.compile.
 
     Names of parameters stay. Lengths are symbols, so other ones are no reason to compile again. Layers share their
     graphs, which end at the attention (see `exgrpo.train.policy.attention`).
@@ -155,14 +158,12 @@ def compile_layers(model: PreTrainedModel, backend: str | None) -> None:
     Raises:
         NotImplementedError: the model has no layers that transformers names.
     """
-    options: Any = {"deterministic": True} if backend == "inductor" else None  # no choice of kernels by their times
+    options: Any = {"deterministic": True} if BACKEND == "inductor" else None  # no choice of kernels by their times
     layers = layers_of(model)
     if not layers:
         raise NotImplementedError(f"transformers does not say what the layers of {type(model).__name__} are")
     for layer in layers:
-        layer._compiled_call_impl = None
-        if backend:
-            layer.compile(backend=backend, dynamic=True, options=options)
+        layer.compile(backend=BACKEND, dynamic=True, options=options)
 
 
 def same_in_inference(model: nn.Module) -> None:

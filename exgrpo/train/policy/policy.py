@@ -29,7 +29,7 @@ from exgrpo.train.policy.adapters import (
     load_adapters,
     whole_adapters,
 )
-from exgrpo.train.policy.attention import PACKING
+from exgrpo.train.policy.attention import PACKED
 from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.engine import WholeEngine, deepspeed_settings, sharded_engine, trained
 from exgrpo.train.policy.flops import EXPERTS
@@ -51,11 +51,8 @@ from exgrpo.train.replay.contract import Term
 
 LOG_PROB_GAP = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """Mean difference of log-probs, in nats, below which two ways to compute them are taken to give the same."""
-GRADIENT_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.03}
-"""The same of gradients, in relation to their norm: some hundred operations in a row round by 2^-24, 2^-9 or 2^-12
-each, and what is wrong differs by the whole."""
-TRIAL_TOKENS = 128
-"""Of the prompts and answers that compiled layers are tried on."""
+FIRST_TOKENS = 128
+"""Of the prompts and answers that layers are compiled for first."""
 
 
 class Policy:
@@ -80,10 +77,10 @@ class Policy:
                 f"lora.quantised {config.lora.quantised}: ZeRO-3 does not cut weights in 4 bits; take one process, "
                 "or lora.quantised none"
             )
-        backend = config.policy.compile
-        left_out = _not_compiled(config, source, world)
-        if left_out and backend not in ("auto", "none"):
-            raise ConfigError(f"policy.compile {backend}: {left_out}; take auto or none")
+        self.compiled = config.policy.compile != "none"
+        """Whether the layers of passes are compiled; rollouts have plain ones."""
+        if self.compiled and (left_out := _not_compiled(config, source, world)):
+            raise ConfigError(f"policy.compile {config.policy.compile}: {left_out}; take none")
         # What a model with adapters is saved as. It is made while models still have their whole shapes.
         self.merged = source.empty() if config.lora.rank and config.lora.result == "merged" else None
         # Alive: from_pretrained then loads each rank its shard.
@@ -117,16 +114,12 @@ class Policy:
         self.packs = self._packs()
         """Whether a pass reads rows without padding."""
         self.layout: Layout = Packed() if self.packs else Padded()
-        self.compiled: str | None = None
-        """The backend of torch.compile that the layers of passes have; rollouts have plain ones."""
-        self.layers_note: str | None = None
-        """A line about that; None: there is nothing to say."""
-        if backend != "none" and not (backend == "auto" and world.device.type == "cpu"):
-            self.layers_note = f"layers are not compiled: {left_out}" if left_out else self._compile(config)
+        if self.compiled:
+            self._compile(config)
 
     def _packs(self) -> bool:
         """Whether packed sequences give what padded ones do: tried, since any layer could look at its neighbours."""
-        if self.model.config._attn_implementation not in PACKING.values():
+        if self.model.config._attn_implementation != PACKED:
             return False
         batch = _random_rows(self.model, [(5, 4, 1), (3, 6, 2)])
         log_prob = []
@@ -142,49 +135,28 @@ class Policy:
         padded, packed = log_prob
         return bool(np.abs(padded - packed).mean() < LOG_PROB_GAP[self.model.dtype])
 
-    def _compile(self, config: Config) -> str:
-        """Have the layers compiled, if they then give what plain ones do; a line about it.
+    def _compile(self, config: Config) -> None:
+        """Have the layers compiled, for passes with a gradient and without.
 
-        The trial has always the same sizes, near those of a full pass: the kernels, and with them the order of sums,
-        depend on the first sizes that a layer is compiled for.
+        The first pass has always the same sizes, near those of a full one: the kernels, and with them the order of
+        sums, depend on the first sizes that a layer is compiled for.
 
         Raises:
-            ConfigError: they do not, and a backend was named.
+            ConfigError: they cannot be compiled.
         """
-        length = max(1, min(TRIAL_TOKENS, config.longest // 2))
+        length = max(1, min(FIRST_TOKENS, config.longest // 2))
         count = max(1, self.budget // (2 * length))
         rows = _random_rows(self.model, [(length, length)] * count)
-        asked = config.policy.compile
-        backend = "inductor" if asked == "auto" else asked
-        scores, gradient = self._outcome(rows)
         try:
-            compile_layers(self.model, backend)
-            found, found_gradient = self._outcome(rows)
+            compile_layers(self.model)
+            self.score(rows, 1.0)
+            self.engine.train()
+            total = self.engine(self.layout.tokens(rows, self.world.device), 1.0).log_prob.sum()
+            parts = (*layers_of(self.model), self.model)  # adapters may be in the head alone
+            weights = next(filter(None, (list(trained(part).values()) for part in parts)))
+            torch.autograd.grad(total, weights)
         except Exception as error:  # of whatever kind: of a compiler, or of what it has made
-            problem = f"it fails ({shown(error)})"
-        else:
-            nats = float(np.abs(found - scores).mean())
-            gap = float((found_gradient - gradient).norm() / gradient.norm())
-            fits = nats < LOG_PROB_GAP[self.model.dtype] and gap < GRADIENT_GAP[self.model.dtype]
-            problem = "" if fits else f"log-probs differ by {nats:.1e} nats, the gradient by {gap:.1e} of its norm"
-        if not problem:
-            self.compiled = backend
-            return f"layers are compiled by {backend}"
-        compile_layers(self.model, None)
-        if asked != "auto":
-            raise ConfigError(f"policy.compile {asked}: {problem}; take auto or none")
-        return f"layers are not compiled by {backend}: {problem}"
-
-    def _outcome(self, rows: StepBatch) -> tuple[npt.NDArray[np.float32], torch.Tensor]:
-        """[T] log-probs of rows, found without a gradient, and that of their sum, flat, in the first layer with one."""
-        log_prob = self.score(rows, 1.0).log_prob
-        self.engine.train()
-        total = self.engine(self.layout.tokens(rows, self.world.device), 1.0).log_prob.sum()
-        parts = (*layers_of(self.model), self.model)  # adapters may be in the head alone
-        weights = next(filter(None, (list(trained(part).values()) for part in parts)))
-        # Of a sum over as many tokens, fp16 holds what is divided by their root.
-        found = torch.autograd.grad(total / len(log_prob) ** 0.5, weights)
-        return log_prob, torch.cat([one.float().flatten() for one in found])
+            raise ConfigError(f"policy.compile {config.policy.compile} fails: {shown(error)}; take none") from error
 
     @property
     def model(self) -> PreTrainedModel:

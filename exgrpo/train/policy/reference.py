@@ -94,7 +94,7 @@ def make_reference(config: Config, source: ModelSource, policy: Policy) -> Refer
     frozen = PolicyModel(model, options.kernel_backend, options.kernel_memory).requires_grad_(False)
     if policy.world.size == 1:
         if policy.compiled:  # where the policy has not moved, the divergence is 0
-            compile_layers(model, policy.compiled)
+            compile_layers(model)
         engine = frozen.to(policy.world.device)
     else:
         engine, *_ = deepspeed.initialize(model=frozen, config=deepspeed_settings(config), dist_init_required=False)

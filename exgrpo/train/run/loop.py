@@ -259,8 +259,6 @@ class Run:
             say(str(self.started))
         if not self.policy.packs:
             say("rows are padded: with this model and attention, packed ones do not give the same log-probs")
-        if self.policy.layers_note:
-            say(self.policy.layers_note)
         if missing := missing_gpu(parts.world):
             say(f"warning: {missing}")
         if config.resume == AUTO and not self.step:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import chain
 
 from exgrpo.train.checkpoint.resume import AUTO, finished, is_unsaved
@@ -61,7 +60,6 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     check_trackers(config.output.trackers)
     if not resumed and is_first_rank():
         check_output(config)
-    check_attention(config.policy.attention)
     check_method(config)
     if config.experience.start and not resumed:
         check_traces(config.experience.start)
@@ -141,20 +139,6 @@ def check_surrogate(config: Config) -> None:
         raise ConfigError(
             f"objective.surrogate {config.objective.surrogate} compares the answers of a group, and experience.compose "
             f"{config.experience.compose} makes groups of single answers: take oapl or kimi, or another composition"
-        )
-
-
-def check_attention(name: str) -> None:
-    """Whether the package of an attention implementation is there.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    # transformers takes the kernel from a hub where the package `kernels` is there.
-    if name == "flash_attention_2" and not (find_spec("flash_attn") or find_spec("kernels")):
-        raise ConfigError(
-            "policy.attention: flash_attention_2 needs the package flash-attn, which is not installed: install it (it "
-            "needs a GPU), or take policy.attention sdpa"
         )
 
 

@@ -1,9 +1,7 @@
 """Packed sequences give what padded ones do: log-probs, loss, gradients; and every sequence is in one pass."""
 
 import copy
-import sys
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from exgrpo.train.common.records import KeptSets, Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy import attention, layout
-from exgrpo.train.policy.attention import PACKED, PACKED_FLASH
+from exgrpo.train.policy.attention import PACKED
 from exgrpo.train.policy.layout import Packed, Padded
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.model import PolicyModel
@@ -129,12 +127,6 @@ def test_a_prompt_is_read_once_and_tokens_stand_where_they_belong():
     assert tensors.segments.source.tolist() == [2, 3, 4, 2, 2, 5]
 
 
-def of_flash_attn(q, k, v, *blocks, dropout_p, softmax_scale, causal, window_size):
-    """flash_attn_varlen_func; a window of (-1, -1) goes with `causal`."""
-    assert (causal, dropout_p) == (True, 0.0)
-    return of_torch(q, k, v, *blocks, scale=softmax_scale, window_size=(window_size[0], 0))
-
-
 def of_torch(q, k, v, query_ends, key_ends, most_queries, most_keys, *, scale, window_size, enable_gqa=False, shift=0):
     """What varlen_attn is documented to compute, block by block; its causal mask is aligned at the end."""
     assert window_size[1] == 0
@@ -157,18 +149,13 @@ def of_torch(q, k, v, query_ends, key_ends, most_queries, most_keys, *, scale, w
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("kernel", ["flash-attn", "torch"])
-def test_attention_of_variable_lengths_gets_the_same_segments(kernel, window, monkeypatch):
+def test_attention_of_variable_lengths_gets_the_same_segments(window, monkeypatch):
     model = model_of("mistral")
     slide(model, window)
     batch = rows(np.random.default_rng(0), [4, 1, 9, 2, 13])
     expected = results(model, Packed(), batch, 10**6)
-    if kernel == "torch":
-        monkeypatch.setattr(attention, "varlen", of_torch)
-        monkeypatch.setattr(attention, "_variable_lengths", lambda *_: True)
-    else:
-        monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=of_flash_attn))
-        model.set_attn_implementation(PACKED_FLASH)
+    monkeypatch.setattr(attention, "varlen", of_torch)
+    monkeypatch.setattr(attention, "_variable_lengths", lambda *_: True)
     assert_same(results(model, Packed(), batch, 10**6), expected)
 
 

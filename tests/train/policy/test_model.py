@@ -146,9 +146,8 @@ def test_the_kernels_get_the_memory_that_the_configuration_says(tmp_path):
     assert policy.engine.module.logit_map.options(1.0)["memory"] == 1 << 29
 
 
-def compiled_by(backend, folder, **options):
-    config = of_trainer.config(folder, OBJECTIVE, compile=backend, **options)
-    return Policy(config, find_model(str(folder)), ALONE)
+def policy_of(folder, **options):
+    return Policy(of_trainer.config(folder, OBJECTIVE, **options), find_model(str(folder)), ALONE)
 
 
 def gradients_by_pass(policy):
@@ -172,20 +171,20 @@ def gradients_by_pass(policy):
     ],
 )
 def test_compiled_layers_have_the_gradients_of_plain_ones_and_are_compiled_at_the_start_alone(
-    backend, options, tmp_path
+    backend, options, tmp_path, monkeypatch
 ):
     """In float64 plain layers are exact but for their norms, which transformers computes in float32."""
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("there is no C++ compiler for torch's inductor")
     folder = tmp_path / "model"
     of_trainer.save_model(folder, tied=True)
-    plain, exact = (compiled_by("none", folder, **options) for _ in range(2))
+    plain, exact = (policy_of(folder, **options) for _ in range(2))
     exact.engine.module.double()
     torch._dynamo.reset()
     counters.clear()
-    policy = compiled_by(backend, folder, **options)
+    monkeypatch.setattr("exgrpo.train.policy.model.BACKEND", backend)
+    policy = policy_of(folder, compile="inductor", **options)
     graphs = counters["stats"]["unique_graphs"]
-    assert policy.layers_note == f"layers are compiled by {backend}"
     assert 0 < graphs < 16  # parts of a layer, with and without gradients
     lengths = set()
     for (length, found), (_, of_plain), (_, right) in zip(*map(gradients_by_pass, (policy, plain, exact)), strict=True):
@@ -200,13 +199,12 @@ def test_compiled_layers_have_the_gradients_of_plain_ones_and_are_compiled_at_th
     assert load_file(tmp_path / "compiled" / name).keys() == load_file(tmp_path / "plain" / name).keys()
 
 
-def test_layers_are_compiled_where_they_can_be(tmp_path):
-    """Not under ZeRO-3 and not with experts; on a CPU only if a backend is named."""
+def test_layers_that_cannot_be_compiled_are_refused(tmp_path):
+    """Under ZeRO-3 and with experts."""
     of_trainer.save_model(tmp_path / "dense", tied=True)
     tiny.model("qwen3_moe").save_pretrained(tmp_path / "experts")
-    assert compiled_by("auto", tmp_path / "dense").layers_note is None
-    with pytest.raises(ConfigError, match=r"^policy.compile inductor: tokens choose the experts.*; take auto or none$"):
-        compiled_by("inductor", tmp_path / "experts")
+    with pytest.raises(ConfigError, match=r"^policy.compile inductor: tokens choose the experts.*; take none$"):
+        policy_of(tmp_path / "experts", compile="inductor")
     config = of_trainer.config(tmp_path / "dense", OBJECTIVE, compile="inductor")
     with pytest.raises(ConfigError, match=r"^policy.compile inductor: ZeRO-3 gathers the weights in the midst"):
         Policy(config, find_model(config.policy.path), dataclasses.replace(ALONE, size=2))
@@ -217,5 +215,5 @@ def test_a_compiler_that_fails_is_told_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, str(tmp_path / "no-such-compiler")))
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     torch._dynamo.reset()
-    with pytest.raises(ConfigError, match=r"^policy.compile inductor: it fails \(.*compiler.*\); take auto or none$"):
-        compiled_by("inductor", tmp_path)
+    with pytest.raises(ConfigError, match=r"^policy.compile inductor fails: .*compiler.*; take none$"):
+        policy_of(tmp_path, compile="inductor")

@@ -44,7 +44,6 @@ def start(monkeypatch, tmp_path, capsys):
         ([f"--recipe={DEFAULT_RUN}", "--data.test=missing.jsonl"], "missing.jsonl: there is no such file"),
         ([f"--recipe={DEFAULT_RUN}", "--data.prompt_format=none"], "does not contain {question}"),
         (["--experience.start=missing.parquet"], "missing.parquet: there is no such file or folder of traces"),
-        (["--policy.attention=flash_attention_2"], "needs the package flash-attn, which is not installed"),
         (["--reward.function=maths"], "unknown reward 'maths'; did you mean 'math'?"),
         (["--recipe=missing.yaml"], "missing.yaml: no such recipe"),
         (["--output.folder=/dev/null"], "output.folder: /dev/null cannot be written"),
