@@ -4,11 +4,10 @@ Neither torch nor peft is imported here.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from exgrpo.train.common import plain
 from exgrpo.train.common.errors import ConfigError, os_errors_as, shown
 from exgrpo.train.common.limits import MOST_ANSWERS, MOST_STEPS, MOST_TOKENS
 from exgrpo.train.config.pretrained import Overrides
@@ -22,6 +21,7 @@ DEFAULT_PASS = 16384
 """Tokens of a forward pass where no plan chooses them."""
 Dtype = Literal["fp32", "bf16", "fp16"]
 """What a model computes in."""
+MOST_RANK, MOST_ALPHA = 4096, 10**6
 
 
 class PolicyConfig(Section):
@@ -72,9 +72,12 @@ class LoraConfig(Section):
         "new ones.",
     )
     rank: int = Field(
-        0, ge=0, le=4096, description="Rank of the adapters; 0: that of lora.path, without it all weights are trained."
+        0,
+        ge=0,
+        le=MOST_RANK,
+        description="Rank of the adapters; 0: that of lora.path, without it all weights are trained.",
     )
-    alpha: int = Field(32, ge=1, le=10**6, description="What an adapter adds is multiplied by alpha / rank.")
+    alpha: int = Field(32, ge=1, le=MOST_ALPHA, description="What an adapter adds is multiplied by alpha / rank.")
     targets: tuple[str, ...] = Field(
         (), description="Last parts of the names of the adapted layers; none: all linear layers but the head."
     )
@@ -136,6 +139,18 @@ class OptimizerConfig(Section):
         return self
 
 
+class SavedAdapters(BaseModel):
+    """What peft has written about adapters; entries that are not read here are in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    peft_type: Literal["LORA"]
+    r: int = Field(ge=1, le=MOST_RANK)
+    lora_alpha: int = Field(ge=1, le=MOST_ALPHA)
+    target_modules: list[str] = Field(min_length=1)
+    base_model_name_or_path: str | None = None
+
+
 def with_saved(options: LoraConfig) -> LoraConfig:
     """The options of adapters with the rank, the alpha and the layers of those in `path`, if there is one.
 
@@ -144,42 +159,31 @@ def with_saved(options: LoraConfig) -> LoraConfig:
     """
     if options.path is None:
         return options
-    saved = adapter_config(options.path)
-    if saved.get("peft_type") != "LORA":
-        raise ConfigError(f"lora.path: {options.path} is of the kind {shown(saved.get('peft_type'))}, not LORA")
-    layers = saved.get("target_modules")
-    if not (isinstance(layers, list) and layers and all(isinstance(layer, str) for layer in layers)):
-        raise ConfigError(
-            f"lora.path: target_modules in {options.path}/{ADAPTER_FILE} is {shown(layers)}: list the names of the "
-            "layers there"
-        )
+    saved = saved_adapters(options.path)
+    layers = set(saved.target_modules)
     head = HEAD in layers and len(layers) > 1
     found = {
-        "rank": saved.get("r"),
-        "alpha": saved.get("lora_alpha"),
-        "targets": sorted({layer for layer in layers if not (head and layer == HEAD)}),
+        "rank": saved.r,
+        "alpha": saved.lora_alpha,
+        "targets": tuple(sorted(layers - {HEAD} if head else layers)),
         "head": head,
     }
-    try:
-        settled = LoraConfig.model_validate({**options.model_dump(), **found})
-    except ValidationError as error:
-        raise ConfigError(explain(error, LoraConfig, f"{options.path}/{ADAPTER_FILE}")) from None
-    for name in found:
-        stated, own = getattr(options, name), getattr(settled, name)
+    for name, own in found.items():
+        stated = getattr(options, name)
         same = set(stated) == set(own) if name == "targets" else stated == own
         if not same and stated != LoraConfig.model_fields[name].default:
             raise ConfigError(
                 f"lora.{name} is {shown(stated)}, and that of the adapters in lora.path {options.path} is "
                 f"{shown(own)}: leave lora.{name} out"
             )
-    return settled
+    return options.model_copy(update=found)
 
 
-def adapter_config(folder: str) -> dict[str, Any]:
+def saved_adapters(folder: str) -> SavedAdapters:
     """What peft has written about the adapters in a folder.
 
     Raises:
-        ConfigError: it holds none, or the file is damaged.
+        ConfigError: it holds none, they are no LoRA, or the file is damaged.
     """
     file = Path(folder).expanduser() / ADAPTER_FILE
     with os_errors_as(ConfigError, f"lora.path: {folder} cannot be read"):
@@ -190,9 +194,6 @@ def adapter_config(folder: str) -> dict[str, Any]:
             )
         content = file.read_bytes()
     try:
-        saved = plain.parse_json(content)
-    except ValueError as error:
-        raise ConfigError(f"lora.path: {file} is damaged: {shown(error)}") from None
-    if not isinstance(saved, dict):
-        raise ConfigError(f"lora.path: {file} is damaged: it holds no mapping")
-    return saved
+        return SavedAdapters.model_validate_json(content)
+    except ValidationError as error:
+        raise ConfigError(explain(error, SavedAdapters, f"lora.path: {file}")) from None

@@ -16,23 +16,23 @@ from transformers import PreTrainedModel
 
 from exgrpo.train.common.errors import ConfigError, ModelError, shown
 from exgrpo.train.common.seeds import derive_seed
-from exgrpo.train.config.policy import ADAPTER_FILE, LoraConfig, adapter_config
+from exgrpo.train.config.policy import ADAPTER_FILE, LoraConfig, saved_adapters
+from exgrpo.train.policy.check import listed
 from exgrpo.train.policy.source import ModelSource
 
 NAME = "default"
 """Of the adapter, as peft calls one that was given no name."""
 BASE_WEIGHT = ".base_layer.weight"
 """How the name of an adapted layer's own weight ends."""
-READ = frozenset(
-    {"peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path", "revision", "task_type"}
-    | {"auto_mapping", "peft_version", "inference_mode", "lora_dropout", "eva_config", "runtime_config"}
+IGNORED = frozenset(
+    {"revision", "task_type", "auto_mapping", "peft_version", "inference_mode", "lora_dropout"}
+    | {"eva_config", "runtime_config"}
 )
-"""Of adapter_config.json: what is read, and what says nothing of the adapters. They are trained without dropout."""
+"""Of adapter_config.json: what says nothing of the adapters. They are trained without dropout."""
 STARTS = ("gaussian", "orthogonal", "eva")
 """Ways to begin that leave the model's own weights as they are, beside true and false."""
 PREFIX = "base_model.model."
 """Before the names of the model's parameters in peft's files."""
-SHOWN_NAMES = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,17 +157,17 @@ def check_adapters(options: LoraConfig, source: ModelSource) -> None:
             the model needs.
     """
     assert options.path is not None
-    saved = adapter_config(options.path)
+    saved = saved_adapters(options.path)
     model = source.empty()
     add_adapters(model, options, seed=0)
-    base = saved.get("base_model_name_or_path")
+    base = saved.base_model_name_or_path
     if base and Path(base).name.lower() != Path(source.path).name.lower():
         raise ModelError(
             f"lora.path: the adapters in {options.path} are for {shown(base)}, and policy.path is {source.path}: take "
             "their model; if this is it by another name, write that name into base_model_name_or_path in "
             f"{ADAPTER_FILE}"
         )
-    if other := _features(saved):
+    if other := _features(saved.model_extra or {}):
         raise ModelError(
             f"lora.path: the adapters in {options.path} have {', '.join(other)}: these are not trained here"
         )
@@ -180,19 +180,12 @@ def load_adapters(folder: str, model: PreTrainedModel) -> None:
     All ranks call it together.
 
     Raises:
-        ModelError: they are not those that the model needs, or were trained beside another head.
+        ModelError: they are not those that the model needs.
     """
     weights = read_adapters(folder, model)
     for name, parameter in model.named_parameters():
-        if name not in weights:
-            continue
-        if is_adapter(name):
+        if name in weights:
             parameter.data.copy_(weights[name])
-            continue
-        with deepspeed.zero.GatheredParameters([parameter]):
-            same = torch.equal(parameter.data.cpu(), weights[name].to(parameter.dtype))
-        if not same:
-            raise ModelError(f"lora.path: {folder} has another {base_name(name)} than the model: take its own model")
 
 
 def adapted_model(source: ModelSource, options: LoraConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
@@ -210,7 +203,7 @@ def adapted_model(source: ModelSource, options: LoraConfig, dtype: torch.dtype, 
 def read_adapters(folder: str, model: nn.Module) -> dict[str, Tensor]:
     """The weights of saved adapters by the names of a model's parameters.
 
-    Beside adapters of the head, peft also saves the head's own weight, which comes with them.
+    Beside adapters of the head, peft also saves the head's own weight, which is left out.
 
     Args:
         folder: of the adapters.
@@ -219,22 +212,23 @@ def read_adapters(folder: str, model: nn.Module) -> dict[str, Tensor]:
     Raises:
         ModelError: a weight is missing, left over, of another shape or not finite; the message names it.
     """
-    found = _read(folder)
+    found = {key: weight for key, weight in _read(folder).items() if not key.endswith(BASE_WEIGHT)}
     places = {
         PREFIX + name.replace(f".{NAME}.", "."): (name, parameter)
         for name, parameter in model.named_parameters()
-        if is_adapter(name) or name.endswith(BASE_WEIGHT)
+        if is_adapter(name)
     }
-    shapes = {key: (list(found[key].shape), _shape(places[key][1])) for key in found.keys() & places.keys()}
+    both = found.keys() & places.keys()
+    shapes = {key: (list(found[key].shape), list(places[key][1].shape)) for key in both}
     kinds = {
-        "missing weights": [key for key, (name, _) in places.items() if is_adapter(name) and key not in found],
-        "weights that the model has no place for": list(found.keys() - places.keys()),
+        "missing weights": places.keys() - both,
+        "weights that the model has no place for": found.keys() - both,
         "weights of another shape": [
             f"{key} {its} instead of {own}" for key, (its, own) in shapes.items() if its != own
         ],
         "NaN or infinity in": [key for key, weight in found.items() if not weight.isfinite().all()],
     }
-    if problem := "; ".join(f"{kind}: {_shortened(keys)}" for kind, keys in kinds.items() if keys):
+    if problem := listed(kinds):
         raise ModelError(f"lora.path: the adapters in {folder} do not fit the model: {problem}")
     return {places[key][0]: weight for key, weight in found.items()}
 
@@ -252,23 +246,12 @@ def _read(folder: str) -> dict[str, Tensor]:
         raise ModelError(f"lora.path: the weights in {folder} cannot be read: {shown(error)}") from None
 
 
-def _shape(parameter: nn.Parameter) -> list[int]:
-    """Of the whole, where ZeRO-3 has cut it."""
-    return list(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def _features(saved: dict[str, Any]) -> list[str]:
     """What the adapters have beside products A and B of one scale alpha / rank."""
     from peft import LoraConfig as Plain
 
     plain = Plain().to_dict()
-    differ = {key: value for key, value in saved.items() if key not in READ and value and value != plain.get(key)}
+    differ = {key: value for key, value in saved.items() if key not in IGNORED and value and value != plain.get(key)}
     if differ.get("init_lora_weights") in STARTS:
         del differ["init_lora_weights"]
     return [f"{key}={shown(value)}" for key, value in sorted(differ.items())]
-
-
-def _shortened(names: list[str]) -> str:
-    listed = sorted(names)
-    more = f" and {len(listed) - SHOWN_NAMES} more" if len(listed) > SHOWN_NAMES else ""
-    return ", ".join(listed[:SHOWN_NAMES]) + more

@@ -5,7 +5,7 @@ So the names and shapes in the files are held against the model without weights,
 tied and renamed weights, what an architecture ignores), and every number is read once.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -91,13 +91,13 @@ def check_weights(model: ModelSource, world: World = ALONE) -> None:
 
     not_finite = [name for of_rank in world.gather(agree(world, read_share)) for name in of_rank]
     if not_finite:
-        raise ModelError(f"{refused}: NaN or infinity in {_shortened(not_finite)}")
+        raise ModelError(f"{refused}: NaN or infinity in {_shortened(sorted(not_finite))}")
 
 
 def _read_share(model: ModelSource, empty: PreTrainedModel, world: World) -> list[str]:
     """Hold all files against the model; names of the weights of this rank's share that are not finite."""
     headers = {file: _header(file) for file in _files(model.path)}
-    if problem := _mismatch(empty, headers.values()) or _untied(empty, headers):
+    if problem := _mismatch(empty, headers.values()):
         raise ModelError(problem)
     weights = [(file, name) for file, header in headers.items() for name in header]
     return list(_not_finite([weight for _, weight in world.split(weights)]))
@@ -151,29 +151,13 @@ def _mismatch(empty: PreTrainedModel, headers: Iterable[Header]) -> str:
     except (RuntimeError, ValueError) as error:  # weights that belong together, such as experts, and are not all there
         return _one_line(error)
     shapes = [f"{name} {list(found)} instead of {list(own)}" for name, found, own in report["mismatched_keys"]]
-    kinds = {
-        "missing weights": report["missing_keys"],
-        "weights that the model does not have": report["unexpected_keys"],
-        "weights of another shape": shapes,
-    }
-    return "; ".join(f"{kind}: {_shortened(names)}" for kind, names in kinds.items() if names)
-
-
-def _untied(empty: PreTrainedModel, headers: dict[str, Header]) -> str:
-    """Which weights the configuration ties and the files hold apart; empty: none.
-
-    Transformers then leaves them apart with a warning, and other loaders take one of them for both.
-    """
-    home = {name: file for file, header in headers.items() for name in header}
-    for name, source in empty.all_tied_weights_keys.items():
-        if name in home and source in home:
-            (_, own), (_, other) = (next(_read(home[of], [of])) for of in (name, source))
-            if not torch.equal(own, other):
-                return (
-                    f"its configuration ties {name} to {source}, and its files hold different numbers for them: if the "
-                    "files are right, override tie_word_embeddings=false"
-                )
-    return ""
+    return listed(
+        {
+            "missing weights": report["missing_keys"],
+            "weights that the model does not have": report["unexpected_keys"],
+            "weights of another shape": shapes,
+        }
+    )
 
 
 @contextmanager
@@ -208,10 +192,14 @@ def _read(file: str, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]
         yield from ((name, whole[name]) for name in names)
 
 
-def _shortened(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    more = f" and {len(listed) - SHOWN_NAMES} more" if len(listed) > SHOWN_NAMES else ""
-    return ", ".join(listed[:SHOWN_NAMES]) + more
+def listed(kinds: Mapping[str, Iterable[str]]) -> str:
+    """Names by what is wrong with them, the first ones of each kind; empty where there are none."""
+    return "; ".join(f"{kind}: {_shortened(sorted(names))}" for kind, names in kinds.items() if names)
+
+
+def _shortened(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more
 
 
 def _one_line(error: Exception) -> str:

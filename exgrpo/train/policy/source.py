@@ -200,8 +200,6 @@ def overridden(config: PreTrainedConfig, raw: Mapping[str, Any], overrides: Mapp
             raise ConfigError(
                 f"overrides: the configuration of a {config.model_type!r} model has no {shown(key)}{hint}"
             )
-        for home in homes:
-            _check_kind(key, home[name], value)
         if name in rope:
             rope[name] = value
             values = {ROPE: rope, **{k: v for k, v in values.items() if k not in (ROPE, *LEGACY_ROPE)}}
@@ -225,13 +223,3 @@ def changes(before: PreTrainedConfig, after: PreTrainedConfig) -> dict[str, Any]
     """The values at the top level of a configuration that have changed, whole: what vLLM takes as `hf_overrides`."""
     old = before.to_dict()
     return {key: value for key, value in after.to_dict().items() if key not in old or old[key] != value}
-
-
-def _check_kind(key: str, old: Any, new: Any) -> None:
-    if old is not None and _kind(old) != _kind(new):
-        raise ConfigError(f"overrides: {key} is {_kind(old)} in the model's configuration, and {shown(new)} is not")
-
-
-def _kind(value: Any) -> str:
-    kinds = {bool: "true or false", int: "a number", float: "a number", str: "a text"}
-    return kinds.get(type(value), f"a {type(value).__name__}")

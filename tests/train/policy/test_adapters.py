@@ -161,9 +161,9 @@ CHANGES = {
     "another layer": ({"target_modules": ["q_proj"]}, r"weights that the model has no place for: .* and \d+ more"),
     "one layer more": ({"target_modules": ["q_proj", "k_proj", "down_proj", "lm_head"]}, r"missing weights: .*k_proj"),
     "a layer that is not there": ({"target_modules": ["q_porj"]}, r"lora\.targets: Target modules .*q_porj"),
-    "a pattern": ({"target_modules": ".*q_proj"}, r"target_modules in .* is '\.\*q_proj': list the names"),
-    "another method": ({"peft_type": "IA3"}, r"is of the kind 'IA3', not LORA"),
-    "no rank": ({"r": None}, r"adapter_config\.json.*rank"),
+    "a pattern": ({"target_modules": ".*q_proj"}, r"target_modules: Input should be a valid .*\(got '\.\*q_proj'\)"),
+    "another method": ({"peft_type": "IA3"}, r"peft_type: Input should be 'LORA' \(got 'IA3'\)"),
+    "no rank": ({"r": None}, r"adapter_config\.json: r: Input should be"),
 }
 
 
@@ -184,10 +184,6 @@ def test_weights_that_are_damaged_or_not_there_are_refused(folder, adapters, tmp
     weights = load_file(adapters / WEIGHTS)
     first = next(iter(weights))
     save_file({**weights, first: weights[first] * float("nan")}, tmp_path / "nan" / WEIGHTS)
-    # Beside adapters of the head, peft saves the head itself.
-    head = "base_model.model.lm_head.base_layer.weight"
-    other = options_of(shutil.copytree(adapters, tmp_path / "other"))
-    save_file({**weights, head: weights[head] + 1}, tmp_path / "other" / WEIGHTS)
     (tmp_path / "cut" / WEIGHTS).write_bytes((adapters / WEIGHTS).read_bytes()[:300])
     (tmp_path / "none" / WEIGHTS).unlink()
     for name, message in (
@@ -197,9 +193,6 @@ def test_weights_that_are_damaged_or_not_there_are_refused(folder, adapters, tmp
     ):
         with pytest.raises(ModelError, match=message):
             check_adapters(options[name], source)
-    check_adapters(other, source)
-    with pytest.raises(ModelError, match=r"has another lm_head\.weight than the model"):
-        Policy(tiny.config(folder, OBJECTIVE, lora=other.model_dump()), source, ALONE)
 
 
 IN_4_BITS = {"rank": 4, "alpha": 8, "quantised": "nf4"}

@@ -134,20 +134,6 @@ def test_pickled_weights_run_no_code(tmp_path):
     assert ran.exists()  # the file would have run it
 
 
-def test_a_tied_head_with_numbers_of_its_own_is_named_and_can_be_untied(tmp_path):
-    """The rollout engine may take the embedding for the head where the trainer does not."""
-    folder = rewritten(tmp_path, lambda state: {**state, HEAD: 2 * state["model.embed_tokens.weight"]}, tied=True)
-    with pytest.raises(ValueError, match=rf"ties {HEAD} to model.embed_tokens.weight, .* tie_word_embeddings=false"):
-        check_weights(find_model(str(folder)))
-    untied = find_model(str(folder), {"tie_word_embeddings": False})
-    check_weights(untied)
-    headless = rewritten(tmp_path / "headless", without(HEAD), tied=False)
-    with pytest.raises(ValueError, match=f"missing weights: {HEAD}$"):
-        check_weights(find_model(str(headless)))
-    model = untied.load(torch.float32, "sdpa")
-    assert torch.equal(model.lm_head.weight, 2 * model.model.embed_tokens.weight)
-
-
 def test_files_that_cannot_be_read_are_named(tmp_path):
     folder = rewritten(tmp_path, dict, sharded)
     second = folder / "model-00002-of-00002.safetensors"

@@ -118,11 +118,7 @@ def test_what_is_derived_is_derived_anew(tmp_path):
     [
         ({"rope_thetta": 4e4}, "a 'llama' model has no 'rope_thetta'; did you mean 'rope_theta'"),
         ({"max_positions": 9}, "has no 'max_positions'; did you mean 'max_position_embeddings'"),
-        ({"max_position_embeddings": "many"}, "max_position_embeddings is a number .*, and 'many' is not"),
-        ({"rope_theta": True}, "rope_theta is a number .*, and True is not"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings is true or false .*, and 1 is not"),
-        ({"rope_parameters": "yarn"}, "rope_parameters is a dict .*, and 'yarn' is not"),
-        ({"max_position_embeddings": 0.5}, "max_position_embeddings"),
+        ({"max_position_embeddings": "many"}, "'max_position_embeddings' expected int, got str"),
         ({"num_attention_heads": 3}, r"hidden size \(32\) is not a multiple of the number of attention heads \(3\)"),
         ({"rope_type": "yarn"}, "factor"),
     ],
