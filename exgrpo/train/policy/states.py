@@ -12,11 +12,12 @@ The parts of a state in the order of the ranks are the state, however many they 
 """
 
 import json
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed
 import torch
@@ -49,56 +50,69 @@ class LossScale:
     finite: int
 
 
-class States(Protocol):
+class States(ABC):
     """The states of the parameters that are trained, by name.
 
-    Attributes:
+    Args:
         parameters: those parameters, with what ZeRO-3 has added to them, or their masters.
+        optimizer: AdamW.
+        stepped: the tensors that it moves.
     """
 
-    parameters: dict[str, Any]
-
-    @property
-    def loss_scale(self) -> LossScale | None:
-        """That of the next step; None: the loss is not scaled, as in fp32 and bf16."""
-
-    def set_loss_scale(self, kept: LossScale) -> None:
-        """Go on with a loss scale."""
+    def __init__(
+        self, parameters: dict[str, Any], optimizer: torch.optim.Optimizer, stepped: Collection[Tensor]
+    ) -> None:
+        self.parameters = parameters
+        self.optimizer = optimizer
+        self.stepped = stepped
 
     @property
     def steps(self) -> int:
         """Optimiser steps that were taken; before the first one there are no moments."""
+        return int(self.optimizer.state.get(next(iter(self.stepped)), {}).get("step", 0))
 
     def begin(self, steps: int) -> None:
         """Make moments, and count so many steps as taken."""
+        for tensor in self.stepped:
+            moments = {key: torch.zeros_like(tensor.data) for key in MOMENTS}
+            self.optimizer.state[tensor] = {"step": torch.tensor(float(steps), device=tensor.device), **moments}
 
+    @property
+    @abstractmethod
+    def loss_scale(self) -> LossScale | None:
+        """That of the next step; None: the loss is not scaled, as in fp32 and bf16."""
+
+    @abstractmethod
+    def set_loss_scale(self, kept: LossScale) -> None:
+        """Go on with a loss scale."""
+
+    @abstractmethod
     def numel(self, name: str) -> int:
         """Elements of a whole state."""
 
+    @abstractmethod
     def part(self, name: str) -> slice:
         """Which of them are here."""
 
+    @abstractmethod
     def get(self, name: str, key: str) -> Tensor:
         """[n] fp32 the part that is here; it may be a view."""
 
+    @abstractmethod
     def set(self, name: str, key: str, values: Tensor) -> None:
         """Put [n] fp32 in its place; weights are seen by the model after `apply`."""
 
+    @abstractmethod
     def apply(self) -> None:
         """Have the model compute with the weights that were set; all ranks call it together."""
 
 
-class WholeStates:
-    """See `States`.
-
-    Args:
-        engine: its masters are the weights.
-    """
+class WholeStates(States):
+    """Those of an engine whose masters are the weights."""
 
     def __init__(self, engine: WholeEngine) -> None:
+        super().__init__(engine.masters, engine.optimizer, engine.masters.values())
         self.engine = engine
-        self.parameters: dict[str, Any] = engine.masters
-        self.optimizer = engine.optimizer
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -113,15 +127,6 @@ class WholeStates:
         scaler.load_state_dict(
             {**scaler.state_dict(), "scale": kept.scale, "_growth_tracker": kept.finite % SCALE_WINDOW}
         )
-
-    @property
-    def steps(self) -> int:
-        """See `States`."""
-        return _steps(self.optimizer, list(self.parameters.values()))
-
-    def begin(self, steps: int) -> None:
-        """See `States`."""
-        _begin(self.optimizer, list(self.parameters.values()), steps)
 
     def numel(self, name: str) -> int:
         """See `States`."""
@@ -145,20 +150,14 @@ class WholeStates:
         self.engine.show_masters()
 
 
-class ShardedStates:
-    """See `States`.
-
-    Args:
-        engine: DeepSpeed's, under ZeRO-3.
-        rank: of this process.
-    """
+class ShardedStates(States):
+    """Those of DeepSpeed's engine under ZeRO-3, on one rank."""
 
     def __init__(self, engine: Any, rank: int) -> None:
-        self.parameters: dict[str, Any] = trained(engine.module)
-        self.optimizer: torch.optim.Optimizer = engine.optimizer.optimizer
-        # Each is a part of many parameters together: that is what AdamW sees.
-        self.flat: list[Tensor] = engine.optimizer.fp32_partitioned_groups_flat
-        self.scaler: Any = engine.optimizer.loss_scaler
+        # AdamW sees parts of many parameters as one tensor.
+        optimizer = engine.optimizer
+        super().__init__(trained(engine.module), optimizer.optimizer, optimizer.fp32_partitioned_groups_flat)
+        self.scaler: Any = optimizer.loss_scaler
         self.rank = rank
 
     @property
@@ -170,15 +169,6 @@ class ShardedStates:
     def set_loss_scale(self, kept: LossScale) -> None:
         """See `States`."""
         self.scaler.cur_scale, self.scaler.cur_iter, self.scaler.last_overflow_iter = kept.scale, kept.finite, -1
-
-    @property
-    def steps(self) -> int:
-        """See `States`."""
-        return _steps(self.optimizer, self.flat)
-
-    def begin(self, steps: int) -> None:
-        """See `States`."""
-        _begin(self.optimizer, self.flat, steps)
 
     def numel(self, name: str) -> int:
         """See `States`."""
@@ -216,16 +206,6 @@ class ShardedStates:
             whole = safe_get_full_fp32_param(parameter)
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(whole)
-
-
-def _steps(optimizer: torch.optim.Optimizer, tensors: list[Any]) -> int:
-    return int(optimizer.state.get(tensors[0], {}).get("step", 0))
-
-
-def _begin(optimizer: torch.optim.Optimizer, tensors: list[Any], steps: int) -> None:
-    for tensor in tensors:
-        moments = {key: torch.zeros_like(tensor.data) for key in MOMENTS}
-        optimizer.state[tensor] = {"step": torch.tensor(float(steps), device=tensor.device), **moments}
 
 
 def save_states(states: States, folder: Path, rank: int) -> None:
