@@ -1,6 +1,6 @@
 """Configurations from YAML recipes and the command line."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,16 +13,16 @@ from exgrpo.train.common.errors import ConfigError, UnreadableRecipeError, os_er
 from exgrpo.train.common.functions import ASSETS, DEFAULT_TASK, PREFIX, model_names
 from exgrpo.train.common.plain import LONGEST, parse_yaml
 from exgrpo.train.config.command_line import check_names, names, one_line
-from exgrpo.train.config.evaluation import HeldOutSet
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.policy import with_saved
-from exgrpo.train.config.section import REFUSED, explain
+from exgrpo.train.config.section import explain
 
 PROGRAM = "exgrpo train"
 DEFAULT_RUN = ASSETS / DEFAULT_TASK / "recipe.yaml"
 NAMED = ("policy.path", "data.train")
 """What has no default: a model and questions."""
-SETS = "evaluation.sets"
+IN_RECIPES = ("data.sources", "evaluation.sets")
+"""What a command line has no good form for."""
 MOST_BASES = 100
 """In a chain of recipes, each of which names the next one as its base; Python reads no chain of a thousand."""
 
@@ -177,19 +177,18 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
     of the `NAMED` keys that must be given then.
 
     Raises:
-        ConfigError: the recipe is wrong, an option is unknown (the message names the near one) or one of `REFUSED`, or
-            a value is impossible.
+        ConfigError: the recipe is wrong, an option is unknown (the message names the near one) or one of `IN_RECIPES`,
+            or a value is impossible.
     """
     recipes, rest = split_recipe(argv)
     settled = default.lora if default else None
     options = set(names(rest))
-    for key in options & set(REFUSED):
-        raise ConfigError(f"{key}: {REFUSED[key]}")
-    check_names([one for one in rest if not one.startswith(f"--{SETS}.")], Config, RecipeArgument)
+    if refused := [option for option in options if option.startswith(IN_RECIPES)]:
+        raise ConfigError(f"--{refused[0]}: {' and '.join(IN_RECIPES)} stand in recipes only")
+    check_names(rest, Config, RecipeArgument)
     if recipes or default is None:
         own = recipes or ([] if options & set(NAMED) else [DEFAULT_RUN])
         default = unfinished(read_recipes(own), origin_of(own), needed)
-    _check_sets(options, default)
     with one_line(Config, PROGRAM):
         config = tyro.cli(
             Config,
@@ -198,20 +197,11 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
             prog=PROGRAM,
             config=(tyro.conf.FlagConversionOff,),  # --policy.gradient_checkpointing True, as in a recipe
             description=f"{Config.__doc__} --recipe FILE, once or more, is read before the options below are applied; "
-            f"data.sources and {SETS} stand in recipes only.",
+            f"{' and '.join(IN_RECIPES)} stand in recipes only.",
             use_underscores=True,
         )
     # The options of a run that goes on are settled.
     return config if config.lora == settled else config.model_copy(update={"lora": with_saved(config.lora)})
-
-
-def _check_sets(options: Collection[str], default: Config) -> None:
-    """Whether the options of held-out sets are those of sets that there are: a command line changes them, no more."""
-    sets = default.evaluation.sets
-    known = [f"{SETS}.{name}.{field}" for name in sets for field in HeldOutSet.model_fields]
-    if strange := [option for option in options if option.startswith(SETS) and option not in known]:
-        there = f"the options here are --{', --'.join(known)}" if known else "no recipe here names one"
-        raise ConfigError(f"--{strange[0]}: a recipe names the sets of held-out questions, and {there}")
 
 
 def to_yaml(config: Config) -> str:

@@ -11,16 +11,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from exgrpo.train.common.errors import SHOWN, cut, nearest, shown
 
 SHOWN_PROBLEMS = 10
-REFUSED = {
-    "rollout.mismatch_cap": "it is the upper one of rollout.correction_bounds",
-    "data.sources": "a list of settings, which a recipe holds and a command line cannot",
-    "experience.question_weight": "the law of questions is experience.prioritise",
-    "experience.retire": "solved questions leave by the function retirement of experience.expire: --experience.expire "
-    "without a value keeps them",
-    "optimizer.ema": "no average of the weights is kept any more: leave this out",
-    "objective.importance_correction": "False is objective.weigh=uncorrected",
-}
-"""Keys that users of other trainers or of earlier versions look for, and what to do instead."""
 
 
 class Section(BaseModel):
@@ -83,9 +73,7 @@ def explain(error: ValidationError, model: type[BaseModel], origin: str, section
     lines = []
     for problem in error.errors()[:SHOWN_PROBLEMS]:
         key = cut(joined(part for part in (section, *problem["loc"]) if part != ""), SHOWN)
-        if problem["type"] == "extra_forbidden" and key in REFUSED:
-            lines.append(f"{key}: {REFUSED[key]}")
-        elif problem["type"] == "extra_forbidden":
+        if problem["type"] == "extra_forbidden":
             near = nearest(key, known_keys(model))
             lines.append(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))
         elif problem["type"] == "missing":

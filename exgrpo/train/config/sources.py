@@ -32,7 +32,6 @@ class SourceConfig(Section):
 
 
 SourceConfigs = Annotated[tuple[SourceConfig, ...], tyro.conf.Suppress]
-"""They stand in recipes alone: a command line has no good form for a list of sections."""
 
 
 def settings_of(source: str, settings: Sequence[SourceConfig]) -> SourceConfig:

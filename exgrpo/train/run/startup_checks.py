@@ -11,7 +11,7 @@ from itertools import chain
 
 from exgrpo.train.checkpoint.resume import AUTO, finished, is_unsaved
 from exgrpo.train.common.errors import ConfigError, is_first_rank
-from exgrpo.train.config.held_out import check_evaluation, held_out_sets
+from exgrpo.train.config.evaluation import check_evaluation, held_out_sets
 from exgrpo.train.config.hub import check_upload, offline_reason
 from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config

@@ -185,9 +185,10 @@ def test_settings_of_sources_that_cannot_be(tmp_path, settings, message):
         look(of_two(tmp_path, *settings), resources)
 
 
-def test_a_command_line_has_no_settings_of_sources():
-    with pytest.raises(ConfigError, match="data.sources: a list of settings, which a recipe holds"):
-        parse_args(["--data.sources", "x"])
+@pytest.mark.parametrize("option", ["data.sources", "evaluation.sets", "evaluation.sets.hard.samples"])
+def test_settings_of_sources_and_sets_are_for_recipes(option):
+    with pytest.raises(ConfigError, match=f"^--{option}: data.sources and evaluation.sets stand in recipes only"):
+        parse_args([f"--{option}", "x"])
 
 
 def test_the_grader_of_a_run_has_the_rewards_of_all_its_questions(tmp_path):

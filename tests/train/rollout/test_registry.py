@@ -127,7 +127,6 @@ def test_tensor_parallelism_must_divide_and_needs_vllm(installed):
         ({"engine": "vllm", "servers": ("http://a:1",)}, "rollout.servers are given and rollout.engine is vllm"),
         ({"ahead": True, "servers": ("http://a:1",)}, "rollout.ahead needs .* rollout.behaviour=engine"),
         ({"ahead": True, "behaviour": "engine"}, "rollout.ahead needs rollout.servers"),
-        ({"mismatch_cap": 2}, "mismatch_cap: it is the upper one of rollout.correction_bounds"),
     ],
 )
 def test_options_that_exclude_each_other_are_named(rollout, message):

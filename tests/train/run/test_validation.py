@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.config.evaluation import HeldOutSet
-from exgrpo.train.config.held_out import held_out_sets
+from exgrpo.train.config.evaluation import held_out_sets
 from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.run import validation as module
 from exgrpo.train.run.startup_checks import look
@@ -91,30 +90,14 @@ def test_every_set_is_asked_as_it_says_and_its_numbers_are_those_that_can_decide
     check_best(of.config, of.questions)
 
 
-def test_a_set_has_the_options_of_the_evaluation_that_it_leaves_out_and_the_command_line_changes_them(tmp_path, capsys):
+def test_a_set_has_the_options_of_the_evaluation_that_it_leaves_out(tmp_path):
     path = tmp_path / "recipe.yaml"
     values = {"policy": {"path": "m"}, "data": {"train": "t", "test": "d", "test_limit": 5, "test_split": "dev"}}
     path.write_text(yaml.safe_dump({**values, "evaluation": {"top_p": 0.9, "sets": {"hard": HARD}}}))
-    test, hard = held_out_sets(parse_args([f"--recipe={path}", "--evaluation.sets.hard.samples", "7"])).values()
+    test, hard = held_out_sets(parse_args([f"--recipe={path}"])).values()
     assert (test.source, test.split, test.limit, test.samples, test.temperature) == (("d",), "dev", 5, 1, 1.0)
     assert (hard.source, hard.split, hard.limit) == (("builtin:colouring",), "dev", 5)
-    assert (hard.samples, hard.temperature, hard.top_p) == (7, 0.6, 0.9)
-    with pytest.raises(SystemExit):
-        parse_args([f"--recipe={path}", "--help"])
-    shown = capsys.readouterr().out
-    assert all(f"--evaluation.sets.hard.{name}" in shown for name in HeldOutSet.model_fields)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--evaluation.sets.hard.samples=2"], "--evaluation.sets.hard.samples: a recipe names the sets .* no recipe"),
-        (["--evaluation.sets", "a.jsonl"], "--evaluation.sets: a recipe names the sets of held-out questions"),
-    ],
-)
-def test_a_command_line_names_no_new_set(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_args(arguments)
+    assert (hard.samples, hard.temperature, hard.top_p) == (HARD["samples"], 0.6, 0.9)
 
 
 @pytest.mark.parametrize(
