@@ -13,7 +13,7 @@ from torch import Tensor
 from exgrpo.kernels import LogProb, PolicyLoss, policy_loss
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy.batch import MicroBatch, MiniBatch
-from exgrpo.train.policy.ratios import RatioTokens, Surrogate, SurrogateOptions, divergence
+from exgrpo.train.policy.ratios import ESTIMATORS, RatioTokens, Surrogate, SurrogateOptions
 from exgrpo.train.policy.surrogate import clipped
 from exgrpo.train.replay.contract import Term
 
@@ -126,7 +126,7 @@ def loss_of_log_probs(scored: LogProb, batch: MicroBatch, terms: LossTerms) -> P
     )
     total = of_fresh.value.sum() - of_replayed.loss + terms.entropy_coef * entropy.sum()
     if batch.reference_log_prob is not None:
-        estimates = divergence(settings.objective.kl, log_prob, of_tokens(batch.reference_log_prob))
+        estimates = ESTIMATORS[settings.objective.kl](of_tokens(batch.reference_log_prob) - log_prob)
         estimates = estimates * tokens.ratio if settings.objective.kl_corrected else estimates
         total = total - terms.kl_coef * estimates.masked_fill(replayed, 0).sum()
     ratio = torch.where(apart, of_replayed.ratio, of_fresh.ratio.detach())

@@ -39,6 +39,7 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": lambda d: d.square() / 2,
     "k3": lambda d: torch.expm1(d.clamp(max=MOST)) - d,
 }
+"""Of the divergence by d, with its gradient in the policy's log-probs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,14 +125,3 @@ def clip(ratio: Tensor, advantage: Tensor, options: SurrogateOptions) -> tuple[T
         return value, torch.zeros_like(value, dtype=torch.bool)
     bounded = ratio.clamp(*options.bounds) * advantage
     return torch.minimum(value, bounded), bounded < value
-
-
-def divergence(estimator: str, log_prob: Tensor, reference: Tensor) -> Tensor:
-    """The estimate of each token, with its gradient in `log_prob`.
-
-    Args:
-        estimator: a key of `ESTIMATORS`.
-        log_prob: of the policy, in nats, any shape.
-        reference: of the reference, the same shape. Constant.
-    """
-    return ESTIMATORS[estimator](reference - log_prob)

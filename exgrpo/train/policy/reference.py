@@ -5,7 +5,7 @@ is a second model, sharded as the policy is.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import deepspeed
 
@@ -86,10 +86,9 @@ def make_reference(config: Config, source: ModelSource, policy: Policy) -> Refer
     if not config.objective.compared:
         return None
     if config.lora.path:
-        start = KeptWeights(policy.states)
-        return Reference(lambda batch: _as_kept(policy, start, batch))
+        return _within(KeptWeights(policy.states).applied, policy)
     if config.lora.rank:
-        return Reference(lambda batch: _without_adapters(policy, batch))
+        return _within(lambda: without_adapters(policy.model), policy)
     model, options = load_model(config, source), config.policy
     frozen = PolicyModel(model, options.kernel_backend, options.kernel_memory).requires_grad_(False)
     if policy.world.size == 1:
@@ -101,11 +100,11 @@ def make_reference(config: Config, source: ModelSource, policy: Policy) -> Refer
     return Reference(lambda batch: policy.score_with(engine, batch, policy.temperature))
 
 
-def _without_adapters(policy: Policy, batch: StepBatch) -> Score:
-    with without_adapters(policy.model):
-        return policy.score(batch, policy.temperature)
+def _within(context: Callable[[], AbstractContextManager[None]], policy: Policy) -> Reference:
+    """The policy itself, as it is within a context."""
 
+    def score(batch: StepBatch) -> Score:
+        with context():
+            return policy.score(batch, policy.temperature)
 
-def _as_kept(policy: Policy, weights: KeptWeights, batch: StepBatch) -> Score:
-    with weights.applied():
-        return policy.score(batch, policy.temperature)
+    return Reference(score)

@@ -21,7 +21,7 @@ from exgrpo.train.common.records import Score
 from exgrpo.train.common.step_batch import Floats
 from exgrpo.train.policy.batch import MicroBatch
 from exgrpo.train.policy.loss import LossTerms
-from exgrpo.train.policy.ratios import divergence
+from exgrpo.train.policy.ratios import ESTIMATORS
 
 RESOLUTION = 0.02
 NEAR_ZERO = 1e-3
@@ -79,7 +79,8 @@ class Tally:
         learns = active & (teaching != 0) & ~lost
         if batch.kept is not None:
             learns &= batch.kept[1].diff().view_as(learns) != 1
-        divergences = self._divergences(batch, result)
+        reference = batch.reference_log_prob
+        divergences = zero if reference is None else ESTIMATORS["k3"](reference.double() - result.log_prob.double())
         self.sums.append(
             torch.stack(
                 [
@@ -91,7 +92,7 @@ class Tally:
                     torch.where(replayed, ratio, zero).sum(),
                     torch.where(replayed, weight, zero).sum(),
                     learns.sum().double(),
-                    zero if divergences is None else torch.where(fresh, divergences, zero).sum(),
+                    torch.where(fresh, divergences, zero).sum(),
                     torch.where(fresh, ratio, zero).amax(),
                 ]
             )
@@ -99,13 +100,6 @@ class Tally:
         own = batch.old_log_prob == PRESENT
         log_ratio = result.log_prob - torch.where(own, result.log_prob, batch.old_log_prob)
         self.log_ratios.append(count_log_ratios(log_ratio, batch.replayed, active))
-
-    @staticmethod
-    def _divergences(batch: MicroBatch, result: PolicyLoss) -> torch.Tensor | None:
-        """Of each token to the reference; None where there is none."""
-        if batch.reference_log_prob is None:
-            return None
-        return divergence("k3", result.log_prob.double(), batch.reference_log_prob.double())
 
     def stats(
         self,

@@ -113,56 +113,6 @@ def test_a_correction_is_that_of_verl(verl, name, narrow):
         assert 0 < found.outside[batch.own].mean() < 1
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        ("tis", "token_truncate"),
-        ("token_mask", "token_mask"),
-        ("sequence_tis", "sequence_truncate"),
-        ("sequence_mask", "sequence_mask"),
-    ],
-)
-@pytest.mark.parametrize("bounds", [None, WIDE])
-def test_a_correction_is_that_of_trl(name, mode, bounds):
-    batch = fresh(compared())
-    given = options(name, correction_bounds=bounds)
-    low, high = given.bounds
-    names = {
-        "self": SimpleNamespace(
-            use_vllm=True,
-            vllm_importance_sampling_correction=True,
-            vllm_importance_sampling_mode=mode,
-            vllm_importance_sampling_clip_min=low,
-            vllm_importance_sampling_clip_max=high,
-        ),
-        "completion_mask": padded(batch, batch.own),
-        "tool_mask": None,
-        "old_per_token_logps": padded(batch, batch.log_prob),
-        "sampling_per_token_logps": padded(batch, batch.old_log_prob),
-        "torch": torch,
-        "math": math,
-    }
-    exec(of_trl("vllm_importance_sampling_ratio"), names)
-    expected = flat(batch, names["vllm_importance_sampling_ratio"].expand(len(batch), max(LENGTHS)))
-    np.testing.assert_allclose(corrected(batch, given).factor[batch.own], expected[batch.own], rtol=2e-5)
-
-
-def of_trl(target: str) -> Any:
-    """The block of TRL's trainer that computes a local variable, compiled; there is no function of it alone."""
-    spec = find_spec("trl")
-    if spec is None:
-        pytest.skip("trl is not installed")
-    tree = ast.parse((Path(spec.submodule_search_locations[0]) / "trainer/grpo_trainer.py").read_text())
-    blocks = [
-        one
-        for one in ast.walk(tree)
-        if isinstance(one, ast.If)
-        and any(target in ast.unparse(part) for part in one.body if isinstance(part, ast.Assign))
-    ]
-    block = next(one for one in blocks if f"{target} = torch.exp" in ast.unparse(one))
-    return compile(ast.Module([block], []), "trl", "exec")
-
-
 @pytest.mark.parametrize("delta", [0.0, 0.06, 0.2])
 def test_the_mask_of_failures_is_that_of_trl(delta):
     trl = pytest.importorskip("trl", reason="trl is not installed", exc_type=ImportError)

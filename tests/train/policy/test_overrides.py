@@ -14,7 +14,7 @@ from exgrpo.tools.evaluate.options import parse_options
 from exgrpo.train.checkpoint.resume import continued
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.functions import ASSETS
-from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe, parse_args, to_yaml
+from exgrpo.train.config.recipe import load_recipe, parse_args, to_yaml
 from exgrpo.train.policy.check import check_weights
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import load_pretrained
@@ -23,8 +23,6 @@ from exgrpo.train.rollout.registry import Choice, open_engine
 from tests.train import tiny
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
-from tests.train.launch import MAIN, completed
-from tests.train.run.test_run import SMALL, untimed
 
 STRETCHED = {"max_position_embeddings": 16384, "rope_theta": 40000}
 TOKENS = torch.arange(3, 43)[None]
@@ -201,23 +199,3 @@ def test_programs_beside_training_take_them(tmp_path, capsys):
     assert overrides == {"rope_parameters": {"rope_theta": 40000, "rope_type": "default"}}
     assert estimate.main([OPTION, "rope_thetta=40000"]) == 2
     assert "has no 'rope_thetta'; did you mean 'rope_theta'?\n" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_run_is_that_of_the_edited_copy(tmp_path):
-    """The same numbers to the last bit; what it saves needs no overrides."""
-    shutil.copytree(ASSETS / "arithmetic", tmp_path / "plain")
-    copy = edited(tmp_path / "plain")
-    engine = ("--rollout.engine=transformers", "--steps=2")
-    runs = {
-        "changed": ("--policy.overrides", "max_position_embeddings=16384", "rope_theta=40000"),
-        "edited": (f"--recipe={DEFAULT_RUN}", f"--policy.path={copy}"),
-    }
-    for name, arguments in runs.items():
-        completed(MAIN, *SMALL, *engine, f"--output.folder={tmp_path / name}", *arguments)
-    changed, by_hand = (untimed(tmp_path / name / "small") for name in runs)
-    assert changed == by_hand
-    saved = tmp_path / "changed" / "small" / "model"
-    again = find_model(str(saved)).config
-    assert (again.max_position_embeddings, again.rope_parameters["rope_theta"]) == (16384, 40000)
-    assert load_recipe(saved.parent / "config.yaml").policy.overrides == STRETCHED

@@ -43,12 +43,6 @@ CASES = {
     "replayed as fresh": case("untied", "clipped", objective={**ENTROPY, "clip": [0.1, 0.3]}),
     # Three steps in all: from 0 to the peak in one, then down to half of it.
     "schedule": case("tied", optimizer={"schedule": "linear", "warmup_steps": 1}, rates=(0, 1, 0.5)),
-    "linear to a minimum": case(
-        "tied", optimizer={"schedule": "linear", "min_lr": 2e-4}, rates=(1, 1 - 0.8 / 3, 1 - 1.6 / 3)
-    ),
-    "cosine to a minimum": case(
-        "untied", optimizer={"schedule": "cosine", "min_lr": 2e-4, "warmup_steps": 1}, rates=(0, 1, 0.6)
-    ),
     "matrices decay": case("untied", optimizer={"weight_decay": 50.0, "decay": "matrices"}),
     "any gradient": case("untied", objective=NO_ENTROPY, optimizer={"grad_clip": 0.0}),
     "temperature": case("tied", objective=ENTROPY, temperature=0.6),
@@ -94,7 +88,6 @@ CASES = {
     "kept words, whole answers": case(
         "untied", objective={**WHOLE, "entropy_coef": 0.05, "kl_coef": 0.5}, observing=True, kept=True
     ),
-    "kept words, adapters": case("untied", lora={"rank": 3, "alpha": 6, "head": True}, kept=True),
     "scaled logits": case("granite", objective=ENTROPY, temperature=0.6),
     "poison": case("tied", poison=True),
     "bf16": case("tied", dtype="bf16"),

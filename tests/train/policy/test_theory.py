@@ -146,49 +146,6 @@ def test_its_variance_is_bounded(drift, tokens, samples, scale_by_std):
     assert 0 < variance <= bound
 
 
-GROUPS_DRAWN = 200_000
-Z = 5.5
-"""Standard errors tolerated. A normal variable leaves them with probability 4e-8, any of a test's 12 components with
-5e-7; the seed is fixed, so that a test that passes keeps passing."""
-
-
-def draw(world: World, seed: int) -> Tensor:
-    """[GROUPS_DRAWN, K] groups: the first row from the past policy, the others from the current one."""
-    rng = torch.Generator().manual_seed(seed)
-    chances = [world.past_log_prob.sum(1).exp()] + [world.log_prob.sum(1).exp()] * (world.samples - 1)
-    return torch.stack([p.multinomial(GROUPS_DRAWN, replacement=True, generator=rng) for p in chances], dim=1)
-
-
-def z_scores(sampled: Tensor, exact: Tensor) -> Tensor:
-    """Distances of the sample means of [G] or [G, P] from `exact` in standard errors; 0 where nothing varies."""
-    return (sampled.mean(0) - exact) / (sampled.std(0) / len(sampled) ** 0.5).clamp(min=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_monte_carlo_finds_no_bias(seed):
-    world = make(1.0, seed=seed)
-    groups = draw(world, seed)
-    exact = mean(world.terms(world.groups).mean(1), world.chances(replayed=False))
-    assert z_scores(world.experiential(groups), exact).abs().max() < Z
-    uncorrected = world.terms(groups).mean(1)
-    assert z_scores(uncorrected, exact).abs().max() > 2 * Z, "the test would not notice a missing W"
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_monte_carlo_stays_below_the_bound(seed):
-    world = make(1.0, seed=seed)
-    groups = draw(world, seed)
-    x = world.experiential(groups)
-    exact = world.experiential(world.groups)
-    chances = world.chances(replayed=True)
-    deviation = (x - mean(exact, chances)).square().sum(-1)
-    assert z_scores(deviation, mean((exact - mean(exact, chances)).square().sum(-1), chances)).abs() < Z
-    squares = world.terms(groups).square().sum(-1)
-    parts = (world.weight[groups[:, 0]] ** 2 * squares[:, 0], (world.samples - 1) ** 2 * squares[:, 1:].mean(1))
-    # Group by group: |a + b|^2 <= 2 |a|^2 + 2 |b|^2, and a sum of K - 1 squared is at most K - 1 times the squares.
-    assert deviation.mean() <= 2 / world.samples**2 * sum(part.mean() for part in parts)
-
-
 def loss_gradients(world: World, beta: float | None) -> Tensor:
     """[N^K, P] gradients by which the project's own loss ascends, one for each group with its first row replayed."""
     tokens = world.sequences.shape[1]
