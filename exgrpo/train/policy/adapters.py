@@ -56,12 +56,7 @@ class AdaptedLayer:
 
 
 def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None:
-    """Add adapters that change nothing yet, and freeze all other weights.
-
-    Args:
-        model: its parameters may be partitioned by ZeRO-3.
-        options: of the run.
-        seed: of the run; all ranks draw the same numbers.
+    """Add adapters that change nothing yet, and freeze all other weights; all ranks draw the same numbers.
 
     Raises:
         ConfigError: peft is not installed, or the model has no such layers.
@@ -70,12 +65,13 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
         import peft
     except ImportError:
         raise ConfigError("lora.rank: adapters need peft: pip install 'exgrpo[lora]'") from None
+    output = model.get_output_embeddings()
+    head = next(name for name, module in model.named_modules() if module is output)
     targets = list(options.targets) or linear_layers(model)
-    head = _head_name(model)
     if options.head:
         targets.append(head)
     adapted = any(f".{head}".endswith(f".{target}") for target in targets)
-    if adapted and model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+    if adapted and output.weight is model.get_input_embeddings().weight:
         raise ConfigError("lora.head: the head of this model is its embedding, which has no adapter; leave it out")
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
@@ -139,17 +135,8 @@ def _with_adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
 
 
-def _head_name(model: PreTrainedModel) -> str:
-    head = model.get_output_embeddings()
-    return next(name for name, module in model.named_modules() if module is head)
-
-
 def check_adapters(options: LoraConfig, source: ModelSource) -> None:
-    """Whether the adapters in `options.path` belong to a model; its weights are not read.
-
-    Args:
-        options: of the adapters, as `with_saved` gives them.
-        source: the model.
+    """Whether the adapters of `with_saved` options belong to a model; its weights are not read.
 
     Raises:
         ConfigError: peft is not installed, or the model has no such layers.
@@ -177,10 +164,8 @@ def check_adapters(options: LoraConfig, source: ModelSource) -> None:
 def load_adapters(folder: str, model: PreTrainedModel) -> None:
     """Put saved adapters in the place of those that `add_adapters` has made; before ZeRO-3 cuts them.
 
-    All ranks call it together.
-
     Raises:
-        ModelError: they are not those that the model needs.
+        ModelError: see `read_adapters`.
     """
     weights = read_adapters(folder, model)
     for name, parameter in model.named_parameters():
@@ -203,11 +188,8 @@ def adapted_model(source: ModelSource, options: LoraConfig, dtype: torch.dtype, 
 def read_adapters(folder: str, model: nn.Module) -> dict[str, Tensor]:
     """The weights of saved adapters by the names of a model's parameters.
 
-    Beside adapters of the head, peft also saves the head's own weight, which is left out.
-
-    Args:
-        folder: of the adapters.
-        model: with such adapters, whole or on the meta device.
+    Beside adapters of the head, peft also saves the head's own weight, which is left out. The model has such adapters,
+    whole or on the meta device.
 
     Raises:
         ModelError: a weight is missing, left over, of another shape or not finite; the message names it.

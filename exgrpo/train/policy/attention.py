@@ -4,12 +4,9 @@ N tokens or rows, T tokens so far, H heads, G of them for each head of keys, D h
 """
 
 import inspect
-import warnings
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
@@ -17,9 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from exgrpo.train.common.errors import SHOWN, cut
-from exgrpo.train.policy.segments import Block, Segments, Varlen
-from exgrpo.train.policy.segments import segments as segments_of
+from exgrpo.train.policy.segments import Segments, Varlen
 
 PACKED = "exgrpo_packed"
 """Name of the attention implementation; without segments it is "sdpa"."""
@@ -29,13 +24,15 @@ varlen: Callable[..., Any] = varlen_attn
 """Torch's attention of variable lengths, without types: they are those of one version."""
 SHARES = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """How it is told that heads share keys; older versions see that by themselves."""
+AMPERE, WIDEST = (8, 0), 256
+"""The first GPUs that it has kernels for, and the widest heads."""
 _HARMLESS = frozenset(
     {"is_causal", "position_ids", "use_cache", "output_attentions", "cache_position", "sliding_window"}
 )
 """Arguments that change nothing here, or that are heeded: segments and masks hold what the others say."""
 
 
-@torch.compiler.disable  # its trial, its blocks and its backward's order of sums stay as they are in compiled layers
+@torch.compiler.disable  # its blocks and its backward's order of sums stay as they are in compiled layers
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -71,7 +68,7 @@ def attend(
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     window = _window(kwargs)
-    if not dropout and _variable_lengths(query, key, value, window):
+    if not dropout and _variable_lengths(query, key, value):
         return _by_block(query, key, value, segments.varlen, scaling, window), None
     return _masked(query, key, value, segments, dropout, scaling, window), None
 
@@ -134,54 +131,12 @@ def _by_block(
     return result[None]
 
 
-def _variable_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> bool:
-    """Whether torch's attention of variable lengths takes such states: on GPUs, in 16 bits, and where it is right."""
-    if query.device.type != "cuda" or query.element_size() != 2 or query.shape[-1] != value.shape[-1]:
+def _variable_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch's attention of variable lengths takes such states: that of FlashAttention 2, on GPUs in 16 bits."""
+    width = query.shape[-1]
+    if query.device.type != "cuda" or query.element_size() != 2 or width != value.shape[-1]:
         return False
-    heads, groups, width = query.shape[1], key.shape[1], query.shape[-1]
-    return right_by_block(query.device, query.dtype, heads, groups, width, windowed=window is not None)
-
-
-@cache
-def right_by_block(
-    device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int, *, windowed: bool
-) -> bool:
-    """Whether torch's attention of variable lengths computes here what it should; tried once, else a warning says why.
-
-    Two blocks, of which the second one sees a prompt, are held against attention in fp32: results and gradients may
-    err twice as much as those of attention with masks in the same dtype. A mask that ends elsewhere errs by the whole.
-    """
-    parts = segments_of([Block(0, 5, 0, 0), Block(5, 7, 0, 5)], np.arange(12), device)
-    generator = torch.Generator(device).manual_seed(0)
-    counts, window = (heads, groups, groups), 3 if windowed else None
-    states = [torch.randn(1, n, 12, width, generator=generator, device=device).to(dtype) for n in counts]
-    upstream = torch.randn(1, 12, heads, width, generator=generator, device=device).to(dtype)
-
-    def outcome(attention: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [one.detach().to(dtype, copy=True).requires_grad_() for one in states]
-        result = attention(*leaves)
-        return [result.detach(), *torch.autograd.grad(result, leaves, upstream.to(dtype))]
-
-    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return _masked(q, k, v, parts, 0.0, None, window)
-
-    def by_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return _by_block(q, k, v, parts.varlen, None, window)
-
-    try:
-        with torch.enable_grad():
-            exact, plain, found = outcome(masked, torch.float32), outcome(masked, dtype), outcome(by_block, dtype)
-    except Exception as error:  # of whatever kind: a GPU or a build of torch that lacks it
-        problem = f"it fails ({cut(str(error), SHOWN)})"
-    else:
-        errors = [[(x.float() - e).norm() / e.norm() for x, e in zip(of, exact, strict=True)] for of in (found, plain)]
-        wrong = [float(own) for own, other in zip(*errors, strict=True) if not own <= 2 * other]
-        problem = f"it errs by {max(wrong):.1e}" if wrong else ""
-    if problem:
-        warnings.warn(
-            f"attention has masks, as torch's attention of variable lengths cannot be used: {problem}", stacklevel=2
-        )
-    return not problem
+    return width <= WIDEST and width % 8 == 0 and torch.cuda.get_device_capability(query.device) >= AMPERE
 
 
 def attend_one(

@@ -38,11 +38,7 @@ SHOWN_NAMES = 3
 
 
 def check_dtype(dtype: str, device: torch.device) -> None:
-    """Does PyTorch multiply matrices of a dtype by the instructions of this device?
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Whether PyTorch multiplies matrices of a dtype by the instructions of this device. Raises ConfigError."""
     if dtype == "fp16" and not get_accelerator().is_fp16_supported():
         raise ConfigError(
             f"policy.dtype fp16: PyTorch has no products in fp16 for this {device.type.upper()} (of a CPU they need "
@@ -51,15 +47,10 @@ def check_dtype(dtype: str, device: torch.device) -> None:
 
 
 def check_positions(model: ModelSource, length: int, lengths: str) -> None:
-    """Has the model positions for sequences of this length?
-
-    Args:
-        model: which.
-        length: tokens of the longest prompt + response.
-        lengths: what to lower, with its numbers, for the message.
+    """Whether a model has positions for `length` tokens of prompt + response.
 
     Raises:
-        ConfigError: it has fewer.
+        ConfigError: it has fewer; `lengths` names in the message what to lower.
     """
     if model.positions is not None and length > model.positions:
         raise ConfigError(
@@ -69,11 +60,7 @@ def check_positions(model: ModelSource, length: int, lengths: str) -> None:
 
 
 def check_weights(model: ModelSource, world: World = ALONE) -> None:
-    """Read all weights of a model once, to see that they are all there and finite.
-
-    Args:
-        model: which; a hub's files are downloaded if they are not there.
-        world: ranks that share the reading and fail together.
+    """Read all weights of a model once, to see that they are all there and finite; ranks share the reading.
 
     Raises:
         ModelError: it is no causal LM, or weights are missing, left over, of another shape or not finite; the message
@@ -104,11 +91,7 @@ def _read_share(model: ModelSource, empty: PreTrainedModel, world: World) -> lis
 
 
 def _files(path: str) -> list[str]:
-    """The files that transformers would load.
-
-    Raises:
-        ModelError, OSError: there are none.
-    """
+    """The files that transformers would load; those of a hub are downloaded if they are not there."""
     for name in FILES:
         found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if found is None:

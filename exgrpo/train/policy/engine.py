@@ -77,11 +77,8 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: Config) -> LRSchedul
 def rate_factor(step: int, options: OptimizerConfig, last: int) -> float:
     """What the learning rate is multiplied by in an optimiser's step (from 0): linear warm-up, then the schedule.
 
-    transformers has the same schedules (`get_scheduler`), but imports peft and all that belongs to it for them, if they
-    are installed: seconds of each start.
-
-    Args:
-        last: the step in which a linear or cosine schedule has come to its end.
+    A linear or cosine one has come to its end in the step `last`. transformers has the same, but imports peft for them
+    where it is installed: seconds of each start.
     """
     if step < options.warmup_steps:
         return step / options.warmup_steps
@@ -119,13 +116,10 @@ class WholeEngine:
 
     The optimiser moves fp32 masters, since AdamW would lose small updates of 16-bit weights. A parameter that is in
     fp32 where the optimiser is, is its own master. Any other has a copy, whose gradient is the fp32 sum of those of all
-    micro-batches: in 16 bits, weight, master, gradient and moments take 2 + 4 + 4 + 8 bytes a parameter. In fp16 the
-    loss is scaled, and the sums are unscaled before they are clipped.
-
-    `scale_wrt_gas` is there for DeepSpeed's sake: what it switches off there does not exist here.
+    micro-batches. In fp16 the loss is scaled, and the sums are unscaled before they are clipped.
 
     In bf16 a ``head`` is spared the way through autograd: while the module is trained, its attribute ``main_grad`` is
-    the fp32 sum, and the module adds to it by itself. That is a sum less of the size of the head in each micro-batch.
+    the fp32 sum, and the module adds to it by itself.
 
     Args:
         module: on its device.
@@ -174,7 +168,7 @@ class WholeEngine:
         self.module.eval()
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool) -> None:
-        """Add the gradients of a loss to those of the step."""
+        """Add the gradients of a loss to those of the step; what DeepSpeed switches off besides is not there."""
         self.scaler.scale(loss).backward()
 
     def step(self) -> None:
@@ -212,7 +206,6 @@ class WholeEngine:
 
 
 def _master(parameter: nn.Parameter, device: torch.device | None) -> nn.Parameter:
-    """See `WholeEngine`; None: the optimiser is where the parameter is."""
     weight = parameter.data
     master = weight.to(device or weight.device, torch.float32)
     return parameter if master is weight else nn.Parameter(master)

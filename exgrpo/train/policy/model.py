@@ -127,11 +127,7 @@ def load_model(config: Config, source: ModelSource) -> PreTrainedModel:
 
 
 def quantisation(config: Config, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """How transformers is to quantise the model of a run; None: not at all.
-
-    Raises:
-        ConfigError: bitsandbytes is not installed.
-    """
+    """How transformers is to quantise the model of a run; None: not at all. Raises ConfigError without bitsandbytes."""
     if config.lora.quantised == "none":
         return None
     if not find_spec("bitsandbytes"):

@@ -23,9 +23,6 @@ from exgrpo.train.policy.states import WEIGHT, States
 class KeptWeights:
     """The weights as they are now, with which the model computes later for a while.
 
-    Args:
-        states: of training.
-
     Attributes:
         weights: [n] fp32 by name, of the part of each that is here; while they are `applied`, the trained ones.
     """
@@ -76,13 +73,7 @@ class Reference:
 
 
 def make_reference(config: Config, source: ModelSource, policy: Policy) -> Reference | None:
-    """The reference of a run whose objective has one.
-
-    Args:
-        config: the run.
-        source: the model that it starts from.
-        policy: what is trained of it.
-    """
+    """The reference of a run whose objective has one: the model of the source, of which the policy is trained."""
     if not config.objective.compared:
         return None
     if config.lora.path:

@@ -32,7 +32,8 @@ class ModelSource:
         path: folder or hub name for `from_pretrained`.
         config: its configuration, with the overrides in it.
         overrides: what the run changes in the configuration, as it was given.
-        changes: the values of `config` that differ for it from the model's own, as vLLM takes them.
+        changes: the values at the top level of `config` that differ for it from the model's own, whole: what vLLM takes
+            as `hf_overrides`.
     """
 
     path: str
@@ -68,12 +69,11 @@ class ModelSource:
         Args:
             dtype: of weights that are not quantised.
             attention: implementation of transformers.
-            quantisation: as transformers describes it; None: all weights are kept as they are.
+            quantisation: as transformers describes it.
 
         Raises:
             ModelError: it has no such attention here, or its files cannot be read.
         """
-        more = {} if quantisation is None else {"quantization_config": quantisation}
         try:
             return AutoModelForCausalLM.from_pretrained(
                 self.path,
@@ -81,7 +81,7 @@ class ModelSource:
                 dtype=dtype,
                 attn_implementation=attention,
                 trust_remote_code=False,
-                **more,
+                quantization_config=quantisation,
             )
         except (ImportError, OSError, ValueError) as error:
             raise explained(error, self.path) from error
@@ -173,7 +173,9 @@ def _check_layers(raw: Mapping[str, Any]) -> None:
 
 def _source(path: str, config: PreTrainedConfig, raw: dict[str, Any], overrides: Mapping[str, Any]) -> ModelSource:
     changed = overridden(config, raw, overrides) if overrides else config
-    return ModelSource(path, changed, overrides, changes(config, changed))
+    old = config.to_dict()
+    changes = {key: value for key, value in changed.to_dict().items() if key not in old or old[key] != value}
+    return ModelSource(path, changed, overrides, changes)
 
 
 def overridden(config: PreTrainedConfig, raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> PreTrainedConfig:
@@ -193,8 +195,7 @@ def overridden(config: PreTrainedConfig, raw: Mapping[str, Any], overrides: Mapp
     values = copy.deepcopy(dict(raw))
     for key, value in overrides.items():
         name = config.attribute_map.get(key, key)
-        homes = [home for home in (known, rope) if name in home]
-        if not homes:
+        if name not in known and name not in rope:
             near = difflib.get_close_matches(key, [*known, *config.attribute_map, *rope], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
@@ -206,20 +207,6 @@ def overridden(config: PreTrainedConfig, raw: Mapping[str, Any], overrides: Mapp
         if name in known:
             values[name] = value
     try:
-        changed = type(config).from_dict(values, name_or_path=config.name_or_path)
+        return type(config).from_dict(values, name_or_path=config.name_or_path)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise ConfigError(f"overrides: {shown(error, 1000)}") from None
-    new_rope = getattr(changed, ROPE, None) or {}
-    for key, value in overrides.items():
-        found = new_rope[key] if key in new_rope else getattr(changed, key, None)
-        if found != value:
-            raise ConfigError(
-                f"overrides: {key}={value} has no effect on this configuration, which keeps {shown(found)}"
-            )
-    return changed
-
-
-def changes(before: PreTrainedConfig, after: PreTrainedConfig) -> dict[str, Any]:
-    """The values at the top level of a configuration that have changed, whole: what vLLM takes as `hf_overrides`."""
-    old = before.to_dict()
-    return {key: value for key, value in after.to_dict().items() if key not in old or old[key] != value}

@@ -209,11 +209,7 @@ class ShardedStates(States):
 
 
 def save_states(states: States, folder: Path, rank: int) -> None:
-    """Write what this rank holds.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write what this rank holds. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     keys = _keys(states.steps)
     for number, names in enumerate(_in_files(states, len(keys))):
@@ -225,11 +221,7 @@ def save_states(states: States, folder: Path, rank: int) -> None:
 
 
 def save_training(states: States, scheduler: LRScheduler, skipped: int, folder: Path) -> None:
-    """Write what all ranks have in common.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write what all ranks have in common. Raises OSError."""
     values = {
         "steps": states.steps,
         "skipped": skipped,

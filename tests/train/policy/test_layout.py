@@ -1,7 +1,6 @@
 """Packed sequences give what padded ones do: log-probs, loss, gradients; and every sequence is in one pass."""
 
 import copy
-from functools import partial
 
 import numpy as np
 import pytest
@@ -127,7 +126,7 @@ def test_a_prompt_is_read_once_and_tokens_stand_where_they_belong():
     assert tensors.segments.source.tolist() == [2, 3, 4, 2, 2, 5]
 
 
-def of_torch(q, k, v, query_ends, key_ends, most_queries, most_keys, *, scale, window_size, enable_gqa=False, shift=0):
+def of_torch(q, k, v, query_ends, key_ends, most_queries, most_keys, *, scale, window_size, enable_gqa=False):
     """What varlen_attn is documented to compute, block by block; its causal mask is aligned at the end."""
     assert window_size[1] == 0
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -138,7 +137,7 @@ def of_torch(q, k, v, query_ends, key_ends, most_queries, most_keys, *, scale, w
         assert len(queries) <= most_queries
         assert len(keys) <= most_keys
         keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (keys, values))
-        at = torch.arange(len(queries))[:, None] + len(keys) - len(queries) - shift
+        at = torch.arange(len(queries))[:, None] + len(keys) - len(queries)
         distance = at - torch.arange(len(keys))
         hidden = distance < 0
         if window_size[0] >= 0:
@@ -157,25 +156,6 @@ def test_attention_of_variable_lengths_gets_the_same_segments(window, monkeypatc
     monkeypatch.setattr(attention, "varlen", of_torch)
     monkeypatch.setattr(attention, "_variable_lengths", lambda *_: True)
     assert_same(results(model, Packed(), batch, 10**6), expected)
-
-
-@pytest.mark.parametrize("windowed", [False, True])
-def test_torchs_attention_of_variable_lengths_is_used_where_a_trial_finds_it_right(windowed, monkeypatch):
-    trial = partial(attention.right_by_block.__wrapped__, CPU, torch.bfloat16, 4, 2, 16, windowed=windowed)
-    monkeypatch.setattr(attention, "varlen", of_torch)
-    assert trial()
-    monkeypatch.setattr(attention, "varlen", partial(of_torch, shift=1))  # a mask that ends one key earlier
-    with pytest.warns(UserWarning, match=r"attention has masks, .* cannot be used: it errs by"):
-        assert not trial()
-    if windowed:
-        monkeypatch.setattr(
-            attention, "varlen", lambda *args, **more: of_torch(*args, **more | {"window_size": (-1, 0)})
-        )
-        with pytest.warns(UserWarning, match="it errs by"):
-            assert not trial()
-    monkeypatch.undo()
-    with pytest.warns(UserWarning, match="cannot be used: it fails"):  # on a CPU torch has none
-        assert not trial()
 
 
 def test_long_answers_have_their_prompt_to_themselves(monkeypatch):
