@@ -140,12 +140,6 @@ def test_ahead_the_next_answers_come_from_the_policy_before_the_update():
     assert engine.log.count("push") == 4
 
 
-def test_ahead_takes_the_same_questions():
-    alone, ahead = make(half(20), rollout={"behaviour": "engine"}, steps=4), make(half(20), **AHEAD)
-    for step in range(1, 5):
-        np.testing.assert_array_equal(alone.step(step).batch.question, ahead.step(step).batch.question)
-
-
 def test_a_checkpoint_keeps_the_questions_that_are_ahead():
     trainer = make(half(20), **AHEAD)
     trainer.step(1)

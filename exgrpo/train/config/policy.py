@@ -129,10 +129,8 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _falls(self) -> Self:
-        if self.min_lr and self.schedule == "constant":
-            raise ValueError(f"min_lr ({self.min_lr:g}): a constant schedule does not fall; take linear or cosine")
-        if self.min_lr and self.min_lr >= self.lr:
-            raise ValueError(f"min_lr ({self.min_lr:g}): the schedule falls to it from lr ({self.lr:g}); lower it")
+        if self.min_lr and (self.schedule == "constant" or self.min_lr >= self.lr):
+            raise ValueError(f"min_lr ({self.min_lr:g}): a linear or cosine schedule falls to it from lr ({self.lr:g})")
         return self
 
 

@@ -102,11 +102,6 @@ def check_rollout(rollout: RolloutConfig) -> None:
             f"rollout.servers are given and rollout.engine is {rollout.engine}: leave one of them out, or take "
             "rollout.engine=server"
         )
-    if rollout.top_k == 1:
-        raise ValueError(
-            "rollout.top_k=1 leaves one token, so that all answers to a question are the same and teach nothing: "
-            "take more, or 0 for all"
-        )
     if rollout.cut and rollout.servers:
         raise ValueError(
             "rollout.top_p, top_k and min_p need the tokens that they leave, which servers do not give: leave them "

@@ -1,10 +1,9 @@
 """What an optimiser step did, summed over micro-batches and ranks, and how far off-policy its tokens were.
 
-Log-ratios are counted in fixed bins, and quantiles are read from the counts. Counts of micro-batches, mini-batches and
-ranks are whole numbers that add up to the same sum in any order, so neither packing nor the number of ranks changes a
-quantile (but for tokens which rounding moves over the edge of a bin). The centres of the bins are equally far apart in
-asinh(log-ratio / NEAR_ZERO): a quantile is right to RESOLUTION / 2 of its own size, 1 %, and to 1e-5 nats around 0,
-where the bin of on-policy tokens has its centre. Beyond +-20 nats, the outermost bins count everything.
+Log-ratios are counted in fixed bins, and quantiles are read from the counts, which add up to the same sum in any order:
+neither packing nor the number of ranks changes a quantile. The centres of the bins are equally far apart in
+asinh(log-ratio / NEAR_ZERO): a quantile is right to RESOLUTION / 2 of its own size, 1 %, and to 1e-5 nats around 0.
+Beyond +-20 nats, the outermost bins count everything.
 """
 
 import math

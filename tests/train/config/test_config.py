@@ -105,7 +105,6 @@ def test_what_is_sampled_from_in_training_changes_no_evaluation(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rollout.top_k", "1"], "rollout.top_k=1 leaves one token"),
         (["--rollout.min_p", "0.1", "--rollout.servers", "http://a:1"], "which servers do not give: leave them out"),
         (["--rollout.top_p", "0.9", "--rollout.engine", "vllm"], "need rollout.top_k where vLLM generates"),
         (["--rollout.top_p", "0"], "rollout.top_p: Input should be greater than 0"),
@@ -152,11 +151,7 @@ def test_the_resolved_configuration_is_a_recipe_that_repeats_the_run(tmp_path):
         ("experience: {ratio: 3}", r"experience.ratio: Input should be less than or equal to 1 \(got 3\)"),
         ("policy.dtype: fp8", "policy.dtype: Input should be 'fp32', 'bf16' or 'fp16'"),
         ("optimizer.minibatches: 65", r"optimizer.minibatches \(65\) exceeds questions \(64\)"),
-        ("optimizer.min_lr: 1.0e-5", r"min_lr \(1e-05\): a constant schedule does not fall; take linear or cosine"),
-        (
-            "optimizer: {lr: 1.0e-5, min_lr: 1.0e-5, schedule: linear}",
-            r"min_lr \(1e-05\): the schedule falls to it from lr",
-        ),
+        ("optimizer.min_lr: 1.0e-5", r"min_lr \(1e-05\): a linear or cosine schedule falls to it from lr \("),
         ("optimizer.micro_batch_tokens: 100", "optimizer.micro_batch_tokens .* one sequence must fit"),
         ("rollout.max_tokens: 70000", "rollout.batch_tokens .* one sequence must fit"),
         ("data: {chat: false, system_prompt: hi}", "data.chat=False has no place for a system message"),

@@ -13,16 +13,12 @@ from exgrpo.tools.evaluate.evaluation import engine_settings, fitted
 from exgrpo.tools.evaluate.options import parse_options
 from exgrpo.train.checkpoint.resume import continued
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.config.recipe import load_recipe, parse_args, to_yaml
 from exgrpo.train.policy.check import check_weights
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import load_pretrained
-from exgrpo.train.rollout.engine import training_settings
-from exgrpo.train.rollout.registry import Choice, open_engine
 from tests.train import tiny
 from tests.train.configs import configured
-from tests.train.fakes import LoneWorld
 
 STRETCHED = {"max_position_embeddings": 16384, "rope_theta": 40000}
 TOKENS = torch.arange(3, 43)[None]
@@ -41,7 +37,6 @@ FORMS = {
     "top level": {"rope_theta": 10000.0},
     "both": {"rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "neither": {},
-    "null": {"rope_theta": 10000.0, "rope_scaling": None},
 }
 
 
@@ -71,30 +66,15 @@ def test_the_turning_of_positions_and_the_logits_are_those_of_the_edited_copy(fo
     width = model.config.head_dim
     closed = torch.tensor([40000.0 ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64)
     torch.testing.assert_close(model.model.rotary_emb.inv_freq.double(), closed, rtol=1e-6, atol=0)
-    assert model.config.max_position_embeddings == 16384
-    by_hand = AutoModelForCausalLM.from_pretrained(edited(folder), dtype=torch.float32)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.save_pretrained(folder.with_name("saved"))  # which needs no overrides
+    by_hand, saved, plain = (
+        AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        for place in (edited(folder), folder.with_name("saved"), folder)
+    )
+    assert saved.config.max_position_embeddings == model.config.max_position_embeddings == 16384
     assert torch.equal(logits(model), logits(by_hand))
+    assert torch.equal(logits(saved), logits(by_hand))
     assert (logits(model) - logits(plain)).abs().max() > 1e-2
-
-
-def test_the_engine_computes_with_it(tmp_path):
-    overrides = {"max_position_embeddings": 1024, "rope_theta": 40000}
-    config = configured({"policy": {"overrides": overrides}, "rollout": {"engine": "transformers"}})
-    settings = training_settings(config, load_pretrained(config.policy.path, config.policy.overrides))
-    engine = open_engine(Choice("transformers"), settings, LoneWorld())
-    shutil.copytree(ASSETS / "arithmetic", tmp_path / "plain")
-    by_hand = AutoModelForCausalLM.from_pretrained(edited(tmp_path / "plain"), dtype=torch.float32)
-    assert torch.equal(logits(engine.model), logits(by_hand))
-
-
-def test_a_saved_model_needs_no_overrides(folder):
-    saved = folder.with_name("saved")
-    find_model(str(folder), STRETCHED).load(torch.float32, "sdpa").save_pretrained(saved)
-    again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
-    by_hand = AutoModelForCausalLM.from_pretrained(edited(folder), dtype=torch.float32)
-    assert torch.equal(logits(again), logits(by_hand))
-    assert again.config.max_position_embeddings == 16384
 
 
 def test_what_is_derived_is_derived_anew(tmp_path):
