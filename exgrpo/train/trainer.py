@@ -166,7 +166,8 @@ class Trainer:
             scored = self.scorer.by_update(batch, told, scored)
             taken_in = self.replay.take_in(batch, step, admitted)
         with clock("rollout"):
-            self._wait_for_next()  # the engine takes no weights while it generates
+            if self._next and self._next.produced:
+                self._next.produced.exception()  # the engine takes no weights while it generates
         with clock("push"):
             self.answerer.engine.push_weights(self.policy.weights())
         self.generated_tokens += int(batch.written[batch.fresh].sum())
@@ -273,10 +274,6 @@ class Trainer:
             return None
         groups = self.replay.plan(self.config.questions, step)
         return PlannedStep(groups, self._background.submit(self._produce, groups, step))
-
-    def _wait_for_next(self) -> None:
-        if self._next and self._next.produced:
-            self._next.produced.exception()
 
     def _minibatches(self, batch: StepBatch) -> list[MiniBatch]:
         """Those of all passes."""

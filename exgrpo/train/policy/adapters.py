@@ -4,7 +4,6 @@ What is pushed to an engine and saved as a model is W + s B A of each adapted la
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,19 +115,6 @@ def whole_adapters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if is_adapter(name):
             with deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.data
-
-
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model computes here as if it had no adapters: they are multiplied by 0, so ZeRO-3 sees the same layers."""
-    scales = {layer: layer.scaling[NAME] for _, layer in _with_adapters(model)}
-    for layer in scales:
-        layer.scaling[NAME] = 0.0
-    try:
-        yield
-    finally:
-        for layer, scale in scales.items():
-            layer.scaling[NAME] = scale
 
 
 def _with_adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -1,52 +1,48 @@
 """The policy that a run starts from, kept as what a divergence, or a regression, refers to.
 
-With adapters it is the model without them, which takes no memory, or with those that the run began with. Otherwise it
-is a second model, sharded as the policy is.
+With adapters it is the model with those that the run began with. Otherwise it is a second model, sharded as the policy
+is.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 
 import deepspeed
 
 from exgrpo.train.common.records import Score
 from exgrpo.train.common.step_batch import Ints, StepBatch
 from exgrpo.train.config.options import Config
-from exgrpo.train.policy.adapters import without_adapters
 from exgrpo.train.policy.engine import deepspeed_settings
 from exgrpo.train.policy.model import PolicyModel, compile_layers, load_model
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.source import ModelSource
-from exgrpo.train.policy.states import WEIGHT, States
+from exgrpo.train.policy.states import WEIGHT
 
 
 class KeptWeights:
-    """The weights as they are now, with which the model computes later for a while.
+    """The trained weights as they are now, to score with later.
 
     Attributes:
-        weights: [n] fp32 by name, of the part of each that is here; while they are `applied`, the trained ones.
+        weights: [n] fp32 by name, of the part of each that is here; while they are in use, the trained ones.
     """
 
-    def __init__(self, states: States) -> None:
-        self.states = states
-        self.weights = {name: states.get(name, WEIGHT).clone() for name in states.parameters}
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.weights = {name: policy.states.get(name, WEIGHT).clone() for name in policy.states.parameters}
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """The model computes with them here; all ranks enter and leave together.
-
-        Where the block fails they stay: the run is at its end, and a rank that fails alone waits for no other.
-        """
+    def score(self, batch: StepBatch) -> Score:
+        """See `Policy.score`. Where it fails they stay in use: the run is at its end."""
         self._exchange()
-        yield
+        score = self.policy.score(batch, self.policy.temperature)
         self._exchange()
+        return score
 
     def _exchange(self) -> None:
+        states = self.policy.states
         for name, kept in self.weights.items():
-            present = self.states.get(name, WEIGHT).clone()
-            self.states.set(name, WEIGHT, kept)
+            present = states.get(name, WEIGHT).clone()
+            states.set(name, WEIGHT, kept)
             kept.copy_(present)
-        self.states.apply()
+        states.apply()
 
 
 class Reference:
@@ -76,10 +72,8 @@ def make_reference(config: Config, source: ModelSource, policy: Policy) -> Refer
     """The reference of a run whose objective has one: the model of the source, of which the policy is trained."""
     if not config.objective.compared:
         return None
-    if config.lora.path:
-        return _within(KeptWeights(policy.states).applied, policy)
     if config.lora.rank:
-        return _within(lambda: without_adapters(policy.model), policy)
+        return Reference(KeptWeights(policy).score)
     model, options = load_model(config, source), config.policy
     frozen = PolicyModel(model, options.kernel_backend, options.kernel_memory).requires_grad_(False)
     if policy.world.size == 1:
@@ -89,13 +83,3 @@ def make_reference(config: Config, source: ModelSource, policy: Policy) -> Refer
     else:
         engine, *_ = deepspeed.initialize(model=frozen, config=deepspeed_settings(config), dist_init_required=False)
     return Reference(lambda batch: policy.score_with(engine, batch, policy.temperature))
-
-
-def _within(context: Callable[[], AbstractContextManager[None]], policy: Policy) -> Reference:
-    """The policy itself, as it is within a context."""
-
-    def score(batch: StepBatch) -> Score:
-        with context():
-            return policy.score(batch, policy.temperature)
-
-    return Reference(score)

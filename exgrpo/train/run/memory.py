@@ -116,12 +116,10 @@ def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[Memor
 
 
 def _reference(config: Config, model: float, adapters: float) -> float:
-    """Bytes of the reference of a divergence: a model, adapters of the start, or none for the policy without them."""
+    """Bytes of the reference of a divergence: a model, or the adapters of the start."""
     if not config.objective.compared:
         return 0
-    if not config.lora.rank:
-        return model
-    return adapters if config.lora.path else 0
+    return adapters if config.lora.rank else model
 
 
 def _passes(config: Config, shape: ModelShape, gpus: int, device: str) -> tuple[MemoryItem, ...]:
