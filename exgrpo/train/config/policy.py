@@ -4,7 +4,7 @@ Neither torch nor peft is imported here.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -157,7 +157,7 @@ def with_saved(options: LoraConfig) -> LoraConfig:
     saved = saved_adapters(options.path)
     layers = set(saved.target_modules)
     head = HEAD in layers and len(layers) > 1
-    found = {
+    found: dict[str, Any] = {
         "rank": saved.r,
         "alpha": saved.lora_alpha,
         "targets": tuple(sorted(layers - {HEAD} if head else layers)),

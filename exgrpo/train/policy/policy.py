@@ -79,8 +79,12 @@ class Policy:
             )
         self.compiled = config.policy.compile != "none"
         """Whether the layers of passes are compiled; rollouts have plain ones."""
-        if self.compiled and (left_out := _not_compiled(config, source, world)):
-            raise ConfigError(f"policy.compile {config.policy.compile}: {left_out}; take none")
+        experts = any(getattr(source.config.get_text_config(), name, None) for name in EXPERTS)
+        if self.compiled and (not whole or experts or config.lora.quantised != "none"):
+            raise ConfigError(
+                f"policy.compile {config.policy.compile} is for one process, dense layers and weights that are not in "
+                "4 bits: take none"
+            )
         # What a model with adapters is saved as. It is made while models still have their whole shapes.
         self.merged = source.empty() if config.lora.rank and config.lora.result == "merged" else None
         # Alive: from_pretrained then loads each rank its shard.
@@ -305,14 +309,3 @@ def _random_rows(model: PreTrainedModel, lengths: Sequence[Sequence[int]]) -> St
 
     pairs = [(prompt, tokens(length)) for first, *others in lengths for prompt in [tokens(first)] for length in others]
     return StepBatch.of_answers([prompt for prompt, _ in pairs], [Rollout(one, finished=True) for _, one in pairs])
-
-
-def _not_compiled(config: Config, source: ModelSource, world: World) -> str | None:
-    """Why layers are never compiled in such a run; None: they may be."""
-    if world.size > 1:
-        return "ZeRO-3 gathers the weights in the midst of the layers"
-    if config.lora.quantised != "none":
-        return "weights in 4 bits are layers of their own each"
-    if any(getattr(source.config.get_text_config(), name, None) for name in EXPERTS):
-        return "tokens choose the experts that they go to, of which a graph knows nothing"
-    return None

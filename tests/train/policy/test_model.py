@@ -203,10 +203,10 @@ def test_layers_that_cannot_be_compiled_are_refused(tmp_path):
     """Under ZeRO-3 and with experts."""
     of_trainer.save_model(tmp_path / "dense", tied=True)
     tiny.model("qwen3_moe").save_pretrained(tmp_path / "experts")
-    with pytest.raises(ConfigError, match=r"^policy.compile inductor: tokens choose the experts.*; take none$"):
+    with pytest.raises(ConfigError, match="^policy.compile inductor is for one process, dense layers and"):
         policy_of(tmp_path / "experts", compile="inductor")
     config = of_trainer.config(tmp_path / "dense", OBJECTIVE, compile="inductor")
-    with pytest.raises(ConfigError, match=r"^policy.compile inductor: ZeRO-3 gathers the weights in the midst"):
+    with pytest.raises(ConfigError, match="^policy.compile inductor is for one process"):
         Policy(config, find_model(config.policy.path), dataclasses.replace(ALONE, size=2))
 
 
