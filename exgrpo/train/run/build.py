@@ -14,8 +14,7 @@ from exgrpo.train.checkpoint.resume import AUTO, is_unsaved, set_aside
 from exgrpo.train.common.distributed import World, agree, on_main
 from exgrpo.train.common.durable import claim
 from exgrpo.train.common.errors import ConfigError, ModelError, is_first_rank, os_errors_as
-from exgrpo.train.config.evaluation import held_out_sets
-from exgrpo.train.config.options import Config
+from exgrpo.train.config.options import Config, held_out_sets
 from exgrpo.train.config.recipe import changed, to_yaml
 from exgrpo.train.config.sources import settings_of
 from exgrpo.train.data.prompts import PromptFormat

@@ -13,9 +13,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from exgrpo.train.checkpoint.listing import DELETED, UNFINISHED
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.errors import OutputError, os_errors_as
-from exgrpo.train.config.evaluation import TEST, held_out_sets
+from exgrpo.train.config.evaluation import TEST
 from exgrpo.train.config.hub import installed
-from exgrpo.train.config.options import Config
+from exgrpo.train.config.options import Config, held_out_sets
 from exgrpo.train.config.pretrained import on_hub
 from exgrpo.train.data.files import SUFFIXES, from_hub
 from exgrpo.train.metrics.run_log import GO_ON

@@ -11,10 +11,9 @@ from itertools import chain
 
 from exgrpo.train.checkpoint.resume import AUTO, finished, is_unsaved
 from exgrpo.train.common.errors import ConfigError, is_first_rank
-from exgrpo.train.config.evaluation import check_evaluation, held_out_sets
 from exgrpo.train.config.hub import offline_reason
 from exgrpo.train.config.objective import SURROGATES
-from exgrpo.train.config.options import Config
+from exgrpo.train.config.options import Config, check_evaluation, held_out_sets
 from exgrpo.train.config.pretrained import on_hub
 from exgrpo.train.config.sources import check_sources, names_of, settings_of
 from exgrpo.train.data.files import HELD_OUT_SEED, from_hub, own_reward, read_rows

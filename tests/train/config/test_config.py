@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.config.evaluation import held_out_sets
-from exgrpo.train.config.options import Config, ExperienceConfig
+from exgrpo.train.config.options import Config, ExperienceConfig, held_out_sets
 from exgrpo.train.config.recipe import IN_RECIPES, load_recipe, parse_args, read_recipe, to_yaml
 from exgrpo.train.config.section import known_keys
 from exgrpo.train.reward.names import resolve_reward, reward_of

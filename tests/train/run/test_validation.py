@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.config.evaluation import held_out_sets
+from exgrpo.train.config.options import held_out_sets
 from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.run import validation as module
 from exgrpo.train.run.startup_checks import look
