@@ -195,6 +195,10 @@ class OutputConfig(Section):
     export_every: int | None = Field(
         None, ge=1, le=MOST_STEPS, description="Save the model under exports every so many steps, too; None: never."
     )
+    push_to_hub: str | None = Field(
+        None, description="OWNER/NAME: the repository of the hub that gets the trained model, and the best if kept."
+    )
+    private: bool = Field(True, description="push_to_hub: a new repository is private.")
 
     @field_validator("name")
     @classmethod

@@ -106,6 +106,9 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(
         0.01, ge=0, le=100, description="AdamW weight decay; a step takes lr * weight_decay of each weight away."
     )
+    decay: Literal["all", "matrices"] = Field(
+        "all", description="Which weights decay: all, or matrices alone, without norms and biases."
+    )
     grad_clip: float = Field(
         1.0, ge=0, le=1e6, description="Gradient norm is clipped here; 0 = off, and no norm in use reaches 1e6."
     )

@@ -59,8 +59,14 @@ def deepspeed_settings(config: Config) -> dict[str, Any]:
 
 def make_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerConfig) -> torch.optim.AdamW:
     """The optimiser of a model, whose parameters may be partitioned by ZeRO-3."""
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in parameters:
+        kept = options.decay == "matrices" and len(getattr(parameter, "ds_shape", parameter.shape)) < 2
+        (others if kept else decayed).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(
-        list(parameters),
+        [group for group in groups if group["params"]],
         lr=options.lr,
         betas=options.betas,
         weight_decay=options.weight_decay,

@@ -207,6 +207,14 @@ def overridden(config: PreTrainedConfig, raw: Mapping[str, Any], overrides: Mapp
         if name in known:
             values[name] = value
     try:
-        return type(config).from_dict(values, name_or_path=config.name_or_path)
+        changed = type(config).from_dict(values, name_or_path=config.name_or_path)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise ConfigError(f"overrides: {shown(error, 1000)}") from None
+    new_rope = getattr(changed, ROPE, None) or {}
+    for key, value in overrides.items():
+        found = new_rope[key] if key in new_rope else getattr(changed, key, None)
+        if found != value:
+            raise ConfigError(
+                f"overrides: {key}={value} has no effect on this configuration, which keeps {shown(found)}"
+            )
+    return changed

@@ -18,6 +18,7 @@ from exgrpo.train.common.durable import write_whole
 from exgrpo.train.common.errors import HaltError, OutputError, PreflightError, RewardError, os_errors_as
 from exgrpo.train.common.process import Stopped, command_to_go_on
 from exgrpo.train.common.threads import Neighbours
+from exgrpo.train.config.hub import upload
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import to_yaml
 from exgrpo.train.data.questions import contradictions
@@ -208,14 +209,19 @@ class Run:
         return every is not None and self.step % every == 0
 
     def _conclude(self) -> None:
-        """Write the last models and the report."""
+        """Write the last models and the report, and upload what is to be uploaded."""
         config, folder = self.config, self.parts.folder
         if self.step == config.steps and self.step and self._due(config.output.export_every):
             self._write_model(export_folder(folder, self.step))
         if config.output.save_model:
             self._write_model(folder / MODEL)
-        if self.console:
-            self.recorder.conclude([*self.course.changes(), *filter(None, [self.course.verdict()])], self.console)
+        if not self.console:
+            return
+        self.recorder.conclude([*self.course.changes(), *filter(None, [self.course.verdict()])], self.console)
+        if config.output.push_to_hub:  # last, since the network may fail and everything else is done
+            folders = {".": folder / MODEL} | ({BEST: folder / BEST} if self.course.best else {})
+            address = upload(config.output.push_to_hub, folders)
+            self.console.print(f"uploaded to {address}", highlight=False, soft_wrap=True)
 
     def _write_model(self, folder: Path) -> None:
         card = self.cards.card(self.step, self.course.latest)

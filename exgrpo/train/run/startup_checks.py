@@ -11,7 +11,7 @@ from itertools import chain
 
 from exgrpo.train.checkpoint.resume import AUTO, finished, is_unsaved
 from exgrpo.train.common.errors import ConfigError, is_first_rank
-from exgrpo.train.config.hub import offline_reason
+from exgrpo.train.config.hub import check_upload, offline_reason
 from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config, check_evaluation, held_out_sets
 from exgrpo.train.config.pretrained import on_hub
@@ -96,6 +96,8 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
 
     train = read(data.train, data.train_split, data.train_limit, config.seed)
     held_out = {name: read(asked.source, asked.split, asked.limit, HELD_OUT_SEED) for name, asked in sets.items()}
+    if is_first_rank():
+        check_upload(config.output)  # last, for it leaves a repository behind
     return Early(train, held_out, grader)
 
 

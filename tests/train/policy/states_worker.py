@@ -15,7 +15,7 @@ from exgrpo.train.policy.source import find_model
 from tests.train import tiny
 
 OBJECTIVE = ObjectiveConfig(entropy_coef=0.01)
-SCHEDULE = {"schedule": "linear", "warmup_steps": 1, "weight_decay": 5.0}
+SCHEDULE = {"schedule": "linear", "warmup_steps": 1, "decay": "matrices", "weight_decay": 5.0}
 CASES = {
     "fp32": {"optimizer": SCHEDULE},
     "adapters": {"lora": {"rank": 3, "alpha": 6}},

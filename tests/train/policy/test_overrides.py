@@ -86,6 +86,8 @@ def test_what_is_derived_is_derived_anew(tmp_path):
     assert set(find_model(str(tmp_path)).config.layer_types) == {"full_attention"}
     source = find_model(str(tmp_path), {"use_sliding_window": True})
     assert source.config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
+    with pytest.raises(ValueError, match="sliding_window=9 has no effect on this configuration, which keeps None"):
+        find_model(str(tmp_path), {"sliding_window": 9})
     assert source.changes["layer_types"] == source.config.layer_types
 
 

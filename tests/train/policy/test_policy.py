@@ -43,7 +43,7 @@ CASES = {
     "replayed as fresh": case("untied", "clipped", objective={**ENTROPY, "clip": [0.1, 0.3]}),
     # Three steps in all: from 0 to the peak in one, then down to half of it.
     "schedule": case("tied", optimizer={"schedule": "linear", "warmup_steps": 1}, rates=(0, 1, 0.5)),
-    "decay": case("untied", optimizer={"weight_decay": 50.0}),
+    "matrices decay": case("untied", optimizer={"weight_decay": 50.0, "decay": "matrices"}),
     "any gradient": case("untied", objective=NO_ENTROPY, optimizer={"grad_clip": 0.0}),
     "temperature": case("tied", objective=ENTROPY, temperature=0.6),
     "adapters": case("tied", objective=ENTROPY, lora={"rank": 4, "alpha": 8}),
@@ -205,7 +205,10 @@ def plain_training(folder, name):
         model = with_peft(model, **case["lora"])
     options = case.get("optimizer", {})
     decay = options.get("weight_decay", 0.01)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=tiny.LEARNING_RATE, weight_decay=decay)
+    kept = [weight for name, weight in model.named_parameters() if "norm" in name and "decay" in options]
+    decayed = [weight for weight in model.parameters() if all(weight is not one for one in kept)]
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": kept, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=tiny.LEARNING_RATE)
     losses = []
     for number, minibatch in enumerate(tiny.minibatches(objective, **of_rows(case))):
         if case.get("poison") and number == 0:

@@ -1,4 +1,4 @@
-"""A run on 2 ranks with several held-out sets: the best model, the early end, exports, cards, the way on."""
+"""A run on 2 ranks with several held-out sets: the best model, the early end, exports, cards, the hub, the way on."""
 
 import json
 import shutil
@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo.train.checkpoint.listing import find
 from exgrpo.train.checkpoint.resume import FINISHED
+from tests.train.hub import running
 from tests.train.launch import MAIN, completed, launch_by_deepspeed
 from tests.train.run.test_run import SMALL, records
 
@@ -24,7 +25,7 @@ evaluation:
   sets:
     mixed: {{source: ["builtin:arithmetic?difficulty=1", "builtin:arithmetic?difficulty=4"], limit: 8, samples: 2}}
 checkpoint: {{best: {METRIC}, every: 1, keep: {STEPS}}}
-output: {{export_every: 1, trackers: []}}
+output: {{export_every: 1, push_to_hub: me/mine, trackers: []}}
 """
 
 
@@ -33,14 +34,18 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of the run, and what it has printed."""
+    """The folder of the run, what it has printed, and the hub that it has uploaded to."""
     root = tmp_path_factory.mktemp("runs")
     (root / "recipe.yaml").write_text(RECIPE)
     small = [argument for argument in SMALL if not argument.startswith("--steps")]
     arguments = (f"--recipe={root / 'recipe.yaml'}", *small, f"--output.folder={root}")
-    done = launch_by_deepspeed(MAIN, *arguments, ranks=2)
+    with running() as hub, pytest.MonkeyPatch.context() as patch:
+        for name, value in {"HF_ENDPOINT": hub.address, "HF_TOKEN": hub.token, "NO_PROXY": "127.0.0.1"}.items():
+            patch.setenv(name, value)
+        patch.setenv("HF_HUB_OFFLINE", "0")
+        done = launch_by_deepspeed(MAIN, *arguments, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    return root / "small", done.stdout
+    return root / "small", done.stdout, hub
 
 
 def evaluations(folder):
@@ -66,7 +71,7 @@ def same(one, other):
 
 
 def test_the_run_ends_by_patience_and_keeps_the_best_model(run):
-    folder, printed = run
+    folder, printed, _ = run
     found = evaluations(folder)
     best, last = best_and_last([record[METRIC] for record in found])
     assert [record["step"] for record in found] == list(range(last + 1))
@@ -86,7 +91,7 @@ def test_the_run_ends_by_patience_and_keeps_the_best_model(run):
 
 
 def test_every_set_has_its_numbers_in_the_log_and_in_the_report(run):
-    folder, printed = run
+    folder, printed, _ = run
     first, last = evaluations(folder)[0], evaluations(folder)[-1]
     for record in (first, last):
         for heading, rate in (("held_out", "test"), ("mixed", "mixed")):
@@ -99,7 +104,7 @@ def test_every_set_has_its_numbers_in_the_log_and_in_the_report(run):
 
 
 def test_the_cards_say_what_the_models_are_and_reach(run):
-    folder, _ = run
+    folder, _, _ = run
     last = evaluations(folder)[-1]
     for place in ("model", "best", "exports/step_00000001"):
         card = ModelCard.load(folder / place / "README.md")
@@ -115,13 +120,22 @@ def test_the_cards_say_what_the_models_are_and_reach(run):
     assert "- training questions: builtin:arithmetic\n" in card.text
 
 
+def test_the_hub_has_the_models(run):
+    folder, printed, hub = run
+    assert hub.private == {"me/mine": True}
+    assert f"uploaded to {hub.address}/me/mine" in printed
+    for place, prefix in (("model", ""), ("best", "best/")):
+        files = {f"{prefix}{path.name}": path.read_bytes() for path in (folder / place).iterdir()}
+        assert files.items() <= hub.files.items()
+
+
 def test_a_run_that_goes_on_from_its_first_step_ends_alike(run):
-    folder, _ = run
+    folder, _, _ = run
     again = folder.with_name("again")
     shutil.copytree(folder, again)
     for found in find(again)[:-1]:
         shutil.rmtree(found.folder)
-    completed(MAIN, f"--resume={again}", "--output.export_every=None", ranks=2)
+    completed(MAIN, f"--resume={again}", "--output.push_to_hub=None", "--output.export_every=None", ranks=2)
 
     def story(of):
         return [
