@@ -147,9 +147,6 @@ class EngineSettings:
         max_prompt_tokens: longest prompt.
         rollout: which engine, the longest response, sizes and servers.
         attention: attention implementation of transformers.
-
-    Raises:
-        ValueError: there is no token id that ends a response.
     """
 
     source: ModelSource
@@ -159,10 +156,6 @@ class EngineSettings:
     max_prompt_tokens: int
     rollout: RolloutConfig
     attention: str = "sdpa"
-
-    def __post_init__(self) -> None:
-        if not self.eos:
-            raise ValueError("eos: a rollout engine needs at least one token id that ends a response")
 
     @property
     def length(self) -> int:

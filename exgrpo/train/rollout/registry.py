@@ -18,10 +18,6 @@ ENGINES: dict[str, Callable[[EngineSettings, World], RolloutEngine]] = {
     "vllm": VllmEngine,
 }
 """What makes the engine of each name that `RolloutConfig.engine` allows."""
-OBSTACLES: dict[str, Callable[[EngineSettings, World], str | None]] = {"vllm": availability.obstacle}
-"""Of the engines that may be impossible: the reason why one is, with the remedy where there is one; None: it is not."""
-PREFERRED, FALLBACK = "vllm", "transformers"
-"""What `auto` means without servers, and on CPUs, and where the preferred engine is impossible."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +53,15 @@ def choose_engine(settings: EngineSettings, world: World) -> Choice:
 def _choose(settings: EngineSettings, world: World) -> Choice:
     asked = "server" if settings.rollout.servers else settings.rollout.engine
     if asked == "auto" and world.device.type == "cpu" and settings.rollout.tensor_parallel == 1:
-        return Choice(FALLBACK)
-    name = PREFERRED if asked == "auto" else asked
-    obstacle = OBSTACLES[name](settings, world) if name in OBSTACLES else None
+        return Choice("transformers")
+    if asked not in ("auto", "vllm"):
+        return Choice(asked)
+    obstacle = availability.obstacle(settings, world)
     if obstacle is None:
-        return Choice(name)
+        return Choice("vllm")
     if asked == "auto":
-        return Choice(FALLBACK, obstacle)
-    raise ConfigError(f"engine: {obstacle}; or take the engine {FALLBACK}")
+        return Choice("transformers", obstacle)
+    raise ConfigError(f"engine: {obstacle}; or take the engine transformers")
 
 
 def open_engine(choice: Choice, settings: EngineSettings, world: World) -> RolloutEngine:

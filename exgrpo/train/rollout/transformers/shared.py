@@ -1,7 +1,6 @@
 """Rollouts by the trainer's own model, where one process has it whole: no copy, and nothing to push."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -12,15 +11,6 @@ from exgrpo.train.policy.attention import ONE_TOKEN
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.rollout.engine import EngineSettings
 from exgrpo.train.rollout.transformers.engine import TransformersEngine, attends_one_token
-
-
-@dataclass(frozen=True)
-class _State:
-    """What the trainer's module is while it trains: its mode, its attention, the parameters that are trained."""
-
-    training: bool
-    attention: str
-    trained: Sequence[nn.Parameter]
 
 
 class SharedEngine(TransformersEngine):
@@ -41,7 +31,8 @@ class SharedEngine(TransformersEngine):
         super().__init__(settings, world, policy.model)
         self._policy = policy
         self._one_token = attends_one_token(settings, policy.model)
-        self._trainers: _State | None = None  # while it is awake
+        # While it is awake: the trainer's mode and attention, and the parameters that are trained.
+        self._trainers: tuple[bool, str, list[nn.Parameter]] | None = None
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Nothing: the module has them."""
@@ -55,7 +46,7 @@ class SharedEngine(TransformersEngine):
         """Take the module from the trainer."""
         if self._trainers is None:
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            self._trainers = _State(self.model.training, self.model.config._attn_implementation, trained)
+            self._trainers = self.model.training, self.model.config._attn_implementation, trained
             self.model.eval().requires_grad_(False)
             if self._policy.compiled:  # they would be compiled again and again, as the cache grows
                 torch.compiler.set_stance("force_eager")
@@ -65,14 +56,14 @@ class SharedEngine(TransformersEngine):
     def sleep(self) -> None:
         """Give the module back."""
         if self._trainers is not None:
-            state, self._trainers = self._trainers, None
-            self.model.train(state.training)
-            for parameter in state.trained:
+            (training, attention, trained), self._trainers = self._trainers, None
+            self.model.train(training)
+            for parameter in trained:
                 parameter.requires_grad_()
             if self._policy.compiled:
                 torch.compiler.set_stance("default")
             if self._one_token:
-                self.model.set_attn_implementation(state.attention)
+                self.model.set_attn_implementation(attention)
 
     def close(self) -> None:
         """Let go of the module."""

@@ -10,15 +10,14 @@ import numpy.typing as npt
 import torch
 
 from exgrpo.train.common.distributed import World
-from exgrpo.train.common.errors import SHOWN, ConfigError, cut
+from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.common.records import EngineCounts, KeptSets, Rollout
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.config.rollout import RolloutConfig
 from exgrpo.train.rollout.engine import EngineSettings, Finished, Request, Sampling
-from exgrpo.train.rollout.vllm.availability import head_width
 from exgrpo.train.rollout.vllm.llm import Llm, Sleep, of_device
 from exgrpo.train.rollout.vllm.probe import differing
-from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, one_line
+from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment
 
 GIB = 2**30
 BLOCK_TOKENS = 32
@@ -162,16 +161,12 @@ class VllmEngine:
         return counts
 
     @property
-    def sleep_level(self) -> int:
-        """What the next sleep does, see `Sleep`; 0 on CPUs, and 1 and 2 only where it was not 0 at the start."""
-        return self._sleep.level
-
-    @sleep_level.setter
-    def sleep_level(self, level: int) -> None:
-        self._sleep.level = level
+    def sleeps(self) -> bool:
+        """Whether `sleep` gives memory back."""
+        return self._sleep.level > 0
 
     def sleep(self) -> None:
-        """Give the GPU's memory back, as `sleep_level` says."""
+        """Give the GPU's memory back, as `rollout.sleep_level` says."""
         self._sleep.sleep()
 
     def wake(self) -> None:
@@ -265,7 +260,8 @@ def token_bytes(settings: EngineSettings) -> float:
     shape = settings.source.config.get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     on_rank = max(1, heads / settings.rollout.tensor_parallel)
-    return 2 * shape.num_hidden_layers * on_rank * head_width(settings.source) * settings.dtype.itemsize
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return 2 * shape.num_hidden_layers * on_rank * width * settings.dtype.itemsize
 
 
 def repack_tied_head(model: Any) -> None:
@@ -302,7 +298,7 @@ def words_left(flat: Any) -> tuple[npt.NDArray[np.float32], KeptSets]:
 
 
 def _explain(error: Exception, settings: EngineSettings, cache: int) -> str:
-    reason = cut(one_line(error), SHOWN)
+    reason = shown(error)
     if isinstance(error, torch.OutOfMemoryError) or "memory" in reason.lower():
         gib = settings.rollout.kv_cache_gib or cache / GIB
         return (

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from exgrpo.train.common.errors import SHOWN, RolloutError, cut
-from exgrpo.train.rollout.vllm.process import kept_process_group, one_line
+from exgrpo.train.common.errors import RolloutError, shown
+from exgrpo.train.rollout.vllm.process import kept_process_group
 
 STEPS_BEHIND = 2
 """Steps after which vLLM has given up the blocks of a request that was aborted while it was computed."""
@@ -36,7 +36,7 @@ def clear_errors(doing: str) -> Iterator[None]:
         if not of_device(error):
             raise
         raise RolloutError(
-            f"vLLM could not {doing}: {cut(one_line(error), SHOWN)}: lower rollout.kv_cache_gib, or what the trainer "
+            f"vLLM could not {doing}: {shown(error)}: lower rollout.kv_cache_gib, or what the trainer "
             "holds meanwhile (optimizer.micro_batch_tokens)"
         ) from error
 
@@ -144,7 +144,7 @@ class Sleep:
 
     Args:
         llm: whose memory it is.
-        level: 0, 1 or 2; it may be set between two sleeps.
+        level: 0, 1 or 2.
     """
 
     def __init__(self, llm: Llm, level: int) -> None:
@@ -159,10 +159,7 @@ class Sleep:
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
-        """Seconds without weights since the last call of this method, up to now."""
-        if self.weights_asleep:
-            now = time.perf_counter()
-            self._seconds, self._since = self._seconds + now - self._since, now
+        """Seconds without weights, of the sleeps that have ended since the last call of this method."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

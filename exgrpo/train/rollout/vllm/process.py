@@ -157,8 +157,3 @@ def kept_process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group = destroy
-
-
-def one_line(error: Exception) -> str:
-    """The message of an error, which in vLLM may have many lines."""
-    return " ".join(str(error).split())
