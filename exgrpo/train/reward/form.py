@@ -79,15 +79,9 @@ def _grades(answers: Sequence[tuple[str, str, str]], config: RewardConfig, form:
     rewards = list(dict.fromkeys(reward for *_, reward in answers))
     if not rewards:
         return Grades((), 0, 0, ())
+    form = AUTO if all(map(is_own, rewards)) else form
     # One process: another one might still be starting when the last answer is told, and would end in a traceback.
-    with Grader(
-        *rewards,
-        workers=1,
-        time_limit=config.time_limit,
-        memory_gib=config.memory_gib,
-        network=config.network,
-        form=form,
-    ) as grader:
+    with Grader.of(rewards, config, workers=1, parts={}, form=form) as grader:
         grading = grader.begin()
         for response, gold, reward in answers:
             grading.add(response, gold, reward=reward)

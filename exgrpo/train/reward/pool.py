@@ -1,6 +1,5 @@
 """A pool of processes that grades answers under a hard time limit."""
 
-import math
 import multiprocessing
 import pickle
 import time
@@ -29,6 +28,8 @@ _Call = tuple[Task, ...]
 of_pebble.time = SimpleNamespace(time=time.monotonic, sleep=time.sleep)
 
 START_SECONDS = 300.0
+_OPTIONS = ("workers", "time_limit", "concurrency", "parts", "memory_gib", "network", "form")
+"""Of a `RewardConfig`."""
 _MOST_BREAKS = 3
 """Of pools, before one answer is graded."""
 
@@ -55,14 +56,12 @@ class Grades:
 class Grader:
     """Grades answers with one or several rewards in `workers` processes; use it as a context manager or call close().
 
-    Every answer gets `time_limit` seconds of its own, start-up excluded. An answer that exceeds them (its process is
-    killed, whatever it is doing) or whose process dies is worth 0 and counted; the others are unaffected and the
-    process is replaced. A batch of a batched reward has the time of its answers together, and what happens to it
-    happens to all of them. An answer of an asynchronous reward is given up, and only what blocks the process costs the
-    answers in flight beside it. Equal answers in one call are graded once. Processes are forked from a small server,
-    never from this (possibly multi-threaded) process, and import no torch unless a reward does. They write no core,
-    and no file of more than 1 GiB. Where all rewards are of this package they have no network, if the system (Linux)
-    allows that.
+    Every answer gets `time_limit` seconds of its own, start-up excluded. One that exceeds them or whose process dies is
+    worth 0 and counted; the others are unaffected, and the process is replaced. A batch has the time of its answers
+    together, and what happens to it happens to all of them. Only what blocks a process costs the asynchronous calls
+    beside it. Equal answers in one call are graded once. Processes are forked from a small server, never from this
+    (possibly multi-threaded) process, and import no torch unless a reward does. They write no core, and no file of
+    more than 1 GiB. Where all rewards are of this package they have no network, if the system (Linux) allows that.
 
     Args:
         reward: name of the first reward, see `exgrpo.train.reward.names`.
@@ -92,10 +91,6 @@ class Grader:
         network: bool = True,
         form: str = AUTO,
     ) -> None:
-        if workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
-        if not (math.isfinite(time_limit) and time_limit > 0):
-            raise ValueError(f"time_limit must be a positive number of seconds, got {time_limit}")
         self._default = reward
         self._form = form
         self._rewards = {name: absolute(name) for name in (reward, *others)}
@@ -111,27 +106,19 @@ class Grader:
         self._pool = self._start()
 
     @classmethod
-    def of(cls, rewards: Iterable[str], options: Any) -> Self:
-        """A grader with these rewards, at least one, and the options of a `RewardConfig`.
+    def of(cls, rewards: Iterable[str], options: Any, **changes: Any) -> Self:
+        """A grader with these rewards, at least one, and the options of a `RewardConfig`, some of them changed.
 
         Raises RewardError as the constructor does, and where a form is set that none of the rewards would read.
         """
         names = list(dict.fromkeys(rewards))
-        if options.form != AUTO and all(map(is_own, names)):
+        settings = {name: getattr(options, name) for name in _OPTIONS} | changes
+        if settings["form"] != AUTO and all(map(is_own, names)):
             raise RewardError(
                 f"reward.form={options.form} tells the rewards of this package where the answer stands; "
                 f"{shown(names[0])} reads the whole response by itself: leave the option out"
             )
-        return cls(
-            *names,
-            workers=options.workers,
-            time_limit=options.time_limit,
-            concurrency=options.concurrency,
-            parts=options.parts,
-            memory_gib=options.memory_gib,
-            network=options.network,
-            form=options.form,
-        )
+        return cls(*names, **settings)
 
     def __enter__(self) -> "Grader":
         return self

@@ -127,12 +127,8 @@ class RolloutEngine(Protocol):
 
 def collect(requests: Sequence[Request], finished: Iterable[Finished]) -> list[list[Rollout]]:
     """The answers to each request in the order of samples, once all are finished."""
-    answers: list[dict[int, Rollout]] = [{} for _ in requests]
-    for answer in finished:
-        answers[answer.request][answer.sample] = answer.rollout
-    if [len(of_request) for of_request in answers] != [request.count for request in requests]:
-        raise RuntimeError("the rollout engine did not finish all answers: this is a defect of the engine")
-    return [[of_request[sample] for sample in range(len(of_request))] for of_request in answers]
+    answers = {(one.request, one.sample): one.rollout for one in finished}
+    return [[answers[i, sample] for sample in range(request.count)] for i, request in enumerate(requests)]
 
 
 @dataclass(frozen=True)

@@ -35,18 +35,24 @@ def choose_engine(settings: EngineSettings, world: World) -> Choice:
     """The engine that the settings mean on this machine.
 
     Raises:
-        ConfigError: vLLM is asked for, by name or by `tensor_parallel`, and cannot do it, or the model has too few
-            positions; the message says why and what to do.
+        ConfigError: vLLM is asked for, by name or by `tensor_parallel`, and cannot do it, or `tensor_parallel` does not
+            divide processes or heads, or the model has too few positions; the message says why and what to do.
     """
     prompt, response = settings.max_prompt_tokens, settings.rollout.max_tokens
     check_positions(settings.source, settings.length, f"max_prompt_tokens + max_tokens ({prompt} + {response})")
     choice = _choose(settings, world)
     ranks = settings.rollout.tensor_parallel
-    if ranks > 1 and choice.name != "vllm":
+    if ranks == 1:
+        return choice
+    if choice.name != "vllm":
         raise ConfigError(
             f"tensor_parallel ({ranks}) is for vLLM in the trainer's process, and the engine is "
             f"{choice}: take tensor_parallel 1"
         )
+    heads, path = settings.source.config.get_text_config().num_attention_heads, settings.source.path
+    for what, number in (("processes of this run", world.size), (f"attention heads of {path}", heads)):
+        if number % ranks:
+            raise ConfigError(f"tensor_parallel ({ranks}) does not divide the {number} {what}: take one that does")
     return choice
 
 

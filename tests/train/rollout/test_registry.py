@@ -81,7 +81,6 @@ def test_servers_that_are_named_are_taken(installed):
         (None, None, None, CPU, "vLLM is not installed: `make train ENGINE=vllm` .*; or take the engine transformers"),
         (None, None, None, GPU, "vLLM is not installed: `pip install 'exgrpo.vllm.'`.*0.26 is the one for torch 2.11"),
         ("0.25.9", None, None, CPU, "vLLM 0.25.9 is installed, and it must be one from 0.26 to 0.33"),
-        ("0.34.0rc1", None, None, GPU, "vLLM 0.34.0rc1 is installed, and it must be one from 0.26 to 0.33"),
         (NEWEST, ImportError("no libnuma"), None, CPU, r"cannot be imported \(no libnuma\)"),
         (NEWEST, None, "max_tokens exceed", CPU, "max_tokens exceed"),
         (NEWEST, None, None, torch.device("xpu", 0), "vLLM was not tried on xpu"),

@@ -133,20 +133,17 @@ def end_update(client: ServerClient) -> None:
 
 
 def _differs(facts: ServerFacts, settings: EngineSettings, device: torch.device) -> str | None:
-    own = model_facts(settings.source.config)
-    for name, value in own.items():
-        if (found := facts.model.get(name)) != value:
+    dtype, log_probs = str(settings.dtype).removeprefix("torch."), "processed_logprobs"  # at the sampling temperature
+    wanted = {**model_facts(settings.source.config), "dtype": dtype, "logprobs_mode": log_probs}
+    given = {**facts.model, "dtype": facts.dtype, "logprobs_mode": facts.logprobs_mode}
+    for name, value in wanted.items():
+        if (found := given.get(name)) != value:
             text = found if isinstance(found, str) else shown(found)
-            return f"has another model, {cut(facts.path, SHOWN)}: {name} is {cut(text, SHOWN)} and not {value}"
-    dtype = str(settings.dtype).removeprefix("torch.")
-    if facts.dtype != dtype:
-        return f"computes in {cut(facts.dtype, SHOWN)}, the trainer in {dtype}"
+            return f"has {name} {cut(text, SHOWN)} and not {value}, with the model {cut(facts.path, SHOWN)}"
     if facts.max_model_len < settings.length:
         return (
             f"takes {facts.max_model_len} tokens, and data.max_prompt_tokens + rollout.max_tokens are {settings.length}"
         )
-    if facts.logprobs_mode != "processed_logprobs":
-        return f"gives {cut(facts.logprobs_mode, SHOWN)} instead of log-probs at the sampling temperature"
     if facts.backend not in (GLOO, PACKED_NCCL):
         return f"has no weight transfer by {PACKED_NCCL} or {GLOO} but {cut(str(facts.backend), SHOWN)}"
     if facts.backend == PACKED_NCCL and device.type != "cuda":

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class WeightSender:
         except (ServerError, RuntimeError, OSError) as error:
             raise ConfigError(
                 f"rollout.servers: {client.url} and the trainer cannot open a channel over {facts.backend} for weights "
-                f"({_line(error)}): the server's machine must reach the trainer's, on any port"
+                f"({shown(error)}): the server's machine must reach the trainer's, on any port"
             ) from None
         receiver.label = facts.label
         return facts
@@ -149,13 +150,13 @@ class WeightSender:
         problems: dict[str, str] = {}
         live = [receiver for receiver in self._receivers if receiver.channel is not None and self._layouts]
         for receiver in live:
-            receiver.request = self._threads.submit(_differing_at, receiver.client, self._layouts)
+            receiver.request = self._threads.submit(receiver.client.call_workers, "rollout_differing", self._layouts)
         for _, bucket in self._buckets(weights):  # the same buckets as those of the push
             live = self._each(partial(self._send, bucket=bucket), live, problems)
         live = self._each(_taken, live, problems)
         found: dict[str, list[str]] = {}
         for receiver in live:
-            for name in _taken(receiver):
+            for name in dict.fromkeys(chain.from_iterable(_taken(receiver))):
                 found.setdefault(name, []).append(receiver.client.url)
         return [name if len(at) == len(live) else f"{name} (at {', '.join(at)})" for name, at in found.items()]
 
@@ -190,7 +191,7 @@ class WeightSender:
                 step(receiver)
             except (ServerError, ConfigError, RuntimeError, OSError) as error:
                 self._give_up(receiver, silent=isinstance(error, SilentServerError))
-                return _line(error)
+                return shown(error, 300)
             return ""
 
         live = []
@@ -238,13 +239,3 @@ def _taken(receiver: Receiver) -> Any:
     """Wait until a server has taken what was sent; what it says."""
     assert receiver.request is not None
     return receiver.request.result()
-
-
-def _differing_at(client: ServerClient, layouts: Sequence[Layout]) -> list[str]:
-    """Names of the weights with which one of a server's workers does not compute."""
-    of_workers = client.call_workers("rollout_differing", layouts)
-    return list(dict.fromkeys(str(name) for found in of_workers for name in found))
-
-
-def _line(error: BaseException) -> str:
-    return shown(error, 300)

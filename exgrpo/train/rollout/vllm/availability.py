@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from exgrpo.train.common.distributed import World
-from exgrpo.train.common.errors import ConfigError, shown
+from exgrpo.train.common.errors import shown
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.rollout.engine import EngineSettings
 from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment
@@ -46,12 +46,7 @@ INSTALL = {
 
 
 def obstacle(settings: EngineSettings, world: World) -> str | None:
-    """Why vLLM cannot generate for this model here, with the remedy where there is one; None: it can.
-
-    Raises:
-        ConfigError: `tensor_parallel` does not divide the processes or the model's heads.
-    """
-    _check_tensor_parallel(settings, world)
+    """Why vLLM cannot generate for this model here, with the remedy where there is one; None: it can."""
     device = world.device
     if device.type not in BUILDS:
         return f"vLLM was not tried on {device.type}"
@@ -89,12 +84,3 @@ def refusal(source: ModelSource, device: torch.device) -> str | None:
         except ValueError as error:
             return f"vLLM cannot take {source.path}: {shown(error)}"
     return None
-
-
-def _check_tensor_parallel(settings: EngineSettings, world: World) -> None:
-    ranks = settings.rollout.tensor_parallel
-    source = settings.source
-    heads = source.config.get_text_config().num_attention_heads
-    for what, number in (("processes of this run", world.size), (f"attention heads of {source.path}", heads)):
-        if number % ranks:
-            raise ConfigError(f"tensor_parallel ({ranks}) does not divide the {number} {what}: take one that does")

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -34,14 +34,13 @@ class VllmEngine:
 
     On CPUs the same call gives the same rollouts bit for bit: vLLM draws from the process's global generators, of which
     it has a state of its own that is seeded for each call, and no cached block outlives a call. On GPUs each answer has
-    a generator of its own.
+    a generator of its own. CPUs do not sleep.
 
     The process group must exist already: without one vLLM makes a world of one for the whole process. All ranks make
-    their engines together.
+    their engines together, before any HfDeepSpeedConfig exists.
 
     Args:
-        settings: the model and how to generate. Make the engine before any HfDeepSpeedConfig exists, as the other
-            engine. CPUs do not sleep, whatever the sleep level is.
+        settings: the model and how to generate.
         world: the ranks.
 
     Raises:
@@ -73,19 +72,19 @@ class VllmEngine:
         """See `RolloutEngine.generate`. What is not finished when the iterator is closed is given up."""
         if self._sleep.asleep:
             raise RuntimeError("the rollout engine is asleep: wake it before it generates")
-        if self._llm.busy():
-            raise RuntimeError("the rollout engine still generates for an earlier call: finish or close that first")
         asked = {f"{i}.{sample}": (i, sample) for i, one in enumerate(requests) for sample in range(one.count)}
         self._guest.seed(derive_seed(0, "call", *(request.seed for request in requests)))
         with self._guest:
             # What an earlier call has cached would change the shapes of the products, and so their rounding.
             self._llm.forget_prompts()
+        # A step takes the process's global generators where requests have no seeds; to change them takes long.
+        drawing = nullcontext() if self._own_seeds else self._guest
         try:
             with self._guest:
                 for name, (i, sample) in asked.items():
                     self._add(name, requests[i], sample)
             while self._llm.busy():
-                with self._drawing():
+                with drawing:
                     outputs = self._llm.step()
                 for output in outputs:
                     answer = output.outputs[0]
@@ -101,13 +100,6 @@ class VllmEngine:
                     yield Finished(i, sample, _rollout(answer, request.sampling))
         finally:
             self._llm.abort(list(asked))
-
-    def _drawing(self) -> AbstractContextManager[None]:
-        """Around a step of vLLM, which takes the process's global generators where a request has no seed of its own.
-
-        To change them takes as long as a small step: where requests have seeds it is left out.
-        """
-        return nullcontext() if self._own_seeds else self._guest
 
     def _add(self, name: str, request: Request, sample: int) -> None:
         sampling = request.sampling
@@ -159,11 +151,6 @@ class VllmEngine:
         counts = EngineCounts(self._prompt_tokens, self._cached_tokens, self._sleep.take_seconds())
         self._prompt_tokens = self._cached_tokens = 0
         return counts
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether `sleep` gives memory back."""
-        return self._sleep.level > 0
 
     def sleep(self) -> None:
         """Give the GPU's memory back, as `rollout.sleep_level` says."""

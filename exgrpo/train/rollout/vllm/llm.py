@@ -148,7 +148,7 @@ class Sleep:
     """
 
     def __init__(self, llm: Llm, level: int) -> None:
-        self.level = level
+        self._level = level
         self.weights_lost = False
         """Whether the weights were dropped and none were loaded since."""
         self._llm = llm
@@ -170,12 +170,12 @@ class Sleep:
 
     def sleep(self) -> None:
         """Give the memory of weights and cache back."""
-        if self.level == 0 or self.weights_asleep:
+        if self._level == 0 or self.weights_asleep:
             return
         self._wake_cache()
-        self._llm.sleep(self.level)
+        self._llm.sleep(self._level)
         self.weights_asleep = self._cache_asleep = True
-        self.weights_lost = self.weights_lost or self.level == 2
+        self.weights_lost = self._level == 2
         self._since = time.perf_counter()
 
     def wake_weights(self) -> None:
