@@ -100,7 +100,8 @@ class RolloutEngine(Protocol):
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights; names are those of the Hugging Face model, tied weights come once.
 
-        All ranks call it together, and each must run through all weights: they are gathered on the way.
+        All ranks call it together, and each must run through all weights: they are gathered on the way. They can be run
+        through again.
         """
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
@@ -118,7 +119,7 @@ class RolloutEngine(Protocol):
     def wake(self) -> None:
         """Be ready to generate; all ranks call it together.
 
-        An engine that drops its weights in sleep runs through those of the last push again, if they can be.
+        An engine that drops its weights in sleep runs through those of the last push again.
         """
 
     def close(self) -> None:

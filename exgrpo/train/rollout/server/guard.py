@@ -67,8 +67,11 @@ def made_token() -> Path | None:
         return None
     with os_errors_as(ConfigError, f"{TOKEN_FILE} cannot be written: set {TOKEN} instead"):
         file = TOKEN_FILE.expanduser()
-        with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
-            opened.write(f"{secrets.token_urlsafe()}\n")
+        try:
+            with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
+                opened.write(f"{secrets.token_urlsafe()}\n")
+        except FileExistsError:  # of a server that starts at the same time
+            return None
     return file
 
 

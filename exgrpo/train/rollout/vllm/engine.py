@@ -122,18 +122,14 @@ class VllmEngine:
         )
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `RolloutEngine.push_weights`.
-
-        An iterable that can be run through again is kept: an engine that wakes after it has dropped its weights, with
-        no push in between, takes them from there.
-        """
-        self._weights = None if isinstance(weights, Iterator) else weights
+        """See `RolloutEngine.push_weights`; what gives the weights is kept for a wake after they were dropped."""
+        self._weights = weights
         self._sleep.wake_weights()
         with self._guest:
             self._llm.reload(weights)
             if self._guest.device.type == "cpu":
                 self._llm.apply(repack_tied_head)
-        self._sleep.loaded()
+        self._sleep.weights_lost = False
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """See `RolloutEngine.differing`.

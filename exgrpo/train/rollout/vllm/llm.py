@@ -139,8 +139,8 @@ class Sleep:
     """The states of an engine that sleeps while the trainer has its GPU.
 
     awake -> `sleep` -> asleep -> `wake_weights` -> weights there -> `wake` -> awake; any of them may be asked for in
-    any state. Level 1 keeps the weights in CPU memory meanwhile. Level 2 drops them: they must be loaded, and `loaded`
-    be called, before the engine wakes. Level 0 never sleeps.
+    any state. Level 1 keeps the weights in CPU memory meanwhile. Level 2 drops them: they must be loaded, and not be
+    `weights_lost` any more, before the engine wakes. Level 0 never sleeps.
 
     Args:
         llm: whose memory it is.
@@ -185,10 +185,6 @@ class Sleep:
             self._llm.wake("weights")
             self.weights_asleep = False
             self._seconds += time.perf_counter() - self._since
-
-    def loaded(self) -> None:
-        """All weights were loaded."""
-        self.weights_lost = False
 
     def wake(self) -> None:
         """Be ready to generate.

@@ -31,7 +31,7 @@ class Listener(ThreadingHTTPServer):
 class FakeServer:
     """Gives what `answers` has for a route: an object, a function of the request, or (status, object); else 404.
 
-    A third part after the object has headers of the answer.
+    A third part after the object has headers of the answer. Bytes are sent as they are.
     """
 
     def __init__(self):
@@ -57,7 +57,7 @@ class FakeServer:
                 if status is None:  # hang up
                     self.close_connection = True
                     return
-                self.send(status, json.dumps(given).encode(), *headers)
+                self.send(status, given if isinstance(given, bytes) else json.dumps(given).encode(), *headers)
 
             def send(self, status, text, headers=None):
                 self.send_response(status)

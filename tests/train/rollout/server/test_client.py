@@ -209,7 +209,6 @@ UNKNOWN = "has facts that are not understood: "
         ("inference/v1/generate", reply(choice(0, (2,), version="other")), "does not say which weights wrote"),
         ("sequences", 0, f"{UNKNOWN}rollout_facts: sequences"),
         ("backend", None, "has no weight transfer by packed_nccl or gloo but None"),
-        ("backend", "nccl", "has no weight transfer by packed_nccl or gloo but nccl"),
         ("backend", "packed_nccl", "takes weights over NCCL, and the trainer has no GPU"),
         ("logprobs_mode", "raw_logprobs", "has logprobs_mode raw_logprobs and not processed_logprobs"),
     ],
