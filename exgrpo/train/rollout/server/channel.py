@@ -105,7 +105,7 @@ class WeightChannel:
     def __init__(self, backend: str, url: str, workers: int, device: torch.device) -> None:
         parts = urlsplit(url)
         self.address = own_address(parts.hostname or "", parts.port or 80)
-        self._backend, self._size, self._device = backend, workers + 1, device
+        self._size, self._device = workers + 1, device
         self._group: Any = None
         self._store: TCPStore | None = None
         if backend == "gloo":
