@@ -239,13 +239,16 @@ def _cut(draw: Draw, folder: Path) -> Trial:
 
 
 def _slow(draw: Draw, folder: Path) -> Trial:
-    """Answers that do not begin, or do not go on."""
-    content = sent(reply(choices(draw, 1)))
-    part = content[: some(draw, 0, len(content) - 1)]
+    """Answers that come in parts, and do not end in time, or never."""
+    content = http(json.dumps(reply(choices(draw, 1))).encode(), length=10**6)
+    head = content.index(b"\r\n\r\n") + 4 if draw(st.booleans()) else 0
 
     def script(to: socket.socket) -> None:
-        to.sendall(part)
-        time.sleep(LATE)
+        to.sendall(content[:head])
+        end = time.monotonic() + LATE
+        while time.monotonic() < end:
+            to.sendall(b" ") if head else None
+            time.sleep(0.1)
 
     def asked() -> float:
         begun = time.monotonic()
@@ -256,4 +259,18 @@ def _slow(draw: Draw, folder: Path) -> Trial:
     return Trial("slow", asked, "right", wrong=lambda took: f"waits for {took:.0f} s" if took > LATE / 2 else "")
 
 
-WAYS = (*(_wrong, _any_value, _damaged, _wrong, _sound, _wrong, _any_value, _no_answer) * 4, _cut, _slow)
+def _enormous(draw: Draw, folder: Path) -> Trial:
+    """More than any answer has, with a length or without, or packed."""
+    part = draw(of((b" ", b"[", b"1,"))) * 2**20
+    head = draw(of((http(b"", length=10**12), b"HTTP/1.1 200 OK\r\n\r\n")))
+
+    def script(to: socket.socket) -> None:
+        to.sendall(head)
+        end = time.monotonic() + LATE
+        while time.monotonic() < end:
+            to.sendall(part)
+
+    return Trial("enormous", lambda: ask(script), "refused", errors=(ServerError,))
+
+
+WAYS = (*(_wrong, _any_value, _damaged, _wrong, _sound, _wrong, _any_value, _no_answer) * 4, _cut, _slow, _enormous)

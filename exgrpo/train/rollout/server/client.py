@@ -1,6 +1,7 @@
 """HTTP to one `vllm serve` instance: token ids in, token ids and log-probs out, and its weight-transfer routes."""
 
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from exgrpo.train.common import plain
 from exgrpo.train.common.errors import cut, shown
@@ -27,6 +29,11 @@ LONG_SECONDS = 3600
 UNREACHED_SECONDS = 60
 """After which a connection is given up on which a server's machine answers nothing, not even TCP."""
 CONNECTIONS = 256
+MOST_BYTES = 2**26
+"""Of an answer; but answers to prompts may have `TOKEN_BYTES` for each token besides."""
+TOKEN_BYTES = 2**10
+"""vLLM writes some hundred bytes for a token and its log-prob."""
+PART_BYTES = 2**16
 ALIVE = [
     *HTTPConnection.default_socket_options,
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -54,6 +61,7 @@ class ServerClient:
         self._session.trust_env = False  # no proxy lies between the machines of a run
         # A server closes idle connections, and those on which something failed, while a request is on its way.
         self._session.headers["Connection"] = "close"
+        self._session.headers["Accept-Encoding"] = "identity"  # a few bytes could stand for any number of them
         if token:
             self._session.headers["Authorization"] = f"Bearer {token}"
         self._session.mount(self.url, _Adapter(pool_maxsize=CONNECTIONS))
@@ -125,7 +133,8 @@ class ServerClient:
             "spaces_between_special_tokens": False,
         }
         body = {"request_id": request, "token_ids": prompt.tolist(), "sampling_params": parameters}
-        reply = self.post("inference/v1/generate", body, seconds)
+        most = MOST_BYTES + TOKEN_BYTES * count * sampling.max_tokens
+        reply = self._ask("POST", "inference/v1/generate", seconds, body, most)
         return read_reply(reply, count, sampling, self._vocabulary)
 
     def abort(self, requests: Sequence[str]) -> None:
@@ -138,7 +147,9 @@ class ServerClient:
         """Close the connections."""
         self._session.close()
 
-    def _ask(self, method: str, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> Any:
+    def _ask(
+        self, method: str, path: str, seconds: float, body: Mapping[str, Any] | None = None, most: int = MOST_BYTES
+    ) -> Any:
         try:
             answer = self._session.request(
                 method,
@@ -146,17 +157,38 @@ class ServerClient:
                 json=body,
                 timeout=(CONNECT_SECONDS, seconds),
                 allow_redirects=False,  # a server of a run sends nobody elsewhere
+                stream=True,
             )
-        except requests.ReadTimeout:
+            with answer:
+                content = _content(answer, seconds, most)
+        except (requests.ReadTimeout, ReadTimeoutError):
             raise SilentServerError(f"no answer for {seconds:.0f} s") from None
-        except requests.RequestException as error:
+        except (requests.RequestException, HTTPError) as error:
             raise ServerError(_cause(error)) from None
         if answer.status_code != requests.codes.ok:
-            raise ServerError(f"{answer.status_code} {_message(answer.content)}", answer.status_code)
+            raise ServerError(f"{answer.status_code} {_message(content)}", answer.status_code)
         try:
-            return plain.parse_json(answer.content)
+            return plain.parse_json(content)
         except ValueError:
-            raise ServerError(f"no JSON but {shown(answer.content[:80], 80)}", answer.status_code) from None
+            raise ServerError(f"no JSON but {shown(content[:80], 80)}", answer.status_code) from None
+
+
+def _content(answer: requests.Response, seconds: float, most: int) -> bytes:
+    """What a server sends behind the head of its answer.
+
+    Raises:
+        SilentServerError: it has not ended after these seconds, however often something comes.
+        ServerError: it is longer than `most` bytes.
+        HTTPError: of urllib3, it breaks off.
+    """
+    content, end = bytearray(), time.monotonic() + seconds
+    while part := answer.raw.read1(PART_BYTES, decode_content=False):
+        content += part
+        if len(content) > most:
+            raise ServerError(f"an answer of more than {most} bytes")
+        if time.monotonic() > end:
+            raise SilentServerError(f"no whole answer for {seconds:.0f} s")
+    return bytes(content)
 
 
 class _Adapter(HTTPAdapter):

@@ -4,14 +4,16 @@ import json
 import logging
 import math
 import threading
+import time
 
 import pytest
 
-from exgrpo.train.rollout.server import pool
+from exgrpo.train.rollout.server import client, pool
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.pool import NoServerError
 from exgrpo.train.rollout.server.reply import ServerError, read_reply
 from exgrpo.train.rollout.server.sender import WeightSender
+from tests.hostile.answers import Server
 from tests.train.rollout.server.fake_server import choice, reply
 from tests.train.rollout.server.test_client import CPU, PROMPT, SAMPLING, jobs, pool_of
 
@@ -134,3 +136,23 @@ def test_a_consumer_that_leaves_waits_for_no_server_that_is_left_out(fakes, hung
     with pytest.raises(NoServerError, match="no answer for 0 s"):
         list(pool_of(hung).generate(jobs(20)))
     assert not hung.requests("abort_requests")
+
+
+@pytest.mark.parametrize(
+    ("part", "pause", "message"), [(b" ", 0.05, "no whole answer for 0 s"), (b"1," * 2**19, 0, "more than")]
+)
+def test_an_answer_without_an_end_is_given_up(monkeypatch, part, pause, message):
+    """The stand-in sends for ten seconds; who reads to the end sees it close the connection."""
+    monkeypatch.setattr(client, "MOST_BYTES", 2**22)
+
+    def script(to):
+        to.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            to.sendall(part)
+            time.sleep(pause)
+
+    stand_in = Server()
+    stand_in.script = script
+    with pytest.raises(ServerError, match=message):
+        ServerClient(stand_in.url).generate("name", PROMPT, 1, SAMPLING, [2], 0.3)
