@@ -22,7 +22,7 @@ export EXGRPO_SERVER_TOKEN
 urls=()
 for node in "${servers[@]}"; do
     srun --nodes=1 --ntasks=1 --nodelist="$node" python -m exgrpo.tools.serve "$model" --dtype bf16 --max-tokens 3072 \
-        --host 0.0.0.0 --names "$node" --port 8000 --tensor-parallel-size 4 &
+        --host 0.0.0.0 --port 8000 --tensor-parallel-size 4 &
     urls+=("http://$node:8000")
 done
 for url in "${urls[@]}"; do

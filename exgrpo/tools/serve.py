@@ -7,12 +7,10 @@ first start makes.
 
 import argparse
 import importlib.metadata
-import ipaddress
 import json
 import os
 import secrets
 import shlex
-import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +26,7 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.policy.source import ModelSource, find_model
     from exgrpo.train.policy.tokenizer import DTYPES
     from exgrpo.train.rollout.server.check import GLOO, PACKED_NCCL
-    from exgrpo.train.rollout.server.guard import NAMES, TOKEN, made_token, server_token
+    from exgrpo.train.rollout.server.guard import TOKEN, made_token, server_token
     from exgrpo.train.rollout.vllm.availability import INSTALL, SERVERS
     from exgrpo.train.rollout.vllm.engine import BLOCK_TOKENS, CPU_CACHE_GIB, gpu_precision
 
@@ -72,7 +70,7 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
         ConfigError: an option does not suit it, or the token is none.
     """
     own, further = _parser().parse_known_args(argv)
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **_guarded(own, further)}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **_guarded(further)}
     source = _checked(own.model, own.overrides, own.max_tokens)
     options, switches = _options(own, source, on_cpu=on_cpu), list(SWITCHES)
     # `vllm serve`; vLLM's build for CPUs has that command, but not under the name by which it asks for its version.
@@ -97,13 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kv-cache-gib", type=float, help="for keys and values; on CPUs 1 if left out")
     parser.add_argument("--host", default="127.0.0.1", help="interface to listen on (%(default)s: this machine only)")
-    parser.add_argument("--names", nargs="*", default=[], help="names of this machine in the trainer's rollout.servers")
     parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
     parser.add_argument("--seed", type=int, help="of its samples; random if left out")
     return parser
 
 
-def _guarded(own: argparse.Namespace, further: Sequence[str]) -> dict[str, str]:
+def _guarded(further: Sequence[str]) -> dict[str, str]:
     """What the server's guard reads in its environment.
 
     Raises:
@@ -114,17 +111,8 @@ def _guarded(own: argparse.Namespace, further: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"{option}: {reason}")
     if made := made_token():
         print(f"made a token for rollout servers in {made}: the trainer reads it there, on other machines copy it")
-    names = [] if _is_loopback(own.host) else [own.host, socket.gethostname(), socket.getfqdn()]
     token = server_token()
-    return {NAMES: ",".join(dict.fromkeys([*own.names, *names])), TOKEN: token, VLLM_KEY: token}
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether other machines cannot reach what listens there."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return {TOKEN: token, VLLM_KEY: token}
 
 
 def _options(own: argparse.Namespace, source: ModelSource, *, on_cpu: bool) -> dict[str, Any]:

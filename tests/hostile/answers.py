@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import sampled_from as of
 
 from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.rollout.server import pool
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.pool import Job, NoServerError, ServerPool
 from exgrpo.train.rollout.server.reply import LARGEST_ID, Reply, ServerError
@@ -71,29 +73,21 @@ def http(body: bytes, status: str = "200 OK", length: object = None) -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n".encode() + body
 
 
-def client() -> ServerClient:
-    """A client of the stand-in, which does not wait long between its attempts."""
-    made = ServerClient(server().url, VOCABULARY)
-    for adapter in made._session.adapters.values():
-        adapter.max_retries.backoff_factor = 0.001  # type: ignore[attr-defined]
-    return made
-
-
 def ask(script: Script, count: int = 1) -> Reply:
     """What the client makes of what the stand-in sends."""
     server().script = script
-    with closing(client()) as asking:
+    with closing(ServerClient(server().url, VOCABULARY)) as asking:
         return asking.generate("name", np.array([3, 4], np.int32), count, SAMPLING, [EOS], SECONDS)
 
 
 def ask_pool(script: Script, count: int) -> Reply:
     """The same as a run asks: through the pool of its servers."""
     server().script = script
-    with closing(client()) as asking:
-        pool = ServerPool([asking], [EOS])
-        pool.expect("default")
-        pool.renew({server().url: ""})
-        ((_, reply),) = pool.generate([Job(0, 0, count, np.array([3, 4], np.int32), SAMPLING)])
+    with closing(ServerClient(server().url, VOCABULARY)) as asking, mock.patch.object(pool, "PAUSE_SECONDS", 0.001):
+        made = ServerPool([asking], [EOS])
+        made.expect("default")
+        made.renew({server().url: ""})
+        ((_, reply),) = made.generate([Job(0, 0, count, np.array([3, 4], np.int32), SAMPLING)])
     return reply
 
 

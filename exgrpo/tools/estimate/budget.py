@@ -16,7 +16,7 @@ from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import RULES
 from exgrpo.train.replay.supply import settles
 from exgrpo.train.rollout.transformers.decode import KEPT
-from exgrpo.train.rollout.transformers.shared import shares_policy
+from exgrpo.train.rollout.transformers.engine import shares_policy
 from exgrpo.train.run.memory import NF4_BYTES, answers_of_rank, engine_of, frozen_head, slots
 
 TRAJECTORY_OVERHEAD = 700

@@ -1,8 +1,7 @@
 """What a run takes by its name: tasks, rewards and models that ship, and functions, a user's own by their place.
 
-A new thing that ships needs no edit elsewhere. A task NAME is the module exgrpo.train.data.tasks.NAME, which has a
-function `generate`; its model, tokenizer and recipe lie in exgrpo/assets/NAME. A reward NAME is the module
-exgrpo.train.reward.builtin.NAME, which has a function `reward`.
+A new task needs no edit elsewhere: a task NAME is the module exgrpo.train.data.tasks.NAME, which has a function
+`generate`; its model, tokenizer and recipe lie in exgrpo/assets/NAME.
 
 A name is that of a function of the module, whose own name is that of the kind; a function of one's own is named by its
 place, "package.module:function" or "path/to/file.py:function". Grading processes import this module, and not pydantic.

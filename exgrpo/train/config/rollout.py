@@ -1,8 +1,9 @@
 """How answers are sampled in training: from which words, how many, by what, and what replies within one."""
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from exgrpo.train.common.functions import Functions
 from exgrpo.train.common.limits import (
@@ -18,6 +19,13 @@ from exgrpo.train.config.section import Section, StopString, Temperature, TopP
 
 ENVIRONMENTS = Functions("exgrpo.train.rollout.turns.environment", "environment.function")
 MOST_TURNS = 1000
+
+
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port is None or parts.path.strip("/"):
+        raise ValueError(f"{url!r} is not an address like http://host:8000")
+    return url.rstrip("/")
 
 
 class RolloutConfig(CorrectionConfig):
@@ -66,7 +74,9 @@ class RolloutConfig(CorrectionConfig):
         2,
         description="vLLM on GPUs, while the trainer updates: 1 moves weights to CPU memory, 2 drops them, 0 keeps.",
     )
-    servers: tuple[str, ...] = Field((), description="vLLM servers that generate, http://host:port each.")
+    servers: tuple[Annotated[str, AfterValidator(_address)], ...] = Field(
+        (), description="vLLM servers that generate, http://host:port each."
+    )
     refills: int = Field(
         0,
         ge=0,
@@ -97,6 +107,8 @@ def check_rollout(rollout: RolloutConfig) -> None:
     """Whether the options go together. Raises ValueError."""
     if rollout.engine == "server" and not rollout.servers:
         raise ValueError("rollout.engine=server needs rollout.servers: name at least one, http://host:port")
+    if len({*rollout.servers}) < len(rollout.servers):
+        raise ValueError("rollout.servers: one of them is named twice")
     if rollout.servers and rollout.engine not in ("auto", "server"):
         raise ValueError(
             f"rollout.servers are given and rollout.engine is {rollout.engine}: leave one of them out, or take "

@@ -10,7 +10,7 @@ from exgrpo.train.common.distributed import World, on_main
 from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.reward.grading import AUTO, FORMS
 from exgrpo.train.reward.names import DEFAULT, Kind, beside, decisive_part_of, is_own
-from exgrpo.train.reward.pool import Grader
+from exgrpo.train.reward.pool import Grader, Grades
 
 
 class Graded(NamedTuple):
@@ -38,16 +38,9 @@ def tell(kind: Kind, config: RewardConfig, answers: Sequence[Graded], world: Wor
     """
 
     def ask() -> list[bool | None]:
-        functions = {reward: beside(reward, kind) for reward in dict.fromkeys(answer.reward for answer in answers)}
-        asked = list(dict.fromkeys(function for function in functions.values() if function is not None))
-        if not asked:
-            return [None] * len(answers)
-        with _one_process(asked, config, config.form) as grader:
-            grading = grader.begin()
-            for answer in answers:
-                if function := functions[answer.reward]:
-                    grading.add(answer.response, answer.gold, reward=function)
-            grades = grading.finish()
+        functions = {reward: beside(reward, kind) for reward in {answer.reward for answer in answers}}
+        asked = [(one.response, one.gold, function) for one in answers if (function := functions[one.reward])]
+        grades = _grades(asked, config, config.form)
         for failure in grades.failures:
             warnings.warn(str(failure), stacklevel=2)
         told = iter(grades.reward)
@@ -65,35 +58,31 @@ def elsewhere(config: RewardConfig, answers: Sequence[Graded], world: World) -> 
     """
 
     def ask() -> tuple[str, int]:
-        texts = []
+        names, texts = [], []
         for answer in answers:
             reward = DEFAULT if is_own(answer.reward) else answer.reward
             read = decisive_part_of(answer.reward, config.form)(answer.response)
             for name, form in FORMS.items():
                 alone = form.alone(answer.response)
                 if alone is not None and decisive_part_of(reward)(alone) != read:
-                    texts.append((name, alone, answer.gold, reward))
-        if not texts:
-            return "", 0
-        rewards = list(dict.fromkeys(reward for *_, reward in texts))
-        with _one_process(rewards, config, AUTO) as grader:
-            grading = grader.begin()
-            for _, alone, gold, reward in texts:
-                grading.add(alone, gold, reward=reward)
-            grades = grading.finish()
-        right = Counter(name for (name, *_), reward in zip(texts, grades.reward, strict=True) if reward >= 1.0)
+                    names.append(name)
+                    texts.append((alone, answer.gold, reward))
+        grades = _grades(texts, config, AUTO)
+        right = Counter(name for name, reward in zip(names, grades.reward, strict=True) if reward >= 1.0)
         return max(right.items(), key=lambda one: one[1], default=("", 0))
 
     return world.gather(on_main(world, ask))[0] or ("", 0)
 
 
-def _one_process(rewards: Sequence[str], config: RewardConfig, form: str) -> Grader:
+def _grades(answers: Sequence[tuple[str, str, str]], config: RewardConfig, form: str) -> Grades:
+    """Of answers (response, gold, reward)."""
+    rewards = list(dict.fromkeys(reward for *_, reward in answers))
+    if not rewards:
+        return Grades((), 0, 0, ())
+    form = AUTO if all(map(is_own, rewards)) else form
     # One process: another one might still be starting when the last answer is told, and would end in a traceback.
-    return Grader(
-        *rewards,
-        workers=1,
-        time_limit=config.time_limit,
-        memory_gib=config.memory_gib,
-        network=config.network,
-        form=form,
-    )
+    with Grader.of(rewards, config, workers=1, parts={}, form=form) as grader:
+        grading = grader.begin()
+        for response, gold, reward in answers:
+            grading.add(response, gold, reward=reward)
+        return grading.finish()

@@ -126,6 +126,17 @@ def answer_after_thinking(response: str) -> str | None:
     return final_answer(rest) if tag else None
 
 
+def math_part(response: str) -> str | None:
+    """The part of `response` on which the grade of `math` depends; None: it is 0."""
+    answer = answer_after_thinking(response)
+    return None if answer is None else f"{END_OF_THINKING}{answer}"
+
+
+def math_no_think_part(response: str) -> str | None:
+    """The part of `response` on which the grade of `math_no_think` depends; None: it is 0."""
+    return final_answer(response) or None
+
+
 def final_answer(text: str) -> str:
     r"""The least piece of `text` that decides its grade: "\boxed{...}", or the stripped text if it states no answer.
 

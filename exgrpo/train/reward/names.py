@@ -2,9 +2,8 @@
 
 A reward is a deterministic function (response, gold) -> finite number. It may take columns of the question's row, grade
 several answers in a call or be asynchronous, and return several named numbers, its parts: see
-exgrpo.train.reward.contract. Names: those of exgrpo.train.reward.builtin, such as "math" and "math_no_think" (see
-exgrpo.train.reward.grading), or a Python path: "package.module:function" for what can be imported,
-"path/to/file.py:function" for a file.
+exgrpo.train.reward.contract. Names: "math" and "math_no_think", functions of exgrpo.train.reward.grading, or a Python
+path: "package.module:function" for what can be imported, "path/to/file.py:function" for a file.
 
 A reward may have functions beside it, which take (response, gold) too. They are named like the reward with "_form",
 "_found" or "_key" behind ("math_form" for "math", "my_rewards.py:score_form" for "my_rewards.py:score"), and `beside`
@@ -17,13 +16,12 @@ form only have the same key. An empty text is no key.
 import difflib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, cast
 
 from exgrpo.train.common.errors import MissingRewardError, RewardError, shown
-from exgrpo.train.common.functions import find_module, load_function, load_place, module_names
+from exgrpo.train.common.functions import load_function, load_place
 from exgrpo.train.reward.contract import contract_of
-from exgrpo.train.reward.grading import AUTO, FORMS
+from exgrpo.train.reward.grading import AUTO, FORMS, math_no_think_part, math_part
 
 Reward = Callable[..., Any]
 
@@ -32,7 +30,8 @@ Key = Callable[[str, str], str]
 Kind = Literal["form", "found", "key"]
 """Of a function beside a reward."""
 
-BUILTIN = "exgrpo.train.reward.builtin"
+BUILTIN = {"math": math_part, "math_no_think": math_no_think_part}
+"""The functions of exgrpo.train.reward.grading that are rewards by their bare names, and what of a response decides."""
 DEFAULT = "math_no_think"
 """The reward of questions whose source brings none."""
 
@@ -47,14 +46,9 @@ def reward_of(own: str, for_all: str | None) -> str:
     return for_all or own or DEFAULT
 
 
-def builtin_reward(name: str) -> ModuleType | None:
-    """What belongs to a reward that ships with the package; None where `name` is none of them."""
-    return find_module(BUILTIN, name, "reward")
-
-
 def is_own(name: str) -> bool:
     """Whether a reward is the user's own: neither its module nor its file belongs to this package."""
-    return not name.startswith("exgrpo.") and builtin_reward(name) is None
+    return not name.startswith("exgrpo.") and name not in BUILTIN
 
 
 def resolve_reward(name: str) -> Reward:
@@ -63,10 +57,7 @@ def resolve_reward(name: str) -> Reward:
     Raises RewardError for an unknown name (naming near ones), a module or file that cannot be imported, a missing
     attribute, or one that cannot be called as exgrpo.train.reward.contract says; MissingRewardError for a missing file.
     """
-    if builtin := builtin_reward(name):
-        return builtin.reward
-    _check_place(name)
-    function = load_function(name, "reward", RewardError, MissingRewardError)
+    function = load_function(_place(name), "reward", RewardError, MissingRewardError)
     contract_of(function, name)
     return function
 
@@ -82,12 +73,9 @@ def beside(name: str, kind: Kind) -> str | None:
 
     Raises RewardError for a module or file that cannot be loaded, as `resolve_reward` does.
     """
-    if builtin := builtin_reward(name):
-        function = getattr(builtin, kind, None)
-        return f"{function.__module__}:{function.__name__}" if function else None
-    _check_place(name)
-    module = load_place(name, "reward", RewardError, MissingRewardError)
-    return f"{name}_{kind}" if callable(getattr(module, f"{name.rpartition(':')[2]}_{kind}", None)) else None
+    found = f"{_place(name)}_{kind}"
+    module = load_place(found, "reward", RewardError, MissingRewardError)
+    return found if callable(getattr(module, found.rpartition(":")[2], None)) else None
 
 
 def decisive_part_of(name: str, form: str = AUTO) -> Callable[[str], str | None]:
@@ -98,7 +86,7 @@ def decisive_part_of(name: str, form: str = AUTO) -> Callable[[str], str | None]
         form: a name in `grading.FORMS`: only the answer in this form counts; a reward of the user's own gets the
             whole response all the same.
     """
-    part: Callable[[str], str | None] = getattr(builtin_reward(name), "decisive_part", _whole)
+    part: Callable[[str], str | None] = BUILTIN.get(name, _whole)
     if form == AUTO or is_own(name):
         return part
 
@@ -119,13 +107,15 @@ def absolute(reward: str) -> str:
     return f"{Path(place).expanduser().resolve()}:{attribute}" if place.endswith(".py") else reward
 
 
-def _check_place(name: str) -> None:
-    """Whether a name can be a Python path."""
+def _place(name: str) -> str:
+    """The Python path of a reward."""
+    if name in BUILTIN:
+        return f"exgrpo.train.reward.grading:{name}"
     if not all(name.rpartition(":")[::2]):
-        known = module_names(BUILTIN, "reward")
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(name, BUILTIN, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise RewardError(
-            f"unknown reward {shown(name)}{hint} Known: {', '.join(known)}, 'package.module:function' and "
+            f"unknown reward {shown(name)}{hint} Known: {', '.join(BUILTIN)}, 'package.module:function' and "
             "'path/to/file.py:function'"
         )
+    return name

@@ -1,6 +1,5 @@
 """A pool of processes that grades answers under a hard time limit."""
 
-import math
 import multiprocessing
 import pickle
 import time
@@ -8,9 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -21,7 +18,7 @@ from exgrpo.train.common.errors import DataError, GraderError, RewardError, show
 from exgrpo.train.common.records import Failure, by_kind
 from exgrpo.train.reward.contract import Columns, Contract, Outcome
 from exgrpo.train.reward.names import AUTO, absolute, decisive_part_of, is_own
-from exgrpo.train.reward.worker import GIB, TOO_MUCH_KEPT, Bounds, Started, Task, grade, start_report, start_worker
+from exgrpo.train.reward.worker import GIB, TOO_MUCH_KEPT, Bounds, Task, grade, start_report, start_worker
 
 _Call = tuple[Task, ...]
 """The answers that a grading process takes together; of most rewards one."""
@@ -31,7 +28,10 @@ _Call = tuple[Task, ...]
 of_pebble.time = SimpleNamespace(time=time.monotonic, sleep=time.sleep)
 
 START_SECONDS = 300.0
-_EMPTY_ROUNDS = 3
+_OPTIONS = ("workers", "time_limit", "concurrency", "parts", "memory_gib", "network", "form")
+"""Of a `RewardConfig`."""
+_MOST_BREAKS = 3
+"""Of pools, before one answer is graded."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,12 @@ class Grades:
 class Grader:
     """Grades answers with one or several rewards in `workers` processes; use it as a context manager or call close().
 
-    Every answer gets `time_limit` seconds of its own, start-up excluded. An answer that exceeds them (its process is
-    killed, whatever it is doing) or whose process dies is worth 0 and counted; the others are unaffected and the
-    process is replaced. A batch of a batched reward has the time of its answers together, and what happens to it
-    happens to all of them. An answer of an asynchronous reward is given up, and only what blocks the process costs the
-    answers in flight beside it. Equal answers in one call are graded once. Processes are forked from a small server,
-    never from this (possibly multi-threaded) process, and import no torch unless a reward does. They write no core,
-    and no file of more than 1 GiB. Where all rewards are of this package they have no network, if the system (Linux)
-    allows that.
+    Every answer gets `time_limit` seconds of its own, start-up excluded. One that exceeds them or whose process dies is
+    worth 0 and counted; the others are unaffected, and the process is replaced. A batch has the time of its answers
+    together, and what happens to it happens to all of them. Only what blocks a process costs the asynchronous calls
+    beside it. Equal answers in one call are graded once. Processes are forked from a small server, never from this
+    (possibly multi-threaded) process, and import no torch unless a reward does. They write no core, and no file of
+    more than 1 GiB. Where all rewards are of this package they have no network, if the system (Linux) allows that.
 
     Args:
         reward: name of the first reward, see `exgrpo.train.reward.names`.
@@ -93,10 +91,6 @@ class Grader:
         network: bool = True,
         form: str = AUTO,
     ) -> None:
-        if workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
-        if not (math.isfinite(time_limit) and time_limit > 0):
-            raise ValueError(f"time_limit must be a positive number of seconds, got {time_limit}")
         self._default = reward
         self._form = form
         self._rewards = {name: absolute(name) for name in (reward, *others)}
@@ -112,27 +106,19 @@ class Grader:
         self._pool = self._start()
 
     @classmethod
-    def of(cls, rewards: Iterable[str], options: Any) -> Self:
-        """A grader with these rewards, at least one, and the options of a `RewardConfig`.
+    def of(cls, rewards: Iterable[str], options: Any, **changes: Any) -> Self:
+        """A grader with these rewards, at least one, and the options of a `RewardConfig`, some of them changed.
 
         Raises RewardError as the constructor does, and where a form is set that none of the rewards would read.
         """
         names = list(dict.fromkeys(rewards))
-        if options.form != AUTO and all(map(is_own, names)):
+        settings = {name: getattr(options, name) for name in _OPTIONS} | changes
+        if settings["form"] != AUTO and all(map(is_own, names)):
             raise RewardError(
                 f"reward.form={options.form} tells the rewards of this package where the answer stands; "
                 f"{shown(names[0])} reads the whole response by itself: leave the option out"
             )
-        return cls(
-            *names,
-            workers=options.workers,
-            time_limit=options.time_limit,
-            concurrency=options.concurrency,
-            parts=options.parts,
-            memory_gib=options.memory_gib,
-            network=options.network,
-            form=options.form,
-        )
+        return cls(*names, **settings)
 
     def __enter__(self) -> "Grader":
         return self
@@ -170,34 +156,22 @@ class Grader:
         return self._contracts[reward].together(self._concurrency)
 
     def schedule(self, call: _Call) -> "_Scheduled":
-        """Have answers graded in the background. Raises RuntimeError when the pool is broken."""
-        pool = self._pool
+        """Have answers graded in the background."""
         seconds = self._contracts[call[0].reward].seconds(len(call), self._bounds.time_limit)
-        return _Scheduled(pool, pool.schedule(grade, args=(call, seconds), timeout=seconds), len(call))
-
-    def grade_round(self, calls: list[_Call], scheduled: dict[_Call, "_Scheduled"]) -> dict[_Call, list[Outcome]]:
-        """Grades as many of `calls` as the pool survives; after a break the pool is a new one.
-
-        Those in `scheduled` are graded already or about to be; they are taken out of it.
-        """
-        outcomes = {}
-        running = []
-        broken = False
         try:
-            for call in calls:
-                running.append(scheduled.pop(call) if call in scheduled else self.schedule(call))
-        except RuntimeError:  # broken since, or between two calls: idle processes may be killed too
-            broken = True
-        for call, of_call in zip(calls, running, strict=False):
-            found = of_call.outcomes()
-            if found is not None:
-                outcomes[call] = found
-            elif of_call.pool is self._pool:
-                broken = True
-        if broken:
+            future = self._pool.schedule(grade, args=(call, seconds), timeout=seconds)
+        except RuntimeError:  # the pool is broken: idle processes may be killed too
+            future = None
+        return _Scheduled(self._pool, future, len(call))
+
+    def schedule_again(self, scheduled: dict[_Call, "_Scheduled"]) -> None:
+        """Have the calls of pools that broke before they were graded, graded in a new one."""
+        if not self._pool.active:
             self._stop()
             self._pool = self._start()
-        return outcomes
+        for call, one in scheduled.items():
+            if not one.pool.active and one.outcomes() is None:
+                scheduled[call] = self.schedule(call)
 
     def _stop(self) -> None:
         self._pool.stop()
@@ -246,7 +220,7 @@ class Grader:
             initargs=(tuple(self._rewards.values()), self._bounds, self._weights),
             context=context,
         )
-        report: Started | Exception
+        report: tuple[dict[str, Contract], bool] | Exception
         try:
             report = pool.schedule(start_report).result(timeout=START_SECONDS)
         except FutureTimeoutError:
@@ -258,7 +232,7 @@ class Grader:
             pool.stop()
             pool.join()
             raise report
-        self._contracts, self.offline = report.contracts, report.offline
+        self._contracts, self.offline = report
         return pool
 
 
@@ -277,7 +251,6 @@ class Grading:
         self._tasks: list[Task | None] = []
         self._names: list[str] = []
         self._questions: list[str] = []
-        self._calls: list[_Call] = []
         self._waiting: dict[str, list[Task]] = {}
         """By reward the answers that wait until as many are there as a process takes together."""
         self._known: set[Task] = set()
@@ -320,9 +293,16 @@ class Grading:
 
     def _send(self, reward: str) -> None:
         call = tuple(self._waiting.pop(reward))
-        self._calls.append(call)
-        with suppress(RuntimeError):  # a broken pool is replaced in the end
-            self._scheduled[call] = self._grader.schedule(call)
+        self._scheduled[call] = self._grader.schedule(call)
+
+    def _outcomes(self, call: _Call) -> list[Outcome]:
+        """What a call gives; where its pool breaks, it is graded in another one."""
+        for _ in range(_MOST_BREAKS):
+            found = self._scheduled[call].outcomes()
+            if found is not None:
+                return found
+            self._grader.schedule_again(self._scheduled)
+        return [Outcome(error="the grading processes died at once")] * len(call)
 
     def finish(self) -> Grades:
         """What all answers are worth, in the order of `add`; blocks until all are graded.
@@ -332,17 +312,9 @@ class Grading:
         """
         for reward in list(self._waiting):
             self._send(reward)
-        pending = list(self._calls)
         done: dict[Task, Outcome] = {}
-        empty_rounds = 0
-        while pending:
-            outcomes = self._grader.grade_round(pending, self._scheduled)
-            empty_rounds = 0 if outcomes else empty_rounds + 1
-            if empty_rounds == _EMPTY_ROUNDS:
-                # The pool breaks before any answer is graded: give up on the one it meets first, so that this ends.
-                outcomes[pending[0]] = [Outcome(error="the grading processes died at once")] * len(pending[0])
-            done.update(chain.from_iterable(zip(call, found, strict=True) for call, found in outcomes.items()))
-            pending = [call for call in pending if call not in outcomes]
+        for call in self._scheduled:
+            done.update(zip(call, self._outcomes(call), strict=True))
         results = [Outcome() if task is None else done[task] for task in self._tasks]
         self._grader.check(self._names, results, self._questions)
         return Grades(
@@ -361,14 +333,16 @@ class Grading:
 
 @dataclass(frozen=True)
 class _Scheduled:
-    """A call with `size` answers that a pool grades in the background."""
+    """A call with `size` answers that a pool grades in the background; one that is broken does not."""
 
     pool: ProcessPool
-    future: Future
+    future: Future | None
     size: int
 
     def outcomes(self) -> list[Outcome] | None:
         """[size] waits for them; None when the pool broke before they were graded."""
+        if self.future is None:
+            return None
         while not self.future.done() and self.pool.active:  # a pool that breaks may leave futures undone
             wait([self.future], timeout=1.0)
         try:

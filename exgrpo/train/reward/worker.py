@@ -67,19 +67,6 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Started:
-    """What a grading process tells when it has started; crosses process borders.
-
-    Attributes:
-        contracts: how the rewards are called, by name.
-        offline: whether it cannot reach the network.
-    """
-
-    contracts: dict[str, Contract]
-    offline: bool
-
-
-@dataclass(frozen=True)
 class _Loaded:
     """A reward in this process, with its key function, and the file of its module."""
 
@@ -146,10 +133,10 @@ def _confine(rewards: Sequence[str], bounds: Bounds) -> None:
         )
 
 
-def start_report() -> Started | Exception:
-    """What there is to know of this process; why one of the rewards cannot be used, where that is so."""
+def start_report() -> tuple[dict[str, Contract], bool] | Exception:
+    """How each reward is called and whether this process is offline; why a reward cannot be used, where that is so."""
     contracts = {name: loaded.contract for name, loaded in _worker.rewards.items()}
-    return _worker.problem or Started(contracts, _worker.offline)
+    return _worker.problem or (contracts, _worker.offline)
 
 
 def grade(tasks: Sequence[Task], seconds: float) -> list[Outcome]:

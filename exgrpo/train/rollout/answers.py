@@ -1,7 +1,7 @@
 """Questions in, graded answers out: generation and grading, spread over all ranks."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from exgrpo.train.common.distributed import World, agree, fail_together
 from exgrpo.train.common.errors import RolloutError
-from exgrpo.train.common.records import Counts, EngineCounts, Rollout, TokenIds
+from exgrpo.train.common.records import Counts, EngineCounts, TokenIds
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.data.questions import Question
@@ -99,18 +99,21 @@ class Answerer:
             for _, (question, count) in share
         ]
         grading = self.grader.begin()
+        generated = self.engine.generate(requests)
+        if self.conversations:
+            generated = self.conversations.generate(self.engine, requests, asked)
         answers: list[tuple[Finished, str]] = []
         problem: RolloutError | None = None
         start = time.perf_counter()
         self.engine.wake()
         try:
-            for answer in self._generate(requests, asked):
+            for answer in generated:
                 if self.world.rank % ranks == 0:
                     question = asked[answer.request]
                     text = text_of(answer.rollout, self.decode, requests[answer.request].sampling.stop.strings)
                     reward = reward_of(question.reward, self.reward)
-                    columns = {**question.columns, **self._told(answer.rollout)}
-                    grading.add(text, question.gold, question.text, reward, columns)
+                    turns = {TURNS: turns_of(answer.rollout, self.decode)} if self.conversations else {}
+                    grading.add(text, question.gold, question.text, reward, {**question.columns, **turns})
                     answers.append((answer, text))
         except RolloutError as error:
             problem = error
@@ -121,15 +124,6 @@ class Answerer:
         positions = [position for position, _ in share]
         engine = self.engine.counts()
         return Produced(questions, counts, positions, answers, grading, seconds, engine, broken, problem)
-
-    def _generate(self, requests: Sequence[Request], questions: Sequence[Question]) -> Iterator[Finished]:
-        if self.conversations:
-            return self.conversations.generate(self.engine, requests, questions)
-        return self.engine.generate(requests)
-
-    def _told(self, rollout: Rollout) -> dict[str, list[str]]:
-        """What rewards may take of an answer beside the columns of its question."""
-        return {TURNS: turns_of(rollout, self.decode)} if self.conversations else {}
 
     def _sampling(self, question: Question, sampling: Sampling) -> Sampling:
         """With the stop strings of the question's source, if it has any of its own."""

@@ -100,7 +100,8 @@ class RolloutEngine(Protocol):
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights; names are those of the Hugging Face model, tied weights come once.
 
-        All ranks call it together, and each must run through all weights: they are gathered on the way.
+        All ranks call it together, and each must run through all weights: they are gathered on the way. They can be run
+        through again.
         """
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
@@ -118,7 +119,7 @@ class RolloutEngine(Protocol):
     def wake(self) -> None:
         """Be ready to generate; all ranks call it together.
 
-        An engine that drops its weights in sleep runs through those of the last push again, if they can be.
+        An engine that drops its weights in sleep runs through those of the last push again.
         """
 
     def close(self) -> None:
@@ -127,12 +128,8 @@ class RolloutEngine(Protocol):
 
 def collect(requests: Sequence[Request], finished: Iterable[Finished]) -> list[list[Rollout]]:
     """The answers to each request in the order of samples, once all are finished."""
-    answers: list[dict[int, Rollout]] = [{} for _ in requests]
-    for answer in finished:
-        answers[answer.request][answer.sample] = answer.rollout
-    if [len(of_request) for of_request in answers] != [request.count for request in requests]:
-        raise RuntimeError("the rollout engine did not finish all answers: this is a defect of the engine")
-    return [[of_request[sample] for sample in range(len(of_request))] for of_request in answers]
+    answers = {(one.request, one.sample): one.rollout for one in finished}
+    return [[answers[i, sample] for sample in range(request.count)] for i, request in enumerate(requests)]
 
 
 @dataclass(frozen=True)
@@ -147,9 +144,6 @@ class EngineSettings:
         max_prompt_tokens: longest prompt.
         rollout: which engine, the longest response, sizes and servers.
         attention: attention implementation of transformers.
-
-    Raises:
-        ValueError: there is no token id that ends a response.
     """
 
     source: ModelSource
@@ -159,10 +153,6 @@ class EngineSettings:
     max_prompt_tokens: int
     rollout: RolloutConfig
     attention: str = "sdpa"
-
-    def __post_init__(self) -> None:
-        if not self.eos:
-            raise ValueError("eos: a rollout engine needs at least one token id that ends a response")
 
     @property
     def length(self) -> int:

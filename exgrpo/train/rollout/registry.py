@@ -18,10 +18,6 @@ ENGINES: dict[str, Callable[[EngineSettings, World], RolloutEngine]] = {
     "vllm": VllmEngine,
 }
 """What makes the engine of each name that `RolloutConfig.engine` allows."""
-OBSTACLES: dict[str, Callable[[EngineSettings, World], str | None]] = {"vllm": availability.obstacle}
-"""Of the engines that may be impossible: the reason why one is, with the remedy where there is one; None: it is not."""
-PREFERRED, FALLBACK = "vllm", "transformers"
-"""What `auto` means without servers, and on CPUs, and where the preferred engine is impossible."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +35,39 @@ def choose_engine(settings: EngineSettings, world: World) -> Choice:
     """The engine that the settings mean on this machine.
 
     Raises:
-        ConfigError: vLLM is asked for, by name or by `tensor_parallel`, and cannot do it, or the model has too few
-            positions; the message says why and what to do.
+        ConfigError: vLLM is asked for, by name or by `tensor_parallel`, and cannot do it, or `tensor_parallel` does not
+            divide processes or heads, or the model has too few positions; the message says why and what to do.
     """
     prompt, response = settings.max_prompt_tokens, settings.rollout.max_tokens
     check_positions(settings.source, settings.length, f"max_prompt_tokens + max_tokens ({prompt} + {response})")
     choice = _choose(settings, world)
     ranks = settings.rollout.tensor_parallel
-    if ranks > 1 and choice.name != "vllm":
+    if ranks == 1:
+        return choice
+    if choice.name != "vllm":
         raise ConfigError(
             f"tensor_parallel ({ranks}) is for vLLM in the trainer's process, and the engine is "
             f"{choice}: take tensor_parallel 1"
         )
+    heads, path = settings.source.config.get_text_config().num_attention_heads, settings.source.path
+    for what, number in (("processes of this run", world.size), (f"attention heads of {path}", heads)):
+        if number % ranks:
+            raise ConfigError(f"tensor_parallel ({ranks}) does not divide the {number} {what}: take one that does")
     return choice
 
 
 def _choose(settings: EngineSettings, world: World) -> Choice:
     asked = "server" if settings.rollout.servers else settings.rollout.engine
     if asked == "auto" and world.device.type == "cpu" and settings.rollout.tensor_parallel == 1:
-        return Choice(FALLBACK)
-    name = PREFERRED if asked == "auto" else asked
-    obstacle = OBSTACLES[name](settings, world) if name in OBSTACLES else None
+        return Choice("transformers")
+    if asked not in ("auto", "vllm"):
+        return Choice(asked)
+    obstacle = availability.obstacle(settings, world)
     if obstacle is None:
-        return Choice(name)
+        return Choice("vllm")
     if asked == "auto":
-        return Choice(FALLBACK, obstacle)
-    raise ConfigError(f"engine: {obstacle}; or take the engine {FALLBACK}")
+        return Choice("transformers", obstacle)
+    raise ConfigError(f"engine: {obstacle}; or take the engine transformers")
 
 
 def open_engine(choice: Choice, settings: EngineSettings, world: World) -> RolloutEngine:

@@ -32,7 +32,7 @@ from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.answers import Answerer
 from exgrpo.train.rollout.engine import EngineSettings, RolloutEngine, training_settings
 from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
-from exgrpo.train.rollout.transformers.shared import SharedEngine, shares_policy
+from exgrpo.train.rollout.transformers.engine import SharedEngine, shares_policy
 from exgrpo.train.rollout.turns.conversations import conversations_of
 from exgrpo.train.run.plan import plan_run
 from exgrpo.train.run.startup_checks import Early, check_surrogate

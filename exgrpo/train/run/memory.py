@@ -16,7 +16,7 @@ from exgrpo.train.policy.layout import LONG
 from exgrpo.train.policy.shape import FP32, ModelShape
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.transformers.decode import grown
-from exgrpo.train.rollout.transformers.shared import shares_policy
+from exgrpo.train.rollout.transformers.engine import shares_policy
 from exgrpo.train.rollout.vllm.engine import GIB, cache_gib, sequences
 
 MOMENTS = ("rollout", "loss", "backward", "step")

@@ -1,4 +1,4 @@
-"""What ships with the package is found by its name: a new task or reward is one new file."""
+"""What ships with the package is found by its name: a new task is one new file."""
 
 import sys
 import textwrap
@@ -9,8 +9,7 @@ from exgrpo.train.common.functions import ASSETS, DEFAULT_TASK, find_module, mod
 from exgrpo.train.config.recipe import DEFAULT_RUN
 from exgrpo.train.data import tasks
 from exgrpo.train.data.files import TASKS, read_rows
-from exgrpo.train.reward import builtin
-from exgrpo.train.reward.names import BUILTIN, beside, resolve_reward
+from exgrpo.train.reward.names import BUILTIN, resolve_reward
 
 
 @pytest.fixture
@@ -48,19 +47,12 @@ def test_a_new_task_is_one_new_file(new_file):
     assert module_names(TASKS, "generate") == ["arithmetic", "colouring", "countdown", "counting"]
 
 
-def test_a_new_reward_is_one_new_file(new_file):
-    new_file(builtin, "echo", "def reward(response, gold):\n    return float(response == gold)\n")
-    assert resolve_reward("echo")("a", "a") == 1.0
-    assert beside("echo", "form") is None
-    assert module_names(BUILTIN, "reward") == ["echo", "math", "math_no_think"]
-
-
-@pytest.mark.parametrize("name", module_names(BUILTIN, "reward"))
+@pytest.mark.parametrize("name", BUILTIN)
 def test_the_part_that_decides_has_the_grade_of_the_whole(name):
-    reward = find_module(BUILTIN, name, "reward")
+    reward = resolve_reward(name)
     for response in ("<think>5</think> it is \\boxed{4}", "\\boxed{4}", "the answer is 4", "", "</think>", "4"):
-        part = reward.decisive_part(response)
-        assert (0.0 if part is None else reward.reward(part, "4")) == reward.reward(response, "4")
+        part = BUILTIN[name](response)
+        assert (0.0 if part is None else reward(part, "4")) == reward(response, "4")
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "files", "questions", "..pool", "math:math", "arithmetic.generate"])

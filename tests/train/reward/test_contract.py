@@ -3,7 +3,7 @@
 import pytest
 
 from exgrpo.train.common.errors import DataError, RewardError
-from exgrpo.train.reward.contract import Columns, Contract, contract_of
+from exgrpo.train.reward.contract import contract_of
 from exgrpo.train.reward.pool import Grader
 
 REWARDS = """
@@ -91,23 +91,9 @@ def grade(grader, mine, name, answers):
     return grading.finish()
 
 
-@pytest.mark.parametrize(
-    ("function", "columns"),
-    [
-        (lambda response, gold: 0, Columns()),
-        (lambda response, gold, strict=True, *more: 0, Columns(own=("strict",))),
-        (lambda r, g, *, a, b=0: 0, Columns(("a",), ("b",), own=("r", "g"))),
-        (lambda r, g, /, *, a, **row: 0, Columns(("a",), rest=True)),
-    ],
-)
-def test_columns_are_the_keyword_arguments(function, columns):
-    found = contract_of(function, "f").columns
-    assert (found.needed, found.optional, found.rest) == (columns.needed, columns.optional, columns.rest)
-    assert set(columns.own) <= set(found.own)
-
-
 def test_a_row_gives_the_columns_that_are_asked_for():
     row = {"a": 1, "b": None, "gold": "7", "c": [3]}
+    assert contract_of(lambda response, gold, strict=True, *more: 0, "f").columns.of(row) == {}
     assert contract_of(lambda response, gold, *, a, b, d=0: 0, "f").columns.of(row) == {"a": 1, "b": None}
     assert contract_of(lambda response, gold, **row: 0, "f").columns.of(row) == {"a": 1, "b": None, "c": [3]}
     with pytest.raises(DataError, match="has no column 'd', which the reward 'f' takes; its columns are 'a, b, gold"):
@@ -213,9 +199,3 @@ def test_an_asynchronous_call_that_fails_or_takes_too_long_costs_only_its_answer
 def test_what_blocks_the_process_is_killed(impatient, mine):
     found = grade(impatient, mine, "together", [*(("block", str(i), {}) for i in range(4)), ("2", "1", {})])
     assert (found.reward, found.timed_out) == ((0.0,) * 4 + (2.0,), 4)
-
-
-def test_how_much_a_process_takes_at_a_time():
-    assert [one.together(8) for one in (Contract(), Contract(batch=3), Contract(asynchronous=True))] == [1, 3, 8]
-    assert [one.seconds(3, 2.0) for one in (Contract(), Contract(batch=3))] == [6.0, 6.0]
-    assert Contract(asynchronous=True).seconds(3, 2.0) < 10

@@ -18,26 +18,8 @@ from exgrpo.train.reward.grading import AUTO, FORMS, math, math_form, math_no_th
 from exgrpo.train.reward.pool import Grader
 from tests.train.fakes import LoneWorld
 
-TEXTS = st.lists(
-    st.sampled_from(
-        [
-            "<answer>",
-            "</answer>",
-            "#### ",
-            "Answer: ",
-            "answer:",
-            "\\boxed{",
-            "}",
-            "{",
-            "1,234",
-            "-7",
-            "x",
-            ".",
-            " ",
-            "\n",
-        ]
-    )
-).map("".join)
+MARKS = ("<answer>", "</answer>", "#### ", "Answer: ", "answer:", "\\boxed{", "1,234", "-7", *"{}x. \n")
+TEXTS = st.lists(st.sampled_from(MARKS)).map("".join)
 RIGHT = {
     "boxed": "So it is $\\boxed{72}$.",
     "tags": "<answer> 72 </answer>",

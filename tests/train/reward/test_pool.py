@@ -50,8 +50,8 @@ def odd(response, gold):
     if response == "rude error":
         raise RudeError
     return {
-        "none": None, "nan": float("nan"), "text": "1", "huge": 10**400, "huger": 10**9000, "infinite": float("inf"),
-        "large": -1000001, "long": "x" * 100_000, "rude": Rude(2), "list": [[1]] * 10_000, "yes": True, "most": 1e6,
+        "none": None, "nan": float("nan"), "huger": 10**9000, "large": -1000001, "long": "x" * 100_000,
+        "rude": Rude(2), "yes": True, "most": 1e6,
     }[response]
 
 def imports_torch(response, gold):
@@ -160,12 +160,6 @@ def test_a_reward_that_ends_its_process_while_loading_is_an_error_at_constructio
         Grader(f"{tmp_path}/dies.py:f", workers=1, time_limit=5)
 
 
-@pytest.mark.parametrize(("workers", "limit"), [(0, 1.0), (1, 0.0), (1, float("nan"))])
-def test_impossible_limits(workers, limit):
-    with pytest.raises(ValueError, match="workers|time_limit"):
-        Grader("math", workers=workers, time_limit=limit)
-
-
 def test_grades_come_in_order_and_agree_with_the_function():
     answers = [(f"<think>{i}</think>\\boxed{{{i % 3}}}", "1") for i in range(20)]
     answers += [("\\boxed{1}", "1"), ("</think>", "1"), ("<think>a</think>\\boxed{\\frac{1}{2}}", "0.5")]
@@ -242,14 +236,10 @@ def test_two_gradings_at_once_survive_the_death_of_the_processes(mine):
     [
         ("none", r"None \(NoneType\)"),
         ("nan", r"nan \(float\)"),
-        ("text", r"'1' \(str\)"),
-        ("huge", r"1000.*000 \(int\)"),
         ("huger", r".*int.*"),
-        ("infinite", r"inf \(float\)"),
         ("large", r"-1000001 \(int\)"),
         ("long", r"'xxx.*xxx' \(str\)"),
         ("rude", r"<.*Rude.*> \(Rude\)"),
-        ("list", r"\[\[1\], .*\] \(list\)"),
     ],
 )
 def test_what_is_no_reward_is_one_line_that_names_function_question_and_value(response, shown, grader):

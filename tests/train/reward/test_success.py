@@ -1,17 +1,10 @@
 """What a success is, and when rewards are said not to fit it."""
 
-import math
-import re
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.tools.evaluate.options import Options, parse_options
-from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.success import RewardWatch, is_success
-from tests.train.configs import configured
 
 numbers = st.integers(-1000, 1000).map(lambda hundredths: hundredths / 100)
 
@@ -61,22 +54,3 @@ def test_few_answers_are_spoken_of_at_the_end_and_only_once():
     assert told(watch, [[0.1, 0.9], [0.5]]) == [None, None]
     assert watch.conclude().startswith("no answer is a success: the rewards of 3 answers lie between 0.1 and 0.9")
     assert watch.conclude() is None
-
-
-@pytest.mark.parametrize("steps", [[[0.0]] * 300, [[1.0]] * 300, [[0.0, 1.0]] * 150])
-def test_right_and_wrong_answers_are_nothing_to_speak_of(steps):
-    assert not any(told(RewardWatch(1.0, "success"), steps))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_the_threshold_is_a_finite_number(value):
-    with pytest.raises(ConfigError, match=re.escape("reward.success: Input should be a finite number")):
-        configured({"reward": {"success": value}})
-    with pytest.raises(ValueError, match="finite number"):
-        Options(model="m", data={"test": ("d",)}, reward={"success": value})
-
-
-def test_the_threshold_is_an_option_of_the_evaluation():
-    asked = ["model", "--data.test", "a.jsonl"]
-    assert parse_options(asked).reward.success == configured().reward.success == 1.0
-    assert parse_options([*asked, "--reward.success", "0.5"]).reward.success == 0.5

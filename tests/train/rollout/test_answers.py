@@ -64,7 +64,8 @@ class KeepingGrader:
 
     def finish(self):
         self.seen.append("finish")
-        return Grades((0.0, 1.0, 2.0, 3.0), timed_out=2, failed=1, key=(0, 10, 20, 30))
+        parts = tuple({"form": float(i)} for i in range(4))
+        return Grades((0.0, 1.0, 2.0, 3.0), timed_out=2, failed=1, key=(0, 10, 20, 30), parts=parts)
 
 
 class StoppedEngine(FixedEngine):
@@ -124,19 +125,11 @@ def test_answers_are_graded_as_they_finish_and_stand_in_the_order_of_samples():
     assert [prompt.tolist() for prompt in batch.prompt] == [[0, 2], [1, 2]]
     assert batch.reward.tolist() == [2, 0, 3, 1]
     assert batch.key.tolist() == [20, 0, 30, 10]
+    assert [parts["form"] for parts in batch.parts] == [2, 0, 3, 1]
     assert batch.finished.tolist() == [True, False] * 2
     assert (batch.counts.answers, batch.counts.timed_out, batch.counts.failed) == (4, 2, 1)
     assert batch.counts.failed_fraction == 3 / 4
     assert batch.counts.engine == EngineCounts(prompt_tokens=8, cached_tokens=6)
-
-
-def test_answers_have_the_parts_of_their_rewards():
-    class WithParts(KeepingGrader):
-        def finish(self):
-            return dataclasses.replace(super().finish(), parts=tuple({"form": float(i)} for i in range(4)))
-
-    batch = answering(FixedEngine([]), WithParts()).answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
-    assert [parts["form"] for parts in batch.parts] == [2, 0, 3, 1]
 
 
 class Numbering(FixedEngine):
@@ -202,29 +195,19 @@ def test_an_engine_that_fails_is_told_when_the_ranks_meet():
         answerer.join(produced)
 
 
-class MisusedGrader(KeepingGrader):
-    def finish(self):
-        raise RewardError("no reward here")
-
-
 def test_a_result_that_is_no_reward_is_told_to_all_ranks():
     told = []
+
+    class Misused(KeepingGrader):
+        def finish(self):
+            raise RewardError("no reward here")
 
     class Watched(LoneWorld):
         def gather(self, value):
             told.append(value)
             return [value]
 
-    answerer = Answerer(FixedEngine([]), MisusedGrader(), spell, Watched())
+    answerer = Answerer(FixedEngine([]), Misused(), spell, Watched())
     with pytest.raises(RewardError, match="no reward here"):
         answerer.answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
     assert isinstance(told[-1], RewardError)
-
-
-@pytest.mark.parametrize(("size", "ranks"), [(1, 1), (4, 1), (4, 2), (4, 4)])
-def test_neighbouring_ranks_share_an_engines_work(size, ranks):
-    worlds = [World(rank, size, torch.device("cpu"), control=None) for rank in range(size)]
-    shares = [world.split("abcdefg", ranks) for world in worlds]
-    for first in range(0, size, ranks):
-        assert all(share == shares[first] for share in shares[first : first + ranks])
-    assert sorted(pair for share in shares[::ranks] for pair in share) == list(enumerate("abcdefg"))

@@ -12,8 +12,7 @@ from exgrpo.train.policy.attention import ONE_TOKEN, PACKED
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.rollout.engine import Sampling
-from exgrpo.train.rollout.transformers.engine import TransformersEngine
-from exgrpo.train.rollout.transformers.shared import SharedEngine, shares_policy
+from exgrpo.train.rollout.transformers.engine import SharedEngine, TransformersEngine, shares_policy
 from tests.train import tiny
 from tests.train.configs import configured
 

@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import Rollout
-from exgrpo.train.rollout.answers import Answerer
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import NO_STOPS, Stops, text_of
 from exgrpo.train.rollout.transformers.engine import TransformersEngine
-from exgrpo.train.trainer import Trainer
 from tests.train import pieces, tiny
 from tests.train.configs import configured
-from tests.train.fakes import LoneWorld, RecordingPolicy, ScriptedGrader, question_set
+from tests.train.fakes import LoneWorld
 
 EOS = (2, 5)
 STRINGS = ("b\n", "→", "é:", ":Q", "\n\nQ:")
@@ -124,42 +122,6 @@ def test_generation_ends_when_all_answers_have(engine):
     answers = tiny.rollouts(engine, PROMPTS, [2] * len(PROMPTS), everything, seed=0)
     assert {len(rollout.response) for of_prompt in answers for rollout in of_prompt} == {1}
     assert len(steps) < 2 * 6
-
-
-def test_a_step_trains_on_and_stores_the_stops_tokens_and_grades_the_text_before_them(engine):
-    graded = []
-
-    def reward(text):
-        graded.append(text)
-        return float(len(text) % 2)
-
-    config = configured(
-        {
-            "questions": 6,
-            "rollout": {"samples": 8, "max_tokens": MAX_TOKENS, "stop": STRINGS},
-            "data": {"max_prompt_tokens": 8},
-            "experience": {"start_pass_rate": 0.0},
-        }
-    )
-    answerer = Answerer(engine, ScriptedGrader(reward), pieces.read, LoneWorld())
-    trainer = Trainer(config, question_set(20), RecordingPolicy(), answerer)
-    batch = trainer.step(1).batch
-    answers = [batch.answer(row) for row in range(len(batch))]
-    responses = [answer.response.tolist() for answer in answers]
-    at_stop = [response for response in responses if pieces.scan(response, STRINGS)]
-    assert len(at_stop) > 5
-    assert all(pieces.scan(response, STRINGS) == len(response) for response in at_stop)
-    trained = [minibatch.batch for minibatch, _ in trainer.policy.updates]
-    rows = [part.answer(row).response.tolist() for part in trained for row in range(len(part))]
-    assert sorted(rows) == sorted(responses)
-    stored = [t.response.tolist() for question in range(20) for t in trainer.replay.memory.trajectories(question)]
-    assert any(response in stored for response in at_stop)
-    assert sorted(graded) == sorted(batch.text)
-    for answer, found in zip(answers, batch.text, strict=True):
-        text = pieces.before(pieces.read(answer.response), STRINGS)
-        if text is None:
-            text = pieces.read(answer.response[:-1] if answer.finished else answer.response)
-        assert found == text
 
 
 def test_an_empty_stop_string_is_refused_by_name():

@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-JOIN_SECONDS = 60
+JOIN = datetime.timedelta(seconds=60)
 SEND_SECONDS = 600
 """For one bucket of weights."""
 ALIGNED = 16
@@ -50,16 +50,9 @@ def unpack(
 
 
 class GlooGroup:
-    """Broadcasts among processes that share no process group of torch.
+    """Broadcasts among `size` processes that share no process group of torch and find each other by a store.
 
-    Args:
-        store: where the members find each other.
-        address: this member's address, as the others reach it.
-        rank: this member, 0..size-1.
-        size: number of members.
-
-    Raises:
-        RuntimeError: not all members came within `JOIN_SECONDS`.
+    Raises RuntimeError where not all of them came in time.
     """
 
     def __init__(self, store: TCPStore, address: str, rank: int, size: int) -> None:
@@ -67,7 +60,7 @@ class GlooGroup:
         options = gloo._Options()
         # By default gloo listens where the host's name points to: on some machines that is the loopback device.
         options._devices = [gloo.create_device(hostname=address)]
-        options._timeout = datetime.timedelta(seconds=JOIN_SECONDS)
+        options._timeout = JOIN
         self._store = store  # the group does not keep it alive
         self._group = gloo(PrefixStore("weights", store), rank, size, options)
 
@@ -87,8 +80,7 @@ class GlooGroup:
 
 def join_gloo(address: str, port: int, rank: int, size: int) -> GlooGroup:
     """Become a member of the group whose member 0 waits at the address."""
-    timeout = datetime.timedelta(seconds=JOIN_SECONDS)
-    store = TCPStore(address, port, is_master=False, timeout=timeout)
+    store = TCPStore(address, port, is_master=False, timeout=JOIN)
     return GlooGroup(store, own_address(address, port), rank, size)
 
 
@@ -113,13 +105,12 @@ class WeightChannel:
     def __init__(self, backend: str, url: str, workers: int, device: torch.device) -> None:
         parts = urlsplit(url)
         self.address = own_address(parts.hostname or "", parts.port or 80)
-        self._backend, self._size, self._device = backend, workers + 1, device
+        self._size, self._device = workers + 1, device
         self._group: Any = None
         self._store: TCPStore | None = None
         if backend == "gloo":
-            timeout = datetime.timedelta(seconds=JOIN_SECONDS)
             self._store = TCPStore(
-                self.address, 0, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
+                self.address, 0, is_master=True, timeout=JOIN, wait_for_workers=False, multi_tenant=True
             )
             self.port = self._store.port
         else:

@@ -1,11 +1,10 @@
 """Can a server generate for this run? Asked before training starts."""
 
 import shlex
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -14,11 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from exgrpo.train.common.errors import SHOWN, ConfigError, cut, shown
 from exgrpo.train.common.limits import MOST_PROCESSES
 from exgrpo.train.config.pretrained import to_arguments
-from exgrpo.train.config.recipe import explain
+from exgrpo.train.config.section import explain
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.engine import EngineSettings, Sampling
-from exgrpo.train.rollout.server.client import ServerClient, host_and_port
-from exgrpo.train.rollout.server.guard import LOOPBACK
+from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.reply import ServerError, part
 from exgrpo.train.rollout.vllm.availability import SERVERS
 
@@ -37,31 +35,15 @@ COMPARED = (
 """What of a model's configuration has to be equal in the trainer and in a server."""
 GLOO, PACKED_NCCL = "gloo", "packed_nccl"
 """The transports of weights to servers on CPUs and on GPUs, as `exgrpo.train.rollout.server.worker` registers them."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 FRESH = "default"
 """What vLLM calls the weights with which a server starts."""
 INCOMPLETE = "incomplete"
 """What a server's weights are called while they are replaced: answers that such weights write are of no use."""
 
 
-@dataclass(frozen=True)
-class ServerFacts:
-    """What a server is.
-
-    Attributes:
-        backend: the transport of its weight transfer.
-        workers: its worker processes.
-        sequences: answers that it generates at once.
-        label: of its weights.
-    """
-
-    backend: str
-    workers: int
-    sequences: int
-    label: str
-
-
-class WorkerFacts(BaseModel):
-    """What a server's worker says of itself; see `RolloutWorker.rollout_facts`."""
+class ServerFacts(BaseModel):
+    """What a server's worker says of itself, see `RolloutWorker.rollout_facts`, and the label of its weights."""
 
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
 
@@ -74,14 +56,15 @@ class WorkerFacts(BaseModel):
     workers: Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
     sequences: PositiveInt
     gpu: str
+    label: str = ""
 
 
 def start_command(settings: EngineSettings, url: str) -> str:
     """What starts a server at the address that generates as the settings ask, for messages."""
-    host, port = host_and_port(url)
+    address = urlsplit(url)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == settings.dtype)
-    listen = "" if host in LOOPBACK else f" --host 0.0.0.0 --names {host}"
-    options = f"--dtype {dtype} --max-tokens {settings.length} --port {port}{listen}"
+    listen = "" if address.hostname in LOOPBACK else " --host 0.0.0.0"
+    options = f"--dtype {dtype} --max-tokens {settings.length} --port {address.port}{listen}"
     if settings.source.overrides:
         options += f" --overrides {shlex.join(to_arguments(settings.source.overrides))}"
     return f"`python -m exgrpo.tools.serve {settings.source.path} {options}`"
@@ -104,28 +87,26 @@ def check_server(client: ServerClient, settings: EngineSettings, device: torch.d
         return ConfigError(f"rollout.servers: {client.url} {problem}: {remedy}")
 
     try:
-        answer = client.get("version")
+        version = part(client.get("version"), "version", str)
     except ServerError as error:
-        if error.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):  # with the remedy
+        if error.status == HTTPStatus.UNAUTHORIZED:  # with the remedy
             raise ConfigError(f"rollout.servers: {client.url} refuses the trainer: {error}") from None
-        raise refuse(f"cannot be reached ({error})") from None
-    try:
-        version = part(answer, "version", str)
-    except ServerError:
-        raise refuse("is no vLLM server") from None
+        raise refuse(f"cannot be reached as a server of vLLM ({error})") from None
     if version not in SERVERS:
         raise refuse(f"runs vLLM {cut(version, SHOWN)}, and a server must be one from {SERVERS}")
     try:
-        answers = client.call_workers("rollout_facts")
+        facts, *others = map(ServerFacts.model_validate, client.call_workers("rollout_facts") or [None])
     except ServerError as error:
-        why = "has vLLM's development routes off" if error.status == 404 else "lacks this package's worker extension"
-        raise refuse(f"{why} ({error})") from None
-    try:
-        facts, *others = [WorkerFacts.model_validate(answer) for answer in answers or [None]]
+        raise refuse(f"lacks vLLM's development routes or this package's worker extension ({error})") from None
     except ValidationError as error:
-        raise refuse(f"has facts that are not understood: {explain(error, WorkerFacts, 'rollout_facts')}") from None
-    if problem := _differs(facts, settings, device) or _collides([facts, *others], device):
+        raise refuse(f"has facts that are not understood: {explain(error, ServerFacts, 'rollout_facts')}") from None
+    if problem := _differs(facts, settings, device):
         raise refuse(problem)
+    gpu = gpu_of(device)
+    if gpu and gpu in {one.gpu for one in (facts, *others)}:  # NCCL joins no two processes on one
+        raise refuse(
+            f"computes on the GPU of the trainer's first process, {gpu}: give it another by CUDA_VISIBLE_DEVICES"
+        )
     try:
         label = client.weight_version()
         if label == INCOMPLETE:
@@ -137,7 +118,7 @@ def check_server(client: ServerClient, settings: EngineSettings, device: torch.d
         raise refuse(f"does not generate ({error})") from None
     if probe.versions != {label}:
         raise refuse("does not say which weights wrote an answer")
-    return ServerFacts(str(facts.backend), facts.workers, facts.sequences, label)
+    return facts.model_copy(update={"label": label})
 
 
 def end_update(client: ServerClient) -> None:
@@ -151,33 +132,22 @@ def end_update(client: ServerClient) -> None:
     client.post("finish_weight_update")
 
 
-def _differs(facts: WorkerFacts, settings: EngineSettings, device: torch.device) -> str | None:
-    own = model_facts(settings.source.config)
-    for name, value in own.items():
-        if (found := facts.model.get(name)) != value:
+def _differs(facts: ServerFacts, settings: EngineSettings, device: torch.device) -> str | None:
+    dtype, log_probs = str(settings.dtype).removeprefix("torch."), "processed_logprobs"  # at the sampling temperature
+    wanted = {**model_facts(settings.source.config), "dtype": dtype, "logprobs_mode": log_probs}
+    given = {**facts.model, "dtype": facts.dtype, "logprobs_mode": facts.logprobs_mode}
+    for name, value in wanted.items():
+        if (found := given.get(name)) != value:
             text = found if isinstance(found, str) else shown(found)
-            return f"has another model, {cut(facts.path, SHOWN)}: {name} is {cut(text, SHOWN)} and not {value}"
-    dtype = str(settings.dtype).removeprefix("torch.")
-    if facts.dtype != dtype:
-        return f"computes in {cut(facts.dtype, SHOWN)}, the trainer in {dtype}"
+            return f"has {name} {cut(text, SHOWN)} and not {value}, with the model {cut(facts.path, SHOWN)}"
     if facts.max_model_len < settings.length:
         return (
             f"takes {facts.max_model_len} tokens, and data.max_prompt_tokens + rollout.max_tokens are {settings.length}"
         )
-    if facts.logprobs_mode != "processed_logprobs":
-        return f"gives {cut(facts.logprobs_mode, SHOWN)} instead of log-probs at the sampling temperature"
     if facts.backend not in (GLOO, PACKED_NCCL):
         return f"has no weight transfer by {PACKED_NCCL} or {GLOO} but {cut(str(facts.backend), SHOWN)}"
     if facts.backend == PACKED_NCCL and device.type != "cuda":
         return "takes weights over NCCL, and the trainer has no GPU"
-    return None
-
-
-def _collides(workers: Sequence[WorkerFacts], device: torch.device) -> str | None:
-    """NCCL joins no two processes on one GPU."""
-    gpu = gpu_of(device)
-    if gpu and gpu in {facts.gpu for facts in workers}:
-        return f"computes on the GPU of the trainer's first process, {gpu}: give it another by CUDA_VISIBLE_DEVICES"
     return None
 
 

@@ -1,18 +1,15 @@
 """HTTP to one `vllm serve` instance: token ids in, token ids and log-probs out, and its weight-transfer routes."""
 
-import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError, ReadTimeoutError
-from urllib3.util import Retry
 
 from exgrpo.train.common import plain
 from exgrpo.train.common.errors import cut, shown
@@ -31,6 +28,7 @@ LONG_SECONDS = 3600
 """For what takes as long as answers do; whether the server's machine is alive is asked beneath, by TCP."""
 UNREACHED_SECONDS = 60
 """After which a connection is given up on which a server's machine answers nothing, not even TCP."""
+CONNECTIONS = 256
 MOST_BYTES = 2**26
 """Of an answer; but answers to prompts may have `TOKEN_BYTES` for each token besides."""
 TOKEN_BYTES = 2**10
@@ -48,7 +46,7 @@ ALIVE = [
 
 
 class ServerClient:
-    """One server by its address; threads may share it.
+    """One server by its address, which is asked once for each thing; threads may share it.
 
     Args:
         url: like http://host:8000.
@@ -57,7 +55,7 @@ class ServerClient:
     """
 
     def __init__(self, url: str, vocabulary: int = LARGEST_ID + 1, token: str = "") -> None:
-        self.url = url.rstrip("/")
+        self.url = url
         self._vocabulary = vocabulary
         self._session = requests.Session()
         self._session.trust_env = False  # no proxy lies between the machines of a run
@@ -66,42 +64,15 @@ class ServerClient:
         self._session.headers["Accept-Encoding"] = "identity"  # a few bytes could stand for any number of them
         if token:
             self._session.headers["Authorization"] = f"Bearer {token}"
-        # Only a server that was not reached is asked again: what changes its state must happen once.
-        self._session.mount(self.url, _Adapter(_Retry(connect=3, read=0, other=0, status=0, backoff_factor=0.5)))
-        self._session.mount(
-            f"{self.url}/inference",
-            _Adapter(
-                _Retry(
-                    connect=3,
-                    read=3,
-                    other=0,
-                    status=2,
-                    status_forcelist=(429, 502, 503, 504),
-                    allowed_methods=None,
-                    backoff_factor=0.5,
-                    raise_on_status=False,
-                )
-            ),
-        )
+        self._session.mount(self.url, _Adapter(pool_maxsize=CONNECTIONS))
 
-    def check_listening(self) -> None:
-        """Check that a program listens at the address; one attempt, no repetition.
-
-        Raises:
-            ServerError: nothing does.
-        """
-        try:
-            socket.create_connection(host_and_port(self.url), CONNECT_SECONDS).close()
-        except OSError as error:
-            raise ServerError(error.strerror or str(error)) from None
-
-    def get(self, path: str) -> Any:
+    def get(self, path: str, seconds: float = FACT_SECONDS) -> Any:
         """The JSON at a path.
 
         Raises:
-            ServerError: it cannot be had.
+            ServerError: it cannot be had in that time.
         """
-        return self._ask("GET", path, FACT_SECONDS)
+        return self._ask("GET", path, seconds)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> Any:
         """What a path gives for a body, both JSON.
@@ -122,21 +93,8 @@ class ServerClient:
     def paused(self) -> bool:
         """Whether its engine waits for new weights, as far as it can be reached."""
         with suppress(ServerError):
-            return self._paused()
+            return part(self.get("is_paused", STATE_SECONDS), "is_paused", bool)
         return False
-
-    def _paused(self) -> bool:
-        return part(self._ask("GET", "is_paused", STATE_SECONDS), "is_paused", bool)
-
-    def doing(self) -> str:
-        """What its engine does, in words, for a message about a server that does not answer."""
-        try:
-            paused = self._paused()
-        except SilentServerError:
-            return "its engine is held up: it waits for weights, or a step of it takes long"
-        except ServerError as error:
-            return f"what its engine does is not known: {error}"
-        return "its engine is paused for new weights" if paused else "its engine goes on with its requests"
 
     def generate(
         self,
@@ -197,7 +155,6 @@ class ServerClient:
                 method,
                 f"{self.url}/{path}",
                 json=body,
-                headers={"Content-Type": "application/json"},  # servers ask for it where there is no body, too
                 timeout=(CONNECT_SECONDS, seconds),
                 allow_redirects=False,  # a server of a run sends nobody elsewhere
                 stream=True,
@@ -213,7 +170,7 @@ class ServerClient:
         try:
             return plain.parse_json(content)
         except ValueError:
-            raise ServerError(f"no JSON but {shown(_text(content), 80)}", answer.status_code) from None
+            raise ServerError(f"no JSON but {shown(content[:80], 80)}", answer.status_code) from None
 
 
 def _content(answer: requests.Response, seconds: float, most: int) -> bytes:
@@ -224,61 +181,21 @@ def _content(answer: requests.Response, seconds: float, most: int) -> bytes:
         ServerError: it is longer than `most` bytes.
         HTTPError: of urllib3, it breaks off.
     """
-    parts, size, end = [], 0, time.monotonic() + seconds
+    content, end = bytearray(), time.monotonic() + seconds
     while part := answer.raw.read1(PART_BYTES, decode_content=False):
-        parts.append(part)
-        size += len(part)
-        if size > most:
+        content += part
+        if len(content) > most:
             raise ServerError(f"an answer of more than {most} bytes")
         if time.monotonic() > end:
             raise SilentServerError(f"no whole answer for {seconds:.0f} s")
-    return b"".join(parts)
-
-
-class _Retry(Retry):
-    """Retries that are not logged: their result is. A request that timed out is not repeated."""
-
-    def increment(
-        self,
-        method: str | None = None,
-        url: str | None = None,
-        response: Any = None,
-        error: Exception | None = None,
-        _pool: Any = None,
-        _stacktrace: Any = None,
-    ) -> "_Retry":
-        if isinstance(error, ReadTimeoutError):
-            raise error
-        return super().increment(method, url, response, error, _pool, _stacktrace)
-
-
-def _is_no_retry(record: logging.LogRecord) -> bool:
-    return not (isinstance(record.args, tuple) and any(isinstance(part, _Retry) for part in record.args))
-
-
-logging.getLogger("urllib3.connectionpool").addFilter(_is_no_retry)
+    return bytes(content)
 
 
 class _Adapter(HTTPAdapter):
     """Connections that notice a peer whose machine is gone."""
 
-    def __init__(self, retries: Retry) -> None:
-        super().__init__(max_retries=retries, pool_maxsize=256)
-
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, socket_options=ALIVE, **kwargs)
-
-
-def host_and_port(url: str) -> tuple[str, int]:
-    """The two parts of a server's address.
-
-    Raises:
-        ValueError: it is not one of the form http://host:port.
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port is None or parts.path.strip("/"):
-        raise ValueError(f"{url!r} is not an address like http://host:8000")
-    return parts.hostname, parts.port
 
 
 def _cause(error: BaseException) -> str:
@@ -289,15 +206,10 @@ def _cause(error: BaseException) -> str:
 
 
 def _message(content: bytes) -> str:
-    text: Any
+    """What an answer says of an error, or how it begins."""
     try:
         body = plain.parse_json(content)
-        text = body["error"]["message"] if "error" in body else body["detail"]
+        said = body["error"]["message"] if "error" in body else body["detail"]
     except (ValueError, KeyError, TypeError):
-        text = _text(content)
-    return cut(" ".join((text if isinstance(text, str) else shown(text)).split()), 300)
-
-
-def _text(content: bytes) -> str:
-    """The beginning of an answer, for messages."""
-    return content[:PART_BYTES].decode(errors="replace")
+        said = content[:1000].decode(errors="replace")
+    return cut(" ".join((said if isinstance(said, str) else shown(said)).split()), 300)

@@ -1,6 +1,5 @@
 """Rollouts by any number of `vllm serve` instances, on this machine or others; see docs/servers.md."""
 
-import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -12,7 +11,7 @@ from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import EngineCounts
 from exgrpo.train.rollout.engine import EngineSettings, Finished, Request
 from exgrpo.train.rollout.server.check import FRESH
-from exgrpo.train.rollout.server.client import ServerClient, host_and_port
+from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.guard import server_token
 from exgrpo.train.rollout.server.pool import Job, ServerPool
 from exgrpo.train.rollout.server.sender import WeightSender
@@ -41,13 +40,11 @@ class ServerEngine:
     def __init__(self, settings: EngineSettings, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.world = world
         vocabulary = settings.source.config.get_text_config().vocab_size
-        urls = _distinct(settings.rollout.servers)
         # Launchers do not give the environment of the first rank to those on other machines.
         token = world.gather(on_main(world, server_token))[0] or ""
-        self._clients = [ServerClient(url, vocabulary, token) for url in urls]
+        self._clients = [ServerClient(url, vocabulary, token) for url in settings.rollout.servers]
         self._pool = ServerPool(self._clients, sorted(set(settings.eos)))
         self._counts = EngineCounts()
-        self._lock = threading.Lock()
         self._sender: WeightSender | None = None
         if world.is_main:
             self._sender = WeightSender(self._clients, settings, world.device, bucket_bytes)
@@ -79,7 +76,10 @@ class ServerEngine:
         ]
         with closing(self._pool.generate(jobs)) as replies:
             for job, reply in replies:
-                self._count(prompt_tokens=len(job.tokens) * job.count, cached_tokens=reply.cached_tokens)
+                self._counts = EngineCounts(
+                    self._counts.prompt_tokens + len(job.tokens) * job.count,
+                    self._counts.cached_tokens + reply.cached_tokens,
+                )
                 for sample, rollout in enumerate(reply.rollouts, job.sample):
                     yield Finished(job.request, sample, rollout)
 
@@ -120,14 +120,8 @@ class ServerEngine:
 
     def counts(self) -> EngineCounts:
         """See `RolloutEngine.counts`."""
-        with self._lock:
-            counts, self._counts = self._counts, EngineCounts()
+        counts, self._counts = self._counts, EngineCounts()
         return counts
-
-    def _count(self, *, prompt_tokens: int, cached_tokens: int) -> None:
-        with self._lock:
-            old = self._counts
-            self._counts = EngineCounts(old.prompt_tokens + prompt_tokens, old.cached_tokens + cached_tokens)
 
     def sleep(self) -> None:
         """Nothing: the servers' memory is their own."""
@@ -147,17 +141,3 @@ def _run_through(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """All ranks gather each weight together, whoever needs it."""
     for _ in weights:
         pass
-
-
-def _distinct(urls: Sequence[str]) -> list[str]:
-    if not urls:
-        raise ConfigError("rollout.servers: name at least one, like http://host:8000")
-    normal = [url.rstrip("/") for url in urls]
-    for url in normal:
-        try:
-            host_and_port(url)
-        except ValueError as error:
-            raise ConfigError(f"rollout.servers: {error}") from None
-        if normal.count(url) > 1:
-            raise ConfigError(f"rollout.servers: {url} is named twice")
-    return normal

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,14 +22,12 @@ REQUESTS = 64
 """At most so many requests of one rank are with a server at a time: enough for a full batch there."""
 LEAST_SECONDS = 60
 """The shortest time for which an answer is waited for, and after which a word is said."""
-ASSUMED_PACE = 1.0
-"""Seconds per token of an answer, the wait for its turn included, until a server has given some."""
-PATIENCE = 5
-"""How much slower than the slowest one so far an answer may be."""
+TOKEN_SECONDS = 1.0
+"""For each token of an answer, the wait for its turn included; an answer is waited for an hour at most."""
+ATTEMPTS = 3
+"""So often a server is asked for an answer that it does not give, as where a connection breaks."""
 PAUSE_SECONDS = 0.5
-"""Between two questions to a server that takes new weights."""
-SHORT_ANSWER = 32
-"""Tokens: what shorter answers take is not the time of their tokens."""
+"""Before it is asked again."""
 
 
 class NoServerError(RolloutError):
@@ -53,40 +52,15 @@ class _Member:
 
 
 @dataclass(eq=False)
-class _Request:
-    """What a server was asked for."""
-
-    client: ServerClient
-    count: int
-    since: float
-    seconds: float
-
-
-@dataclass(eq=False)
 class _Call:
     """The requests of one call that are with servers, by name; once it is over, nothing is asked again."""
 
     over: bool = False
-    requests: dict[str, _Request] = field(default_factory=dict)
-
-    def waiting(self) -> str:
-        """For whom and how long it waits, in words."""
-        by_url: dict[str, list[_Request]] = {}
-        for request in list(self.requests.values()):
-            by_url.setdefault(request.client.url, []).append(request)
-        now = time.monotonic()
-        return "; ".join(
-            f"{url} has {sum(one.count for one in asked)} answers to give and is waited for for another "
-            f"{max(0.0, min(one.since + one.seconds for one in asked) - now):.0f} s at most"
-            for url, asked in by_url.items()
-        )
+    requests: dict[str, _Member] = field(default_factory=dict)
 
 
 class ServerPool:
     """Asks the server with the least outstanding answers; what one fails to answer is asked of another.
-
-    An answer is waited for as long as its tokens may take: `PATIENCE` times as long per token as the slowest answer of
-    that server so far (`ASSUMED_PACE` before the first one), at least `LEAST_SECONDS` more and at most an hour.
 
     No server is asked before the first `renew`.
 
@@ -102,7 +76,6 @@ class ServerPool:
         self._members: dict[str, _Member] = {}
         self._versions: list[str] = []
         self._problems: dict[str, str] = {}
-        self._pace: dict[str, float] = {}
 
     def expect(self, version: str) -> None:
         """From now on answers may be written by the weights of this label too."""
@@ -137,40 +110,50 @@ class ServerPool:
             for future in futures:
                 future.add_done_callback(done.put)
             while futures:
-                future = _next(done, call)
+                future = self._next(done)
                 yield futures.pop(future), future.result()
         finally:
             # The caller may have had enough, or the last server may be gone.
             with self._lock:
                 call.over, left = True, dict(call.requests)
+                members = list(self._members.values())  # no other is listened to
             executor.shutdown(wait=False, cancel_futures=True)
-            self._abort(left)
+            for member in members:
+                if names := [name for name, asked in left.items() if asked is member]:
+                    member.client.abort(names)
 
-    def _abort(self, left: Mapping[str, _Request]) -> None:
-        with self._lock:
-            clients = [member.client for member in self._members.values()]  # no other is listened to
-        for client in clients:
-            if names := [name for name, request in left.items() if request.client is client]:
-                client.abort(names)
+    def _next(self, done: "SimpleQueue[Future[Reply]]") -> "Future[Reply]":
+        """The next job that is done; where that takes long, a warning says what is waited for."""
+        seconds = LEAST_SECONDS
+        while True:
+            try:
+                return done.get(timeout=seconds)
+            except Empty:
+                with self._lock:
+                    waiting = "; ".join(f"{url} has {one.outstanding} to give" for url, one in self._members.items())
+                logger.warning("no answer of a rollout server for %d s: %s", seconds, waiting)
+                seconds *= 2
 
     def _answer(self, call: _Call, job: Job) -> Reply:
-        oldest, end = len(self._versions) - 1, time.monotonic() + LONG_SECONDS
+        seconds = min(LONG_SECONDS, LEAST_SECONDS + TOKEN_SECONDS * job.sampling.max_tokens)
+        oldest, end, failures = len(self._versions) - 1, time.monotonic() + LONG_SECONDS, Counter[str]()
         while True:
             request = uuid.uuid4().hex
-            member, asked = self._take(call, job, request)
+            member = self._take(call, job, request)
+            client = member.client
             try:
-                reply = member.client.generate(request, job.tokens, job.count, job.sampling, self._eos, asked.seconds)
-                self._measure(asked, reply)
+                reply = client.generate(request, job.tokens, job.count, job.sampling, self._eos, seconds)
                 foreign = reply.versions - set(self._versions[oldest:])
                 if not foreign:
                     return reply
                 self._drop(call, member, f"it has other weights ({', '.join(sorted(foreign))}), as after a restart")
             except SilentServerError as error:
-                self._drop(call, member, f"{error}, and {member.client.doing()}")
+                self._drop(call, member, str(error))
             except ServerError as error:
+                failures[client.url] += 1
                 # From 0.33 on vLLM refuses requests while it is paused, as it is for new weights; before it kept them.
                 refused = error.status == HTTPStatus.SERVICE_UNAVAILABLE and time.monotonic() < end
-                if refused and member.client.paused():
+                if failures[client.url] < ATTEMPTS or (refused and client.paused()):
                     time.sleep(PAUSE_SECONDS)
                 else:
                     self._drop(call, member, str(error))
@@ -179,21 +162,14 @@ class ServerPool:
                     member.outstanding -= job.count
                     call.requests.pop(request, None)
 
-    def _measure(self, asked: _Request, reply: Reply) -> None:
-        pace = (time.monotonic() - asked.since) / max(SHORT_ANSWER, reply.longest)
-        with self._lock:
-            self._pace[asked.client.url] = max(pace, self._pace.get(asked.client.url, 0.0))
-
-    def _take(self, call: _Call, job: Job, request: str) -> tuple[_Member, _Request]:
+    def _take(self, call: _Call, job: Job, request: str) -> _Member:
         with self._lock:
             if call.over or not self._members:
                 raise self._error()
             member = min(self._members.values(), key=lambda member: member.outstanding)
             member.outstanding += job.count
-            pace = self._pace.get(member.client.url, ASSUMED_PACE)
-            seconds = min(LONG_SECONDS, LEAST_SECONDS + PATIENCE * pace * job.sampling.max_tokens)
-            call.requests[request] = _Request(member.client, job.count, time.monotonic(), seconds)
-            return member, call.requests[request]
+            call.requests[request] = member
+            return member
 
     def _drop(self, call: _Call, member: _Member, reason: str) -> None:
         url = member.client.url
@@ -204,14 +180,3 @@ class ServerPool:
             del self._members[url]
             self._problems[url] = reason
         logger.warning("rollout server %s is left out until the next push of weights: %s", url, reason)
-
-
-def _next(done: "SimpleQueue[Future[Reply]]", call: _Call) -> "Future[Reply]":
-    """The next job that is done; where that takes long, a warning says what is waited for."""
-    seconds = LEAST_SECONDS
-    while True:
-        try:
-            return done.get(timeout=seconds)
-        except Empty:
-            logger.warning("no answer of a rollout server for %d s: %s", seconds, call.waiting())
-            seconds *= 2

@@ -4,8 +4,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,19 +21,17 @@ from exgrpo.train.rollout.server.reply import ServerError, SilentServerError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Names, dtypes and shapes of weights, as vLLM's routes take them."""
+Layout = dict[str, list[Any]]
+"""Names, dtypes and shapes of weights, as vLLM's routes take them."""
 
-    names: list[str] = field(default_factory=list)
-    dtype_names: list[str] = field(default_factory=list)
-    shapes: list[list[int]] = field(default_factory=list)
 
-    def add(self, name: str, weight: torch.Tensor) -> None:
-        """Put a weight at the end."""
-        self.names.append(name)
-        self.dtype_names.append(str(weight.dtype).removeprefix("torch."))
-        self.shapes.append(list(weight.shape))
+def layout_of(weights: Sequence[tuple[str, torch.Tensor]]) -> Layout:
+    """That of some weights with their names."""
+    return {
+        "names": [name for name, _ in weights],
+        "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in weights],
+        "shapes": [list(weight.shape) for _, weight in weights],
+    }
 
 
 @dataclass(eq=False)
@@ -92,14 +91,14 @@ class WeightSender:
         except (ServerError, RuntimeError, OSError) as error:
             raise ConfigError(
                 f"rollout.servers: {client.url} and the trainer cannot open a channel over {facts.backend} for weights "
-                f"({_line(error)}): the server's machine must reach the trainer's, on any port"
+                f"({shown(error)}): the server's machine must reach the trainer's, on any port"
             ) from None
         receiver.label = facts.label
         return facts
 
     def _open_channel(self, client: ServerClient, facts: ServerFacts) -> WeightChannel:
         client.post("shutdown_weight_transfer_engine")
-        channel = WeightChannel(facts.backend, client.url, facts.workers, self._device)
+        channel = WeightChannel(str(facts.backend), client.url, facts.workers, self._device)
         invited = self._threads.submit(client.post, "init_weight_transfer_engine", {"init_info": channel.invitation})
         try:
             channel.connect()
@@ -128,7 +127,6 @@ class WeightSender:
 
     def _begin(self, receiver: Receiver) -> None:
         client = receiver.client
-        client.check_listening()
         if receiver.channel is None or client.weight_version() != receiver.label:
             self._disconnect(receiver)
             self._connect(receiver)
@@ -138,9 +136,9 @@ class WeightSender:
         client.post("start_weight_update")
 
     def _update(self, receiver: Receiver, layout: Layout, bucket: torch.Tensor) -> None:
-        receiver.request = self._threads.submit(receiver.client.post, "update_weights", {"update_info": vars(layout)})
+        receiver.request = self._threads.submit(receiver.client.post, "update_weights", {"update_info": layout})
         self._send(receiver, bucket)
-        _await_request(receiver)
+        _taken(receiver)
 
     def _finish(self, receiver: Receiver, label: str) -> None:
         receiver.client.post("finish_weight_update", {"weight_version": label})
@@ -152,13 +150,13 @@ class WeightSender:
         problems: dict[str, str] = {}
         live = [receiver for receiver in self._receivers if receiver.channel is not None and self._layouts]
         for receiver in live:
-            receiver.request = self._threads.submit(_differing_at, receiver.client, self._layouts)
+            receiver.request = self._threads.submit(receiver.client.call_workers, "rollout_differing", self._layouts)
         for _, bucket in self._buckets(weights):  # the same buckets as those of the push
             live = self._each(partial(self._send, bucket=bucket), live, problems)
-        live = self._each(_await_request, live, problems)
+        live = self._each(_taken, live, problems)
         found: dict[str, list[str]] = {}
         for receiver in live:
-            for name in receiver.request.result() if receiver.request else ():
+            for name in dict.fromkeys(chain.from_iterable(_taken(receiver))):
                 found.setdefault(name, []).append(receiver.client.url)
         return [name if len(at) == len(live) else f"{name} (at {', '.join(at)})" for name, at in found.items()]
 
@@ -193,7 +191,7 @@ class WeightSender:
                 step(receiver)
             except (ServerError, ConfigError, RuntimeError, OSError) as error:
                 self._give_up(receiver, silent=isinstance(error, SilentServerError))
-                return _line(error)
+                return shown(error, 300)
             return ""
 
         live = []
@@ -214,7 +212,6 @@ class WeightSender:
             return  # it would be waited for again
         # What waits at the server comes back with a label that nobody takes, and is asked of another one.
         with suppress(ServerError):
-            receiver.client.check_listening()
             if receiver.client.weight_version() == INCOMPLETE:
                 end_update(receiver.client)
             receiver.client.post("resume")
@@ -227,32 +224,18 @@ class WeightSender:
 
     def _buckets(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[Layout, torch.Tensor]]:
         """Copies of the weights, each of which is valid only until the next one comes, as buckets of bytes."""
-        layout, copies, size = Layout(), list[torch.Tensor](), 0
+        copies, size = list[tuple[str, torch.Tensor]](), 0
         for name, weight in weights:
-            layout.add(name, weight)
-            copies.append(weight.detach().clone(memory_format=torch.contiguous_format))
+            copies.append((name, weight.detach().clone(memory_format=torch.contiguous_format)))
             size += weight.nbytes
             if size >= self._bucket_bytes:
-                yield layout, pack(copies)
-                layout, copies, size = Layout(), [], 0
+                yield layout_of(copies), pack([copy for _, copy in copies])
+                copies, size = [], 0
         if copies:
-            yield layout, pack(copies)
+            yield layout_of(copies), pack([copy for _, copy in copies])
 
 
-def _await_request(receiver: Receiver) -> None:
-    """Wait until a server has taken what was sent."""
+def _taken(receiver: Receiver) -> Any:
+    """Wait until a server has taken what was sent; what it says."""
     assert receiver.request is not None
-    receiver.request.result()
-
-
-def _differing_at(client: ServerClient, layouts: Sequence[Layout]) -> list[str]:
-    """Names of the weights with which one of a server's workers does not compute."""
-    of_workers = client.call_workers("rollout_differing", [vars(layout) for layout in layouts])
-    for found in of_workers:
-        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-            raise ServerError(f"an answer that is not understood: names of weights are {shown(found)}")
-    return list(dict.fromkeys(name for found in of_workers for name in found))
-
-
-def _line(error: BaseException) -> str:
-    return shown(error, 300)
+    return receiver.request.result()

@@ -77,11 +77,7 @@ def decode(
 
 
 class _Written:
-    """What has been written of N answers of at most R tokens.
-
-    Attributes:
-        response: [N, R] int32 token ids.
-    """
+    """What has been written of N answers of at most R tokens; `response`: [N, R] int32 token ids."""
 
     def __init__(self, answers: int, longest: int) -> None:
         shape = (answers, longest)
@@ -111,16 +107,7 @@ class _Written:
 
 
 class _Rows:
-    """What the model has read of each row.
-
-    Args:
-        model: reads.
-        prompts: the rows to begin with.
-        pad: fills them up on the left.
-
-    Attributes:
-        tokens: [M, P] int64, the prompts.
-    """
+    """What the model has read of each row; `tokens`: [M, P] int64, the prompts, with pads on their left."""
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[TokenIds], pad: int) -> None:
         self._model = model

@@ -1,18 +1,24 @@
-"""Rollouts by an unsharded model, one per rank: a copy of the policy, which new weights are pushed into."""
+"""Rollouts by an unsharded model, one per rank: a copy of the policy, or the policy where one process has it whole."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.records import EngineCounts
+from exgrpo.train.config.options import Config
 from exgrpo.train.policy.attention import ONE_TOKEN
 from exgrpo.train.rollout.engine import EngineSettings, Finished, Request
 from exgrpo.train.rollout.transformers.decode import decode
 from exgrpo.train.rollout.transformers.draws import Noise
+
+if TYPE_CHECKING:
+    from exgrpo.train.policy.policy import Policy
 
 
 class TransformersEngine:
@@ -34,7 +40,8 @@ class TransformersEngine:
         self.pad = settings.pad
         self.batch_tokens = settings.rollout.batch_tokens
         self.model = self._copy(settings) if model is None else model
-        self._counts = EngineCounts()
+        self._prompt_tokens = self._read_tokens = 0
+        self._asleep_seconds = 0.0
         self._slept: float | None = None
 
     def _copy(self, settings: EngineSettings) -> PreTrainedModel:
@@ -53,10 +60,8 @@ class TransformersEngine:
             rows = max(1, self.batch_tokens // (len(requests[jobs[-1][0]].prompt) + longest))
             jobs, batch = jobs[:-rows], jobs[-rows:]
             asked = sorted({i for i, _ in batch})
-            self._count(
-                prompt_tokens=sum(len(requests[i].prompt) for i, _ in batch),
-                read_tokens=sum(len(requests[i].prompt) for i in asked),
-            )
+            self._prompt_tokens += sum(len(requests[i].prompt) for i, _ in batch)
+            self._read_tokens += sum(len(requests[i].prompt) for i in asked)
             answers = decode(
                 self.model,
                 [requests[i].prompt for i in asked],
@@ -87,16 +92,11 @@ class TransformersEngine:
 
     def counts(self) -> EngineCounts:
         """See `RolloutEngine.counts`."""
-        counts, self._counts = self._counts, EngineCounts()
+        prompt_tokens = self._prompt_tokens
+        counts = EngineCounts(prompt_tokens, prompt_tokens - self._read_tokens, self._asleep_seconds)
+        self._prompt_tokens = self._read_tokens = 0
+        self._asleep_seconds = 0.0
         return counts
-
-    def _count(self, *, prompt_tokens: int = 0, read_tokens: int = 0, asleep_seconds: float = 0.0) -> None:
-        old = self._counts
-        self._counts = EngineCounts(
-            old.prompt_tokens + prompt_tokens,
-            old.cached_tokens + prompt_tokens - read_tokens,
-            old.asleep_seconds + asleep_seconds,
-        )
 
     def sleep(self) -> None:
         """Move the copy to CPU memory."""
@@ -108,7 +108,7 @@ class TransformersEngine:
         """Move the copy back to its device."""
         self.model.to(self.device)
         if self._slept is not None:
-            self._count(asleep_seconds=time.perf_counter() - self._slept)
+            self._asleep_seconds += time.perf_counter() - self._slept
             self._slept = None
 
     def close(self) -> None:
@@ -119,3 +119,65 @@ class TransformersEngine:
 def attends_one_token(settings: EngineSettings, model: PreTrainedModel) -> bool:
     """Whether a model is to generate with the attention `ONE_TOKEN`."""
     return settings.attention == "sdpa" and model._can_set_attn_implementation()
+
+
+class SharedEngine(TransformersEngine):
+    """The policy generates: it has its present weights, adapters beside weights in 4 bits included; nothing is pushed.
+
+    Awake, its module is as a copy would be, so its answers are those of a copy: in evaluation mode, with plain layers
+    and the attention for one token, and no parameter is trained, for PyTorch chooses its products by that, too. Asleep,
+    it is as the trainer left it. So nothing else may use the policy while the engine is awake: `rollout.ahead` needs
+    servers.
+
+    Args:
+        settings: how to generate.
+        world: the process that is alone.
+        policy: of that process, whole.
+    """
+
+    def __init__(self, settings: EngineSettings, world: World, policy: "Policy") -> None:
+        super().__init__(settings, world, policy.model)
+        self._policy = policy
+        self._one_token = attends_one_token(settings, policy.model)
+        # While it is awake: the trainer's mode and attention, and the parameters that are trained.
+        self._trainers: tuple[bool, str, list[nn.Parameter]] | None = None
+
+    def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Nothing: the module has them."""
+
+    def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """See `RolloutEngine.differing`."""
+        pairs = zip(weights, self._policy.weights(), strict=True)
+        return [name for (name, weight), (_, own) in pairs if not torch.equal(own, weight.to(own.device))]
+
+    def wake(self) -> None:
+        """Take the module from the trainer."""
+        if self._trainers is None:
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self._trainers = self.model.training, self.model.config._attn_implementation, trained
+            self.model.eval().requires_grad_(False)
+            if self._policy.compiled:  # they would be compiled again and again, as the cache grows
+                torch.compiler.set_stance("force_eager")
+            if self._one_token:
+                self.model.set_attn_implementation(ONE_TOKEN)
+
+    def sleep(self) -> None:
+        """Give the module back."""
+        if self._trainers is not None:
+            (training, attention, trained), self._trainers = self._trainers, None
+            self.model.train(training)
+            for parameter in trained:
+                parameter.requires_grad_()
+            if self._policy.compiled:
+                torch.compiler.set_stance("default")
+            if self._one_token:
+                self.model.set_attn_implementation(attention)
+
+    def close(self) -> None:
+        """Let go of the module."""
+        del self.model, self._policy
+
+
+def shares_policy(config: Config, ranks: int) -> bool:
+    """Whether the policy itself generates: by transformers, where one process has it whole."""
+    return config.rollout.engine == "transformers" and ranks == 1

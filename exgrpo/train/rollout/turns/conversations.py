@@ -39,6 +39,7 @@ class _Answer:
         parts: turns and observations in their order; an observation has no log-probs.
         unanswered: what the policy has written since the last reply.
         turns: of the policy.
+        closed: whether an EOS token has ended the last one.
     """
 
     request: int
@@ -47,6 +48,7 @@ class _Answer:
     parts: list[Rollout] = field(default_factory=list)
     unanswered: str = ""
     turns: int = 0
+    closed: bool = False
 
     @property
     def tokens(self) -> list[TokenIds]:
@@ -114,18 +116,18 @@ class Conversations:
             for i, (request, question) in enumerate(zip(requests, questions, strict=True))
         ]
         while asked:
-            waiting: list[tuple[_Answer, bool, AsyncResult[str | None]]] = []
+            waiting: list[tuple[_Answer, AsyncResult[str | None]]] = []
             for turn in engine.generate([self._waiting(request) for request in asked]):
                 answer = of_asked[turn.request][turn.sample]
-                whole, closed = self._take(answer, turn.rollout, requests[answer.request])
+                whole = self._take(answer, turn.rollout, requests[answer.request])
                 if whole is None:
-                    waiting.append((answer, closed, self._threads.apply_async(answer.reply, (answer.unanswered,))))
+                    waiting.append((answer, self._threads.apply_async(answer.reply, (answer.unanswered,))))
                 else:
                     yield answer.finished(whole=whole)
             open_: list[_Answer] = []
             end = time.monotonic() + self.options.time_limit * (1 + len(waiting) // THREADS)
-            for answer, closed, reply in waiting:
-                whole = self._hear(answer, closed, reply, end, requests[answer.request])
+            for answer, reply in waiting:
+                whole = self._hear(answer, reply, end, requests[answer.request])
                 if whole is None:
                     open_.append(answer)
                 else:
@@ -149,26 +151,19 @@ class Conversations:
             seed=derive_seed(request.seed, "turn", answer.sample, answer.turns),
         )
 
-    def _take(self, answer: _Answer, turn: Rollout, request: Request) -> tuple[bool | None, bool]:
-        """Add a turn of the policy.
-
-        Returns:
-            whether the answer is whole (True) or cut (False), or waits for a reply (None); whether an EOS token has
-            ended the turn.
-        """
+    def _take(self, answer: _Answer, turn: Rollout, request: Request) -> bool | None:
+        """Add a turn of the policy; whether the answer is whole (True) or cut (False), or waits for a reply (None)."""
         answer.parts.append(turn)
         answer.turns += 1
         if not turn.finished:
-            return False, False
+            return False
         if request.sampling.stop.end(turn.response) is not None:
-            return True, False
-        closed = self._stops(request).end(turn.response) is None
-        answer.unanswered += self.decode(turn.response[:-1] if closed else turn.response)
-        return None, closed
+            return True
+        answer.closed = self._stops(request).end(turn.response) is None
+        answer.unanswered += self.decode(turn.response[:-1] if answer.closed else turn.response)
+        return None
 
-    def _hear(
-        self, answer: _Answer, closed: bool, result: "AsyncResult[str | None]", end: float, request: Request
-    ) -> bool | None:
+    def _hear(self, answer: _Answer, result: "AsyncResult[str | None]", end: float, request: Request) -> bool | None:
         """Add the reply, which is waited for until a time of the monotonic clock; returns as `_take` does."""
         try:
             reply = result.get(max(0.0, end - time.monotonic()))
@@ -177,9 +172,9 @@ class Conversations:
         except Exception as error:  # whatever an environment raises
             self._break(error)
             return False
-        if reply is None and closed:
+        if reply is None and answer.closed:
             return True
-        observation = self.encode(reply, closed) if reply else np.empty(0, np.int32)
+        observation = self.encode(reply, answer.closed) if reply else np.empty(0, np.int32)
         if answer.length + len(observation) >= request.sampling.max_tokens or answer.turns >= self.options.turns:
             return False
         if reply is not None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from exgrpo.train.common.distributed import World
-from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.common.errors import shown
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.rollout.engine import EngineSettings
-from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, one_line
+from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,10 @@ INSTALL = {
     "cuda": "`pip install 'exgrpo[vllm]'` installs the build for GPUs; vLLM 0.26 is the one for torch 2.11, 0.32 for "
     "torch 2.13, and 0.33 for torch 2.14",
 }
-HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Widths of attention heads that vLLM's attention on CPUs is compiled for."""
 
 
 def obstacle(settings: EngineSettings, world: World) -> str | None:
-    """Why vLLM cannot generate for this model here, with the remedy where there is one; None: it can.
-
-    Raises:
-        ConfigError: `tensor_parallel` does not divide the processes or the model's heads.
-    """
-    _check_tensor_parallel(settings, world)
+    """Why vLLM cannot generate for this model here, with the remedy where there is one; None: it can."""
     device = world.device
     if device.type not in BUILDS:
         return f"vLLM was not tried on {device.type}"
@@ -64,14 +57,11 @@ def obstacle(settings: EngineSettings, world: World) -> str | None:
         return f"vLLM {version} is installed, and it must be one from {IN_PROCESS}: {install}"
     if settings.rollout.cut and not settings.rollout.top_k:
         return "rollout.top_p and min_p need rollout.top_k, among whose tokens vLLM tells those that are left: set it"
-    width = head_width(settings.source)
-    if device.type == "cpu" and width not in HEAD_WIDTHS:
-        return f"vLLM's attention on CPUs has no heads of width {width}, as {settings.source.path} has"
     try:
         import_vllm(device)
     except (ImportError, OSError, RuntimeError) as error:
         return f"vLLM {version} cannot be imported ({error}): {install}"
-    return refusal(settings, device)
+    return refusal(settings.source, device)
 
 
 def installed_version(device: str) -> str | None:
@@ -84,35 +74,13 @@ def installed_version(device: str) -> str | None:
     return None
 
 
-def refusal(settings: EngineSettings, device: torch.device) -> str | None:
-    """Why vLLM's configuration has no place for the model, or not for sequences of this length; None: it has."""
-    vllm, source = import_vllm(device), settings.source
+def refusal(source: ModelSource, device: torch.device) -> str | None:
+    """Why vLLM's configuration has no place for the model; None: it has."""
+    vllm = import_vllm(device)
     with Guest(device), kept_environment():
         try:
             arguments = vllm.EngineArgs(model=source.path, skip_tokenizer_init=True, hf_overrides=dict(source.changes))
-            config = arguments.create_model_config()
+            arguments.create_model_config()
         except ValueError as error:
-            return f"vLLM cannot take {source.path}: {one_line(error)}"
-        try:
-            config.get_and_verify_max_len(settings.length)
-        except ValueError:
-            return (
-                f"max_prompt_tokens + max_tokens ({settings.max_prompt_tokens} + {settings.rollout.max_tokens}) exceed "
-                f"the {config.max_model_len} positions of {source.path}: lower one of them"
-            )
+            return f"vLLM cannot take {source.path}: {shown(error)}"
     return None
-
-
-def _check_tensor_parallel(settings: EngineSettings, world: World) -> None:
-    ranks = settings.rollout.tensor_parallel
-    source = settings.source
-    heads = source.config.get_text_config().num_attention_heads
-    for what, number in (("processes of this run", world.size), (f"attention heads of {source.path}", heads)):
-        if number % ranks:
-            raise ConfigError(f"tensor_parallel ({ranks}) does not divide the {number} {what}: take one that does")
-
-
-def head_width(source: ModelSource) -> int:
-    """Numbers in a head of the model's attention."""
-    shape = source.config.get_text_config()
-    return getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads

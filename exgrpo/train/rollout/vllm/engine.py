@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,15 +10,14 @@ import numpy.typing as npt
 import torch
 
 from exgrpo.train.common.distributed import World
-from exgrpo.train.common.errors import SHOWN, ConfigError, cut
+from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.common.records import EngineCounts, KeptSets, Rollout
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.config.rollout import RolloutConfig
 from exgrpo.train.rollout.engine import EngineSettings, Finished, Request, Sampling
-from exgrpo.train.rollout.vllm.availability import head_width
 from exgrpo.train.rollout.vllm.llm import Llm, Sleep, of_device
 from exgrpo.train.rollout.vllm.probe import differing
-from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment, one_line
+from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment
 
 GIB = 2**30
 BLOCK_TOKENS = 32
@@ -35,14 +34,13 @@ class VllmEngine:
 
     On CPUs the same call gives the same rollouts bit for bit: vLLM draws from the process's global generators, of which
     it has a state of its own that is seeded for each call, and no cached block outlives a call. On GPUs each answer has
-    a generator of its own.
+    a generator of its own. CPUs do not sleep.
 
     The process group must exist already: without one vLLM makes a world of one for the whole process. All ranks make
-    their engines together.
+    their engines together, before any HfDeepSpeedConfig exists.
 
     Args:
-        settings: the model and how to generate. Make the engine before any HfDeepSpeedConfig exists, as the other
-            engine. CPUs do not sleep, whatever the sleep level is.
+        settings: the model and how to generate.
         world: the ranks.
 
     Raises:
@@ -74,19 +72,19 @@ class VllmEngine:
         """See `RolloutEngine.generate`. What is not finished when the iterator is closed is given up."""
         if self._sleep.asleep:
             raise RuntimeError("the rollout engine is asleep: wake it before it generates")
-        if self._llm.busy():
-            raise RuntimeError("the rollout engine still generates for an earlier call: finish or close that first")
         asked = {f"{i}.{sample}": (i, sample) for i, one in enumerate(requests) for sample in range(one.count)}
         self._guest.seed(derive_seed(0, "call", *(request.seed for request in requests)))
         with self._guest:
             # What an earlier call has cached would change the shapes of the products, and so their rounding.
             self._llm.forget_prompts()
+        # A step takes the process's global generators where requests have no seeds; to change them takes long.
+        drawing = nullcontext() if self._own_seeds else self._guest
         try:
             with self._guest:
                 for name, (i, sample) in asked.items():
                     self._add(name, requests[i], sample)
             while self._llm.busy():
-                with self._drawing():
+                with drawing:
                     outputs = self._llm.step()
                 for output in outputs:
                     answer = output.outputs[0]
@@ -102,13 +100,6 @@ class VllmEngine:
                     yield Finished(i, sample, _rollout(answer, request.sampling))
         finally:
             self._llm.abort(list(asked))
-
-    def _drawing(self) -> AbstractContextManager[None]:
-        """Around a step of vLLM, which takes the process's global generators where a request has no seed of its own.
-
-        To change them takes as long as a small step: where requests have seeds it is left out.
-        """
-        return nullcontext() if self._own_seeds else self._guest
 
     def _add(self, name: str, request: Request, sample: int) -> None:
         sampling = request.sampling
@@ -131,18 +122,14 @@ class VllmEngine:
         )
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `RolloutEngine.push_weights`.
-
-        An iterable that can be run through again is kept: an engine that wakes after it has dropped its weights, with
-        no push in between, takes them from there.
-        """
-        self._weights = None if isinstance(weights, Iterator) else weights
+        """See `RolloutEngine.push_weights`; what gives the weights is kept for a wake after they were dropped."""
+        self._weights = weights
         self._sleep.wake_weights()
         with self._guest:
             self._llm.reload(weights)
             if self._guest.device.type == "cpu":
                 self._llm.apply(repack_tied_head)
-        self._sleep.loaded()
+        self._sleep.weights_lost = False
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """See `RolloutEngine.differing`.
@@ -161,17 +148,8 @@ class VllmEngine:
         self._prompt_tokens = self._cached_tokens = 0
         return counts
 
-    @property
-    def sleep_level(self) -> int:
-        """What the next sleep does, see `Sleep`; 0 on CPUs, and 1 and 2 only where it was not 0 at the start."""
-        return self._sleep.level
-
-    @sleep_level.setter
-    def sleep_level(self, level: int) -> None:
-        self._sleep.level = level
-
     def sleep(self) -> None:
-        """Give the GPU's memory back, as `sleep_level` says."""
+        """Give the GPU's memory back, as `rollout.sleep_level` says."""
         self._sleep.sleep()
 
     def wake(self) -> None:
@@ -265,7 +243,8 @@ def token_bytes(settings: EngineSettings) -> float:
     shape = settings.source.config.get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     on_rank = max(1, heads / settings.rollout.tensor_parallel)
-    return 2 * shape.num_hidden_layers * on_rank * head_width(settings.source) * settings.dtype.itemsize
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return 2 * shape.num_hidden_layers * on_rank * width * settings.dtype.itemsize
 
 
 def repack_tied_head(model: Any) -> None:
@@ -302,7 +281,7 @@ def words_left(flat: Any) -> tuple[npt.NDArray[np.float32], KeptSets]:
 
 
 def _explain(error: Exception, settings: EngineSettings, cache: int) -> str:
-    reason = cut(one_line(error), SHOWN)
+    reason = shown(error)
     if isinstance(error, torch.OutOfMemoryError) or "memory" in reason.lower():
         gib = settings.rollout.kv_cache_gib or cache / GIB
         return (

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from exgrpo.train.common.errors import SHOWN, RolloutError, cut
-from exgrpo.train.rollout.vllm.process import kept_process_group, one_line
+from exgrpo.train.common.errors import RolloutError, shown
+from exgrpo.train.rollout.vllm.process import kept_process_group
 
 STEPS_BEHIND = 2
 """Steps after which vLLM has given up the blocks of a request that was aborted while it was computed."""
@@ -36,7 +36,7 @@ def clear_errors(doing: str) -> Iterator[None]:
         if not of_device(error):
             raise
         raise RolloutError(
-            f"vLLM could not {doing}: {cut(one_line(error), SHOWN)}: lower rollout.kv_cache_gib, or what the trainer "
+            f"vLLM could not {doing}: {shown(error)}: lower rollout.kv_cache_gib, or what the trainer "
             "holds meanwhile (optimizer.micro_batch_tokens)"
         ) from error
 
@@ -139,16 +139,16 @@ class Sleep:
     """The states of an engine that sleeps while the trainer has its GPU.
 
     awake -> `sleep` -> asleep -> `wake_weights` -> weights there -> `wake` -> awake; any of them may be asked for in
-    any state. Level 1 keeps the weights in CPU memory meanwhile. Level 2 drops them: they must be loaded, and `loaded`
-    be called, before the engine wakes. Level 0 never sleeps.
+    any state. Level 1 keeps the weights in CPU memory meanwhile. Level 2 drops them: they must be loaded, and not be
+    `weights_lost` any more, before the engine wakes. Level 0 never sleeps.
 
     Args:
         llm: whose memory it is.
-        level: 0, 1 or 2; it may be set between two sleeps.
+        level: 0, 1 or 2.
     """
 
     def __init__(self, llm: Llm, level: int) -> None:
-        self.level = level
+        self._level = level
         self.weights_lost = False
         """Whether the weights were dropped and none were loaded since."""
         self._llm = llm
@@ -159,10 +159,7 @@ class Sleep:
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
-        """Seconds without weights since the last call of this method, up to now."""
-        if self.weights_asleep:
-            now = time.perf_counter()
-            self._seconds, self._since = self._seconds + now - self._since, now
+        """Seconds without weights, of the sleeps that have ended since the last call of this method."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -173,12 +170,12 @@ class Sleep:
 
     def sleep(self) -> None:
         """Give the memory of weights and cache back."""
-        if self.level == 0 or self.weights_asleep:
+        if self._level == 0 or self.weights_asleep:
             return
         self._wake_cache()
-        self._llm.sleep(self.level)
+        self._llm.sleep(self._level)
         self.weights_asleep = self._cache_asleep = True
-        self.weights_lost = self.weights_lost or self.level == 2
+        self.weights_lost = self._level == 2
         self._since = time.perf_counter()
 
     def wake_weights(self) -> None:
@@ -188,10 +185,6 @@ class Sleep:
             self._llm.wake("weights")
             self.weights_asleep = False
             self._seconds += time.perf_counter() - self._since
-
-    def loaded(self) -> None:
-        """All weights were loaded."""
-        self.weights_lost = False
 
     def wake(self) -> None:
         """Be ready to generate.

@@ -8,9 +8,8 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,30 +56,19 @@ def request_tiles() -> None:
         torch.cpu._init_amx()
 
 
-@dataclass(frozen=True, eq=False)
-class _RandomState:
-    """All global generators of a process, of its GPU too."""
+def _random_state(device: torch.device) -> tuple[Any, ...]:
+    """That of all global generators of a process, of its GPU too."""
+    gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu  # noqa: NPY002
 
-    python: tuple[Any, ...]
-    legacy_numpy: Any
-    cpu: torch.Tensor
-    gpu: torch.Tensor | None
 
-    @classmethod
-    def now(cls, device: torch.device) -> Self:
-        return cls(
-            random.getstate(),
-            np.random.get_state(),  # noqa: NPY002
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        )
-
-    def restore(self, device: torch.device) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.legacy_numpy)  # noqa: NPY002
-        torch.set_rng_state(self.cpu)
-        if self.gpu is not None:
-            torch.cuda.set_rng_state(self.gpu, device)
+def _restore(state: tuple[Any, ...], device: torch.device) -> None:
+    python, legacy_numpy, cpu, gpu = state
+    random.setstate(python)
+    np.random.set_state(legacy_numpy)  # noqa: NPY002
+    torch.set_rng_state(cpu)
+    if gpu is not None:
+        torch.cuda.set_rng_state(gpu, device)
 
 
 class Guest:
@@ -95,7 +83,7 @@ class Guest:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._own = _RandomState.now(device)
+        self._own = _random_state(device)
         self._leave = ExitStack()
 
     def seed(self, seed: int) -> None:
@@ -108,13 +96,13 @@ class Guest:
                 torch.cuda.manual_seed(seed)
 
     def __enter__(self) -> None:
-        host = _RandomState.now(self.device)
+        host = _random_state(self.device)
         with ExitStack() as leave:
-            leave.callback(host.restore, self.device)
+            leave.callback(_restore, host, self.device)
             leave.callback(_restore_threads, torch.get_num_threads(), torch.set_num_threads)
             leave.callback(self._keep)
             leave.enter_context(_eager(self.device))
-            self._own.restore(self.device)
+            _restore(self._own, self.device)
             self._leave = leave.pop_all()
 
     def __exit__(
@@ -123,7 +111,7 @@ class Guest:
         self._leave.close()
 
     def _keep(self) -> None:
-        self._own = _RandomState.now(self.device)
+        self._own = _random_state(self.device)
 
 
 def _restore_threads(threads: int, set_threads: Any) -> None:
@@ -157,8 +145,3 @@ def kept_process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group = destroy
-
-
-def one_line(error: Exception) -> str:
-    """The message of an error, which in vLLM may have many lines."""
-    return " ".join(str(error).split())

@@ -1,5 +1,6 @@
 import pytest
 
+from exgrpo.train.rollout.server import pool
 from tests.train import tiny
 from tests.train.rollout.server.fake_server import FakeServer
 
@@ -21,3 +22,9 @@ def fakes():
     yield make
     for fake in made:
         fake.close()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """A server that fails is asked again at once."""
+    monkeypatch.setattr(pool, "PAUSE_SECONDS", 0.01)

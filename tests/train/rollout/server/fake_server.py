@@ -31,13 +31,13 @@ class Listener(ThreadingHTTPServer):
 class FakeServer:
     """Gives what `answers` has for a route: an object, a function of the request, or (status, object); else 404.
 
-    A third part after the object has headers of the answer.
+    A third part after the object has headers of the answer. Bytes are sent as they are.
     """
 
     def __init__(self):
         self.answers = {}
         self.asked = []
-        self._guard = self._address = None
+        self._guard = None
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -45,7 +45,7 @@ class FakeServer:
 
             def answer(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                if refusal := fake._refusal(self.command, self.headers):
+                if refusal := fake._refusal(self.headers):
                     self.send(*refusal)
                     return
                 route = self.path.strip("/")
@@ -57,7 +57,7 @@ class FakeServer:
                 if status is None:  # hang up
                     self.close_connection = True
                     return
-                self.send(status, json.dumps(given).encode(), *headers)
+                self.send(status, given if isinstance(given, bytes) else json.dumps(given).encode(), *headers)
 
             def send(self, status, text, headers=None):
                 self.send_response(status)
@@ -77,11 +77,11 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
-    def guarded(self, address="127.0.0.1"):
-        """From now on only requests that the guard lets through are answered; they arrive at this address."""
-        self._guard, self._address = Guard(_behind), address
+    def guarded(self):
+        """From now on only requests that the guard lets through are answered."""
+        self._guard = Guard(_behind)
 
-    def _refusal(self, method, headers):
+    def _refusal(self, headers):
         """Status and text that the guard answers with, where it does."""
         if self._guard is None:
             return None
@@ -91,8 +91,7 @@ class FakeServer:
             sent.append(message)
 
         pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": method, "headers": pairs, "server": (self._address, 8000)}
-        asyncio.run(self._guard(scope, None, send))
+        asyncio.run(self._guard({"type": "http", "headers": pairs}, None, send))
         return (sent[0]["status"], sent[1]["body"]) if sent else None
 
     def generates(self, answer):

@@ -1,6 +1,5 @@
 """Servers that answer nonsense, or nothing: they are left out like dead ones, and the others do their work."""
 
-import dataclasses
 import json
 import logging
 import math
@@ -9,11 +8,10 @@ import time
 
 import pytest
 
-from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server import client, pool
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.pool import NoServerError
-from exgrpo.train.rollout.server.reply import ServerError, SilentServerError, read_reply
+from exgrpo.train.rollout.server.reply import ServerError, read_reply
 from exgrpo.train.rollout.server.sender import WeightSender
 from tests.hostile.answers import Server
 from tests.train.rollout.server.fake_server import choice, reply
@@ -32,32 +30,23 @@ def log_probs(*values):
 
 
 BAD = {
-    "negative id": (changed(token_ids=[-7, 2]), "token id -7, and ids are from 0 to 99"),
-    "id beyond the vocabulary": (changed(token_ids=[100, 2]), "token id 100"),
-    "huge id": (changed(token_ids=[10**30, 2]), "token_ids is"),
-    "text id": (changed(token_ids=["7", 2]), "token_ids is"),
-    "broken id": (changed(token_ids=[7.5, 2]), "token_ids is"),
-    "no ids": (changed(token_ids=None), "token_ids is None"),
-    "empty": (changed(token_ids=[], logprobs=log_probs()), "token_ids is"),
-    "uneven ids": (changed(token_ids=[[7], [2, 3]]), "token_ids is"),
+    "negative id": (changed(token_ids=[-7, 2]), r"token_ids\.0: .*greater than or equal to 0 \(got -7\)"),
+    "id beyond the vocabulary": (changed(token_ids=[100, 2]), "token id 100, and ids are from 0 to 99"),
+    "huge id": (changed(token_ids=[10**30, 2]), "token_ids"),
+    "text id": (changed(token_ids=["7", 2]), "token_ids"),
+    "empty": (changed(token_ids=[], logprobs=log_probs()), "token_ids"),
     "too many": (changed(token_ids=[7] * 5, logprobs=log_probs(*[-0.5] * 5)), "5 tokens, and 1 to 4 were asked for"),
-    "no log-probs": (changed(logprobs=None), "logprobs is None"),
+    "no log-probs": (changed(logprobs=None), "2 tokens with 0 log-probs"),
     "missing log-prob": (changed(logprobs=log_probs(-0.5)), "2 tokens with 1 log-probs"),
-    "nan": (changed(logprobs=log_probs(-0.5, math.nan)), "log-prob nan"),
-    "overflow": (changed(logprobs=log_probs(-1e308, -0.5)), "log-prob -inf"),
-    "positive": (changed(logprobs=log_probs(0.5, -0.5)), "log-prob 0.5"),
-    "text log-prob": (changed(logprobs=log_probs("-0.5", "-0.5")), "logprob is"),
-    "no label": (changed(weight_versions=[]), "version is None"),
-    "empty label": (changed(weight_versions=[{"version": ""}]), "version is ''"),
-    "labels are no list": (changed(weight_versions={"version": "x"}), "weight_versions is"),
-    "reason": (changed(finish_reason=["stop"]), r"finish_reason is \['stop'\]"),
+    "nan": (changed(logprobs=log_probs(-0.5, math.nan)), r"logprob: .*\(got nan\)"),
+    "overflow": (changed(logprobs=log_probs(-1e308, -0.5)), r"logprob: .*\(got -1e\+308\)"),
+    "positive": (changed(logprobs=log_probs(0.5, -0.5)), r"logprob: .*\(got 0.5\)"),
+    "no label": (changed(weight_versions=[]), "weight_versions"),
+    "empty label": (changed(weight_versions=[{"version": ""}]), "version"),
+    "reason": (changed(finish_reason="x" * 100_000), "finish_reason: Input should be 'stop' or 'length'"),
     "index": (changed(index=3), "1 answers of 1"),
-    "usage": ({**changed(), "usage": [1]}, r"usage is \[1\]"),
-    "cached": ({**changed(), "usage": {"prompt_tokens_details": {"cached_tokens": "many"}}}, "cached_tokens is 'many'"),
-    "cached below 0": ({**changed(), "usage": {"prompt_tokens_details": {"cached_tokens": -1}}}, "cached_tokens is -1"),
-    "list": ([1, 2], "choices is None"),
-    "choices": ({"choices": "abc"}, "choices is 'abc'"),
-    "huge reason": (changed(finish_reason="x" * 100_000), "ended by"),
+    "cached": ({**changed(), "usage": {"prompt_tokens_details": {"cached_tokens": -1}}}, "cached_tokens"),
+    "list": ([1, 2], "not understood"),
 }
 
 
@@ -69,7 +58,7 @@ def test_a_bad_answer_is_named(name):
     assert len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize("name", ["negative id", "nan", "huge reason"])
+@pytest.mark.parametrize("name", ["negative id", "nan", "reason"])
 def test_a_bad_answer_leaves_the_server_out_and_another_is_asked(fakes, caplog, name):
     bad, good = fakes(), fakes()
     answer, message = BAD[name]
@@ -88,30 +77,11 @@ def test_a_bad_answer_leaves_the_server_out_and_another_is_asked(fakes, caplog, 
 @pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000, "nope" * 100_000, '{"choices": ' + "[" * 5000])
 def test_what_is_no_json_is_one_line(fakes, text):
     fake = fakes()
-    fake.generates(lambda request: (200, Raw(text)))
     for status in (200, 500):
-        fake.generates(lambda request, status=status: (status, Raw(text)))
+        fake.generates((status, text.encode()))
         with pytest.raises(ServerError) as error:
             ServerClient(fake.url).generate("name", PROMPT, 1, SAMPLING, [2])
         assert len(str(error.value)) < 500
-
-
-class Raw(float):
-    """Text that the fake server sends as it is."""
-
-    def __new__(cls, text):
-        made = super().__new__(cls, 0)
-        made.text = text
-        return made
-
-    def __repr__(self):
-        return self.text
-
-
-@pytest.fixture(autouse=True)
-def raw_text(monkeypatch):
-    dumps = json.dumps
-    monkeypatch.setattr(json, "dumps", lambda value, **o: value.text if isinstance(value, Raw) else dumps(value, **o))
 
 
 def test_a_push_to_a_server_without_sense_leaves_it_out(fakes, settings):
@@ -148,72 +118,20 @@ def hung(fakes):
 
 def test_a_server_that_hangs_is_waited_for_in_proportion_to_the_work_and_with_a_word(fakes, hung, caplog, monkeypatch):
     monkeypatch.setattr(pool, "LEAST_SECONDS", 0.3)
-    monkeypatch.setattr(pool, "ASSUMED_PACE", 0.05)  # 4 tokens, 5 times that: 1 s more
+    monkeypatch.setattr(pool, "TOKEN_SECONDS", 0.25)  # of 4 tokens
     good = fakes()
     good.generates(reply(choice(0)))
     got = [job.request for job, _ in pool_of(hung, good).generate(jobs(10))]
     assert sorted(got) == list(range(10))
     first, *_, last = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert first.startswith("no answer of a rollout server for 0 s: " + hung.url)
-    assert "answers to give and is waited for for another" in first
-    assert last.startswith(
-        f"rollout server {hung.url} is left out until the next push of weights: no answer for 1 s, and "
-    )
-
-
-def test_a_server_that_hangs_is_asked_what_it_does(hung, monkeypatch):
-    monkeypatch.setattr(pool, "LEAST_SECONDS", 0.3)
-    monkeypatch.setattr(pool, "ASSUMED_PACE", 0.0)
-    monkeypatch.setattr(client, "STATE_SECONDS", 0.2)
-    for state, words in (
-        ({"is_paused": True}, "its engine is paused for new weights"),
-        ({"is_paused": False}, "its engine goes on with its requests"),
-        (hung.answers["inference/v1/generate"], "its engine is held up: it waits for weights"),
-        ((404, {"detail": "Not Found"}), "what its engine does is not known: 404 Not Found"),
-    ):
-        hung.answers["is_paused"] = state
-        with pytest.raises(NoServerError, match=f"no answer for 0 s, and {words}"):
-            list(pool_of(hung).generate(jobs(1)))
-
-
-@pytest.mark.parametrize(
-    ("pace", "tokens", "seconds"),
-    [(None, 80, 60 + 5 * 80), (None, 2048, 3600), (0.01, 2048, 60 + 5 * 20.48), (0.01, 16, 60.8), (9.0, 2048, 3600)],
-)
-def test_how_long_an_answer_is_waited_for(fakes, pace, tokens, seconds):
-    """The slowest answer so far counts, per token; nothing is waited for longer than an hour."""
-    fake = fakes()
-    waited = pool_of(fake)
-    if pace is not None:
-        waited._pace[fake.url] = pace
-    _, asked = waited._take(pool._Call(), dataclasses.replace(jobs(1)[0], sampling=Sampling(tokens)), "name")
-    assert asked.seconds == pytest.approx(seconds)
-
-
-def test_the_pace_is_that_of_the_slowest_answer(fakes):
-    fake = fakes()
-    fake.generates(reply(choice(0)))
-    measured = pool_of(fake)
-    list(measured.generate(jobs(5)))
-    assert 0 < measured._pace[fake.url] < 60 / pool.SHORT_ANSWER
-    slowest = measured._pace[fake.url] = 50.0
-    list(measured.generate(jobs(5)))
-    assert measured._pace[fake.url] == slowest
-
-
-def test_a_server_that_hangs_says_so_and_is_not_waited_for_again(hung, monkeypatch):
-    monkeypatch.setattr(client, "FACT_SECONDS", 0.2)
-    hung.answers["weight_info"] = hung.answers["inference/v1/generate"]
-    with pytest.raises(SilentServerError, match="^no answer for 0 s$"):
-        ServerClient(hung.url).weight_version()
-    with pytest.raises(SilentServerError, match="^no answer for 0 s$"):
-        ServerClient(hung.url).generate("name", PROMPT, 1, SAMPLING, [2], 0.2)
-    assert len(hung.requests()) == 1
+    assert first.startswith(f"no answer of a rollout server for 0 s: {hung.url} has ")
+    assert last == f"rollout server {hung.url} is left out until the next push of weights: no answer for 1 s"
+    assert len(hung.requests()) < 10  # none is asked of it again
 
 
 def test_a_consumer_that_leaves_waits_for_no_server_that_is_left_out(fakes, hung, monkeypatch):
     monkeypatch.setattr(pool, "LEAST_SECONDS", 0.3)
-    monkeypatch.setattr(pool, "ASSUMED_PACE", 0.0)
+    monkeypatch.setattr(pool, "TOKEN_SECONDS", 0.0)
     hung.answers["abort_requests"] = hung.answers["inference/v1/generate"]
     with pytest.raises(NoServerError, match="no answer for 0 s"):
         list(pool_of(hung).generate(jobs(20)))

@@ -1,32 +1,25 @@
 """The server engine with real servers on CPUs, which run in processes of their own."""
 
-import dataclasses
-import json
 import logging
-import shutil
 
 import numpy as np
 import pytest
 import requests
 import torch
 
-from exgrpo.train.common.errors import ConfigError, WeightMismatchError
-from exgrpo.train.config.pretrained import to_arguments
-from exgrpo.train.policy.source import find_model
+from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.engine import Sampling, collect
-from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.engine import ServerEngine
-from exgrpo.train.rollout.server.guard import server_token
 from exgrpo.train.rollout.server.pool import NoServerError
 from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.run.weight_check import check_engine
 from tests.train import pieces, tiny
 from tests.train.asking import requests_for
 from tests.train.fakes import LoneWorld
-from tests.train.launch import ROOT, completed, free_port
+from tests.train.launch import free_port
 from tests.train.rollout.ends import check_ends
-from tests.train.rollout.server.servers import LONGEST, Server, bearer
+from tests.train.rollout.server.servers import LONGEST, Server
 from tests.train.rollout.vllm.installed import real
 from tests.train.run.test_weight_check import FullLogitPolicy
 
@@ -47,8 +40,7 @@ class Fleet:
         for tied, model in self.models.items():
             tiny.save_model(model, tied=tied, heads=1)
             pieces.save_tokenizer(model)
-        switchable = "--worker-extension-cls=tests.train.rollout.server.unpacked_worker.SwitchableWorker"
-        self.first = self._server(folder, "first", True, switchable)
+        self.first = self._server(folder, "first", True)
         self.second = self._server(folder, "second", True)
         self.bf16 = self._server(folder, "bf16", False, "--dtype=bf16")
         self.servers = [self.first, self.second, self.bf16]
@@ -75,10 +67,9 @@ def opened(fleet):
     """Engines that are closed at the end."""
     engines = []
 
-    def make(*servers, tied=True, dtype="fp32", max_tokens=LONGEST - 8, overrides=None):
+    def make(*servers, tied=True, dtype="fp32", max_tokens=LONGEST - 8):
         urls = tuple(server.ready() for server in servers)
         settings = tiny.engine_settings(fleet.models[tied], dtype, eos=EOS, max_tokens=max_tokens, servers=urls)
-        settings = dataclasses.replace(settings, source=find_model(str(fleet.models[tied]), overrides))
         # Several buckets, of one weight and of several.
         engine = ServerEngine(settings, LoneWorld(), bucket_bytes=3000)
         engines.append(engine)
@@ -87,10 +78,6 @@ def opened(fleet):
     yield make
     for engine in engines:
         engine.close()
-
-
-def client_of(server):
-    return ServerClient(server.url, token=server_token())
 
 
 def moved(fleet, *, tied=True, dtype="fp32"):
@@ -138,28 +125,6 @@ def test_log_probs_are_those_of_a_full_forward_before_and_after_a_push(fleet, op
             weight.mul_(1.5)
     expected = ["model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k_proj.weight"]
     assert engine.differing(policy.weights()) == expected
-
-
-@pytest.mark.long
-def test_a_changed_configuration_is_computed_with(fleet, opened, tmp_path):
-    """Changed by options in server and trainer, the engine's policy is that of the edited copy and not the model's."""
-    model, edited = fleet.models[True], tmp_path / "edited"
-    shutil.copytree(model, edited)
-    values = json.loads((edited / "config.json").read_text())
-    values["rope_parameters"] |= {"rope_theta": 40000}
-    (edited / "config.json").write_text(json.dumps({**values, "max_position_embeddings": 16384}))
-    overrides = {"max_position_embeddings": 16384, "rope_theta": 40000}
-    options = f"--max-tokens={LONGEST}", "--kv-cache-gib=0.1", "--overrides", *to_arguments(overrides)
-    server = Server(model, tmp_path / "log", *options)
-    try:
-        engine = opened(server, overrides=overrides)
-        answers = sample(engine)
-        assert FullLogitPolicy(edited).gap(PROMPTS, answers, TEMPERATURE)[0] < 1e-4
-        assert FullLogitPolicy(model).gap(PROMPTS, answers, TEMPERATURE)[0] > 1e-2
-        with pytest.raises(ConfigError, match="max_position_embeddings is 16384 and not 2048: start it with"):
-            opened(server)
-    finally:
-        server.kill()
 
 
 def test_finished_answers_end_with_their_first_eos_and_cut_ones_have_none(fleet, opened):
@@ -210,21 +175,6 @@ def test_a_consumer_that_has_enough_leaves_no_request_behind(fleet, opened):
     # A push waits for all requests that are still there.
     engine.push_weights(moved(fleet).weights())
     assert len(sample(engine)[0]) == COUNTS[0]
-
-
-def test_the_check_notices_a_tied_head_that_a_push_did_not_reach(fleet, opened):
-    engine = opened(fleet.first)
-    policy = moved(fleet)
-    for _, weight in policy.weights():
-        weight.mul_(1.1)
-    client = client_of(fleet.first)
-    client.call_workers("remedy", False)
-    try:
-        engine.push_weights(policy.weights())
-        with pytest.raises(WeightMismatchError, match=r"lm_head \(tied to model.embed_tokens.weight\)"):
-            check_engine(policy, engine, PROMPTS, dtype="fp32", max_tokens=MAX_TOKENS, seed=0)
-    finally:
-        client.call_workers("remedy", True)
 
 
 def test_a_killed_server_loses_no_answer_and_comes_back_with_the_next_push(fleet, opened, caplog):
@@ -297,27 +247,13 @@ def test_weights_of_another_run_are_not_used(fleet, opened):
         sample(other)
 
 
-@pytest.mark.long
-def test_two_ranks_with_sharded_weights(fleet, tmp_path):
-    urls = [fleet.first.ready(), fleet.second.ready()]
-    worker = ROOT / "tests" / "train" / "ranks_worker.py"
-    completed(worker, str(fleet.models[True]), str(tmp_path), *urls, ranks=2)
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for seen in ranks:
-        assert "rollout.servers: http://127.0.0.1:1 cannot be reached" in seen["unreachable"]
-        assert seen["before"] in ("NoServerError", "WeightMismatchError")  # by what other tests left behind
-        assert seen["after"] < 1e-5
-        assert seen["answers"] == 10
-        assert seen["differing"] == []
-
-
 def test_what_cannot_be_used_is_one_clear_error_with_the_command_that_helps(fleet, opened):
     command = "start it with `python -m exgrpo.tools.serve "
-    with pytest.raises(ConfigError, match=f"{fleet.first.url} has another model.*tie_word_embeddings.*{command}"):
+    with pytest.raises(ConfigError, match=f"{fleet.first.url} has tie_word_embeddings.*{command}"):
         opened(fleet.first, tied=False)
     with pytest.raises(ConfigError, match=f"takes 64 tokens.*are 65: {command}.*--max-tokens 65 --port"):
         opened(fleet.first, max_tokens=57)
-    with pytest.raises(ConfigError, match=f"computes in float32, the trainer in bfloat16: {command}.*--dtype bf16"):
+    with pytest.raises(ConfigError, match=f"has dtype float32 and not bfloat16.*{command}.*--dtype bf16"):
         opened(fleet.first, dtype="bf16")
 
 
@@ -348,25 +284,17 @@ def test_no_server_left_names_each_and_what_it_said(fleet, opened):
         engine.push_weights(policy.weights())
 
 
-@pytest.mark.parametrize(
-    ("urls", "message"),
-    [
-        ([], "name at least one"),
-        (["localhost"], "'localhost' is not an address like"),
-        (["http://localhost:8000", "http://localhost:8000/"], "http://localhost:8000 is named twice"),
-        ([f"http://127.0.0.1:{free_port()}"], "cannot be reached"),
-    ],
-)
-def test_addresses_that_are_none(fleet, urls, message):
-    with pytest.raises(ConfigError, match=f"rollout.servers: .*{message}"):
-        ServerEngine(tiny.engine_settings(fleet.models[True], max_tokens=8, servers=tuple(urls)), LoneWorld())
+def test_an_address_where_no_server_is(fleet):
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ConfigError, match=f"rollout.servers: {url} cannot be reached"):
+        ServerEngine(tiny.engine_settings(fleet.models[True], max_tokens=8, servers=(url,)), LoneWorld())
 
 
-def test_routes_that_change_a_server_are_open_to_no_other_machine_no_page_and_nobody_without_the_token(fleet):
+def test_routes_that_change_a_server_are_open_to_no_other_machine_and_nobody_without_the_token(fleet):
     url = fleet.first.ready()
     with pytest.raises(requests.ConnectionError):
         requests.get(f"http://127.0.0.2:{fleet.first.port}/health", timeout=5)
     content, page = {"Content-Type": "application/json"}, {"Origin": "http://evil.example", "Host": "evil.example"}
     for route in ("collective_rpc", "update_weights", "sleep", "pause", "inference/v1/generate", "v1/completions"):
-        for headers, expected in ((page, 403), (content, 401), (bearer() | {"Content-Type": "text/plain"}, 415)):
-            assert requests.post(f"{url}/{route}", data=b"{}", headers=headers, timeout=60).status_code == expected
+        for headers in (page, content):
+            assert requests.post(f"{url}/{route}", data=b"{}", headers=headers, timeout=60).status_code == 401

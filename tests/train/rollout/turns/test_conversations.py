@@ -117,46 +117,20 @@ def test_the_policy_goes_on_behind_what_it_was_told():
     assert text_of(found, read, (RUN_STOP,)) == "ab?12cd?ef"
 
 
-def test_an_answer_without_a_reply_is_as_without_an_environment():
-    found, _, _ = answer(lambda question, turn: None, "abc.")
-    assert found.written is None
-    assert (read(found.response), found.finished, found.log_prob.tolist()) == ("abc.", True, [0, -1, -2, -3])
-
-
-def test_a_conversation_goes_on_behind_an_eos_token():
-    found, _, _ = answer(lambda question, turn: {"a": "no", "b": None}[turn], "a.", "b.")
-    assert (shown(found), found.finished) == ("a.[no]b.", True)
-
-
-def test_a_stop_string_of_the_run_ends_the_answer_and_nobody_is_asked():
-    found, _, _ = answer(lambda question, turn: pytest.fail("asked"), "ab!")
-    assert (shown(found), found.finished) == ("ab!", True)
-    assert text_of(found, read, (RUN_STOP,)) == "ab"
-
-
-def test_a_stop_string_in_a_reply_ends_nothing():
-    found, _, _ = answer(lambda question, turn: "x!y" if turn == "a?" else None, "a?", "b.")
-    assert (shown(found), found.finished) == ("a?[x!y]b.", True)
-    assert text_of(found, read, (RUN_STOP,)) == "a?x!yb"
-    found, _, _ = answer(lambda question, turn: "x!y" if turn == "a?" else None, "a?", "b!")
-    assert text_of(found, read, (RUN_STOP,)) == "a?x!yb"
-
-
 @pytest.mark.parametrize(
-    ("max_tokens", "text"),
+    ("replies", "turns", "expected", "text"),
     [
-        (9, "ab?[123]cd."),
-        (8, "ab?[123]cd"),
-        (7, "ab?[123]c"),
-        (6, "ab?"),  # no token would be left behind the reply
-        (5, "ab?"),
-        (3, "ab?"),
-        (2, "ab"),
+        ({}, ["abc."], "abc.", "abc"),
+        ({"a": "no"}, ["a.", "b."], "a.[no]b.", "a.nob"),  # goes on behind an EOS token
+        ({"ab!": "asked"}, ["ab!"], "ab!", "ab"),  # a stop string of the run: nobody is asked
+        ({"a?": "x!y"}, ["a?", "b."], "a?[x!y]b.", "a?x!yb"),  # one in a reply ends nothing
+        ({"a?": "x!y"}, ["a?", "b!"], "a?[x!y]b!", "a?x!yb"),
     ],
 )
-def test_replies_count_in_the_length(max_tokens, text):
-    found, _, _ = answer(lambda question, turn: "123" if turn == "ab?" else None, "ab?", "cd.", max_tokens=max_tokens)
-    assert (shown(found), found.finished) == (text, max_tokens == 9)
+def test_what_ends_an_answer(replies, turns, expected, text):
+    found, _, _ = answer(lambda question, turn: replies.get(turn), *turns)
+    assert (shown(found), found.finished, text_of(found, read, (RUN_STOP,))) == (expected, True, text)
+    assert (found.written is None) == (len(turns) == 1)
 
 
 def test_the_turns_are_counted():

@@ -1,6 +1,5 @@
 """Do the versions of vLLM that are promised take what is asked of them? By their sources, without importing them."""
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import subprocess
@@ -16,7 +15,7 @@ from exgrpo.tools import serve
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server.channel import WeightChannel
 from exgrpo.train.rollout.server.client import ServerClient
-from exgrpo.train.rollout.server.sender import Layout
+from exgrpo.train.rollout.server.sender import layout_of
 from exgrpo.train.rollout.vllm.availability import IN_PROCESS, SERVERS
 from tests.compatibility.promises import UNCONSTRAINED, project, range_of, versions
 from tests.train.rollout.server.fake_server import FakeServer, choice, reply
@@ -82,7 +81,7 @@ def test_servers_have_the_routes_and_take_the_bodies(version, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     channel = WeightChannel("packed_nccl", "http://127.0.0.1:1", 1, torch.device("cuda", 0))
     signature(version, "NCCLWeightTransferInitInfo").bind(**channel.invitation)
-    signature(version, "NCCLWeightTransferUpdateInfo").bind(**dataclasses.asdict(Layout()))
+    signature(version, "NCCLWeightTransferUpdateInfo").bind(**layout_of([]))
     signature(version, "stateless_init_process_group").bind("address", 1, 0, 2, torch.device("cuda"))
     signature(version, "PyNcclCommunicator.broadcast").bind(torch.zeros(1), src=0, stream=None)
     signature(version, "register_engine").bind("packed_nccl", object)

@@ -65,12 +65,6 @@ def make(folder, dtype, ranks, source=None, **changes):
     return Unpacked(dataclasses.replace(settings, source=source or settings.source), LoneWorld())
 
 
-def refused_length(source, prompt, response):
-    """Why vLLM has no place for a prompt and a response of so many tokens; None where it has."""
-    settings = tiny.engine_settings(source.path, prompt_tokens=prompt, max_tokens=response)
-    return refusal(dataclasses.replace(settings, source=source), CPU)
-
-
 def process_state():
     """Everything global that an engine might change."""
     legacy = np.random.get_state()  # noqa: NPY002
@@ -130,10 +124,9 @@ def stop_early(engine, sampling, seed):
     asked = requests_for(PROMPTS, COUNTS, sampling, [seed] * len(PROMPTS))
     stream = engine.generate(asked)
     next(stream)
-    second = refused(lambda: next(engine.generate(asked)))
     stream.close()
     scheduler = engine._llm.engine.engine_core.engine_core.scheduler
-    return {"second call": second, "left by a closed call": len(scheduler.requests)}
+    return {"left by a closed call": len(scheduler.requests)}
 
 
 def stop(engine):
@@ -231,18 +224,10 @@ def observe(folder, dtype, ranks):
 
 def refusals(folder, ranks):
     """What engines that cannot be say."""
-    scaled = folder / "scaled"
-    scaled.mkdir(exist_ok=True)
-    shape = json.loads((folder / "config.json").read_text())
-    shape["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
-    (scaled / "config.json").write_text(json.dumps(shape))
     return {
-        "scaled positions": refused_length(find_model(str(scaled)), 4000, 96),
-        "beyond scaled positions": refused_length(find_model(str(scaled)), 4000, 97),
         "small cache": refused(lambda: make(folder, "fp32", ranks, kv_cache_gib=1e-5)),
         "large cache": refused(lambda: make(folder, "fp32", ranks, kv_cache_gib=16384)),
-        "long": refused_length(find_model(str(folder)), 2000, 49),
-        "not too long": refused_length(find_model(str(folder)), 2000, 48),
+        "refusal": refusal(find_model(str(folder)), CPU),
     }
 
 
@@ -261,8 +246,6 @@ def stretched(folder, ranks):
     return {
         "gap to the edited copy": FullLogitPolicy(copy).gap(PROMPTS, answers, temperature=1.0),
         "gap to the model": FullLogitPolicy(folder).gap(PROMPTS, answers, temperature=1.0),
-        "stretched": refused_length(source, 16000, 384),
-        "beyond stretched": refused_length(source, 16000, 385),
     }
 
 
