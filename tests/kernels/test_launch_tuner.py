@@ -120,15 +120,6 @@ def test_nothing_that_runs_is_an_error(monkeypatch, tuned):
         tuned(Machine(monkeypatch, cost, broken=lambda plan: True))
 
 
-def test_without_time_everything_stays(monkeypatch, tuned):
-    before = launch.setting("sm_90", "bfloat16", "wide")
-    machine = Machine(monkeypatch, cost)
-    output = tuned(machine, seconds=0.0)
-    assert launch.TABLE.read(output)["sm_90"]["bfloat16"]["wide"] == before
-    assert "no time left" in output.read_text()
-    assert not machine.plans
-
-
 @pytest.mark.parametrize(("gain", "chosen"), [(0.005, 1024), (0.02, 512)])
 def test_noise_does_not_replace_the_present_value(gain, chosen):
     def seconds(call):

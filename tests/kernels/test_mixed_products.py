@@ -116,26 +116,8 @@ def hide_interpreter(monkeypatch):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "cap", "per token"])
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_log_prob(options, with_entropy, dtype, backend, device, set_chunk, multiplied):
-    set_chunk(20 * 130 * 4)
-    case = make_case(45, 40, 130, dtype, device, **options)
-    upstream = torch.randn(2, 45, device=device)
-
-    def call(some, name):
-        log_prob, entropy = some.log_prob(linear_log_prob, backend=name)
-        loss = (log_prob * upstream[0].to(log_prob.dtype)).sum()
-        if with_entropy:
-            loss = loss + (entropy * upstream[1].to(entropy.dtype)).sum()
-        return [log_prob.detach(), entropy.detach()], some.gradients(loss)
-
-    compare(call, case, backend)
-    assert device.type == "cuda" or set(multiplied) == {dtype}
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "cap", "per token"])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
-def test_policy_loss(options, entropy_coef, dtype, backend, device, set_chunk):
+def test_values_and_gradients(options, entropy_coef, dtype, backend, device, set_chunk, multiplied):
     set_chunk(20 * 130 * 4)
     case = make_case(45, 40, 130, dtype, device, **options)
     old, advantage, replayed = make_tokens(case)
@@ -143,9 +125,13 @@ def test_policy_loss(options, entropy_coef, dtype, backend, device, set_chunk):
     def call(some, name):
         more = {"replayed": replayed, "entropy_coef": entropy_coef, "clip": None, "backend": name}
         result = some.policy_loss(old, advantage, **more)
-        return [result.log_prob, result.entropy, result.ratio], some.gradients(result.loss)
+        log_prob, entropy = some.log_prob(linear_log_prob, backend=name)
+        loss = (log_prob * advantage.to(log_prob.dtype)).sum() + entropy_coef * entropy.sum()
+        values = [result.log_prob, result.entropy, result.ratio, log_prob.detach(), entropy.detach()]
+        return values, some.gradients(result.loss) + some.gradients(loss)
 
     compare(call, case, backend)
+    assert device.type == "cuda" or set(multiplied) == {dtype}
 
 
 @pytest.mark.parametrize(("size", "entropy_coef"), [(1e-9, 0.0), (1e-9, 0.05), (1e9, 0.05)])

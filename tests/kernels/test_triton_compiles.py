@@ -5,7 +5,6 @@ width of the loads. The launch table was chosen by it.
 """
 
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -33,39 +32,28 @@ from exgrpo.kernels.triton_chunks.kept_kernels import (
 )
 from exgrpo.kernels.triton_chunks.row_kernels import gradient_kernel, listed_largest_kernel, statistics_kernel
 
-from .compiling import SHARED_LIMIT, TARGETS, architectures, assert_runs_well, compile_kernel
+from .compiling import SHARED_LIMIT, TARGETS, architectures, assert_runs_well, compile_kernel, name
 
 ITEMSIZE = {"fp32": 4, "fp64": 8}
 VECTOR = 16  # bytes of the widest load that all architectures have
 
 # What TritonPasses asks for: the logits' dtype, out's, the bias's (None: there is none), and the switches. F goes into
 # bf16 where the operands have it; the bias may be fp32 then too, under autocast. WRITE and PLAIN exclude a softcap.
-# With given anchors there is one reading instead of three, without them every bias is tried.
-ANCHORS = {given: {"GIVEN": given, "LISTED": given} for given in (False, True)}
-STATISTICS = [
-    ("fp32", "bf16" if write else "fp32", bias, {"HAS_SOFTCAP": softcap, **ANCHORS[given], "WRITE": write})
-    for (bias, given), (softcap, write) in product(
-        ((None, False), ("bf16", False), ("fp32", False), (None, True)), ((False, False), (False, True), (True, False))
-    )
+# With given anchors there is one reading instead of three.
+FREE, GIVEN = ({"GIVEN": given, "LISTED": given} for given in (False, True))
+CASES = [
+    (statistics_kernel, "fp32", "bf16", None, {**FREE, "HAS_SOFTCAP": False, "WRITE": True}),
+    (statistics_kernel, "fp32", "bf16", "fp32", {**FREE, "HAS_SOFTCAP": False, "WRITE": True}),
+    (statistics_kernel, "fp32", "bf16", None, {**GIVEN, "HAS_SOFTCAP": False, "WRITE": True}),
+    (statistics_kernel, "fp32", "fp32", "bf16", {**FREE, "HAS_SOFTCAP": True, "WRITE": False}),
+    (statistics_kernel, "fp32", "fp32", None, {**GIVEN, "HAS_SOFTCAP": True, "WRITE": False}),
+    (statistics_kernel, "fp64", "fp64", "fp64", {**FREE, "HAS_SOFTCAP": True, "WRITE": False}),
+    (gradient_kernel, "fp32", "bf16", None, {"HAS_SOFTCAP": False, "PLAIN": True}),
+    (gradient_kernel, "fp32", "bf16", "bf16", {"HAS_SOFTCAP": True, "PLAIN": False}),
+    (gradient_kernel, "fp32", "fp32", "fp32", {"HAS_SOFTCAP": False, "PLAIN": False}),
+    (gradient_kernel, "fp64", "fp64", "fp64", {"HAS_SOFTCAP": False, "PLAIN": False}),
+    (listed_largest_kernel, "fp32", "fp32", "bf16", {"HAS_SOFTCAP": True}),
 ]
-STATISTICS += [("fp64", "fp64", "fp64", {"HAS_SOFTCAP": True, **ANCHORS[False], "WRITE": False})]
-LARGEST = [("fp32", "fp32", "bf16", {"HAS_SOFTCAP": True}), ("fp32", "fp32", None, {"HAS_SOFTCAP": False})]
-GRADIENT = [
-    ("fp32", out, bias, {"HAS_SOFTCAP": softcap, "PLAIN": plain})
-    for (out, bias), (softcap, plain) in product(
-        (("bf16", None), ("bf16", "bf16"), ("fp32", "fp32")), ((False, True), (False, False), (True, False))
-    )
-]
-GRADIENT += [("fp64", "fp64", "fp64", {"HAS_SOFTCAP": False, "PLAIN": False})]
-CASES = [(statistics_kernel, *case) for case in STATISTICS] + [(gradient_kernel, *case) for case in GRADIENT]
-CASES += [(listed_largest_kernel, *case) for case in LARGEST]
-
-
-def name(value):
-    """Of a part of a case, in the test's id."""
-    if isinstance(value, dict):
-        return "+".join(switch for switch, on in value.items() if on) or "none"
-    return getattr(value, "__name__", str(value))
 
 
 def row_launch(architecture):
@@ -103,32 +91,25 @@ def test_kernels_do_not_spill_and_load_whole_vectors(architecture, kernel, logit
 
 @pytest.mark.parametrize("architecture", architectures())
 @pytest.mark.parametrize(
-    ("kernel", "out", "switches"),
+    ("kernel", "block", "switches"),
     [
-        (statistics_kernel, "bf16", {"HAS_SOFTCAP": False, **ANCHORS[False], "WRITE": True}),
-        (gradient_kernel, "bf16", {"HAS_SOFTCAP": True, "PLAIN": False}),
+        (statistics_kernel, None, {"HAS_SOFTCAP": False, **FREE, "WRITE": True}),
+        (gradient_kernel, None, {"HAS_SOFTCAP": True, "PLAIN": False}),
+        (statistics_kernel, 128, {"HAS_SOFTCAP": False, **FREE, "WRITE": True}),
     ],
     ids=name,
 )
-def test_vocabularies_that_16_does_not_divide_do_not_spill(architecture, kernel, out, switches):
-    """Their rows start anywhere: loads are narrow and need more registers."""
-    block = row_launch(architecture).block
-    machine = compiled(architecture, kernel, "fp32", out, "bf16", tuple(switches.items()), block, aligned=False)
-    assert_runs_well(architecture, machine)
-
-
-@pytest.mark.parametrize("architecture", architectures())
-def test_blocks_smaller_than_a_program_compile(architecture):
-    """A small vocabulary leaves some threads without a column of their own."""
-    switches = tuple({"HAS_SOFTCAP": False, **ANCHORS[False], "WRITE": True}.items())
-    machine = compiled(architecture, statistics_kernel, "fp32", "bf16", "bf16", switches, 128, aligned=False)
+def test_vocabularies_that_16_does_not_divide_do_not_spill(architecture, kernel, block, switches):
+    """Rows start anywhere: loads are narrow; and a small one leaves some threads without a column of their own."""
+    block = block or row_launch(architecture).block
+    machine = compiled(architecture, kernel, "fp32", "bf16", "bf16", tuple(switches.items()), block, aligned=False)
     assert_runs_well(architecture, machine)
 
 
 @pytest.mark.parametrize("architecture", architectures(lambda name: name.startswith("sm")))
 @pytest.mark.parametrize(
     ("kernel", "out", "switches"),
-    [(statistics_kernel, "fp32", {**ANCHORS[True], "WRITE": False}), (gradient_kernel, "bf16", {"PLAIN": False})],
+    [(statistics_kernel, "fp32", {**GIVEN, "WRITE": False}), (gradient_kernel, "bf16", {"PLAIN": False})],
     ids=name,
 )
 def test_a_broken_logit_is_not_taken_for_an_impossible_word(architecture, kernel, out, switches):
@@ -145,8 +126,6 @@ def test_a_broken_logit_is_not_taken_for_an_impossible_word(architecture, kernel
 ANCHORED = [
     (None, False, "bf16", False),
     (None, False, None, False),
-    ("fp32", False, "bf16", False),
-    (None, True, "bf16", False),
     ("bf16", True, "bf16", False),
     ("bf16", True, "fp32", False),
     ("fp32", True, "bf16", True),
@@ -262,31 +241,18 @@ def test_the_kernels_over_the_sums_of_tiles(architecture, kernel, constants):
 
 
 # Kept sets: hidden states and weight, numbers, bias, and the switches.
-KEPT = [(pairs_kernel, None, "i32", None, {})]
-KEPT += [
-    (pair_logits_kernel, operand, numbers, bias, {"HAS_SOFTCAP": softcap})
-    for (operand, numbers), bias, softcap in (
-        (("bf16", "fp32"), None, False),
-        (("fp16", "fp32"), "bf16", True),
-        (("fp32", "fp32"), "fp32", False),
-        (("fp64", "fp64"), "fp64", True),
-    )
-]
-KEPT += [
-    (kept_sums_kernel, None, numbers, None, {"GIVEN": given}) for numbers, given in (("fp32", False), ("fp64", True))
-]
-KEPT += [
+KEPT = [
+    (pairs_kernel, None, "i32", None, {}),
+    (pair_logits_kernel, "bf16", "fp32", None, {"HAS_SOFTCAP": False}),
+    (pair_logits_kernel, "fp16", "fp32", "bf16", {"HAS_SOFTCAP": True}),
+    (pair_logits_kernel, "fp64", "fp64", "fp64", {"HAS_SOFTCAP": True}),
+    (kept_sums_kernel, None, "fp32", None, {"GIVEN": False}),
+    (kept_sums_kernel, None, "fp64", None, {"GIVEN": True}),
     (kept_gradient_kernel, None, "fp32", None, {"HAS_SOFTCAP": False, "PLAIN": True}),
     (kept_gradient_kernel, None, "fp64", None, {"HAS_SOFTCAP": True, "PLAIN": False}),
-]
-KEPT += [
-    (segment_kernel, operand, numbers, out, {"ADD": add})
-    for operand, numbers, out, add in (
-        ("bf16", "fp32", "bf16", False),
-        ("bf16", "fp32", "fp32", True),
-        ("fp32", "fp32", "fp32", False),
-        ("fp64", "fp64", "fp64", True),
-    )
+    (segment_kernel, "bf16", "fp32", "bf16", {"ADD": False}),
+    (segment_kernel, "bf16", "fp32", "fp32", {"ADD": True}),
+    (segment_kernel, "fp64", "fp64", "fp64", {"ADD": True}),
 ]
 
 

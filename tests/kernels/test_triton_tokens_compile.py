@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels.triton_chunks import token_kernels, triton_tokens
 
-from .compiling import architectures, assert_runs_well, compile_kernel
+from .compiling import architectures, assert_runs_well, compile_kernel, name
 
 LENGTHS = ("rows", "results_stride", "tokens", "responses", "entries")  # not specialised for: nothing is known of them
 NUMBERS = ("clip_low", "clip_high", "log_beta", "entropy_coef")
@@ -33,26 +33,15 @@ CASES = [
     (token_kernels.finish_kernel, "fp64", {}, BLOCK),
     (token_kernels.policy_rows_kernel, "fp32", {"matrix": "bf16", "target": "i64"}, switches(POLICY)),
     (token_kernels.policy_rows_kernel, "fp32", {"normalizer": "i64"}, switches(POLICY, "PLAIN") | ALONE),
-    (token_kernels.policy_rows_kernel, "fp32", {}, switches(POLICY, *POLICY) | ALONE),
     (token_kernels.policy_rows_kernel, "fp64", {}, switches(POLICY, "PLAIN") | ALONE),
     (token_kernels.policy_objective_kernel, "fp32", {}, switches(OBJECTIVE)),
-    (token_kernels.policy_objective_kernel, "fp32", {"old_log_prob": "bf16"}, switches(OBJECTIVE, *OBJECTIVE)),
     (token_kernels.policy_objective_kernel, "fp64", {"advantage": "fp32"}, switches(OBJECTIVE)),
-    (token_kernels.centre_groups_kernel, "fp32", {"group": "i64"}, {"SCALE_BY_STD": False, **TILE}),
     (token_kernels.centre_groups_kernel, "fp32", {"group": "i64"}, {"SCALE_BY_STD": True, **TILE}),
     (token_kernels.centre_groups_kernel, "fp64", {"group": "i32"}, {"SCALE_BY_STD": True, **TILE}),
-    (token_kernels.centre_groups_kernel, "u1", {"group": "i64"}, {"SCALE_BY_STD": True, **TILE}),
     (token_kernels.scale_kernel, "bf16", {"factor": "fp32"}, {"BLOCK": triton_tokens.SCALE_BLOCK}),
     (token_kernels.scale_kernel, "fp64", {}, {"BLOCK": triton_tokens.SCALE_BLOCK}),
-    (token_kernels.segment_mean_kernel, "fp32", {"offsets": "i32"}, {"BLOCK": triton_tokens.SEGMENT_BLOCK}),
     (token_kernels.segment_mean_kernel, "fp64", {"offsets": "i64"}, {"BLOCK": triton_tokens.SEGMENT_BLOCK}),
 ]
-
-
-def name(value):
-    if isinstance(value, dict):
-        return "+".join(key if on is True else f"{key}={on}" for key, on in value.items() if on is not False) or "-"
-    return getattr(value, "__name__", str(value))
 
 
 @cache
