@@ -43,36 +43,24 @@ WRONG_OF_LOSS: dict[str, tuple[Any, ...]] = {
 MAY_BE_NONE = ("bias", "replayed", "mask", "normalizer")
 
 
-def _tensor(draw: Draw, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(some(draw, 0, 2**31 - 1))
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def head(draw: Draw) -> Arguments:
-    """Right arguments of a head."""
-    tokens = draw(of(((1,), (7,), (0,), (2, 3), (3, 1), (0, 4), (2, 2, 2), ())))
-    width, vocabulary = draw(of((1, 3, 8, 33))), draw(of((1, 2, 17, 40)))
-    dtype = draw(of(DTYPES))
-    target = (_tensor(draw, *tokens).abs() * 1000).long() % vocabulary
+def _call(draw: Draw) -> tuple[Function, Arguments]:
+    """A right call."""
+    tokens, dtype = draw(of(((1,), (7,), (0,), (2, 3), (0, 4), (2, 2, 2), ()))), draw(of(DTYPES))
+    width, vocabulary = draw(of((1, 8))), draw(of((1, 40)))
     given: Arguments = {
-        "hidden": _tensor(draw, *tokens, width).to(dtype),
-        "weight": _tensor(draw, vocabulary, width).to(dtype),
-        "target": target.masked_fill(_tensor(draw, *tokens) > 1, -100),
+        "hidden": torch.ones(*tokens, width, dtype=dtype),
+        "weight": torch.ones(vocabulary, width, dtype=dtype),
+        "target": torch.zeros(tokens, dtype=torch.int64),
         "backend": draw(of(BACKENDS)),
-        "bias": draw(of((None, None, _tensor(draw, vocabulary).to(draw(of(DTYPES)))))),
-        "temperature": draw(of((None, None, 0.1, 2.0, 1, _tensor(draw, *tokens).exp(), torch.tensor(0.7)))),
-        "softcap": draw(of((None, None, 1.0, 30, 1e-3))),
+        "temperature": draw(of((0.1, 1, torch.ones(tokens), torch.tensor(0.7)))),
     }
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def tokens(draw: Draw, target: Tensor) -> Arguments:
-    """Right arguments of the objective."""
-    given: Arguments = {"old_log_prob": -_tensor(draw, *target.shape).abs(), "advantage": _tensor(draw, *target.shape)}
-    optional: dict[str, tuple[Any, ...]] = {name: (_tensor(draw, *target.shape) > 0,) for name in ("replayed", "mask")}
-    optional |= {"clip": (None, (0.1, 0.3), [0, 0]), "beta": (None, 0.05, 3), "entropy_coef": (0.01, -1)}
-    optional["normalizer"] = (7, 0.5, torch.tensor(3.0), torch.tensor(2))
-    return given | {name: draw(of(optional[name])) for name in draw(st.sets(of(sorted(optional))))}
+    given |= draw(of(({}, {"bias": torch.ones(vocabulary)}, {"softcap": 30}, {"softcap": 1e-3})))
+    if draw(st.booleans()):
+        return kernels.linear_log_prob, given
+    optional: dict[str, Any] = {"replayed": torch.ones(tokens, dtype=torch.bool), "clip": None, "beta": 3}
+    optional |= {"mask": torch.ones(tokens, dtype=torch.bool), "entropy_coef": -1, "normalizer": torch.tensor(2)}
+    given |= {name: optional[name] for name in draw(st.sets(of(sorted(optional))))}
+    return kernels.linear_policy_loss, given | {"old_log_prob": -torch.ones(tokens), "advantage": torch.ones(tokens)}
 
 
 def trial(what: str, function: Function, given: Arguments, **expected: Any) -> Trial:
@@ -83,13 +71,6 @@ def trial(what: str, function: Function, given: Arguments, **expected: Any) -> T
 def refused(what: str, function: Function, given: Arguments, *names: str) -> Trial:
     """One call with an argument that is wrong."""
     return trial(what, function, given, expected="refused", names=names)
-
-
-def _call(draw: Draw) -> tuple[Function, Arguments]:
-    given = head(draw)
-    if draw(st.booleans()):
-        return kernels.linear_log_prob, given
-    return kernels.linear_policy_loss, given | tokens(draw, given["target"])
 
 
 def _wrong_option(draw: Draw, folder: Path) -> Trial:

@@ -96,24 +96,21 @@ def test_a_backend_that_was_named_is_an_error(call, monkeypatch, capfd):
     assert not capfd.readouterr().err
 
 
-def test_the_switch_leaves_the_test_out(monkeypatch, capfd):
-    install(monkeypatch, **PLACES["groups"][1](DEFECTS["much"]))
-    monkeypatch.setenv(self_test.ENVIRONMENT, "0")
-    assert group_call()[0].tolist() == [100.5, 99.5, 100.0]
-    assert not self_test.verdicts()
-    assert not capfd.readouterr().err
-
-
-def test_a_right_backend_is_tested_once_for_each_kind_of_call(monkeypatch):
+def test_a_right_backend_is_tested_once_for_each_kind_of_call_but_for_a_switch(monkeypatch):
     computed = []
     install(monkeypatch, centre_groups=lambda *given: computed.append(given) or TORCH.centre_groups(*given))
     reward, group = torch.rand(4), torch.tensor([0, 0, 1, 1])
+    monkeypatch.setenv(self_test.ENVIRONMENT, "0")
+    group_advantage(reward, group)
+    assert len(computed) == 1
+    assert not self_test.verdicts()
+    monkeypatch.delenv(self_test.ENVIRONMENT)
     for _ in range(3):
         group_advantage(reward, group)
-    assert len(computed) == 1 + 3
+    assert len(computed) == 1 + 1 + 3
     group_advantage(reward, group, scale_by_std=True)
     group_advantage(reward.double(), group)
-    assert len(computed) == 4 + 2 + 2
+    assert len(computed) == 5 + 2 + 2
     assert list(self_test.verdicts().values()) == [""] * 3
 
 

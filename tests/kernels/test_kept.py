@@ -5,9 +5,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exgrpo.kernels import checks, linear_log_prob, linear_policy_loss, reference, sequence_entropy
+from exgrpo.kernels import checks, linear_log_prob, linear_policy_loss, reference
 
-from .support import Case, assert_as_good, draw, error, fewer_interpreted, make_case, make_tokens, relative_error
+from .support import Case, assert_as_good, draw, fewer_interpreted, make_case, make_tokens, relative_error
 
 OPTIONS = [
     {},
@@ -139,7 +139,7 @@ def test_many_chunks(backend, device, set_chunk):
     case = kept_case(SIZES["every kind"], torch.float64, device, bias=True, temperature=0.7)
     tokens = make_tokens(case)
     whole = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
-    within = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend, memory=1 << 16)
+    within = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend, memory=1 << 19)
     set_chunk(2000)
     parts = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
     for results, others, more in zip(whole, parts, within, strict=True):
@@ -170,14 +170,6 @@ def test_left_out_tokens_may_lack_their_targets(backend, device):
     ours = case.policy_loss(old, advantage, backend=backend, **more)
     exact = case.policy_loss(old, advantage, function=reference.linear_policy_loss, **more)
     torch.testing.assert_close(ours.loss, exact.loss)
-
-
-def test_entropy_of_sequences(backend, device):
-    case = kept_case(SIZES["every kind"], torch.float64, device, temperature=0.7)
-    bounds = torch.tensor([0, 20, 20, 60], device=device)
-    ours = sequence_entropy(case.hidden, case.weight, case.target, bounds, backend=backend, **case.options)
-    exact = reference.sequence_entropy(case.hidden, case.weight, case.target, bounds, **case.options)
-    assert error(ours, exact) < 1e-10
 
 
 def test_autocast(backend, device):
@@ -235,21 +227,3 @@ def test_wrong_sets(name):
             case.log_prob(backend=name)
         with pytest.raises(kind, match=message):
             case.policy_loss(torch.zeros(4), torch.ones(4), backend=name)
-
-
-def test_compiled(backend, device, monkeypatch):
-    monkeypatch.setenv("EXGRPO_CHECK", "1")  # as in test_counts
-    case = kept_case(SIZES["every kind"], torch.float32, device, tokens=30)
-    tokens = make_tokens(case)
-    eager = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
-
-    def call(hidden, weight, target, kept):
-        more = {"replayed": tokens[2], "clip": None, "entropy_coef": 0.1, "kept": kept, "backend": backend}
-        return linear_policy_loss(hidden, weight, target, *tokens[:2], **more).loss
-
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    found = compiled(case.hidden, case.weight, case.target, case.options["kept"])
-    torch.testing.assert_close(found, eager[0][0])
-    ids, offsets = case.options["kept"]
-    with pytest.raises(ValueError, match=r"kept\[0\]: expected ids in"):
-        compiled(case.hidden, case.weight, case.target, (ids + 211, offsets))

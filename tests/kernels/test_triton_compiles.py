@@ -4,6 +4,7 @@ What the machine code shows is what decides the speed of kernels that read each 
 width of the loads. The launch table was chosen by it.
 """
 
+import re
 from functools import cache
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels.tables import DEFAULT
 from exgrpo.kernels.triton_chunks import launch as launching
-from exgrpo.kernels.triton_chunks import triton_kept
+from exgrpo.kernels.triton_chunks import token_kernels, triton_kept, triton_tokens
 from exgrpo.kernels.triton_chunks.fused_kernels import (
     anchor_kernel,
     exponentials_kernel,
@@ -43,7 +44,6 @@ VECTOR = 16  # bytes of the widest load that all architectures have
 FREE, GIVEN = ({"GIVEN": given, "LISTED": given} for given in (False, True))
 CASES = [
     (statistics_kernel, "fp32", "bf16", None, {**FREE, "HAS_SOFTCAP": False, "WRITE": True}),
-    (statistics_kernel, "fp32", "bf16", "fp32", {**FREE, "HAS_SOFTCAP": False, "WRITE": True}),
     (statistics_kernel, "fp32", "bf16", None, {**GIVEN, "HAS_SOFTCAP": False, "WRITE": True}),
     (statistics_kernel, "fp32", "fp32", "bf16", {**FREE, "HAS_SOFTCAP": True, "WRITE": False}),
     (statistics_kernel, "fp32", "fp32", None, {**GIVEN, "HAS_SOFTCAP": True, "WRITE": False}),
@@ -125,7 +125,6 @@ def test_a_broken_logit_is_not_taken_for_an_impossible_word(architecture, kernel
 # all rows or some. Anchored anew, rows are read through pointers, as all are on machines without descriptors.
 ANCHORED = [
     (None, False, "bf16", False),
-    (None, False, None, False),
     ("bf16", True, "bf16", False),
     ("bf16", True, "fp32", False),
     ("fp32", True, "bf16", True),
@@ -246,7 +245,6 @@ KEPT = [
     (pair_logits_kernel, "bf16", "fp32", None, {"HAS_SOFTCAP": False}),
     (pair_logits_kernel, "fp16", "fp32", "bf16", {"HAS_SOFTCAP": True}),
     (pair_logits_kernel, "fp64", "fp64", "fp64", {"HAS_SOFTCAP": True}),
-    (kept_sums_kernel, None, "fp32", None, {"GIVEN": False}),
     (kept_sums_kernel, None, "fp64", None, {"GIVEN": True}),
     (kept_gradient_kernel, None, "fp32", None, {"HAS_SOFTCAP": False, "PLAIN": True}),
     (kept_gradient_kernel, None, "fp64", None, {"HAS_SOFTCAP": True, "PLAIN": False}),
@@ -278,3 +276,73 @@ def test_kernels_of_kept_sets_do_not_spill(architecture, kernel, operand, number
     assert_runs_well(architecture, machine)
     if operand and numbers == "fp32":
         assert machine.wide >= 1  # rows are read by whole vectors
+
+
+# The kernels over tokens and responses.
+LENGTHS = ("rows", "results_stride", "tokens", "responses", "entries")  # not specialised for: nothing is known of them
+OF_TERMS = ("clip_low", "clip_high", "log_beta", "entropy_coef")
+BLOCK = {"BLOCK": triton_tokens.BLOCK}
+TILE = dict(zip(("ROWS", "COLUMNS"), triton_tokens.GROUP_TILE, strict=True))
+ALONE = {"matrix": None, "target": None}
+POLICY = ("HAS_REPLAYED", "HAS_TEMPERATURE", "HAS_CLIP", "HAS_BETA", "PLAIN")
+OBJECTIVE = ("HAS_ENTROPY", "HAS_REPLAYED", "HAS_MASK", "HAS_CLIP", "HAS_BETA")
+
+
+def switches(names, *off):
+    """All switches on but those."""
+    return {name: name not in off for name in names} | BLOCK
+
+
+# The kernel, the dtypes of its floating tensors and of those that differ from them, and the constants.
+OF_TOKENS = [
+    (token_kernels.finish_kernel, "fp32", {}, BLOCK),
+    (token_kernels.finish_kernel, "fp64", {}, BLOCK),
+    (token_kernels.policy_rows_kernel, "fp32", {"matrix": "bf16", "target": "i64"}, switches(POLICY)),
+    (token_kernels.policy_rows_kernel, "fp32", {"normalizer": "i64"}, switches(POLICY, "PLAIN") | ALONE),
+    (token_kernels.policy_rows_kernel, "fp64", {}, switches(POLICY, "PLAIN") | ALONE),
+    (token_kernels.policy_objective_kernel, "fp32", {}, switches(OBJECTIVE)),
+    (token_kernels.policy_objective_kernel, "fp64", {"advantage": "fp32"}, switches(OBJECTIVE)),
+    (token_kernels.centre_groups_kernel, "fp32", {"group": "i64"}, {"SCALE_BY_STD": True, **TILE}),
+    (token_kernels.centre_groups_kernel, "fp64", {"group": "i32"}, {"SCALE_BY_STD": True, **TILE}),
+    (token_kernels.scale_kernel, "bf16", {"factor": "fp32"}, {"BLOCK": triton_tokens.SCALE_BLOCK}),
+    (token_kernels.scale_kernel, "fp64", {}, {"BLOCK": triton_tokens.SCALE_BLOCK}),
+    (token_kernels.segment_mean_kernel, "fp64", {"offsets": "i64"}, {"BLOCK": triton_tokens.SEGMENT_BLOCK}),
+]
+
+
+@cache
+def compiled_tokens(architecture, kernel, dtype, others, constants):
+    """A kernel as `triton_tokens` has it compiled."""
+    dtypes = {"replayed": "u1", "counted": "u1", "partials": "fp64", "centred": "fp64", **dict(others)}
+    types = {x: "*" + dtypes.get(x, dtype) for x in kernel.arg_names}
+    types |= dict.fromkeys((*LENGTHS, "matrix_stride"), "i32") | dict.fromkeys(OF_TERMS, "fp64")
+    return compile_kernel(architecture, kernel, types, dict(constants), unaligned=LENGTHS)
+
+
+@pytest.mark.parametrize("architecture", architectures())
+@pytest.mark.parametrize(("kernel", "dtype", "others", "constants"), OF_TOKENS, ids=name)
+def test_kernels_of_tokens_do_not_spill(architecture, kernel, dtype, others, constants):
+    machine = compiled_tokens(architecture, kernel, dtype, tuple(others.items()), tuple(constants.items()))
+    assert_runs_well(architecture, machine)
+
+
+@pytest.mark.parametrize("architecture", architectures(lambda name: name.startswith("sm")))
+@pytest.mark.parametrize("kernel", [token_kernels.finish_kernel, token_kernels.policy_rows_kernel], ids=name)
+def test_logarithms_are_not_the_approximation_of_the_hardware(architecture, kernel):
+    """log1p and expm1 take their accuracy from log's near 1; and bounds let a broken number through."""
+    others, constants = next((others, constants) for other, _, others, constants in OF_TOKENS if other is kernel)
+    ptx = compiled_tokens(architecture, kernel, "fp32", tuple(others.items()), tuple(constants.items())).code
+    assert "ex2.approx" in ptx
+    assert "lg2.approx" not in ptx
+    assert re.findall(r"\b(?:max|min)\.\S*f32", ptx)
+    assert not re.findall(r"\b(?:max|min)\.f32", ptx)
+
+
+@pytest.mark.parametrize(
+    "kernel", [value for key, value in vars(token_kernels).items() if key.endswith("_kernel")], ids=name
+)
+def test_lengths_and_numbers_compile_nothing_anew(kernel):
+    """Numbers arrive in float64, as the cases here have it; neither a number's value nor a length is compiled in."""
+    for parameter in kernel.params:
+        assert parameter.annotation_type == ("fp64" if parameter.name in OF_TERMS else "")
+        assert parameter.do_not_specialize == (parameter.name in LENGTHS)
