@@ -1,6 +1,7 @@
 """The day on a GPU, on a CPU: parts run in their order, go on after a stop, and one that fails stops no other."""
 
 import io
+import os
 import subprocess
 import sys
 import time
@@ -21,7 +22,9 @@ from benchmarks.gpu_day.runner import Log
 from benchmarks.programs import ROOT
 from benchmarks.render import markdown
 from exgrpo.kernels.triton_chunks import launch
-from tests.benchmarks.support import ENVIRONMENT
+
+# Within a test that pytest-xdist runs, pytest-benchmark would take the program for one of its workers.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
 
 
 def started(*arguments):

@@ -64,6 +64,7 @@ def test_options_beside_a_recipe_win() -> None:
     [
         ("reward", {"reward_model": {"enable": True}}, "rollout.refills"),
         ("algorithm__adv_estimator", "gae", "algorithm.adv_estimator=gae"),
+        ("algorithm__use_kl_in_reward", True, "algorithm.use_kl_in_reward"),
         ("algorithm__filter_groups", {"enable": True}, "algorithm.filter_groups.enable"),
         ("algorithm__rollout_correction", {"bypass_mode": True}, "rollout_correction.bypass_mode"),
         ("actor_rollout_ref__actor__policy_loss", {"loss_mode": "gspo"}, "loss_mode=gspo"),

@@ -31,6 +31,7 @@ HEAD_ERRORS = [
     ({"hidden": [1.0]}, TypeError, "hidden: expected a tensor, got list"),
     ({"hidden": zeros(2, 3, 8, dtype=torch.int64)}, TypeError, "hidden: expected dtype torch.float16 or"),
     ({"hidden": torch.tensor(1.0)}, ValueError, "hidden: expected shape [..., D], got a tensor without dimensions"),
+    ({"hidden": zeros(2, 3, 0), "weight": zeros(20, 0)}, ValueError, "hidden: expected shape [..., D] with a D of at"),
     ({"weight": zeros(20, 7)}, ValueError, "weight: expected shape [V, 8]"),
     ({"weight": zeros(0, 8)}, ValueError, "weight: expected at least one row, got an empty vocabulary"),
     ({"weight": zeros(20, 8, dtype=torch.bfloat16)}, TypeError, "weight: expected dtype torch.float32"),
